@@ -26,9 +26,9 @@ print("written")
 
 def count(disk: Path, mark: str) -> int:
     """Count the occurrences of `mark` on the disk image; every byte is searched."""
-    needle, found, position = mark.encode(), 0, 0
+    needle, hits, position = mark.encode(), 0, 0
     with disk.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while (position := data.find(needle, position)) >= 0:
-            found += 1
+            hits += 1
             position += len(needle)
-    return found
+    return hits

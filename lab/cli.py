@@ -24,7 +24,7 @@ say = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _print_errors() -> Iterator[None]:
     try:
         yield
     except LabError as error:
@@ -35,15 +35,15 @@ def _told() -> Iterator[None]:
 @app.command()
 def build() -> None:
     """Build QEMU and the images, or take them from the cache."""
-    with _told():
+    with _print_errors():
         packages.ensure()
         distro = this_distro()
-        found: dict[str, object] = {
+        facts: dict[str, object] = {
             "qemu": qemu.ensure(distro).version,
             "host_image": str(host_image.ensure(distro)),
-            "guest_image": guest_image.described(guest_image.ensure(distro)),
+            "guest_image": asdict(guest_image.ensure(distro)),
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(facts, indent=1))
 
 
 @app.command()
@@ -51,7 +51,7 @@ def up(
     fresh: Annotated[bool, typer.Option(help="Forget all disks of this lab first.")] = False,
 ) -> None:
     """Start the lab host and wait until it answers."""
-    with _told():
+    with _print_errors():
         lab = machine.up(fresh=fresh)
         say.print(f"lab host up: [bold]gpuaas lab ssh[/bold] (port {lab.ssh_port}, {lab.accel})")
 
@@ -59,14 +59,14 @@ def up(
 @app.command()
 def down() -> None:
     """Shut the lab host down; its disks stay."""
-    with _told():
+    with _print_errors():
         say.print("lab host down" if machine.down() else "no lab host was up")
 
 
 @app.command()
 def status() -> None:
     """Print lab.json and whether the host is up."""
-    with _told():
+    with _print_errors():
         lab = state.load()
         if lab is None:
             print(json.dumps({"folder": str(lab_folder()), "up": False}))
@@ -77,7 +77,7 @@ def status() -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def ssh(command: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Open a shell on the lab host as root, or run a command (after --)."""
-    with _told():
+    with _print_errors():
         lab = state.running()
         tty = command is None and sys.stdin.isatty()
         argv = state.ssh_command(lab, command, tty=tty)
@@ -87,7 +87,7 @@ def ssh(command: Annotated[list[str] | None, typer.Argument()] = None) -> None:
 @app.command("userdata")
 def deliver(script: Path, timeout: float = 600) -> None:
     """Run a script on the host over the trusted channel and exit with its exit code."""
-    with _told():
+    with _print_errors():
         answer = userdata.deliver(
             Path(state.running().userdata), script.read_text(), timeout=timeout
         )
@@ -100,14 +100,14 @@ def power_cut(
     restart: Annotated[bool, typer.Option(help="Power comes back at once.")] = False,
 ) -> None:
     """Cut the power: nothing is shut down or flushed."""
-    with _told():
+    with _print_errors():
         machine.power_cut(restart=restart)
 
 
 @app.command("reset-disks")
 def reset_disks() -> None:
     """Recreate the data disks as new (the lab must be down)."""
-    with _told():
+    with _print_errors():
         machine.reset_disks()
 
 
@@ -117,7 +117,7 @@ def save(
     replace: Annotated[bool, typer.Option(help="Replace a saved host of this name.")] = False,
 ) -> None:
     """Save a copy of the lab host's disks. A running host is paused for some seconds."""
-    with _told():
+    with _print_errors():
         kept = saved.save(name, replace=replace)
         say.print(f"saved {name}: {saved.size_bytes(kept) / 2**20:.0f} MiB in {kept.folder}")
 
@@ -125,7 +125,7 @@ def save(
 @app.command()
 def load(name: str) -> None:
     """Replace the lab host's disks by a saved copy (the lab must be down); `up` boots it."""
-    with _told():
+    with _print_errors():
         kept = saved.load(name)
         say.print(f"loaded {name} of {kept.saved_at}: boot it with [bold]gpuaas lab up[/bold]")
 
@@ -133,7 +133,7 @@ def load(name: str) -> None:
 @app.command("saved")
 def list_saved() -> None:
     """Print the saved lab hosts as JSON."""
-    with _told():
+    with _print_errors():
         facts = [
             {
                 "name": kept.name,
@@ -149,6 +149,6 @@ def list_saved() -> None:
 @app.command()
 def delete(name: str) -> None:
     """Delete a saved lab host; the lab itself stays as it is."""
-    with _told():
+    with _print_errors():
         saved.delete(name)
         say.print(f"deleted {name}")

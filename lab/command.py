@@ -39,7 +39,7 @@ def run(
                 timeout=timeout,
                 check=False,
             )
-            output, said = done.stdout, done.stderr
+            output, messages = done.stdout, done.stderr
         else:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as sink:
@@ -52,13 +52,13 @@ def run(
                     timeout=timeout,
                     check=False,
                 )
-            output, said = b"", log.read_bytes()
+            output, messages = b"", log.read_bytes()
     except FileNotFoundError as error:
         raise LabError(f"{words[0]} is not installed: run `gpuaas lab build`") from error
     except subprocess.TimeoutExpired as error:
         raise LabError(f"{words[0]} did not end within {timeout:.0f} s") from error
     if done.returncode != 0:
-        tail = said.decode(errors="replace").strip().splitlines()[-15:]
+        tail = messages.decode(errors="replace").strip().splitlines()[-15:]
         where = f" (all of it: {log})" if log else ""
         raise LabError(
             f"{' '.join(words[:4])} … ended with {done.returncode}{where}:\n" + "\n".join(tail)

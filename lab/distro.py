@@ -45,7 +45,7 @@ def parse_os_release(text: str) -> dict[str, str]:
 
 def parse_sources(text: str) -> list[tuple[str, list[str]]]:
     """Return (URI, suites) of each binary source, from one-line and deb822 text alike."""
-    found: list[tuple[str, list[str]]] = []
+    sources: list[tuple[str, list[str]]] = []
     for stanza in text.split("\n\n"):
         fields: dict[str, str] = {}
         for line in stanza.splitlines():
@@ -53,14 +53,14 @@ def parse_sources(text: str) -> list[tuple[str, list[str]]]:
                 continue
             if line.startswith("deb "):
                 words = line.split("]", 1)[1].split() if "[" in line else line.split()[1:]
-                found.append((words[0], [words[1]]))
+                sources.append((words[0], [words[1]]))
             elif ":" in line and not line[0].isspace():
                 name, value = line.split(":", 1)
                 fields[name.strip().lower()] = value.strip()
         if "deb" in fields.get("types", "").split() and fields.get("enabled", "yes") != "no":
             suites = fields.get("suites", "").split()
-            found += [(uri, suites) for uri in fields.get("uris", "").split()]
-    return found
+            sources += [(uri, suites) for uri in fields.get("uris", "").split()]
+    return sources
 
 
 def this_distro(root: Path = Path("/")) -> Distro:
@@ -68,8 +68,10 @@ def this_distro(root: Path = Path("/")) -> Distro:
     release = parse_os_release((root / "etc/os-release").read_text())
     name, suite = release.get("ID", "?"), release.get("VERSION_CODENAME", "?")
     if (name, suite) not in SUPPORTED:
-        known = ", ".join(f"{d} {s}" for d, s in SUPPORTED)
-        raise LabError(f"the lab is built from one of: {known}; this machine runs {name} {suite}")
+        supported = ", ".join(f"{d} {s}" for d, s in SUPPORTED)
+        raise LabError(
+            f"the lab is built from one of: {supported}; this machine runs {name} {suite}"
+        )
     components, keyring = SUPPORTED[name, suite]
     apt = root / APT.relative_to("/")
     files = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab import cache, grub, image, rootfs
+from lab import cache, image, rootfs
 from lab.command import run
 from lab.distro import Distro
 from lab.progress import step
@@ -44,7 +44,7 @@ def ensure(distro: Distro) -> GuestImage:
     base = rootfs.ensure(recipe, distro)
     # The proof script lies in the same folder but is not part of the image.
     sources = [FOLDER / "overlay", FOLDER / "finish.sh"]
-    sources += [Path(module) for module in (image.__file__, grub.__file__, __file__)]
+    sources += [Path(module) for module in (image.__file__, __file__)]
     key = cache.content_key({"rootfs": base.parent.name, "size": SIZE_MIB}, sources)
     layout = image.Layout(SIZE_MIB, str(uuid.uuid5(uuid.NAMESPACE_OID, key)), ESP_ID, bios=True)
 
@@ -70,8 +70,3 @@ def ensure(distro: Distro) -> GuestImage:
     return GuestImage(
         str(folder / "guest.raw"), str(folder / "guest.raw.zst"), facts["sha256"], facts["size"]
     )
-
-
-def described(found: GuestImage) -> dict[str, str | int]:
-    """Return the image in the form that `gpuaas lab build` prints."""
-    return asdict(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from lab import cache, host_packages, image, rootfs
+from lab import cache, image, rootfs
 from lab.distro import Distro
 from lab.progress import step
 
@@ -15,6 +15,28 @@ ESP_ID = "5E00-1AB0"
 PRIVATE = frozenset({"etc/netplan/01-mgmt.yaml"})
 NOUN = "host-image"
 
+KERNEL = {"debian": ["linux-image-amd64"], "ubuntu": ["linux-image-generic"]}
+
+BASE = [
+    "systemd-sysv", "udev", "dbus", "kmod", "initramfs-tools", "lz4", "zstd", "busybox",
+    "grub-efi-amd64", "openssh-server", "python3", "ca-certificates", "curl", "sudo",
+    "util-linux", "procps", "psmisc", "lsof", "less", "file", "iproute2", "iputils-ping",
+    "netplan.io", "ethtool", "apparmor", "dmidecode", "pciutils", "numactl", "python3-apt", "gpg",
+    "cloud-init",
+]  # fmt: skip
+STORAGE = [
+    "nvme-cli", "e2fsprogs", "dosfstools", "fdisk", "gdisk", "parted", "mdadm", "lvm2", "fio",
+]  # fmt: skip
+VIRTUALIZATION = [
+    "libvirt-daemon-system", "libvirt-clients", "qemu-system-x86", "qemu-utils", "ovmf",
+    "openvswitch-switch", "dnsmasq", "dnsmasq-utils", "nftables", "iptables", "conntrack",
+    "genisoimage", "xorriso",
+]  # fmt: skip
+FABRIC = ["rdma-core", "ibverbs-utils", "rdmacm-utils", "perftest"]
+
+# The OS disk is NVMe, but a lab may fall back to virtio, so both disk drivers are needed.
+INITRAMFS = ["nvme", "virtio_pci", "virtio_blk", "virtio_net", "ext4", "vfat"]
+
 
 def name(distro: Distro) -> str:
     """Return the name of the image's folder in the cache, whether or not it is built."""
@@ -22,14 +44,14 @@ def name(distro: Distro) -> str:
 
 
 def _key(distro: Distro) -> str:
-    base = rootfs.key(host_packages.recipe(distro.id), distro)
+    base = rootfs.key(_recipe(distro), distro)
     sources = [FOLDER, Path(image.__file__), Path(__file__)]
     return cache.content_key({"rootfs": base, "size": SIZE_MIB}, sources)
 
 
 def ensure(distro: Distro) -> Path:
     """Return the cached image; build it if its packages, files or builder changed."""
-    base = rootfs.ensure(host_packages.recipe(distro.id), distro)
+    base = rootfs.ensure(_recipe(distro), distro)
     key = _key(distro)
     layout = image.Layout(SIZE_MIB, str(uuid.uuid5(uuid.NAMESPACE_OID, key)), ESP_ID)
 
@@ -46,3 +68,8 @@ def ensure(distro: Distro) -> Path:
             )
 
     return cache.ensure(NOUN, key, build) / "host.raw"
+
+
+def _recipe(distro: Distro) -> rootfs.Recipe:
+    packages = KERNEL[distro.id] + BASE + STORAGE + VIRTUALIZATION + FABRIC
+    return rootfs.Recipe("host", packages, INITRAMFS)

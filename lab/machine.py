@@ -6,11 +6,12 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-from lab import accel, disks, host_image, packages, qmp, state, topology, userdata
+from lab import disks, host_image, packages, qmp, state, topology, userdata
 from lab.command import LabError, run
 from lab.distro import this_distro
 from lab.paths import lab_folder
@@ -22,24 +23,26 @@ FIRMWARE = Path("/usr/share/OVMF")
 # An emulated host answers after one to two minutes; five times that is a fault.
 BOOT_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 120.0
+ACCELERATOR_VARIABLE = "GPUAAS_LAB_ACCEL"
+ACCELERATORS = ("kvm", "tcg")
 
 
 def up(*, fresh: bool = False) -> state.Lab:
     """Boot the lab of this folder and wait for SSH. A running lab is returned as it is."""
     folder = lab_folder()
-    known = state.load(folder)
-    if known is not None and known.alive():
+    existing = state.load(folder)
+    if existing is not None and existing.alive():
         if fresh:
             raise LabError("this lab is up: `gpuaas lab down` first, then `up --fresh`")
-        return known
+        return existing
     packages.ensure()
     distro = this_distro()
     qemu = ensure_qemu(distro)
     machine = topology.Machine(
         folder,
         FIRMWARE / "OVMF_CODE_4M.fd",
-        accel.choose(),
-        _free_port(known.ssh_port if known else None),
+        choose_accelerator(),
+        _free_port(existing.ssh_port if existing else None),
         memory_mib=int(os.environ.get("GPUAAS_LAB_MEMORY_MIB", "6144")),
     )
     if fresh:
@@ -54,6 +57,27 @@ def up(*, fresh: bool = False) -> state.Lab:
     with step(f"lab host boot ({machine.accel})"):
         _admit(lab)
     return lab
+
+
+def choose_accelerator(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str:
+    """Return `kvm` if its vendor module is loaded, usable and allows nesting, else `tcg`.
+
+    The file /dev/kvm proves nothing: some machines have it and cannot run a stock kernel.
+    """
+    requested = environment.get(ACCELERATOR_VARIABLE, "")
+    if requested:
+        if requested not in ACCELERATORS:
+            raise LabError(
+                f"{ACCELERATOR_VARIABLE} is one of {', '.join(ACCELERATORS)}; it is {requested!r}"
+            )
+        return requested
+    for vendor in ("kvm_intel", "kvm_amd"):
+        nested = root / "sys/module" / vendor / "parameters/nested"
+        # Slice VMs are nested guests. Without nesting only emulation can run them.
+        if nested.is_file() and nested.read_text().strip() in ("Y", "1"):
+            device = root / "dev/kvm"
+            return "kvm" if os.access(device, os.R_OK | os.W_OK) else "tcg"
+    return "tcg"
 
 
 def _free_port(preferred: int | None) -> int:

@@ -26,13 +26,13 @@ LOCKED = re.compile(r"Could not get lock|Unable to (acquire|lock)")
 UBUNTU = ["ubuntu-keyring", "qemu-system-x86", "qemu-utils"]
 
 
-def missing(wanted: list[str]) -> list[str]:
+def missing(required: list[str]) -> list[str]:
     """Return the packages that dpkg does not report as installed."""
-    query = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *wanted]
+    query = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *required]
     # Exit code 1 only means that dpkg does not know some of the packages.
-    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    installed = {line.split()[0] for line in said.splitlines() if line.endswith(" installed")}
-    return [package for package in wanted if package not in installed]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    installed = {line.split()[0] for line in answer.splitlines() if line.endswith(" installed")}
+    return [package for package in required if package not in installed]
 
 
 def ensure() -> None:
@@ -41,8 +41,8 @@ def ensure() -> None:
         raise LabError("the lab is built on Debian 12 or Ubuntu 24.04: this machine has no dpkg")
     root = os.geteuid() == 0
     ubuntu = "ubuntu" in Path("/etc/os-release").read_text().lower()
-    wanted = NEEDED + ([] if root else WITHOUT_ROOT) + (UBUNTU if ubuntu else [])
-    lacking = missing(wanted)
+    required = NEEDED + ([] if root else WITHOUT_ROOT) + (UBUNTU if ubuntu else [])
+    lacking = missing(required)
     if not lacking:
         return
     if not root and not shutil.which("sudo"):

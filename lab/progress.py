@@ -32,12 +32,12 @@ def last_duration(what: str) -> float | None:
 def _remember(what: str, seconds: float) -> None:
     path = _history()
     try:
-        known = json.loads(path.read_text())
+        durations = json.loads(path.read_text())
     except (OSError, ValueError):
-        known = {}
-    known[what] = round(seconds, 1)
+        durations = {}
+    durations[what] = round(seconds, 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(durations, indent=1, sort_keys=True) + "\n")
 
 
 @contextmanager

@@ -42,19 +42,19 @@ class Qemu:
 
 def parse_version(text: str) -> tuple[int, int]:
     """Parse (major, minor) out of `qemu-system-x86_64 --version`."""
-    found = re.search(r"version (\d+)\.(\d+)", text)
-    if not found:
+    match = re.search(r"version (\d+)\.(\d+)", text)
+    if not match:
         raise LabError(f"QEMU did not say its version; it said: {text[:80]!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def ensure(distro: Distro) -> Qemu:
     """Return the machine's own QEMU, or the private tree, which is built on first use."""
-    own = shutil.which("qemu-system-x86_64")
-    if own:
-        text = run([own, "--version"]).decode()
+    installed = shutil.which("qemu-system-x86_64")
+    if installed:
+        text = run([installed, "--version"]).decode()
         if parse_version(text) >= NEEDED:
-            return Qemu(text.split()[3], [own], ["qemu-img"])
+            return Qemu(text.split()[3], [installed], ["qemu-img"])
     if distro.id != "debian":
         raise LabError(
             f"the lab needs QEMU {NEEDED[0]}.{NEEDED[1]} or newer: install qemu-system-x86"

@@ -55,13 +55,13 @@ def deliver(path: Path, script: str, *, timeout: float = 600) -> Answer:
         if left <= 0:
             raise LabError(f"the host did not answer on {path} within {timeout:.0f} s")
         try:
-            found = _exchange(path, line, delivery, left)
+            answer = _exchange(path, line, delivery, left)
         except (ConnectionError, FileNotFoundError) as error:
             raise LabError(
                 f"the lab's channel {path} is closed: is the lab up? ({error})"
             ) from error
-        if found is not None:
-            return found
+        if answer is not None:
+            return answer
 
 
 def by_cloud_init(data: str) -> str:

@@ -1,7 +1,7 @@
 """In-memory importer for code that is sent to a machine as one text.
 
 The text of this file comes first, the sources follow, and `install` and `run` end it. The programs
-of `scripts/standalone.py` and the harness of `benchmark/bundle.py` are made so. It runs on the
+of `scripts/standalone.py` and the harness of `benchmark/capture.py` are made so. It runs on the
 other machine: standard library only, Python 3.8 or newer.
 """
 

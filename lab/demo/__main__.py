@@ -34,7 +34,7 @@ STEPS: tuple[PlannedStep, ...] = (
     ("recover", "one command brings the slot back", slice_steps.recover),
 )
 # Evidence that the table shows for each step; build/demo.json holds all evidence.
-SAID: dict[str, Callable[[Evidence], object]] = {
+SUMMARIES: dict[str, Callable[[Evidence], object]] = {
     "host": lambda e: f"{e['accelerator']}, kernel {e['kernel']}, {len(e['devices']['gpus'])} GPUs",
     "enrol": lambda e: " ".join(e["host_said"]),
     "bootstrap": lambda e: (
@@ -99,7 +99,7 @@ def play(stage: Stage, report: Report, steps: Iterable[PlannedStep] = STEPS) -> 
 def _summary(step: Step) -> str:
     if not step.ok:
         return str(step.evidence["error"])[:300]
-    return str(SAID[step.name](step.evidence))
+    return str(SUMMARIES[step.name](step.evidence))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def host(stage: Stage) -> Evidence:
     """Build the parts that the cache lacks, then boot a freshly deployed machine."""
     packages.ensure()
     image = guest_image.ensure(this_distro())
-    stage.known["image"] = image
+    stage.facts["image"] = image
     lab = stage.boot()
     return {
         "accelerator": lab.accel,
@@ -130,7 +130,7 @@ def parity(stage: Stage) -> Evidence:
 
 def _sell(stage: Stage) -> None:
     """Cache the image on the host in advance and enable slice scheduling."""
-    api, image = stage.api(), stage.known["image"]
+    api, image = stage.api(), stage.facts["image"]
     entry = api.post(
         "/admin/images",
         {
@@ -142,7 +142,7 @@ def _sell(stage: Stage) -> None:
             "compression": "zstd",
         },
     )
-    stage.known["image_id"] = entry["id"]
+    stage.facts["image_id"] = entry["id"]
     stage.task(stage.path("/image-cache"), {"image_id": entry["id"]})
     api.put("/admin/settings/slice-scheduling", {"enabled": True})
     api.put(stage.path("/scheduling"), {"enabled": True})
@@ -158,5 +158,5 @@ def _bundles(stage: Stage) -> list[dict[str, Any]]:
 
 
 def _disks(stage: Stage) -> dict[str, dict[str, Any]]:
-    wanted = {_bundles(stage)[index]["nvme_device"] for index in SLOTS}
-    return {disk["by_id"]: disk for disk in _document(stage)["nvme"] if disk["by_id"] in wanted}
+    devices = {_bundles(stage)[index]["nvme_device"] for index in SLOTS}
+    return {disk["by_id"]: disk for disk in _document(stage)["nvme"] if disk["by_id"] in devices}

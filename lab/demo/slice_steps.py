@@ -33,7 +33,7 @@ def provision(stage: Stage) -> Evidence:
     if allocation["state"] != "active":
         raise LabError(f"provisioning failed: {why(stage, allocation)}")
     task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][0]}")
-    stage.known["allocation"] = allocation
+    stage.facts["allocation"] = allocation
     return {
         "allocation": allocation["id"],
         "claims": allocation["claims"],
@@ -49,12 +49,16 @@ def login(stage: Stage) -> Evidence:
     """Log in as tenant and prove that the GPU stand-in computes, does DMA and interrupts."""
     proof = json.loads(in_guest(stage, "sudo python3 -", PROOF.read_text()))
     mark = secrets.token_hex(32)
-    stage.known["canary"] = mark
+    stage.facts["canary"] = mark
     in_guest(stage, "sudo python3 -", canary.writer(mark))
-    found = canary.count(_disk_file(stage), mark)
-    if found == 0:
+    copies = canary.count(_disk_file(stage), mark)
+    if copies == 0:
         raise LabError("the canary is not on the disk: its later absence would prove nothing")
-    return {"gpu": proof, "canary_copies_on_disk": found, "user": in_guest(stage, "id -un").strip()}
+    return {
+        "gpu": proof,
+        "canary_copies_on_disk": copies,
+        "user": in_guest(stage, "id -un").strip(),
+    }
 
 
 def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: None) -> Evidence:
@@ -62,8 +66,8 @@ def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: 
 
     `meanwhile` runs as soon as the task exists.
     """
-    allocation = stage.known["allocation"]
-    stage.api().post(f"/projects/{stage.known['project']}/allocations/{allocation['id']}/release")
+    allocation = stage.facts["allocation"]
+    stage.api().post(f"/projects/{stage.facts['project']}/allocations/{allocation['id']}/release")
     task_id = stage.api().get(f"/admin/allocations/{allocation['id']}")["task_ids"][-1]
     meanwhile(task_id)
     result = stage.follow({"id": task_id})
@@ -78,11 +82,11 @@ def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: 
 
 def wipe_proof(stage: Stage) -> Evidence:
     """Check the stored proof, and search every byte of the disk for the tenant's data."""
-    slot = slot_of(stage, stage.known["allocation"])
-    found = canary.count(_disk_file(stage), stage.known["canary"])
-    if found or slot["status"] != "available":
-        raise LabError(f"slot {slot['status']}, canary found {found} times after the wipe")
-    return {"proof": slot["last_proof"], "canary_copies_on_disk": found, "slot": slot["status"]}
+    slot = slot_of(stage, stage.facts["allocation"])
+    copies = canary.count(_disk_file(stage), stage.facts["canary"])
+    if copies or slot["status"] != "available":
+        raise LabError(f"slot {slot['status']}, canary found {copies} times after the wipe")
+    return {"proof": slot["last_proof"], "canary_copies_on_disk": copies, "slot": slot["status"]}
 
 
 def blocked(stage: Stage) -> Evidence:
@@ -92,7 +96,7 @@ def blocked(stage: Stage) -> Evidence:
     slot = slot_of(stage, ended)
     if ended["state"] != "failed" or slot["status"] != "cleanup_blocked":
         raise LabError(f"expected failed and cleanup_blocked; found {ended['state']}, {slot}")
-    stage.known["blocked"] = ended
+    stage.facts["blocked"] = ended
     return {
         "allocation": ended["id"],
         "error": ended["error"],
@@ -106,10 +110,10 @@ def recover(stage: Stage) -> Evidence:
     """Play the recovery runbook by its command, `gpuaas recover`."""
     if stage.service is None:
         raise LabError("the reconciler is not started")
-    words = ("recover", stage.known["blocked"]["id"], "--reason", "demo: readiness gate failed")
+    words = ("recover", stage.facts["blocked"]["id"], "--reason", "demo: readiness gate failed")
     stage.console.print(f"      [dim]gpuaas {words[0]} {words[1]}[/]", highlight=False)
     evidence: Evidence = json.loads(stage.service.cli("--output", "json", *words))
-    slot = slot_of(stage, stage.known["blocked"])
+    slot = slot_of(stage, stage.facts["blocked"])
     if (slot["status"], slot["health_state"], slot["health_detail"]) != (
         "available",
         "healthy",
@@ -133,14 +137,14 @@ def launch(stage: Stage, *, ready_deadline_s: int = 0, **changes: Any) -> dict[s
         "username": USER,
         "ssh_keys": [key.with_suffix(".pub").read_text().strip()],
         "hostname": "slice",
-        "image_id": stage.known["image_id"],
+        "image_id": stage.facts["image_id"],
         "parameters": {"ready_deadline_s": ready_deadline_s} if ready_deadline_s else {},
         **changes,
     }
-    found: dict[str, Any] = stage.member.post(
-        f"/projects/{stage.known['project']}/allocations", body
+    allocation: dict[str, Any] = stage.member.post(
+        f"/projects/{stage.facts['project']}/allocations", body
     )
-    return found
+    return allocation
 
 
 def wait_for(stage: Stage, allocation_id: str, states: set[str]) -> dict[str, Any]:
@@ -164,15 +168,15 @@ def why(stage: Stage, allocation: dict[str, Any]) -> str:
     task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][-1]}")
     readiness = dict((task["error"] or {}).get("evidence", {}).get("readiness", {}))
     console = readiness.pop("console_tail", [])
-    told = [json.dumps(allocation["error"]), json.dumps(readiness), "console:", *console]
-    return "\n".join([*told, "host:", stage.on_host("sh", "-c", f"'{HOST_SIDE}'")])
+    lines = [json.dumps(allocation["error"]), json.dumps(readiness), "console:", *console]
+    return "\n".join([*lines, "host:", stage.on_host("sh", "-c", f"'{HOST_SIDE}'")])
 
 
 def slot_of(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
     slot_id = allocation["claims"][0]["slot_id"]
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
-    found: dict[str, Any] = next(slot for slot in slots if slot["id"] == slot_id)
-    return found
+    slot: dict[str, Any] = next(slot for slot in slots if slot["id"] == slot_id)
+    return slot
 
 
 def in_guest(stage: Stage, command: str, stdin: str = "") -> str:
@@ -183,14 +187,14 @@ def in_guest(stage: Stage, command: str, stdin: str = "") -> str:
     is accepted. Only this demonstration does so: hosts are certified at enrolment and never
     scanned.
     """
-    address = stage.known["allocation"]["claims"][0]["private_ip"]
+    address = stage.facts["allocation"]["claims"][0]["private_ip"]
     file = stage.folder / "guest_known_hosts"
-    if stage.known.get("guest_key_of") != stage.known["allocation"]["id"]:
+    if stage.facts.get("guest_key_of") != stage.facts["allocation"]["id"]:
         # ssh-keyscan's default limit is five seconds; a guest in two layers of emulation needs
         # longer.
         scan = ("ssh-keyscan", "-T", "120", "-t", "ed25519", address)
         file.write_text(stage.on_host(*scan))
-        stage.known["guest_key_of"] = stage.known["allocation"]["id"]
+        stage.facts["guest_key_of"] = stage.facts["allocation"]["id"]
     words = ["ssh", "-F", "/dev/null", "-i", str(stage.folder / "tenant_key")]
     words += ["-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=yes"]
     words += ["-o", f"UserKnownHostsFile={file}", "-o", "LogLevel=ERROR"]
@@ -216,7 +220,7 @@ def _hop(stage: Stage, address: str) -> str:
 
 def _disk_file(stage: Stage) -> Path:
     """Return the file that backs the boot disk of the tenant's slot in the lab's QEMU."""
-    claim = stage.known["allocation"]["claims"][0]
+    claim = stage.facts["allocation"]["claims"][0]
     eui = claim["nvme_identity"].removeprefix("eui.")
     for index, disk in enumerate(stage.host().devices["data"]):
         if disk["eui64"] == eui:

@@ -46,7 +46,7 @@ class Stage:
     service: Service | None = None
     admin: Client | None = None
     member: Client | None = None
-    known: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     _shown: str = ""
 
     def boot(self) -> Lab:
@@ -65,8 +65,8 @@ class Stage:
     def _clear(self) -> None:
         """Select this stage's lab folder and stop any host that runs there."""
         os.environ["GPUAAS_LAB_DIR"] = str(self.folder / "lab")
-        known = state.load()
-        if known is not None and known.alive():
+        lab = state.load()
+        if lab is not None and lab.alive():
             machine.power_cut()
 
     def open(self) -> None:
@@ -79,15 +79,15 @@ class Stage:
         token_file.touch(mode=0o600)
         token_file.write_text(secret)
         self._connect(service, secret)
-        self.known["project"] = self.api().post("/admin/projects", {"name": PROJECT})["id"]
+        self.facts["project"] = self.api().post("/admin/projects", {"name": PROJECT})["id"]
         self._admit_tenant(service, "tenant")
 
-    def reopen(self, known: Mapping[str, Any]) -> None:
-        """Start the reconciler of an existing folder; `known` is the saved state of its stage.
+    def reopen(self, facts: Mapping[str, Any]) -> None:
+        """Start the reconciler of an existing folder; `facts` is the saved state of its stage.
 
         The node gets the host's present address.
         """
-        self.known.update(known)
+        self.facts.update(facts)
         service = self._serve()
         self._connect(service, (service.folder / "token").read_text())
         self._admit_tenant(service, "tenant-again")
@@ -110,7 +110,7 @@ class Stage:
         self.admin = Client(service.url, secret, correlation_id="make-demo")
 
     def _admit_tenant(self, service: Service, name: str) -> None:
-        body = {"role": "project-member", "name": name, "project_id": self.known["project"]}
+        body = {"role": "project-member", "name": name, "project_id": self.facts["project"]}
         self.member = Client(service.url, self.api().post("/admin/tokens", body)["token"])
 
     def close(self) -> None:
@@ -211,8 +211,8 @@ class Stage:
 
     def profile(self) -> dict[str, Any]:
         """Return the hardware profile that this stage's reconciler uses."""
-        found: dict[str, Any] = yaml.safe_load((self.folder / "profiles" / "lab.yml").read_text())
-        return found
+        profile: dict[str, Any] = yaml.safe_load((self.folder / "profiles" / "lab.yml").read_text())
+        return profile
 
     def bundles(self) -> list[dict[str, Any]]:
         """Return the approved slots in the form of the run contract."""

@@ -154,18 +154,18 @@ def store(config: BinaryIO, offset: int, layout: str, value: int) -> None:
     config.write(struct.pack(layout, value))
 
 
-def capability(config: BinaryIO, wanted: int) -> int:
+def capability(config: BinaryIO, identifier: int) -> int:
     """Return the offset of a PCI capability."""
     offset = word(config, 0x34) & 0xFC
     while offset:
-        found = word(config, offset)
-        if found & 0xFF == wanted:
+        header = word(config, offset)
+        if header & 0xFF == identifier:
             return offset
-        offset = found >> 8 & 0xFC
-    raise RuntimeError(f"the device has no capability {wanted:#x}")
+        offset = header >> 8 & 0xFC
+    raise RuntimeError(f"the device has no capability {identifier:#x}")
 
 
-def kernel_said(messages: int, text: str) -> bool:
+def kernel_logged(messages: int, text: str) -> bool:
     """Return whether the kernel logged a line with `text` since `messages` was opened."""
     while True:
         try:
@@ -191,13 +191,13 @@ def interrupt(edu: Edu, device: Path) -> dict[str, Any]:
         store(config, msi + 8, "<I", 0)
         store(config, msi + 12, "<H", VECTOR)
         store(config, msi + 2, "<H", word(config, msi + 2) | MSI_ENABLE)
-        before = kernel_said(messages, line)
+        before = kernel_logged(messages, line)
         edu.write(INTERRUPT_RAISE, 0x5E)
         status = edu.read(INTERRUPT_STATUS)
         deadline = time.monotonic() + TIMEOUT
         arrived = False
         while not arrived and time.monotonic() < deadline:
-            arrived = kernel_said(messages, line)
+            arrived = kernel_logged(messages, line)
             time.sleep(0.05)
         edu.write(INTERRUPT_ACK, status)
         store(config, msi + 2, "<H", word(config, msi + 2) & ~MSI_ENABLE)
@@ -228,7 +228,7 @@ def prove(device: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Prove every stand-in of this machine; it is a failure if there is none."""
-    found = [
+    devices = [
         device
         for device in sorted(DEVICES.iterdir())
         if (device / "vendor").read_text().strip() == VENDOR
@@ -236,7 +236,7 @@ def main() -> int:
     ]
     document: dict[str, Any] = {"gpus": []}
     try:
-        document["gpus"] = [prove(device) for device in found]
+        document["gpus"] = [prove(device) for device in devices]
     except (OSError, RuntimeError) as error:
         document["error"] = str(error)
     gpus = document["gpus"]

@@ -121,17 +121,17 @@ class State:
 def observe(params: _change.Params) -> State:
     dead = params.get("written_off") or []
     entries = _whole_machine.entries([*params["disks"], *dead])
-    allocation, wanted = params["allocation_id"], params["state"]
+    allocation, target = params["allocation_id"], params["state"]
     problems = [*_whole_machine.slice_mode(), *_whole_machine.stale(params["fence"], entries)]
     state = State(entries)
-    if wanted == "held" and not problems and not state.given_to(allocation):
+    if target == "held" and not problems and not state.given_to(allocation):
         problems += _boot(params["boot_id"])
         problems += _whole_machine.unfit(params["disks"], allocation)
-    if wanted == "given" and state.holder() != allocation:
+    if target == "given" and state.holder() != allocation:
         problems.append(_not_held(allocation, state.holder()))
-    elif wanted == "given" and not state.given_to(allocation):
+    elif target == "given" and not state.given_to(allocation):
         problems += _whole_machine.remade(params["disks"])
-    if wanted == "released":
+    if target == "released":
         spared = {MACHINE, *map(_whole_machine.slot_of, dead)}
         problems += [
             _still_dirty(e) for e in entries.values() if e.dirty and e.slot_id not in spared
@@ -176,11 +176,11 @@ def _release(params: _change.Params, state: State) -> list[_change.Step]:
 
     A machine's mark goes even when the tenant took the name out of the ledger; a dead disk's stays.
     """
-    own = params["allocation_id"]
+    allocation_id = params["allocation_id"]
     return [
         _change.Step("release", entry.slot_id, entry.allocation_id, "")
         for entry in state.entries.values()
-        if entry.allocation_id == own
+        if entry.allocation_id == allocation_id
         or (entry.slot_id == MACHINE and entry.dirty and not entry.allocation_id)
     ]
 
@@ -216,14 +216,14 @@ def _disks(state: State) -> list[_ledger.Entry]:
 
 
 def _boot(discovered: str | None) -> list[Refusal]:
-    found = _host.identity()["boot_id"]
-    if found and found == discovered:
+    boot_id = _host.identity()["boot_id"]
+    if boot_id and boot_id == discovered:
         return []
     return [
         Refusal(
             "boot_changed",
             expected=f"the boot of the last discovery, {discovered or 'not named'}",
-            found=f"boot {found or 'unknown'}",
+            found=f"boot {boot_id or 'unknown'}",
             remedy="discover the node again; the host has been restarted since",
         )
     ]

@@ -164,7 +164,7 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
     steps += [_change.Step("remove_schedule", path, "present", None) for path in left.schedules]
     if left.mounts:
         steps.append(_change.Step("unmount_home", home, list(left.mounts), []))
-    steps += [_change.Step("remove_account", one, "present", None) for one in left.accounts]
+    steps += [_change.Step("remove_account", account, "present", None) for account in left.accounts]
     if left.home:
         steps.append(_change.Step("remove_home", f"{home} and what is in it", "present", None))
     if left.files:

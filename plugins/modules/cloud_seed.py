@@ -81,8 +81,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _ledger,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed
 
 
 def observe(params: _change.Params) -> str | None:
@@ -96,10 +101,10 @@ def plan(params: _change.Params, state: str | None) -> _change.Plan:
     if params["state"] == "absent":
         steps = [_change.Step("remove_seed", path, state, None)] if state is not None else []
         return _change.Plan(tuple(steps))
-    wanted = _cloud_seed.digest(_content(params))
-    if state == wanted:
+    digest = _cloud_seed.digest(_content(params))
+    if state == digest:
         return _change.Plan()
-    return _change.Plan((_change.Step("write_seed", path, state, wanted),))
+    return _change.Plan((_change.Step("write_seed", path, state, digest),))
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:

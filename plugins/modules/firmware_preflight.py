@@ -87,7 +87,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import (
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
     profile = params["profile"]
-    asked = _firmware_preflight.Request(
+    request = _firmware_preflight.Request(
         bios={
             "attributes": params["attributes"],
             "state": "planned",
@@ -105,14 +105,14 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
         not_applicable=profile.get("not_applicable", []),
         refused=_refused(params["refused"]),
     )
-    return {"preflight": _firmware_preflight.report(asked)}
+    return {"preflight": _firmware_preflight.report(request)}
 
 
 def _refused(error: Mapping[str, Any]) -> Refusal | None:
     if not error:
         return None
-    told = {key: str(error.get(key, "")) for key in ("expected", "found", "remedy")}
-    return Refusal(str(error.get("code") or "task_failed"), **told)
+    texts = {key: str(error.get(key, "")) for key in ("expected", "found", "remedy")}
+    return Refusal(str(error.get("code") or "task_failed"), **texts)
 
 
 def main() -> None:

@@ -173,8 +173,8 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
     if params["state"] == "recorded":
         return {"baseline": state.kept or {}}
     before = params["baseline"] or {}
-    found = _host_baseline.differences(before, state.now) if before else []
-    return {"drift": found, "compared": bool(before)}
+    drift = _host_baseline.differences(before, state.now) if before else []
+    return {"drift": drift, "compared": bool(before)}
 
 
 def subject() -> _change.Subject:
@@ -188,12 +188,12 @@ def subject() -> _change.Subject:
         return state
 
     def drift_facts(params: _change.Params, state: State) -> dict[str, Any]:
-        found = facts(params, state)
+        comparison = facts(params, state)
         rows = [
             {"section": "baseline", "name": file, "change": "changed", "access": False}
             for file in broken
         ]
-        return {**found, "drift": [*rows, *found["drift"]]} if rows else found
+        return {**comparison, "drift": [*rows, *comparison["drift"]]} if rows else comparison
 
     return _change.Subject(look, plan, apply, drift_facts)
 

@@ -151,10 +151,10 @@ def _excluded(params: _change.Params) -> list[str]:
 
 def _complete(params: _change.Params, disk: _block.Disk, entry: _ledger.Entry) -> Mapping[str, Any]:
     fence = int(params["slot"]["fence"])
-    wanted = {"fence": fence, "disk": disk.disk_identity, "digest": params["digest"]}
+    expected = {"fence": fence, "disk": disk.disk_identity, "digest": params["digest"]}
     record = _image_clone.finished(entry.slot_id) or {}
     unwiped = entry.dirty and str(record.get("finished_at", "")) > entry.clean_at
-    return record if unwiped and wanted.items() <= record.items() else {}
+    return record if unwiped and expected.items() <= record.items() else {}
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
@@ -215,8 +215,8 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     if step.name == "verify_image":
         index = _image_cache.verify(path, params["digest"], params["size_bytes"])
         return {"chunks": len(index.chunks)}
-    found = _image_cache.verified(path)
-    if found is None or found.digest != params["digest"]:
+    image = _image_cache.verified(path)
+    if image is None or image.digest != params["digest"]:
         raise _image_cache.mismatch(path, params["digest"], "a changed file", params["size_bytes"])
     disk, slot_id, fence = _block.of_slot(slot), str(slot["slot_id"]), int(slot["fence"])
     # What this claim's own interrupted clone left is written over; on a clean disk nothing may be.
@@ -228,7 +228,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
         )
         began = time.monotonic()
         progress = _image_clone.Progress(params["progress_path"], params["size_bytes"])
-        _image_clone.copy(path, found, descriptor, progress)
+        _image_clone.copy(path, image, descriptor, progress)
         seconds = round(time.monotonic() - began, 3)
     syslog.syslog(
         f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.disk_identity}, {seconds} s"

@@ -121,46 +121,46 @@ def observe(params: _change.Params) -> State:
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
-    wanted = _wanted(params)
-    if state.user is None or list(state.lines) == ([] if wanted is None else [wanted]):
+    key_line = _key_line(params)
+    if state.user is None or list(state.lines) == ([] if key_line is None else [key_line]):
         return _change.Plan((), state.problems)
     subject = f"{_tenant_account.home_of(params['username'])}/.ssh/authorized_keys"
     before = "\n".join(line.decode(errors="replace") for line in state.lines) or None
-    name = "remove_line" if wanted is None else "put_line"
-    after = None if wanted is None else wanted.decode()
+    name = "remove_line" if key_line is None else "put_line"
+    after = None if key_line is None else key_line.decode()
     return _change.Plan((_change.Step(name, subject, before, after),), state.problems)
 
 
 def apply(params: _change.Params, _step: _change.Step) -> dict[str, Any] | None:
     _ledger.check(_whole_machine.MACHINE, params["fence"])
-    home, wanted, user = (
+    home, line, user = (
         _tenant_account.home_of(params["username"]),
-        _wanted(params),
+        _key_line(params),
         _account(params),
     )
     if user is None:
         return None
-    make_for = None if wanted is None else user.gid
+    make_for = None if line is None else user.gid
     with _managed_key.folder(home, user.uid, make_for=make_for) as at:
         if at is None:
             return None
         # Read again: the tenant may have changed the file since it was looked at.
-        found = _managed_key.read(at, home, user.uid)
-        content = _managed_key.replaced(found.content, params["instance_id"], wanted)
-        if content != found.content:
-            gid = user.gid if found.gid is None else found.gid
-            mode = 0o600 if found.mode is None else found.mode
+        existing = _managed_key.read(at, home, user.uid)
+        content = _managed_key.replaced(existing.content, params["instance_id"], line)
+        if content != existing.content:
+            gid = user.gid if existing.gid is None else existing.gid
+            mode = 0o600 if existing.mode is None else existing.mode
             _managed_key.write(at, content, uid=user.uid, gid=gid, mode=mode)
     return None
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
     present = bool(state.lines)
-    ends = params["expires_at"] if present and list(state.lines) == [_wanted(params)] else 0
+    ends = params["expires_at"] if present and list(state.lines) == [_key_line(params)] else 0
     return {"managed_key": {"present": present, "expires_at": ends}}
 
 
-def _wanted(params: _change.Params) -> bytes | None:
+def _key_line(params: _change.Params) -> bytes | None:
     if params["state"] == "absent":
         return None
     given = (params["instance_id"], params["public_key"], params["expires_at"])

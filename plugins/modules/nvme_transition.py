@@ -189,10 +189,10 @@ def _steps(params: _change.Params, state: State) -> list[_change.Step]:
 
 def _duplicates(state: State) -> list[Refusal]:
     seen: dict[str, str] = {}
-    found = []
+    blockers = []
     for device in state.devices:
         if device.disk_identity and device.disk_identity in seen:
-            found.append(
+            blockers.append(
                 Refusal(
                     "duplicate_device",
                     expected="each disk once",
@@ -202,7 +202,7 @@ def _duplicates(state: State) -> list[Refusal]:
                 )
             )
         seen[device.disk_identity] = device.path
-    return found
+    return blockers
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
@@ -261,15 +261,15 @@ def recover(
     spare = {identity for identity in gone if identity}
     back, left = _put_lines_back(done, spare)
     mounted, unmounted = _mounting.again(done, spare=spare)
-    told = [
-        f"{word}: {', '.join(found)}"
-        for word, found in (("put back", back + mounted), ("left undone", left + unmounted))
-        if found
+    recovered = [
+        f"{word}: {', '.join(subjects)}"
+        for word, subjects in (("put back", back + mounted), ("left undone", left + unmounted))
+        if subjects
     ]
-    if not told:
+    if not recovered:
         return refusal
-    found = "; ".join([refusal.found, *told])
-    return Refusal(refusal.code, expected=refusal.expected, found=found, remedy=refusal.remedy)
+    text = "; ".join([refusal.found, *recovered])
+    return Refusal(refusal.code, expected=refusal.expected, found=text, remedy=refusal.remedy)
 
 
 def _put_lines_back(done: Sequence[_change.Step], spare: set[str]) -> tuple[list[str], list[str]]:
@@ -277,9 +277,9 @@ def _put_lines_back(done: Sequence[_change.Step], spare: set[str]) -> tuple[list
         line
         for step in done
         if step.name == "disable_fstab"
-        for identity, own in step.after["of"].items()
+        for identity, lines in step.after["of"].items()
         if identity not in spare
-        for line in own
+        for line in lines
     ]
     if not lines:
         return [], []

@@ -188,7 +188,7 @@ def plan(_params: _change.Params, state: list[SlotState]) -> _change.Plan:
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
-    slot = next(one for one in params["slots"] if str(one["slot_id"]) == step.subject)
+    slot = next(slot for slot in params["slots"] if str(slot["slot_id"]) == step.subject)
     slot_id, fence = str(slot["slot_id"]), int(slot["fence"])
     disk = _block.of_slot(slot)
     # A tenant's bytes go, whatever they became; on a disk that is nobody's, only what was planned.

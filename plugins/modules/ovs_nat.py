@@ -96,8 +96,8 @@ def main() -> None:
         supports_check_mode=True,
     )
     present = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
-    wanted = module.params["state"] == "present"
-    _change.run(module, present if wanted else _ovs_nat_removal.SUBJECT)
+    install = module.params["state"] == "present"
+    _change.run(module, present if install else _ovs_nat_removal.SUBJECT)
 
 
 if __name__ == "__main__":

@@ -173,11 +173,13 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    asked = module.params
-    trust = Trust(asked["ca_file"], asked["fingerprint"])
-    account = _redfish_session.Account(asked["user"], asked["password"])
+    params = module.params
+    trust = Trust(params["ca_file"], params["fingerprint"])
+    account = _redfish_session.Account(params["user"], params["password"])
     # The end of the module is a SystemExit, which passes through here and logs out.
-    with _redfish_session.Client(asked["host"], account, trust, timeout=asked["timeout"]) as client:
+    with _redfish_session.Client(
+        params["host"], account, trust, timeout=params["timeout"]
+    ) as client:
         _change.run(module, _redfish_bios.subject(client))
 
 

@@ -130,17 +130,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _host,
     _ledger,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _libvirt,
-    _object_names,
-    _pinning,
-    _slots,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning, _slots
 
 
 @dataclass(frozen=True)
@@ -202,12 +198,12 @@ def observe(params: _change.Params) -> State:
 
 def _same_boot(proven: str) -> None:
     """What parity proved of the host holds for one boot (I16)."""
-    found = _host.identity()["boot_id"]
-    if not found or found != proven:
+    boot_id = _host.identity()["boot_id"]
+    if not boot_id or boot_id != proven:
         raise Refusal(
             "boot_changed",
             expected=f"the boot under which parity passed, {proven or 'not named'}",
-            found=f"boot {found or 'unknown'}",
+            found=f"boot {boot_id or 'unknown'}",
             remedy="discover the node and run its parity again; the host has been restarted since",
         )
 
@@ -222,31 +218,33 @@ def _given(
     params: _change.Params, slots: list[_slots.Slot], taken: set[int], state: State
 ) -> tuple[dict[str, Any], list[Refusal]]:
     """CPUs, memory node and the other resolved values, and what the host lacks for them."""
-    allocation, wanted = params["allocation_id"], params["requirements"]
+    allocation, requirements = params["allocation_id"], params["requirements"]
     gpus = [str(slot["gpu_pci_address"]) for slot in slots]
     nodes = {_pci.read(address).numa_node for address in gpus if _pci.present(address)}
     node = nodes.pop() if len(nodes) == 1 else -1
     place = None if node < 0 else node
     cpus: list[int] = list((state.recorded or {}).get("cpus", []))
     lacking: list[Refusal] = []
-    if wanted["shared_cpus"]:
+    if requirements["shared_cpus"]:
         cpus = []
-    elif len(cpus) != wanted["vcpus"]:
+    elif len(cpus) != requirements["vcpus"]:
         busy = taken | _pinning.taken(allocation)
-        cpus = _pinning.choose(_pinning.cores(place), busy, wanted["vcpus"])
+        cpus = _pinning.choose(_pinning.cores(place), busy, requirements["vcpus"])
         if not cpus:
-            lacking.append(_lacking("cpus", f"{wanted['vcpus']} free CPUs", place, "fewer"))
+            lacking.append(_lacking("cpus", f"{requirements['vcpus']} free CPUs", place, "fewer"))
     if not state.active:
-        pages = wanted["hugepages"]
+        pages = requirements["hugepages"]
         promised = _pinning.memory_promised_mib(place, hugepages=pages, except_for=allocation)
         free = _pinning.memory_free_mib(place, hugepages=pages)
-        if free - promised < wanted["memory_mib"]:
+        if free - promised < requirements["memory_mib"]:
             what = "hugepages" if pages else "memory"
-            text = f"{wanted['memory_mib']} MiB free"
-            found = f"{free} MiB, of which {promised} MiB are promised to other slices"
-            lacking.append(_lacking(what, text, place, found))
-    if wanted["bridge"] not in _bridge.bridges():
-        lacking.append(_lacking("bridge", f"the bridge {wanted['bridge']}", None, "no such bridge"))
+            text = f"{requirements['memory_mib']} MiB free"
+            shortage = f"{free} MiB, of which {promised} MiB are promised to other slices"
+            lacking.append(_lacking(what, text, place, shortage))
+    if requirements["bridge"] not in _bridge.bridges():
+        lacking.append(
+            _lacking("bridge", f"the bridge {requirements['bridge']}", None, "no such bridge")
+        )
     functions = [str(slot.get("fabric_vf_pci_address") or "") for slot in slots]
     functions = [address for address in functions if address]
     boot = slots[0]
@@ -256,8 +254,8 @@ def _given(
         "seed_path": _object_names.seed_path(allocation),
         "numa_node": node,
         "cpus": cpus,
-        "memory_mib": wanted["memory_mib"],
-        "hugepages": wanted["hugepages"],
+        "memory_mib": requirements["memory_mib"],
+        "hugepages": requirements["hugepages"],
         "mac": str(boot.get("management_mac", "")),
         "ip": str(boot.get("private_ip", "")),
         "gpus": gpus,
@@ -319,15 +317,15 @@ def _plan_release(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _stale(slots: list[_slots.Slot], state: State) -> list[Refusal]:
-    found = []
+    blockers = []
     for slot in slots:
         entry = state.entries[str(slot["slot_id"])]
         if int(slot["fence"]) < entry.fence:
             try:
                 _ledger.check(entry.slot_id, int(slot["fence"]))
             except Refusal as refusal:
-                found.append(refusal)
-    return found
+                blockers.append(refusal)
+    return blockers
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:

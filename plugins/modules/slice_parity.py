@@ -100,7 +100,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
 
 
 def look(params: Mapping[str, Any]) -> dict[str, Any]:
-    asked = _host_facts.Request(
+    request = _host_facts.Request(
         profile=params["profile"],
         slots=params["slots"],
         intent=params["intent"],
@@ -109,13 +109,13 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
     )
     outcomes = _check.evaluate(
         _slice_parity.CHECKS,
-        _host_facts.Facts(asked),
-        intent=asked.intent,
-        not_applicable=asked.profile.get("not_applicable", []),
+        _host_facts.Facts(request),
+        intent=request.intent,
+        not_applicable=request.profile.get("not_applicable", []),
     )
-    told = {"schema": 1, "intent": asked.intent, "profile": str(asked.profile["name"])}
+    header = {"schema": 1, "intent": request.intent, "profile": str(request.profile["name"])}
     when = {"collected_at": _host.now(), "identity": _host.identity()}
-    return {"parity": {**told, **when, **_check.report(outcomes)}}
+    return {"parity": {**header, **when, **_check.report(outcomes)}}
 
 
 def main() -> None:

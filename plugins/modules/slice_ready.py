@@ -85,13 +85,9 @@ import time
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _dnsmasq,
-    _libvirt,
-    _object_names,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _libvirt
 
 _PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0

@@ -103,8 +103,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
 
 
 def look(params: _change.Params) -> dict[str, Any]:
-    asked = _host_facts.Request(profile=params["profile"], intent="baremetal")
-    facts = _host_facts.Facts(asked)
+    request = _host_facts.Request(profile=params["profile"], intent="baremetal")
+    facts = _host_facts.Facts(request)
     items = _slice_remnants.compare(facts, scope=params["scope"])
     return {
         "remnants": sum(not item.ok for item in items),
@@ -116,25 +116,25 @@ def look(params: _change.Params) -> dict[str, Any]:
 
 def judged(params: _change.Params) -> tuple[dict[str, Any], Refusal | None]:
     """What was compared is wanted most when something is left, so it comes with the refusal."""
-    found = look(params)
-    refused = found["remnants"] and params["require"]
-    return found, refusal(params["scope"], found["compared"]) if refused else None
+    document = look(params)
+    refused = document["remnants"] and params["require"]
+    return document, refusal(params["scope"], document["compared"]) if refused else None
 
 
 def refusal(scope: str, compared: Sequence[Mapping[str, Any]]) -> Refusal:
     left = [item for item in compared if not item["ok"]]
-    found = "; ".join(f"{item['name']}: {item['found']}" for item in left)
+    text = "; ".join(f"{item['name']}: {item['found']}" for item in left)
     if scope == "slices":
         return Refusal(
             "slices_present",
             expected="a host without slices and without disks that wait for a wipe",
-            found=found,
+            found=text,
             remedy="release or recover the slices of this host first",
         )
     return Refusal(
         "remnants_found",
         expected="nothing of slice mode on this host",
-        found=found,
+        found=text,
         remedy="run restore_baremetal again; what stays then, look at by hand",
     )
 

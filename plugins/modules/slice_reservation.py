@@ -85,16 +85,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 
 
 @dataclass(frozen=True)
 class State:
-    """own, others: reservations. leases: of this MAC or address. tracked: connections to forget."""
+    """reservation: the allocation's. others: of other allocations. leases: of this MAC or address.
+    tracked: connections to forget.
+    """
 
-    own: _dnsmasq.Reservation | None
+    reservation: _dnsmasq.Reservation | None
     others: tuple[_dnsmasq.Reservation, ...]
     leases: tuple[_dnsmasq.Lease, ...]
     tracked: int
@@ -105,11 +111,11 @@ def observe(params: _change.Params) -> State:
     _object_names.hexadecimal(params["allocation_id"])
     _not_late(params)
     everyone = _dnsmasq.reservations()
-    own = [entry for entry in everyone if entry.name == params["allocation_id"]]
+    reservations = [entry for entry in everyone if entry.name == params["allocation_id"]]
     address = (params["mac"], params["ip"])
     return State(
-        own=own[0] if own else None,
-        others=tuple(entry for entry in everyone if entry not in own),
+        reservation=reservations[0] if reservations else None,
+        others=tuple(entry for entry in everyone if entry not in reservations),
         leases=tuple(x for x in _dnsmasq.leases() if x.mac == address[0] or x.ip == address[1]),
         tracked=_dnsmasq.connections(params["ip"]) if params["state"] == "absent" else 0,
         running=_dnsmasq.pid() is not None,
@@ -119,8 +125,8 @@ def observe(params: _change.Params) -> State:
 def plan(params: _change.Params, state: State) -> _change.Plan:
     if params["state"] == "absent":
         return _plan_absent(params, state)
-    wanted = _wanted(params)
-    blockers = _conflicts(wanted, state)
+    reservation = _requested(params)
+    blockers = _conflicts(reservation, state)
     if not state.running:
         blockers.append(
             Refusal(
@@ -131,16 +137,18 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
             )
         )
     steps = []
-    if state.own != wanted:
-        before = state.own.line() if state.own else None
-        steps.append(_change.Step("reserve_address", wanted.ip, before, wanted.line()))
+    if state.reservation != reservation:
+        before = state.reservation.line() if state.reservation else None
+        steps.append(_change.Step("reserve_address", reservation.ip, before, reservation.line()))
     return _change.Plan(tuple(steps), tuple(blockers))
 
 
 def _plan_absent(params: _change.Params, state: State) -> _change.Plan:
     steps = []
-    if state.own is not None:
-        steps.append(_change.Step("remove_reservation", state.own.ip, state.own.line(), None))
+    if state.reservation is not None:
+        steps.append(
+            _change.Step("remove_reservation", state.reservation.ip, state.reservation.line(), None)
+        )
     if not _taken_over(params, state):
         for lease in state.leases:
             steps.append(_change.Step("release_lease", f"lease {lease.ip}", lease.mac, None))
@@ -155,26 +163,28 @@ def _taken_over(params: _change.Params, state: State) -> bool:
     return any(e.mac == params["mac"] or e.ip == params["ip"] for e in state.others)
 
 
-def _conflicts(wanted: _dnsmasq.Reservation, state: State) -> list[Refusal]:
-    found = []
+def _conflicts(reservation: _dnsmasq.Reservation, state: State) -> list[Refusal]:
+    blockers = []
     for other in state.others:
-        if other.mac == wanted.mac:
-            found.append(_in_use("mac", wanted.mac, f"reserved for allocation {other.name}"))
-        if other.ip == wanted.ip:
-            found.append(_in_use("ip", wanted.ip, f"reserved for allocation {other.name}"))
+        if other.mac == reservation.mac:
+            blockers.append(
+                _in_use("mac", reservation.mac, f"reserved for allocation {other.name}")
+            )
+        if other.ip == reservation.ip:
+            blockers.append(_in_use("ip", reservation.ip, f"reserved for allocation {other.name}"))
     for lease in state.leases:
-        if lease.ip == wanted.ip and lease.mac != wanted.mac:
-            found.append(_in_use("ip", wanted.ip, f"leased to {lease.mac}"))
-    return found
+        if lease.ip == reservation.ip and lease.mac != reservation.mac:
+            blockers.append(_in_use("ip", reservation.ip, f"leased to {lease.mac}"))
+    return blockers
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     _not_late(params)
     if step.name == "reserve_address":
-        wanted = _wanted(params)
-        others = [e for e in _dnsmasq.reservations() if e.name != wanted.name]
-        _dnsmasq.test([*others, wanted])
-        _dnsmasq.write(wanted)
+        reservation = _requested(params)
+        others = [e for e in _dnsmasq.reservations() if e.name != reservation.name]
+        _dnsmasq.test([*others, reservation])
+        _dnsmasq.write(reservation)
     elif step.name == "remove_reservation":
         _dnsmasq.remove(params["allocation_id"])
     elif step.name == "release_lease":
@@ -192,19 +202,19 @@ def _not_late(params: _change.Params) -> None:
 
 
 def facts(_params: _change.Params, state: State) -> dict[str, Any]:
-    own = state.own
+    reservation = state.reservation
     return {
         "reservation": {
-            "mac": own.mac if own else "",
-            "ip": own.ip if own else "",
-            "hostname": own.hostname if own else "",
+            "mac": reservation.mac if reservation else "",
+            "ip": reservation.ip if reservation else "",
+            "hostname": reservation.hostname if reservation else "",
             "lease_ip": state.leases[0].ip if state.leases else "",
             "connections": state.tracked,
         }
     }
 
 
-def _wanted(params: _change.Params) -> _dnsmasq.Reservation:
+def _requested(params: _change.Params) -> _dnsmasq.Reservation:
     return _dnsmasq.check(
         _dnsmasq.Reservation(
             name=params["allocation_id"],

@@ -156,13 +156,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
-    _flows,
     _libvirt,
-    _object_names,
     _qos,
     _slots,
 )
@@ -178,13 +182,13 @@ _STUCK = {
 
 @dataclass(frozen=True)
 class State:
-    """found: the definition, None without a domain. port: number on the bridge, None without one.
+    """definition: None without a domain. port: number on the bridge, None without one.
     wanted_flows: what the guard of that port must be. qos: how the port is limited. left: files
     that outlived the VM.
     """
 
     life: _libvirt.State | None
-    found: _domain.Description | None
+    definition: _domain.Description | None
     pids: tuple[int, ...]
     port: int | None
     flows: frozenset[_flows.Flow]
@@ -206,7 +210,7 @@ def observe(params: _change.Params) -> State:
     life = _libvirt.states().get(name)
     active = life is not None and life.active
     port = _flows.port_number(_object_names.port_name(allocation))
-    wanted: frozenset[_flows.Flow] = frozenset()
+    flows: frozenset[_flows.Flow] = frozenset()
     held: frozenset[str] = frozenset()
     if params["state"] == "running":
         guard = _guard(params)
@@ -214,15 +218,15 @@ def observe(params: _change.Params) -> State:
             e.disk_identity for e in _ledger.entries() if e.allocation_id == allocation
         )
         if active and port:
-            wanted = _flows.rules(guard, port, _flows.host_addresses())
+            flows = _flows.rules(guard, port, _flows.host_addresses())
     files = [_object_names.nvram_path(allocation), *_object_names.console_files(allocation)]
     return State(
         life=life,
-        found=_domain.parse(_libvirt.definition(name)) if life else None,
+        definition=_domain.parse(_libvirt.definition(name)) if life else None,
         pids=tuple(_libvirt.processes(name)),
         port=port,
         flows=_flows.installed(params["bridge"], allocation),
-        wanted_flows=wanted,
+        wanted_flows=flows,
         held=held,
         fences={str(s["slot_id"]): _ledger.load(str(s["slot_id"])).fence for s in slots},
         left=tuple(path for path in files if _host.path(path).exists()),
@@ -242,16 +246,16 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         if int(slot["fence"]) < (seen := state.fences.get(name := str(slot["slot_id"]), 0))
     ]
     if params["state"] == "running":
-        found = _plan_running(params, state)
+        planned = _plan_running(params, state)
     else:
-        found = _plan_off(params, state)
-    return _change.Plan(found.steps, (*stale, *found.blockers))
+        planned = _plan_off(params, state)
+    return _change.Plan(planned.steps, (*stale, *planned.blockers))
 
 
 def _plan_running(params: _change.Params, state: State) -> _change.Plan:
     domain = _spec(params)
     want = _domain.describe(domain)
-    different = _domain.differences(want, state.found) if state.found else None
+    different = _domain.differences(want, state.definition) if state.definition else None
     blockers = [*_unsupported(params), *_obstacles(domain, state, different)]
     steps = []
     if different is None or different:
@@ -294,30 +298,32 @@ def _unsupported(params: _change.Params) -> list[Refusal]:
 def _obstacles(
     domain: _domain.Domain, state: State, different: dict[str, tuple[Any, Any]] | None
 ) -> list[Refusal]:
-    found = []
+    blockers = []
     if len(state.held) < len(domain.disks):
         text = f"leases of {len(state.held)} disks"
         expected = f"leases of this allocation on {len(domain.disks)} disks"
-        found.append(
+        blockers.append(
             _refuse("lease_missing", expected, text, "take the slots with slice_lease first")
         )
     life = state.life
     if life is None and state.pids:
-        found.append(_orphan(domain.name, state.pids))
+        blockers.append(_orphan(domain.name, state.pids))
     if life is None or life.name in ("running", "blocked", "shut off"):
         pass
     elif life.name != "paused" or life.reason not in _libvirt.PAUSED_ON_PURPOSE:
         code, remedy = _STUCK.get(life.name, _STUCK["no state"])
         text = f"{life.name}, reason {life.reason}"
-        found.append(_refuse(code, f"{domain.name} running or off", text, remedy))
+        blockers.append(_refuse(code, f"{domain.name} running or off", text, remedy))
     if state.active and different:
         text = "; ".join(f"{key}: {pair[1]!r}" for key, pair in different.items())
         wish = "; ".join(f"{key}: {pair[0]!r}" for key, pair in different.items())
-        found.append(_refuse("domain_differs", wish, text, "stop the VM before it is changed"))
+        blockers.append(_refuse("domain_differs", wish, text, "stop the VM before it is changed"))
     if state.active and not state.port:
         text = "no such port on the bridge"
-        found.append(_refuse("port_missing", f"port {domain.port}", text, "stop and start the VM"))
-    return found
+        blockers.append(
+            _refuse("port_missing", f"port {domain.port}", text, "stop and start the VM")
+        )
+    return blockers
 
 
 def _plan_off(params: _change.Params, state: State) -> _change.Plan:
@@ -338,9 +344,9 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
     if state.port is not None:
         steps.append(_change.Step("remove_port", port, state.port, None))
     if params["state"] == "absent":
-        if state.found is not None:
-            steps.append(_change.Step("undefine_domain", name, state.found, None))
-        if state.left or state.found is not None:
+        if state.definition is not None:
+            steps.append(_change.Step("undefine_domain", name, state.definition, None))
+        if state.left or state.definition is not None:
             steps.append(_change.Step("remove_files", f"{name} files", list(state.left), []))
     return _change.Plan(tuple(steps), tuple(blockers))
 
@@ -460,8 +466,8 @@ def _refuse(code: str, expected: str, found: str, remedy: str) -> Refusal:
 
 
 def _strings(*, required: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "list", "elements": "str"}
-    return {**found, "required": True} if required else {**found, "default": []}
+    spec: dict[str, Any] = {"type": "list", "elements": "str"}
+    return {**spec, "required": True} if required else {**spec, "default": []}
 
 
 SPEC: dict[str, Any] = {

@@ -67,13 +67,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _libvirt,
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _ledger,
     _object_names,
-    _pinning,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning
 
 # Read rather than asked for: libvirt may be gone from the host when a conversion is repeated.
 _DOMAINS = ("/etc/libvirt/qemu", "/run/libvirt/qemu")
@@ -94,14 +95,17 @@ class State:
 
 def observe(params: _change.Params) -> State:
     named = sorted({str(slot["allocation_id"]) for slot in params["slots"]})
-    names = {one: _object_names.domain_name(one) for one in named}
+    names = {allocation_id: _object_names.domain_name(allocation_id) for allocation_id in named}
     return State(
         entries={slot["slot_id"]: _ledger.load(slot["slot_id"]) for slot in params["slots"]},
         held={
-            one: [e.slot_id for e in _ledger.entries() if e.allocation_id == one] for one in named
+            allocation_id: [
+                e.slot_id for e in _ledger.entries() if e.allocation_id == allocation_id
+            ]
+            for allocation_id in named
         },
-        plans={one: _pinning.recorded(one) for one in named},
-        machines={one: name for one, name in names.items() if _there(name)},
+        plans={allocation_id: _pinning.recorded(allocation_id) for allocation_id in named},
+        machines={allocation_id: name for allocation_id, name in names.items() if _there(name)},
     )
 
 
@@ -131,17 +135,17 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _refusals(slot: dict[str, Any], entry: _ledger.Entry, state: State) -> list[Refusal]:
-    found = []
+    blockers = []
     if slot["fence"] < entry.fence:
         try:
             _ledger.check(entry.slot_id, slot["fence"])
         except Refusal as refusal:
-            found.append(refusal)
+            blockers.append(refusal)
     if entry.allocation_id != slot["allocation_id"]:
-        found.append(_ledger.not_its_holder(entry, slot["allocation_id"]))
+        blockers.append(_ledger.not_its_holder(entry, slot["allocation_id"]))
     elif entry.allocation_id in state.machines:
-        found.append(_present(entry.allocation_id, state))
-    return found
+        blockers.append(_present(entry.allocation_id, state))
+    return blockers
 
 
 def _present(allocation: str, state: State) -> Refusal:

@@ -134,7 +134,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 
 SUBJECT = _tenancy.guarded(
     _change.Subject(observe, plan, apply, facts),
-    lambda params, found: bool(found.steps or params["addresses"]),
+    lambda params, planned: bool(planned.steps or params["addresses"]),
 )
 
 

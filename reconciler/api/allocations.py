@@ -1,74 +1,199 @@
-"""Allocations for operators: reading and recovery."""
+"""Allocations: launching, reading and releasing by project members, reading by operators.
+
+Members never see the host of an allocation, neither its name nor its devices.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Self
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from sqlalchemy import Connection
+from pydantic import Field, model_validator
+from sqlalchemy import Connection as DatabaseConnection
 
+from reconciler.api import problems
 from reconciler.api.http import IfMatch, PageOf, Paging, tagged
-from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, StrictFlag
-from reconciler.api.security import Admin
-from reconciler.api.tasks import Task, audited
-from reconciler.api.timeline import ProgressStep, StateStep
-from reconciler.db.rows import Page
-from reconciler.lifecycle import recovery
-from reconciler.model.states import (
-    AllocationState,
-    CapacityShape,
-    ClaimKind,
-    ClaimState,
-    SlotState,
+from reconciler.api.models import (
+    Answer,
+    Body,
+    Devices,
+    Document,
+    Filter,
+    Hostname,
+    Id,
+    Label,
+    Moment,
+    Name,
+    PublicKey,
+    Reasoned,
+    Record,
+    Text,
+    Username,
 )
+from reconciler.api.security import Admin, Member
+from reconciler.api.tasks import Task
+from reconciler.api.timeline import ProgressStep, StateStep
+from reconciler.db import schema
+from reconciler.db.rows import Page
+from reconciler.lifecycle import launch as launching
+from reconciler.lifecycle import placement
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.scheduler.explain import public
+from reconciler.model.states import AllocationState, CapacityShape, ClaimKind, ClaimState, Role
+from reconciler.profiles import profile_skus
 from reconciler.records import allocations, queue, timeline
+from reconciler.settings import Settings
 
-router = APIRouter(prefix="/admin/allocations", tags=["recovery"])
+router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
+admin_router = APIRouter(prefix="/admin/allocations", tags=["recovery"])
 
 # The newest entries of a timeline are shown with an allocation; the rest is in its own list.
 _TIMELINE_LIMIT = 200
 
 
-class ForceCleanup(Reasoned):
-    """`true` states that an operator has seen that nothing of the allocation is left on its
-    host.
+class LaunchParameters(Body):
+    """Limits of this launch; they can be tighter than the profile's, never wider."""
+
+    ready_deadline_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
+
+
+class NewAllocation(Body):
+    """What a tenant requests. A slice names its image by id, or by name with an optional version.
+
+    A whole machine is delivered with its present installation.
     """
 
-    runtime_verified_absent: StrictFlag
+    capacity_shape: CapacityShape = CapacityShape.BAREMETAL
+    gpu_count: Annotated[int, Field(ge=1, le=1024)] | None = None
+    username: Username
+    ssh_keys: Annotated[list[PublicKey], Field(min_length=1, max_length=16)]
+    hostname: Hostname
+    image_id: Text = ""
+    image: Name | None = None
+    image_version: Label = ""
+    region: Label = ""
+    pool: Label = ""
+    sku: Label = ""
+    runtime_profile: Label = Field(
+        default="",
+        description="Has no effect, so a value is refused with `field_without_effect`.",
+        json_schema_extra={"deprecated": True},
+    )
+    parameters: LaunchParameters = LaunchParameters()
+
+    @model_validator(mode="after")
+    def _counts_gpus(self) -> Self:
+        if (self.capacity_shape is CapacityShape.GPU_SLICE) is not (self.gpu_count is not None):
+            raise ValueError("gpu_count goes with capacity_shape gpu_slice, and only with it")
+        return self
+
+    @model_validator(mode="after")
+    def _names_one_image(self) -> Self:
+        names = bool(self.image_id) + (self.image is not None)
+        if names != (1 if self.capacity_shape is CapacityShape.GPU_SLICE else 0):
+            raise ValueError("a slice needs either image_id or image, a whole machine takes none")
+        if self.username == "root":
+            raise ValueError("username cannot be root")
+        return self
 
 
-class Allocation(Answer):
-    """What a tenant requested, as operators see it."""
+_PASSED_ON = {
+    "capacity_shape",
+    "username",
+    "ssh_keys",
+    "hostname",
+    "image_id",
+    "image_version",
+    "region",
+    "pool",
+    "sku",
+}
+
+
+class Connection(Answer):
+    """The address for the tenant. host is empty while no gateway is configured."""
+
+    host: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+    username: str
+
+    @classmethod
+    def of_document(cls, document: Record) -> Self:
+        """The address in the document that a run reported."""
+        return cls(
+            host=str(document.get("host", "")),
+            port=int(document.get("port", 22)),
+            username=str(document.get("username", "")),
+        )
+
+
+class _AllocationFields(Answer):
+    """Fields that members and operators see alike."""
 
     id: str
     project_id: str
-    node_id: str | None
     capacity_shape: CapacityShape
     sku: str
     region: str
-    pool: str
     gpu_count: int
-    name: str
     hostname: str
     username: str
     ssh_keys: list[str]
     image_id: str | None
+    state: AllocationState
+    state_since: Moment
+    generation: int
+    activated_at: Moment | None
+    ended_at: Moment | None
+
+
+class MemberAllocation(_AllocationFields):
+    """An allocation as the members of its project see it."""
+
+    deadline_at: Moment | None = Field(
+        description="When the present state ends at the latest; a command waits until then."
+    )
+    connection: Connection | None
+    telemetry_url: str = Field(description="Dashboard of a whole machine; empty for a slice.")
+    error_code: str
+    created_at: Moment | None
+
+    @classmethod
+    def of_allocation(cls, allocation: schema.Allocation) -> Self:
+        """The answer for the record of an allocation."""
+        reachable = allocation.state == AllocationState.ACTIVE
+        connection = allocation.connection if reachable else {}
+        return cls.of(
+            allocation,
+            # Only the code: error texts can contain device names of the host.
+            error_code=str(allocation.error.get("code", "")),
+            connection=Connection.of_document(connection) if connection else None,
+            telemetry_url=str(connection.get("telemetry_url", "")),
+        )
+
+
+class Allocation(_AllocationFields):
+    """What a tenant requested, as operators see it."""
+
+    node_id: str | None
+    pool: str
+    name: str
     runtime_profile: str
     parameters: Document
-    state: AllocationState
     state_reason: str
-    state_since: Moment
     deadline_at: Moment | None
-    generation: int
     connection: Document
     error: Document
     requested_by: str
     correlation_id: str
     created_at: Moment
-    activated_at: Moment | None
-    ended_at: Moment | None
 
 
-class Claim(Answer):
+class Claim(Devices):
     """What an allocation holds, as it was when it was claimed."""
 
     id: str
@@ -77,19 +202,6 @@ class Claim(Answer):
     node_id: str
     slot_id: str | None
     position: int
-    slot_index: int
-    gpu_pci_address: str
-    nvme_device: str
-    nvme_identity: str
-    nvme_serial: str
-    nvme_eui: str
-    nvme_size_bytes: int
-    management_mac: str
-    private_ip: str
-    fabric_vf_pci_address: str
-    numa_node: int
-    fence: int
-    disk_generation: int
     disks: list[Document]
     state: ClaimState
     state_reason: str
@@ -110,27 +222,79 @@ class AllocationDetail(Allocation):
     timeline: list[StateStep | ProgressStep]
 
 
-class CleanedSlot(Answer):
-    """A slot of the allocation after the cleanup began."""
-
-    slot_id: str
-    slot_index: int
-    status: SlotState
-    task_id: str | None
+class MemberAllocations(PageOf[MemberAllocation]):
+    """One page of a project's allocations."""
 
 
-class ForcedCleanup(Answer):
-    """The allocation, its slots, and the tasks that were canceled."""
+@router.post("", status_code=201, response_model=MemberAllocation)
+def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse:
+    """Claim capacity and queue its provisioning, all or nothing."""
+    profiles = "hardware profiles define no runtime profiles"
+    problems.require_default(body, "runtime_profile", profiles)
 
-    allocation_id: str
-    state: AllocationState
-    runtime_verified_absent: bool
-    slots: list[CleanedSlot]
-    canceled_tasks: list[str]
+    def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
+        launch = launching.Launch(
+            project_id=project_id,
+            image=body.image or "",
+            gpu_count=body.gpu_count or 0,
+            parameters=body.parameters.model_dump(exclude_none=True),
+            catalogue=_catalogue(context.settings, body.capacity_shape),
+            **body.model_dump(mode="json", include=_PASSED_ON),
+        )
+        return MemberAllocation.of_allocation(launching.allocate(conn, launch, act))
+
+    reason = "launched by its project"
+    for _ in range(placement.TRIES):
+        try:
+            return context.write(work, body=body, reason=reason, status=201, key_required=True)
+        except placement.NoRoom as no_room:
+            refusal = context.read(partial(placement.refusal, want=no_room.want))
+        except Problem as problem:
+            raise _redact(problem, context.caller.role) from None
+        if refusal is not None:
+            raise _redact(refusal, context.caller.role)
+    raise placement.contended()
 
 
-@router.get("")
+@router.get("", response_model=MemberAllocations)
 def list_allocations(
+    project_id: Id, context: Member, paging: Paging, state: AllocationState | None = None
+) -> PageOf[MemberAllocation]:
+    """The project's allocations, the newest first."""
+    page = paging.page(allocations.ORDER)
+    rows = context.read(
+        lambda conn: allocations.every(conn, project_id=project_id, state=state, page=page)
+    )
+    return paging.answer(allocations.ORDER, rows, MemberAllocation.of_allocation)
+
+
+@router.get("/{allocation_id}", response_model=MemberAllocation)
+def show(project_id: Id, allocation_id: Id, context: Member) -> JSONResponse:
+    """One allocation of the project."""
+    row = context.read(lambda conn: _allocation_of(conn, project_id, allocation_id))
+    return tagged(MemberAllocation.of_allocation(row))
+
+
+@router.post("/{allocation_id}/release", response_model=MemberAllocation)
+def release(
+    project_id: Id,
+    allocation_id: Id,
+    context: Member,
+    guard: IfMatch,
+    body: Reasoned | None = None,
+) -> JSONResponse:
+    """Release the allocation. Its machine ends and its disks are wiped."""
+
+    def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
+        _allocation_of(conn, project_id, allocation_id)
+        guard.check(conn, "allocation", allocation_id)
+        return MemberAllocation.of_allocation(launching.release(conn, allocation_id, act))
+
+    return context.write(work, body=body, reason="released by its project")
+
+
+@admin_router.get("", name="list_allocations")
+def list_all(
     context: Admin,
     paging: Paging,
     project_id: Filter = None,
@@ -147,13 +311,13 @@ def list_allocations(
     return paging.answer(allocations.ORDER, rows, Allocation.of)
 
 
-@router.get("/{allocation_id}", response_model=AllocationDetail)
-def show(allocation_id: Id, context: Admin) -> JSONResponse:
+@admin_router.get("/{allocation_id}", name="show", response_model=AllocationDetail)
+def show_all(allocation_id: Id, context: Admin) -> JSONResponse:
     """One allocation with its claims, tasks and the newest entries of its timeline, the oldest
     first.
     """
 
-    def read(conn: Connection) -> AllocationDetail:
+    def read(conn: DatabaseConnection) -> AllocationDetail:
         steps = timeline.of(
             conn,
             allocation_id=allocation_id,
@@ -169,45 +333,26 @@ def show(allocation_id: Id, context: Admin) -> JSONResponse:
     return tagged(context.read(read))
 
 
-@router.post("/{allocation_id}/force-cleanup", response_model=ForcedCleanup)
-def force_cleanup(
-    allocation_id: Id, body: ForceCleanup, context: Admin, guard: IfMatch
-) -> JSONResponse:
-    """End an allocation that is stuck. Its slots come back only by proof."""
-    act = context.act(body.reason)
-    absent = body.runtime_verified_absent
-
-    def work(conn: Connection) -> ForcedCleanup:
-        guard.check(conn, "allocation", allocation_id)
-        return ForcedCleanup.of(
-            recovery.force_cleanup(conn, allocation_id, act, runtime_verified_absent=absent)
-        )
-
-    return context.write(work, body=body, key_required=True)
+def _redact(problem: Problem, role: str) -> Problem:
+    # Only operators may see which nodes exist and why each of them is full.
+    explanation = problem.detail.get("explanation")
+    if isinstance(explanation, dict) and role != Role.PLATFORM_ADMIN:
+        problem.detail["explanation"] = public(explanation)
+    return problem
 
 
-@router.post("/{allocation_id}/force-release", response_model=Allocation)
-def force_release(
-    allocation_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
-) -> JSONResponse:
-    """End a tenant's use and billing while the host does not answer. Its slots stay blocked."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
-
-    def work(conn: Connection) -> Allocation:
-        guard.check(conn, "allocation", allocation_id)
-        return Allocation.of(recovery.force_release(conn, allocation_id, act))
-
-    return context.write(work, body=body)
+def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
+    """Offers by hardware profile: slices under the profile's SKU, whole machines under the
+    name of their hardware.
+    """
+    skus = profile_skus(settings.profiles_dir)
+    return skus if shape is CapacityShape.GPU_SLICE else {name: name for name in skus}
 
 
-@router.post("/{allocation_id}/verify-absent", status_code=202, response_model=Task)
-def verify_absent(allocation_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
-    """Have the host report what is left of the allocation. Answers with the task."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
-
-    def work(conn: Connection) -> Task:
-        return audited(conn, recovery.verify_absence(conn, allocation_id, act), act)
-
-    return context.write(work, body=body, status=202)
+def _allocation_of(
+    conn: DatabaseConnection, project_id: str, allocation_id: str
+) -> schema.Allocation:
+    allocation = allocations.get(conn, allocation_id)
+    if allocation.project_id != project_id:
+        raise not_found("allocation", allocation_id)
+    return allocation

@@ -21,7 +21,6 @@ from reconciler.api import (
     apps,
     health,
     images,
-    launches,
     nodes,
     nodework,
     placement,
@@ -32,9 +31,9 @@ from reconciler.api import (
     tasks,
     telemetry,
     timeline,
-    tokens,
     usage,
 )
+from reconciler.api.http import CORRELATION_HEADER
 from reconciler.model import states
 from reconciler.model.states import Described
 from reconciler.settings import Settings
@@ -44,7 +43,7 @@ Document = dict[str, Any]
 PREFIX = "/api/v1"
 # Requests are matched in this order, so the routes of tenants come first.
 ROUTERS = (
-    launches.router,
+    allocations.router,
     apps.router,
     nodes.router,
     nodes.enrolment_router,
@@ -55,7 +54,7 @@ ROUTERS = (
     slots.router,
     images.router,
     projects.router,
-    allocations.router,
+    allocations.admin_router,
     recovery.router,
     placement.router,
     recovery.policy_router,
@@ -63,7 +62,7 @@ ROUTERS = (
     tasks.router,
     timeline.router,
     timeline.audit_router,
-    tokens.router,
+    projects.token_router,
 )
 
 
@@ -71,7 +70,7 @@ MUTATING = frozenset({"post", "put", "patch", "delete"})
 _KEY: Document = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"}
 _PARAMETERS: dict[str, Document] = {
     "CorrelationId": {
-        "name": telemetry.CORRELATION_HEADER,
+        "name": CORRELATION_HEADER,
         "in": "header",
         "required": False,
         "description": "Goes into every record, log line and run of the request; made if absent.",

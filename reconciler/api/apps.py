@@ -10,12 +10,14 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, Field, StringConstraints
 from sqlalchemy import Connection as DatabaseConnection
 
+from reconciler.api.allocations import Connection
 from reconciler.api.http import IfMatch, PageOf, Paging, tagged
-from reconciler.api.launches import Connection
 from reconciler.api.models import Answer, Body, Id, Moment, Name, PublicKey, Reasoned, Record
 from reconciler.api.security import Member
 from reconciler.db import schema
+from reconciler.db.rows import Page
 from reconciler.lifecycle import app_operations, apps
+from reconciler.model.act import Act
 from reconciler.model.states import (
     AllocationState,
     AppSlug,
@@ -160,7 +162,6 @@ class AppOperations(Answer):
 @router.post("", status_code=201, response_model=AppInstance)
 def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONResponse:
     """Record an instance over existing allocations; each member gets the managed key."""
-    act = context.act("deployed by its project")
     wish = apps.NewApp(
         project_id=project_id,
         slug=body.slug.value,
@@ -170,8 +171,9 @@ def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONRespons
         worker_ids=body.worker_allocation_ids,
     )
     return context.write(
-        lambda conn: AppInstance.of(apps.create(conn, wish, act)),
+        lambda conn, act: AppInstance.of(apps.create(conn, wish, act)),
         body=body,
+        reason="deployed by its project",
         status=201,
         key_required=True,
     )
@@ -180,9 +182,12 @@ def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONRespons
 @router.get("")
 def list_instances(project_id: Id, context: Member, paging: Paging) -> PageOf[AppInstance]:
     """The project's instances, the newest first."""
-    page = paging.page(apps.INSTANCES)
-    rows = context.read(lambda conn: apps.every(conn, project_id, page))
-    return paging.answer(apps.INSTANCES, rows, AppInstance.of)
+    return context.page(
+        paging,
+        apps.INSTANCES,
+        lambda conn, page: apps.every(conn, project_id, page),
+        AppInstance.of,
+    )
 
 
 @router.get("/{app_instance_id}", response_model=AppInstanceDetail)
@@ -202,14 +207,13 @@ def members(
     project_id: Id, app_instance_id: Id, context: Member, paging: Paging
 ) -> PageOf[AppMember]:
     """Its allocations, the controller's first. SSH dials `connection.host`, never a hostname."""
-    page = paging.page(apps.MEMBERS)
 
-    def read(conn: DatabaseConnection) -> list[Record]:
+    def rows(conn: DatabaseConnection, page: Page) -> list[Record]:
         apps.get(conn, project_id, app_instance_id)
         return apps.members(conn, app_instance_id, page)
 
-    item = partial(AppMember.of_member, admin=context.role == Role.PLATFORM_ADMIN)
-    return paging.answer(apps.MEMBERS, context.read(read), item)
+    item = partial(AppMember.of_member, admin=context.caller.role == Role.PLATFORM_ADMIN)
+    return context.page(paging, apps.MEMBERS, rows, item)
 
 
 @router.get("/{app_instance_id}/member-operations")
@@ -217,13 +221,12 @@ def operations(
     project_id: Id, app_instance_id: Id, context: Member, paging: Paging
 ) -> PageOf[AppOperation]:
     """The work on its members and how it ended."""
-    page = paging.page(app_operations.OPERATIONS)
 
-    def read(conn: DatabaseConnection) -> list[schema.AppOperation]:
+    def rows(conn: DatabaseConnection, page: Page) -> list[schema.AppOperation]:
         apps.get(conn, project_id, app_instance_id)
         return app_operations.every(conn, app_instance_id, page)
 
-    return paging.answer(app_operations.OPERATIONS, context.read(read), AppOperation.of_operation)
+    return context.page(paging, app_operations.OPERATIONS, rows, AppOperation.of_operation)
 
 
 @router.post(
@@ -235,14 +238,13 @@ def reconcile(
     """Install the managed key on every member again, with a later expiry. Answers with the
     operations.
     """
-    body = body or Reasoned()
-    act = context.act(body.reason or "requested by its project")
 
-    def work(conn: DatabaseConnection) -> AppOperations:
+    def work(conn: DatabaseConnection, act: Act) -> AppOperations:
         rows = apps.reconcile(conn, project_id, app_instance_id, act)
         return AppOperations(operations=[AppOperation.of_operation(row) for row in rows])
 
-    return context.write(work, body=body, status=202, key_required=True)
+    reason = "requested by its project"
+    return context.write(work, body=body, reason=reason, status=202, key_required=True)
 
 
 @router.post("/{app_instance_id}/stop", response_model=AppInstance)
@@ -254,15 +256,13 @@ def stop(
     body: Reasoned | None = None,
 ) -> JSONResponse:
     """End the instance and remove its keys. Its allocations stay."""
-    body = body or Reasoned()
-    act = context.act(body.reason or "stopped by its project")
 
-    def work(conn: DatabaseConnection) -> AppInstance:
+    def work(conn: DatabaseConnection, act: Act) -> AppInstance:
         apps.get(conn, project_id, app_instance_id)
         guard.check(conn, "app_instance", app_instance_id)
         return AppInstance.of(apps.stop(conn, project_id, app_instance_id, act))
 
-    return context.write(work, body=body)
+    return context.write(work, body=body, reason="stopped by its project")
 
 
 def _key_state(row: Record) -> Literal["absent", "ready", "expired"]:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
 from sqlalchemy import Connection, Engine
 
@@ -87,8 +88,7 @@ def ready(request: Request) -> Ready:
 @router.get("/metrics", response_class=PlainTextResponse)
 def numbers(context: Admin) -> Response:
     """Metrics of this process's requests and of the site, for Prometheus."""
-    exposition = telemetry.exposition(context.engine)
-    return Response(exposition, media_type=telemetry.METRICS_CONTENT_TYPE)
+    return Response(telemetry.exposition(context.engine), media_type=CONTENT_TYPE_LATEST)
 
 
 @operator_router.get("/health")
@@ -198,12 +198,8 @@ def _ready(request: Request) -> str:
             remedy="run `gpuaas migrate` with this version, or start the version of the database",
         )
     needed = getattr(request.app.state, "needed", ())
-    if needed:
-        _require_processes(engine, needed)
-    return revision
-
-
-def _require_processes(engine: Engine, needed: tuple[str, ...]) -> None:
+    if not needed:
+        return revision
     with reading(engine) as conn:
         living = leader.live_roles(conn)
         term = leader.read(conn, leader.LOOPS)
@@ -224,20 +220,14 @@ def _require_processes(engine: Engine, needed: tuple[str, ...]) -> None:
             found="none: the last term has ended",
             remedy="wait for the next election, then read the log of the workers",
         )
+    return revision
+
+
+_NO_TERM = {"live": False, "holder": "", "epoch": 0, "acquired_at": None, "expires_at": None}
 
 
 def _leader(conn: Connection) -> Leader:
-    term = leader.read(conn, leader.LOOPS)
-    if term is None:
-        return Leader(
-            live=False,
-            holder="",
-            epoch=0,
-            acquired_at=None,
-            expires_at=None,
-            host="",
-            pid=None,
-        )
+    term = leader.read(conn, leader.LOOPS) or _NO_TERM
     processes = {process["id"]: process for process in leader.processes(conn)}
     # A process that ended in order has removed its record.
     process = processes.get(term["holder"], {})

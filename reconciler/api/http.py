@@ -1,4 +1,4 @@
-"""Requests and answers: paging, ETags, idempotency keys, and the context of a handler."""
+"""Requests and answers: correlation ids, paging, ETags and idempotency keys."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, Header, Query, Request
-from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 
-from reconciler.api import telemetry
 from reconciler.api.models import Answer, Record
-from reconciler.db import idempotency, locks
-from reconciler.db.engine import reading, retrying
+from reconciler.db import locks
 from reconciler.db.rows import Key, Order, Page
 from reconciler.db.schema import Row
-from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.settings import Settings
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Row | Record)
+
+# -- Correlation ids ----------------------------------------------------------------------------
+
+CORRELATION_HEADER = "X-Correlation-Id"
+
+
+def correlation_id(request: Request) -> str:
+    """Correlation id of the request: from the caller or newly made. Every record and log line that
+    the request leads to carries it.
+    """
+    return str(request.scope.get("correlation_id", ""))
+
 
 # -- Paging -------------------------------------------------------------------------------------
 
@@ -176,9 +183,9 @@ def tagged(answer: Answer) -> JSONResponse:
     return JSONResponse(document, headers=etag(document))
 
 
-def encode(answer: BaseModel, exclude: frozenset[str] = frozenset()) -> Record:
+def encode(answer: BaseModel) -> Record:
     """The answer as JSON values."""
-    return answer.model_dump(mode="json", by_alias=True, exclude=set(exclude))
+    return answer.model_dump(mode="json", by_alias=True)
 
 
 # -- Idempotency keys ---------------------------------------------------------------------------
@@ -208,80 +215,3 @@ def _invalid_key(expected: str, found: str) -> Problem:
         found=found,
         remedy="make a new key (a UUID) for each act, and repeat it only to repeat that act",
     )
-
-
-# -- Context ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Context:
-    """An authorised request.
-
-    holder: the id of the token, which scopes idempotency keys.
-    allowed: whether the token is still valid, for answers that stream.
-    """
-
-    request: Request
-    actor: str
-    role: str
-    holder: str
-    allowed: Callable[[], bool]
-
-    @property
-    def settings(self) -> Settings:
-        settings: Settings = self.request.app.state.settings
-        return settings
-
-    @property
-    def engine(self) -> Engine:
-        engine: Engine = self.request.app.state.engine
-        return engine
-
-    def act(self, reason: str = "") -> Act:
-        """The caller's act, for history and audit log."""
-        return Act(self.actor, reason, telemetry.correlation_id(self.request), role=self.role)
-
-    def read(self, work: Callable[[Connection], T]) -> T:
-        """Read in one transaction, so that the answer is consistent."""
-        with reading(self.engine) as conn:
-            return work(conn)
-
-    def write(
-        self,
-        work: Callable[[Connection], Any],
-        *,
-        body: BaseModel | None = None,
-        status: int = 200,
-        key_required: bool = False,
-    ) -> JSONResponse:
-        """Do the work in one transaction. With an idempotency key it is done at most once, and a
-        repetition gets the first answer.
-        """
-        answer = self.answer(work, body=body, status=status, key_required=key_required)
-        headers = etag(answer.body)
-        if answer.replayed:
-            headers["Idempotency-Replayed"] = "true"
-        return JSONResponse(answer.body, answer.status, headers=headers)
-
-    def answer(
-        self,
-        work: Callable[[Connection], Any],
-        *,
-        body: BaseModel | None = None,
-        status: int = 200,
-        key_required: bool = False,
-    ) -> idempotency.Answer:
-        """As `write`, for handlers that add something to the remembered answer."""
-
-        def done(conn: Connection) -> idempotency.Answer:
-            result = work(conn)
-            if isinstance(result, BaseModel):
-                return idempotency.Answer(status, encode(result))
-            return idempotency.Answer(status, jsonable_encoder(result))
-
-        key = idempotency_key(self.request.headers)
-        if not key and not key_required:
-            return retrying(self.engine, done)
-        scope = f"{self.request.method} {self.request.url.path} {self.holder}"
-        content: Mapping[str, Any] = {} if body is None else body.model_dump(mode="json")
-        return idempotency.once(self.engine, idempotency.Call(scope, key, dict(content)), done)

@@ -9,6 +9,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
+from reconciler.api import problems
 from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Bytes, Id, Label, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
@@ -36,7 +37,8 @@ class NewImage(Reasoned):
     url: Url
     minimum_disk_bytes: Bytes = Field(
         default=0,
-        description="Shown in the catalogue; 0 means size_bytes. Launches do not check it.",
+        description="Has no effect, so a value is refused with `field_without_effect`.",
+        json_schema_extra={"deprecated": True},
     )
     guest_profile: Label = ""
     compression: Literal["none", "zstd"] = "none"
@@ -71,28 +73,24 @@ class Image(MemberImage):
 @router.post("/admin/images", status_code=201, response_model=Image)
 def register(body: NewImage, context: Admin) -> JSONResponse:
     """Register an image; this record is the authority for its digest."""
-    act = context.act(body.reason)
-    values = body.model_dump(exclude={"reason"})
+    problems.require_default(body, "minimum_disk_bytes", "launches do not compare it with a disk")
+    values = body.model_dump(exclude={"reason", "minimum_disk_bytes"})
     downloads.refuse(body.url, body.size_bytes if body.compression == "none" else None)
     return context.write(
-        lambda conn: Image.of(images.register(conn, act, **values)), body=body, status=201
+        lambda conn, act: Image.of(images.register(conn, act, **values)), body=body, status=201
     )
 
 
 @router.get("/admin/images")
 def list_images(context: Admin, paging: Paging) -> PageOf[Image]:
     """The catalogue."""
-    page = paging.page(images.ORDER)
-    rows = context.read(lambda conn: images.every(conn, page))
-    return paging.answer(images.ORDER, rows, Image.of)
+    return context.page(paging, images.ORDER, images.every, Image.of)
 
 
 @router.get("/images", response_model=MemberImages)
-def offered(request: Request, _who: Holder, paging: Paging) -> PageOf[MemberImage]:
+def offered(context: Holder, paging: Paging) -> PageOf[MemberImage]:
     """The images that a launch can name."""
-    page = paging.page(images.ORDER)
-    with reading(request.app.state.engine) as conn:
-        return paging.answer(images.ORDER, images.every(conn, page), MemberImage.of)
+    return context.page(paging, images.ORDER, images.every, MemberImage.of)
 
 
 @router.get("/images/{digest}/content", response_class=FileResponse)

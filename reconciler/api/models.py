@@ -110,6 +110,24 @@ class Answer(BaseModel):
         return cls.model_validate({**values, **added})
 
 
+class Devices(Answer):
+    """The devices and addresses of a slot, with the generations of its uses."""
+
+    slot_index: int
+    gpu_pci_address: str
+    nvme_device: str
+    nvme_identity: str
+    nvme_serial: str
+    nvme_eui: str
+    nvme_size_bytes: int
+    management_mac: str
+    private_ip: str
+    fabric_vf_pci_address: str
+    numa_node: int
+    fence: int
+    disk_generation: int
+
+
 class Body(BaseModel):
     """Base of every request body. An unknown field is an error instead of a silently lost wish."""
 

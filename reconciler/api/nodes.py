@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 from sqlalchemy import Connection
 from typing_extensions import TypeAliasType
 
-from reconciler.api.http import IfMatch, PageOf, Paging, tagged
+from reconciler.api.http import IfMatch, PageOf, Paging, correlation_id, tagged
 from reconciler.api.models import (
     Address,
     Answer,
@@ -29,9 +29,8 @@ from reconciler.api.models import (
     Text,
     Username,
 )
-from reconciler.api.security import Admin, write_secret
+from reconciler.api.security import Admin
 from reconciler.api.tasks import Task, audited
-from reconciler.api.telemetry import correlation_id
 from reconciler.db import schema, settings
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle import host
@@ -254,11 +253,10 @@ def create(body: NewNode, context: Admin) -> JSONResponse:
     _require_profile(context.settings, body.profile)
     values = body.model_dump(exclude={"id", "reason", "mode"})
     mode = NodeMode.BAREMETAL if body.mode == "baremetal" else NodeMode.CONVERTING_TO_SLICE
-    act = context.act(body.reason)
     # Chosen outside of the transaction, which may be repeated.
     node_id = body.id or str(uuid.uuid4())
     return context.write(
-        lambda conn: Node.of(nodes.create(conn, act, id=node_id, mode=mode, **values)),
+        lambda conn, act: Node.of(nodes.create(conn, act, id=node_id, mode=mode, **values)),
         body=body,
         status=201,
     )
@@ -308,9 +306,8 @@ def change(node_id: Id, body: NodeChange, context: Admin, guard: IfMatch) -> JSO
     values = body.model_dump(exclude={"reason"}, exclude_none=True)
     if "maas_tags" in body.model_fields_set:
         values["maas_tags"] = body.maas_tags
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Node:
+    def work(conn: Connection, act: Act) -> Node:
         guard.check(conn, "node", node_id)
         node = nodes.get(conn, node_id)
         changed = {name: value for name, value in values.items() if value != getattr(node, name)}
@@ -323,9 +320,8 @@ def change(node_id: Id, body: NodeChange, context: Admin, guard: IfMatch) -> JSO
 @router.put("/nodes/{node_id}/scheduling", response_model=Node)
 def schedule(node_id: Id, body: Switch, context: Admin, guard: IfMatch) -> JSONResponse:
     """Switch the sale of this node's slots on or off. Existing allocations stay."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Node:
+    def work(conn: Connection, act: Act) -> Node:
         guard.check(conn, "node", node_id)
         host.set_scheduling(conn, node_id, body.enabled, act)
         return Node.of(nodes.get(conn, node_id))
@@ -342,9 +338,8 @@ def site_scheduling(context: Admin) -> Scheduling:
 @router.put("/settings/slice-scheduling", response_model=Scheduling)
 def schedule_site(body: Switch, context: Admin) -> JSONResponse:
     """Switch the sale of slices at this site on or off."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Scheduling:
+    def work(conn: Connection, act: Act) -> Scheduling:
         settings.set_site_scheduling(conn, body.enabled, act)
         return Scheduling(enabled=settings.site_scheduling(conn))
 
@@ -356,10 +351,8 @@ def schedule_site(body: Switch, context: Admin) -> JSONResponse:
 )
 def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """A token for one enrolment, and the userdata script that uses it. Shown once."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> IssuedEnrolment:
+    def work(conn: Connection, act: Act) -> IssuedEnrolment:
         node = nodes.get(conn, node_id)
         record, secret = tokens.issue_enrolment(conn, node_id, act)
         script = enrolment.userdata(
@@ -372,7 +365,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
         )
         return IssuedEnrolment.of(record, token=secret, userdata=script)
 
-    return write_secret(context, work, frozenset({"token", "userdata"}), body=body)
+    return context.write(work, body=body, status=201, secrets=frozenset({"token", "userdata"}))
 
 
 @enrolment_router.post("/admin/nodes/{node_id}/certificate", status_code=202, response_model=Task)
@@ -383,10 +376,8 @@ def renew(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
     Refused with `host_certificate_expired` after the certificate has expired: issue an enrolment
     token instead.
     """
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         nodes.get(conn, node_id)
         return audited(conn, host.queue_renewal(conn, context.settings, node_id, act), act)
 
@@ -418,17 +409,8 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
         node = nodes.get(conn, node_id)
         profile = hardware_profile(configuration.profiles_dir, node.profile)
         answer = enrolment.answer(trust, parsed, preflight=preflight.document(profile))
-        certificate = ca.read_certificate(answer["certificate"])
-        tokens.record_certificate(
-            conn,
-            node_id,
-            act,
-            serial=str(certificate.serial),
-            public_key=parsed.host_key,
-            certificate=answer["certificate"],
-            principals=certificate.principals,
-            valid_until=certificate.valid_before.timestamp(),
-        )
+        key, certificate = parsed.host_key, answer["certificate"]
+        host.record_certificate(conn, node_id, act, certificate=certificate, public_key=key)
         tokens.replace_certificates(conn, node_id, parsed.host_key, act)
         identity = {"machine_id": parsed.machine_id, "boot_id": parsed.boot_id}
         host.enrolled(conn, node_id, act, host_key=parsed.host_key, **identity)

@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 from typing_extensions import TypeAliasType
 
-from reconciler.api.http import Context, Guard, IfMatch
+from reconciler.api.http import Guard, IfMatch
 from reconciler.api.models import (
     Answer,
     Body,
@@ -25,15 +25,14 @@ from reconciler.api.models import (
     Text,
 )
 from reconciler.api.nodes import Node
-from reconciler.api.security import Admin
-from reconciler.api.tasks import Task, audited, queue_for_node
+from reconciler.api.security import Admin, Context
+from reconciler.api.tasks import Task, audited
 from reconciler.db import schema
 from reconciler.lifecycle import baremetal, gate, host, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind
 from reconciler.records import images, nodes, queue, reports
-from reconciler.work import chaining
 
 _PREFIX = "/admin/nodes/{node_id}"
 state_router = APIRouter(prefix=_PREFIX, tags=["node state"])
@@ -181,9 +180,8 @@ def _move(
     guard: Guard,
     transition: Callable[[Connection, str, Act], Any],
 ) -> JSONResponse:
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Node:
+    def work(conn: Connection, act: Act) -> Node:
         guard.check(conn, "node", node_id)
         transition(conn, node_id, act)
         return Node.of(nodes.get(conn, node_id))
@@ -199,12 +197,13 @@ def bootstrap(node_id: Id, context: Admin, body: Bootstrap | None = None) -> JSO
     """Make the machine a slice host. It is rebooted only while no tenant is on it."""
     body = body or Bootstrap()
 
-    def parameters(conn: Connection) -> Record:
+    def parameters(conn: Connection, _act: Act) -> Record:
         if body.allow_reboot:
             nodes.refuse_in_use(conn, node_id, nodes.AT_WORK)
         return {"allow_reboot": body.allow_reboot}
 
-    return _queue_for_slice_host(context, node_id, TaskKind.NODE_BOOTSTRAP, body, parameters)
+    kind = TaskKind.NODE_BOOTSTRAP
+    return _queue(context, node_id, kind, body, parameters, slice_host=True)
 
 
 @router.post("/conversion", status_code=202, response_model=Task)
@@ -216,20 +215,19 @@ def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JS
     The result of each task names the next as `next_task_id`, until the slots are proven.
     """
     target = NodeMode(body.to)
-    act = context.act(body.reason)
 
-    def parameters(conn: Connection) -> Record:
+    def parameters(conn: Connection, act: Act) -> Record:
         guard.check(conn, "node", node_id)
         host.convert(conn, node_id, target, act)
         if target is NodeMode.SLICE:
-            return {"allow_reboot": body.allow_reboot, **chaining.then(chaining.TO_SLICE)}
+            return {"allow_reboot": body.allow_reboot, **queue.then(host.TO_SLICE)}
         return {
             "allow_reboot": body.allow_reboot,
             "written_off": slots.written_off_holds(conn, node_id),
         }
 
     kind = TaskKind.NODE_BOOTSTRAP if target is NodeMode.SLICE else TaskKind.NODE_CONVERT
-    return queue_for_node(context, node_id, kind, body, parameters)
+    return _queue(context, node_id, kind, body, parameters)
 
 
 @router.post("/storage-transition", status_code=202, response_model=Task)
@@ -250,41 +248,54 @@ def transition(node_id: Id, body: StorageTransition, context: Admin) -> JSONResp
         name: disk.model_dump(mode="json", exclude_unset=True)
         for name, disk in body.expected.items()
     }
-    return _queue_for_slice_host(
-        context, node_id, TaskKind.NODE_STORAGE_TRANSITION, body, lambda _conn: parameters
-    )
+    kind = TaskKind.NODE_STORAGE_TRANSITION
+    return _queue(context, node_id, kind, body, lambda _conn, _act: parameters, slice_host=True)
 
 
 @router.post("/bind-topology", status_code=202, response_model=Task)
 def bind(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Bind the devices of the approved slots to vfio-pci."""
-    return _queue_for_slice_host(context, node_id, TaskKind.NODE_BIND_TOPOLOGY, body or Reasoned())
+    return _queue(context, node_id, TaskKind.NODE_BIND_TOPOLOGY, body, slice_host=True)
 
 
 @router.post("/image-cache", status_code=202, response_model=Task)
 def cache_image(node_id: Id, body: ImageCache, context: Admin) -> JSONResponse:
     """Copy an image into the host's cache."""
 
-    def parameters(conn: Connection) -> Record:
+    def parameters(conn: Connection, _act: Act) -> Record:
         return {"image_id": images.get(conn, body.image_id).id}
 
-    return queue_for_node(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
+    return _queue(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
 
 
-def _queue_for_slice_host(
+def _queue(
     context: Context,
     node_id: str,
     kind: TaskKind,
-    body: Reasoned,
-    parameters: Callable[[Connection], Record] = lambda _conn: {},
+    body: Body | None,
+    parameters: Callable[[Connection, Act], Record] = lambda _conn, _act: {},
+    *,
+    slice_host: bool = False,
 ) -> JSONResponse:
-    """Queue a task that makes a slice host; refused on a bare-metal node."""
+    """202 with a new task whose subject is the node; refused until its host has enrolled.
 
-    def checked(conn: Connection) -> Record:
-        host.require_slice_mode(conn, node_id)
-        return parameters(conn)
+    slice_host: refused on a bare-metal node as well.
+    """
 
-    return queue_for_node(context, node_id, kind, body, checked)
+    def work(conn: Connection, act: Act) -> Task:
+        nodes.require_enrolled(conn, node_id)
+        if slice_host:
+            host.require_slice_mode(conn, node_id)
+        item = queue.Enqueue(
+            kind=kind,
+            node_id=node_id,
+            subject_kind="node",
+            subject_id=node_id,
+            parameters=parameters(conn, act),
+        )
+        return audited(conn, queue.enqueue(conn, item, act), act)
+
+    return context.write(work, body=body, status=202)
 
 
 # -- Whole machines after their tenants ---------------------------------------------------------
@@ -294,9 +305,8 @@ def _queue_for_slice_host(
 def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> JSONResponse:
     """Remove what the last tenant left, wipe its disks and prove it. Answers with the task."""
     body = body or Cleaning()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         without = body.without_dead_disks
         task = baremetal.clean(conn, node_id, act, without_dead_disks=without)
         return audited(conn, task, act)
@@ -307,9 +317,8 @@ def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> 
 @baremetal_router.post("/accept-drift", response_model=Node)
 def accept_drift(node_id: Id, body: Reasoned, context: Admin, guard: IfMatch) -> JSONResponse:
     """Let the machine be sold with the differences that its last tenant left."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Node:
+    def work(conn: Connection, act: Act) -> Node:
         guard.check(conn, "node", node_id)
         return Node.of(baremetal.accept_drift(conn, node_id, act))
 
@@ -322,7 +331,7 @@ def accept_drift(node_id: Id, body: Reasoned, context: Admin, guard: IfMatch) ->
 @topology_router.post("/slice-topology/discovery", status_code=202, response_model=Task)
 def discover(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Queue a discovery of the host. Nothing becomes schedulable by it."""
-    return queue_for_node(context, node_id, TaskKind.SLICE_TOPOLOGY_DISCOVER, body or Reasoned())
+    return _queue(context, node_id, TaskKind.SLICE_TOPOLOGY_DISCOVER, body)
 
 
 @topology_router.get("/slice-topology/discovery", response_model=LatestDiscovery)
@@ -345,7 +354,7 @@ def measure(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
     """Check whether the host meets the requirements of its mode. On a slice host a pass opens the
     gate of its slots.
     """
-    return queue_for_node(context, node_id, TaskKind.NODE_PARITY, body or Reasoned())
+    return _queue(context, node_id, TaskKind.NODE_PARITY, body)
 
 
 @topology_router.get("/parity", response_model=LatestParity)
@@ -370,13 +379,7 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
     The task's result names every difference. An idle slot of which the host still holds something
     goes off sale. Nothing on the host is changed.
     """
-
-    def parameters(conn: Connection) -> Record:
-        host.require_slice_mode(conn, node_id)
-        return {}
-
-    kind = TaskKind.SLICE_DRIFT_RECONCILE
-    return queue_for_node(context, node_id, kind, body or Reasoned(), parameters)
+    return _queue(context, node_id, TaskKind.SLICE_DRIFT_RECONCILE, body, slice_host=True)
 
 
 def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task | None:

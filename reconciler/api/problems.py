@@ -12,14 +12,15 @@ from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from sqlalchemy import exc
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
-from reconciler.api.telemetry import CORRELATION_HEADER, correlation_id
+from reconciler.api.http import CORRELATION_HEADER, correlation_id
 from reconciler.model.approval import REMEDIES
 from reconciler.model.errors import Problem
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 
 log = logging.getLogger("gpuaas.api")
 
@@ -94,6 +95,19 @@ def respond(request: Request, problem: Problem) -> JSONResponse:
     return JSONResponse(
         jsonable_encoder(document), problem.status, headers=headers, media_type=MEDIA_TYPE
     )
+
+
+def require_default(body: BaseModel, field: str, why: str) -> None:
+    """Problem `field_without_effect` for a value in a field that nothing reads."""
+    value = getattr(body, field)
+    if value != type(body).model_fields[field].default:
+        raise Problem(
+            "field_without_effect",
+            422,
+            expected=f"no {field}: {why}",
+            found=f"{field} {value!r}",
+            remedy=f"leave {field} out",
+        )
 
 
 def install(app: FastAPI) -> None:

@@ -1,20 +1,25 @@
-"""Projects: the owners of allocations."""
+"""Projects, the owners of allocations, and the API tokens. A token's secret is shown once."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from functools import partial
+from typing import Annotated, Literal, Self
+
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
+from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
-from reconciler.api.models import Answer, Moment, Name, Reasoned
+from reconciler.api.models import Answer, Id, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
-from reconciler.db.engine import reading
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
-from reconciler.records import projects
+from reconciler.records import nodes, projects, tokens
 
 router = APIRouter(tags=["projects"])
+token_router = APIRouter(prefix="/admin/tokens", tags=["tokens"])
 
 
 class NewProject(Reasoned):
@@ -35,9 +40,8 @@ class Project(Answer):
 @router.post("/admin/projects", status_code=201, response_model=Project)
 def create(body: NewProject, context: Admin) -> JSONResponse:
     """Add a project."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Project:
+    def work(conn: Connection, act: Act) -> Project:
         if body.id in {row.id for row in projects.every(conn)}:
             raise Problem(
                 "project_exists",
@@ -54,16 +58,89 @@ def create(body: NewProject, context: Admin) -> JSONResponse:
 @router.get("/admin/projects")
 def list_projects(context: Admin, paging: Paging) -> PageOf[Project]:
     """All projects."""
-    page = paging.page(projects.ORDER)
-    rows = context.read(lambda conn: projects.every(conn, page))
-    return paging.answer(projects.ORDER, rows, Project.of)
+    return context.page(paging, projects.ORDER, projects.every, Project.of)
 
 
 @router.get("/projects", name="own")
-def list_own_projects(request: Request, who: Holder, paging: Paging) -> PageOf[Project]:
+def list_own_projects(context: Holder, paging: Paging) -> PageOf[Project]:
     """The caller's projects: a member's own, all of them for an admin."""
-    among = None if who.role == Role.PLATFORM_ADMIN else sorted(who.projects)
-    page = paging.page(projects.ORDER)
-    with reading(request.app.state.engine) as conn:
-        rows = projects.every(conn, page, among=among)
-    return paging.answer(projects.ORDER, rows, Project.of)
+    caller = context.caller
+    among = None if caller.role == Role.PLATFORM_ADMIN else sorted(caller.projects)
+    return context.page(paging, projects.ORDER, partial(projects.every, among=among), Project.of)
+
+
+class NewToken(Reasoned):
+    """A member's token belongs to one project, a node's to one node, an admin's to neither."""
+
+    role: Role
+    name: Name
+    project_id: Name | None = None
+    node_id: Name | None = None
+    ttl_s: Annotated[int, Field(ge=60, le=10 * 365 * 86_400)] | None = None
+
+    @model_validator(mode="after")
+    def _names_its_owner(self) -> Self:
+        if (self.role is Role.PROJECT_MEMBER) is not (self.project_id is not None):
+            raise ValueError("project_id goes with the role project-member, and only with it")
+        if (self.role is Role.NODE) is not (self.node_id is not None):
+            raise ValueError("node_id goes with the role node, and only with it")
+        return self
+
+
+class Token(Answer):
+    """A token without its secret."""
+
+    id: str
+    name: str
+    role: Role
+    project_id: str | None
+    node_id: str | None
+    created_at: Moment
+    expires_at: Moment | None
+    revoked_at: Moment | None
+
+
+class IssuedToken(Token):
+    """A token with its secret."""
+
+    token: str
+
+
+class Revoked(Answer):
+    """The token that was revoked."""
+
+    id: str
+    revoked: Literal[True]
+
+
+@token_router.post("", status_code=201, response_model=IssuedToken)
+def issue(body: NewToken, context: Admin) -> JSONResponse:
+    """Issue a token."""
+    values = body.model_dump(exclude={"reason", "role"})
+
+    def work(conn: Connection, act: Act) -> IssuedToken:
+        if body.project_id:
+            projects.get(conn, body.project_id)
+        if body.node_id:
+            nodes.get(conn, body.node_id)
+        record, secret = tokens.issue(conn, act, role=body.role, **values)
+        return IssuedToken.of(record, token=secret)
+
+    return context.write(work, body=body, status=201, secrets=frozenset({"token"}))
+
+
+@token_router.get("")
+def list_tokens(context: Admin, paging: Paging) -> PageOf[Token]:
+    """All tokens, without their secrets."""
+    return context.page(paging, tokens.ORDER, tokens.every, Token.of)
+
+
+@token_router.delete("/{token_id}", response_model=Revoked)
+def revoke(token_id: Id, context: Admin) -> JSONResponse:
+    """Revoke the token at once."""
+
+    def work(conn: Connection, act: Act) -> Revoked:
+        tokens.revoke(conn, token_id, act)
+        return Revoked(id=token_id, revoked=True)
+
+    return context.write(work)

@@ -1,4 +1,4 @@
-"""Recovery: cases that bring back blocked slots of an allocation, and the recovery policy."""
+"""Recovery: ending stuck allocations, cases that bring back their slots, the recovery policy."""
 
 from __future__ import annotations
 
@@ -9,18 +9,48 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from sqlalchemy import Connection
 
+from reconciler.api.allocations import Allocation
 from reconciler.api.http import IfMatch
 from reconciler.api.models import Answer, Document, Id, Moment, Reasoned, StrictFlag
 from reconciler.api.security import Admin
+from reconciler.api.tasks import Task, audited
 from reconciler.db import schema
-from reconciler.lifecycle import recovery_cases, recovery_policy
+from reconciler.lifecycle import recovery, recovery_cases, recovery_policy
+from reconciler.model.act import Act
 from reconciler.model.recovery import Move, Policy
-from reconciler.model.states import RecoveryState
+from reconciler.model.states import AllocationState, RecoveryState, SlotState
 from reconciler.records import allocations
 from reconciler.records import recovery_cases as case_records
 
 router = APIRouter(prefix="/admin/allocations/{allocation_id}", tags=["recovery"])
 policy_router = APIRouter(prefix="/admin/settings/recovery-policy", tags=["recovery policy"])
+
+
+class ForceCleanup(Reasoned):
+    """`true` states that an operator has seen that nothing of the allocation is left on its
+    host.
+    """
+
+    runtime_verified_absent: StrictFlag
+
+
+class CleanedSlot(Answer):
+    """A slot of the allocation after the cleanup began."""
+
+    slot_id: str
+    slot_index: int
+    status: SlotState
+    task_id: str | None
+
+
+class ForcedCleanup(Answer):
+    """The allocation, its slots, and the tasks that were canceled."""
+
+    allocation_id: str
+    state: AllocationState
+    runtime_verified_absent: bool
+    slots: list[CleanedSlot]
+    canceled_tasks: list[str]
 
 
 class RecoveryStep(Answer):
@@ -115,6 +145,45 @@ class RecoveryPolicy(Answer):
     cases: list[BlockedAllocation]
 
 
+@router.post("/force-cleanup", response_model=ForcedCleanup)
+def force_cleanup(
+    allocation_id: Id, body: ForceCleanup, context: Admin, guard: IfMatch
+) -> JSONResponse:
+    """End an allocation that is stuck. Its slots come back only by proof."""
+    absent = body.runtime_verified_absent
+
+    def work(conn: Connection, act: Act) -> ForcedCleanup:
+        guard.check(conn, "allocation", allocation_id)
+        return ForcedCleanup.of(
+            recovery.force_cleanup(conn, allocation_id, act, runtime_verified_absent=absent)
+        )
+
+    return context.write(work, body=body, key_required=True)
+
+
+@router.post("/force-release", response_model=Allocation)
+def force_release(
+    allocation_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
+) -> JSONResponse:
+    """End a tenant's use and billing while the host does not answer. Its slots stay blocked."""
+
+    def work(conn: Connection, act: Act) -> Allocation:
+        guard.check(conn, "allocation", allocation_id)
+        return Allocation.of(recovery.force_release(conn, allocation_id, act))
+
+    return context.write(work, body=body)
+
+
+@router.post("/verify-absent", status_code=202, response_model=Task)
+def verify_absent(allocation_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """Have the host report what is left of the allocation. Answers with the task."""
+
+    def work(conn: Connection, act: Act) -> Task:
+        return audited(conn, recovery.verify_absence(conn, allocation_id, act), act)
+
+    return context.write(work, body=body, status=202)
+
+
 @router.post("/recover", status_code=202, response_model=RecoveryCase)
 def recover(
     allocation_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
@@ -123,10 +192,8 @@ def recover(
 
     While a case is open, a repetition answers with that case.
     """
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> RecoveryCase:
+    def work(conn: Connection, act: Act) -> RecoveryCase:
         guard.check(conn, "allocation", allocation_id)
         return RecoveryCase.of_case(conn, recovery_cases.open_case(conn, allocation_id, act))
 
@@ -153,9 +220,8 @@ def show(context: Admin) -> RecoveryPolicy:
 @policy_router.put("", response_model=RecoveryPolicy)
 def change(body: PolicyBody, context: Admin) -> JSONResponse:
     """Set the whole policy. A field that is left out gets its default."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> RecoveryPolicy:
+    def work(conn: Connection, act: Act) -> RecoveryPolicy:
         recovery_policy.write(conn, Policy(**body.model_dump(exclude={"reason"})), act)
         return _policy(conn)
 
@@ -163,20 +229,8 @@ def change(body: PolicyBody, context: Admin) -> JSONResponse:
 
 
 def _policy(conn: Connection) -> RecoveryPolicy:
-    policy = recovery_policy.read(conn)
-    return RecoveryPolicy(
-        enabled=policy.enabled,
-        per_node=policy.per_node,
-        per_hour=policy.per_hour,
-        remove_leftovers=policy.remove_leftovers,
-        cases=[
-            BlockedAllocation(
-                allocation_id=case.allocation_id,
-                node_id=case.node_id,
-                slot_ids=[slot["id"] for slot in case.slots],
-                move=case.move,
-                why=case.why,
-            )
-            for case in recovery_policy.blocked_allocations(conn)
-        ],
-    )
+    cases = [
+        BlockedAllocation.of(case, slot_ids=[slot.id for slot in case.slots])
+        for case in recovery_policy.blocked_allocations(conn)
+    ]
+    return RecoveryPolicy.of(recovery_policy.read(conn), cases=cases)

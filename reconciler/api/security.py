@@ -1,10 +1,9 @@
-"""Authentication and authorisation: tokens, roles, and answers that hold a secret."""
+"""Authentication and authorisation: tokens, roles, and the context of an authorised request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
@@ -12,12 +11,23 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
-from pydantic import BaseModel
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 
-from reconciler.api.http import Context, encode
-from reconciler.api.models import Answer, Id, Record
-from reconciler.db.engine import asking
+from reconciler.api.http import (
+    PageOf,
+    PageRequest,
+    R,
+    T,
+    correlation_id,
+    encode,
+    etag,
+    idempotency_key,
+)
+from reconciler.api.models import Answer, Body, Id, Reasoned, Record
+from reconciler.db import idempotency
+from reconciler.db.engine import asking, reading, retrying
+from reconciler.db.rows import Order, Page
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 from reconciler.records import projects, tokens
@@ -59,6 +69,91 @@ class Caller:
         return _authenticate(request, secret) == self
 
 
+@dataclass(frozen=True)
+class Context:
+    """An authorised request."""
+
+    request: Request
+    caller: Caller
+
+    @property
+    def settings(self) -> Settings:
+        settings: Settings = self.request.app.state.settings
+        return settings
+
+    @property
+    def engine(self) -> Engine:
+        engine: Engine = self.request.app.state.engine
+        return engine
+
+    def allowed(self) -> bool:
+        """Whether the token is still valid, for answers that stream."""
+        return self.caller.still(self.request)
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Read in one transaction, so that the answer is consistent."""
+        with reading(self.engine) as conn:
+            return work(conn)
+
+    def page(
+        self,
+        paging: PageRequest,
+        order: Order,
+        rows: Callable[[Connection, Page], Sequence[R]],
+        item: Callable[[R], T],
+    ) -> PageOf[T]:
+        """Read one page of a list."""
+        page = paging.page(order)
+        return paging.answer(order, self.read(lambda conn: rows(conn, page)), item)
+
+    def write(
+        self,
+        work: Callable[[Connection, Act], Answer],
+        *,
+        body: Body | None = None,
+        reason: str = "",
+        status: int = 200,
+        key_required: bool = False,
+        secrets: frozenset[str] = frozenset(),
+    ) -> JSONResponse:
+        """Do the work in one transaction, as the caller's act with the reason in the body.
+
+        With an idempotency key it is done at most once, and a repetition gets the first answer.
+
+        reason: the reason where the body has none.
+        secrets: fields of the answer that are shown once and never stored, because everybody who
+        reads the database could read them in the table of remembered answers. A repetition is
+        refused, as it cannot show them again.
+        """
+        body = body or Reasoned()
+        act = Act(
+            self.caller.actor,
+            getattr(body, "reason", "") or reason,
+            correlation_id(self.request),
+            role=self.caller.role,
+        )
+        hidden: Record = {}
+
+        def done(conn: Connection) -> idempotency.Answer:
+            document = encode(work(conn, act))
+            hidden.update((name, document.pop(name)) for name in secrets)
+            return idempotency.Answer(status, document)
+
+        key = idempotency_key(self.request.headers)
+        if not key and not key_required:
+            answer = retrying(self.engine, done)
+        else:
+            scope = f"{self.request.method} {self.request.url.path} {self.caller.token_id}"
+            call = idempotency.Call(scope, key, body.model_dump(mode="json"))
+            answer = idempotency.once(self.engine, call, done)
+        headers = etag(answer.body)
+        if answer.replayed:
+            if secrets:
+                raise _shown_once(answer.body)
+            headers["Idempotency-Replayed"] = "true"
+        return JSONResponse(answer.body | hidden, answer.status, headers=headers)
+
+
 def caller(
     request: Request,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
@@ -82,7 +177,7 @@ async def admin(
     """The context of a platform admin's request."""
     if who.role != Role.PLATFORM_ADMIN:
         raise _wrong_role(who, Role.PLATFORM_ADMIN)
-    return _context(request, who)
+    return Context(request, who)
 
 
 async def member(
@@ -104,77 +199,31 @@ async def member(
     # A project that a stored token refers to exists.
     if project_id not in who.projects or not who.stored:
         await run_in_threadpool(_require_project, request, project_id)
-    return _context(request, who)
+    return Context(request, who)
 
 
 async def holder(
+    request: Request,
     who: Annotated[
         Caller,
         Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
     ],
-) -> Caller:
-    """A caller that has projects: a member or an admin."""
+) -> Context:
+    """The context of a request by a caller that has projects: a member or an admin."""
     if who.role == Role.NODE:
         raise _wrong_role(who, Role.PROJECT_MEMBER, Role.PLATFORM_ADMIN)
-    return who
+    return Context(request, who)
 
 
 Admin = Annotated[Context, Depends(admin)]
 Member = Annotated[Context, Depends(member)]
-Holder = Annotated[Caller, Depends(holder)]
-
-
-def write_secret(
-    context: Context,
-    work: Callable[[Connection], Answer],
-    secrets: frozenset[str],
-    *,
-    body: BaseModel,
-) -> JSONResponse:
-    """201 with an answer whose fields `secrets` are shown once and never stored.
-
-    Idempotency keys remember their answers in a table, and a secret there would be readable by
-    everybody who reads the database. Therefore a repetition issues nothing and is refused: it
-    cannot show the secret again.
-    """
-    hidden: Record = {}
-
-    def remembered(conn: Connection) -> Record:
-        issued = work(conn)
-        hidden.clear()
-        hidden.update((name, getattr(issued, name)) for name in secrets)
-        return encode(issued, exclude=secrets)
-
-    answer = context.answer(remembered, body=body, status=201)
-    if answer.replayed:
-        raise Problem(
-            "secret_shown_once",
-            409,
-            expected="the first answer to have been kept",
-            found="a repetition of it; the secret is not stored",
-            remedy="issue another one with a new idempotency key, and revoke the first",
-            detail={"issued": answer.body},
-        )
-    return JSONResponse(answer.body | hidden, answer.status)
+Holder = Annotated[Context, Depends(holder)]
 
 
 def provider(settings: Settings) -> oidc.Provider:
     """The site's OpenID provider as the settings describe it."""
-    return oidc.Provider(
-        issuer=settings.oidc_issuer,
-        audience=settings.oidc_audience,
-        skew_s=settings.oidc_skew_s,
-        groups_claim=settings.oidc_groups_claim,
-        name_claim=settings.oidc_name_claim,
-        admin_group=settings.oidc_admin_group,
-        project_prefix=settings.oidc_project_prefix,
-        ca_file=settings.oidc_ca_file,
-    )
-
-
-def _context(request: Request, who: Caller) -> Context:
-    still = partial(who.still, request)
-    return Context(request, actor=who.actor, role=who.role, holder=who.token_id, allowed=still)
+    names = [field.name for field in fields(oidc.Provider)]
+    return oidc.Provider(**{name: getattr(settings, f"oidc_{name}") for name in names})
 
 
 def _require_project(request: Request, project_id: str) -> None:
@@ -200,6 +249,17 @@ def _caller_of_provider(identity: oidc.Identity) -> Caller:
     name = f"oidc:{identity.name}"
     role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
     return Caller(identity.id, name, role.value, identity.projects, stored=False)
+
+
+def _shown_once(issued: Record) -> Problem:
+    return Problem(
+        "secret_shown_once",
+        409,
+        expected="the first answer to have been kept",
+        found="a repetition of it; the secret is not stored",
+        remedy="issue another one with a new idempotency key, and revoke the first",
+        detail={"issued": issued},
+    )
 
 
 def _wrong_role(who: Caller, *allowed: Role) -> Problem:

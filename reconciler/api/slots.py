@@ -9,11 +9,12 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
-from reconciler.api.http import Context, IfMatch, PageOf, PageRequest, Paging, tagged
+from reconciler.api.http import IfMatch, PageOf, PageRequest, Paging, tagged
 from reconciler.api.models import (
     Answer,
     Body,
     Bytes,
+    Devices,
     Document,
     Id,
     Moment,
@@ -22,12 +23,13 @@ from reconciler.api.models import (
     RequiredReason,
     Text,
 )
-from reconciler.api.security import Admin
+from reconciler.api.security import Admin, Context
 from reconciler.api.tasks import Task
 from reconciler.api.timeline import Change
 from reconciler.db import journal, schema
 from reconciler.lifecycle import gate, recovery
 from reconciler.lifecycle import slots as slot_life
+from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.proof import DEFAULT_POLICY
@@ -82,26 +84,13 @@ class Approval(Body):
     reason: RequiredReason
 
 
-class Slot(Answer):
+class Slot(Devices):
     """What may be sold of a node: one bundle of its devices."""
 
     id: str
     node_id: str
     parent_slot_id: str | None
     sharing_mechanism: SharingMechanism
-    slot_index: int
-    gpu_pci_address: str
-    nvme_device: str
-    nvme_identity: str
-    nvme_serial: str
-    nvme_eui: str
-    nvme_size_bytes: int
-    management_mac: str
-    private_ip: str
-    fabric_vf_pci_address: str
-    numa_node: int
-    fence: int
-    disk_generation: int
     capacity_metadata: Document
     status: SlotState
     status_reason: str
@@ -180,9 +169,8 @@ def list_slots(node_id: Id, context: Admin, paging: Paging) -> PageOf[ListedSlot
 @router.post("", status_code=201, response_model=Slots)
 def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
     """Approve bundles of the latest discovery. The slots stay disabled until their gate opens."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Slots:
+    def work(conn: Connection, act: Act) -> Slots:
         profile = _profile(context, nodes.get(conn, node_id))
         for request in body.slots:
             bundle = Bundle.of(request.model_dump())
@@ -252,10 +240,8 @@ def repair(
     body: Reasoned | None = None,
 ) -> JSONResponse:
     """Clean a blocked slot: remove what is left, wipe, verify. Answers with the task."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
         return Task.of(recovery.repair(conn, slot_id, act))
@@ -268,9 +254,8 @@ def remove_orphan(
     node_id: Id, slot_id: Id, context: Admin, guard: IfMatch, body: Orphan
 ) -> JSONResponse:
     """Remove a machine without a record from an idle slot; wipe, verify. Answers with the task."""
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
         return Task.of(recovery.remove_orphan(conn, slot_id, body.allocation_id, act))
@@ -288,10 +273,8 @@ def switch(
     body: Reasoned | None = None,
 ) -> JSONResponse:
     """Take a slot off sale, put it back on sale, or withdraw its approval."""
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Slot:
+    def work(conn: Connection, act: Act) -> Slot:
         _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
         return Slot.of(_ACTIONS[action](conn, slot_id, act))

@@ -1,28 +1,32 @@
-"""Tasks: state, progress, events and output; cancellation; queueing for a request."""
+"""Tasks: state, progress, events and output; cancellation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Response
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, WithJsonSchema
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field, WithJsonSchema
 from sqlalchemy import Connection
+from starlette.concurrency import run_in_threadpool
 
-from reconciler.api.eventstream import Batch, Event, EventStream
-from reconciler.api.http import Context, IfMatch, PageOf, Paging, encode, tagged
+from reconciler.api.http import IfMatch, PageOf, Paging, encode, tagged
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, Record
-from reconciler.api.security import Admin
+from reconciler.api.security import Admin, Context
 from reconciler.db import journal, schema
+from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, nodes, queue
+from reconciler.records import leasing, queue
 from reconciler.records.queue import Position
 from reconciler.runs import collect
 from reconciler.runs.scrub import scrub
-from reconciler.work.cancel import cancel as cancel_task
 
 router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 
@@ -30,6 +34,10 @@ router = APIRouter(prefix="/admin/tasks", tags=["tasks"])
 OUTPUT_LIMIT = 20_000
 # Ends the position of the last event: a reader that sends it back has received everything.
 _END = ".end"
+# Proxies close idle connections, most of them after a minute.
+_KEEP_ALIVE_S = 15.0
+# The token is checked again at this interval: a reader with a revoked token gets events that long.
+_CHECK_S = 2.0
 
 
 class Task(Answer):
@@ -153,6 +161,30 @@ class EndEvent(Answer):
     finished_at: Moment | None
 
 
+@dataclass(frozen=True)
+class Event:
+    """place: the event's id. A reader sends it to resume behind this event."""
+
+    name: str
+    place: str
+    document: dict[str, Any]
+
+    def text(self) -> str:
+        # JSON escapes line ends, so the document is a single line of data.
+        data = json.dumps(self.document, separators=(",", ":"))
+        return f"event: {self.name}\nid: {self.place}\ndata: {data}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events.
+
+    `fastapi.sse` formats and sends events as well, but only from a generator endpoint: a refusal or
+    a 204 before the first event is not possible there, and its fields have another order.
+    """
+
+    media_type = "text/event-stream"
+
+
 @router.get("")
 def list_tasks(
     context: Admin,
@@ -232,19 +264,14 @@ def events(
     """
     start = last_event_id or "0.0"
 
-    def read(place: str) -> Batch:
-        news = context.read(lambda conn: queue.events_after(conn, task_id, _position(place)))
-        batch = [_event(row) for row in news.rows]
-        if news.over:
-            last = batch[-1].place if batch else place.removesuffix(_END)
-            batch.append(Event("end", f"{last}{_END}", encode(EndEvent.of(news.task))))
-        return Batch(batch, news.over)
-
-    if start.endswith(_END) and read(start).over:
-        return Response(status_code=204)
+    if start.endswith(_END):
+        _news, over = _events_after(context, task_id, start)
+        if over:
+            return Response(status_code=204)
     # An unknown task is refused here, before the stream has begun.
     context.read(lambda conn: queue.get(conn, task_id))
-    return EventStream(read, start, every_s=context.settings.poll_s, allowed=context.allowed)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return EventStream(_stream(context, task_id, start), headers=headers)
 
 
 @router.post("/{task_id}/cancel", response_model=Task)
@@ -256,40 +283,14 @@ def cancel(
     The subject of the task counts as failed: an allocation ends, and a slot that may hold something
     of a tenant is blocked until it is recovered.
     """
-    body = body or Reasoned()
-    act = context.act(body.reason)
 
-    def work(conn: Connection) -> Task:
+    def work(conn: Connection, act: Act) -> Task:
         guard.check(conn, "task", task_id)
-        task = cancel_task(conn, context.settings, task_id, act)
+        task = task_failures.cancel(conn, task_id, act)
         journal.audit(conn, act, "admin.task.canceled", "task", task_id)
         return Task.of(task)
 
     return context.write(work, body=body)
-
-
-def queue_for_node(
-    context: Context,
-    node_id: str,
-    kind: TaskKind,
-    body: BaseModel,
-    parameters: Callable[[Connection], Record] = lambda _conn: {},
-) -> JSONResponse:
-    """202 with a new task whose subject is the node; refused until its host has enrolled."""
-    act = context.act(getattr(body, "reason", ""))
-
-    def work(conn: Connection) -> Task:
-        nodes.require_enrolled(conn, node_id)
-        item = queue.Enqueue(
-            kind=kind,
-            node_id=node_id,
-            subject_kind="node",
-            subject_id=node_id,
-            parameters=parameters(conn),
-        )
-        return audited(conn, queue.enqueue(conn, item, act), act)
-
-    return context.write(work, body=body, status=202)
 
 
 def audited(conn: Connection, task: schema.Task, act: Act) -> Task:
@@ -309,8 +310,40 @@ def _position(text: str) -> Position:
     return Position(int(change), int(line))
 
 
+def _events_after(context: Context, task_id: str, place: str) -> tuple[list[Event], bool]:
+    """The events after a place, and whether none will follow."""
+    news = context.read(lambda conn: queue.events_after(conn, task_id, _position(place)))
+    events = [_event(row) for row in news.rows]
+    if news.over:
+        last = events[-1].place if events else place.removesuffix(_END)
+        events.append(Event("end", f"{last}{_END}", encode(EndEvent.of(news.task))))
+    return events, news.over
+
+
 def _event(row: Record) -> Event:
     position: Position = row["place"]
     state = row["type"] == "state"
     document: dict[str, Any] = encode(StateEvent.of(row)) if state else row["document"]
     return Event(row["type"], f"{position.change}.{position.line}", document)
+
+
+async def _stream(context: Context, task_id: str, place: str) -> AsyncIterator[str]:
+    """Poll for new events, in a thread outside of the event loop, while the token is valid."""
+    poll_s = context.settings.poll_s
+    quiet, checked_at = 0.0, time.monotonic()
+    while True:
+        if time.monotonic() - checked_at >= _CHECK_S:
+            if not await run_in_threadpool(context.allowed):
+                return
+            checked_at = time.monotonic()
+        news, over = await run_in_threadpool(_events_after, context, task_id, place)
+        for event in news:
+            place, quiet = event.place, 0.0
+            yield event.text()
+        if over:
+            return
+        if quiet >= _KEEP_ALIVE_S:
+            quiet = 0.0
+            yield ": nothing new\n\n"
+        await asyncio.sleep(poll_s)
+        quiet += poll_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -13,7 +12,6 @@ from typing import Any
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST as METRICS_CONTENT_TYPE
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Engine
@@ -22,32 +20,25 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reconciler import logs
+from reconciler.api import problems
+from reconciler.api.http import CORRELATION_HEADER
 from reconciler.db import clock, leader
 from reconciler.db.engine import reading
 from reconciler.db.schema import allocations, nodes, outbox, slots, tasks
 from reconciler.lifecycle import drift
+from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates
 from reconciler.records.leasing import DUE
-
-__all__ = ["METRICS_CONTENT_TYPE", "Correlation", "correlation_id", "exposition"]
 
 log = logging.getLogger("gpuaas.api.request")
 
 # -- Correlation ids and the request log --------------------------------------------------------
 
-CORRELATION_HEADER = "X-Correlation-Id"
 # No request of this API is larger. Without a limit an unauthenticated sender could fill the memory.
 BODY_LIMIT = 1 << 20
 # The id reaches run variables and syslog lines on hosts.
 _CORRELATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def correlation_id(request: Request) -> str:
-    """Correlation id of the request: from the caller or newly made. Every record and log line that
-    the request leads to carries it.
-    """
-    return str(request.scope.get("correlation_id", ""))
 
 
 class Correlation:
@@ -75,7 +66,7 @@ class Correlation:
         with logs.about(correlation=scope["correlation_id"]):
             try:
                 if _too_long(headers):
-                    await _refuse(scope, answer)
+                    await problems.respond(Request(scope), _TOO_LARGE)(scope, receive, answer)
                 else:
                     await self._app(scope, receive, answer)
             finally:
@@ -98,22 +89,13 @@ def _too_long(headers: Headers) -> bool:
     return "transfer-encoding" in headers or (length.isdigit() and int(length) > BODY_LIMIT)
 
 
-async def _refuse(scope: Scope, send: Send) -> None:
-    document = {
-        "type": "urn:gpuaas:problem:body_too_large",
-        "title": "Body too large",
-        "status": 413,
-        "detail": f"Expected a body of stated length, at most {BODY_LIMIT} bytes.",
-        "code": "body_too_large",
-        "expected": f"a body of stated length, at most {BODY_LIMIT} bytes",
-        "found": "a longer one, or one without a length",
-        "remedy": "send less, with Content-Length",
-        "correlation_id": scope["correlation_id"],
-    }
-    body = json.dumps(document).encode()
-    headers = [(b"content-type", b"application/problem+json")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+_TOO_LARGE = Problem(
+    "body_too_large",
+    413,
+    expected=f"a body of stated length, at most {BODY_LIMIT} bytes",
+    found="a longer one, or one without a length",
+    remedy="send less, with Content-Length",
+)
 
 
 # -- Metrics ------------------------------------------------------------------------------------
@@ -143,21 +125,23 @@ def exposition(engine: Engine) -> bytes:
     """All metrics in Prometheus' text format."""
     site = CollectorRegistry(auto_describe=False)
     with reading(engine) as conn:
-        site.register(_Metrics(list(_site(conn))))
-    return generate_latest(_PROCESS) + generate_latest(site)
+        site.register(_Site(conn))
+        return generate_latest(_PROCESS) + generate_latest(site)
 
 
-class _Metrics(Collector):
-    """Metrics that have been read already."""
+class _Site(Collector):
+    """Metrics of the whole site, read from the database."""
 
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._metrics
+        yield from _tables(self._conn)
+        yield from _certificates(self._conn)
+        yield from _service(self._conn)
 
 
-def _site(conn: Connection) -> Iterator[Metric]:
+def _tables(conn: Connection) -> Iterator[Metric]:
     for name, text, columns in (
         ("gpuaas_tasks", "Tasks by kind and state.", (tasks.c.kind, tasks.c.state)),
         ("gpuaas_nodes", "Nodes by state and mode.", (nodes.c.state, nodes.c.mode)),
@@ -194,8 +178,6 @@ def _site(conn: Connection) -> Iterator[Metric]:
         "Events that have not been relayed yet.",
         _number(conn, sa.select(sa.func.count()).select_from(outbox).where(unsent)),
     )
-    yield from _certificates(conn)
-    yield from _service(conn)
 
 
 def _certificates(conn: Connection) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Record
 from reconciler.api.security import Admin
 from reconciler.db import journal
+from reconciler.db.rows import Page
 from reconciler.records import allocations, nodes, timeline
 
 router = APIRouter(prefix="/admin", tags=["timeline"])
@@ -87,26 +88,15 @@ class TimelineEntry(RootModel[StateStep | TimelineProgress | TimelineAct]):
     """A change of state, the progress of a task, or an administrative action."""
 
 
-_ENTRIES: dict[str, type[StateStep | TimelineProgress | TimelineAct]] = {
-    timeline.STATE: StateStep,
-    timeline.PROGRESS: TimelineProgress,
-    timeline.AUDIT: TimelineAct,
-}
-
-
-def _entry(row: Record) -> TimelineEntry:
-    return TimelineEntry(_ENTRIES[row["type"]].of(row))
-
-
 @router.get("/nodes/{node_id}/timeline")
 def of_node(node_id: Id, context: Admin, paging: Paging) -> PageOf[TimelineEntry]:
     """Everything that happened on the node, the newest first."""
 
-    def read(conn: Connection) -> list[Record]:
+    def rows(conn: Connection, page: Page) -> list[Record]:
         nodes.get(conn, node_id)
-        return timeline.of(conn, node_id=node_id, page=paging.page(timeline.ORDER))
+        return timeline.of(conn, node_id=node_id, page=page)
 
-    return paging.answer(timeline.ORDER, context.read(read), _entry)
+    return context.page(paging, timeline.ORDER, rows, TimelineEntry.model_validate)
 
 
 @router.get("/allocations/{allocation_id}/timeline")
@@ -115,11 +105,11 @@ def of_allocation(allocation_id: Id, context: Admin, paging: Paging) -> PageOf[T
     newest first.
     """
 
-    def read(conn: Connection) -> list[Record]:
+    def rows(conn: Connection, page: Page) -> list[Record]:
         allocations.get(conn, allocation_id)
-        return timeline.of(conn, allocation_id=allocation_id, page=paging.page(timeline.ORDER))
+        return timeline.of(conn, allocation_id=allocation_id, page=page)
 
-    return paging.answer(timeline.ORDER, context.read(read), _entry)
+    return context.page(paging, timeline.ORDER, rows, TimelineEntry.model_validate)
 
 
 @router.get("/correlations/{correlation_id}/timeline")
@@ -128,9 +118,11 @@ def of_correlation(correlation_id: Id, context: Admin, paging: Paging) -> PageOf
     changes of allocations, claims, slots and tasks, progress of tasks, and the audit log. The list
     is empty for an unknown id.
     """
-    page = paging.page(timeline.ORDER)
-    rows = context.read(lambda conn: timeline.of(conn, correlation_id=correlation_id, page=page))
-    return paging.answer(timeline.ORDER, rows, _entry)
+
+    def rows(conn: Connection, page: Page) -> list[Record]:
+        return timeline.of(conn, correlation_id=correlation_id, page=page)
+
+    return context.page(paging, timeline.ORDER, rows, TimelineEntry.model_validate)
 
 
 @audit_router.get("")

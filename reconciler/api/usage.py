@@ -14,9 +14,9 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import AwareDatetime, Field
 from sqlalchemy import Connection
 
-from reconciler.api.http import Context, PageOf, PageRequest, Paging, encode
+from reconciler.api.http import PageOf, PageRequest, Paging, encode
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Record
-from reconciler.api.security import Admin, Member
+from reconciler.api.security import Admin, Context, Member
 from reconciler.db.rows import Page
 from reconciler.model.states import CapacityShape
 from reconciler.records import projects, usage
@@ -109,20 +109,7 @@ class ProjectUsage(_UsagePage, PageOf[ProjectUsageRecord]):
 
 
 # The columns of a CSV, in this order.
-PROJECT_COLUMNS = (
-    "allocation_id",
-    "project_id",
-    "capacity_shape",
-    "sku",
-    "region",
-    "pool",
-    "gpu_count",
-    "started_at",
-    "ended_at",
-    "end_state",
-    "counted_seconds",
-    "gpu_seconds",
-)
+PROJECT_COLUMNS = tuple(ProjectUsageRecord.model_fields)
 SITE_COLUMNS = (*PROJECT_COLUMNS[:2], "node_id", *PROJECT_COLUMNS[2:])
 Item = TypeVar("Item", UsageRecord, ProjectUsageRecord)
 
@@ -207,25 +194,21 @@ def _table(
         )
 
     def lines() -> Iterator[str]:
-        yield _line(columns)
+        yield _csv([columns])
         # A transaction for each page, and none while the page is sent: slow readers would occupy
         # every connection, including the leader's. The order of records and their share of the
         # period do not change in between.
         rows = read(Page(_AT_ONCE))
         while rows:
-            yield "".join(_line(_values(item(row), columns)) for row in rows)
+            documents = [encode(item(row)) for row in rows]
+            yield _csv([document[name] for name in columns] for document in documents)
             rows = read(Page(_AT_ONCE, usage.ORDER.keys(rows[-1])))
 
     headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
     return StreamingResponse(lines(), media_type="text/csv; charset=utf-8", headers=headers)
 
 
-def _values(record: Answer, columns: tuple[str, ...]) -> list[Any]:
-    document = encode(record)
-    return [document[name] for name in columns]
-
-
-def _line(values: Iterable[Any]) -> str:
+def _csv(lines: Iterable[Iterable[Any]]) -> str:
     buffer = io.StringIO()
-    csv.writer(buffer).writerow("" if value is None else value for value in values)
+    csv.writer(buffer).writerows(lines)
     return buffer.getvalue()

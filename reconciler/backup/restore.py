@@ -28,14 +28,13 @@ from reconciler.backup import MARK, archive, backup_in_progress
 from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
 from reconciler.lifecycle import restore as restored
+from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, queue, tokens
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
-from reconciler.work import deadlines as overdue
-from reconciler.work.cancel import cancel
 
 _WORK_PREFIX = ".restore-"
 
@@ -73,7 +72,7 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
                 archive.put_back_database(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
-                done = restored.told(conn, backup) or _doubt(conn, settings, manifest, backup)
+                done = restored.told(conn, backup) or _doubt(conn, manifest, backup)
                 accepted = _accepted_again(conn)
         finally:
             engine.dispose()
@@ -120,9 +119,7 @@ def _digest(file: Path) -> str:
         return ""
 
 
-def _doubt(
-    conn: Connection, settings: Settings, manifest: dict[str, Any], backup: str
-) -> dict[str, Any]:
+def _doubt(conn: Connection, manifest: dict[str, Any], backup: str) -> dict[str, Any]:
     act = Act("restore", f"restored from the backup of {manifest['made_at']}")
     lost_error = {
         "code": "restored",
@@ -140,9 +137,9 @@ def _doubt(
     waiting = restored.unfinished(conn)
     lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
     for task in lost:
-        overdue.lose(conn, settings, replace(task, error=lost_error), act)
+        task_failures.lose(conn, replace(task, error=lost_error), act)
     for task in waiting:
-        cancel(conn, settings, task.id, act, error=canceled_error, believed=False)
+        task_failures.cancel(conn, task.id, act, error=canceled_error, trust_record=False)
     ended = {
         "lost_tasks": [task.id for task in lost],
         "canceled_tasks": [task.id for task in waiting],

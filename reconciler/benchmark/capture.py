@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
-from typing import IO, Any
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-from reconciler.benchmark import bundle, document
+from reconciler import carrier
+from reconciler.benchmark import document
 from reconciler.benchmark.harness.main import longest_s
-from reconciler.benchmark.harness.request import Request
+from reconciler.benchmark.harness.probe import Request
 from reconciler.benchmark.target import Target, command
 from reconciler.model.errors import Problem
 
+_HARNESS = "reconciler.benchmark.harness"
 # Connecting, starting Python and sending the document.
 _SLACK_S = 120
 _SSH_FAILED = 255
 # Limits for a machine that sends too much: bytes of a progress line, and lines in an error message.
 _LINE_BYTES = 500
 _LINES = 20
+_REFUSAL = ("code", "expected", "found", "remedy")
 
 
 def capture(target: Target, request: Request, on_progress: Callable[[str], None]) -> dict[str, Any]:
@@ -33,17 +43,7 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
     the harness.
     """
     limit = longest_s(request) + _SLACK_S
-    messages: list[str] = []
-
-    def on_line(line: str) -> None:
-        messages.append(line)
-        del messages[:-_LINES]
-        on_progress(line)
-
-    with tempfile.TemporaryFile() as program:
-        program.write(bundle.text(request).encode())
-        program.seek(0)
-        code, text = _run(command(target), program, limit, on_line)
+    code, text, messages = _run(command(target), program(request), limit, on_progress)
     if code is None:
         raise Problem(
             "capture_timeout",
@@ -54,7 +54,10 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
         )
     output = document.parse(text, "the target's answer") if code in (0, 3) else {}
     if code == 3 and isinstance(output.get("refusal"), dict):
-        raise _refusal(output["refusal"])
+        texts = {name: str(output["refusal"].get(name, ""))[:2000] for name in _REFUSAL}
+        expected, found, remedy = (texts[name] for name in _REFUSAL[1:])
+        reason = texts["code"][:100] or "refused"
+        raise Problem(reason, 409, expected=expected, found=found, remedy=remedy)
     if code:
         raise Problem(
             "target_unreachable" if target.host and code == _SSH_FAILED else "harness_failed",
@@ -64,72 +67,11 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
             remedy="try `ssh` to it by hand; its host key must be in known_hosts",
         )
     checked = document.check(output, "the target's answer")
-    _ensure_requested(checked, request)
-    return checked
-
-
-def _run(
-    argv: list[str], program: IO[bytes], limit: float, on_line: Callable[[str], None]
-) -> tuple[int | None, str]:
-    """Exit code (None after a timeout) and standard output."""
-    late = threading.Event()
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        argv, stdin=program, stdout=pipe, stderr=pipe, start_new_session=True
-    ) as process:
-
-        def end() -> None:
-            late.set()
-            _end(process)
-
-        timer = threading.Timer(limit, end)
-        listener = threading.Thread(target=_listen, args=(process.stderr, on_line), daemon=True)
-        timer.start()
-        listener.start()
-        text = b""
-        try:
-            if process.stdout:
-                text = process.stdout.read(document.LIMIT_BYTES + 1)
-            # Wait for the exit code only at the end of the output, not if the output is too long.
-            code = process.wait() if len(text) <= document.LIMIT_BYTES else 0
-        finally:
-            timer.cancel()
-            _end(process)
-            listener.join()
-    return (None if late.is_set() else code), text.decode("utf-8", "replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the session, including ssh's own children. The harness ends its probe itself."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM)
-
-
-def _listen(pipe: IO[bytes], on_line: Callable[[str], None]) -> None:
-    while line := pipe.readline(_LINE_BYTES):
-        if text := line.decode("utf-8", "replace").strip():
-            on_line(text)
-
-
-def _refusal(refusal: dict[str, Any]) -> Problem:
-    def text(name: str) -> str:
-        return str(refusal.get(name, ""))[:2000]
-
-    return Problem(
-        text("code")[:100] or "refused",
-        409,
-        expected=text("expected"),
-        found=text("found"),
-        remedy=text("remedy"),
-    )
-
-
-def _ensure_requested(output: dict[str, Any], request: Request) -> None:
-    """Refuse a capture with another label, kind or tuning: they select its comparisons."""
-    labels = {name: output[name] for name in ("label", "kind", "tuning")}
-    kind = output["kind"] if request.kind == "auto" else request.kind
+    # Label, kind and tuning select the comparisons of a capture.
+    labels = {name: checked[name] for name in ("label", "kind", "tuning")}
+    kind = checked["kind"] if request.kind == "auto" else request.kind
     requested = {"label": request.label, "kind": kind, "tuning": request.tuning}
-    if labels != requested or output["harness"]["digest"] != bundle.digest():
+    if labels != requested or checked["harness"]["digest"] != digest():
         raise Problem(
             "capture_invalid",
             502,
@@ -137,3 +79,72 @@ def _ensure_requested(output: dict[str, Any], request: Request) -> None:
             found=str(labels),
             remedy="do not trust this machine; enrol it again",
         )
+    return checked
+
+
+@lru_cache(maxsize=1)
+def sources() -> dict[str, str]:
+    """Source text of the harness by module name, with empty parent packages."""
+    modules = {"reconciler": "", "reconciler.benchmark": ""}
+    for path in sorted((Path(__file__).parent / "harness").glob("*.py")):
+        name = _HARNESS if path.stem == "__init__" else f"{_HARNESS}.{path.stem}"
+        modules[name] = path.read_text(encoding="utf-8")
+    return modules
+
+
+def digest() -> str:
+    """Digest of the harness: captures with the same digest were made by the same code."""
+    return f"sha256:{hashlib.sha256(json.dumps(sources()).encode()).hexdigest()}"
+
+
+def program(request: Request) -> str:
+    """Program text for `python3 -` that prints a capture."""
+    arguments = dataclasses.asdict(dataclasses.replace(request, harness=digest()))
+    importer = Path(carrier.__file__).read_text(encoding="utf-8")
+    # Python literals of strings and numbers, so the text of a label stays data.
+    # A line per module, because an error message quotes a whole line.
+    lines = "".join(f"    {name!r}: {source!r},\n" for name, source in sources().items())
+    return (
+        f"{importer}\n\ninstall({{\n{lines}}})\nrun({f'{_HARNESS}.main:main'!r}, {arguments!r})\n"
+    )
+
+
+def _run(
+    argv: list[str], text: str, limit: float, on_progress: Callable[[str], None]
+) -> tuple[int | None, str, Collection[str]]:
+    """Exit code (None after a timeout), standard output, and the last lines of progress."""
+    messages: deque[str] = deque(maxlen=_LINES)
+    end, pipe = time.monotonic() + limit, subprocess.PIPE
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            argv, stdin=file, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+
+    def listen() -> None:
+        while line := process.stderr.readline(_LINE_BYTES) if process.stderr else b"":
+            if message := line.decode("utf-8", "replace").strip():
+                messages.append(message)
+                on_progress(message)
+
+    def stop() -> None:
+        """Terminate the session with ssh's own children. The harness ends its probe itself."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGTERM)
+
+    with process:
+        timer = threading.Timer(limit, stop)
+        listener = threading.Thread(target=listen, daemon=True)
+        timer.start()
+        listener.start()
+        try:
+            output = process.stdout.read(document.LIMIT_BYTES + 1) if process.stdout else b""
+            # Wait for the exit code only at the end of the output, not if the output is too long.
+            code = process.wait() if len(output) <= document.LIMIT_BYTES else 0
+        finally:
+            timer.cancel()
+            stop()
+            listener.join()
+    late = time.monotonic() >= end
+    return (None if late else code), output.decode("utf-8", "replace"), messages

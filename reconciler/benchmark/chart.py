@@ -1,12 +1,12 @@
-"""Bar chart of a comparison as SVG, with a bar per metric and capture beside the baseline.
+"""Pictures of a comparison: an SVG bar chart, and an HTML page that needs nothing else. Pure.
 
-pygal draws it, with a script from its project's site for tooltips. Pages and viewers of the chart
-must load nothing, so the script is removed and SVG titles serve as tooltips.
+pygal draws the chart, with a script from its project's site for tooltips. Pages and viewers of the
+chart must load nothing, so the script is removed and SVG titles serve as tooltips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -14,7 +14,7 @@ import pygal
 from pygal.etree import etree
 from pygal.style import Style
 
-from reconciler.benchmark.text import SIGNS, figure, percent, plain
+from reconciler.benchmark.compare import SIGNS, cell_text, figure, percent, plain
 
 _WIDTH, _ROW = 960, 28
 # Height of title and axis together.
@@ -33,6 +33,7 @@ _STYLE = Style(
     no_data_font_size=15,
     opacity="1",
 )
+_LEGEND = ("better", "worse", "same within spread", "too noisy to tell")
 _CSS = """inline:
 .better, .worse, .same, .unclear { stroke: none }
 .better { fill: #1f6fb4 } .worse { fill: #c4520e } .same, .unclear { fill: #9aa5b1 }
@@ -44,24 +45,85 @@ _CSS = """inline:
   .better { fill: #5aa9ea } .worse { fill: #f08a4b }
 }
 """
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_PAGE_STYLE = """
+:root { color-scheme: light dark; } body { font: 15px system-ui, sans-serif; margin: 2rem; }
+table { border-collapse: collapse; margin: 1rem 0; } svg { max-width: 100%; height: auto; }
+th, td { border-bottom: 1px solid #8a96a3; padding: .3rem .8rem; text-align: left; }
+"""
 
 
 def svg(comparison: Mapping[str, Any]) -> str:
     """The chart as a document."""
-    return ET.tostring(element(comparison), encoding="unicode") + "\n"
+    return ET.tostring(_chart(comparison), encoding="unicode") + "\n"
 
 
-def element(comparison: Mapping[str, Any]) -> ET.Element:
-    """The chart as an element of a page."""
-    # From the bottom of the chart upwards.
-    rows = list(_rows(comparison))[::-1]
-    values = [row[name] for row in rows for name in ("delta_percent", "reference")]
-    reach = max([1.0, *(abs(value) for value in values if value is not None)])
+def html(comparison: Mapping[str, Any]) -> str:
+    """The page as a document, with chart, tables and notes."""
+    root = ET.Element("html", {"lang": "en"})
+    head, body = ET.SubElement(root, "head"), ET.SubElement(root, "body")
+    policy = {"http-equiv": "Content-Security-Policy", "content": _PAGE_POLICY}
+    ET.SubElement(head, "meta", {"charset": "utf-8"})
+    ET.SubElement(head, "meta", policy)
+    ET.SubElement(head, "title").text = "Benchmark comparison"
+    ET.SubElement(head, "style").text = _PAGE_STYLE
+    ET.SubElement(body, "h1").text = "Benchmark comparison"
+    captures = comparison["captures"]
+    names = ("label", "kind", "tuning", "vcpus", "hostname", "started_at")
+    _add_table(body, names, [[each[name] for name in names] for each in captures])
+    body.append(_chart(comparison))
+    lines = []
+    for row in comparison["rows"]:
+        reference = row["reference_percent"]
+        prototype = "" if reference is None else percent(reference)
+        lines.append([row["metric"], row["unit"], *map(cell_text, row["cells"]), prototype])
+    heads = ["metric", "unit", *(each["label"] for each in captures), "prototype"]
+    _add_table(body, heads, lines)
+    notes = ET.SubElement(body, "ul")
+    for note in comparison["notes"]:
+        ET.SubElement(notes, "li").text = plain(note, 500)
+    return "<!doctype html>\n" + ET.tostring(root, encoding="unicode", method="html") + "\n"
+
+
+def _add_table(body: ET.Element, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    table = ET.SubElement(body, "table")
+    for kind, row in (("th", heads), *(("td", row) for row in rows)):
+        line = ET.SubElement(table, "tr")
+        for value in row:
+            ET.SubElement(line, kind).text = plain(value)
+
+
+def _chart(comparison: Mapping[str, Any]) -> ET.Element:
+    """The chart as an element, with a bar per metric and capture other than the baseline."""
+    baseline, *others = comparison["captures"]
+    labels, bars, references = [], [], []
+    for row in comparison["rows"]:
+        for capture, cell in zip(others, row["cells"][1:], strict=True):
+            labels.append(_label(row["metric"], capture["label"], cell))
+            value = "" if cell["value"] is None else f"{figure(cell['value'])} {row['unit']}"
+            bars.append(
+                {
+                    # Without a difference the length is 0: pygal needs a value to draw a label.
+                    "value": cell["delta_percent"] or 0,
+                    "node": {"class": cell["direction"]},
+                    "tooltip": plain(f"{value} {cell['note']}".strip()),
+                }
+            )
+            loss = row["reference_percent"] if capture["kind"] == "vm" else None
+            dashed = {"class": "reference"}
+            references.append(None if loss is None else {"value": loss, "node": dashed})
+    drawn: list[Any] = [*bars, *filter(None, references)]
+    reach = max([1.0, *(abs(bar["value"]) for bar in drawn)])
+    parts = [f"{sign} {text}" for sign, text in zip(SIGNS.values(), _LEGEND, strict=True)]
+    if any(references):
+        parts.append("dashed: the prototype's loss")
+    system = f"{baseline['kind']}, {baseline['vcpus']} CPUs, tuning {baseline['tuning']}"
+    title = (f"Against {plain(baseline['label'], 60)}", plain(system), ", ".join(parts))
     chart = pygal.HorizontalBar(
         width=_WIDTH,
-        height=_FRAME + _ROW * max(len(rows), 1),
+        height=_FRAME + _ROW * max(len(bars), 1),
         explicit_size=True,
-        title="\n".join((*_title(comparison["captures"][0]), _legend(rows))),
+        title="\n".join(title),
         range=(-reach, reach),
         max_scale=8,
         value_formatter=lambda value: f"{value:+.3g} %",
@@ -74,16 +136,13 @@ def element(comparison: Mapping[str, Any]) -> ET.Element:
     )
     # A fixed id, so that the same comparison gives the same file.
     chart.uuid = "comparison"
-    chart.x_labels = [_label(row) for row in rows]
-    chart.add("difference", [_bar(row) for row in rows])
-    if any(row["reference"] is not None for row in rows):
-        chart.add("prototype", [_reference(row["reference"]) for row in rows])
+    # pygal draws from the bottom upwards.
+    chart.x_labels = labels[::-1]
+    chart.add("difference", bars[::-1])
+    if any(references):
+        chart.add("prototype", references[::-1])
     etree.to_etree()
-    return _inert(chart.render_tree())
-
-
-def _inert(root: ET.Element) -> ET.Element:
-    """The drawing without scripts and comments."""
+    root: ET.Element = chart.render_tree()
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in ("script", ET.Comment):
@@ -93,55 +152,10 @@ def _inert(root: ET.Element) -> ET.Element:
     return root
 
 
-def _title(baseline: Mapping[str, Any]) -> tuple[str, str]:
-    system = f"{baseline['kind']}, {baseline['vcpus']} CPUs, tuning {baseline['tuning']}"
-    return f"Against {plain(baseline['label'], 60)}", plain(system)
-
-
-def _legend(rows: list[dict[str, Any]]) -> str:
-    parts = [
-        f"{SIGNS['better']} better",
-        f"{SIGNS['worse']} worse",
-        f"{SIGNS['same']} same within spread",
-        f"{SIGNS['unclear']} too noisy to tell",
-    ]
-    if any(row["reference"] is not None for row in rows):
-        parts.append("dashed: the prototype's loss")
-    return ", ".join(parts)
-
-
-def _rows(comparison: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row per metric and capture other than the baseline."""
-    for row in comparison["rows"]:
-        for index, cell in enumerate(row["cells"][1:], 1):
-            capture = comparison["captures"][index]
-            yield {
-                **cell,
-                "metric": row["metric"],
-                "label": capture["label"],
-                "unit": row["unit"],
-                "reference": row["reference_percent"] if capture["kind"] == "vm" else None,
-            }
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    delta, direction = row["delta_percent"], row["direction"]
+def _label(metric: str, capture: str, cell: Mapping[str, Any]) -> str:
+    delta, direction = cell["delta_percent"], cell["direction"]
     if delta is None:
-        result = plain(f"{direction} {row['note']}", 50)
+        result = plain(f"{direction} {cell['note']}", 50)
     else:
         result = f"{percent(delta)} {SIGNS[direction]}"
-    return f"{plain(row['metric'], 26)}  {plain(row['label'], 21)}  {result}"
-
-
-def _bar(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A bar of length 0 without a difference, because pygal draws no labels without values."""
-    value = "" if row["value"] is None else f"{figure(row['value'])} {row['unit']}"
-    return {
-        "value": row["delta_percent"] or 0,
-        "node": {"class": row["direction"]},
-        "tooltip": plain(f"{value} {row['note']}".strip()),
-    }
-
-
-def _reference(value: float | None) -> dict[str, Any] | None:
-    return None if value is None else {"value": value, "node": {"class": "reference"}}
+    return f"{plain(metric, 26)}  {plain(capture, 21)}  {result}"

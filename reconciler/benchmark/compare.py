@@ -1,9 +1,12 @@
-"""Comparison of captures with a baseline, metric by metric. Pure."""
+"""Comparison of captures, metric by metric, its text, and the gate for tuning profiles. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from reconciler.benchmark.harness.main import PROBES
+from reconciler.model.errors import Problem
 
 Capture = Mapping[str, Any]
 Record = dict[str, Any]
@@ -29,6 +32,8 @@ _SETTINGS = (
     "tuned_profile",
     "transparent_hugepages",
 )
+OFF = "off"
+SIGNS = {"better": "\u25b2", "worse": "\u25bc", "same": "=", "unclear": "?"}
 
 
 def compare(captures: Sequence[Capture]) -> Record:
@@ -40,103 +45,80 @@ def compare(captures: Sequence[Capture]) -> Record:
     `unclear` (samples too noisy), `incomparable` or `missing`.
     """
     baseline = captures[0]
-    names = list(dict.fromkeys(name for each in captures for name in _metrics(each)))
+    # Probe and metric by the metric's name, for each capture.
+    figures: list[dict[str, tuple[Record, Record]]] = [
+        {
+            metric["metric"]: (probe, metric)
+            for probe in each["probes"]
+            for metric in probe["metrics"]
+        }
+        for each in captures
+    ]
     slices = baseline["kind"] == "host" and any(each["kind"] == "vm" for each in captures)
+    rows = []
+    for name in dict.fromkeys(name for each in figures for name in each):
+        _, metric = next(each[name] for each in figures if name in each)
+        pairs = [each.get(name) for each in figures]
+        rows.append(
+            {
+                "metric": name,
+                "unit": metric["unit"],
+                "better": metric["better"],
+                "cells": [
+                    _missing(capture, name) if pair is None else _cell(pairs[0], pair)
+                    for capture, pair in zip(captures, pairs, strict=True)
+                ],
+                "reference_percent": REFERENCE.get(name) if slices else None,
+            }
+        )
     return {
         "captures": [
             {name: each[name] for name in ("label", "kind", "tuning", "vcpus", "started_at")}
             | {"hostname": each["host"]["hostname"]}
             for each in captures
         ],
-        "rows": [
-            _row(name, captures) | {"reference_percent": REFERENCE.get(name) if slices else None}
-            for name in names
-        ],
+        "rows": rows,
         "notes": [note for each in captures[1:] for note in _notes(baseline, each)],
     }
 
 
-def _metrics(capture: Capture) -> dict[str, tuple[Record, Record]]:
-    """Probe and metric by the metric's name."""
-    return {
-        metric["metric"]: (probe, metric)
-        for probe in capture["probes"]
-        for metric in probe["metrics"]
-    }
-
-
-def _row(name: str, captures: Sequence[Capture]) -> Record:
-    pairs = [_metrics(each).get(name) for each in captures]
-    _, shown = next(pair for pair in pairs if pair)
-    cells = [_baseline_cell(captures[0], name, pairs[0])]
-    cells += [
-        _cell(name, captures[index], pairs[0], pair) for index, pair in enumerate(pairs) if index
-    ]
-    return {"metric": name, "unit": shown["unit"], "better": shown["better"], "cells": cells}
-
-
-def _baseline_cell(capture: Capture, name: str, pair: tuple[Record, Record] | None) -> Record:
-    if pair is None:
-        return _missing(capture, name)
-    return _as_cell(pair[1]["median"], None, "baseline", _spread(pair[1]))
-
-
-def _cell(
-    name: str,
-    capture: Capture,
-    first: tuple[Record, Record] | None,
-    pair: tuple[Record, Record] | None,
-) -> Record:
-    if pair is None:
-        return _missing(capture, name)
+def _cell(first: tuple[Record, Record] | None, pair: tuple[Record, Record]) -> Record:
+    """A cell with a figure. first: probe and metric of the baseline."""
     probe, metric = pair
+    value, spread = metric["median"], metric["spread_percent"]
+    remarks = [f"spread {spread:.0f} %"] if spread > NOISY_PERCENT else []
+    if first is pair:
+        return _as_cell(value, None, "baseline", *remarks)
     if first is None:
-        return _as_cell(metric["median"], None, "incomparable", "the baseline has no figure")
+        return _as_cell(value, None, "incomparable", "the baseline has no figure")
     base_probe, base = first
+    tool, base_tool = probe["tool"], base_probe["tool"]
     differing = [
         noun
-        for noun, ours, theirs in (
-            ("unit", base["unit"], metric["unit"]),
-            ("direction", base["better"], metric["better"]),
-            ("tool", base_probe["tool"]["name"], probe["tool"]["name"]),
-            ("workload", base_probe["workload"], probe["workload"]),
+        for noun, differs in (
+            ("unit", base["unit"] != metric["unit"]),
+            ("direction", base["better"] != metric["better"]),
+            ("tool", base_tool["name"] != tool["name"]),
+            ("workload", base_probe["workload"] != probe["workload"]),
         )
-        if ours != theirs
+        if differs
     ]
     if differing:
-        note = f"other {' and '.join(differing)}"
-        return _as_cell(metric["median"], None, "incomparable", note)
-    delta = 100 * (metric["median"] - base["median"]) / base["median"]
-    remarks = [_spread(metric)]
+        return _as_cell(value, None, "incomparable", f"other {' and '.join(differing)}")
     if base["workers"] != metric["workers"]:
         remarks.append(f"{metric['workers']} CPUs instead of {base['workers']}")
-    if base_probe["tool"]["version"] != probe["tool"]["version"]:
-        remarks.append(
-            f"{probe['tool']['name']} {probe['tool']['version']}"
-            f" instead of {base_probe['tool']['version']}"
-        )
-    note = ", ".join(filter(None, remarks))
-    return _as_cell(metric["median"], round(delta, 2), direction(base, metric), note)
-
-
-def direction(base: Record, metric: Record) -> str:
-    """`better`, `worse`, `same` or `unclear`, for two metrics that are comparable."""
-    delta = 100 * (metric["median"] - base["median"]) / base["median"]
-    if _overlap(base["samples"], metric["samples"]):
-        noisy = max(base["spread_percent"], metric["spread_percent"]) > NOISY_PERCENT
-        return "unclear" if noisy else "same"
-    if abs(delta) < SAME_PERCENT:
-        return "same"
-    return "better" if (delta > 0) == (metric["better"] == "higher") else "worse"
-
-
-def _overlap(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    return min(ours) <= max(theirs) and min(theirs) <= max(ours)
-
-
-def _spread(metric: Record) -> str:
-    spread = metric["spread_percent"]
-    return f"spread {spread:.0f} %" if spread > NOISY_PERCENT else ""
+    if base_tool["version"] != tool["version"]:
+        remarks.append(f"{tool['name']} {tool['version']} instead of {base_tool['version']}")
+    delta = 100 * (value - base["median"]) / base["median"]
+    ours, theirs = base["samples"], metric["samples"]
+    if min(ours) <= max(theirs) and min(theirs) <= max(ours):
+        noisy = max(base["spread_percent"], spread) > NOISY_PERCENT
+        direction = "unclear" if noisy else "same"
+    elif abs(delta) < SAME_PERCENT:
+        direction = "same"
+    else:
+        direction = "better" if (delta > 0) == (metric["better"] == "higher") else "worse"
+    return _as_cell(value, round(delta, 2), direction, *remarks)
 
 
 def _missing(capture: Capture, name: str) -> Record:
@@ -147,24 +129,122 @@ def _missing(capture: Capture, name: str) -> Record:
     return _as_cell(None, None, "missing", note)
 
 
-def _as_cell(value: float | None, delta: float | None, direction: str, note: str) -> Record:
+def _as_cell(value: float | None, delta: float | None, direction: str, *notes: str) -> Record:
+    note = ", ".join(notes)
     return {"value": value, "delta_percent": delta, "direction": direction, "note": note}
 
 
 def _notes(baseline: Capture, capture: Capture) -> list[str]:
     """Differences in the conditions of two captures, which a reader must know."""
-    label = capture["label"]
+    label, tuning, base_tuning = capture["label"], capture["tuning"], baseline["tuning"]
+    host, base_host = capture["host"], baseline["host"]
     notes = []
     if baseline["harness"]["digest"] != capture["harness"]["digest"]:
         notes.append(f"{label}: measured by another version of the harness")
-    models = [each["host"]["cpu_model"] for each in (baseline, capture)]
-    if models[0] != models[1]:
-        notes.append(f"{label}: CPU {models[1]!r} instead of {models[0]!r}")
-    settings = [[each["host"][name] for name in _SETTINGS] for each in (baseline, capture)]
-    alike = baseline["kind"] == capture["kind"] == "host" and settings[0] == settings[1]
-    if alike and baseline["tuning"] != capture["tuning"]:
+    if base_host["cpu_model"] != host["cpu_model"]:
+        notes.append(f"{label}: CPU {host['cpu_model']!r} instead of {base_host['cpu_model']!r}")
+    alike = baseline["kind"] == capture["kind"] == "host"
+    alike = alike and all(base_host[name] == host[name] for name in _SETTINGS)
+    if alike and base_tuning != tuning:
         notes.append(
-            f"{label}: tuning {capture['tuning']!r} instead of {baseline['tuning']!r} by its label,"
+            f"{label}: tuning {tuning!r} instead of {base_tuning!r} by its label,"
             " and no setting of the machine differs"
         )
     return notes
+
+
+def gate(
+    captures: Sequence[Capture], waived: Sequence[str] = (), counts: Sequence[int] = ()
+) -> list[Record]:
+    """A verdict per tuning profile: {"tuning", "passes", "cells"}.
+
+    The matrix has a cell for each kind of machine and number of CPUs of any capture, and for each
+    kind every number in counts, so that a missing capture is noticed. A cell: {"kind", "vcpus",
+    "verdict", "better", "worse", "open"}. Its verdict is
+
+    - `better`, `same` or `worse`,
+    - `incomplete`: a probe without figures, figures that are too noisy, or captures that differ in
+      more than the tuning, or not in the tuning,
+    - `missing`: no capture with the profile, or none without it.
+
+    A profile passes if every cell is `better` or `same`, and at least one cell is `better`.
+    waived: probes that need not have figures.
+    """
+    cells: dict[tuple[str, int, str], Capture] = {}
+    for each in captures:
+        cell = (each["kind"], each["vcpus"], each["tuning"])
+        if cell in cells:
+            raise Problem(
+                "capture_twice",
+                422,
+                expected="a single capture for each kind, number of CPUs and tuning",
+                found=f"{cells[cell]['label']} and {each['label']}, both {cell}",
+                remedy="use either capture, chosen without regard to its figures",
+            )
+        cells[cell] = each
+    places = {(kind, vcpus) for kind, vcpus, _ in cells}
+    places |= {(kind, vcpus) for kind, _, _ in cells for vcpus in counts}
+    verdicts = []
+    for tuning in sorted({tuning for _, _, tuning in cells} - {OFF}):
+        matrix = []
+        for kind, vcpus in sorted(places):
+            pair = {name: cells.get((kind, vcpus, name)) for name in (OFF, tuning)}
+            matrix.append({"kind": kind, "vcpus": vcpus} | _verdict(pair, waived))
+        reached = {cell["verdict"] for cell in matrix}
+        passes = reached <= {"better", "same"} and "better" in reached
+        verdicts.append({"tuning": tuning, "passes": passes, "cells": matrix})
+    return verdicts
+
+
+def _verdict(pair: Mapping[str, Capture | None], waived: Sequence[str]) -> Record:
+    """Verdict of a cell. pair: the captures by tuning, first the one without the profile."""
+    captures = [capture for capture in pair.values() if capture is not None]
+    if len(captures) < len(pair):
+        absent = [f"no capture with tuning {name}" for name, each in pair.items() if each is None]
+        return {"verdict": "missing", "better": [], "worse": [], "open": absent}
+    compared = compare(captures)
+    metrics: dict[str, list[str]] = {}
+    for row in compared["rows"]:
+        metrics.setdefault(row["cells"][1]["direction"], []).append(row["metric"])
+    better, worse = metrics.get("better", []), metrics.get("worse", [])
+    empty = {
+        each["probe"] for capture in captures for each in capture["probes"] if not each["metrics"]
+    }
+    undecided = [name for name in PROBES if name in empty]
+    for direction in ("unclear", "incomparable", "missing"):
+        undecided += metrics.get(direction, [])
+    open_points = [name for name in undecided if name.partition(".")[0] not in waived]
+    # Different conditions of the two captures keep the cell open as well.
+    open_points += compared["notes"]
+    verdict = "worse" if worse else "incomplete" if open_points else "better" if better else "same"
+    return {"verdict": verdict, "better": better, "worse": worse, "open": open_points}
+
+
+def plain(text: object, limit: int = 200) -> str:
+    """A line without control, bidirectional or unpaired characters of a measured machine."""
+    clean = "".join(
+        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text)
+    )
+    return clean if len(clean) <= limit else f"{clean[: limit - 1]}\u2026"
+
+
+def figure(value: float) -> str:
+    """Three digits, or a whole number."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(delta: float) -> str:
+    """Percentage with sign and a decimal, never -0.0."""
+    return f"{round(delta, 1) + 0.0:+.1f} %"
+
+
+def cell_text(value: Record) -> str:
+    """Text of a cell of a comparison: `98.2  -1.8 % worse (note)`."""
+    parts = [] if value["value"] is None else [figure(value["value"])]
+    if value["delta_percent"] is not None:
+        parts.append(f"{percent(value['delta_percent'])} {value['direction']}")
+    elif value["direction"] != "baseline":
+        parts.append(value["direction"])
+    if value["note"]:
+        parts.append(f"({value['note']})")
+    return plain(" ".join(parts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from reconciler.model.errors import Problem
+from reconciler.runs.paths import write_text
 from reconciler.shipped import PROJECT
 
 SCHEMA = PROJECT / "contracts" / "benchmark.schema.json"
@@ -26,13 +26,8 @@ def load(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(LIMIT_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected=f"a readable capture at {path}",
-            found=str(error),
-            remedy="create a capture with `gpuaas host benchmark capture`",
-        ) from error
+        remedy = "create a capture with `gpuaas host benchmark capture`"
+        raise _file_invalid(f"a readable capture at {path}", error, remedy) from error
     return check(parse(text, str(path)), str(path))
 
 
@@ -41,11 +36,11 @@ def parse(text: str, source: str) -> dict[str, Any]:
     try:
         if len(text.encode()) > LIMIT_BYTES:
             raise ValueError(f"more than {LIMIT_BYTES} bytes")
-        parsed = json.loads(text, parse_constant=_no_constant)
+        parsed = json.loads(text, parse_constant=_refuse_constant)
         if not isinstance(parsed, dict):
             raise TypeError(f"a {type(parsed).__name__}")
     except (ValueError, TypeError, RecursionError) as error:
-        raise _invalid(source, str(error)) from error
+        raise _capture_invalid(source, str(error)) from error
     return parsed
 
 
@@ -53,7 +48,7 @@ def check(capture: dict[str, Any], source: str) -> dict[str, Any]:
     """Validate a capture by the schema and return it; Problem `capture_invalid`."""
     error = best_match(_validator().iter_errors(capture))
     if error is not None:
-        raise _invalid(source, f"{error.json_path}: {error.message[:500]}")
+        raise _capture_invalid(source, f"{error.json_path}: {error.message[:500]}")
     return capture
 
 
@@ -63,23 +58,12 @@ def save(capture: dict[str, Any], path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write or replace a file in a single step."""
+    """Write or replace a file in a single step; Problem `file_invalid`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".", delete=False
-        ) as file:
-            file.write(text)
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(path)
+        write_text(path, text, mode=0o644)
     except OSError as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected=f"to be able to write {path}",
-            found=str(error),
-            remedy="choose another file",
-        ) from error
+        raise _file_invalid(f"to be able to write {path}", error, "choose another file") from error
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +71,15 @@ def _validator() -> Draft202012Validator:
     return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
-def _invalid(source: str, found: str) -> Problem:
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a figure")
+
+
+def _file_invalid(expected: str, error: Exception, remedy: str) -> Problem:
+    return Problem("file_invalid", 422, expected=expected, found=str(error), remedy=remedy)
+
+
+def _capture_invalid(source: str, found: str) -> Problem:
     return Problem(
         "capture_invalid",
         422,
@@ -95,7 +87,3 @@ def _invalid(source: str, found: str) -> Problem:
         found=found,
         remedy="capture again with this version",
     )
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a figure")

@@ -1,16 +1,27 @@
-"""Target of a capture: this machine, or a trusted machine over SSH, directly or through another."""
+"""Target of a capture: this machine, a trusted machine over SSH, or a slice VM through its host.
+
+A guest creates its SSH host key at its first boot, and cloud-init writes the key to the serial
+console, which QEMU keeps in a file of the host. The host has a certificate, so the key in that file
+can be trusted without trust on first use.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState, CapacityShape
 from reconciler.runs.ssh import SshAccess, options
+
+Record = Mapping[str, Any]
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:%_-]{0,252}")
 _USER = re.compile(r"[a-z_A-Z][A-Za-z0-9_.-]{0,63}")
@@ -20,6 +31,15 @@ _JUMP = re.compile(
 
 # The program comes over standard input. -I ignores modules of the target, -B writes no caches.
 _PYTHON = ("-I", "-B", "-")
+
+# Path of the console log in the domain's definition (plugins/module_utils/slice/_object_names.py).
+_CONSOLE = "/var/log/libvirt/qemu/{}-console.log"
+# The first boot is at the beginning. The tenant can write the rest, without a limit.
+_CONSOLE_BYTES = 1 << 20
+_CONSOLE_LIMIT_S = 120
+
+_KEYS = re.compile(r"-----BEGIN SSH HOST KEY KEYS-----(.*?)-----END SSH HOST KEY KEYS-----", re.S)
+_KEY = re.compile(r"((?:ssh|ecdsa)-[a-z0-9-]{3,30} [A-Za-z0-9+/]{40,2000}={0,2})(?: .*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +69,7 @@ def command(target: Target) -> list[str]:
     front = ["sudo", "-n"] if target.sudo else []
     if not target.host:
         return [*front, sys.executable, *_PYTHON]
-    return remote(target, [*front, "python3", *_PYTHON])
-
-
-def remote(target: Target, program: Sequence[str]) -> list[str]:
-    """Arguments of the command that runs a program on the target over SSH."""
-    return [*_client(target), "--", target.host, shlex.join(program)]
+    return _remote(target, [*front, "python3", *_PYTHON])
 
 
 def jump(text: str) -> Target:
@@ -66,26 +81,114 @@ def jump(text: str) -> Target:
     return Target(host=host, user=match["user"] or "", port=int(match["port"] or 0))
 
 
+def guest_place(allocation: Record) -> tuple[str, str]:
+    """Node id and private address of a running slice VM; Problem `no_slice_vm`."""
+    shape, state = allocation["capacity_shape"], allocation["state"]
+    if (shape, state) != (CapacityShape.GPU_SLICE, AllocationState.ACTIVE):
+        raise Problem(
+            "no_slice_vm",
+            409,
+            expected="an active allocation of GPU slices",
+            found=f"a {shape} allocation, {state}",
+            remedy="choose another allocation with `gpuaas allocations`, or use --host",
+        )
+    # The machine has a single managed interface, which belongs to its first slot.
+    first = min(allocation["claims"], key=lambda claim: claim["position"])
+    return first["node_id"], first["private_ip"]
+
+
+def guest_target(
+    allocation: Record, node: Record, caller: Target, *, access: SshAccess, folder: Path
+) -> Target:
+    """The slice VM of an allocation. caller: the caller's user, key, configuration and known_hosts.
+
+    Without known_hosts the guest's key is read on its host and written to the folder. Problem
+    `no_slice_vm`, `console_unreadable`, `guest_key_unknown`.
+    """
+    via = Target(
+        host=node["address"],
+        port=node["port"],
+        user=node["ssh_user"],
+        access=access,
+        alias=node["id"],
+    )
+    _node_id, address = guest_place(allocation)
+    user = caller.user or allocation["username"]
+    routed = dataclasses.replace(caller, host=address, user=user, via=via)
+    if caller.known_hosts:
+        return routed
+    # The domain's name is unique to the allocation. The address had other tenants before.
+    domain = f"gpuaas-slice-{allocation['id'].replace('-', '')}"
+    console = _CONSOLE.format(domain)
+    keys = first_boot_keys(_read_console(via, console))
+    if not keys:
+        raise Problem(
+            "guest_key_unknown",
+            409,
+            expected=f"SSH host keys of the guest on its console, {console}",
+            found="no key",
+            remedy="enable keys-to-console in the image's cloud-init, or pass the guest's key with"
+            " --known-hosts",
+        )
+    file = folder / "known_hosts"
+    file.write_text("".join(f"{domain} {key}\n" for key in keys))
+    return dataclasses.replace(routed, alias=domain, known_hosts=file)
+
+
+def first_boot_keys(console: str) -> list[str]:
+    """Host keys of the first boot. Later output is ignored, because the tenant can write it."""
+    block = _KEYS.search(console)
+    lines = [line.strip() for line in block[1].splitlines()] if block else []
+    return [match[1] for line in lines if (match := _KEY.fullmatch(line))]
+
+
+def _read_console(via: Target, console: str) -> str:
+    front = [] if via.user == "root" else ["sudo", "-n"]
+    read = [*front, "head", "-c", str(_CONSOLE_BYTES), "--", console]
+    try:
+        return subprocess.run(
+            _remote(via, read),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CONSOLE_LIMIT_S,
+            check=True,
+        ).stdout
+    except subprocess.TimeoutExpired:
+        problem = f"no answer in {_CONSOLE_LIMIT_S} s"
+    except subprocess.CalledProcessError as failed:
+        problem = f"exit {failed.returncode}: {failed.stderr.strip()[-1000:]}"
+    raise Problem(
+        "console_unreadable",
+        502,
+        expected=f"to read the guest's console on its host {via.alias}",
+        found=problem,
+        remedy="check the host with `gpuaas nodes show`, or pass the guest's key with"
+        " --known-hosts",
+    )
+
+
+def _remote(target: Target, program: Sequence[str]) -> list[str]:
+    """Arguments of the command that runs a program on the target over SSH."""
+    return [*_client(target), "--", target.host, shlex.join(program)]
+
+
 def _client(target: Target) -> list[str]:
-    _ensure("host", target.host, _HOST)
+    for noun, name, pattern in (("host", target.host, _HOST), ("user", target.user, _USER)):
+        if (name or noun == "host") and not pattern.fullmatch(name):
+            raise _invalid(noun, name, f"a plain {noun} name")
     words = ["ssh", *_trust(target), "-o", "RequestTTY=no", "-o", "ClearAllForwardings=yes"]
     # The limit includes the login to the machine in between.
     words += ["-o", f"ConnectTimeout={15 if target.via is None else 60}"]
     if target.via:
-        words += ["-o", f"ProxyCommand={_carrier(target.via)}"]
-    if target.port:
-        words += ["-p", str(target.port)]
-    if target.user:
-        _ensure("user", target.user, _USER)
-        words += ["-l", target.user]
-    return words
-
-
-def _carrier(via: Target) -> str:
-    """Shell command for ssh's ProxyCommand. ProxyJump would connect without our settings."""
-    # ssh expands a percent sign as a token, so the sign is doubled.
-    client = shlex.join(_client(via)).replace("%", "%%")
-    return f"{client} -W '[%h]:%p' -- {shlex.quote(via.host).replace('%', '%%')}"
+        # ProxyJump would connect without our settings. ssh expands a percent sign as a token, so
+        # the sign is doubled.
+        client = shlex.join(_client(target.via)).replace("%", "%%")
+        host = shlex.quote(target.via.host).replace("%", "%%")
+        words += ["-o", f"ProxyCommand={client} -W '[%h]:%p' -- {host}"]
+    words += ["-p", str(target.port)] if target.port else []
+    return words + (["-l", target.user] if target.user else [])
 
 
 def _trust(target: Target) -> list[str]:
@@ -112,11 +215,6 @@ def _trust(target: Target) -> list[str]:
     words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
     # ssh uses the first value of an option, so a configuration file cannot override these.
     return words + (["-F", str(target.config.resolve())] if target.config else [])
-
-
-def _ensure(noun: str, name: str, pattern: re.Pattern[str]) -> None:
-    if not pattern.fullmatch(name):
-        raise _invalid(noun, name, f"a plain {noun} name")
 
 
 def _invalid(noun: str, name: str, expected: str) -> Problem:

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.benchmark import document, guest
-from reconciler.benchmark import gate as judge
+from reconciler.benchmark import compare as comparisons
+from reconciler.benchmark import document
 from reconciler.benchmark.capture import capture as measure
-from reconciler.benchmark.compare import compare as differences
-from reconciler.benchmark.harness.request import Request
-from reconciler.benchmark.target import Target, jump
-from reconciler.benchmark.text import cell, percent
+from reconciler.benchmark.compare import cell_text, percent
+from reconciler.benchmark.harness.main import PROBES
+from reconciler.benchmark.harness.probe import Request
+from reconciler.benchmark.target import Target, guest_place, guest_target, jump
 from reconciler.cli import output
 from reconciler.cli.options import with_options
 from reconciler.cli.session import client
@@ -142,14 +142,14 @@ def compare(
     """Compare captures with the first one, in percent."""
     if len(files) < 2:
         raise _refused("captures_few", "two captures or more", str(len(files)), "the files")
-    comparison = differences([document.load(file) for file in files])
+    comparison = comparisons.compare([document.load(file) for file in files])
     if svg or html:
-        from reconciler.benchmark import chart, page  # the charting library takes a while to load
+        from reconciler.benchmark import chart  # the charting library takes a while to load
 
         if svg:
             document.write(svg, chart.svg(comparison))
         if html:
-            document.write(html, page.html(comparison))
+            document.write(html, chart.html(comparison))
     if output.in_json(comparison):
         return
     names = _names(len(files))
@@ -176,9 +176,9 @@ def gate(
 ) -> None:
     """Judge whether a tuning profile may become the default; exit 0 only if all of them pass."""
     waived = without or []
-    if unknown := sorted(set(waived) - set(judge.PROBES)):
-        raise _refused("probe_unknown", ", ".join(judge.PROBES), ", ".join(unknown), "--without")
-    verdicts = judge.gate([document.load(file) for file in files], waived, vcpus or [])
+    if unknown := sorted(set(waived) - set(PROBES)):
+        raise _refused("probe_unknown", ", ".join(PROBES), ", ".join(unknown), "--without")
+    verdicts = comparisons.gate([document.load(file) for file in files], waived, vcpus or [])
     if not output.in_json(verdicts):
         rows = [
             cell | {"tuning": verdict["tuning"]} | {way: ", ".join(cell[way]) for way in _WAYS}
@@ -203,7 +203,7 @@ def _names(count: int) -> list[str]:
 
 def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
     reference = row["reference_percent"]
-    cells = {name: cell(value) for name, value in zip(names, row["cells"], strict=True)}
+    cells = {name: cell_text(value) for name, value in zip(names, row["cells"], strict=True)}
     prototype = "" if reference is None else percent(reference)
     # A dot in a column name means a path, so metric names are values.
     return {"metric": row["metric"], "unit": row["unit"], **cells, "prototype": prototype}
@@ -226,9 +226,9 @@ def _certified(target: Target, node_id: str) -> Target:
 def _guest(allocation_id: str, base: Target, folder: Path) -> Target:
     """A tenant's machine, from the reconciler's records of it and of its host."""
     allocation = client().get(f"/admin/allocations/{allocation_id}")
-    node_id, _address = guest.place(allocation)
+    node_id, _address = guest_place(allocation)
     node = client().get(f"/admin/nodes/{node_id}")
-    return guest.target(allocation, node, base, access=_access(), folder=folder)
+    return guest_target(allocation, node, base, access=_access(), folder=folder)
 
 
 def _access() -> SshAccess:

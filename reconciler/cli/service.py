@@ -150,15 +150,14 @@ def run_server(*, api_only: bool) -> None:
     from reconciler import logs
     from reconciler.api.app import create_app
     from reconciler.api.health import create_operator_app
-    from reconciler.service import listener, process
-    from reconciler.service.authorities import adopt
+    from reconciler.service import listeners, process
     from reconciler.settings import Settings
 
     settings = Settings()
     logs.configure(settings)
-    with listener.api(settings) as sockets:
+    with listeners.api_sockets(settings) as sockets:
         engine, revision = open_migrated(settings)
-        adopt(settings, engine)
+        process.adopt(settings, engine)
         app, operators = create_app(settings, engine), create_operator_app(settings, engine)
         # /readyz of this process answers for the whole site.
         app.state.needed = operators.state.needed = process.NEEDED
@@ -175,7 +174,7 @@ def run_server(*, api_only: bool) -> None:
             signal.signal(number, _stop)
         try:
             with (
-                listener.operators(settings, operators),
+                listeners.serve_operators(settings, operators),
                 process.running(settings, engine, api=True, work=not api_only),
             ):
                 log.info("database at %s, API on %s", revision, _listening(settings, sockets))
@@ -191,7 +190,6 @@ def run_worker() -> None:
     """
     from reconciler import logs
     from reconciler.service import process
-    from reconciler.service.authorities import adopt
     from reconciler.settings import Settings
 
     settings = Settings()
@@ -205,7 +203,7 @@ def run_worker() -> None:
             remedy="set it, or run `gpuaas serve --api-only` here",
         )
     engine, revision = open_migrated(settings)
-    adopt(settings, engine)
+    process.adopt(settings, engine)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
@@ -291,7 +289,7 @@ def _unusable(settings: Settings, found: str) -> Problem:
 
 def _listening(settings: Settings, sockets: list[socket.socket]) -> str:
     """The addresses that it listens on, and the public URL if it differs."""
-    from reconciler.service.addresses import host_port
+    from reconciler.service.listeners import host_port
 
     urls = [f"http://{host_port(item.getsockname()[:2])}" for item in sockets]
     text = " and ".join(urls)

@@ -85,11 +85,11 @@ def secret(file: Path, remedy: str) -> str:
 
 def local_api() -> str:
     """Address of this machine's service, from the settings that the service itself reads."""
-    from reconciler.service import addresses
+    from reconciler.service import listeners
     from reconciler.settings import Settings
 
     try:
-        host, port = addresses.api(Settings())
+        host, port = listeners.api_address(Settings())
     except (OSError, ValueError, Problem):
         # This user cannot read the settings, or no service could start with them.
         return DEFAULT_API
@@ -99,7 +99,7 @@ def local_api() -> str:
             host = "::1" if ":" in host else "127.0.0.1"
     except ValueError:
         pass
-    return f"http://{addresses.host_port((host, port))}"
+    return f"http://{listeners.host_port((host, port))}"
 
 
 def default_token_file() -> Path:

@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.runs import contract
-from reconciler.service import addresses
+from reconciler.service.listeners import api_address, host_port, is_local, operator_address
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust
 from reconciler.trust.keygen import public_key
@@ -37,12 +37,12 @@ PROGRAMS = {
 def listen(settings: Settings) -> Iterator[Finding]:
     """The API listens on loopback, behind a proxy."""
     try:
-        address = addresses.api(settings)
+        address = api_address(settings)
     except Problem as problem:
         yield refused(problem)
         return
-    local = addresses.is_local(address)
-    text = f"{addresses.host_port(address)}: API, with tokens"
+    local = is_local(address)
+    text = f"{host_port(address)}: API, with tokens"
     yield warn(
         text if local else f"{text}, unencrypted on the network",
         unless=local,
@@ -55,12 +55,12 @@ def listen(settings: Settings) -> Iterator[Finding]:
 def operator_listen(settings: Settings) -> Iterator[Finding]:
     """The operators' listener is off or on loopback."""
     try:
-        address = addresses.operators(settings)
+        address = operator_address(settings)
     except Problem as problem:
         yield refused(problem)
         return
     users = "operators on this machine, without a token"
-    yield ok(f"{addresses.host_port(address)}: {users}" if address else "off")
+    yield ok(f"{host_port(address)}: {users}" if address else "off")
 
 
 def public_url(settings: Settings) -> Iterator[Finding]:

@@ -23,8 +23,7 @@ from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
 from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.runs.spec import RunError
-from reconciler.service.authorities import NAME
-from reconciler.service.process import NEEDED
+from reconciler.service.process import AUTHORITIES, NEEDED
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 from reconciler.trust.ca import Trust, authorities
@@ -143,7 +142,7 @@ def same_clock(_settings: Settings, conn: Connection) -> Iterator[Finding]:
 def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     """The keys of this machine are those of the site."""
     trust = Trust(settings.state_dir.resolve() / "trust")
-    recorded = site.read(conn, NAME)
+    recorded = site.read(conn, AUTHORITIES)
     if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
         return  # Missing keys are a finding of the check of the folder.
     equal = authorities(trust) == recorded

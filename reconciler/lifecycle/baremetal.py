@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,8 +15,9 @@ from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
 from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY
-from reconciler.model.scheduler.machine import MachineView, MachineWant, choose
-from reconciler.model.scheduler.place import NoFit
+from reconciler.model.scheduler.explain import explain_machines
+from reconciler.model.scheduler.place import choose_machine
+from reconciler.model.scheduler.snapshot import IDLE, NodeView, Want
 from reconciler.model.states import (
     LIVE_CLAIMS,
     AllocationState,
@@ -25,7 +26,6 @@ from reconciler.model.states import (
     HealthState,
     NodeMode,
     NodeState,
-    SlotState,
     TaskKind,
 )
 from reconciler.records import nodes as node_records
@@ -34,10 +34,9 @@ from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_al
 
 # Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
 _TRIES = 20
-_IDLE = (SlotState.DISABLED, SlotState.AVAILABLE)
 
 
-def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Node, Discovery]:
+def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
     """Return a free machine, locked until the transaction ends, and its discovery.
 
     Machines that other transactions hold locked are skipped while another machine fits. Only when
@@ -45,18 +44,28 @@ def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Node, Discovery]:
     """
     passed: frozenset[str] = frozenset()
     for _ in range(_TRIES):
-        found = choose(_views(conn, passed), want)
-        if isinstance(found, NoFit) and passed:
+        sliced = set(conn.execute(sa.select(slots.c.node_id).distinct()).scalars())
+        views = _views(conn, passed)
+        chosen = choose_machine(views, want, sliced)
+        if chosen is None and passed:
             rows.get(conn, Node, min(passed), lock=True)
             passed = frozenset()
-        elif isinstance(found, NoFit):
-            raise _none(found)
+        elif chosen is None:
+            explanation = explain_machines(views, want)
+            raise Problem(
+                "no_capacity",
+                409,
+                expected="a free machine in bare-metal mode",
+                found=explanation["summary"],
+                remedy="ask later, or for GPU slices",
+                detail={"explanation": explanation},
+            )
         else:
-            query = sa.select(nodes).where(nodes.c.id == found)
+            query = sa.select(nodes).where(nodes.c.id == chosen)
             node = rows.first(conn, query.with_for_update(skip_locked=True), Node)
-            discovery = reports.latest_discovery(conn, found)
+            discovery = reports.latest_discovery(conn, chosen)
             if node is None:
-                passed |= {found}
+                passed |= {chosen}
             elif discovery is not None and not _refusal(conn, node):
                 return node, discovery
     raise Problem(
@@ -68,19 +77,19 @@ def reserve(conn: sa.Connection, want: MachineWant) -> tuple[Node, Discovery]:
     )
 
 
-def _views(conn: sa.Connection, without: frozenset[str]) -> Iterator[MachineView]:
-    sliced = set(conn.execute(sa.select(slots.c.node_id).distinct()).scalars())
+def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
     query = sa.select(nodes).where(nodes.c.state != NodeState.RETIRED)
-    for node in rows.every(conn, query.order_by(nodes.c.id), Node):
-        if node.id not in without:
-            yield MachineView(
-                id=node.id,
-                region=node.region,
-                pool=node.pool,
-                profile=node.profile,
-                refusal=_refusal(conn, node),
-                sliced=node.id in sliced,
-            )
+    return [
+        NodeView(
+            id=node.id,
+            region=node.region,
+            pool=node.pool,
+            profile=node.profile,
+            refusal=_refusal(conn, node),
+        )
+        for node in rows.every(conn, query.order_by(nodes.c.id), Node)
+        if node.id not in without
+    ]
 
 
 def _refusal(conn: sa.Connection, node: Node) -> str:
@@ -105,7 +114,7 @@ def _in_use(conn: sa.Connection, node_id: str) -> str:
     )
     if rows.first(conn, live) is not None:
         return "claimed"
-    busy = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status.not_in(_IDLE))
+    busy = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status.not_in(IDLE))
     return "slots_in_use" if rows.first(conn, busy) is not None else ""
 
 
@@ -119,17 +128,6 @@ def _unknown(conn: sa.Connection, node: Node) -> str:
         return "discovery_stale"
     before = (seen.observed_at or 0.0) < exclusive_ended_at(conn, node.id)
     return "discovery_stale" if before else ""
-
-
-def _none(found: NoFit) -> Problem:
-    return Problem(
-        "no_capacity",
-        409,
-        expected="a free machine in bare-metal mode",
-        found=found.explanation["summary"],
-        remedy="ask later, or for GPU slices",
-        detail={"explanation": found.explanation},
-    )
 
 
 DRIFT = "machine_drifted"

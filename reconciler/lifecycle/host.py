@@ -9,8 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.schema import Allocation, Node, Task, nodes, slots, tasks
-from reconciler.db.schema import nodes as node_table
+from reconciler.db.schema import Allocation, Discovery, Node, Parity, Task, nodes, slots, tasks
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.gate import close
@@ -19,12 +18,16 @@ from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
 from reconciler.model.identity import install_id
 from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
-from reconciler.records import certificates, reports
+from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
 from reconciler.records.leasing import DUE
 from reconciler.settings import Settings
 from reconciler.trust import ca
+from reconciler.trust.certificates import read_certificate
+
+# Steps after the bootstrap of a node whose slots were approved when it was a slice host before.
+TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 
 
 def enrolled(
@@ -255,6 +258,63 @@ def observed(
     return bool(changed)
 
 
+def record_discovery(
+    conn: sa.Connection,
+    node_id: str,
+    document: Mapping[str, Any],
+    act: Act,
+    *,
+    task_id: str | None = None,
+    observed_at: float | None = None,
+) -> Discovery:
+    """Store a discovery document. Slots that it blocks go off sale.
+
+    observed_at: when its run started, on the database's clock.
+    """
+    node = rows.get(conn, Node, node_id)
+    # Only a slice host needs the reboot. A bare-metal machine does not.
+    reboot = bool(document.get("reboot_required")) and node.mode != NodeMode.BAREMETAL
+    identity = document.get("identity") or {}
+    observed(conn, node_id, act, identity=identity, reboot_required=reboot, began=observed_at)
+    values = reports.report_values(node_id, document, task_id, observed_at)
+    row = rows.add(conn, Discovery, {**values, "reboot_required": reboot})
+    gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row.id}))
+    summary = dict(document.get("candidate_summary") or {})
+    reports.emit_report(conn, "node.discovered", node_id, summary, act)
+    return row
+
+
+def record_parity(
+    conn: sa.Connection,
+    node_id: str,
+    report: Mapping[str, Any],
+    act: Act,
+    *,
+    task_id: str | None = None,
+    observed_at: float | None = None,
+) -> Parity:
+    """Store a parity report. Failures close the gate until a later report passes."""
+    identity = report.get("identity") or {}
+    observed(conn, node_id, act, identity=identity, began=observed_at)
+    failures = int(report.get("failures", 1))
+    row = rows.add(
+        conn,
+        Parity,
+        {
+            **reports.report_values(node_id, report, task_id, observed_at),
+            "intent": str(report.get("intent") or "slice"),
+            "failures": failures,
+            "warnings": int(report.get("warnings", 0)),
+        },
+    )
+    if failures and row.intent == "slice":
+        why = act.because(f"gate closed: {failures} parity checks fail", {"parity_id": row.id})
+        gate.close(conn, node_id, why)
+    counts = {"failures": failures, "warnings": row.warnings}
+    reports.emit_report(conn, "node.parity", node_id, counts, act)
+    return row
+
+
 def restarted(conn: sa.Connection, node_id: str, act: Act, *, since: str) -> bool:
     """Record that the host no longer runs under boot `since`. Discovery learns the new boot id.
 
@@ -309,8 +369,8 @@ def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
 def lost_nodes(conn: sa.Connection) -> list[Node]:
     """List the nodes that are unreachable."""
-    query = sa.select(node_table).where(node_table.c.state == NodeState.UNREACHABLE)
-    return rows.every(conn, query.order_by(node_table.c.id), Node)
+    query = sa.select(nodes).where(nodes.c.state == NodeState.UNREACHABLE)
+    return rows.every(conn, query.order_by(nodes.c.id), Node)
 
 
 # The order matters: parity compares with the discovery, and a parity pass opens the gate.
@@ -362,6 +422,23 @@ def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
 RENEW_S = ca.HOST_DAYS * 86_400 / 3
 
 
+def record_certificate(
+    conn: sa.Connection, id: str, act: Act, *, certificate: str, public_key: str
+) -> None:
+    """Record the certificate that the host presents from now on."""
+    fields = read_certificate(certificate)
+    tokens.record_certificate(
+        conn,
+        id,
+        act,
+        serial=str(fields.serial),
+        public_key=public_key,
+        certificate=certificate,
+        principals=fields.principals,
+        valid_until=fields.valid_before.timestamp(),
+    )
+
+
 def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Act) -> Task:
     """Queue a renewal of the node's certificate, or return the renewal that is already open.
 
@@ -378,6 +455,6 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
         node_id=node_id,
         subject_kind="node",
         subject_id=node_id,
-        parameters={"certificate": signed.text, "public_key": known.public_key},
+        parameters={"certificate": signed, "public_key": known.public_key},
     )
     return task_queue.add(conn, item, act)

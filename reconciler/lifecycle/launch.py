@@ -16,12 +16,11 @@ from reconciler.db.schema import Allocation, Claim, Image, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
 from reconciler.lifecycle import baremetal, gate, placement
-from reconciler.lifecycle.slices import move_claims
+from reconciler.lifecycle.slices import advance_together, move_claims
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.hardware import gpu_count, tenant_disks
 from reconciler.model.proof import NOTHING_DONE
-from reconciler.model.scheduler.machine import MachineWant
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import AllocationState, CapacityShape, ProofKind, TaskKind, TaskState
 from reconciler.records import allocations as allocation_records
@@ -61,16 +60,21 @@ class Launch:
         """The hardware profiles sold as the requested SKU. () means any profile."""
         if not (self.sku and self.catalogue):
             return ()
-        found = tuple(name for name, sold in self.catalogue.items() if sold == self.sku)
-        if not found:
+        profiles = tuple(name for name, sku in self.catalogue.items() if sku == self.sku)
+        if not profiles:
             raise Problem(
                 "sku_unknown",
                 422,
-                expected=", ".join(sorted({sold for sold in self.catalogue.values() if sold})),
+                expected=", ".join(sorted({sku for sku in self.catalogue.values() if sku})),
                 found=self.sku,
                 remedy="ask for one of these, or for none in particular",
             )
-        return found
+        return profiles
+
+    @property
+    def want(self) -> Want:
+        """The request for the scheduler."""
+        return Want(self.gpu_count, self.region, self.pool, self.node_id, self.profiles)
 
 
 def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
@@ -78,11 +82,8 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
-    want = Want(
-        launch.gpu_count, launch.region, launch.pool, launch.node_id, profiles=launch.profiles
-    )
     try:
-        node_id, chosen = placement.reserve(conn, want)
+        node_id, chosen = placement.reserve(conn, launch.want)
     except Problem:
         # A missing project or image is a more useful answer than missing capacity.
         _require_image(conn, launch)
@@ -107,8 +108,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     """Allocate a whole machine, with every unused disk that was taken over."""
     projects.get(conn, launch.project_id)
-    want = MachineWant(launch.region, launch.pool, launch.node_id, profiles=launch.profiles)
-    node, discovery = baremetal.reserve(conn, want)
+    node, discovery = baremetal.reserve(conn, launch.want)
     document = discovery.document
     allocation = _record(conn, launch, act, vars(node), gpu_count=gpu_count(document))
     own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
@@ -178,7 +178,7 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
     queued = queue.open_of_allocation(conn, id)
     unstarted = all(task.started_at is None for task in queued)
     if state == AllocationState.ACTIVE:
-        _move(conn, id, "release", act)
+        advance_together(conn, id, "release", act)
         if allocation.capacity_shape == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:
@@ -314,14 +314,6 @@ def _item(
         parameters={"allocation": named, "slots": slots, **given},
         fences={slot["slot_id"]: slot["fence"] for slot in slots},
     )
-
-
-def _move(conn: sa.Connection, id: str, event: str, act: Act) -> None:
-    own = act.because(act.reason, {**act.evidence, "allocation_id": id})
-    advance(conn, "allocation", id, event, act)
-    move_claims(conn, id, event, act)
-    for slot in held_slots(conn, id):
-        advance(conn, "slot", slot.id, event, own)
 
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:

@@ -15,9 +15,15 @@ from reconciler.db.schema import settings as settings_table
 from reconciler.model.bundle import REQUIRED
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import Explanation, explain
-from reconciler.model.scheduler.feasible import IDLE
 from reconciler.model.scheduler.place import Placement, place
-from reconciler.model.scheduler.snapshot import NodeView, NvlinkSets, SlotView, Snapshot, Want
+from reconciler.model.scheduler.snapshot import (
+    IDLE,
+    NodeView,
+    NvlinkSets,
+    SlotView,
+    Snapshot,
+    Want,
+)
 from reconciler.model.states import HealthState, NodeMode, NodeState, SharingMechanism, SlotState
 
 # Attempts to reserve slots when concurrent launches take the candidates (PostgreSQL only).

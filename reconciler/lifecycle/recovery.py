@@ -16,13 +16,13 @@ from reconciler.db.rows import Record
 from reconciler.db.schema import Allocation, Node, Proof, Slot, Task, allocations
 from reconciler.db.schema import slots as slot_table
 from reconciler.lifecycle import baremetal, gate, slices
+from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.slices import move_claims
 from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import run_bundle
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import (
-    LIVE_CLAIMS,
     AllocationState,
     CapacityShape,
     HealthState,
@@ -33,7 +33,7 @@ from reconciler.model.states import (
 )
 from reconciler.records import proofs, reports
 from reconciler.records import queue as task_queue
-from reconciler.records.claims import fence_off, held_slots, last_holder, of_allocation
+from reconciler.records.claims import fence_off, held_slots, last_holder
 
 FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
 # Key of the recovery case that acted, in the evidence of an act and in its audit row.
@@ -46,6 +46,7 @@ _FIRST: dict[str, str] = {
     " be prepared goes into maintenance by itself after two hours, where this is possible too",
     NodeState.RETIRED: "nothing to do: no slot of a retired node comes back",
 }
+_STUCK = "a failed, unfinished or stuck slice allocation"
 # States without anything to recover: the slot is back, or a clean-up is under way.
 SETTLED = (SlotState.AVAILABLE, SlotState.DISABLED, SlotState.CLEANUP)
 
@@ -60,21 +61,24 @@ def force_cleanup(
     require_reason(act, "say why this is forced")
     with locks.allocation(conn, allocation_id) as allocation:
         held = held_slots(conn, allocation_id)
-        _refuse(conn, allocation, held)
+        refuse(allocation, held)
+        _require_healthy_node(conn, allocation)
         canceled = _cancel(conn, allocation_id, act)
-        own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+        slot_act = slices.about(act, allocation_id)
         if allocation.state != AllocationState.FAILED:
-            slices.fail(conn, allocation_id, own, error={"code": "force_cleanup"})
+            slices.fail(conn, allocation_id, slot_act, error={"code": "force_cleanup"})
         changed = [
-            _recover(conn, slot, allocation_id, own, runtime_verified_absent) for slot in held
+            _recover(conn, slot, allocation_id, slot_act, runtime_verified_absent) for slot in held
         ]
-        before = {slot.id: slot.status for slot in held}
         cleaning = [
             slot
-            for slot in changed
-            if slot.status == SlotState.CLEANUP and before[slot.id] != SlotState.CLEANUP
+            for slot, before in zip(changed, held, strict=True)
+            if slot.status == SlotState.CLEANUP and before.status != SlotState.CLEANUP
         ]
-        task = queue_wipe(conn, allocation_id, cleaning, own) if cleaning else None
+        task_ids = {}
+        if cleaning:
+            task = queue_host_task(conn, TaskKind.SLICE_WIPE, allocation_id, cleaning, slot_act)
+            task_ids = {slot.id: task.id for slot in cleaning}
         journal.audit(
             conn,
             act,
@@ -89,7 +93,6 @@ def force_cleanup(
             },
             project_id=allocation.project_id,
         )
-        queued = {slot.id for slot in cleaning}
         return {
             "allocation_id": allocation_id,
             "state": AllocationState.FAILED.value,
@@ -99,7 +102,7 @@ def force_cleanup(
                     "slot_id": slot.id,
                     "slot_index": slot.slot_index,
                     "status": slot.status,
-                    "task_id": task.id if task and slot.id in queued else None,
+                    "task_id": task_ids.get(slot.id),
                 }
                 for slot in changed
             ],
@@ -107,20 +110,84 @@ def force_cleanup(
         }
 
 
+def refuse(allocation: Allocation, held: list[Slot]) -> None:
+    """Raise a Problem where a person must decide, before any task on the host."""
+    _require_slices(allocation)
+    state = allocation.state
+    releasing = any(slot.status == SlotState.RELEASING for slot in held)
+    for wrong, code, found, remedy in (
+        (
+            state == AllocationState.ACTIVE,
+            "allocation_active",
+            "an active allocation: its tenant may be using it",
+            "look into its runtime first; then release it, or force its release",
+        ),
+        (
+            state == AllocationState.RELEASING and releasing,
+            "allocation_releasing",
+            "a release that is under way",
+            "wait until it has ended",
+        ),
+    ):
+        if wrong:
+            raise Problem(code, 409, expected=_STUCK, found=found, remedy=remedy)
+
+
+def _require_slices(allocation: Allocation) -> None:
+    if allocation.capacity_shape == CapacityShape.BAREMETAL:
+        raise Problem(
+            "allocation_baremetal",
+            409,
+            expected=_STUCK,
+            found="a bare-metal allocation",
+            remedy="release it; `gpuaas nodes clean-machine` cleans a machine that stays unclean",
+        )
+
+
+def _require_healthy_node(conn: sa.Connection, allocation: Allocation) -> None:
+    node = rows.get(conn, Node, allocation.node_id)
+    unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
+    unready = node.state not in (NodeState.READY, *DRAINED)
+    for wrong, code, found, remedy in (
+        (
+            allocation.state == AllocationState.RELEASED,
+            "allocation_released",
+            "a released allocation",
+            "repair its slot, if one is blocked",
+        ),
+        (
+            node.state == NodeState.UNREACHABLE,
+            "node_unreachable",
+            "a node that does not answer",
+            "bring the node back first: what runs on it is unknown",
+        ),
+        (
+            unready or unhealthy,
+            "node_unhealthy",
+            f"node {node.state}, health {node.health_state}",
+            _FIRST.get(node.state, "drain the node first (`gpuaas nodes drain`)"),
+        ),
+    ):
+        if wrong:
+            raise Problem(
+                code, 409, expected=f"{_STUCK} on a healthy node", found=found, remedy=remedy
+            )
+
+
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
     """End the tenant's use and the billing while the host does not answer."""
     require_reason(act, "say why this is forced")
     _require_silence(conn, rows.get(conn, Allocation, allocation_id, lock=True))
-    own = act.because(act.reason, {**act.evidence, "allocation_id": allocation_id})
+    act = slices.about(act, allocation_id)
     columns = {"ended_at": clock.now()}
-    allocation = advance(conn, "allocation", allocation_id, "force_release", own, columns=columns)
+    allocation = advance(conn, "allocation", allocation_id, "force_release", act, columns=columns)
     _cancel(conn, allocation_id, act)
-    move_claims(conn, allocation_id, "finish", own)
+    move_claims(conn, allocation_id, "finish", act)
     error = {"code": "force_release", "found": act.reason}
     for slot in held_slots(conn, allocation_id):
         if slot.status in (SlotState.ACTIVE, SlotState.RELEASING):
-            slices.block(conn, slot, allocation_id, own, step="force_release", error=error)
-    baremetal.left_behind(conn, allocation_id, own, step="force_release", error=error)
+            slices.block(conn, slot, allocation_id, act, step="force_release", error=error)
+    baremetal.left_behind(conn, allocation_id, act, step="force_release", error=error)
     journal.audit(
         conn,
         act,
@@ -135,8 +202,6 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
 def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
     """Queue the clean-up of one blocked slot (verify, wipe, prove) and return its task."""
     slot = rows.get(conn, Slot, slot_id, lock=True)
-    holder = last_holder(conn, slot_id)
-    own = act.because(act.reason or "repair", {**act.evidence, "allocation_id": holder})
     if slot.status != SlotState.CLEANUP_BLOCKED:
         raise Problem(
             "slot_not_blocked",
@@ -146,44 +211,26 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
             remedy="nothing to repair; disable and enable it to have its gate judged again",
         )
     # A slot that is sold under a live claim would refuse every launch placed there.
-    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot_id]
-    if any(claim.state in LIVE_CLAIMS for claim in claimed):
-        raise Problem(
-            "claim_live",
-            409,
-            expected="a slot whose last claim has ended",
-            found=f"the claim of allocation {holder}",
-            remedy=f"end it first: `gpuaas recover {holder}` does both",
-        )
+    holder = slot_life.require_claim_ended(conn, slot_id)
     journal.audit(conn, act, "admin.slot.repair", "slot", slot_id)
-    return queue_wipe(conn, holder or slot_id, [begin_cleanup(conn, slot, own)], own)
+    act = slices.about(act, holder, act.reason or "repair")
+    cleaning = [begin_cleanup(conn, slot, act)]
+    return queue_host_task(conn, TaskKind.SLICE_WIPE, holder or slot_id, cleaning, act)
 
 
 def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
     """Queue the absence check for an allocation on its host."""
     held = held_slots(conn, allocation_id)
-    shape = rows.get(conn, Allocation, allocation_id).capacity_shape
-    if shape == CapacityShape.BAREMETAL:
-        raise Problem(
-            "allocation_baremetal",
-            409,
-            expected="an allocation of slices",
-            found="a bare-metal allocation",
-            remedy="`gpuaas nodes clean-machine` removes and verifies in one go",
-        )
+    _require_slices(rows.get(conn, Allocation, allocation_id))
     return queue_host_task(conn, TaskKind.SLICE_ABSENCE_VERIFY, allocation_id, held, act)
 
 
-def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Record]:
-    """Blocked slots, with the allocation, reason and step from their health detail."""
+def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Slot]:
+    """Blocked slots. Their health detail has the keys that `slices.block` writes."""
     query = rows.where(
         sa.select(slot_table), slot_table, status=SlotState.CLEANUP_BLOCKED, node_id=node_id
     )
-    found = rows.every(conn, query.order_by(slot_table.c.node_id, slot_table.c.slot_index), Slot)
-    names = ("allocation_id", "reason", "step")
-    return [
-        {**vars(slot), **{key: slot.health_detail.get(key, "") for key in names}} for slot in found
-    ]
+    return rows.every(conn, query.order_by(slot_table.c.node_id, slot_table.c.slot_index), Slot)
 
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:
@@ -202,23 +249,16 @@ def _expire(conn: sa.Connection, overdue: Overdue, act: Act, holder: str) -> boo
         # The deadline was extended in the meantime, because a run has begun.
         return False
     error = deadline_error(overdue)
-    own = act.because(f"deadline passed in {overdue.state}", {"deadline": error})
+    act = act.because(f"deadline passed in {overdue.state}", {"deadline": error})
     if overdue.entity == "allocation":
-        return _expire_allocation(conn, overdue.id, own, error)
+        return _expire_allocation(conn, overdue.id, act, error)
     if overdue.entity == "slot":
         # A slot in provisioning or release ends with its allocation, a clean-up on its own.
-        if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, own, error):
-            own = own.because(own.reason, {**own.evidence, "allocation_id": holder})
-            slices.block(
-                conn,
-                rows.get(conn, Slot, overdue.id, lock=True),
-                holder,
-                own,
-                step="deadline",
-                error=error,
-            )
+        if overdue.state == SlotState.CLEANUP or not _expire_allocation(conn, holder, act, error):
+            slot, act = rows.get(conn, Slot, overdue.id, lock=True), slices.about(act, holder)
+            slices.block(conn, slot, holder, act, step="deadline", error=error)
     elif overdue.entity == "node":
-        advance(conn, "node", overdue.id, overdue.event, own)
+        advance(conn, "node", overdue.id, overdue.event, act)
     else:
         return False
     return True
@@ -267,10 +307,9 @@ def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
     An exception is a whole machine whose release has failed: it stays blocked until it is clean.
     """
     node = rows.get(conn, Node, allocation.node_id, lock=True)
-    tried = allocation.state == AllocationState.RELEASING and (
-        node.unclean_allocation_id == allocation.id
-    )
-    if node.state != NodeState.UNREACHABLE and not tried:
+    releasing = allocation.state == AllocationState.RELEASING
+    release_failed = releasing and node.unclean_allocation_id == allocation.id
+    if node.state != NodeState.UNREACHABLE and not release_failed:
         raise Problem(
             "node_reachable",
             409,
@@ -278,62 +317,6 @@ def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
             found=f"node {node.state}",
             remedy="release it; force-cleanup ends the release of a slice that failed",
         )
-
-
-def _refuse(conn: sa.Connection, allocation: Allocation, held: list[Slot]) -> None:
-    state = allocation.state
-    node = rows.get(conn, Node, allocation.node_id)
-    unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
-    unready = node.state not in (NodeState.READY, *DRAINED)
-    releasing = state == AllocationState.RELEASING and any(
-        slot.status == SlotState.RELEASING for slot in held
-    )
-    for wrong, code, found, remedy in (
-        (
-            allocation.capacity_shape == CapacityShape.BAREMETAL,
-            "allocation_baremetal",
-            "a bare-metal allocation",
-            "release it; force-cleanup is for slices",
-        ),
-        (
-            state == AllocationState.ACTIVE,
-            "allocation_active",
-            "an active allocation",
-            "release it, or look into its runtime first",
-        ),
-        (
-            state == AllocationState.RELEASED,
-            "allocation_released",
-            "a released allocation",
-            "repair its slot, if one is blocked",
-        ),
-        (
-            releasing,
-            "allocation_releasing",
-            "a release that has not failed",
-            "wait until it has ended",
-        ),
-        (
-            node.state == NodeState.UNREACHABLE,
-            "node_unreachable",
-            "a node that does not answer",
-            "bring the node back first: what runs on it is unknown",
-        ),
-        (
-            unready or unhealthy,
-            "node_unhealthy",
-            f"node {node.state}, health {node.health_state}",
-            _FIRST.get(node.state, "drain the node first (`gpuaas nodes drain`)"),
-        ),
-    ):
-        if wrong:
-            raise Problem(
-                code,
-                409,
-                expected="a failed, unfinished or stuck slice allocation on a healthy node",
-                found=found,
-                remedy=remedy,
-            )
 
 
 def _cancel(conn: sa.Connection, allocation_id: str, act: Act) -> list[str]:
@@ -381,35 +364,31 @@ def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
     return advance(conn, "slot", slot.id, "clean", act, columns={"fence": slot.fence + 1})
 
 
-def queue_wipe(conn: sa.Connection, name: str, cleaning: list[Slot], act: Act) -> Task:
-    """Queue the task that cleans these slots of one node.
-
-    name: the allocation whose machine and traces are removed too. Without a record of it, the task
-    belongs to a slot. A slot without any holder gives its own id, which names nothing on the host.
-    """
-    return queue_host_task(conn, TaskKind.SLICE_WIPE, name, cleaning, act)
-
-
 def queue_host_task(
-    conn: sa.Connection, kind: TaskKind, name: str, found: list[Slot], act: Act
+    conn: sa.Connection, kind: TaskKind, name: str, slots: list[Slot], act: Act
 ) -> Task:
-    """Queue a task on the host of an allocation, with slots in the form of the run contract."""
+    """Queue a task on the host of an allocation, with slots in the form of the run contract.
+
+    name: the allocation whose machine and traces the task is about. Without a record of it, the
+    task belongs to a slot. A slot without any holder gives its own id, which names nothing on the
+    host.
+    """
     query = sa.select(allocations.c.id, allocations.c.node_id).where(allocations.c.id == name)
-    known = rows.first(conn, query)
+    record = rows.first(conn, query)
     parameters: dict[str, Any] = {
         "allocation": {"id": name},
-        "slots": [run_bundle(vars(slot), fence=True) for slot in found],
+        "slots": [run_bundle(vars(slot), fence=True) for slot in slots],
     }
     return task_queue.enqueue(
         conn,
         task_queue.Enqueue(
             kind=kind,
-            node_id=found[0].node_id if found or known is None else known["node_id"],
-            subject_kind="allocation" if known else "slot",
-            subject_id=name if known else found[0].id,
-            allocation_id=name if known else None,
+            node_id=slots[0].node_id if slots or record is None else record["node_id"],
+            subject_kind="allocation" if record else "slot",
+            subject_id=name if record else slots[0].id,
+            allocation_id=name if record else None,
             parameters=parameters,
-            fences={slot.id: slot.fence for slot in found},
+            fences={slot.id: slot.fence for slot in slots},
         ),
         act,
     )
@@ -458,13 +437,14 @@ def _remove_orphan(
     holder = last_holder(conn, slot.id)
     if slot.status == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
         _require_orphan_block(conn, slot)
-    own = act.because(act.reason, {**act.evidence, "orphan": allocation_id})
+    orphan_act = act.because(act.reason, {**act.evidence, "orphan": allocation_id})
     if slot.status == SlotState.DISABLED:
         error = {"code": "orphan", "found": f"the host holds a machine of {allocation_id}"}
-        slot = slices.block(conn, slot, holder, own, step=ORPHAN_STEP, error=error)
+        slot = slices.block(conn, slot, holder, orphan_act, step=ORPHAN_STEP, error=error)
     detail = {"allocation_id": allocation_id}
     journal.audit(conn, act, "admin.slot.orphan.removed", "slot", slot.id, detail=detail)
-    return queue_wipe(conn, allocation_id, [begin_cleanup(conn, slot, own)], own)
+    cleaning = [begin_cleanup(conn, slot, orphan_act)]
+    return queue_host_task(conn, TaskKind.SLICE_WIPE, allocation_id, cleaning, orphan_act)
 
 
 def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:

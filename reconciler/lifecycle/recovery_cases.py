@@ -15,27 +15,14 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import Overdue, advance
-from reconciler.db.schema import (
-    Absence,
-    Allocation,
-    RecoveryCase,
-    Slot,
-    absences,
-    recovery_cases,
-)
+from reconciler.db.schema import Absence, Allocation, RecoveryCase, absences, recovery_cases
 from reconciler.lifecycle import recovery, recovery_evidence, recovery_policy
 from reconciler.lifecycle.recovery_policy import ACTOR, BlockedAllocation
 from reconciler.lifecycle.slices import BUILDING
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move, Progress, next_move
-from reconciler.model.states import (
-    OPEN_CASES,
-    AllocationState,
-    CapacityShape,
-    RecoveryState,
-    SlotState,
-)
+from reconciler.model.states import OPEN_CASES, AllocationState, RecoveryState, SlotState
 from reconciler.records import leasing, queue
 from reconciler.records import recovery_cases as case_records
 from reconciler.records.claims import held_slots
@@ -75,7 +62,7 @@ def open_case(
         if case is not None:
             return _adopt(conn, case, act)
         held = held_slots(conn, allocation_id)
-        refuse(allocation, held)
+        recovery.refuse(allocation, held)
         require_reason(act, "say why the allocation is recovered")
         case = rows.add(
             conn,
@@ -132,14 +119,8 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
     policy = recovery_policy.hold(conn)
     if not policy.enabled:
         return None
-    candidate = next(
-        (
-            one
-            for one in recovery_policy.blocked_allocations(conn)
-            if one.allocation_id == allocation_id
-        ),
-        None,
-    )
+    blocked = recovery_policy.blocked_allocations(conn)
+    candidate = next((row for row in blocked if row.allocation_id == allocation_id), None)
     if candidate is None or candidate.move == Move.WAIT:
         return candidate
     # The allocation has the correlation id of the original request.
@@ -157,38 +138,6 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
             why = f"{refusal.code}: {refusal.found}"
             recovery_policy.stop(conn, allocation_id, candidate.node_id, why, act)
     return candidate
-
-
-def refuse(allocation: Allocation, held: list[Slot]) -> None:
-    """Raise a Problem where a person must decide, before any task on the host."""
-    releasing = allocation.state == AllocationState.RELEASING and any(
-        slot.status == SlotState.RELEASING for slot in held
-    )
-    for wrong, code, expected, found, remedy in (
-        (
-            allocation.capacity_shape == CapacityShape.BAREMETAL,
-            "allocation_baremetal",
-            "a failed, unfinished or stuck slice allocation",
-            "a bare-metal allocation",
-            "`gpuaas nodes clean-machine` removes and verifies in one go",
-        ),
-        (
-            allocation.state == AllocationState.ACTIVE,
-            "allocation_active",
-            "a failed, unfinished or stuck slice allocation",
-            "an active allocation: its tenant may be using it",
-            "look into its runtime first; then release it, or force its release",
-        ),
-        (
-            releasing,
-            "allocation_releasing",
-            "a release that has failed",
-            "one that is under way",
-            "wait until it has ended",
-        ),
-    ):
-        if wrong:
-            raise Problem(code, 409, expected=expected, found=found, remedy=remedy)
 
 
 def due(conn: sa.Connection) -> list[str]:
@@ -343,23 +292,21 @@ def _look(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) 
     steps: Steps = []
     if case.state == RecoveryState.OPENED:
         allocation = rows.get(conn, Allocation, key)
-        refuse(allocation, held_slots(conn, key))
+        recovery.refuse(allocation, held_slots(conn, key))
         if allocation.state in BUILDING:
             forced = recovery.force_cleanup(conn, key, act, runtime_verified_absent=False)
             steps.append(_step("run_canceled", forced))
     task = recovery.verify_absence(conn, key, act)
     tasks = dict.fromkeys([*case.task_ids, task.id])
     columns = {"task_id": task.id, "task_ids": list(tasks), "waits_for": {}}
-    own = _with_steps(act.because(judged.why), steps)
-    return advance(conn, "recovery_case", case.id, "verify", own, columns=columns)
+    return _advance(conn, case, "verify", act.because(judged.why), steps, columns)
 
 
 def _clean(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
     """End the allocation on the host's report. Its slots go through wipe and verification."""
     key = case.allocation_id
     absent = judged.seen.absent is True
-    steps = _report_steps(conn, case, "runtime_absence")
-    steps.append(_step("disk_evidence", recovery_evidence.proofs(conn, case)))
+    steps = _host_steps(conn, case)
     tasks = list(case.task_ids)
     released = rows.get(conn, Allocation, key).state == AllocationState.RELEASED
     if not released:
@@ -380,19 +327,11 @@ def _clean(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act)
         "task_ids": list(dict.fromkeys(tasks)),
         "waits_for": {},
     }
-    own = _with_steps(act.because(judged.why), steps)
-    return advance(conn, "recovery_case", case.id, "clean", own, columns=columns)
+    return _advance(conn, case, "clean", act.because(judged.why), steps, columns)
 
 
 def _finish(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
-    steps = _last_steps(conn, case)
-    columns = {
-        "finished_at": clock.now(),
-        "waits_for": {},
-        "proof_ids": recovery_evidence.proof_ids(conn, case),
-    }
-    own = _with_steps(act.because(judged.why), steps)
-    return advance(conn, "recovery_case", case.id, "recover", own, columns=columns)
+    return _end(conn, case, "recover", act.because(judged.why), _last_steps(conn, case))
 
 
 def _stop(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
@@ -400,8 +339,7 @@ def _stop(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) 
     if judged.seen.absent is None and case.state != RecoveryState.CLEANING:
         steps, error = [], _unanswered(conn, case)
     elif case.state == RecoveryState.VERIFYING:
-        steps = _report_steps(conn, case, "runtime_absence")
-        steps.append(_step("disk_evidence", recovery_evidence.proofs(conn, case)))
+        steps = _host_steps(conn, case)
         error = {
             "code": "leftovers_kept",
             "expected": "nothing of the allocation on the host, or leave to remove it",
@@ -411,21 +349,33 @@ def _stop(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) 
     else:
         steps = _last_steps(conn, case)
         error = recovery_evidence.not_recovered(recovery_evidence.unsold_slots(conn, case))
-    return _fail(conn, case, error, _with_steps(act.because(judged.why), steps))
+    return _fail(conn, case, error, act.because(judged.why), steps)
 
 
-def _fail(conn: sa.Connection, case: RecoveryCase, error: Document, act: Act) -> RecoveryCase:
-    why = act.reason
-    columns = {
+def _fail(
+    conn: sa.Connection, case: RecoveryCase, error: Document, act: Act, steps: Steps | None = None
+) -> RecoveryCase:
+    failed = _end(conn, case, "fail", act, steps or [], failure=dict(error))
+    if case.requested_by == ACTOR:
+        recovery_policy.stop(conn, case.allocation_id, case.node_id, act.reason, _act_of(case))
+    return failed
+
+
+def _end(
+    conn: sa.Connection, case: RecoveryCase, event: str, act: Act, steps: Steps, **columns: Any
+) -> RecoveryCase:
+    columns |= {
         "finished_at": clock.now(),
         "waits_for": {},
-        "failure": dict(error),
         "proof_ids": recovery_evidence.proof_ids(conn, case),
     }
-    after = advance(conn, "recovery_case", case.id, "fail", act, columns=columns)
-    if case.requested_by == ACTOR:
-        recovery_policy.stop(conn, case.allocation_id, case.node_id, why, _act_of(case))
-    return after
+    return _advance(conn, case, event, act, steps, columns)
+
+
+def _advance(
+    conn: sa.Connection, case: RecoveryCase, event: str, act: Act, steps: Steps, columns: Document
+) -> RecoveryCase:
+    return advance(conn, "recovery_case", case.id, event, _with_steps(act, steps), columns=columns)
 
 
 def _unanswered(conn: sa.Connection, case: RecoveryCase) -> Document:
@@ -461,10 +411,16 @@ def _report_steps(conn: sa.Connection, case: RecoveryCase, name: str) -> Steps:
     return [] if report is None else [_step(name, dict(report.document))]
 
 
+def _host_steps(conn: sa.Connection, case: RecoveryCase) -> Steps:
+    """The host's report and the proofs of the disks, before the clean-up."""
+    proofs = recovery_evidence.proofs(conn, recovery_evidence.slots_of(conn, case))
+    return [*_report_steps(conn, case, "runtime_absence"), _step("disk_evidence", proofs)]
+
+
 def _last_steps(conn: sa.Connection, case: RecoveryCase) -> Steps:
     confirmed = case.state == RecoveryState.CONFIRMING
     before = _report_steps(conn, case, "runtime_absence_after") if confirmed else []
-    last = recovery_evidence.after_cleanup(conn, case)
+    last = recovery_evidence.after_cleanup(conn, case).items()
     return [*before, *(_step(name, evidence) for name, evidence in last)]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
-from reconciler.db.schema import AuditEntry, RecoveryCase, Slot, slots
+from reconciler.db.schema import RecoveryCase, Slot, slots
+from reconciler.db.schema.base import Row
 from reconciler.lifecycle import gate
 from reconciler.lifecycle.recovery import FORCE_CLEANUP
 from reconciler.model.states import SlotState
@@ -18,6 +19,12 @@ from reconciler.records.claims import of_allocation
 Document = dict[str, Any]
 # A slot enters these states from its clean-up only with the proof of a clean disk.
 _RECOVERED = (SlotState.AVAILABLE, SlotState.DISABLED)
+_PROOF = (
+    "id", "kind", "method", "disk_identity", "disk_generation", "allocation_id", "task_id",
+)  # fmt: skip
+_AUDIT = (
+    "id", "actor", "role", "action", "subject_id", "reason", "detail", "correlation_id",
+)  # fmt: skip
 
 
 def slots_of(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
@@ -86,9 +93,9 @@ def inventory(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Document:
     }
 
 
-def proofs(conn: sa.Connection, case: RecoveryCase) -> Document:
+def proofs(conn: sa.Connection, slot_rows: Sequence[Slot]) -> Document:
     """The last proof of each slot's disk, by slot id. None without a proof."""
-    return {slot.id: _proof(conn, slot) for slot in slots_of(conn, case)}
+    return {slot.id: _proof(conn, slot) for slot in slot_rows}
 
 
 def proof_ids(conn: sa.Connection, case: RecoveryCase) -> list[str]:
@@ -101,17 +108,17 @@ def proof_ids(conn: sa.Connection, case: RecoveryCase) -> list[str]:
     ]
 
 
-def after_cleanup(conn: sa.Connection, case: RecoveryCase) -> list[tuple[str, Document]]:
+def after_cleanup(conn: sa.Connection, case: RecoveryCase) -> dict[str, Document]:
     """The last steps of the runbook, in order."""
     slot_rows = slots_of(conn, case)
-    forced = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=case.allocation_id)
-    steps: list[tuple[str, Document]] = [
-        ("inventory_after", inventory(conn, slot_rows)),
-        ("disk_evidence_after", {slot.id: _proof(conn, slot) for slot in slot_rows}),
-        ("audit", {"events": [_audit_event(row) for row in forced[:1]]}),
-    ]
+    forced = journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=case.allocation_id)[:1]
+    steps: dict[str, Document] = {
+        "inventory_after": inventory(conn, slot_rows),
+        "disk_evidence_after": proofs(conn, slot_rows),
+        "audit": {"events": [_fields(row, _AUDIT, at="at") for row in forced]},
+    }
     closed = {slot.id: _gate(conn, slot) for slot in slot_rows if slot.status == SlotState.DISABLED}
-    return [*steps, ("not_on_sale", closed)] if closed else steps
+    return {**steps, "not_on_sale": closed} if closed else steps
 
 
 def _gate(conn: sa.Connection, slot: Slot) -> Document:
@@ -131,28 +138,9 @@ def _gate(conn: sa.Connection, slot: Slot) -> Document:
 def _proof(conn: sa.Connection, slot: Slot) -> Document | None:
     if not slot.last_proof_id:
         return None
-    proof = proof_records.get(conn, slot.last_proof_id)
-    return {
-        "id": proof.id,
-        "kind": proof.kind,
-        "method": proof.method,
-        "disk_identity": proof.disk_identity,
-        "disk_generation": proof.disk_generation,
-        "allocation_id": proof.allocation_id,
-        "task_id": proof.task_id,
-        "created_at": clock.iso(proof.created_at),
-    }
+    return _fields(proof_records.get(conn, slot.last_proof_id), _PROOF, at="created_at")
 
 
-def _audit_event(row: AuditEntry) -> Document:
-    return {
-        "id": row.id,
-        "at": clock.iso(row.at),
-        "actor": row.actor,
-        "role": row.role,
-        "action": row.action,
-        "subject_id": row.subject_id,
-        "reason": row.reason,
-        "detail": row.detail,
-        "correlation_id": row.correlation_id,
-    }
+def _fields(record: Row, names: Sequence[str], *, at: str) -> Document:
+    """Fields of a record, its time as text."""
+    return {**{name: getattr(record, name) for name in names}, at: clock.iso(getattr(record, at))}

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
-from reconciler.db.rows import Record
-from reconciler.db.schema import AuditEntry, audit_log
+from reconciler.db.schema import AuditEntry, Slot, audit_log
 from reconciler.db.schema import settings as setting_table
 from reconciler.lifecycle.recovery import CASE, FORCE_CLEANUP, blocked
 from reconciler.model.act import Act
@@ -34,7 +33,7 @@ class BlockedAllocation:
 
     allocation_id: str
     node_id: str
-    slots: tuple[Record, ...]
+    slots: tuple[Slot, ...]
     move: Move
     why: str
 
@@ -59,27 +58,35 @@ def hold(conn: sa.Connection) -> Policy:
 def blocked_allocations(conn: sa.Connection) -> list[BlockedAllocation]:
     """Every allocation with blocked slots, longest blocked first, also while the policy is off."""
     policy = read(conn)
-    by_allocation: dict[str, list[Record]] = defaultdict(list)
+    by_allocation: dict[str, list[Slot]] = defaultdict(list)
     for slot in blocked(conn):
-        if STOPPED_KEY not in slot["health_detail"] and slot["allocation_id"]:
-            by_allocation[slot["allocation_id"]].append(slot)
-    begun = _begun_since(conn, clock.read(conn) - HOUR_S) if by_allocation else []
+        allocation_id = slot.health_detail.get("allocation_id")
+        if STOPPED_KEY not in slot.health_detail and allocation_id:
+            by_allocation[allocation_id].append(slot)
+    begun: list[AuditEntry] = []
+    if by_allocation:
+        since = clock.read(conn) - HOUR_S
+        query = sa.select(audit_log).where(audit_log.c.action == BEGUN, audit_log.c.at > since)
+        begun = rows.every(conn, query, AuditEntry)
     judged = [_judge(conn, policy, key, held, begun) for key, held in by_allocation.items()]
-    return sorted(judged, key=lambda one: (_blocked_since(one.slots), one.allocation_id))
+    return sorted(
+        judged,
+        key=lambda row: (min(slot.status_since for slot in row.slots), row.allocation_id),
+    )
 
 
 def _judge(
     conn: sa.Connection,
     policy: Policy,
     allocation_id: str,
-    held: Sequence[Record],
+    held: Sequence[Slot],
     begun: Sequence[AuditEntry],
 ) -> BlockedAllocation:
-    node_id = held[0]["node_id"]
-    last = max(held, key=lambda slot: float(slot["status_since"]))
+    node_id = held[0].node_id
+    last = max(held, key=lambda slot: slot.status_since)
     case = recovery_cases.open_of(conn, allocation_id)
     seen = Blocked(
-        reason=last["reason"],
+        reason=last.health_detail.get("reason", ""),
         kept=kept(conn, allocation_id),
         case="" if case is None else case.state,
         tried=bool(journal.audit_rows(conn, action=BEGUN, subject_id=allocation_id)),
@@ -98,14 +105,11 @@ def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
     slots are on their way back. Acts of the policy or of a recovery case do not count.
     since: older acts are ignored.
     """
-    words = [
-        row
-        for row in journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id)
-        if row.actor != ACTOR and CASE not in row.detail and row.at > since
-    ]
-    if not words or words[0].detail["runtime_verified_absent"]:
-        return ""
-    return f"{words[0].actor}: {words[0].reason}"
+    for row in journal.audit_rows(conn, action=FORCE_CLEANUP, subject_id=allocation_id):
+        if row.actor != ACTOR and CASE not in row.detail and row.at > since:
+            released = row.detail["runtime_verified_absent"]
+            return "" if released else f"{row.actor}: {row.reason}"
+    return ""
 
 
 def record_begun(conn: sa.Connection, judged: BlockedAllocation, act: Act) -> None:
@@ -115,12 +119,16 @@ def record_begun(conn: sa.Connection, judged: BlockedAllocation, act: Act) -> No
 
 def stop(conn: sa.Connection, allocation_id: str, node_id: str, why: str, act: Act) -> None:
     """Stop automatic recovery of the allocation, and mark every blocked slot with the reason."""
-    held = [slot for slot in blocked(conn, node_id) if slot["allocation_id"] == allocation_id]
-    own = act.because(REASON + why)
+    held = [
+        slot
+        for slot in blocked(conn, node_id)
+        if slot.health_detail.get("allocation_id") == allocation_id
+    ]
+    act = act.because(REASON + why)
     for slot in held:
-        detail = {**slot["health_detail"], STOPPED_KEY: why}
-        slot_records.set_health(conn, slot["id"], HealthState.FAILED, detail, own)
-    _audit(conn, STOPPED, allocation_id, node_id, held, own)
+        detail = {**slot.health_detail, STOPPED_KEY: why}
+        slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, act)
+    _audit(conn, STOPPED, allocation_id, node_id, held, act)
 
 
 def _audit(
@@ -128,17 +136,8 @@ def _audit(
     action: str,
     allocation_id: str,
     node_id: str,
-    held: Sequence[Record],
+    held: Sequence[Slot],
     act: Act,
 ) -> None:
-    detail = {"node_id": node_id, "slots": [slot["id"] for slot in held]}
+    detail = {"node_id": node_id, "slots": [slot.id for slot in held]}
     journal.audit(conn, act, action, "allocation", allocation_id, detail=detail)
-
-
-def _begun_since(conn: sa.Connection, since: float) -> list[AuditEntry]:
-    query = sa.select(audit_log).where(audit_log.c.action == BEGUN, audit_log.c.at > since)
-    return rows.every(conn, query, AuditEntry)
-
-
-def _blocked_since(held: Sequence[Record]) -> float:
-    return min(float(slot["status_since"]) for slot in held)

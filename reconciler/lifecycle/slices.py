@@ -6,7 +6,7 @@ when the allocation has already left the expected state, because a late result d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,7 +34,7 @@ def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool
     """Record that a run has begun to build the allocation."""
     if not _in_state(conn, allocation_id, AllocationState.REQUESTED):
         return False
-    _together(conn, allocation_id, "provision", act)
+    advance_together(conn, allocation_id, "provision", act)
     return True
 
 
@@ -46,7 +46,7 @@ def provision_succeeded(
         return False
     columns = {"connection": dict(connection), "activated_at": clock.now()}
     healthy = {"health_state": HealthState.HEALTHY.value, "health_detail": {}}
-    _together(conn, allocation_id, "activate", act, columns=columns, on_slots=healthy)
+    advance_together(conn, allocation_id, "activate", act, columns=columns, on_slots=healthy)
     return True
 
 
@@ -66,26 +66,24 @@ def provision_failed(
     if not _in_state(conn, allocation_id, *BUILDING):
         return False
     with locks.allocation(conn, allocation_id):
-        own = _slot_act(
-            act, allocation_id, f"provisioning failed at {step}", {"error": dict(error)}
-        )
-        fail(conn, allocation_id, own, error=error)
-        failed = False
+        act = about(act, allocation_id, f"provisioning failed at {step}", error=dict(error))
+        fail(conn, allocation_id, act, error=error)
+        launch_failed = False
         for slot in held_slots(conn, allocation_id):
             if slot.status not in CLAIMED:
                 continue
             evidence = (untouched or {}).get(slot.id, {})
             if nothing_written(evidence):
-                told = proof_records.with_failure(evidence, str(error.get("code") or step))
+                document = proof_records.with_failure(evidence, str(error.get("code") or step))
                 proof = proof_records.record(
-                    conn, slot, ProofKind.UNTOUCHED, told, allocation_id=allocation_id
+                    conn, slot, ProofKind.UNTOUCHED, document, allocation_id=allocation_id
                 )
-                gate.give_back(conn, slot, proof, own)
-                failed = failed or proof_records.launch_failures(conn, slot).count > 0
+                gate.give_back(conn, slot, proof, act)
+                launch_failed |= proof_records.launch_failures(conn, slot).count > 0
             else:
-                block(conn, slot, allocation_id, own, step=step, error=error)
-        if failed:
-            host.reverify_allocation(conn, allocation_id, own)
+                block(conn, slot, allocation_id, act, step=step, error=error)
+        if launch_failed:
+            host.reverify_allocation(conn, allocation_id, act)
         return True
 
 
@@ -101,11 +99,21 @@ def release_succeeded(
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
         return False
     with locks.allocation(conn, allocation_id):
-        own = _slot_act(act, allocation_id, "released")
+        act = about(act, allocation_id, "released")
         # End the claims first: the schema refuses to sell a slot under a live claim (I4).
-        move_claims(conn, allocation_id, "finish", own)
-        _clean(conn, held_slots(conn, allocation_id), proofs, absence, own)
-        advance(conn, "allocation", allocation_id, "finish", own, columns={"ended_at": clock.now()})
+        move_claims(conn, allocation_id, "finish", act)
+        require_absence(conn, allocation_id, absence, act)
+        for slot in held_slots(conn, allocation_id):
+            if slot.id not in proofs:
+                raise Problem(
+                    "proof_missing",
+                    409,
+                    expected=f"a wipe proof for slot {slot.id}",
+                    found=f"proofs for {', '.join(sorted(proofs)) or 'no slot'}",
+                    remedy="treat the run as failed; `gpuaas recover` wipes again",
+                )
+            _give_back_wiped(conn, slot, proofs[slot.id], allocation_id, act)
+        advance(conn, "allocation", allocation_id, "finish", act, columns={"ended_at": clock.now()})
         return True
 
 
@@ -116,81 +124,54 @@ def release_failed(
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
         return False
     with locks.allocation(conn, allocation_id):
-        own = _slot_act(act, allocation_id, f"release failed at {step}", {"error": dict(error)})
+        act = about(act, allocation_id, f"release failed at {step}", error=dict(error))
         for slot in held_slots(conn, allocation_id):
             if slot.status == SlotState.RELEASING:
-                block(conn, slot, allocation_id, own, step=step, error=error)
+                block(conn, slot, allocation_id, act, step=step, error=error)
         # Keep the deadline: the release time limit runs from the first attempt.
         columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
-        advance(conn, "allocation", allocation_id, "strand", own, columns=columns)
+        advance(conn, "allocation", allocation_id, "strand", act, columns=columns)
         return True
 
 
-def wiped(
-    conn: sa.Connection,
-    allocation_id: str,
-    act: Act,
-    *,
-    proofs: Proofs,
-    absence: Mapping[str, Any],
+def cleanup_succeeded(
+    conn: sa.Connection, measured: str, act: Act, *, proofs: Proofs, absence: Mapping[str, Any]
 ) -> bool:
-    """Return slots after a proven clean-up. True when at least one slot was in clean-up."""
-    with locks.allocation(conn, allocation_id):
-        found = [slot for slot in held_slots(conn, allocation_id) if slot.id in proofs]
-        cleaning = [slot for slot in found if slot.status in CLEANING]
-        _clean(conn, cleaning, proofs, absence, _slot_act(act, allocation_id, "cleaned up"))
-        return bool(cleaning)
-
-
-def wipe_failed(
-    conn: sa.Connection, allocation_id: str, act: Act, *, step: str, error: Mapping[str, Any]
-) -> bool:
-    """Block the slots again after a clean-up without proof, with the reason."""
-    found = [slot.id for slot in held_slots(conn, allocation_id)]
-    return wipe_slots_failed(conn, found, act, step=step, error=error)
-
-
-def wiped_slots(
-    conn: sa.Connection,
-    proofs: Proofs,
-    absence: Mapping[str, Any],
-    act: Act,
-    *,
-    measured: str | None = None,
-) -> bool:
-    """Like `wiped`, for single slots of any last holder.
+    """Return slots after a proven clean-up. True when at least one slot was in clean-up.
 
     measured: the allocation whose traces the absence report covers, "" for an allocation without a
-    record. The default is the last holder of each slot.
+    record. The slots may have had any last holder.
     """
-    with ExitStack() as held:
-        found = [held.enter_context(locks.slot(conn, slot_id)) for slot_id in sorted(proofs)]
-        cleaning = [slot for slot in found if slot.status in CLEANING]
+    with ExitStack() as scopes:
+        locked = [scopes.enter_context(locks.slot(conn, slot_id)) for slot_id in sorted(proofs)]
+        cleaning = [slot for slot in locked if slot.status in CLEANING]
+        if cleaning:
+            require_absence(conn, measured, absence, act)
         for slot in cleaning:
             holder = last_holder(conn, slot.id)
-            own = _slot_act(act, holder, "cleaned up")
-            _clean(conn, [slot], proofs, absence, own, holder if measured is None else measured)
+            slot_act = about(act, holder, "cleaned up")
+            _give_back_wiped(conn, slot, proofs[slot.id], holder, slot_act)
         return bool(cleaning)
 
 
-def wipe_slots_failed(
+def cleanup_failed(
     conn: sa.Connection,
-    slot_ids: list[str],
+    slot_ids: Sequence[str],
     act: Act,
     *,
     step: str,
     error: Mapping[str, Any],
 ) -> bool:
-    """Like `wipe_failed`, for single slots."""
-    done = False
+    """Block slots again after a clean-up without proof, with the reason."""
+    blocked = False
     for slot_id in slot_ids:
         slot = rows.get(conn, Slot, slot_id, lock=True)
         if slot.status == SlotState.CLEANUP:
             holder = last_holder(conn, slot_id)
-            own = _slot_act(act, holder, f"clean-up failed at {step}", {"error": dict(error)})
-            block(conn, slot, holder, own, step=step, error=error)
-            done = True
-    return done
+            slot_act = about(act, holder, f"clean-up failed at {step}", error=dict(error))
+            block(conn, slot, holder, slot_act, step=step, error=error)
+            blocked = True
+    return blocked
 
 
 def fail(conn: sa.Connection, allocation_id: str, act: Act, *, error: Mapping[str, Any]) -> None:
@@ -241,32 +222,14 @@ def require_absence(
         )
 
 
-def _clean(
-    conn: sa.Connection,
-    found: list[Slot],
-    given: Proofs,
-    absence: Mapping[str, Any],
-    act: Act,
-    measured: str | None = None,
+def _give_back_wiped(
+    conn: sa.Connection, slot: Slot, evidence: Mapping[str, Any], holder: str, act: Act
 ) -> None:
-    allocation_id = str(act.evidence["allocation_id"])
-    require_absence(conn, allocation_id if measured is None else measured, absence, act)
-    for slot in found:
-        if slot.id not in given:
-            raise Problem(
-                "proof_missing",
-                409,
-                expected=f"a wipe proof for slot {slot.id}",
-                found=f"proofs for {', '.join(sorted(given)) or 'no slot'}",
-                remedy="treat the run as failed; `gpuaas recover` wipes again",
-            )
-        proof = proof_records.record(
-            conn, slot, ProofKind.WIPE, given[slot.id], allocation_id=allocation_id or None
-        )
-        gate.give_back(conn, slot, proof, act)
+    proof = proof_records.record(conn, slot, ProofKind.WIPE, evidence, allocation_id=holder or None)
+    gate.give_back(conn, slot, proof, act)
 
 
-def _together(
+def advance_together(
     conn: sa.Connection,
     allocation_id: str,
     event: str,
@@ -275,17 +238,19 @@ def _together(
     columns: Mapping[str, Any] | None = None,
     on_slots: Mapping[str, Any] | None = None,
 ) -> None:
-    own = _slot_act(act, allocation_id, act.reason)
-    advance(conn, "allocation", allocation_id, event, own, columns=columns)
-    move_claims(conn, allocation_id, event, own)
+    """Apply an event to an allocation, its live claims and its slots."""
+    act = about(act, allocation_id)
+    advance(conn, "allocation", allocation_id, event, act, columns=columns)
+    move_claims(conn, allocation_id, event, act)
     for slot in held_slots(conn, allocation_id):
-        advance(conn, "slot", slot.id, event, own, columns=on_slots)
+        advance(conn, "slot", slot.id, event, act, columns=on_slots)
 
 
-def _slot_act(
-    act: Act, allocation_id: str, reason: str, evidence: Mapping[str, object] | None = None
-) -> Act:
-    return act.because(reason, {**act.evidence, **(evidence or {}), "allocation_id": allocation_id})
+def about(act: Act, allocation_id: str, reason: str = "", **evidence: object) -> Act:
+    """The act with the allocation and more evidence, and with a more exact reason if given."""
+    return act.because(
+        reason or act.reason, {**act.evidence, **evidence, "allocation_id": allocation_id}
+    )
 
 
 def _in_state(conn: sa.Connection, allocation_id: str, *states: AllocationState) -> bool:

@@ -197,16 +197,7 @@ def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
     Raises Problem `reason_required`, `claim_live`, or `slot_in_use` while disk and GPU are present.
     """
     require_reason(act, slot_gate.WHY_GIVEN_UP)
-    holder = last_holder(conn, slot.id)
-    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot.id]
-    if any(claim.state in LIVE_CLAIMS for claim in claimed):
-        raise Problem(
-            "claim_live",
-            409,
-            expected="a slot whose last claim has ended",
-            found=f"the claim of allocation {holder}",
-            remedy=f"end it first: `gpuaas recover {holder}`, or force its release",
-        )
+    holder = require_claim_ended(conn, slot.id)
     latest = _after(conn, slot.node_id, slot.status_since)
     document = latest.document if latest else {}
     missing = [
@@ -229,6 +220,21 @@ def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
         )
     evidence = {"discovery_id": latest.id, "missing": missing, "allocation_id": holder}
     return _withdraw(conn, slot, act, _died(missing), evidence)
+
+
+def require_claim_ended(conn: sa.Connection, slot_id: str) -> str:
+    """The allocation with the last claim on a slot, "" without one. Refused while it is live."""
+    holder = last_holder(conn, slot_id)
+    claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot_id]
+    if any(claim.state in LIVE_CLAIMS for claim in claimed):
+        raise Problem(
+            "claim_live",
+            409,
+            expected="a slot whose last claim has ended",
+            found=f"the claim of allocation {holder}",
+            remedy=f"end it first: `gpuaas recover {holder}`, or force its release",
+        )
+    return holder
 
 
 def written_off_slots(conn: sa.Connection, node_id: str, act: Act) -> list[str]:

@@ -84,7 +84,7 @@ def _may_begin(runner: str) -> sa.ColumnElement[bool]:
 
 def _left(runner: str) -> sa.ColumnElement[bool]:
     # A task past its deadline is given up and not taken over. Before that it gets a grace time
-    # (reconciler.work.deadlines), in which the outcome of an ended run can still be recorded.
+    # (work.loops), in which the outcome of an ended run can still be recorded.
     return sa.and_(
         tasks.c.state == TaskState.RUNNING,
         tasks.c.lease_expires_at < clock.now(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,11 @@ class Enqueue:
     deadline_s: int = 3600
     priority: int = 0
     not_before_s: float = 0
+
+
+def then(kinds: Sequence[TaskKind]) -> dict[str, Any]:
+    """Task parameters that name the following steps, each queued when its predecessor succeeds."""
+    return {"then": [kind.value for kind in kinds]}
 
 
 def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
@@ -282,7 +287,7 @@ def finish(
 def cancel(conn: sa.Connection, task_id: str, act: Act) -> Task:
     """Cancel a task that has not begun; otherwise ask its lease holder to end the run.
 
-    For callers that also end the subject of the task. work/cancel.py cancels a task by itself.
+    For callers that also end the subject of the task. `lifecycle.task_failures` ends both.
     """
     task = db_rows.get(conn, Task, task_id, lock=True)
     if task.state in DUE:

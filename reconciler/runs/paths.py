@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,64 +16,28 @@ from reconciler.runs.spec import RunError
 _LONGEST_SOCKET_DIRECTORY = 75
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """The folder of a run."""
 
-    root: Path
-
-    @property
-    def lock(self) -> Path:
-        """Held from before the process exists until it ends; decides whether the run is alive."""
-        return self.root / "lock"
-
-    @property
-    def manifest(self) -> Path:
-        """Description of the run, without its variables."""
-        return self.root / "run.json"
-
-    @property
-    def process(self) -> Path:
-        """The first file that the process writes; it exists once the process has started."""
-        return self.root / "process.json"
-
-    @property
-    def progress(self) -> Path:
-        return self.root / "progress.jsonl"
-
-    @property
-    def outcome(self) -> Path:
-        return self.root / "outcome.json"
-
-    @property
-    def cancel(self) -> Path:
-        """Its presence asks the process to stop."""
-        return self.root / "cancel"
-
-    @property
-    def log(self) -> Path:
-        """Messages of the process itself; empty unless it fails."""
-        return self.root / "process.log"
-
-    @property
-    def env(self) -> Path:
-        return self.root / "env"
-
-    @property
-    def variables(self) -> Path:
-        return self.env / "extravars"
-
-    @property
-    def inventory(self) -> Path:
-        return self.root / "inventory" / "hosts.json"
-
-    @property
-    def artifacts(self) -> Path:
-        return self.root / "artifacts" / "ansible"
-
-    @property
-    def output(self) -> Path:
-        return self.artifacts / "stdout"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # Held from before the process exists until it ends; decides whether the run is alive.
+        self.lock = root / "lock"
+        # Description of the run, without its variables.
+        self.manifest = root / "run.json"
+        # The first file that the process writes; it exists once the process has started.
+        self.process = root / "process.json"
+        self.progress = root / "progress.jsonl"
+        self.outcome = root / "outcome.json"
+        # Its presence asks the process to stop.
+        self.cancel = root / "cancel"
+        # Messages of the process itself; empty unless it fails.
+        self.log = root / "process.log"
+        self.env = root / "env"
+        self.variables = self.env / "extravars"
+        self.inventory = root / "inventory" / "hosts.json"
+        self.artifacts = root / "artifacts" / "ansible"
+        self.output = self.artifacts / "stdout"
 
 
 def runs_directory(state_dir: Path) -> Path:

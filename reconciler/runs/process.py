@@ -20,7 +20,7 @@ from typing import Any
 import ansible_runner
 
 from reconciler.runs import lock
-from reconciler.runs.awx import follow
+from reconciler.runs.awx import job
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json, write_json
 
@@ -76,7 +76,7 @@ def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
     if manifest is None:
         raise FileNotFoundError(paths.manifest)
     started = datetime.now(UTC).isoformat()
-    play = follow.play if "awx" in manifest else _play
+    play = job.play if "awx" in manifest else _play
     verdict = play(paths, manifest, stop_requested)
     if verdict is None:
         return

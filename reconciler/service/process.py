@@ -1,17 +1,36 @@
-"""A process of the service: its parts, started together and stopped in order."""
+"""A process of the service: its parts, its heartbeat and term, and the check of its authorities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.metadata import version
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine, exc
 
-from reconciler.service.heartbeat import Heartbeat
-from reconciler.service.loops import Loops
+from reconciler.db import leader
+from reconciler.db import settings as site
+from reconciler.db.engine import reading, retrying
+from reconciler.db.leader import Lease
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
 from reconciler.settings import Settings
+from reconciler.trust.ca import authorities, open_trust
+from reconciler.work.loops import Loops
 from reconciler.work.worker import Worker
 
+# Runbooks quote the lines of this logger, so their wording must not change.
+log = logging.getLogger("gpuaas.leader")
+
+# Name of the stored setting with the site's authorities.
+AUTHORITIES = "ssh_authorities"
 API, WORKER, LOOPS = "api", "worker", "loops"
 # Roles that a site needs besides the API, on any machine: they carry out and end all work.
 NEEDED = (WORKER, LOOPS)
@@ -45,3 +64,130 @@ def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Ite
             loops.start()
             parts.callback(loops.stop)
         yield heartbeat
+
+
+class Heartbeat:
+    """Heartbeat of a process in the database, and its candidacy for the leader's term.
+
+    roles: the current roles of the process. candidate: whether it may become the leader.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        roles: Callable[[], list[str]],
+        *,
+        candidate: bool,
+        lease_s: float = 10.0,
+    ) -> None:
+        self.id = str(uuid.uuid4())
+        self._engine = engine
+        self._roles = roles
+        self._candidate = candidate
+        self._lease_s = lease_s
+        self._every_s = min(leader.ELECTION_S, lease_s / 4)
+        self._term: tuple[Lease, float] | None = None
+        self._refused = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Beat once before returning, so that the process is listed from then on."""
+        self._beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Resign and sign off, so that another process need not wait for the end of the term."""
+        self._stopping.set()
+        self._thread.join(timeout=10)
+        try:
+            retrying(self._engine, self._leave)
+        except exc.SQLAlchemyError:
+            log.warning("could not sign off in the database; the term ends when it expires")
+
+    def lease(self) -> Lease | None:
+        """The term that this process holds by its own clock; the database decides on each write."""
+        term = self._term
+        if term is None or time.monotonic() - term[1] > self._lease_s:
+            return None
+        return term[0]
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._every_s):
+            self._beat()
+
+    def _beat(self) -> None:
+        sent_at = time.monotonic()
+        try:
+            lease = retrying(self._engine, self._report)
+        except Exception as failure:
+            if self._term is not None:
+                log.error("Leader DB connection lost: %s", failure)
+                self._term = None
+            else:
+                log.warning("could not write the heartbeat of this process: %s", failure)
+            return
+        self._log_change(lease)
+        # Measured from before the request, because the term began while it was answered.
+        self._term = None if lease is None else (lease, sent_at)
+
+    def _report(self, conn: Connection) -> Lease | None:
+        leader.record_process(
+            conn,
+            self.id,
+            self._roles(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=version("gpuaas-slice"),
+        )
+        if not self._candidate:
+            return None
+        return leader.campaign(conn, leader.LOOPS, self.id, self._lease_s)
+
+    def _log_change(self, lease: Lease | None) -> None:
+        before = self._term[0].epoch if self._term else None
+        if lease is not None and lease.epoch != before:
+            log.info("leading, epoch %d", lease.epoch)
+        if lease is None and self._candidate and (before is not None or not self._refused):
+            log.info("Failed to acquire leader lock: another process leads")
+        self._refused = lease is None
+
+    def _leave(self, conn: Connection) -> None:
+        leader.remove_process(conn, self.id)
+        if self._term is not None:
+            leader.resign(conn, self._term[0])
+
+
+def adopt(settings: Settings, engine: Engine) -> None:
+    """Create the site's authorities at its first start, or raise a Problem if they differ here.
+
+    All machines of a site share a pair of authorities. With other keys a service could not reach
+    any host of the site, and would enrol hosts that the other machines cannot reach.
+    """
+    with reading(engine) as conn:
+        recorded = site.read(conn, AUTHORITIES)
+    if recorded is not None and not (settings.state_dir / "trust" / "host_ca").exists():
+        raise _differ(settings, "no keys")
+    local = authorities(open_trust(settings.state_dir))
+    if recorded is None:
+        recorded = retrying(engine, partial(_record, local))
+    if recorded != local:
+        raise _differ(settings, "other keys")
+
+
+def _record(local: dict[str, str], conn: Connection) -> dict[str, str]:
+    # Another machine may have recorded its authorities first.
+    recorded: dict[str, str] | None = site.read(conn, AUTHORITIES)
+    if recorded is None:
+        site.write(conn, AUTHORITIES, local, Act("service", "the site's first start"))
+    return recorded or local
+
+
+def _differ(settings: Settings, found: str) -> Problem:
+    return Problem(
+        "authorities_differ",
+        expected=f"the site's SSH authorities in {settings.state_dir / 'trust'}",
+        found=found,
+        remedy="copy host_ca*, user_ca* and operator* from a machine of the site, with their modes,"
+        " or restore them from a backup",
+    )

@@ -19,30 +19,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from reconciler.trust.certificates import (
-    CertificateInfo,
-    Signature,
-    certify,
-    read_certificate,
-)
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import new_key, public_key
-
-__all__ = [
-    "CertificateInfo",
-    "HostCertificate",
-    "Identity",
-    "Trust",
-    "authorities",
-    "certify_host",
-    "derived_key",
-    "known_hosts",
-    "open_trust",
-    "operator_identity",
-    "read_certificate",
-    "revoke_host",
-    "user_ca",
-]
+from reconciler.trust.certificates import Signature, certify, read_certificate
+from reconciler.trust.keygen import TrustError, new_key, public_key
 
 OPERATOR = "gpuaas-operator"
 # Validity of a host certificate. Renewal begins when a third is left: long enough for a host that
@@ -54,35 +32,14 @@ _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _BACKDATE = timedelta(hours=1)
 
 
-@dataclass(frozen=True)
 class Trust:
     """Folder with the keys of both authorities and of the operator; created by `open_trust`."""
 
-    directory: Path
-
-    @property
-    def host_authority(self) -> Path:
-        return self.directory / "host_ca"
-
-    @property
-    def user_authority(self) -> Path:
-        return self.directory / "user_ca"
-
-    @property
-    def operator(self) -> Path:
-        return self.directory / "operator"
-
-
-@dataclass(frozen=True)
-class HostCertificate:
-    """text is the line for ssh_host_ed25519_key-cert.pub; the other fields go into the records."""
-
-    text: str
-    serial: int
-    key_id: str
-    principals: tuple[str, ...]
-    valid_before: datetime
-    fingerprint: str
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.host_authority = directory / "host_ca"
+        self.user_authority = directory / "user_ca"
+        self.operator = directory / "operator"
 
 
 @dataclass(frozen=True)
@@ -101,12 +58,9 @@ def open_trust(state_dir: Path) -> Trust:
     trust.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     trust.directory.chmod(0o700)
     with _locked(trust):
-        for key, comment in (
-            (trust.host_authority, "gpuaas host authority"),
-            (trust.user_authority, "gpuaas user authority"),
-            (trust.operator, "gpuaas operator"),
-        ):
-            _ensure_key(key, comment)
+        _ensure_key(trust.host_authority, "gpuaas host authority")
+        _ensure_key(trust.user_authority, "gpuaas user authority")
+        _ensure_key(trust.operator, "gpuaas operator")
         _write_known_hosts(trust, _revoked(trust))
     return trust
 
@@ -118,8 +72,11 @@ def certify_host(
     *,
     principals: Sequence[str] = (),
     days: int = HOST_DAYS,
-) -> HostCertificate:
-    """A host certificate for `node_id`, the name under which every connection checks the host."""
+) -> str:
+    """A host certificate for `node_id`, the name under which every connection checks the host.
+
+    The text is the line for ssh_host_ed25519_key-cert.pub.
+    """
     names = tuple(dict.fromkeys((node_id, *principals)))
     for name in names:
         if not _PRINCIPAL.fullmatch(name):
@@ -130,27 +87,15 @@ def certify_host(
                 remedy="register the node under an id of these characters",
             )
     now = datetime.now(UTC)
-    text = certify(
-        trust.host_authority,
-        host_key,
-        Signature(
-            key_id=f"node {node_id}",
-            principals=names,
-            valid_after=now - _BACKDATE,
-            valid_before=now + timedelta(days=days),
-            serial=secrets.randbits(63),
-            host=True,
-        ),
+    signature = Signature(
+        key_id=f"node {node_id}",
+        principals=names,
+        valid_after=now - _BACKDATE,
+        valid_before=now + timedelta(days=days),
+        serial=secrets.randbits(63),
+        host=True,
     )
-    info = read_certificate(text)
-    return HostCertificate(
-        text=text,
-        serial=info.serial,
-        key_id=info.key_id,
-        principals=info.principals,
-        valid_before=info.valid_before,
-        fingerprint=info.fingerprint,
-    )
+    return certify(trust.host_authority, host_key, signature)
 
 
 def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
@@ -164,24 +109,20 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
     needed = now + timedelta(seconds=valid_s)
     with _locked(trust):
         if path.exists():
-            info = read_certificate(path.read_text())
-            if info.valid_before > needed and info.principals == (OPERATOR,):
-                return _identity(trust, path, info)
-        text = certify(
-            trust.user_authority,
-            _public(trust.operator),
-            Signature(
-                key_id=OPERATOR,
-                principals=(OPERATOR,),
-                valid_after=now - _BACKDATE,
-                # Longer than needed, so that the next launch can use the same certificate.
-                valid_before=needed + timedelta(minutes=30),
-                serial=secrets.randbits(63),
-                host=False,
-            ),
+            present = read_certificate(path.read_text())
+            if present.valid_before > needed and present.principals == (OPERATOR,):
+                return Identity(trust.operator, path, known_hosts(trust), present.valid_before)
+        signature = Signature(
+            key_id=OPERATOR,
+            principals=(OPERATOR,),
+            valid_after=now - _BACKDATE,
+            # Longer than needed, so that the next launch can use the same certificate.
+            valid_before=(needed + timedelta(minutes=30)).replace(microsecond=0),
+            serial=secrets.randbits(63),
+            host=False,
         )
-        _write(path, text + "\n")
-    return _identity(trust, path, read_certificate(text))
+        _write(path, certify(trust.user_authority, _public(trust.operator), signature) + "\n")
+    return Identity(trust.operator, path, known_hosts(trust), signature.valid_before)
 
 
 def user_ca(trust: Trust) -> str:
@@ -216,10 +157,6 @@ def revoke_host(trust: Trust, *host_keys: str) -> None:
         new = sorted(keys.difference(revoked))
         if new:
             _write_known_hosts(trust, [*revoked, *new])
-
-
-def _identity(trust: Trust, certificate: Path, info: CertificateInfo) -> Identity:
-    return Identity(trust.operator, certificate, known_hosts(trust), info.valid_before)
 
 
 def _public(key: Path) -> str:

@@ -6,7 +6,6 @@ certificate with an invalid signature is not read.
 
 from __future__ import annotations
 
-import base64
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,6 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
-from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     SSHCertificate,
     SSHCertificateBuilder,
@@ -24,11 +22,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
     load_ssh_private_key,
     load_ssh_public_identity,
-    ssh_key_fingerprint,
 )
 
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import public_key
+from reconciler.trust.keygen import TrustError, public_key
 
 SigningKey = Ed25519PrivateKey | EllipticCurvePrivateKey | RSAPrivateKey
 
@@ -47,9 +43,7 @@ _UNREADABLE = (ValueError, TypeError, OverflowError, UnsupportedAlgorithm, Inval
 
 @dataclass(frozen=True)
 class CertificateInfo:
-    """Fields of a certificate. kind is `host` or `user`, times are UTC, and the fingerprint is the
-    certified key's.
-    """
+    """Fields of a certificate. kind is `host` or `user`, and times are UTC."""
 
     kind: str
     key_id: str
@@ -57,10 +51,6 @@ class CertificateInfo:
     principals: tuple[str, ...]
     valid_after: datetime
     valid_before: datetime
-    fingerprint: str
-
-    def expired(self, now: datetime) -> bool:
-        return not self.valid_after <= now < self.valid_before
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,6 @@ def read_certificate(text: str) -> CertificateInfo:
         certificate.verify_cert_signature()
         if certificate.valid_after == _ALWAYS or certificate.valid_before == _FOREVER:
             raise ValueError("no limit to its validity")
-        digest = ssh_key_fingerprint(certificate.public_key(), SHA256())
         return CertificateInfo(
             kind="host" if certificate.type is SSHCertificateType.HOST else "user",
             key_id=certificate.key_id.decode(),
@@ -121,7 +110,6 @@ def read_certificate(text: str) -> CertificateInfo:
             principals=tuple(name.decode() for name in certificate.valid_principals),
             valid_after=datetime.fromtimestamp(certificate.valid_after, UTC),
             valid_before=datetime.fromtimestamp(certificate.valid_before, UTC),
-            fingerprint="SHA256:" + base64.b64encode(digest).decode().rstrip("="),
         )
     except _UNREADABLE as error:
         raise TrustError(

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from reconciler.trust.ca import HOST_DAYS, OPERATOR, Trust, certify_host, user_ca
-from reconciler.trust.errors import TrustError
-from reconciler.trust.keygen import public_key
+from reconciler.trust.ca import OPERATOR, Trust, certify_host, user_ca
+from reconciler.trust.keygen import TrustError, public_key
 
 _SCRIPT = Path(__file__).with_name("enrol.sh")
 _MARK = "# @values@\n"
@@ -72,19 +71,14 @@ class EnrolmentRequest:
 
 
 def answer(
-    trust: Trust,
-    request: EnrolmentRequest,
-    *,
-    days: int = HOST_DAYS,
-    preflight: Mapping[str, Any] | None = None,
+    trust: Trust, request: EnrolmentRequest, *, preflight: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Response body of an enrolment. Redeem the token first: the answer holds the certificate.
 
     preflight: the firmware check of the first boot (`preflight.document`); None runs none.
     """
-    certificate = certify_host(trust, request.host_key, request.node_id, days=days)
     return {
-        "certificate": certificate.text,
+        "certificate": certify_host(trust, request.host_key, request.node_id),
         "user_ca": user_ca(trust),
         "principals": [OPERATOR],
         "preflight": preflight,

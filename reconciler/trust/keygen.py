@@ -7,12 +7,16 @@ import re
 import subprocess
 from pathlib import Path
 
-from reconciler.trust.errors import TrustError
+from reconciler.model.errors import Refusal
 
 _PUBLIC_KEY = re.compile(
     r"(ssh-ed25519|ecdsa-sha2-nistp(?:256|384|521)|ssh-rsa) (AAAA[A-Za-z0-9+/]{20,2000}={0,2})"
 )
 _LIMIT_S = 30
+
+
+class TrustError(Refusal):
+    """A certificate or key cannot be made or read."""
 
 
 def run(*arguments: str) -> str:

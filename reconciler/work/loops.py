@@ -1,35 +1,135 @@
-"""Loops of the leader: drift, certificates, applications, recovery, retention."""
+"""Loops of the leader: deadlines, recovery, drift, certificates, applications, retention.
+
+They run only in the process that holds the leader's term. A loop gets an engine whose writes fail
+as soon as this process is no longer the leader (`db.leader`), so it need not check that itself.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.db.engine import reading, retrying
-from reconciler.db.leader import Deposed
+from reconciler.db import clock, journal
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.journal import Overdue
+from reconciler.db.leader import Deposed, Lease, led_by
 from reconciler.lifecycle import (
     app_operations,
     drift,
     host,
+    recovery,
     recovery_cases,
     recovery_policy,
     retention,
+    task_failures,
 )
 from reconciler.lifecycle.app_operations import Look
 from reconciler.model.act import Act
+from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move
+from reconciler.records import queue
 from reconciler.runs import collect
-from reconciler.runs.paths import runs_directory
+from reconciler.runs.paths import runner_id, runs_directory
 from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
+log = logging.getLogger("gpuaas.loops")
+_OVERDUE_LOG = logging.getLogger("gpuaas.overdue")
 _DRIFT_LOG = logging.getLogger("gpuaas.drift")
+_CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")
+_APPS_LOG = logging.getLogger("gpuaas.apps")
+_RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
+_RETENTION_LOG = logging.getLogger("gpuaas.retention")
 _DRIFT_ACT = Act("reconciler", "compared every so often")
+_APPS_ACT = Act("reconciler", "looked at every so often")
+_APP_LOOKS: dict[str, Look] = {
+    "members whose allocation has ended left": app_operations.LET_GO,
+    "operations whose task had ended were closed": app_operations.CLOSE,
+    "keys are to be renewed": app_operations.RENEW_KEYS,
+    "keys are to be removed": app_operations.REMOVE_KEYS,
+}
+DAY_S = 86_400.0
+# Interval at which a machine checks its run folders.
+EVERY_S = 3600.0
+# Transactions per pass and kind of row. The limit exists because other loops wait meanwhile.
+_TRANSACTIONS = 20
+# The name of a run folder begins with the task id.
+_TASK_ID = len("00000000-0000-0000-0000-000000000000")
+_AT_ONCE = 200
+
+
+@contextmanager
+def _isolated(log: logging.Logger, message: str, *arguments: str) -> Iterator[None]:
+    """Log the failure of one record, which must not block the others. A lost term ends the loop."""
+    try:
+        yield
+    except Deposed:
+        raise
+    except Exception:
+        log.exception(message, *arguments)
+
+
+def end_overdue(engine: Engine, settings: Settings) -> None:
+    """Loop for deadlines of unstable states; a failure is tried again at the next pass.
+
+    A running task is given up in two steps. First its run is canceled: by the holder of the lease
+    and, if the run's folder is on this machine, also directly. If the task still does not end and
+    its lease has expired, the task is lost. The effect of its run on the host is then unknown: its
+    slots are blocked and fenced off, and no later report of that run counts (I13).
+    """
+    with reading(engine) as conn:
+        # Warnings have no event and change nothing; they are only shown on request.
+        late = [item for item in journal.overdue(conn) if item.event]
+    for item in late:
+        act = Act("reconciler", f"still {item.state} past its deadline")
+        with _isolated(_OVERDUE_LOG, "overdue %s %s is left as it is", item.entity, item.id):
+            try:
+                if item.entity == "task" and item.event == "lose":
+                    _end_task(engine, settings, item, act)
+                elif item.entity == "task" and item.event == "cancel":
+                    _cancel_task(engine, item)
+                else:
+                    case = item.entity == "recovery_case"
+                    with transaction(engine) as conn:
+                        (recovery_cases if case else recovery).expire(conn, item, act)
+            except Problem as problem:
+                _OVERDUE_LOG.info("overdue %s %s moved on: %s", item.entity, item.id, problem.code)
+
+
+def _end_task(engine: Engine, settings: Settings, item: Overdue, act: Act) -> None:
+    error = recovery.deadline_error(item)
+    with transaction(engine) as conn:
+        task = queue.get(conn, item.id)
+        if task.deadline_at != item.deadline_at:
+            return  # Another worker, or the end of the task, was quicker.
+        if task.error.get("code") == queue.DEADLINE_PASSED:
+            # The lease ends soon after the deadline, because no heartbeat extends it then.
+            if (task.lease_expires_at or 0.0) < clock.read(conn):
+                late = act.because(f"{act.reason}: no end of its run")
+                task_failures.lose(conn, task, late)
+            return
+        canceled = queue.expire(conn, item.id, item.deadline_at, act, error)
+    if canceled and canceled.run_directory and canceled.runner == runner_id(settings.state_dir):
+        # Works for unattended runs too, because the run itself checks for its cancellation.
+        collect.cancel(Path(canceled.run_directory))
+
+
+def _cancel_task(engine: Engine, item: Overdue) -> None:
+    """Cancel a task that no worker leased in time, so that its subject stops waiting for it."""
+    with transaction(engine) as conn:
+        if queue.get(conn, item.id).deadline_at != item.deadline_at:
+            return
+        error = recovery.deadline_error(item)
+        act = Act("reconciler", f"deadline passed in {item.state}", evidence={"deadline": error})
+        task_failures.cancel(conn, item.id, act, error=error)
 
 
 def compare_hosts(engine: Engine, settings: Settings) -> None:
@@ -40,67 +140,39 @@ def compare_hosts(engine: Engine, settings: Settings) -> None:
         return
     every_s, at_once = settings.drift_interval_s, settings.drift_at_once
     with reading(engine) as conn:
-        found = drift.due(conn, every_s=every_s, at_once=at_once)
-    for node_id in found:
+        node_ids = drift.due(conn, every_s=every_s, at_once=at_once)
+    for node_id in node_ids:
         task = retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=_DRIFT_ACT))
         _DRIFT_LOG.info("task %s compares host %s with the records", task.id, node_id)
-
-
-_CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")
 
 
 def renew_certificates(engine: Engine, settings: Settings) -> None:
     """Loop for host certificates: renew those with at most a third of their validity left."""
     with reading(engine) as conn:
-        found = host.certificates_ending(conn, host.RENEW_S)
-    for node_id in found:
-        act = Act("reconciler", "a third of the certificate's time is left")
-        try:
-            retrying(
-                engine, partial(host.queue_renewal, settings=settings, node_id=node_id, act=act)
-            )
-        except Deposed:
-            raise
-        except Exception:
-            # A node that cannot be certified must not block the other nodes.
-            _CERTIFICATES_LOG.exception(
-                "certificate of node %s is not renewed; it is tried again", node_id
-            )
-
-
-_APPS_LOG = logging.getLogger("gpuaas.apps")
-_APPS_ACT = Act("reconciler", "looked at every so often")
-_APP_LOOKS: dict[str, Look] = {
-    "members whose allocation has ended left": app_operations.LET_GO,
-    "operations whose task had ended were closed": app_operations.CLOSE,
-    "keys are to be renewed": app_operations.RENEW_KEYS,
-    "keys are to be removed": app_operations.REMOVE_KEYS,
-}
+        node_ids = host.certificates_ending(conn, host.RENEW_S)
+    act = Act("reconciler", "a third of the certificate's time is left")
+    renew = partial(host.queue_renewal, settings=settings, act=act)
+    message = "certificate of node %s is not renewed; it is tried again"
+    for node_id in node_ids:
+        with _isolated(_CERTIFICATES_LOG, message, node_id):
+            retrying(engine, partial(renew, node_id=node_id))
 
 
 def tend_apps(engine: Engine, _settings: Settings) -> None:
     """Loop for applications: follow up ended allocations, ended tasks and due keys."""
-    for what, look in _APP_LOOKS.items():
+
+    def follow(conn: Connection, look: Look, id: str) -> int:
+        return look(conn, _APPS_ACT, look.id == id)
+
+    for message, look in _APP_LOOKS.items():
         with reading(engine) as conn:
-            found = look.due(conn)
+            ids = look.due(conn)
         count = 0
-        for id in found:
-            try:
-                count += retrying(engine, partial(_follow_app, look, id))
-            except Deposed:
-                raise
-            except Exception:
-                # A failing application must not block the others.
-                _APPS_LOG.exception("apps: %s of %s is left as it is", id, look.id.table.name)
+        for id in ids:
+            with _isolated(_APPS_LOG, "apps: %s of %s is left as it is", id, look.id.table.name):
+                count += retrying(engine, partial(follow, look=look, id=id))
         if count:
-            _APPS_LOG.info("apps: %d %s", count, what)
-
-
-def _follow_app(look: Look, id: str, conn: Connection) -> int:
-    return look(conn, _APPS_ACT, look.id == id)
-
-
-_RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
+            _APPS_LOG.info("apps: %d %s", count, message)
 
 
 def recover_blocked(engine: Engine, _settings: Settings) -> None:
@@ -112,16 +184,11 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
         if candidate.move == Move.WAIT:
             continue
         key = candidate.allocation_id
-        try:
+        with _isolated(_RECOVERY_LOG, "recovery of allocation %s is left as it is", key):
             done = retrying(engine, partial(recovery_cases.open_by_policy, allocation_id=key))
-        except Deposed:
-            raise
-        except Exception:
-            # A failing allocation must not block the others.
-            _RECOVERY_LOG.exception("recovery of allocation %s is left as it is", key)
-            continue
-        if done is not None:
-            _RECOVERY_LOG.info("recovery policy, allocation %s: %s, %s", key, done.move, done.why)
+            if done is not None:
+                message = "recovery policy, allocation %s: %s, %s"
+                _RECOVERY_LOG.info(message, key, done.move, done.why)
 
 
 def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
@@ -129,33 +196,16 @@ def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
     with reading(engine) as conn:
         case_ids = recovery_cases.due(conn)
     for case_id in case_ids:
-        try:
+        with _isolated(_RECOVERY_LOG, "recovery case %s is left as it is", case_id):
             case = retrying(engine, partial(recovery_cases.play, case_id=case_id))
-        except Deposed:
-            raise
-        except Exception:
-            # A failing case must not block the others.
-            _RECOVERY_LOG.exception("recovery case %s is left as it is", case_id)
-            continue
-        if case is not None:
-            _RECOVERY_LOG.info(
-                "recovery case %s of allocation %s: %s, %s",
-                case_id,
-                case.allocation_id,
-                case.state,
-                case.state_reason,
-            )
-
-
-_RETENTION_LOG = logging.getLogger("gpuaas.retention")
-DAY_S = 86_400.0
-# Interval at which a machine checks its run folders.
-EVERY_S = 3600.0
-# Transactions per pass and kind of row. The limit exists because other loops wait meanwhile.
-_TRANSACTIONS = 20
-# The name of a run folder begins with the task id.
-_TASK_ID = len("00000000-0000-0000-0000-000000000000")
-_AT_ONCE = 200
+            if case is not None:
+                _RECOVERY_LOG.info(
+                    "recovery case %s of allocation %s: %s, %s",
+                    case_id,
+                    case.allocation_id,
+                    case.state,
+                    case.state_reason,
+                )
 
 
 def forget(engine: Engine, settings: Settings) -> dict[str, int]:
@@ -169,22 +219,17 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         "answers": partial(retention.answers, age_s=settings.keep_answers_days * DAY_S),
         "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
     }
-    gone = {name: _some(engine, work) for name, work in works.items()}
+    gone = dict.fromkeys(works, 0)
+    for name, work in works.items():
+        for _ in range(_TRANSACTIONS):
+            count = retrying(engine, work)
+            gone[name] += count
+            if count < retention.AT_ONCE:
+                break
     if any(gone.values()):
-        _RETENTION_LOG.info(
-            "forgotten: %s", ", ".join(f"{many} {name}" for name, many in gone.items())
-        )
+        text = ", ".join(f"{count} {name}" for name, count in gone.items())
+        _RETENTION_LOG.info("forgotten: %s", text)
     return gone
-
-
-def _some(engine: Engine, work: Callable[[Connection], int]) -> int:
-    total = 0
-    for _ in range(_TRANSACTIONS):
-        found = retrying(engine, work)
-        total += found
-        if found < retention.AT_ONCE:
-            break
-    return total
 
 
 def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[str]:
@@ -228,3 +273,73 @@ def _discarded(folder: Path) -> bool:
         _RETENTION_LOG.warning("run %s is kept: %s", folder.name, alive)
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Periodic work without input. every_s is the time from an end to the next start."""
+
+    name: str
+    every_s: float
+    act: Callable[[Engine, Settings], object]
+
+
+LOOPS: tuple[Loop, ...] = (
+    Loop("overdue", 10.0, end_overdue),
+    Loop("recovery", 10.0, recover_blocked),
+    # Commands follow each move of a case.
+    Loop("recovery_cases", 1.0, play_recovery_cases),
+    Loop("drift", 10.0, compare_hosts),
+    Loop("certificates", 600.0, renew_certificates),
+    Loop("apps", 30.0, tend_apps),
+    Loop("retention", 600.0, forget),
+)
+
+
+class Loops:
+    """Runs the loops that are due while this process leads. lease: its current term, if any."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        lease: Callable[[], Lease | None],
+        loops: Sequence[Loop] = LOOPS,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._lease = lease
+        self._loops = loops
+        self._due = {loop.name: 0.0 for loop in loops}
+        self._stopping = threading.Event()
+        # A daemon thread, because its work can be interrupted anywhere.
+        self._thread = threading.Thread(target=self._run, name="loops", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._settings.poll_s):
+            self.run_due()
+
+    def run_due(self) -> list[str]:
+        """Run the loops that are due, if this process leads, and return their names."""
+        done = []
+        for loop in self._loops:
+            lease = self._lease()
+            if lease is None or self._due[loop.name] > time.monotonic():
+                continue
+            try:
+                loop.act(led_by(self._engine, lease), self._settings)
+                done.append(loop.name)
+            except Deposed as deposed:
+                log.warning("%s stopped: %s", loop.name, deposed)
+            except Exception:
+                # The failure of a loop must not stop the others.
+                log.exception("%s failed; it runs again later", loop.name)
+            self._due[loop.name] = time.monotonic() + loop.every_s
+        return done

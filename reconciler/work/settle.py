@@ -1,4 +1,13 @@
-"""Settlement of a finished run: end of its task and state of its subject in one transaction."""
+"""Settlement of a finished run: end of its task and state of its subject in one transaction.
+
+A success queues the next step of its request, if any. The remaining steps are stored in the task's
+parameters (`then`), so that the chain is visible and survives a restart. A failed step ends the
+chain; each step can also be requested separately, so that a person can continue from there.
+
+Transient failures of repeatable work are retried. Tasks that build, remove or wipe for a tenant are
+never retried automatically: their outcome decides the next state, and a person or the recovery
+policy requests the work again.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +20,31 @@ from sqlalchemy import Connection, Engine, exc
 from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import host
-from reconciler.model.act import Act
+from reconciler.lifecycle import host, task_failures
+from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model.errors import Problem
-from reconciler.model.states import TaskState
-from reconciler.records import certificates, claims, queue
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import certificates, claims, queue, slots
 from reconciler.records.queue import DEADLINE_PASSED
 from reconciler.runs import contract
 from reconciler.runs.collect import Outcome, is_untouched
 from reconciler.settings import Settings
-from reconciler.work import chaining as story
-from reconciler.work import retry as again
-from reconciler.work.handler import Failure, Handler, Work, failed_work, locked_subject, open_work
+from reconciler.work.handler import Handler, Work, open_work
 
 # Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
 # Errors of a result that fits no record: the run contract allows it, the databases do not.
 _MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
+_UNKNOWN_EFFECT = "the effect on the host is unknown: verify the host before anything is freed"
+# The pauses give a busy host or source some time. The last attempt starts two and a half minutes
+# after the first.
+_FIRST_PAUSE_S = 30.0
+_PAUSE_FACTOR = 4
+# Transient error codes of playbooks. All other codes are refusals, which hold until a person acts.
+_TRANSIENT = frozenset({"command_timeout", "image_unreachable"})
+# Codes of a run without a reported end: its process or the connection to its host was lost.
+_BROKEN = frozenset({"run_failed", "run_lost"})
 
 
 def settle(
@@ -39,7 +55,7 @@ def settle(
     A run that never reached its host does not end the task, which waits until the host answers. A
     run of repeatable work that failed by a transient error does not end it either.
     """
-    outcome = _legible(outcome)
+    outcome = _storable(outcome)
     if is_untouched(outcome) and _wait_for_host(engine, task, outcome):
         return
     if outcome.ok:
@@ -50,18 +66,57 @@ def settle(
         failure = _with_cause(engine, task, outcome, read_failure(outcome))
 
     def fail(conn: Connection, failure: Failure) -> None:
-        with failed_work(conn, settings, task) as work:
-            if not again.again(work, outcome, failure):
-                _fail(work, handler, outcome, failure)
+        with locked_subject(conn, task):
+            if not _retry(conn, task, outcome, failure):
+                _fail(conn, task, outcome, failure)
 
     try:
         retrying(engine, partial(fail, failure=failure))
-    except (exc.IntegrityError, *_MISFITS) as untaken:
+    except (exc.IntegrityError, *_MISFITS) as refusal:
         # A failure that cannot be recorded as reported counts as unknown. The task keeps the
-        # refused report; the handler does not get it.
-        told = {**failure.error, "step": failure.step, "evidence": failure.evidence}
-        unknown = Failure("record the failure", _untaken(untaken), {"failure": told}, known=False)
+        # refused report; its subject does not get it.
+        evidence = {"failure": _task_error(failure)}
+        unknown = Failure("record the failure", _record_error(refusal), evidence, known=False)
         retrying(engine, partial(fail, failure=unknown))
+
+
+def queue_next_step(work: Work, result: dict[str, Any]) -> dict[str, Any]:
+    """Queue the next step, if any; returns the task's result, which names the next task."""
+    rest = [TaskKind(kind) for kind in work.parameters.get("then", ())]
+    if not rest:
+        return result
+    node_id = work.task.node_id
+    if not slots.bundles(work.conn, node_id):
+        return {**result, "story": "ends here: the node has no approved slots"}
+    item = queue.Enqueue(rest[0], node_id, "node", node_id, queue.then(rest[1:]))
+    act = work.act.because(f"follows {work.task.kind} {work.task.id}")
+    return {**result, "next_task_id": queue.add(work.conn, item, act).id}
+
+
+def read_failure(outcome: Outcome) -> Failure:
+    """Failure of a run: the error of its playbook, or else the end of its process."""
+    result = outcome.result or {}
+    if outcome.status == "failed" and result and not outcome.unreachable:
+        default = {
+            "code": "step_failed",
+            "expected": "the step to succeed",
+            "found": "it failed; see the output of the task",
+            "remedy": "read the task's output",
+        }
+        reported = result.get("error") or {}
+        error = {part: reported.get(part, text) for part, text in default.items()}
+        return Failure(result.get("step", ""), error, result.get("evidence", {}), known=True)
+    code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
+    problem = outcome.problem or f"the run ended as {outcome.status}"
+    if problem.partition(":")[0] == contract.UNREADABLE:
+        code = contract.UNREADABLE
+    ended = {
+        "code": code,
+        "expected": "a run that ends with a result",
+        "found": problem,
+        "remedy": _UNKNOWN_EFFECT,
+    }
+    return Failure("", ended, result.get("evidence", {}), known=False)
 
 
 def _succeed(
@@ -75,8 +130,9 @@ def _succeed(
             work = open_work(conn, settings, task)
             host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
             evidence.update((outcome.result or {})["evidence"])
-            result = story.go_on(work, handler.succeed(work, evidence))
-            _finish(work.conn, task, TaskState.SUCCEEDED, work.act, result=result)
+            result = queue_next_step(work, handler.succeed(work, evidence))
+            state = TaskState.SUCCEEDED
+            queue.finish(conn, task.id, task.lease_token, state, work.act, result=result)
 
     try:
         # A constraint may refuse a change that another transaction made first. The repetition then
@@ -87,40 +143,76 @@ def _succeed(
             raise
         # The host did its part and the records refuse it: a known failure with a code.
         return Failure("record the outcome", problem.told(), evidence, known=True)
-    except exc.IntegrityError as refused:
-        return Failure("record the outcome", _untaken(refused), evidence, known=False)
+    except exc.IntegrityError as refusal:
+        return Failure("record the outcome", _record_error(refusal), evidence, known=False)
     except _MISFITS as unreadable:
         # Without a failure here, the task would be leased and settled for ever.
-        return Failure("record the outcome", _untaken(unreadable), {}, known=False)
+        return Failure("record the outcome", _record_error(unreadable), {}, known=False)
     return None
 
 
-def _fail(work: Work, handler: Handler, outcome: Outcome, failure: Failure) -> None:
-    conn, task, code = work.conn, work.task, failure.error["code"]
-    state = _STATES.get(outcome.status, TaskState.FAILED)
-    handler.fail(work, failure)
+def _retry(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> bool:
+    """Queue another attempt; False if no attempt follows."""
+    if task.attempt >= task.max_attempts or not _is_transient(outcome, failure):
+        return False
+    if queue.get(conn, task.id).cancel_requested:
+        return False
+    act = act_of(task).because(f"attempt {task.attempt} failed: {failure.error['code']}")
+    if outcome.unreachable:
+        host.record_silence(conn, task.node_id, act.because(failure.error["found"]))
+    queue.retry(
+        conn,
+        task.id,
+        task.lease_token,
+        act.reason,
+        seconds=_FIRST_PAUSE_S * _PAUSE_FACTOR ** (task.attempt - 1),
+        act=act,
+        error=_task_error(failure),
+    )
+    if task.kind == TaskKind.SLICE_TOPOLOGY_DISCOVER:
+        # Parity compares against this discovery, so it must run after it.
+        queue.postpone_behind(conn, task, TaskKind.NODE_PARITY)
+    return True
+
+
+def _is_transient(outcome: Outcome, failure: Failure) -> bool:
+    """Whether another run may succeed."""
+    code = failure.error["code"]
+    if failure.known:
+        return code in _TRANSIENT
+    # A host that refused the first connection will refuse again. A host lost later may answer.
+    return (code == "host_unreachable" and outcome.touched) or code in _BROKEN
+
+
+def _fail(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> None:
+    act, state = act_of(task), _STATES.get(outcome.status, TaskState.FAILED)
+    task_failures.record(conn, task, failure)
     if outcome.unreachable and outcome.touched:
-        host.record_silence(conn, task.node_id, work.act.because(failure.error["found"]))
+        host.record_silence(conn, task.node_id, act.because(failure.error["found"]))
     if state is TaskState.LOST:
         # The launcher lost the run too. Parts of it may still act under the fence of the task.
         claims.fence_off(conn, task.fences)
-    error = {**failure.error, "step": failure.step, "evidence": failure.evidence}
-    _finish(conn, task, state, work.act.because(code), error=error)
+    act, error = act.because(failure.error["code"]), _task_error(failure)
+    queue.finish(conn, task.id, task.lease_token, state, act, error=error)
 
 
-def _legible(outcome: Outcome) -> Outcome:
+def _task_error(failure: Failure) -> dict[str, Any]:
+    return {**failure.error, "step": failure.step, "evidence": failure.evidence}
+
+
+def _storable(outcome: Outcome) -> Outcome:
     """The outcome in storable form. With an unstorable result, the run counts as failed."""
-    told = replace(outcome, problem=contract.storable_text(outcome.problem))
-    where = contract.unstorable(outcome.result)
-    if where is None:
-        return told
-    problem = f"{contract.UNREADABLE}: {where}: {contract.STORABLE}"
-    return replace(told, status="failed", result=None, problem=problem)
+    outcome = replace(outcome, problem=contract.storable_text(outcome.problem))
+    path = contract.unstorable(outcome.result)
+    if path is None:
+        return outcome
+    problem = f"{contract.UNREADABLE}: {path}: {contract.STORABLE}"
+    return replace(outcome, status="failed", result=None, problem=problem)
 
 
 def _wait_for_host(engine: Engine, task: Task, outcome: Outcome) -> bool:
     """Let the task wait for its host; False if the task is canceled, because then it ends."""
-    act = Act(f"task:{task.id}", outcome.problem, task.correlation_id or "")
+    act = act_of(task).because(outcome.problem)
     with transaction(engine) as conn:
         if queue.get(conn, task.id).cancel_requested:
             return False
@@ -129,45 +221,18 @@ def _wait_for_host(engine: Engine, task: Task, outcome: Outcome) -> bool:
     return True
 
 
-def read_failure(outcome: Outcome) -> Failure:
-    """Failure of a run: the error of its playbook, or else the end of its process."""
-    result = outcome.result or {}
-    error = result.get("error") or {}
-    if outcome.status == "failed" and result and not outcome.unreachable:
-        named = {
-            "code": error.get("code", "step_failed"),
-            "expected": error.get("expected", "the step to succeed"),
-            "found": error.get("found", "it failed; see the output of the task"),
-            "remedy": error.get("remedy", "read the task's output"),
-        }
-        return Failure(result.get("step", ""), named, result.get("evidence", {}), known=True)
-    code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
-    found = outcome.problem or f"the run ended as {outcome.status}"
-    if found.partition(":")[0] == contract.UNREADABLE:
-        code = contract.UNREADABLE
-    ended = {
-        "code": code,
-        "expected": "a run that ends with a result",
-        "found": found,
-        "remedy": "the effect on the host is unknown: verify the host before anything is freed",
-    }
-    return Failure("", ended, result.get("evidence", {}), known=False)
-
-
 def _with_cause(engine: Engine, task: Task, outcome: Outcome, failure: Failure) -> Failure:
     """The failure with its real cause, for runs that ended by a deadline or a certificate.
 
     A run canceled because of its deadline reports the deadline, not the cancellation. A run whose
     host was refused because of an expired certificate reports the certificate.
     """
-    if outcome.status != "canceled":
-        return _with_certificate(engine, task, failure) if outcome.unreachable else failure
-    with reading(engine) as conn:
-        asked = queue.get(conn, task.id).error
-    return replace(failure, error=asked) if asked.get("code") == DEADLINE_PASSED else failure
-
-
-def _with_certificate(engine: Engine, task: Task, failure: Failure) -> Failure:
+    if outcome.status == "canceled":
+        with reading(engine) as conn:
+            error = queue.get(conn, task.id).error
+        return replace(failure, error=error) if error.get("code") == DEADLINE_PASSED else failure
+    if not outcome.unreachable:
+        return failure
     with reading(engine) as conn:
         until = certificates.ends(conn, [task.node_id]).get(task.node_id)
         if until is None or until > clock.read(conn):
@@ -176,25 +241,16 @@ def _with_certificate(engine: Engine, task: Task, failure: Failure) -> Failure:
     return replace(failure, error=problem.told())
 
 
-def _untaken(cause: Exception) -> dict[str, str]:
+def _record_error(cause: Exception) -> dict[str, str]:
     """Error for a refused record: a constraint of the schema, or a value that cannot be stored."""
-    refused = isinstance(cause, exc.IntegrityError)
-    return {
-        "code": REFUSED if refused else contract.UNREADABLE,
-        "expected": "an end that the rules of the schema allow"
-        if refused
-        else "a result that this version of the reconciler can record",
-        "found": _said(cause) if refused else f"{type(cause).__name__}: {_said(cause)}",
-        "remedy": "the effect on the host is unknown: verify the host before anything is freed",
-    }
-
-
-def _said(cause: Exception) -> str:
-    """The text of the cause; for the database its message only, without values of the host."""
-    told = cause.orig if isinstance(cause, exc.DBAPIError) else cause
-    own = getattr(getattr(told, "diag", None), "message_primary", None)
-    return contract.storable_text(str(own or told))[:300]
-
-
-def _finish(conn: Connection, task: Task, state: TaskState, act: Act, **columns: Any) -> None:
-    queue.finish(conn, task.id, task.lease_token, state, act, **columns)
+    # Of the database only its own message, without values of the host.
+    source = cause.orig if isinstance(cause, exc.DBAPIError) else cause
+    message = getattr(getattr(source, "diag", None), "message_primary", None)
+    text = contract.storable_text(str(message or source))[:300]
+    if isinstance(cause, exc.IntegrityError):
+        code, expected = REFUSED, "an end that the rules of the schema allow"
+    else:
+        code = contract.UNREADABLE
+        expected = "a result that this version of the reconciler can record"
+        text = f"{type(cause).__name__}: {text}"
+    return {"code": code, "expected": expected, "found": text, "remedy": _UNKNOWN_EFFECT}

@@ -21,7 +21,8 @@ from sqlalchemy import Connection, Engine, exc
 from reconciler import logs
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
-from reconciler.model.act import Act
+from reconciler.lifecycle import task_failures
+from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskState
@@ -35,8 +36,8 @@ from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
-from reconciler.trust.errors import TrustError
-from reconciler.work.handler import Failure, Handler, failed_work, open_work
+from reconciler.trust.keygen import TrustError
+from reconciler.work.handler import Handler, canceled, open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import tidy_on
 from reconciler.work.settle import settle
@@ -52,7 +53,7 @@ STUCK_S = 60.0
 PROBE_S = 300
 NOT_BEGUN = (Phase.ABSENT, Phase.PREPARED)
 # Errors of this machine before a run begins, such as a full disk or a failing ssh-keygen.
-_OURS = (OSError, TrustError, subprocess.SubprocessError)
+_CONTROLLER_ERRORS = (OSError, TrustError, subprocess.SubprocessError)
 
 
 class Worker:
@@ -127,14 +128,14 @@ class Worker:
             host, _, pid = owner.rpartition(":")
             if host == socket.gethostname() and _is_dead(int(pid)):
                 log.info("worker %s is gone; its tasks are free", owner)
-                retrying(self._engine, partial(_abandon, owner))
+                retrying(self._engine, partial(queue.abandon, owner=owner))
 
     def _let_go(self) -> None:
         # Tasks dropped during a database outage continue as soon as the database is back.
         with self._lock:
             dropped = list(self._dropped)
         for task in dropped:
-            retrying(self._engine, partial(_let_go, task))
+            retrying(self._engine, partial(queue.let_go, task=task))
             with self._lock:
                 self._dropped.remove(task)
 
@@ -151,17 +152,11 @@ class Worker:
             free = self._settings.workers - len(self._busy)
         if free <= 0:
             return
-        found = retrying(
-            self._engine,
-            lambda conn: leasing.lease(
-                conn,
-                self._owner,
-                runner=self._runner,
-                seconds=self._settings.task_lease_s,
-                limit=free,
-            ),
+        seconds, runner = self._settings.task_lease_s, self._runner
+        lease = partial(
+            leasing.lease, owner=self._owner, runner=runner, seconds=seconds, limit=free
         )
-        for task in found:
+        for task in retrying(self._engine, lease):
             with self._lock:
                 self._busy.add(task.id)
             self._pool.submit(self._attend, task)
@@ -190,21 +185,13 @@ class Worker:
                 self._wake.set()
 
 
-def _abandon(owner: str, conn: Connection) -> int:
-    return queue.abandon(conn, owner)
-
-
-def _let_go(task: Task, conn: Connection) -> None:
-    queue.let_go(conn, task)
-
-
 def _is_dead(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        return False
+        pass
     return False
 
 
@@ -217,14 +204,10 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
         try:
             spec = prepare(engine, settings, handler, task, run_id)
             launch(_site(engine, settings, spec.deadline_s), spec)
-        except (Problem, RunError, *_OURS) as failure:
+        except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
             # A launcher can fail after its child began. The run then reports its own outcome.
             if collect.observe(directory).phase in NOT_BEGUN:
-                refusal = _named(settings, failure) if isinstance(failure, _OURS) else failure
-                if isinstance(refusal, LauncherAway):
-                    _wait_for_launcher(engine, task, refusal)
-                else:
-                    _refuse(engine, task, handler, settings, refusal)
+                _settle_without_run(engine, settings, task, error)
                 return
     if task.allocation_id or task.fences:
         retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
@@ -252,17 +235,14 @@ def prepare(
     with transaction(engine) as conn:
         work = open_work(conn, settings, task)
         if queue.get(conn, task.id).cancel_requested:
-            raise Problem(
-                "canceled",
-                expected="a task that is still wanted",
-                found="its cancellation, asked for before its run began",
-                remedy="nothing to do: no run was started",
+            raise canceled(
+                "a task that is still wanted", "its cancellation, asked for before its run began"
             )
         # Start no run on a host without a valid certificate. Its result could not be trusted, so
         # the effect would be unknown.
         certificates.require_valid(conn, task.node_id)
         correlation = task.correlation_id or task.id
-        own = handler.variables(work)
+        specific = handler.variables(work)
         variables = {
             "slice_run": {
                 "id": run_id,
@@ -272,11 +252,11 @@ def prepare(
                 "correlation_id": correlation,
             },
             "slice_profile": work.profile,
-            **own,
+            **specific,
         }
         handler.start(work)
         directory = run_directory(settings.state_dir, run_id)
-        deadline_s = handler.deadline_s(work, own)
+        deadline_s = handler.deadline_s(work, specific)
         queue.started(
             conn,
             task.id,
@@ -287,8 +267,8 @@ def prepare(
         )
         node = work.node
         # Runs on this machine read revoked keys from a file (`_access`). AWX jobs cannot read it.
-        elsewhere = settings.launcher == "awx"
-        revoked = tokens.revoked_host_keys(conn, node.id) if elsewhere else []
+        awx = settings.launcher == "awx"
+        revoked = tokens.revoked_host_keys(conn, node.id) if awx else []
     return RunSpec(
         run_id=run_id,
         playbook=handler.playbook,
@@ -326,39 +306,38 @@ def _end_unwanted(engine: Engine, task: Task, directory: Path) -> None:
         collect.cancel(directory)
 
 
-def _wait_for_launcher(engine: Engine, task: Task, away: LauncherAway) -> None:
-    """No run was started. The task waits and is tried again later with a new run."""
-    act = Act(f"task:{task.id}", contract.storable_text(str(away)), task.correlation_id or "")
-    error = {name: contract.storable_text(word) for name, word in away.told().items()}
-    with transaction(engine) as conn:
-        lease = (task.id, task.lease_token)
-        queue.wait_for_host(conn, *lease, act.reason, act=act, error=error)
+def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: Exception) -> None:
+    """A controller error delays the task, because neither task nor host caused it and the task goes
+    on after the repair. Any other error ends it.
+    """
+    if isinstance(error, _CONTROLLER_ERRORS):
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, TrustError):
+            cause = f"{error.code}: {error.found}"
+        error = LauncherAway(
+            "controller_unready",
+            expected=f"our SSH identity and the files of a run, made in {settings.state_dir}",
+            found=cause[:300],
+            remedy="free space there, or repair what is named; the task goes on by itself",
+        )
+    if isinstance(error, LauncherAway):
+        act = act_of(task).because(contract.storable_text(str(error)))
+        parts = {part: contract.storable_text(text) for part, text in error.told().items()}
+        with transaction(engine) as conn:
+            queue.wait_for_host(conn, task.id, task.lease_token, act.reason, act=act, error=parts)
+    elif isinstance(error, Problem | RunError):
+        _refuse(engine, task, error)
 
 
-def _named(settings: Settings, failure: Exception) -> LauncherAway:
-    """A controller error. Neither task nor host caused it, so the task waits for the repair."""
-    found = f"{type(failure).__name__}: {failure}"
-    if isinstance(failure, TrustError):
-        found = f"{failure.code}: {failure.found}"
-    return LauncherAway(
-        "controller_unready",
-        expected=f"our SSH identity and the files of a run, made in {settings.state_dir}",
-        found=found[:300],
-        remedy="free space there, or repair what is named; the task goes on by itself",
-    )
-
-
-def _refuse(
-    engine: Engine, task: Task, handler: Handler, settings: Settings, refusal: Problem | RunError
-) -> None:
+def _refuse(engine: Engine, task: Task, refusal: Problem | RunError) -> None:
     """Finish a task whose run could not start, with the reason as its error."""
     error = refusal.told()
-    with transaction(engine) as conn, failed_work(conn, settings, task) as work:
-        # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
-        failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
-        handler.fail(work, failure)
-        act = work.act.because(refusal.code)
-        state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
+    # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
+    failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
+    state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
+    with transaction(engine) as conn, locked_subject(conn, task):
+        task_failures.record(conn, task, failure)
+        act = act_of(task).because(refusal.code)
         queue.finish(conn, task.id, task.lease_token, state, act, error=error)
 
 

@@ -68,7 +68,7 @@ def main(output: Path = document.PATH) -> int:
 def provision(stage: Stage) -> dict[str, Any]:
     """Run product and script in turns on the same slot, so that both meet the same machine."""
     ours, script, clone, dd = [], [], [], []
-    size = stage.known["image"].size / 2**20
+    size = stage.facts["image"].size / 2**20
     plan: dict[str, Any] = {}
 
     def product() -> None:
@@ -100,14 +100,14 @@ def provision(stage: Stage) -> dict[str, Any]:
             **_spread("ours_mib_s", clone),
             **_spread("dd_mib_s", dd),
             "ratio": round(statistics.median(clone) / statistics.median(dd), 3),
-            "zero_share": zero_share(stage.known["image"].zst),
+            "zero_share": zero_share(stage.facts["image"].zst),
         },
     }
 
 
 def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:
     """Run the script once; return seconds until the VM answers, and seconds of its dd."""
-    image = stage.known["image"]
+    image = stage.facts["image"]
     key = (stage.folder / "tenant_key.pub").read_text().strip()
     path = f"/var/lib/gpuaas/images/{image.sha256}.raw"
     words = [SCRIPT_NAME, path, image.sha256, plan["disks"][0], plan["mac"], plan["ip"]]

@@ -25,7 +25,7 @@ from reconciler.db.engine import open_engine, retrying
 from reconciler.db.schema import Task
 from reconciler.records import leasing
 from reconciler.runs.paths import runner_id
-from reconciler.service.authorities import adopt
+from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.work.worker import attend
 from tests.bench import document

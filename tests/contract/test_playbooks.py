@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
 from reconciler.runs import contract
-from reconciler.work import chaining as story
 from reconciler.work import kinds
 
 FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
@@ -64,7 +64,7 @@ def test_each_schema_has_its_playbook_and_the_reverse() -> None:
 
 @pytest.mark.covers("HOST-15")
 def test_the_way_forth_by_hand_is_what_the_one_call_chains() -> None:
-    chain = (TaskKind.NODE_BOOTSTRAP, *story.TO_SLICE)
+    chain = (TaskKind.NODE_BOOTSTRAP, *host.TO_SLICE)
     played = imported(FOLDER / "convert_to_slice.yml")
     assert played == [kinds.HANDLERS[kind].playbook for kind in chain]
 

@@ -23,7 +23,7 @@ def of_host(stage: Stage, file: Path, *words: str) -> Capture:
 
 def of_guest(stage: Stage, file: Path, *words: str) -> Capture:
     """Capture the guest with the tenant's key; the reconciler supplies address, user and route."""
-    allocation = stage.known["allocation"]["id"]
+    allocation = stage.facts["allocation"]["id"]
     key = str(stage.folder / "tenant_key")
     return _made(stage, file, "--allocation", allocation, "--ssh-key", key, *words)
 

@@ -73,7 +73,7 @@ def save(stage: Stage, done: Done) -> None:
         return
     notes = {
         "key": wanted,
-        "known": {name: stage.known[name] for name in ("project", "image_id")},
+        "known": {name: stage.facts[name] for name in ("project", "image_id")},
         "done": {name: _plain(done[name]) for name in STORY},
     }
     stage.service.stop()
@@ -94,7 +94,7 @@ def _loaded(stage: Stage) -> Done | None:
     except LabError as refused:
         stage.console.print(f"preparing a host anew: {refused}", highlight=False)
         return None
-    stage.known["image"] = guest_image.ensure(this_distro())
+    stage.facts["image"] = guest_image.ensure(this_distro())
     saved.restore(kept, "reconciler", stage.folder / "reconciler")
     stage.reopen(kept.notes["known"])
     # The host has rebooted, so nothing on it is sold until parity passes again.

@@ -307,7 +307,7 @@ def test_more_gpus_than_one_node_has_are_refused(stage: Stage, story: Chapter) -
 @pytest.mark.covers("I4")
 def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story: Chapter) -> None:
     story.needs("parity")
-    image = stage.known["image"]
+    image = stage.facts["image"]
     entry = stage.api().post(
         "/admin/images",
         {
@@ -355,7 +355,7 @@ def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter)
     limit = task["result"]["domain"]["qos"]
     assert {name: limit[name] for name in wanted} == wanted
     assert (limit["shaped_bps"], limit["rows"]) == (1000 * wanted["rate_kbps"], 1)
-    stage.known["allocation"] = ended
+    stage.facts["allocation"] = ended
     story.done["provision"] = ended
 
 
@@ -380,7 +380,7 @@ def test_host_and_vm_are_measured_by_the_same_harness(
 ) -> None:
     """Measure the VM through its host, with the key from its console; missing tools are named."""
     story.needs("login")
-    taken = {claim["slot_id"] for claim in stage.known["allocation"]["claims"]}
+    taken = {claim["slot_id"] for claim in stage.facts["allocation"]["claims"]}
     disk = next(one["nvme_device"] for one in stage.bundles() if one["slot_id"] not in taken)
     node = stage.on_host("readlink", "-f", disk).strip()
     written = captures.writes(stage, node)
@@ -414,7 +414,7 @@ def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter
     """The call carries the tenant's own fence, so that only QEMU's open descriptor protects the
     disk."""
     story.needs("login")
-    claim = stage.known["allocation"]["claims"][0]
+    claim = stage.facts["allocation"]["claims"][0]
     slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
     ledger = _ledger(stage, slot["slot_id"])
     # Only the partition table is stable, because the guest writes behind it.
@@ -453,7 +453,7 @@ def test_no_byte_of_the_tenant_is_left(stage: Stage, story: Chapter) -> None:
 def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> None:
     """The host's ledger has a higher fence than a run from an older claim carries."""
     story.needs("release")
-    claim = stage.known["allocation"]["claims"][0]
+    claim = stage.facts["allocation"]["claims"][0]
     slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
     device = slot["nvme_device"]
     # The disk now has data to lose. With the present fence the same call wipes it, as the end
@@ -502,7 +502,7 @@ def test_force_cleanup_wants_an_idempotency_key_and_keeps_to_it(
     code = _refused(stage, lambda: api.post(path, other, key="same-key"))
     assert code == "idempotency_key_reused"
     # If the operator answers "not verified", the slot stays blocked.
-    slot = slice_steps.slot_of(stage, stage.known["blocked"])
+    slot = slice_steps.slot_of(stage, stage.facts["blocked"])
     assert slot["status"] == "cleanup_blocked"
 
 

@@ -54,8 +54,8 @@ def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) 
 def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, step: str) -> None:
     story.needs("prepared")
     slice_steps.provision(stage)
-    key = stage.known["allocation"]["id"]
-    stage.api().post(f"/projects/{stage.known['project']}/allocations/{key}/release")
+    key = stage.facts["allocation"]["id"]
+    stage.api().post(f"/projects/{stage.facts['project']}/allocations/{key}/release")
     task_id = _begun(stage, key, step)
     _power_cut(stage)
     _is_unknown(stage, task_id, key, "releasing")

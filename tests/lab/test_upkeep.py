@@ -34,7 +34,7 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     assert _differences(stage) == set()
     slice_steps.provision(stage)
     assert _differences(stage) == set()
-    allocation = stage.known["allocation"]
+    allocation = stage.facts["allocation"]
     # From outside this looks like a guest that has powered itself off.
     stage.on_host("virsh", "destroy", f"gpuaas-slice-{allocation['id'].replace('-', '')}")
     assert _differences(stage) == {"guest_stopped"}

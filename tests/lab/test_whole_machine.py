@@ -202,14 +202,14 @@ def _launch(stage: Stage) -> dict[str, Any]:
         "hostname": "metal",
     }
     found: dict[str, Any] = stage.member.post(
-        f"/projects/{stage.known['project']}/allocations", body
+        f"/projects/{stage.facts['project']}/allocations", body
     )
     return found
 
 
 def _release(stage: Stage, allocation_id: str) -> dict[str, Any]:
     assert stage.member is not None
-    stage.member.post(f"/projects/{stage.known['project']}/allocations/{allocation_id}/release")
+    stage.member.post(f"/projects/{stage.facts['project']}/allocations/{allocation_id}/release")
     task_id = stage.api().get(f"/admin/allocations/{allocation_id}")["task_ids"][-1]
     result = stage.follow({"id": task_id})
     assert stage.api().get(f"/admin/allocations/{allocation_id}")["state"] == "released"
@@ -229,7 +229,7 @@ def _settled(stage: Stage) -> None:
 def _as_tenant(stage: Stage, allocation: dict[str, Any], command: str, stdin: str = "") -> str:
     """Use only the data that the tenant sees, and the host's certificate."""
     assert stage.member is not None and stage.service is not None
-    path = f"/projects/{stage.known['project']}/allocations/{allocation['id']}"
+    path = f"/projects/{stage.facts['project']}/allocations/{allocation['id']}"
     told = stage.member.get(path)["connection"] or allocation["connection"]
     hosts = known_hosts(open_trust(stage.service.folder))
     words = ["ssh", "-F", "/dev/null", "-i", str(_key(stage)), "-p", str(told["port"])]

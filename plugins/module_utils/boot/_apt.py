@@ -57,14 +57,14 @@ def offered(names: Sequence[str]) -> frozenset[str]:
         return frozenset()
     # 100: sources that apt cannot read offer no packages.
     out = _command.run(["apt-cache", *_given(_LOOK), "policy", "--", *names], ok=(0, 100)).out
-    found, name = set(), ""
+    installable, name = set(), ""
     for row in out.splitlines():
         if not row.startswith(" "):
             name = row.removesuffix(":")
         elif row.startswith("  Candidate: ") and not row.endswith(" (none)"):
-            found.add(name)
-    return frozenset(found)
+            installable.add(name)
+    return frozenset(installable)
 
 
 def _given(settings: Sequence[str]) -> list[str]:
-    return [word for one in settings for word in ("-o", one)]
+    return [word for setting in settings for word in ("-o", setting)]

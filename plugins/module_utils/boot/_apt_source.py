@@ -66,18 +66,20 @@ class Source:
 def observe(params: _change.Params) -> State:
     keyring, uri = keyring_path(params), str(params["uri"]).rstrip("/")
     ring = _host.path(keyring)
-    others = [one for one in sources() if one.file != source_path(params)]
+    others = [source for source in sources() if source.file != source_path(params)]
     doors = [
-        f"{one.file}: {key}={value}"
-        for one in others
-        for key, value in one.options
+        f"{source.file}: {key}={value}"
+        for source in others
+        for key, value in source.options
         if key.lower() in _OPEN_OPTIONS and value.lower() not in _NO
     ]
     return State(
         keys=tuple(key.fingerprint for key in _openpgp.keys(ring)) if ring.is_file() else (),
         source=_text(source_path(params)),
         elsewhere=tuple(
-            sorted({one.file for one in others if uri in (u.rstrip("/") for u in one.uris)})
+            sorted(
+                {source.file for source in others if uri in (u.rstrip("/") for u in source.uris)}
+            )
         ),
         open_doors=(*doors, *_open_settings()),
     )
@@ -90,9 +92,11 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     if state.keys != (fingerprint,):
         before, after = list(state.keys), [fingerprint]
         steps.append(_change.Step("trust_key", keyring_path(params), before=before, after=after))
-    wanted = stanza(params)
-    if state.source != wanted:
-        step = _change.Step("write_source", source_path(params), before=state.source, after=wanted)
+    expected = stanza(params)
+    if state.source != expected:
+        step = _change.Step(
+            "write_source", source_path(params), before=state.source, after=expected
+        )
         # A new source comes after its key. An edited source may accept any package, so it is
         # corrected first, even if the key is unavailable.
         steps.insert(0 if state.source is not None else len(steps), step)
@@ -159,7 +163,7 @@ def stanza(params: _change.Params) -> str:
 def sources() -> Iterator[Source]:
     """All sources from which apt reads packages."""
     folder = _host.path(SOURCES)
-    names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     for path in ("/etc/apt/sources.list", *(f"{SOURCES}/{name}" for name in names)):
         text = _text(path) or ""
         if path.endswith(".list"):
@@ -195,19 +199,19 @@ def _stanzas(path: str, text: str) -> Iterator[Source]:
 
 
 def _open_settings() -> list[str]:
-    found = []
+    settings = []
     for row in _command.run(["apt-config", "dump"]).out.splitlines():
         key, _sep, rest = row.partition(" ")
         value = rest.rstrip(";").strip('"')
         if key in _OPEN_SETTINGS and value and value.lower() not in _NO:
-            found.append(f"apt setting {key}={value}")
-    return found
+            settings.append(f"apt setting {key}={value}")
+    return settings
 
 
 def _invalid(params: _change.Params) -> list[Refusal]:
-    found = []
+    blockers = []
     if not _openpgp.FINGERPRINT.fullmatch(_openpgp.normal(params["fingerprint"])):
-        found.append(
+        blockers.append(
             Refusal(
                 "fingerprint_invalid",
                 expected="the key's whole fingerprint, 40 or 64 hexadecimal digits",
@@ -224,7 +228,7 @@ def _invalid(params: _change.Params) -> list[Refusal]:
             )
         ),
     ]  # fmt: skip
-    found += [
+    blockers += [
         Refusal(
             "source_invalid",
             expected="a repository as http, https or file without credentials, and plain words",
@@ -234,13 +238,13 @@ def _invalid(params: _change.Params) -> list[Refusal]:
         for word, pattern in words
         if not pattern.fullmatch(word)
     ]
-    return found
+    return blockers
 
 
 def _unsafe(params: _change.Params, state: State) -> list[Refusal]:
-    found = []
+    blockers = []
     if state.open_doors:
-        found.append(
+        blockers.append(
             Refusal(
                 "unauthenticated_source",
                 expected="apt to take signed packages only",
@@ -249,7 +253,7 @@ def _unsafe(params: _change.Params, state: State) -> list[Refusal]:
             )
         )
     if state.elsewhere:
-        found.append(
+        blockers.append(
             Refusal(
                 "source_defined_elsewhere",
                 expected=f"{params['uri']} in {source_path(params)} alone, under its own key",
@@ -257,7 +261,7 @@ def _unsafe(params: _change.Params, state: State) -> list[Refusal]:
                 remedy="remove the other entry: apt would refuse both or use its trust",
             )
         )
-    return found
+    return blockers
 
 
 def _text(absolute: str) -> str | None:

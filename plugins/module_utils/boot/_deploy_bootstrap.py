@@ -188,8 +188,8 @@ def _fabric(profile: Mapping[str, Any]) -> Iterator[Part]:
         cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
         yield Part("fabric", _sriov_vfs.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
     if fabric["ipoib"] and fabric["site_address"]:
-        own = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
-        yield Part("ipoib", _ipoib_address.SUBJECT, {**own, "address": fabric["site_address"]})
+        common = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
+        yield Part("ipoib", _ipoib_address.SUBJECT, {**common, "address": fabric["site_address"]})
 
 
 def _baseline(profile: Mapping[str, Any]) -> Iterator[Part]:
@@ -260,8 +260,8 @@ def _done(part: Part, *, check: bool) -> bool:
         _say(part.name, "FAIL", str(outcome.failure))
         return False
     # An optional step may have failed; a warning below reports it.
-    told = outcome.plan.steps if check else outcome.steps_done
-    steps = [f"{step.name}({step.subject})" for step in told]
+    shown_steps = outcome.plan.steps if check else outcome.steps_done
+    steps = [f"{step.name}({step.subject})" for step in shown_steps]
     status = "PASS" if not steps else "PLANNED" if check else "CHANGED"
     without = outcome.facts.get("unavailable", [])
     # A missing optional package does not stop the bootstrap, but it is reported.

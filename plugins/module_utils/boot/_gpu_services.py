@@ -58,13 +58,13 @@ Params = Mapping[str, Any]
 class Service:
     """State of a systemd unit. file: its UnitFileState, "" when there is no such unit.
 
-    own: the site's unit file is in the place of the mask. drop_in: text of the managed drop-in,
-    None without it. installed: a unit exists that can be restored.
+    site_unit: the site's unit file is in the place of the mask. drop_in: text of the managed
+    drop-in, None without it. installed: a unit exists that can be restored.
     """
 
     active: str
     file: str
-    own: bool
+    site_unit: bool
     drop_in: str | None
     installed: bool
 
@@ -80,11 +80,11 @@ class Service:
     @property
     def at_boot(self) -> str:
         """How it could run after a boot; "" when nothing starts it."""
-        if self.file in ("", _MASKED) or (self.own and self.drop_in == _BARRED.strip()):
+        if self.file in ("", _MASKED) or (self.site_unit and self.drop_in == _BARRED.strip()):
             return ""
         if self.file in _AT_BOOT:
             return "started at boot"
-        return "not barred" if self.own else "not masked"
+        return "not barred" if self.site_unit else "not masked"
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,14 @@ def _commands(step: _change.Step) -> list[list[str]]:
 
 def facts(_params: Params, state: State) -> dict[str, Any]:
     return {
-        "services": {name: " and ".join(found.words) for name, found in state.services.items()},
+        "services": {name: " and ".join(service.words) for name, service in state.services.items()},
         "before": dict(state.before or {}),
     }
 
 
 SUBJECT = _tenancy.guarded(
     _change.Subject(observe, plan, apply, facts),
-    lambda params, found: bool(found.steps) or not _restored(params),
+    lambda params, planned: bool(planned.steps) or not _restored(params),
 )
 
 
@@ -166,31 +166,31 @@ def _to_quiesce(state: State) -> list[_change.Step]:
     # The first run records quiet services too: if one is started by hand later, it was still quiet
     # before.
     there = {
-        name: {"active": found.runs, "file": found.file}
-        for name, found in state.services.items()
-        if found.file
+        name: {"active": service.runs, "file": service.file}
+        for name, service in state.services.items()
+        if service.file
     }
     return [
         *(_host_snapshot.remember_steps(RECORD, state.before, there) if there else []),
-        *(step for name, found in state.services.items() for step in _quiesce(name, found)),
+        *(step for name, service in state.services.items() for step in _quiesce(name, service)),
     ]
 
 
-def _quiesce(name: str, found: Service) -> list[_change.Step]:
+def _quiesce(name: str, service: Service) -> list[_change.Step]:
     steps = []
-    if found.file in _AT_BOOT and not found.own:
+    if service.file in _AT_BOOT and not service.site_unit:
         # Before the mask, which would hide the unit. Otherwise the service would start again when
         # an operator unmasks it.
         after = "disabled"
-        steps.append(_change.Step("disable_service", f"{name} at boot", found.file, after))
-    if found.runs:
+        steps.append(_change.Step("disable_service", f"{name} at boot", service.file, after))
+    if service.runs:
         # Before the mask, which would hide the unit's own stop command.
-        steps.append(_change.Step("stop_service", name, found.active, "inactive"))
-    if found.at_boot and found.own:
+        steps.append(_change.Step("stop_service", name, service.active, "inactive"))
+    if service.at_boot and service.site_unit:
         # Enabling is left unchanged, because the unit may be enabled only by being a link.
-        steps.append(_change.Step("bar_service", f"{name} bar", found.drop_in, _BARRED))
-    elif found.at_boot:
-        steps.append(_change.Step("mask_service", f"{name} mask", found.file, _MASKED))
+        steps.append(_change.Step("bar_service", f"{name} bar", service.drop_in, _BARRED))
+    elif service.at_boot:
+        steps.append(_change.Step("mask_service", f"{name} mask", service.file, _MASKED))
     return steps
 
 
@@ -245,7 +245,7 @@ def service(name: str, active: str, file: str) -> Service:
     return Service(
         active=active,
         file=file,
-        own=_own(name),
+        site_unit=_has_site_unit(name),
         drop_in=_host.kept(_bar(name)),
         installed=_beneath(name) if file == _MASKED else file != "",
     )
@@ -255,7 +255,7 @@ def _bar(name: str) -> str:
     return f"{_MASKS}/{_whole(name)}.d/{BAR}"
 
 
-def _own(name: str) -> bool:
+def _has_site_unit(name: str) -> bool:
     return _defined(f"{_MASKS}/{_whole(name)}")
 
 

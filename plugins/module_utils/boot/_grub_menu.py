@@ -60,8 +60,8 @@ def parse(text: str) -> Menu:
         current = next(entry for entry in reversed(stack) if entry is not None)
         if row == "}" and len(stack) > 1:
             stack.pop()
-        elif found := _BLOCK.match(row):
-            entry = _entry(found[1], found[2])
+        elif match := _BLOCK.match(row):
+            entry = _entry(match[1], match[2])
             if current.entries is not None:
                 current.entries.append(entry)
             stack.append(entry)
@@ -108,12 +108,12 @@ def _first(path: str) -> tuple[str, str]:
 
 def _entry(kind: str, words: str) -> Entry:
     try:
-        found = shlex.split(words)
+        tokens = shlex.split(words)
     except ValueError:
-        found = words.split()
+        tokens = words.split()
     marks = ("$menuentry_id_option", "--id")
-    ids = [after for mark, after in itertools.pairwise(found) if mark in marks]
-    title, id_ = next(iter(found), ""), next(iter(ids), "")
+    ids = [after for mark, after in itertools.pairwise(tokens) if mark in marks]
+    title, id_ = next(iter(tokens), ""), next(iter(ids), "")
     return Entry(title, id_, entries=[] if kind == "submenu" else None)
 
 

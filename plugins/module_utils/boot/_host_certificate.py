@@ -37,13 +37,13 @@ def observe(_params: _change.Params) -> State:
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
-    wanted = params["certificate"].strip()
-    blockers = tuple(_blockers(wanted, params["node_id"], state))
+    certificate = params["certificate"].strip()
+    blockers = tuple(_blockers(certificate, params["node_id"], state))
     if blockers:
         return _change.Plan(blockers=blockers)
-    if _words(state.installed) == _words(wanted):
+    if _words(state.installed) == _words(certificate):
         return _change.Plan()
-    step = _change.Step("install_certificate", FILE, _words(state.installed), _words(wanted))
+    step = _change.Step("install_certificate", FILE, _words(state.installed), _words(certificate))
     return _change.Plan((step,))
 
 
@@ -90,7 +90,7 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
     try:
-        wanted, _until = _dated(text)
+        certificate, _until = _dated(text)
     except ValueError as error:
         yield Refusal(
             "certificate_unreadable",
@@ -99,18 +99,18 @@ def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
             remedy="pass the certificate as the reconciler signed it",
         )
         return
-    if wanted.key != _key(state):
+    if certificate.key != _key(state):
         yield Refusal(
             "certificate_of_another_key",
             expected=f"a certificate for the key in {KEY}",
             found="one for another key" if state.key else "no such key on this host",
             remedy="enrol the host again: only that tells the reconciler of a new key",
         )
-    if node_id not in wanted.principals:
+    if node_id not in certificate.principals:
         yield Refusal(
             "certificate_of_another_node",
             expected=f"a certificate for {node_id}",
-            found=f"one for {', '.join(wanted.principals) or 'everybody'}",
+            found=f"one for {', '.join(certificate.principals) or 'everybody'}",
             remedy="ask the reconciler for the renewal: it certifies the name that it dials",
         )
     if FILE not in state.served:

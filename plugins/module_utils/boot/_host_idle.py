@@ -20,16 +20,16 @@ def refusals() -> list[Refusal]:
     its guest has shut itself down and will return.
     """
     try:
-        found = [*_running(), *_leased()]
+        in_use = [*_running(), *_leased()]
     except Refusal as unreadable:
         return [unreadable]
-    if not found:
+    if not in_use:
         return []
     return [
         Refusal(
             "host_in_use",
             expected="a host on which no virtual machine runs and of which nothing is leased",
-            found=", ".join(found),
+            found=", ".join(in_use),
             remedy="drain the node and release what is on it, then ask again",
         )
     ]

@@ -55,10 +55,10 @@ class State:
 
 
 def observe(params: Params) -> State:
-    wanted = [*params["packages"], *_optional(params)]
-    if not wanted or _unsafe(wanted):
+    names = [*params["packages"], *_optional(params)]
+    if not names or _unsafe(names):
         return State(frozenset())
-    installed = _installed(wanted)
+    installed = _installed(names)
     return State(installed, _apt.offered([n for n in _optional(params) if n not in installed]))
 
 

@@ -61,7 +61,9 @@ def observe(params: Params) -> State:
     hugepages_1g, with opted_in.
     """
     before = _host_snapshot.recall(RECORD)
-    keys = {key for one in DEFINITIONS.values() for key in one.sysctl} | set(before or {})
+    keys = {key for definition in DEFINITIONS.values() for key in definition.sysctl} | set(
+        before or {}
+    )
     pages = _hugepages.request(params.get("opted_in") or [], params.get("hugepages_1g"))
     return State(
         files={path: _host.kept(path) for path in FILES},
@@ -80,11 +82,11 @@ def plan(params: Params, state: State) -> _change.Plan:
     if refused := [*_tuning_opt_in.unknown(names), *state.lacking]:
         return _change.Plan(blockers=tuple(refused))
     chosen = [DEFINITIONS[name] for name in names]
-    wanted = {key: text for one in chosen for key, text in one.sysctl.items()}
+    settings = {key: text for definition in chosen for key, text in definition.sysctl.items()}
     # Recorded first, so that the next run continues if a later step fails.
     steps = _recording(params, state)
-    if wanted:
-        there = {key: state.values[key] for key in wanted}
+    if settings:
+        there = {key: state.values[key] for key in settings}
         steps += _host_snapshot.remember_steps(RECORD, state.before, there)
     texts = _texts(chosen)
     steps += [
@@ -98,13 +100,13 @@ def plan(params: Params, state: State) -> _change.Plan:
         if not text and (state.files[path] or "").startswith(MARKER)
     ]
     # Values that no profile needs any more return to their recorded state.
-    targets = {**(state.before or {}), **wanted}
+    targets = {**(state.before or {}), **settings}
     steps += [
         _change.Step("set_sysctl", key, state.values[key], text)
         for key, text in sorted(targets.items())
         if state.values[key] != _words(text)
     ]
-    if not wanted:
+    if not settings:
         steps += _host_snapshot.forget_steps(RECORD, state.before)
     return _change.Plan(tuple(steps), tuple(_foreign(texts, state)))
 
@@ -125,7 +127,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     """Settings that wait for a reboot: module options apply at load time, limits at login."""
     names = _names(params, state)
     chosen = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
-    pending = [problem for one in chosen for problem in _options(one)]
+    pending = [problem for definition in chosen for problem in _options(definition)]
     return {"profiles": names, "pending": pending}
 
 
@@ -194,50 +196,60 @@ def _recording(params: Params, state: State) -> list[_change.Step]:
 
 
 def _problems(name: str, profile: Mapping[str, Any]) -> list[str]:
-    one = DEFINITIONS.get(name)
-    if one is None:
+    definition = DEFINITIONS.get(name)
+    if definition is None:
         return [f"this collection has no tuned profile {name}"]
-    found = [
+    differing = [
         f"{key} is {value(key) or 'not there'}, not {text}"
-        for key, text in one.sysctl.items()
+        for key, text in definition.sysctl.items()
         if value(key) != _words(text)
     ]
     pages = _hugepages.request([name], profile.get("hugepages_1g"))
-    return [*found, *_options(one), *_limits(one), *(_hugepages.problems(pages) if pages else [])]
+    return [
+        *differing,
+        *_options(definition),
+        *_limits(definition),
+        *(_hugepages.problems(pages) if pages else []),
+    ]
 
 
-def _options(one: Definition) -> list[str]:
+def _options(definition: Definition) -> list[str]:
     """Options of loaded modules; a module that is not loaded takes its options when it loads."""
-    found = []
-    for module, options in one.modprobe.items():
-        for name, wanted in options.items():
+    differing = []
+    for module, options in definition.modprobe.items():
+        for name, expected in options.items():
             have = _host.read(f"/sys/module/{module}/parameters/{name}")
-            if have is not None and have != wanted:
-                found.append(f"{module} {name} is {have}, not {wanted}, until it is loaded again")
-    return found
+            if have is not None and have != expected:
+                differing.append(
+                    f"{module} {name} is {have}, not {expected}, until it is loaded again"
+                )
+    return differing
 
 
-def _limits(one: Definition) -> list[str]:
-    if not one.memlock:
+def _limits(definition: Definition) -> list[str]:
+    if not definition.memlock:
         return []
     try:
         have = _command.run(_LOGIN).out.split()
     except Refusal as refusal:
         return [f"memlock of a login is unknown: {refusal.code}"]
-    return [] if have == [one.memlock] * 2 else [f"memlock of a login is {' '.join(have)}"]
+    return [] if have == [definition.memlock] * 2 else [f"memlock of a login is {' '.join(have)}"]
 
 
 def _texts(chosen: Sequence[Definition]) -> dict[str, str | None]:
     """Content of each file; None for a file that no profile needs."""
-    sysctl = [f"{key} = {text}" for one in chosen for key, text in one.sysctl.items()]
+    sysctl = [f"{key} = {text}" for definition in chosen for key, text in definition.sysctl.items()]
     modprobe = [
         f"options {module} {' '.join(f'{name}={text}' for name, text in options.items())}"
-        for one in chosen
-        for module, options in one.modprobe.items()
+        for definition in chosen
+        for module, options in definition.modprobe.items()
     ]
     # `*` does not include root.
     limits = [
-        f"{who} - memlock {one.memlock}" for one in chosen if one.memlock for who in ("*", "root")
+        f"{who} - memlock {definition.memlock}"
+        for definition in chosen
+        if definition.memlock
+        for who in ("*", "root")
     ]
     rows = {SYSCTL: sysctl, MODPROBE: modprobe, LIMITS: limits}
     return {p: "\n".join([MARKER, *lines]) + "\n" if lines else None for p, lines in rows.items()}

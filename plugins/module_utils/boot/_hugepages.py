@@ -47,28 +47,28 @@ def request(profiles: Sequence[str], settings: Mapping[str, Any] | None) -> Requ
     return Request(PAGES if pages is None else pages, RESERVE_MIB if reserve is None else reserve)
 
 
-def shares(wanted: Request) -> dict[int, int]:
+def shares(request: Request) -> dict[int, int]:
     """Pages per node, spread evenly, because guests are placed on the node of their GPU."""
     nodes = sorted(_memory())
-    each, rest = divmod(wanted.pages, max(len(nodes), 1))
+    each, rest = divmod(request.pages, max(len(nodes), 1))
     return {node: each + (place < rest) for place, node in enumerate(nodes)}
 
 
-def arguments(wanted: Request | None) -> list[str]:
+def arguments(request: Request | None) -> list[str]:
     """Kernel arguments, in the order in which they must stand."""
-    if wanted is None:
+    if request is None:
         return []
-    share = ",".join(f"{node}:{pages}" for node, pages in shares(wanted).items())
-    return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or wanted.pages}"]
+    share = ",".join(f"{node}:{pages}" for node, pages in shares(request).items())
+    return ["default_hugepagesz=1G", "hugepagesz=1G", f"hugepages={share or request.pages}"]
 
 
-def refusals(wanted: Request | None) -> list[Refusal]:
+def refusals(request: Request | None) -> list[Refusal]:
     """Reasons why this machine cannot provide the pages."""
-    if wanted is None:
+    if request is None:
         return []
-    found = []
+    blockers = []
     if "pdpe1gb" not in (_host.read("/proc/cpuinfo") or "").split():
-        found.append(
+        blockers.append(
             Refusal(
                 "hugepages_unsupported",
                 expected="processors with pages of 1 GiB (pdpe1gb)",
@@ -78,7 +78,7 @@ def refusals(wanted: Request | None) -> list[Refusal]:
         )
     release = _host.read(_RELEASE) or ""
     if _version(release) < _PER_NODE:
-        found.append(
+        blockers.append(
             Refusal(
                 "hugepages_unsupported",
                 expected="a kernel that shares pages out by node (5.16 or newer)",
@@ -88,25 +88,25 @@ def refusals(wanted: Request | None) -> list[Refusal]:
             )
         )
     memory = _memory()
-    for node, pages in shares(wanted).items():
+    for node, pages in shares(request).items():
         left = memory[node] - pages * _PAGE_MIB
-        if left < wanted.reserve_mib:
-            found.append(
+        if left < request.reserve_mib:
+            blockers.append(
                 Refusal(
                     "hugepages_leave_no_reserve",
-                    expected=f"{wanted.reserve_mib} MiB of node {node} left for the host",
+                    expected=f"{request.reserve_mib} MiB of node {node} left for the host",
                     found=f"{pages} pages of 1 GiB leave {left} of {memory[node]} MiB",
                     remedy="lower hugepages_1g.pages in the hardware profile",
                 )
             )
-    return found
+    return blockers
 
 
-def problems(wanted: Request) -> list[str]:
+def problems(request: Request) -> list[str]:
     """Pages that the running kernel does not provide, node by node; [] when it has all."""
     return [
         f"node {node} has {have(node)} pages of 1 GiB, not {pages}"
-        for node, pages in shares(wanted).items()
+        for node, pages in shares(request).items()
         if have(node) < pages
     ]
 
@@ -125,10 +125,10 @@ def _version(release: str) -> tuple[int, int]:
 
 def _memory() -> dict[int, int]:
     """MiB by NUMA node. A node without memory of its own gives no pages."""
-    found = {}
+    mib = {}
     for folder in _host.path(_NODES).glob("node[0-9]*"):
         for row in (_host.read(f"{_NODES}/{folder.name}/meminfo") or "").splitlines():
             words = row.split()
             if words[2:3] == ["MemTotal:"] and int(words[3]):
-                found[int(folder.name[4:])] = int(words[3]) // 1024
-    return found
+                mib[int(folder.name[4:])] = int(words[3]) // 1024
+    return mib

@@ -107,7 +107,7 @@ def observe(params: Params) -> State:
     record = _record()
     arguments = (*fitted(params["arguments"]), *_hugepages.arguments(_huge(params)))
     menu = _text(_grub_menu.MENU) or ""
-    entries = tuple(tuple(found.split()) for found in _ENTRY.findall(menu))
+    entries = tuple(tuple(line.split()) for line in _ENTRY.findall(menu))
     return State(
         arguments=arguments,
         given=tuple(_given(_others())),
@@ -280,7 +280,7 @@ def _unsafe(arguments: Iterable[str]) -> list[Refusal]:
 
 
 def _not_in_effect(params: Params, state: State) -> list[Refusal]:
-    found = [
+    blockers = [
         Refusal(
             "reboot_required",
             expected="this boot to run with the configured arguments and initramfs",
@@ -291,9 +291,9 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
         if reasons
     ]
     if params["state"] == "absent":
-        return found
+        return blockers
     if not state.kvm:
-        found.append(
+        blockers.append(
             Refusal(
                 "kvm_missing",
                 expected="/dev/kvm",
@@ -303,7 +303,7 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
         )
     if not state.iommu_groups:
         switched_off = [word for word in _SWITCHED_OFF if word in state.running]
-        found.append(
+        blockers.append(
             Refusal(
                 "iommu_missing",
                 expected="IOMMU groups in /sys/kernel/iommu_groups",
@@ -312,7 +312,7 @@ def _not_in_effect(params: Params, state: State) -> list[Refusal]:
                 " without those that switch it off",
             )
         )
-    return found
+    return blockers
 
 
 def all_given() -> list[str]:
@@ -335,23 +335,27 @@ def _others() -> list[str]:
 
 def _stray(arguments: Iterable[str], entries: Iterable[Iterable[str]]) -> list[str]:
     """Managed arguments in the menu that no other input file of `update-grub` contains."""
-    found = dict.fromkeys(word for entry in entries for word in entry)
-    mine = [word for word in found if word in arguments or _sets_pages(word)]
+    words = dict.fromkeys(word for entry in entries for word in entry)
+    mine = [word for word in words if word in arguments or _sets_pages(word)]
     folder = _host.path("/etc/grub.d")
-    scripts = [f"/etc/grub.d/{one.name}" for one in folder.iterdir()] if folder.is_dir() else []
+    scripts = (
+        [f"/etc/grub.d/{script.name}" for script in folder.iterdir()] if folder.is_dir() else []
+    )
     texts = [_host.read(path) or "" for path in (*_others(), *scripts)] if mine else []
     return [word for word in mine if not any(word in text for text in texts)]
 
 
 def _given(paths: Iterable[str]) -> list[str]:
-    found: list[str] = []
+    arguments: list[str] = []
     for path in paths:
         text = _host.read(path) or ""
         for value in re.findall(r"^\s*GRUB_CMDLINE_LINUX=(.*)$", text, re.MULTILINE):
             words = _words(value)
             # A plain assignment discards the values of earlier files.
-            found = found + words if any("GRUB_CMDLINE_LINUX" in w for w in words) else words
-    return found
+            arguments = (
+                arguments + words if any("GRUB_CMDLINE_LINUX" in w for w in words) else words
+            )
+    return arguments
 
 
 def _words(value: str) -> list[str]:

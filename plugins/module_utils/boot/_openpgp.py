@@ -47,20 +47,20 @@ def only(file: Path, fingerprint: str) -> str:
 
     A second key in the file would be trusted along with it, so it is refused.
     """
-    found = keys(file)
-    if [key.fingerprint for key in found] != [fingerprint]:
+    file_keys = keys(file)
+    if [key.fingerprint for key in file_keys] != [fingerprint]:
         raise Refusal(
             "key_fingerprint_mismatch",
             expected=f"one key, {fingerprint}",
-            found=", ".join(key.fingerprint for key in found) or "no OpenPGP key",
+            found=", ".join(key.fingerprint for key in file_keys) or "no OpenPGP key",
             remedy="compare the fingerprint with the publisher's over another way; nothing was"
             " trusted",
         )
-    if found[0].problem:
+    if file_keys[0].problem:
         raise Refusal(
             "key_not_valid",
             expected=f"a key that is in force, {fingerprint}",
-            found=found[0].problem,
+            found=file_keys[0].problem,
             remedy="get the publisher's present key and its fingerprint",
         )
     with _home() as gpg:
@@ -75,7 +75,7 @@ def _home() -> Iterator[list[str]]:
 
 
 def _parsed(listing: str) -> list[Key]:
-    found: list[Key] = []
+    parsed: list[Key] = []
     validity = None
     for row in listing.splitlines():
         fields = row.split(":")
@@ -83,6 +83,6 @@ def _parsed(listing: str) -> list[Key]:
             validity = fields[1]
         elif fields[0] == "fpr" and validity is not None:
             # The first fingerprint after a primary key belongs to it; those of subkeys follow.
-            found.append(Key(fields[9].upper(), _USELESS.get(validity[:1], "")))
+            parsed.append(Key(fields[9].upper(), _USELESS.get(validity[:1], "")))
             validity = None
-    return found
+    return parsed

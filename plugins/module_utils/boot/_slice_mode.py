@@ -17,13 +17,13 @@ def observe(_params: Params) -> str | None:
 
 
 def plan(params: Params, state: str | None) -> _change.Plan:
-    wanted = None
+    content = None
     if _present(params):
-        wanted = json.dumps({"mode": "slice", "profile": params["profile"]})
-    if state == wanted:
+        content = json.dumps({"mode": "slice", "profile": params["profile"]})
+    if state == content:
         return _change.Plan()
-    name = "remove_file" if wanted is None else "write_file"
-    return _change.Plan((_change.Step(name, _boot_service.SLICE_MODE, state, wanted),))
+    name = "remove_file" if content is None else "write_file"
+    return _change.Plan((_change.Step(name, _boot_service.SLICE_MODE, state, content),))
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:

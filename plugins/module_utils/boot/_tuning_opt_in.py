@@ -28,10 +28,10 @@ _REPAIR = (
 
 def recorded() -> tuple[str, ...] | None:
     """The recorded names; None without a record. An unreadable record raises a Refusal."""
-    found = _host.document(FILE, code=_UNREADABLE, remedy=_REPAIR)
-    if found is None:
+    record = _host.document(FILE, code=_UNREADABLE, remedy=_REPAIR)
+    if record is None:
         return None
-    names = found.get("profiles")
+    names = record.get("profiles")
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         return tuple(names)
     raise Refusal(
@@ -48,16 +48,16 @@ def names(profiles: Sequence[str], opted_in: Sequence[str] | None = None) -> lis
     return list(dict.fromkeys([*profiles, *more]))
 
 
-def unknown(asked: Sequence[str]) -> list[Refusal]:
+def unknown(profiles: Sequence[str]) -> list[Refusal]:
     """Unknown names in the record; a newer release may have written them."""
-    found = [name for name in asked if name not in PROFILES]
-    if not found:
+    unknown_names = [name for name in profiles if name not in PROFILES]
+    if not unknown_names:
         return []
     return [
         Refusal(
             "tuning_unknown",
             expected=f"{', '.join(PROFILES)} in the hardware profile and in {FILE}",
-            found=", ".join(found),
+            found=", ".join(unknown_names),
             remedy="nothing was done; run a release that knows the name, or bootstrap the host"
             f" with {SETTING} naming what is wanted, or {NOTHING}",
         )
@@ -71,10 +71,10 @@ def text(opted_in: Sequence[str]) -> str:
 
 def setting(value: str) -> list[str] | None:
     """Profiles in the operator's setting; None when it is empty."""
-    found = list(dict.fromkeys(name for name in value.split(",") if name))
-    if found == [NOTHING]:
+    chosen = list(dict.fromkeys(name for name in value.split(",") if name))
+    if chosen == [NOTHING]:
         return []
-    wrong = [name for name in found if name not in PROFILES]
+    wrong = [name for name in chosen if name not in PROFILES]
     if wrong:
         raise Refusal(
             "setting_invalid",
@@ -82,4 +82,4 @@ def setting(value: str) -> list[str] | None:
             found=", ".join(wrong),
             remedy="nothing was done; correct the setting",
         )
-    return found or None
+    return chosen or None

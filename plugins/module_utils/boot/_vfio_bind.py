@@ -58,7 +58,7 @@ def recorded() -> dict[str, str]:
     return {str(address): str(id_) for address, id_ in devices.items()}
 
 
-def _known(params: Params) -> dict[str, str]:
+def _recorded_or_new(params: Params) -> dict[str, str]:
     """Recorded devices. A damaged record is overwritten if the caller gives the new content."""
     try:
         return recorded()
@@ -69,17 +69,17 @@ def _known(params: Params) -> dict[str, str]:
 
 
 def observe(params: Params) -> State:
-    kept = _known(params)
-    asked = sorted({*params.get("addresses", []), *params.get("devices", {}), *kept})
-    there = [address for address in asked if _pci.present(address)]
-    found = {member.address: member for address in there for member in _pci.group(address)}
-    found.update({a: _pci.read(a) for a in there if a not in found})
-    parents = {d.physfn for d in found.values() if d.physfn} - set(found)
-    found.update({a: _pci.read(a) for a in parents if _pci.present(a)})
+    kept = _recorded_or_new(params)
+    addresses = sorted({*params.get("addresses", []), *params.get("devices", {}), *kept})
+    there = [address for address in addresses if _pci.present(address)]
+    devices = {member.address: member for address in there for member in _pci.group(address)}
+    devices.update({a: _pci.read(a) for a in there if a not in devices})
+    parents = {d.physfn for d in devices.values() if d.physfn} - set(devices)
+    devices.update({a: _pci.read(a) for a in parents if _pci.present(a)})
     state = State(
         slice_mode=_boot_service.slice_mode(),
         recorded=kept,
-        devices=found,
+        devices=devices,
         users={},
     )
     return replace(state, users=_all_users(params, state))
@@ -100,8 +100,8 @@ def to_bind(params: Params, state: State) -> list[str]:
     """
     if params.get("state", "bound") != "bound":
         return []
-    asked = set(params.get("addresses", [])) or set(params.get("devices", {}))
-    return sorted(asked | {a for one in asked for a in companions(one, state)})
+    requested = set(params.get("addresses", [])) or set(params.get("devices", {}))
+    return sorted(requested | {a for address in requested for a in companions(address, state)})
 
 
 def companions(address: str, state: State) -> list[str]:
@@ -127,8 +127,8 @@ def to_release(params: Params, state: State) -> list[str]:
     if params.get("state", "bound") == "bound":
         keep = set(to_bind(params, state))
         return sorted(set(state.recorded) - keep) if params.get("exclusive") else []
-    asked = params.get("addresses") or list(state.recorded)
-    return sorted({*asked, *(c for a in asked for c in companions(a, state))})
+    requested = params.get("addresses") or list(state.recorded)
+    return sorted({*requested, *(c for a in requested for c in companions(a, state))})
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -182,7 +182,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 
 # A boot service from an earlier slice host must take no device from a tenant of the whole machine.
 LIVE = _tenancy.guarded(
-    _change.Subject(observe, plan, apply, facts), lambda _params, found: bool(found.steps)
+    _change.Subject(observe, plan, apply, facts), lambda _params, planned: bool(planned.steps)
 )
 
 
@@ -207,12 +207,12 @@ def claim(settings_path: str) -> int:
 
 def _unclaimed(_params: Params) -> list[str]:
     """Recorded devices without a driver_override. A device with a driver keeps it for now."""
-    known = {address: id_ for address, id_ in recorded().items() if _pci.is_address(address)}
-    there = [_pci.read(address) for address in sorted(known) if _pci.present(address)]
+    ids = {address: id_ for address, id_ in recorded().items() if _pci.is_address(address)}
+    there = [_pci.read(address) for address in sorted(ids) if _pci.present(address)]
     return [
         device.address
         for device in there
-        if device.id == known[device.address]
+        if device.id == ids[device.address]
         and not device.driver
         and device.driver_override != _pci.VFIO
     ]
@@ -239,7 +239,7 @@ def _apply_claim(_params: Params, step: _change.Step) -> None:
 # guard always works.
 _CLAIM = _tenancy.guarded(
     _change.Subject(_unclaimed, _plan_claim, _apply_claim),
-    lambda _params, found: bool(found.steps),
+    lambda _params, planned: bool(planned.steps),
 )
 
 
@@ -264,8 +264,8 @@ def _wrong_class(device: _pci.Device, params: Params, state: State) -> Refusal |
     record.
     """
     recorded_as = dict(params.get("devices", {})).get(device.address)
-    asked = device.address in params.get("addresses", [])
-    if recorded_as == device.id or not (asked or recorded_as):
+    requested = device.address in params.get("addresses", [])
+    if recorded_as == device.id or not (requested or recorded_as):
         return None
     parent = state.devices.get(device.physfn)
     parent_id = parent.id if parent else ""
@@ -290,11 +290,11 @@ def _not_viable(device: _pci.Device, state: State, bind: set[str]) -> Refusal | 
     ]
     if members and not strangers:
         return None
-    found = f"shared with {', '.join(strangers)}" if strangers else "no IOMMU group"
+    text = f"shared with {', '.join(strangers)}" if strangers else "no IOMMU group"
     return Refusal(
         "group_not_viable",
         expected=f"the IOMMU group of {device.address} free of devices that the host drives",
-        found=found,
+        found=text,
         remedy="enable the IOMMU and ACS in firmware, or take the others from their drivers",
     )
 

@@ -166,19 +166,19 @@ def remember(unit: Unit, digests: Mapping[str, str]) -> None:
     """Record the code given to the unit. Services share files, so the last write is
     valid for all.
     """
-    known = {
+    records = {
         name: {path: digests.get(path, was) for path, was in held.items()}
         for name, held in recorded().items()
     }
-    _store({**known, unit.name: dict(digests)})
+    _store({**records, unit.name: dict(digests)})
 
 
 def forget(unit: Unit) -> None:
     _store({name: held for name, held in recorded().items() if name != unit.name})
 
 
-def _store(known: Mapping[str, Mapping[str, str]]) -> None:
-    if known:
-        _host.write(RECORD, json.dumps(known, indent=2, sort_keys=True) + "\n", 0o600)
+def _store(records: Mapping[str, Mapping[str, str]]) -> None:
+    if records:
+        _host.write(RECORD, json.dumps(records, indent=2, sort_keys=True) + "\n", 0o600)
     else:
         _host.remove(RECORD)

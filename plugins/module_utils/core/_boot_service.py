@@ -60,7 +60,7 @@ class Installed:
 
 
 def observe(unit: Unit) -> Installed:
-    differing = [path for path, wanted in _files(unit).items() if not _is(path, wanted)]
+    differing = [path for path, expected in _files(unit).items() if not _is(path, expected)]
     if _boot_files.recorded().get(unit.name) != _digests(unit):
         differing.append(_boot_files.RECORD)
     return Installed(
@@ -71,20 +71,20 @@ def observe(unit: Unit) -> Installed:
     )
 
 
-def plan(unit: Unit, found: Installed) -> list[_change.Step]:
+def plan(unit: Unit, installed: Installed) -> list[_change.Step]:
     """Steps that install the service for every boot and mark it as done in the current boot."""
     steps = []
-    if found.differing or not found.service.enabled:
-        before = {"differing": list(found.differing), "enabled": found.service.enabled}
+    if installed.differing or not installed.service.enabled:
+        before = {"differing": list(installed.differing), "enabled": installed.service.enabled}
         after = {"differing": [], "enabled": True}
         steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
-    if not found.service.active:
+    if not installed.service.active:
         steps.append(_change.Step("start_service", unit.service, "inactive", "active"))
     return steps
 
 
-def plan_removal(unit: Unit, found: Installed) -> list[_change.Step]:
-    there = [*found.present, *found.traces]
+def plan_removal(unit: Unit, installed: Installed) -> list[_change.Step]:
+    there = [*installed.present, *installed.traces]
     return [_change.Step("remove_service", unit.service, there, [])] if there else []
 
 
@@ -121,18 +121,18 @@ def install(unit: Unit) -> None:
 
 def services(names: Iterable[str]) -> dict[str, Service]:
     """Several units in one call; a unit that does not exist is inactive and not enabled."""
-    wanted = list(names)
+    units = list(names)
     properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
-    shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *wanted])
+    shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *units])
     blocks = [dict(_pairs(block)) for block in shown.out.strip().split("\n\n")]
-    if len(blocks) != len(wanted):
+    if len(blocks) != len(units):
         raise Refusal(
             "systemd_answer_unreadable",
-            expected=f"{len(wanted)} units from systemctl show",
+            expected=f"{len(units)} units from systemctl show",
             found=f"{len(blocks)}",
             remedy="run `systemctl show` for these units by hand",
         )
-    return {name: _service(block) for name, block in zip(wanted, blocks, strict=True)}
+    return {name: _service(block) for name, block in zip(units, blocks, strict=True)}
 
 
 def slice_mode() -> bool:
@@ -216,8 +216,10 @@ def _optional(subject: _change.Subject) -> _change.Subject:
     """The same subject with its soft steps only; a blocker still prevents them."""
 
     def plan(params: _change.Params, state: object) -> _change.Plan:
-        found = subject.plan(params, state)
-        return dataclasses.replace(found, steps=tuple(step for step in found.steps if step.soft))
+        planned = subject.plan(params, state)
+        return dataclasses.replace(
+            planned, steps=tuple(step for step in planned.steps if step.soft)
+        )
 
     return dataclasses.replace(subject, plan=plan)
 
@@ -248,9 +250,9 @@ def _unit_files(unit: Unit) -> tuple[str, ...]:
 
 def _traces(unit: Unit) -> Iterator[str]:
     """The unit's part of shared files; the last unit removes the library."""
-    known = _boot_files.recorded()
+    recorded = _boot_files.recorded()
     # An empty record belongs to no unit, so any unit removes it.
-    if unit.name in known or (not known and _host.path(_boot_files.RECORD).exists()):
+    if unit.name in recorded or (not recorded and _host.path(_boot_files.RECORD).exists()):
         yield _boot_files.RECORD
     if not _units_left() and _host.path(LIBRARY).exists():
         yield LIBRARY
@@ -271,11 +273,11 @@ def _remove_folders(unit: Unit) -> None:
 
 def _files(unit: Unit) -> dict[str, tuple[str, int]]:
     library = {path: (text, 0o644) for path, text in _library(unit).items()}
-    own = {**library, **_boot_files.frame(unit)}
+    files = {**library, **_boot_files.frame(unit)}
     if not unit.borrowed:
         settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
-        own[unit.settings_path] = (settings, 0o644)
-    return own
+        files[unit.settings_path] = (settings, 0o644)
+    return files
 
 
 def _library(unit: Unit) -> dict[str, str]:
@@ -287,8 +289,8 @@ def _digests(unit: Unit) -> dict[str, str]:
     return {path: _file_edits.digest(text.encode()) for path, text in _library(unit).items()}
 
 
-def _is(absolute: str, wanted: tuple[str, int]) -> bool:
-    text, mode = wanted
+def _is(absolute: str, expected: tuple[str, int]) -> bool:
+    text, mode = expected
     return _file_edits.digest_of(absolute) == _file_edits.digest(text.encode()) and not (
         stat.S_IMODE(_host.path(absolute).stat().st_mode) ^ mode
     )
@@ -312,9 +314,9 @@ def _notify_ready() -> None:
     """Notify systemd, if it requested that, that the unit counts as started."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
             # An @ stands for the leading zero byte of an abstract socket name.
-            told.sendto(b"READY=1", address.replace("@", "\0", 1))
+            notifier.sendto(b"READY=1", address.replace("@", "\0", 1))
         # Programs started from here are not the unit's main process and must not notify.
         del os.environ["NOTIFY_SOCKET"]
 

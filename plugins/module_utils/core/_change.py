@@ -141,7 +141,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         return outcome
 
     outcome.changed = False
-    told: list[Refusal] = []
+    reported: list[Refusal] = []
     for step in outcome.plan.steps:
         try:
             evidence = subject.apply(params, step)
@@ -150,7 +150,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
             if step.soft:
-                told.append(refusal)
+                reported.append(refusal)
                 continue
             outcome.failure = subject.recover(params, outcome.steps_done, step, refusal)
             outcome.failed_step = step.name
@@ -163,15 +163,15 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         outcome.steps_done.append(step)
         if evidence is not None:
             outcome.evidence[step.name] = evidence
-    _verify(subject, params, outcome, told)
+    _verify(subject, params, outcome, reported)
     return outcome
 
 
 def _unforeseen(step: Step, problem: Exception) -> Refusal:
     """A system error of a step as a refusal, so that completed steps are restored after it too."""
     frames = traceback.extract_tb(problem.__traceback__)
-    own = [frame for frame in frames if "/plugins/" in frame.filename] or frames
-    where = f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"
+    plugin_frames = [frame for frame in frames if "/plugins/" in frame.filename] or frames
+    where = f"{plugin_frames[-1].filename.rpartition('/')[2]}:{plugin_frames[-1].lineno}"
     return Refusal(
         "system_error",
         expected=f"{step.name} of {step.subject} to be done",
@@ -180,7 +180,7 @@ def _unforeseen(step: Step, problem: Exception) -> Refusal:
     )
 
 
-def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refusal]) -> None:
+def _verify(subject: Subject, params: Params, outcome: Outcome, reported: list[Refusal]) -> None:
     """A change counts only when a second read leaves no open step."""
     state = subject.observe(params)
     outcome.facts = subject.facts(params, state)
@@ -190,9 +190,12 @@ def _verify(subject: Subject, params: Params, outcome: Outcome, told: list[Refus
     elif left := [step for step in rest.steps if not step.soft]:
         outcome.failure, outcome.failed_step = _still_open(left), "verify"
     # A soft step's own message is not repeated.
-    found = [*told, *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in told})]
+    doubts = [
+        *reported,
+        *(doubt for doubt in rest.doubts if doubt.code not in {d.code for d in reported}),
+    ]
     soft = [step for step in rest.steps if step.soft]
-    outcome.doubts = found or ([_still_open(soft)] if soft else [])
+    outcome.doubts = doubts or ([_still_open(soft)] if soft else [])
 
 
 def _still_open(steps: Sequence[Step]) -> Refusal:
@@ -241,10 +244,10 @@ def attend(
     failure returns the values too, because they are its evidence.
     """
     try:
-        found, refusal = watch(module.params, module.check_mode)
+        facts, refusal = watch(module.params, module.check_mode)
     except Refusal as invalid:
-        found, refusal = {}, invalid
+        facts, refusal = {}, invalid
     if refusal is None:
-        module.exit_json(changed=False, **found)
+        module.exit_json(changed=False, **facts)
         return
-    module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **found)
+    module.fail_json(msg=str(refusal), error=refusal.document(), changed=False, **facts)

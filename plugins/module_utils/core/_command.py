@@ -60,11 +60,11 @@ def run(
             remedy="look at the host before trying again",
         ) from late
     if done.returncode not in ok:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
+        message = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
         raise Refusal(
             "command_failed",
             expected=f"`{shown}` to exit with {' or '.join(map(str, ok))}",
-            found=f"exit {done.returncode}: {said}",
+            found=f"exit {done.returncode}: {message}",
             remedy="see the text of the program",
         )
     return Result(done.returncode, done.stdout, done.stderr)

@@ -24,22 +24,22 @@ def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
     mode: the required mode, if a wrong mode has consequences: a program that may not be run.
     """
     try:
-        found = _host.kept(path)
+        existing = _host.kept(path)
     except Refusal as unreadable:
         return [f"{unreadable.code}: {unreadable.found}"]
     if text is None:
-        return [] if found is None else [f"{path} is there, and bootstrap writes none"]
-    if found is None:
+        return [] if existing is None else [f"{path} is there, and bootstrap writes none"]
+    if existing is None:
         return [f"{path} is missing"]
-    if found != text.strip():
-        return [f"{path} is not what bootstrap writes: {_difference(text.strip(), found)}"]
+    if existing != text.strip():
+        return [f"{path} is not what bootstrap writes: {_difference(text.strip(), existing)}"]
     has = _host.path(path).stat().st_mode
     if mode is not None and stat.S_IMODE(has) != mode:
         return [f"{path} has mode {stat.S_IMODE(has):04o}, not {mode:04o}"]
     return []
 
 
-def unlike_settings(path: str, wanted: Mapping[str, Any]) -> list[str]:
+def unlike_settings(path: str, settings: Mapping[str, Any]) -> list[str]:
     """The same for settings. They are compared as data, because their layout does not matter."""
     try:
         there = json.loads(_host.read(path) or "null")
@@ -47,10 +47,10 @@ def unlike_settings(path: str, wanted: Mapping[str, Any]) -> list[str]:
         there = None
     if there is None:
         return [f"{path} is missing or unreadable"]
-    if there == wanted:
+    if there == settings:
         return []
     kept = there if isinstance(there, dict) else {}
-    differing = [key for key in sorted({*wanted, *kept}) if kept.get(key) != wanted.get(key)]
+    differing = [key for key in sorted({*settings, *kept}) if kept.get(key) != settings.get(key)]
     return [f"{path} has another {', '.join(differing)} than the profile"]
 
 
@@ -66,11 +66,11 @@ def digest_of(path: str) -> str:
         return ""
 
 
-def _difference(wanted: str, found: str) -> str:
+def _difference(expected: str, existing: str) -> str:
     """The first different line. It identifies the edit, and a report never shows a whole foreign
     file.
     """
-    rows, there = wanted.split("\n"), found.split("\n")
+    rows, there = expected.split("\n"), existing.split("\n")
     first = next((row for row in there if row not in rows), "")
     lost = next((row for row in rows if row not in there), "")
     return f"has {first!r}" if first else f"lacks {lost!r}" if lost else "has its lines otherwise"

@@ -75,10 +75,10 @@ def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
     Any other content is a Refusal with this code, and never an empty record.
     """
     try:
-        found = json.loads(path(absolute).read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-        broken: Exception = TypeError(f"a {type(found).__name__}")
+        parsed = json.loads(path(absolute).read_text(encoding="utf-8"))
+        if isinstance(parsed, dict):
+            return parsed
+        broken: Exception = TypeError(f"a {type(parsed).__name__}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as problem:
@@ -103,14 +103,14 @@ def unreadable(absolute: str, broken: OSError) -> Refusal:
 
 def shown(text: str) -> str:
     """A printable form of a name or line for plans and results."""
-    told = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
-    return told.replace("\0", "\\x00")
+    decoded = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return decoded.replace("\0", "\\x00")
 
 
 def _why(problem: Exception) -> str:
     """The message without the path of an OSError, which includes the current root."""
-    said = problem.strerror if isinstance(problem, OSError) else None
-    return said or str(problem) or type(problem).__name__
+    reason = problem.strerror if isinstance(problem, OSError) else None
+    return reason or str(problem) or type(problem).__name__
 
 
 def write(absolute: str, text: str, mode: int = 0o644) -> None:

@@ -36,21 +36,21 @@ def recall(subject: str) -> dict[str, Any] | None:
 
 
 def remember_steps(
-    subject: str, known: Mapping[str, Any] | None, new: Mapping[str, Any]
+    subject: str, snapshot: Mapping[str, Any] | None, new: Mapping[str, Any]
 ) -> list[_change.Step]:
     """A step that adds missing values to the record; [] when it is complete."""
-    added = {key: value for key, value in new.items() if key not in (known or {})}
-    if known is not None and not added:
+    added = {key: value for key, value in new.items() if key not in (snapshot or {})}
+    if snapshot is not None and not added:
         return []
-    after = {**added, **(known or {})}
-    return [_change.Step(REMEMBER, file_of(subject), dict(known) if known else None, after)]
+    after = {**added, **(snapshot or {})}
+    return [_change.Step(REMEMBER, file_of(subject), dict(snapshot) if snapshot else None, after)]
 
 
-def forget_steps(subject: str, known: Mapping[str, Any] | None) -> list[_change.Step]:
+def forget_steps(subject: str, snapshot: Mapping[str, Any] | None) -> list[_change.Step]:
     """The last step of a way back."""
-    if known is None:
+    if snapshot is None:
         return []
-    return [_change.Step(FORGET, file_of(subject), dict(known), None)]
+    return [_change.Step(FORGET, file_of(subject), dict(snapshot), None)]
 
 
 def apply(step: _change.Step) -> None:

@@ -119,8 +119,8 @@ def machine_taken(allocation_id: str) -> list[Refusal]:
     machine = load(MACHINE)
     # A request without an allocation id never matches a hold, even if the ledger entry has no
     # allocation id either.
-    own = allocation_id != "" and machine.allocation_id == allocation_id
-    if own or not (machine.allocation_id or machine.dirty):
+    is_holder = allocation_id != "" and machine.allocation_id == allocation_id
+    if is_holder or not (machine.allocation_id or machine.dirty):
         return []
     since = f", the tenant's since {machine.dirty_at}" if machine.dirty else ""
     return [
@@ -198,12 +198,12 @@ def give_up(slot_id: str, *, fence: int, allocation_id: str, reason: str) -> Ent
         entry = check(slot_id, fence)
         if entry.allocation_id != allocation_id:
             raise not_its_holder(entry, allocation_id)
-        told: dict[str, object] = {
+        record: dict[str, object] = {
             "at": _host.now(),
             "allocation_id": allocation_id,
             "reason": reason,
         }
-        return _save(replace(entry, fence=fence, allocation_id="", written_off=told))
+        return _save(replace(entry, fence=fence, allocation_id="", written_off=record))
 
 
 def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:

@@ -21,7 +21,7 @@ def render(rows: Iterable[str]) -> str:
 
 def block_of(text: str) -> str:
     """The managed block of a file, marks included."""
-    return "".join(found.group() for found in _PART.finditer(text))
+    return "".join(match.group() for match in _PART.finditer(text))
 
 
 def without_block(text: str) -> str:

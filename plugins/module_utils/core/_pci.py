@@ -147,13 +147,13 @@ def link(address: str) -> str:
     return _LINK_CLASSES.get(read(address).class_code[:4], "")
 
 
-def unlike_link(address: str, wanted: str) -> str:
-    """Reason why the function does not fit a fabric with link `wanted`; "" when it may fit."""
+def unlike_link(address: str, expected: str) -> str:
+    """Reason why the function does not fit a fabric with link `expected`; "" when it may fit."""
     has = link(address)
-    if has and has == wanted:
+    if has and has == expected:
         return ""
     shown = f"{address} is {has}" if has else f"{address} shows no link"
-    return f"{shown}, the fabric is {wanted}" if wanted else f"{shown}; the profile names none"
+    return f"{shown}, the fabric is {expected}" if expected else f"{shown}; the profile names none"
 
 
 def answers(address: str) -> bool:

@@ -39,11 +39,15 @@ def resumed(
     left = Counter(kind for kind in used.filesystems.values() if kind == _signature.RAW)
     kinds: Counter[str] = Counter(approved.get("filesystems") or ())
     kinds |= Counter(begun.get("filesystems") or ())
-    known = approved.get("signatures")
-    if known is not None:
+    approved_signatures = approved.get("signatures")
+    if approved_signatures is not None:
         raw = [sign for sign in signatures if sign.startswith(f"{_signature.RAW}@")]
-        known = [*known, *(begun.get("signatures") or ()), *raw]
-    return {**approved, "filesystems": sorted((kinds | left).elements()), "signatures": known}
+        approved_signatures = [*approved_signatures, *(begun.get("signatures") or ()), *raw]
+    return {
+        **approved,
+        "filesystems": sorted((kinds | left).elements()),
+        "signatures": approved_signatures,
+    }
 
 
 def _made_since(begun: Approval, used: _block.Usage, signatures: Sequence[str]) -> bool:
@@ -96,9 +100,9 @@ def exceeded(
     kinds = Counter(used.filesystems.values()) - Counter(approved.get("filesystems") or ())
     more += sorted(kinds.elements())
     # An approval from a report without signatures is limited by mounts and types only.
-    known = approved.get("signatures")
-    if known is not None:
-        more += [sign for sign in signatures if sign not in known]
+    approved_signatures = approved.get("signatures")
+    if approved_signatures is not None:
+        more += [sign for sign in signatures if sign not in approved_signatures]
     if more:
         yield Refusal(
             "changed_since_approval",

@@ -58,16 +58,16 @@ def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refus
     free data disk. exclude: models beyond the known boot cards.
     """
     excluded = _disk.excluded(disk, exclude)
-    found = used.findings()
-    codes = [code for code, _why in found]
-    if not found:
+    findings = used.findings()
+    codes = [code for code, _why in findings]
+    if not findings:
         return excluded
     return [
         *excluded,
         Refusal(
             "os_disk" if "os_disk" in codes else "disk_in_use",
             expected=f"{disk.label} not in use by anything",
-            found="; ".join(f"{code}: {text}" for code, text in found),
+            found="; ".join(f"{code}: {text}" for code, text in findings),
             remedy="stop what uses it, or choose another disk; nothing is taken away by force",
         ),
     ]
@@ -173,11 +173,11 @@ def _unreadable(disk: Disk, broken: OSError) -> Refusal:
 def _busy(disk: Disk, who: str) -> Refusal:
     """The visible users of the disk; otherwise the call that failed."""
     try:
-        found = refusals(disk, _usage.usage(disk))
+        blockers = refusals(disk, _usage.usage(disk))
     except OSError:
-        found = refusals(disk, _usage.claims(disk))
-    if found:
-        return found[0]
+        blockers = refusals(disk, _usage.claims(disk))
+    if blockers:
+        return blockers[0]
     return Refusal(
         "disk_in_use",
         expected=f"{disk.label} free to be claimed",

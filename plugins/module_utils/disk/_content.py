@@ -31,7 +31,9 @@ _SPOT = 64 * 1024
 def partitions(disk: _disk.Disk) -> list[str]:
     """The kernel's current names of the disk's partitions."""
     folder = f"/sys/class/block/{disk.kernel_name}"
-    return [one for one in _host.listed(folder) if _host.path(f"{folder}/{one}/partition").exists()]
+    return [
+        name for name in _host.listed(folder) if _host.path(f"{folder}/{name}/partition").exists()
+    ]
 
 
 def attribute(name: str, what: str) -> str | None:
@@ -53,24 +55,24 @@ def extents(disk: _disk.Disk, descriptor: int) -> Extents:
 
     Partitions that exist only in the disk's own table get the kernel's naming.
     """
-    found = known_extents(disk)
+    places = known_extents(disk)
     listed = _partitions.table(descriptor, disk.size_bytes, _block_size(disk))
     for number, place in listed.items():
-        if place not in found.values():
+        if place not in places.values():
             name = f"{disk.kernel_name}p{number}"
-            found[f"{name}@{place[0]}" if name in found else name] = place
-    return found
+            places[f"{name}@{place[0]}" if name in places else name] = place
+    return places
 
 
 def known_extents(disk: _disk.Disk) -> Extents:
     """The same without the disk's own table: the kernel's current view."""
-    found = {disk.kernel_name: (0, disk.size_bytes)}
+    places = {disk.kernel_name: (0, disk.size_bytes)}
     for name in partitions(disk):
         start, size = attribute(name, "start"), attribute(name, "size")
         # A partition that is gone covers nothing; its bytes are then checked as the disk's.
         if start and size:
-            found[name] = (int(start) * 512, int(size) * 512)
-    return found
+            places[name] = (int(start) * 512, int(size) * 512)
+    return places
 
 
 def _block_size(disk: _disk.Disk) -> int:
@@ -87,12 +89,12 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
         with _opened(disk) as opened:
             return marks(disk, opened)
     places = extents(disk, descriptor)
-    found = {
+    by_place = {
         name: _signature.scan(descriptor, start, length) for name, (start, length) in places.items()
     }
-    for name, raw in _unexplained(disk, descriptor, places, found):
-        found[name] = [raw, *found[name]]
-    return {name: signs for name, signs in found.items() if signs}
+    for name, raw in _unexplained(disk, descriptor, places, by_place):
+        by_place[name] = [raw, *by_place[name]]
+    return {name: signs for name, signs in by_place.items() if signs}
 
 
 def signatures(disk: _disk.Disk, descriptor: int | None = None) -> dict[str, str]:
@@ -105,8 +107,8 @@ def both(disk: _disk.Disk) -> tuple[dict[str, str], list[str]]:
     reads.
     """
     with _opened(disk) as descriptor:
-        found = marks(disk, descriptor)
-        return _types(found), _named(descriptor, found)
+        by_place = marks(disk, descriptor)
+        return _types(by_place), _named(descriptor, by_place)
 
 
 def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
@@ -120,12 +122,12 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     return _named(descriptor, marks(disk, descriptor))
 
 
-def _types(found: Marks) -> dict[str, str]:
-    return {name: signs[0].type for name, signs in found.items()}
+def _types(by_place: Marks) -> dict[str, str]:
+    return {name: signs[0].type for name, signs in by_place.items()}
 
 
-def _named(descriptor: int, found: Marks) -> list[str]:
-    every = [mark for signs in found.values() for mark in signs]
+def _named(descriptor: int, by_place: Marks) -> list[str]:
+    every = [mark for signs in by_place.values() for mark in signs]
     return sorted({_signature.describe(descriptor, mark) for mark in every})
 
 
@@ -138,7 +140,10 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
         return {
             name: _signature.pool(descriptor, start) or "?"
             for name, (start, length) in extents(disk, descriptor).items()
-            if any(one.type == "zfs_member" for one in _signature.scan(descriptor, start, length))
+            if any(
+                signature.type == "zfs_member"
+                for signature in _signature.scan(descriptor, start, length)
+            )
         }
 
 
@@ -153,17 +158,17 @@ def _opened(disk: _disk.Disk) -> Iterator[int]:
 
 
 def _unexplained(
-    disk: _disk.Disk, descriptor: int, places: Extents, found: Marks
+    disk: _disk.Disk, descriptor: int, places: Extents, by_place: Marks
 ) -> Iterator[tuple[str, _signature.Signature]]:
     """Bytes on the disk or on a partition that belong to no signature."""
     whole = disk.kernel_name
-    if any(one.type not in _signature.TABLES for one in found[whole]):
+    if any(signature.type not in _signature.TABLES for signature in by_place[whole]):
         return  # a filesystem or a member that covers the whole disk
     for name, (start, length) in places.items():
-        if name != whole and not found[name]:
+        if name != whole and not by_place[name]:
             yield from _raw(descriptor, name, start, length)
     # Tables and boot code lie at both ends.
-    edge = MIB if found[whole] else 0
+    edge = MIB if by_place[whole] else 0
     records = _partitions.chain(descriptor, _block_size(disk))
     for start, end in _gaps(places, records, whole, edge):
         raw = list(_raw(descriptor, whole, start, end - start))

@@ -42,15 +42,15 @@ def call(descriptor: int, request: int, buffer: bytearray) -> int:
 
 def number(descriptor: int) -> str:
     """The device number as sysfs writes it, `259:0`."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISBLK(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISBLK(status.st_mode):
         raise Refusal(
             "not_a_block_device",
             expected="a block device",
-            found=f"a file of mode {stat.filemode(found.st_mode)}",
+            found=f"a file of mode {stat.filemode(status.st_mode)}",
             remedy="pass the /dev/disk/by-id/nvme-eui.* path of the disk",
         )
-    return f"{os.major(found.st_rdev)}:{os.minor(found.st_rdev)}"
+    return f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
 
 
 def size(descriptor: int) -> int:

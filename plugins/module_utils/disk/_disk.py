@@ -57,22 +57,22 @@ class Disk:
 
     def is_known_as(self, identifier: str) -> bool:
         """Whether `identifier` (hex, with or without `eui.`) belongs to the disk."""
-        known = [self.disk_identity, self.eui, self.nguid]
-        return disk_identity(identifier) in {disk_identity(name) for name in known if name}
+        identifiers = [self.disk_identity, self.eui, self.nguid]
+        return disk_identity(identifier) in {disk_identity(name) for name in identifiers if name}
 
 
 def disks() -> list[Disk]:
     """Every whole namespace, by kernel name, without the single paths of a multipath namespace."""
     links = _links()
-    found = []
+    present = []
     for name in sorted(_names()):
         try:
             disk = _identified(name)
         except (OSError, Refusal):
             continue  # gone, silent or not a device: unusable
-        own = next((link for link in links.get(name, []) if disk.is_known_as(link)), "")
-        found.append(replace(disk, by_id=own))
-    return found
+        by_id = next((link for link in links.get(name, []) if disk.is_known_as(link)), "")
+        present.append(replace(disk, by_id=by_id))
+    return present
 
 
 def why_unknown(name: str) -> str:
@@ -118,8 +118,8 @@ def resolve(path: str) -> Disk:
         if not disk.is_known_as(path):
             raise mismatch(path, _digits(path), _digits(disk.disk_identity), "identifier")
         return replace(disk, by_id=path)
-    own = next((link for link in _links().get(name, []) if disk.is_known_as(link)), "")
-    return replace(disk, by_id=own)
+    by_id = next((link for link in _links().get(name, []) if disk.is_known_as(link)), "")
+    return replace(disk, by_id=by_id)
 
 
 def of_slot(slot: Mapping[str, Any]) -> Disk:
@@ -159,7 +159,7 @@ def excluded(disk: Disk, models: Iterable[str] = ()) -> list[Refusal]:
     models: parts of model names in addition to the known boot cards.
     """
     model = re.sub(r"[\s_-]", "", disk.model).upper()
-    card = any(known in model for known in BOOT_CARDS)
+    card = any(boot_card in model for boot_card in BOOT_CARDS)
     if not card and not any(named and named in disk.model for named in models):
         return []
     return [
@@ -172,11 +172,11 @@ def excluded(disk: Disk, models: Iterable[str] = ()) -> list[Refusal]:
     ]
 
 
-def mismatch(named: str, wanted: str, found: str, what: str) -> Refusal:
+def mismatch(named: str, expected: str, found: str, what: str) -> Refusal:
     """The refusal of a device that is not the approved disk."""
     return Refusal(
         "identity_mismatch",
-        expected=f"{what} {wanted!r} on {named}",
+        expected=f"{what} {expected!r} on {named}",
         found=f"{found!r}, read from the device",
         remedy="discover the node again and approve what is there; do not touch this disk",
     )
@@ -185,19 +185,19 @@ def mismatch(named: str, wanted: str, found: str, what: str) -> Refusal:
 def of_descriptor(descriptor: int) -> Disk:
     """The disk behind an open descriptor, as the device identifies itself; by_id is left empty."""
     devt = _device.number(descriptor)
-    said = _nvme_admin.identify(descriptor)
-    identifier = said.nguid or said.eui
+    identity = _nvme_admin.identify(descriptor)
+    identifier = identity.nguid or identity.eui
     if not identifier:
         raise OSError("the namespace has neither NGUID nor EUI64")
     return Disk(
         disk_identity=disk_identity(identifier),
         by_id="",
         kernel_name=name_of(devt),
-        serial=said.serial,
-        eui=said.eui,
-        nguid=said.nguid,
+        serial=identity.serial,
+        eui=identity.eui,
+        nguid=identity.nguid,
         size_bytes=_device.size(descriptor),
-        model=said.model,
+        model=identity.model,
         devt=devt,
     )
 
@@ -217,8 +217,8 @@ def pci_addresses(disk: Disk) -> list[str]:
     """The disk's PCI functions: one, or several behind a multipath name."""
     parent = _host.path(f"/sys/class/block/{disk.kernel_name}/device").resolve()
     controllers = [parent] if (parent / "address").is_file() else sorted(parent.glob("nvme*"))
-    found = (controller / "address" for controller in controllers if controller.is_dir())
-    return [address.read_text().strip() for address in found if address.is_file()]
+    files = (controller / "address" for controller in controllers if controller.is_dir())
+    return [address.read_text().strip() for address in files if address.is_file()]
 
 
 def _identified(name: str) -> Disk:
@@ -244,13 +244,13 @@ def _names() -> list[str]:
 
 def _links() -> dict[str, list[str]]:
     """by-id paths by kernel name."""
-    found: dict[str, list[str]] = {}
+    links: dict[str, list[str]] = {}
     folder = _host.path("/dev/disk/by-id")
     for link in sorted(folder.glob("nvme-eui.*")) if folder.is_dir() else []:
         if link.is_symlink():
             name = link.readlink().name
-            found.setdefault(name, []).append(f"/dev/disk/by-id/{link.name}")
-    return found
+            links.setdefault(name, []).append(f"/dev/disk/by-id/{link.name}")
+    return links
 
 
 def _target(path: str) -> str:

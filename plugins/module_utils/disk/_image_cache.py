@@ -112,9 +112,9 @@ def _checked(path: str, digest: str, size_bytes: int) -> Index:
     if before is None:
         raise missing(path)
     with _host.path(path).open("rb") as source:
-        found, chunks = measure(source.fileno(), before.size_bytes)
-    if found != digest or before.size_bytes != size_bytes:
-        raise mismatch(path, digest, f"{found}, {before.size_bytes} bytes", size_bytes)
+        measured, chunks = measure(source.fileno(), before.size_bytes)
+    if measured != digest or before.size_bytes != size_bytes:
+        raise mismatch(path, digest, f"{measured}, {before.size_bytes} bytes", size_bytes)
     return Index(digest, before, CHUNK, chunks)
 
 
@@ -182,9 +182,9 @@ def _ahead(
     """Chunks with their digest; the next is read while the caller works on the current chunk."""
 
     def load(number: int) -> tuple[memoryview, str]:
-        wanted = min(CHUNK, size - number * CHUNK)
-        view = memoryview(buffers[number % 2])[:wanted]
-        if _device.fill(descriptor, view, number * CHUNK) != wanted:
+        length = min(CHUNK, size - number * CHUNK)
+        view = memoryview(buffers[number % 2])[:length]
+        if _device.fill(descriptor, view, number * CHUNK) != length:
             raise OSError(f"the file ended inside chunk {number}")
         return view, chunk_digest(view)
 

@@ -143,8 +143,8 @@ def _copy_chunk(source: int, descriptor: int, piece: Piece, buffer: mmap.mmap) -
 def _all(threads: ThreadPoolExecutor, work: Iterator[Future[None]]) -> None:
     """Wait for all; the first failure cancels the work that has not started."""
     try:
-        for one in as_completed(list(work)):
-            one.result()
+        for future in as_completed(list(work)):
+            future.result()
     except BaseException:
         threads.shutdown(wait=True, cancel_futures=True)
         raise

@@ -11,7 +11,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 
 
-def steps(found: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
+def steps(mounts: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
     """Unmount these mounts, the last mounted first; each step keeps the data for its remount.
 
     place, origin: exact bytes of mount point and source, because their printable forms lose bytes.
@@ -31,16 +31,16 @@ def steps(found: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
                 "origin": _kept(mount.origin),
             },
         )
-        for mount in reversed(found)
+        for mount in reversed(mounts)
     ]
 
 
-def covered(found: Sequence[_usage.Mount], table: Sequence[_usage.Mount]) -> list[Refusal]:
+def covered(mounts: Sequence[_usage.Mount], table: Sequence[_usage.Mount]) -> list[Refusal]:
     """Mounts that another mount covers; `umount` would take the upper mount instead."""
-    numbers = {mount.devt for mount in found}
+    numbers = {mount.devt for mount in mounts}
     hidden = {
         mount.point: upper
-        for mount in found
+        for mount in mounts
         if (upper := _usage.uppermost(table, mount.place)) and upper.devt not in numbers
     }
     return [_covered(point, upper) for point, upper in sorted(hidden.items())]

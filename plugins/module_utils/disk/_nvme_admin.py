@@ -68,7 +68,7 @@ def parse(namespace: int, controller: bytes, described: bytes, active: bytes) ->
     flbas, protection = described[26], described[29]
     # CDW10 of Format NVM: LBAF 3:0, metadata 4, protection type 7:5, its place 8, LBAF high 13:12.
     setting = flbas & 0x1F | (protection & 0xF) << 5 | (flbas >> 5 & 3) << 12
-    others = sum(1 for (found,) in struct.iter_unpack("<I", active) if found not in (0, namespace))
+    others = sum(1 for (other,) in struct.iter_unpack("<I", active) if other not in (0, namespace))
     return Identity(
         serial=_text(controller[4:24]),
         model=_text(controller[24:64]),

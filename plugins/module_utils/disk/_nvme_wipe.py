@@ -40,15 +40,15 @@ def erase(descriptor: int, disk: Disk, methods: Sequence[str]) -> dict[str, Any]
     """Erase with the first method whose read-back finds zeros; returns the sealed proof."""
     started = _host.now()
     marks = clear_signatures(descriptor, disk)
-    said = _nvme_admin.identify(descriptor)
+    identity = _nvme_admin.identify(descriptor)
     attempts: list[dict[str, Any]] = []
     for method in methods:
-        if not said.supports(method):
+        if not identity.supports(method):
             attempts.append({"method": method, "outcome": "not supported by the controller"})
             continue
         chosen = _proof.samples(disk.size_bytes, marks, os.urandom(16))
         try:
-            status = _run(descriptor, disk, said, method)
+            status = _run(descriptor, disk, identity, method)
             left = _proof.residue(descriptor, chosen) if status["status"] == 0 else []
         except OSError as failed:
             attempts.append({"method": method, "outcome": f"failed: {failed}"})
@@ -78,7 +78,8 @@ def erase(descriptor: int, disk: Disk, methods: Sequence[str]) -> dict[str, Any]
     raise Refusal(
         "wipe_not_verified",
         expected=f"one of {', '.join(methods)} to leave nothing but zeros on {disk.disk_identity}",
-        found="; ".join(f"{one['method']}: {one['outcome']}" for one in attempts) or "no method",
+        found="; ".join(f"{attempt['method']}: {attempt['outcome']}" for attempt in attempts)
+        or "no method",
         remedy="keep the slot blocked; replace the disk, or allow a method that it supports",
     )
 
@@ -129,29 +130,31 @@ def _outwards(start: int, length: int, size: int) -> tuple[int, int]:
     return start - start % ALIGN, min(-(-(start + length) // ALIGN) * ALIGN, size)
 
 
-def _run(descriptor: int, disk: Disk, said: _nvme_admin.Identity, method: str) -> dict[str, Any]:
+def _run(
+    descriptor: int, disk: Disk, identity: _nvme_admin.Identity, method: str
+) -> dict[str, Any]:
     """Run a method over the whole disk; `status` is 0 when the device reports success."""
     whole = (0, disk.size_bytes)
-    found: dict[str, Any] = {"command": method, "status": 0}
+    attempt: dict[str, Any] = {"command": method, "status": 0}
     if method in _nvme_admin.SECURE_ERASE:
         _device.forget_cache(descriptor)
-        found["command"] = "format_nvm"
-        found["secure_erase_setting"] = _nvme_admin.SECURE_ERASE[method]
-        found["status"] = _nvme_admin.format_namespace(
-            descriptor, said, method, timeout=FORMAT_TIMEOUT_S
+        attempt["command"] = "format_nvm"
+        attempt["secure_erase_setting"] = _nvme_admin.SECURE_ERASE[method]
+        attempt["status"] = _nvme_admin.format_namespace(
+            descriptor, identity, method, timeout=FORMAT_TIMEOUT_S
         )
     elif method == "discard":
         # Discard guarantees nothing about reads, so the whole disk is read and the residue
         # overwritten.
         _device.discard(descriptor, *whole)
-        found["rewritten_bytes"] = _zero_residue(descriptor, disk.size_bytes)
+        attempt["rewritten_bytes"] = _zero_residue(descriptor, disk.size_bytes)
     else:
-        found["command"] = _device.zero(descriptor, *whole)
+        attempt["command"] = _device.zero(descriptor, *whole)
     os.fsync(descriptor)
     _device.forget_cache(descriptor)
     if (size := _device.size(descriptor)) != disk.size_bytes:
-        found["status"] = f"size changed from {disk.size_bytes} to {size}"
-    return found
+        attempt["status"] = f"size changed from {disk.size_bytes} to {size}"
+    return attempt
 
 
 def _zero_residue(descriptor: int, size: int) -> int:

@@ -38,9 +38,9 @@ def _gpt(descriptor: int, size: int) -> list[tuple[int, int, int]]:
         for at in (block, size - block):
             header = _device.read(descriptor, at, 92)
             if len(header) == 92 and header.startswith(b"EFI PART"):
-                found = list(_gpt_entries(descriptor, header, block, size))
-                if found:
-                    return found
+                entries = list(_gpt_entries(descriptor, header, block, size))
+                if entries:
+                    return entries
     return []
 
 
@@ -60,13 +60,13 @@ def _gpt_entries(
 
 def _dos(descriptor: int, block: int) -> list[tuple[int, int, int]]:
     """Partitions by number; 0 for the records that make up an extended partition."""
-    found = []
+    entries = []
     for number, (kind, first, count) in enumerate(_dos_entries(descriptor, 0), start=1):
         if kind in _EXTENDED:
-            found += list(_logical(descriptor, block, first))
+            entries += list(_logical(descriptor, block, first))
         elif kind and kind != _PROTECTIVE:
-            found.append((number, first * block, count * block))
-    return found
+            entries.append((number, first * block, count * block))
+    return entries
 
 
 def _logical(descriptor: int, block: int, base: int) -> Iterator[tuple[int, int, int]]:

@@ -40,15 +40,15 @@ def samples(size: int, marks: Iterable[int], seed: bytes) -> list[tuple[int, int
 def residue(descriptor: int, chosen: Iterable[tuple[int, int]]) -> list[int]:
     """Offsets of the pieces (up to 1 MiB) of `chosen` that do not read as zeros."""
     buffer, zeros = mmap.mmap(-1, MIB), bytes(MIB)
-    found = []
+    offsets = []
     with memoryview(buffer) as view:
         for start, length in chosen:
             for offset in range(start, start + length, MIB):
-                wanted = min(MIB, start + length - offset)
-                got = _device.fill(descriptor, view[:wanted], offset)
-                if got != wanted or buffer[:got] != zeros[:got]:
-                    found.append(offset)
-    return found
+                piece = min(MIB, start + length - offset)
+                got = _device.fill(descriptor, view[:piece], offset)
+                if got != piece or buffer[:got] != zeros[:got]:
+                    offsets.append(offset)
+    return offsets
 
 
 def seal(proof: Mapping[str, Any]) -> dict[str, Any]:

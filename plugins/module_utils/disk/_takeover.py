@@ -100,7 +100,7 @@ def _claimed(
     names = [disk.kernel_name, *used.children]
     free = [name for name in names if not _usage.mounted([name], mounts)]
     # While a partition is mounted the whole disk cannot be claimed, which proves nothing.
-    for name in (one for one in free if one != disk.kernel_name or not mounts):
+    for name in (name for name in free if name != disk.kernel_name or not mounts):
         try:
             os.close(os.open(_disk.node(name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
         except OSError as refused:
@@ -146,17 +146,17 @@ def steps(device: Device) -> list[_change.Step]:
     """Steps on the device itself, in order; all devices share fstab and manifest."""
     if device.disk is None:
         return []
-    found = _mounting.steps(device.mounts, device.disk_identity)
+    planned = _mounting.steps(device.mounts, device.disk_identity)
     if device.needs_erase():
         before = {
             "partitions": device.used.children,
             "filesystems": device.used.filesystems,
             "signatures": list(device.signatures),
         }
-        found.append(
+        planned.append(
             _change.Step("erase_disk", device.path, before=before, destroys=device.disk_identity)
         )
-    return found
+    return planned
 
 
 def fstab_step(devices: Sequence[Device], moment: str) -> list[_change.Step]:
@@ -179,7 +179,9 @@ def manifest_step(devices: Sequence[Device], directory: str, moment: str) -> lis
         return []
     document = {
         "schema": 1,
-        "fstab_backup": _fstab_entries.BACKUP + moment if any(one.fstab for one in taken) else "",
+        "fstab_backup": _fstab_entries.BACKUP + moment
+        if any(mount.fstab for mount in taken)
+        else "",
         "devices": [document_of(device) for device in taken],
     }
     # The contract requires this suffix; the content is JSON all the same.
@@ -228,10 +230,10 @@ def _use_blockers(
 ) -> Iterator[Refusal]:
     named = f"{device.path} ({device.disk_identity})"
     approved = _approval.resumed(approved, device.begun, device.used, device.signatures)
-    for code, found in device.used.findings():
+    for code, text in device.used.findings():
         if code != "mounted":
             remedy = "choose another disk, or take it out of that use first; nothing is forced"
-            yield Refusal(code, expected=f"{named} free", found=found, remedy=remedy)
+            yield Refusal(code, expected=f"{named} free", found=text, remedy=remedy)
     yield from device.obstacles
     strange = list(_approval.unusual(named, device.used, approved))
     yield from strange

@@ -121,12 +121,12 @@ def usage(disk: _disk.Disk) -> Usage:
 
 def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     """The use of several disks by kernel name, with a single read of mounts, swap and processes."""
-    found = _claims(disks)
+    by_name = _claims(disks)
     for disk in disks:
         kinds, named = _content.both(disk)
-        used = replace(found[disk.kernel_name], filesystems=kinds, signatures=named)
-        found[disk.kernel_name] = _pooled(disk, used) if "zfs_member" in kinds.values() else used
-    return found
+        used = replace(by_name[disk.kernel_name], filesystems=kinds, signatures=named)
+        by_name[disk.kernel_name] = _pooled(disk, used) if "zfs_member" in kinds.values() else used
+    return by_name
 
 
 def claims(disk: _disk.Disk) -> Usage:
@@ -145,16 +145,16 @@ def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
     table, swaps, volumes = mounts(), _swaps(), _volumes()
     held = openers({number for number in numbers.values() if number})
     system = system_devices(table, volumes)
-    found = {}
+    by_name = {}
     for disk in disks:
         names = family[disk.kernel_name]
-        own = {numbers[name] for name in names}
+        disk_numbers = {numbers[name] for name in names}
         stacked = {name: holders(name) for name in names}
         above = [holder for name in names for holder in stacked[name]]
-        processes = [opener for number in own for opener in held.get(number, [])]
-        spanned = {one for volume in volumes if volume & set(names) for one in volume}
-        points = [one.point for one in mounted({*names, *spanned}, table)]
-        found[disk.kernel_name] = Usage(
+        processes = [opener for number in disk_numbers for opener in held.get(number, [])]
+        spanned = {member for volume in volumes if volume & set(names) for member in volume}
+        points = [mount.point for mount in mounted({*names, *spanned}, table)]
+        by_name[disk.kernel_name] = Usage(
             os_disk=bool(set(system) & set(names)),
             system=sorted({point for name in names for point in system.get(name, ())}),
             mounts=points,
@@ -165,16 +165,18 @@ def _claims(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
             lvm=[name for name in above if name.startswith("dm-") and _is_lvm(name)],
             btrfs=sorted(spanned - set(names)),
             holders=[name for name in above if not name.startswith(("md", "dm-"))],
-            qemu_pids=sorted({one.pid for one in processes if one.name.startswith("qemu")}),
+            qemu_pids=sorted(
+                {opener.pid for opener in processes if opener.name.startswith("qemu")}
+            ),
             openers=sorted(
                 {
-                    f"{one.pid}:{one.name}"
-                    for one in processes
-                    if not one.name.startswith(("qemu", *_PASSING))
+                    f"{opener.pid}:{opener.name}"
+                    for opener in processes
+                    if not opener.name.startswith(("qemu", *_PASSING))
                 }
             ),
         )
-    return found
+    return by_name
 
 
 def is_system(point: str) -> bool:
@@ -193,21 +195,21 @@ def system_devices(
     points: count only these mounts. By default, count all mounts of the host's own and those under
     the state of this collection or libvirt.
     """
-    own = _own_devices() if points is None else set()
-    found: dict[str, set[str]] = {}
+    own_devices = _own_devices() if points is None else set()
+    by_name: dict[str, set[str]] = {}
     for mount in table:
         counts = is_system(mount.point) if points is None else mount.point in points
-        if counts or mount.devt in own:
+        if counts or mount.devt in own_devices:
             for name in _below(_disk.name_of(mount.devt) or node_name(mount.source), volumes):
-                found.setdefault(name, set()).add(mount.point)
-    return found
+                by_name.setdefault(name, set()).add(mount.point)
+    return by_name
 
 
 def carries(disk: _disk.Disk, points: Collection[str]) -> list[str]:
     """The `points` that are mounted from the disk, through any intermediate devices."""
-    found = system_devices(mounts(), _volumes(), points)
+    by_name = system_devices(mounts(), _volumes(), points)
     names = [disk.kernel_name, *partitions(disk)]
-    return sorted({point for name in names for point in found.get(name, ())})
+    return sorted({point for name in names for point in by_name.get(name, ())})
 
 
 def mounts() -> list[Mount]:
@@ -217,7 +219,7 @@ def mounts() -> list[Mount]:
     A malformed row is skipped: otherwise any user who may mount could block the check of every
     disk. A mount hidden that way is still claimed in the kernel.
     """
-    rows, found = _rows(_MOUNTS), []
+    rows, parsed = _rows(_MOUNTS), []
     if rows is None:
         raise Refusal(
             "file_unreadable",
@@ -232,7 +234,7 @@ def mounts() -> list[Mount]:
             continue
         (devt, root, point, options), (kind, source) = first[2:6], last[:2]
         place, origin, inside = (unescape(name) for name in (point, source, root))
-        found.append(
+        parsed.append(
             Mount(
                 point=_host.shown(place),
                 devt=devt,
@@ -244,13 +246,13 @@ def mounts() -> list[Mount]:
                 origin=origin,
             )
         )
-    return found
+    return parsed
 
 
 def mounted(names: Collection[str], table: Sequence[Mount]) -> list[Mount]:
     """The mounts from the devices `names`, by device number or by source."""
     numbers = {number for name in names if (number := _number(name))}
-    return [one for one in table if one.devt in numbers or node_name(one.source) in names]
+    return [mount for mount in table if mount.devt in numbers or node_name(mount.source) in names]
 
 
 def uppermost(table: Sequence[Mount], place: str) -> Mount | None:
@@ -261,7 +263,7 @@ def uppermost(table: Sequence[Mount], place: str) -> Mount | None:
 def holders(name: str) -> list[str]:
     """Devices stacked on a device: kernel names of all layers above."""
     direct = _host.listed(f"/sys/class/block/{name}/holders")
-    return [*direct, *(upper for one in direct for upper in holders(one))]
+    return [*direct, *(upper for holder in direct for upper in holders(holder))]
 
 
 def openers(numbers: Collection[str]) -> dict[str, list[Opener]]:
@@ -270,15 +272,15 @@ def openers(numbers: Collection[str]) -> dict[str, list[Opener]]:
     By device number, because libvirt gives QEMU its own /dev, through which neither names nor file
     locks are visible.
     """
-    wanted = {os.makedev(*map(int, number.split(":"))): number for number in numbers}
-    found: dict[str, list[Opener]] = {}
+    by_rdev = {os.makedev(*map(int, number.split(":"))): number for number in numbers}
+    by_number: dict[str, list[Opener]] = {}
     for process in _host.path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():
             continue
-        for number in _open_devices(process, wanted):
+        for number in _open_devices(process, by_rdev):
             name = (_host.read(f"/proc/{process.name}/comm") or "?").strip()
-            found.setdefault(number, []).append(Opener(int(process.name), name))
-    return found
+            by_number.setdefault(number, []).append(Opener(int(process.name), name))
+    return by_number
 
 
 def node_name(source: str) -> str:
@@ -302,30 +304,30 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _open_devices(process: Path, wanted: dict[int, str]) -> set[str]:
-    found: set[str] = set()
+def _open_devices(process: Path, by_rdev: dict[int, str]) -> set[str]:
+    open_numbers: set[str] = set()
     try:
         entries = list(os.scandir(process / "fd"))
     except OSError:
-        return found  # the process ended, or is a kernel thread
+        return open_numbers  # the process ended, or is a kernel thread
     for entry in entries:
         try:
             status = entry.stat()
         except OSError:
             continue
-        if stat.S_ISBLK(status.st_mode) and status.st_rdev in wanted:
-            found.add(wanted[status.st_rdev])
-    return found
+        if stat.S_ISBLK(status.st_mode) and status.st_rdev in by_rdev:
+            open_numbers.add(by_rdev[status.st_rdev])
+    return open_numbers
 
 
 def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:
     """The device, the devices below it, and all devices that share a volume with them."""
     if not name:
         return set()
-    found = {name, *(one for volume in volumes if name in volume for one in volume)}
-    for one in [deeper for peer in found for deeper in _slaves(peer)]:
-        found |= _below(one, volumes)
-    return found
+    members = {name, *(member for volume in volumes if name in volume for member in volume)}
+    for slave in [deeper for peer in members for deeper in _slaves(peer)]:
+        members |= _below(slave, volumes)
+    return members
 
 
 def _slaves(name: str) -> list[str]:
@@ -336,7 +338,7 @@ def _volumes() -> list[set[str]]:
     """Devices of each mounted btrfs volume: a mount names one of them, and none has a holder."""
     places = [f"/sys/fs/btrfs/{name}/devices" for name in _host.listed("/sys/fs/btrfs")]
     # A folder without devices is no volume, or was unmounted since the listing.
-    return [found for place in places if (found := set(_host.listed(place)))]
+    return [volume for place in places if (volume := set(_host.listed(place)))]
 
 
 def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
@@ -349,8 +351,8 @@ def _pooled(disk: _disk.Disk, used: Usage) -> Usage:
     imported = {name for name in _host.listed(folder) if _host.path(f"{folder}/{name}").is_dir()}
     if not imported:
         return used
-    told = {pool for name, pool in _content.pools(disk).items() if is_claimed(name)}
-    mine = sorted(imported if "?" in told else imported & told)
+    pools = {pool for name, pool in _content.pools(disk).items() if is_claimed(name)}
+    mine = sorted(imported if "?" in pools else imported & pools)
     points = sorted(
         mount.point
         for mount in mounts()
@@ -377,7 +379,7 @@ def is_claimed(name: str) -> bool:
 
 def _own_devices() -> set[str]:
     """Device numbers of the filesystems with the state of this collection and of libvirt."""
-    found = set()
+    devices = set()
     for place in _OWN_STATE:
         try:
             number = _host.path(place).stat().st_dev
@@ -385,8 +387,8 @@ def _own_devices() -> set[str]:
             continue
         except OSError as broken:
             raise _host.unreadable(place, broken) from broken
-        found.add(f"{os.major(number)}:{os.minor(number)}")
-    return found
+        devices.add(f"{os.major(number)}:{os.minor(number)}")
+    return devices
 
 
 def _on(path: str, points: Collection[str]) -> bool:

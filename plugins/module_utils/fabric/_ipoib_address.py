@@ -56,8 +56,8 @@ def observe(params: Params) -> State:
     # Unsafe values never reach netplan.
     if params.get("state") == "absent" or _unsafe(params):
         return State(written, before)
-    wanted = text(params)
-    refused = _netplan.judge(FILE, wanted).refused if written != wanted.strip() else ""
+    expected = text(params)
+    refused = _netplan.judge(FILE, expected).refused if written != expected.strip() else ""
     interface = _slice_network.interfaces().get(params["interface"])
     return State(written, before, refused, _missing(params, interface), interface is not None)
 
@@ -68,15 +68,15 @@ def plan(params: Params, state: State) -> _change.Plan:
     blockers = (*_unsafe(params), *_impossible(params, state))
     if blockers:
         return _change.Plan(blockers=blockers)
-    wanted, steps = text(params), []
+    expected, steps = text(params), []
     if state.before is None:
         # The absence of a file is recorded too, because a file that later replaces the managed file
         # is not the site's original.
         was = None if state.ours else state.text
         steps += _host_snapshot.remember_steps(RECORD, None, {"text": was})
-    different = state.text != wanted.strip()
+    different = state.text != expected.strip()
     if different:
-        steps.append(_change.Step("write_netplan", FILE, state.text, wanted))
+        steps.append(_change.Step("write_netplan", FILE, state.text, expected))
     # A correct file proves nothing, because a failed apply leaves it in place.
     if different or state.missing:
         lacking = f"without {', '.join(state.missing)}" if state.missing else "another file"
@@ -124,10 +124,10 @@ def _await_live(params: Params) -> None:
         time.sleep(0.5)
 
 
-def _missing(params: Params, found: _slice_network.Interface | None) -> tuple[str, ...]:
+def _missing(params: Params, interface: _slice_network.Interface | None) -> tuple[str, ...]:
     lacking = []
     address, route = params["address"], params["route"]
-    if found is None or address not in found.addresses:
+    if interface is None or address not in interface.addresses:
         lacking.append(f"address {address}")
     ways = _slice_network.ways(route) if route else []
     if route and not any({*way} == {params["interface"]} for way in ways):
@@ -186,9 +186,9 @@ def _address(text: str) -> None:
 
 
 def _impossible(params: Params, state: State) -> list[Refusal]:
-    found = []
+    blockers = []
     if state.refused:
-        found.append(
+        blockers.append(
             Refusal(
                 "netplan_refused",
                 expected=f"netplan to take {FILE} together with the site's own files",
@@ -198,7 +198,7 @@ def _impossible(params: Params, state: State) -> list[Refusal]:
             )
         )
     if not state.there:
-        found.append(
+        blockers.append(
             Refusal(
                 "ipoib_interface_missing",
                 expected=f"an interface {params['interface']} on this host",
@@ -206,4 +206,4 @@ def _impossible(params: Params, state: State) -> list[Refusal]:
                 remedy="correct fabric_interface of the node, or look at the card and at ib_ipoib",
             )
         )
-    return found
+    return blockers

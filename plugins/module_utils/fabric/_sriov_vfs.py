@@ -41,16 +41,16 @@ class State:
 
 def observe(params: _change.Params) -> State:
     before, installed = _recalled(), _boot_service.observe(_unit(params))
-    asked = params
+    selection = params
     if not params["count"]:
         # The profile may have dropped a card or a device id since, and a port may have changed its
         # link type.
         pfs, ids, _link = _served_cards() or ((), (), "")
-        known = [*params["pfs"], *(before or {}), *pfs]
+        addresses = [*params["pfs"], *(before or {}), *pfs]
         kinds = [*params["pf_ids"], *ids]
-        every = {"pfs": [*dict.fromkeys(known)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
-        asked = {**params, **every}
-    live = _virtual_functions.observe(asked)
+        every = {"pfs": [*dict.fromkeys(addresses)], "pf_ids": [*dict.fromkeys(kinds)], "link": ""}
+        selection = {**params, **every}
+    live = _virtual_functions.observe(selection)
     return State(live, installed, before, _served(live, installed))
 
 
@@ -87,8 +87,8 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 def settings(params: _change.Params) -> dict[str, Any]:
     """Settings of the boot service."""
-    told = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
-    return {**told, "link": params.get("link") or ""}
+    fields = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
+    return {**fields, "link": params.get("link") or ""}
 
 
 def _unit(params: _change.Params) -> _boot_service.Unit:
@@ -120,8 +120,8 @@ def _remembering(state: State) -> list[_change.Step]:
 
 
 def _to_give_back(state: State) -> _virtual_functions.State:
-    known = {*(state.before or {}), *state.served}
-    cards = tuple(card for card in state.live.cards if card.address in known)
+    addresses = {*(state.before or {}), *state.served}
+    cards = tuple(card for card in state.live.cards if card.address in addresses)
     return dataclasses.replace(state.live, cards=cards)
 
 
@@ -149,11 +149,11 @@ def _served(live: _virtual_functions.State, installed: _boot_service.Installed) 
     every = frozenset(card.address for card in live.cards)
     if not installed.present:
         return frozenset()
-    told = _served_cards()
-    if told is None:
+    served = _served_cards()
+    if served is None:
         # Edited or gone: any card may be a served card.
         return every
-    pfs, ids, link = told
+    pfs, ids, link = served
     alike = {a for a in every if _pci.read(a).id in ids and link in ("", _pci.link(a))}
     return frozenset(a for a in every if a in pfs or a in alike)
 
@@ -165,13 +165,13 @@ def _served_cards() -> tuple[list[str], list[str], str] | None:
     Earlier versions gave the service no link, so it serves both link types.
     """
     try:
-        told = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
-        pfs, ids, link = told["pfs"], told["pf_ids"], told.get("link", "")
+        document = json.loads(_host.kept(_boot_units.FABRIC.settings_path) or "")
+        pfs, ids, link = document["pfs"], document["pf_ids"], document.get("link", "")
     except (ValueError, LookupError, TypeError):
         return None
     named = isinstance(pfs, list) and all(isinstance(a, str) and _pci.is_address(a) for a in pfs)
-    known = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
-    return (pfs, ids, link) if named and known and link in ("", *_pci.LINKS) else None
+    kinds_valid = isinstance(ids, list) and all(isinstance(kind, str) for kind in ids)
+    return (pfs, ids, link) if named and kinds_valid and link in ("", *_pci.LINKS) else None
 
 
 def _recalled() -> dict[str, Any] | None:
@@ -194,10 +194,10 @@ def _is_card(was: object) -> bool:
         return False
     count, autoprobe = was.get("count"), was.get("autoprobe")
     counted = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    told = was.get("functions", [])
+    functions = was.get("functions", [])
     every = (
-        isinstance(told, list)
-        and len(told) in (0, count)
-        and all(map(_virtual_functions.can_tell, told))
+        isinstance(functions, list)
+        and len(functions) in (0, count)
+        and all(map(_virtual_functions.is_function, functions))
     )
     return counted and isinstance(autoprobe, bool) and every

@@ -107,8 +107,10 @@ class Card:
         if not self.states or not (named or self.unlinked()):
             return was
         every = zip(self.identities, self.states, strict=True)
-        told = [{"identity": who if named else "", "link_state": state} for who, state in every]
-        return {**was, "functions": told} if all(map(can_tell, told)) else was
+        functions = [
+            {"identity": who if named else "", "link_state": state} for who, state in every
+        ]
+        return {**was, "functions": functions} if all(map(is_function, functions)) else was
 
     def is_as(self, then: Mapping[str, Any]) -> bool:
         return (self.count, self.autoprobe) == (then["count"], then["autoprobe"])
@@ -118,8 +120,8 @@ class Card:
         octets = 8 if self.kind == _pci.INFINIBAND else 6
         # Only the last 8 of IPoIB's 20 octets belong to the card. The others change with every
         # start of the driver or the subnet manager.
-        own = ":".join(self.hardware_address.split(":")[-8:])
-        digest = hashlib.sha256(f"{own}/{index}".encode()).digest()
+        guid = ":".join(self.hardware_address.split(":")[-8:])
+        digest = hashlib.sha256(f"{guid}/{index}".encode()).digest()
         return ":".join(f"{byte:02x}" for byte in b"\x02" + digest[: octets - 1])
 
 
@@ -131,28 +133,28 @@ class State:
     missing: tuple[tuple[str, str], ...]
 
 
-def can_tell(told: object) -> bool:
+def is_function(function: object) -> bool:
     """Whether a function can be restored from this record."""
-    if not isinstance(told, Mapping):
+    if not isinstance(function, Mapping):
         return False
-    who = told.get("identity")
+    who = function.get("identity")
     named = isinstance(who, str) and _GUIDS.fullmatch(who) is not None
-    return named and told.get("link_state") in _LINK_STATES
+    return named and function.get("link_state") in _LINK_STATES
 
 
 def observe(params: Params) -> State:
-    asked = params.get("pfs") or []
+    requested = params.get("pfs") or []
     ids = params.get("pf_ids") or []
     link = str(params.get("link") or "")
     alike = [d.address for d in _pci.devices() if d.id in ids and not d.physfn] if ids else []
-    found = [address for address in alike if link in ("", _pci.link(address))]
-    gone = [address for address in asked if not _pci.present(address)]
+    matching = [address for address in alike if link in ("", _pci.link(address))]
+    gone = [address for address in requested if not _pci.present(address)]
     missing = [(address, "no such PCI function") for address in gone]
-    if ids and not found and not asked:
+    if ids and not matching and not requested:
         others = "; ".join(_pci.unlike_link(address, link) for address in alike)
-        wanted = f"any {link} card of {', '.join(ids)}"
-        missing.append((" ".join(wanted.split()), others or "no such PCI function"))
-    there = sorted({*found, *(address for address in asked if address not in gone)})
+        description = f"any {link} card of {', '.join(ids)}"
+        missing.append((" ".join(description.split()), others or "no such PCI function"))
+    there = sorted({*matching, *(address for address in requested if address not in gone)})
     return State(tuple(card_at(address) for address in there), tuple(missing))
 
 
@@ -172,10 +174,10 @@ def plan(params: Params, state: State) -> _change.Plan:
         Refusal(
             "device_missing",
             expected=f"the fabric card {name}",
-            found=found,
+            found=reason,
             remedy="check the card, what its port is set to, and the profile's fabric",
         )
-        for name, found in state.missing
+        for name, reason in state.missing
         # A missing card must not prevent the others from returning to plain use.
         if params["count"]
     ]
@@ -246,12 +248,12 @@ def boot(settings_path: str) -> int:
 
 
 def _blockers(card: Card, params: Params) -> list[Refusal]:
-    found, then = [], wish(params, card.address)
+    blockers, then = [], wish(params, card.address)
     made = _made(card, params)
     if then["count"] > card.total:
         # The record is a file that a person may correct, like the profile.
         where = "vfs_per_pf in the profile" if params["count"] else _host_snapshot.file_of(RECORD)
-        found.append(
+        blockers.append(
             Refusal(
                 "too_many_functions",
                 expected=f"at most {card.total} virtual functions on {card.address}",
@@ -260,7 +262,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
             )
         )
     if then["count"] and not card.interface and (params["count"] or made):
-        found.append(
+        blockers.append(
             Refusal(
                 "interface_missing",
                 expected=f"a network interface of {card.address}",
@@ -270,7 +272,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
         )
     link = params.get("link") or card.kind
     if params["count"] and card.kind != link:
-        found.append(
+        blockers.append(
             Refusal(
                 "wrong_link",
                 expected=f"{card.address} to be {link}",
@@ -284,7 +286,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
     else:
         recreated = card.count > 0 and made
     if card.used and recreated:
-        found.append(
+        blockers.append(
             Refusal(
                 "vf_in_use",
                 expected=f"no virtual function of {card.address} in use",
@@ -292,7 +294,7 @@ def _blockers(card: Card, params: Params) -> list[Refusal]:
                 remedy="disable their slots and unbind them, or take their interfaces down",
             )
         )
-    return found
+    return blockers
 
 
 def open_steps(card: Card, params: Params) -> list[_change.Step]:
@@ -332,12 +334,12 @@ def _desired_functions(card: Card, params: Params) -> tuple[list[str], list[str]
     if params["count"]:
         return card.desired_identities(params, params["count"]), [FOLLOW] * params["count"]
     then = wish(params, card.address)
-    told: Sequence[Mapping[str, str]] = then.get("functions") or ()
-    if not told and card.kind == _pci.INFINIBAND and card.ours(params):
+    functions: Sequence[Mapping[str, str]] = then.get("functions") or ()
+    if not functions and card.kind == _pci.INFINIBAND and card.ours(params):
         # Records of earlier versions contain no identities, so the functions get the null identity.
-        told = [{"identity": _NOBODY, "link_state": _DOWN}] * then["count"]
-    names = [one["identity"] for one in told]
-    return names if all(names) else [], [one["link_state"] for one in told]
+        functions = [{"identity": _NOBODY, "link_state": _DOWN}] * then["count"]
+    names = [function["identity"] for function in functions]
+    return names if all(names) else [], [function["link_state"] for function in functions]
 
 
 def card_at(address: str) -> Card:

@@ -102,8 +102,8 @@ class Job:
         return int(self.id.partition("_")[2])
 
     def document(self) -> dict[str, str]:
-        said = {"status": self.status, "message": self.message, "percent": self.percent}
-        return {"id": self.id, "name": self.name, **said}
+        fields = {"status": self.status, "message": self.message, "percent": self.percent}
+        return {"id": self.id, "name": self.name, **fields}
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class State:
 class Wish:
     """The requested settings.
 
-    wanted: value by `Group.Name`. power_cycle: whether the machine may be power-cycled. wait:
+    attributes: value by `Group.Name`. power_cycle: whether the machine may be power-cycled. wait:
     whether to follow an open BIOS job to its end. acknowledged: ids of failed jobs that a person
     has checked.
     """
 
-    wanted: Mapping[str, str]
+    attributes: Mapping[str, str]
     power_cycle: bool = False
     wait: bool = True
     acknowledged: frozenset[str] = frozenset()
@@ -144,9 +144,9 @@ def job_ids(text: str) -> list[str]:
 def plan(wish: Wish, state: State) -> Plan:
     """Stage missing values, commit them with one job and a power cycle, or finish that job."""
     blockers = _unusable(wish, state)
-    known = {name: state.attributes[name] for name in wish.wanted if name in state.attributes}
-    differing = {n: a for n, a in known.items() if a.current != wish.wanted[n]}
-    unstaged = {n: a for n, a in known.items() if a.coming != wish.wanted[n]}
+    present = {name: state.attributes[name] for name in wish.attributes if name in state.attributes}
+    differing = {n: a for n, a in present.items() if a.current != wish.attributes[n]}
+    unstaged = {n: a for n, a in present.items() if a.coming != wish.attributes[n]}
     running = [job for job in state.open_jobs() if job.is_bios]
     if not (differing or unstaged or running):
         return Plan(blockers=tuple(blockers))
@@ -160,14 +160,14 @@ def plan(wish: Wish, state: State) -> Plan:
         Step(
             "stage_attribute",
             name,
-            before={"current": found.current, "pending": found.pending},
-            after={"current": found.current, "pending": wish.wanted[name]},
+            before={"current": attribute.current, "pending": attribute.pending},
+            after={"current": attribute.current, "pending": wish.attributes[name]},
         )
-        for name, found in unstaged.items()
+        for name, attribute in unstaged.items()
     ]
     if differing:
-        before = {name: found.current for name, found in differing.items()}
-        after = {name: wish.wanted[name] for name in differing}
+        before = {name: attribute.current for name, attribute in differing.items()}
+        after = {name: wish.attributes[name] for name in differing}
         steps.append(Step("commit_job", TARGET, before=before, after=after))
     return Plan(steps=tuple(steps), blockers=tuple(blockers))
 
@@ -178,7 +178,7 @@ def settled(wish: Wish, state: State) -> bool:
         name in state.attributes
         and state.attributes[name].current == value
         and state.attributes[name].coming == value
-        for name, value in wish.wanted.items()
+        for name, value in wish.attributes.items()
     )
 
 
@@ -186,7 +186,7 @@ def unstaged(wish: Wish, state: State) -> list[str]:
     """Settings that a job created now would leave unchanged."""
     return [
         f"{name} would be {state.attributes[name].coming}"
-        for name, value in wish.wanted.items()
+        for name, value in wish.attributes.items()
         if state.attributes[name].coming != value
     ]
 
@@ -219,40 +219,40 @@ def document(wish: Wish, state: State) -> dict[str, Any]:
         "settled": settled(wish, state),
         "attributes": [
             _comparison(name, value, state.attributes.get(name))
-            for name, value in wish.wanted.items()
+            for name, value in wish.attributes.items()
         ],
         "jobs": [job.document() for job in state.jobs if job.is_bios or job.is_reboot],
     }
 
 
-def _comparison(name: str, value: str, found: Attribute | None) -> dict[str, Any]:
-    if found is None:
+def _comparison(name: str, value: str, attribute: Attribute | None) -> dict[str, Any]:
+    if attribute is None:
         return {"name": name, "wanted": value, "current": "", "pending": None, "status": "unknown"}
-    if found.current == value:
-        status = "right" if found.coming == value else "would_be_lost"
+    if attribute.current == value:
+        status = "right" if attribute.coming == value else "would_be_lost"
     else:
-        status = "pending" if found.coming == value else "wrong"
-    seen = {"current": found.current, "pending": found.pending, "status": status}
+        status = "pending" if attribute.coming == value else "wrong"
+    seen = {"current": attribute.current, "pending": attribute.pending, "status": status}
     return {"name": name, "wanted": value, **seen}
 
 
 def _unusable(wish: Wish, state: State) -> list[Refusal]:
-    found = []
-    for name, value in wish.wanted.items():
+    blockers = []
+    for name, value in wish.attributes.items():
         attribute = state.attributes.get(name)
         if attribute is None:
             group = name.partition(".")[0]
-            known = ", ".join(sorted(n for n in state.attributes if n.startswith(f"{group}.")))
-            found.append(
+            siblings = ", ".join(sorted(n for n in state.attributes if n.startswith(f"{group}.")))
+            blockers.append(
                 Refusal(
                     "attribute_unknown",
                     expected=f"the BIOS setting {name}",
-                    found=f"this BIOS has {known or 'no setting'} there",
+                    found=f"this BIOS has {siblings or 'no setting'} there",
                     remedy="name the setting as this BIOS does, as GROUP.NAME",
                 )
             )
         elif attribute.read_only and attribute.coming != value:
-            found.append(
+            blockers.append(
                 Refusal(
                     "attribute_read_only",
                     expected=f"{name} to be changeable to {value}",
@@ -260,7 +260,7 @@ def _unusable(wish: Wish, state: State) -> list[Refusal]:
                     remedy="change the setting that it depends on, in the machine's setup",
                 )
             )
-    return found
+    return blockers
 
 
 def _unlike(unstaged: Mapping[str, Attribute], running: list[Job]) -> list[Refusal]:
@@ -286,18 +286,18 @@ def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> li
         return []
     # Without permission for the power cycle, the missing permission is the reason; with it, the
     # machine's users.
-    found = [*state.in_use] if wish.power_cycle else []
-    found += [queued(state.open_jobs())] if state.open_jobs() else []
+    blockers = [*state.in_use] if wish.power_cycle else []
+    blockers += [queued(state.open_jobs())] if state.open_jobs() else []
     bad = _last_failure(state)
     if bad is not None and bad.id not in wish.acknowledged:
-        found.append(failed([bad]))
+        blockers.append(failed([bad]))
     strangers = [
-        f"{name}: {one.current} to become {one.pending}"
-        for name, one in state.attributes.items()
-        if name not in wish.wanted and one.coming != one.current
+        f"{name}: {attribute.current} to become {attribute.pending}"
+        for name, attribute in state.attributes.items()
+        if name not in wish.attributes and attribute.coming != attribute.current
     ]
     if strangers:
-        found.append(
+        blockers.append(
             Refusal(
                 "foreign_pending_values",
                 expected="no staged change beside the wanted ones: one job commits them all",
@@ -307,15 +307,17 @@ def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> li
             )
         )
     if not wish.power_cycle:
-        found.append(
+        blockers.append(
             Refusal(
                 "power_cycle_not_allowed",
                 expected="leave to power-cycle the machine, without which nothing takes effect",
-                found=", ".join(f"{name} is {one.current}" for name, one in differing.items()),
+                found=", ".join(
+                    f"{name} is {attribute.current}" for name, attribute in differing.items()
+                ),
                 remedy="ask again with the power cycle allowed, when nothing runs on the machine",
             )
         )
-    return found
+    return blockers
 
 
 def _last_failure(state: State) -> Job | None:

@@ -39,11 +39,11 @@ def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
     Raises Refusal `bios_job_failed`, `bios_job_timeout` or a fatal refusal.
     """
     until = time.monotonic() + watch.deadline
-    wanted = list(ids)
+    job_ids = list(ids)
     seen: dict[str, _bios.Job] = {}
     problem = ""
     while True:
-        for job_id in wanted:
+        for job_id in job_ids:
             if job_id in seen and seen[job_id].phase is not _bios.Phase.OPEN:
                 continue
             try:
@@ -59,10 +59,10 @@ def follow(watch: Watch, ids: Iterable[str]) -> list[_bios.Job]:
         bad = [job for job in seen.values() if job.phase is _bios.Phase.FAILED]
         if bad:
             raise _bios.failed(bad)
-        if len(seen) == len(wanted) and all(j.phase is _bios.Phase.DONE for j in seen.values()):
+        if len(seen) == len(job_ids) and all(j.phase is _bios.Phase.DONE for j in seen.values()):
             return list(seen.values())
         if time.monotonic() >= until:
-            unfinished = [_shown(job_id, seen.get(job_id)) for job_id in wanted]
+            unfinished = [_shown(job_id, seen.get(job_id)) for job_id in job_ids]
             raise late(", ".join(unfinished) + problem, watch.deadline, "end")
         time.sleep(watch.interval)
 

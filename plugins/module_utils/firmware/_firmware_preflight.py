@@ -115,7 +115,7 @@ class Facts:
 
     @property
     def cards(self) -> list[dict[str, Any]]:
-        return [one for one in self.fabric if _pci_functions.is_of_fabric(one)]
+        return [card for card in self.fabric if _pci_functions.is_of_fabric(card)]
 
     @cached_property
     def iommu_groups(self) -> int:
@@ -125,29 +125,29 @@ class Facts:
     @cached_property
     def disks(self) -> list[dict[str, Any]]:
         """Disks as in the discovery document, with every signature and its offset."""
-        known = {disk.kernel_name: disk for disk in _block.disks()}
-        found = _nvme_disks.disks(self.request.exclude_models)
-        for entry in found:
-            disk = known.get(entry["kernel_name"])
+        by_name = {disk.kernel_name: disk for disk in _block.disks()}
+        entries = _nvme_disks.disks(self.request.exclude_models)
+        for entry in entries:
+            disk = by_name.get(entry["kernel_name"])
             entry["signatures"] = _signatures(disk) if disk is not None else []
-        return found
+        return entries
 
 
 def report(request: Request) -> dict[str, Any]:
     """The report: checks, counts, and `lines`, one per setting, job, device and check."""
     facts = Facts(request)
     outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=request.not_applicable)
-    failures = sum(one["status"] == _check.FAIL for one in outcomes)
-    warnings = sum(one["status"] == _check.WARN for one in outcomes)
+    failures = sum(outcome["status"] == _check.FAIL for outcome in outcomes)
+    warnings = sum(outcome["status"] == _check.WARN for outcome in outcomes)
     status = _check.FAIL if failures else _check.WARN if warnings else _check.PASS
     counts = {"checks": len(outcomes), "failures": failures, "warnings": warnings}
     summary = line("FIRMWARE_SUMMARY", status=status, **counts)
-    checks = [_check_line(one) for one in outcomes]
+    checks = [_check_line(outcome) for outcome in outcomes]
     return {
         "failures": failures,
         "warnings": warnings,
-        "checks": [{k: one[k] for k in ("check", "status", "detail", "remediation")}
-                   for one in outcomes],
+        "checks": [{k: outcome[k] for k in ("check", "status", "detail", "remediation")}
+                   for outcome in outcomes],
         "bios": facts.bios_known,
         "lines": [*_bios_lines(facts), *_device_lines(facts), *checks, summary],
         "summary": summary,
@@ -167,16 +167,20 @@ def job_line(job: Mapping[str, Any]) -> str:
 
 def bios_settings(facts: Facts) -> Verdict:
     """Every wanted value is current, and no job could change it."""
-    found = facts.bios
+    bios = facts.bios
     problems = [
-        f"{one['name']} is {one['current'] or 'not there'}, not {one['wanted']}"
-        + (f" ({one['status']})" if one["status"] in ("pending", "would_be_lost") else "")
-        for one in found["attributes"]
-        if one["status"] != "right"
+        f"{attribute['name']} is {attribute['current'] or 'not there'}, not {attribute['wanted']}"
+        + (
+            f" ({attribute['status']})"
+            if attribute["status"] in ("pending", "would_be_lost")
+            else ""
+        )
+        for attribute in bios["attributes"]
+        if attribute["status"] != "right"
     ]
-    if not problems and not found["settled"]:
+    if not problems and not bios["settled"]:
         problems = ["a BIOS job is open: what it brings is not known before its end"]
-    return verdict(problems, ", ".join(f"{n['name']}={n['current']}" for n in found["attributes"]))
+    return verdict(problems, ", ".join(f"{n['name']}={n['current']}" for n in bios["attributes"]))
 
 
 def iommu(facts: Facts) -> Verdict:
@@ -198,19 +202,19 @@ def iommu(facts: Facts) -> Verdict:
 
 
 def gpus(facts: Facts) -> Verdict:
-    found, wanted = len(facts.gpus), facts.request.expected_gpus
-    if not found:
+    count, expected = len(facts.gpus), facts.request.expected_gpus
+    if not count:
         return failed(f"no GPU ({', '.join(facts.request.gpu_ids)}) on the PCI bus")
-    if wanted and found != wanted:
-        return failed(f"{found} GPUs, not {wanted}")
-    return passed(f"{found} GPUs")
+    if expected and count != expected:
+        return failed(f"{count} GPUs, not {expected}")
+    return passed(f"{count} GPUs")
 
 
 def fabric(facts: Facts) -> Verdict:
-    names = ", ".join(one["address"] for one in facts.cards)
+    names = ", ".join(card["address"] for card in facts.cards)
     if names:
         return passed(names)
-    others = [_pci.unlike_link(one["address"], facts.request.fabric_link) for one in facts.fabric]
+    others = [_pci.unlike_link(card["address"], facts.request.fabric_link) for card in facts.fabric]
     return failed("; ".join([f"no card ({', '.join(facts.request.fabric_ids)})", *others]))
 
 
@@ -218,8 +222,8 @@ def sriov(facts: Facts) -> Verdict:
     """Virtual functions can be created. Bootstrap checks their number."""
     if not facts.cards:
         return failed("no fabric card that could offer virtual functions")
-    without = [one["address"] for one in facts.cards if not one["sriov_totalvfs"]]
-    fine = ", ".join(f"{one['address']} offers {one['sriov_totalvfs']}" for one in facts.cards)
+    without = [card["address"] for card in facts.cards if not card["sriov_totalvfs"]]
+    fine = ", ".join(f"{card['address']} offers {card['sriov_totalvfs']}" for card in facts.cards)
     return verdict([f"{address} offers no virtual function" for address in without], fine)
 
 
@@ -234,7 +238,9 @@ def nvme(facts: Facts) -> Verdict:
     judged = [d for d in facts.disks if excluded not in {b["code"] for b in d["blockers"]}]
     if not judged:
         return failed("no NVMe namespace but those of excluded models")
-    uses = [(one["kernel_name"], blocker["code"]) for one in judged for blocker in one["blockers"]]
+    uses = [
+        (disk["kernel_name"], blocker["code"]) for disk in judged for blocker in disk["blockers"]
+    ]
     broken = [f"{name}: {code}" for name, code in uses if code in _BROKEN]
     if broken:
         return failed("; ".join(broken))
@@ -267,31 +273,31 @@ CHECKS: tuple[Check[Facts], ...] = (
 
 
 def _bios_lines(facts: Facts) -> list[str]:
-    found = facts.bios_known
+    bios = facts.bios_known
     rows = [
         line(
             "BIOS",
-            attribute=one["name"],
-            current=one["current"],
-            pending=one["pending"],
-            wanted=one["wanted"],
-            status=one["status"],
+            attribute=attribute["name"],
+            current=attribute["current"],
+            pending=attribute["pending"],
+            wanted=attribute["wanted"],
+            status=attribute["status"],
         )
-        for one in found.get("attributes", [])
+        for attribute in bios.get("attributes", [])
     ]
     plan = [
         f"GPUAAS_SLICE_BIOS_PLAN {quoted(step['subject'])}={quoted(step['after']['pending'])}"
-        for step in found.get("differences", [])
+        for step in bios.get("differences", [])
         if step["name"] == "stage_attribute"
     ]
-    return rows + plan + [job_line(job) for job in found.get("jobs", [])]
+    return rows + plan + [job_line(job) for job in bios.get("jobs", [])]
 
 
 def _device_lines(facts: Facts) -> list[str]:
     return [
-        *_rows(lambda: [_picked("GPU", one, _GPU_KEYS) for one in facts.gpus]),
-        *_rows(lambda: [_picked("FABRIC", one, _FABRIC_KEYS) for one in facts.fabric]),
-        *_rows(lambda: [_disk_line(one) for one in facts.disks]),
+        *_rows(lambda: [_picked("GPU", gpu, _GPU_KEYS) for gpu in facts.gpus]),
+        *_rows(lambda: [_picked("FABRIC", card, _FABRIC_KEYS) for card in facts.fabric]),
+        *_rows(lambda: [_disk_line(disk) for disk in facts.disks]),
     ]
 
 
@@ -315,7 +321,7 @@ def _disk_line(disk: Mapping[str, Any]) -> str:
         mountpoints=disk["mounts"],
         filesystems=[f"{name}:{kind}" for name, kind in kinds if kind not in _signature.TABLES],
         signatures=disk["signatures"],
-        blockers=[one["code"] for one in disk["blockers"]],
+        blockers=[blocker["code"] for blocker in disk["blockers"]],
     )
 
 
@@ -331,10 +337,12 @@ def _check_line(outcome: Mapping[str, str]) -> str:
 def _signatures(disk: _block.Disk) -> list[str]:
     """`kernel name:type@byte`; an unreadable disk has a blocker instead."""
     try:
-        found = _usage.marks(disk)
+        by_place = _usage.marks(disk)
     except OSError:
         return []
-    return [f"{name}:{one.type}@{one.offset}" for name, signs in found.items() for one in signs]
+    return [
+        f"{name}:{sign.type}@{sign.offset}" for name, signs in by_place.items() for sign in signs
+    ]
 
 
 def _text(value: Any) -> str:

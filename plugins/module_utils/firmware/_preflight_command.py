@@ -101,10 +101,10 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
         code = _install(settings)
         if settings.applies and code == DONE:
             code = _apply(settings)
-    found = _firmware_preflight.report(settings.request)
-    for row in found["lines"]:
+    report = _firmware_preflight.report(settings.request)
+    for row in report["lines"]:
         _say(row)
-    return FAILED if found["failures"] else code
+    return FAILED if report["failures"] else code
 
 
 class _Settings:
@@ -151,9 +151,9 @@ class _Settings:
     def _link(self) -> str:
         # Vendors use the same id for both link types. A machine with its own ids must also name the
         # link.
-        own = self._environment.get("GPUAAS_SLICE_FABRIC_IDS")
+        ids = self._environment.get("GPUAAS_SLICE_FABRIC_IDS")
         value = self._environment.get("GPUAAS_SLICE_FABRIC_LINK")
-        value = value or ("" if own else _firmware_preflight.FABRIC_LINK)
+        value = value or ("" if ids else _firmware_preflight.FABRIC_LINK)
         if value not in _pci.LINKS:
             name = "GPUAAS_SLICE_FABRIC_LINK"
             raise WrongSetting(f"{name}: expected {' or '.join(_pci.LINKS)}, got {value!r}")

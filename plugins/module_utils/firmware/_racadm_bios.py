@@ -37,10 +37,10 @@ class Racadm:
 
     def settings(self, groups: Iterable[str]) -> dict[str, _bios.Attribute]:
         """Every setting of the groups, by `Group.Name`; raises Refusal `racadm_garbled`."""
-        found: dict[str, _bios.Attribute] = {}
+        attributes: dict[str, _bios.Attribute] = {}
         for group in groups:
-            found.update(parse_group(group, self._ask("get", f"BIOS.{group}")))
-        return found
+            attributes.update(parse_group(group, self._ask("get", f"BIOS.{group}")))
+        return attributes
 
     def queue(self) -> tuple[_bios.Job, ...]:
         return parse_jobs(self._ask("jobqueue", "view"), "JOB QUEUE")
@@ -59,7 +59,7 @@ class Racadm:
         words = ("jobqueue", "create", _bios.TARGET, "-r", "pwrcycle", "-s", "TIME_NOW")
         answer = self._ask(*words)
         ids = _bios.job_ids(answer)
-        if {one.partition("_")[0] for one in ids} != {"JID", "RID"}:
+        if {job_id.partition("_")[0] for job_id in ids} != {"JID", "RID"}:
             raise garbled(" ".join(words), "the ids JID_… and RID_… of job and power cycle", answer)
         return ids
 
@@ -67,11 +67,11 @@ class Racadm:
         return _command.run([self.program, *words], timeout=self.timeout).out
 
 
-def program(asked: str) -> str:
+def program(name: str) -> str:
     """Path of RACADM. asked: a path or name; `racadm` is also searched in Dell's folders."""
-    if asked == "racadm":
-        return next((place for place in _PLACES if _host.path(place).exists()), asked)
-    return asked
+    if name == "racadm":
+        return next((place for place in _PLACES if _host.path(place).exists()), name)
+    return name
 
 
 def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
     Raises Refusal `attribute_invalid`.
     """
     groups = {name.partition(".")[2]: name for name in _bios.WANTED}
-    found = {}
+    values = {}
     for name, value in attributes.items():
         full = groups.get(str(name), str(name))
         if not _NAME.fullmatch(full) or not _VALUE.fullmatch(str(value)):
@@ -91,13 +91,13 @@ def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
                 found=f"{name!r}: {value!r}"[:200],
                 remedy="name the setting as `racadm get BIOS.GROUP` lists it; quote the value",
             )
-        found[full] = str(value)
-    return found
+        values[full] = str(value)
+    return values
 
 
 def wish(params: _change.Params) -> _bios.Wish:
     return _bios.Wish(
-        wanted=desired_values(params["attributes"]),
+        attributes=desired_values(params["attributes"]),
         power_cycle=params["power_cycle"],
         wait=params["wait"],
         acknowledged=frozenset(params["acknowledged_jobs"]),
@@ -131,7 +131,7 @@ def apply(
         racadm.stage(step.subject, step.after["pending"])
         return None
     if step.name == "finish_job":
-        ids = [one for one in step.before["open"].split(", ") if one]
+        ids = [job_id for job_id in step.before["open"].split(", ") if job_id]
         return {"jobs": _follow(racadm, ids, params, observer)}
     ids = _commit(racadm, params)
     for job_id in ids:
@@ -142,10 +142,10 @@ def apply(
 
 
 def facts(params: _change.Params, state: _bios.State) -> dict[str, Any]:
-    asked = wish(params)
-    would = _bios.plan(asked, state)
+    request = wish(params)
+    would = _bios.plan(request, state)
     return {
-        **_bios.document(asked, state),
+        **_bios.document(request, state),
         "differences": [step.document() for step in would.steps],
         "refusals": [blocker.document() for blocker in would.blockers],
     }
@@ -155,22 +155,22 @@ def parse_group(group: str, text: str) -> dict[str, _bios.Attribute]:
     """The settings in the answer to `racadm get BIOS.<group>`."""
     rows = [row.rstrip("\r").strip() for row in text.split("\n")]
     head = f"[Key={_bios.TARGET}#{group}]"
-    asked = f"get BIOS.{group}"
+    command = f"get BIOS.{group}"
     if head not in rows:
-        raise garbled(asked, head, text)
-    found: dict[str, _bios.Attribute] = {}
+        raise garbled(command, head, text)
+    attributes: dict[str, _bios.Attribute] = {}
     for row in rows[rows.index(head) + 1 :]:
         match = _SETTING.fullmatch(row)
         if match is None:
             continue
         mark, name, current, pending = match.groups()
         full = f"{group}.{name}"
-        if full in found:
-            raise garbled(asked, f"{name} once", f"{name} twice")
-        found[full] = _bios.Attribute(full, current.strip(), pending, read_only=bool(mark))
-    if not found:
-        raise garbled(asked, "settings below the head", text)
-    return found
+        if full in attributes:
+            raise garbled(command, f"{name} once", f"{name} twice")
+        attributes[full] = _bios.Attribute(full, current.strip(), pending, read_only=bool(mark))
+    if not attributes:
+        raise garbled(command, "settings below the head", text)
+    return attributes
 
 
 def parse_jobs(text: str, head: str) -> tuple[_bios.Job, ...]:
@@ -205,12 +205,12 @@ def parse_jobs(text: str, head: str) -> tuple[_bios.Job, ...]:
     )
 
 
-def garbled(asked: str, expected: str, found: str) -> Refusal:
+def garbled(command: str, expected: str, found: str) -> Refusal:
     """The refusal of an invalid answer."""
     shown = " ".join(found.split())[:200] or "nothing"
     return Refusal(
         "racadm_garbled",
-        expected=f"`racadm {asked}` to answer with {expected}",
+        expected=f"`racadm {command}` to answer with {expected}",
         found=shown,
         remedy="run it by hand; reset the controller (`racadm racreset`) if it answers no better",
     )

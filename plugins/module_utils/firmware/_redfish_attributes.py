@@ -116,14 +116,14 @@ def queue(client: _redfish_session.Client, jobs_at: str) -> Iterator[_bios.Job]:
     for member in _collected(client, f"{jobs_at}?$expand=*($levels=1)"):
         # A BMC that does not expand gives links only.
         full = member if "JobState" in member else client.get(client.link({"job": member}, "job"))
-        found = _job(full)
-        if found is not None:
-            yield found
+        parsed = _job(full)
+        if parsed is not None:
+            yield parsed
 
 
 def _collected(client: _redfish_session.Client, first: str) -> Iterator[dict[str, Any]]:
     """The members of a collection, of all its pages. Raises Refusal when some are not shown."""
-    at, pages, seen, said = first, {first}, 0, 0
+    at, pages, seen, announced = first, {first}, 0, 0
     while at:
         page = client.get(at)
         members = _list(page.get("Members"))
@@ -131,7 +131,7 @@ def _collected(client: _redfish_session.Client, first: str) -> Iterator[dict[str
         # The count of the whole collection. A member removed during the read may hide another
         # member.
         count = page.get("Members@odata.count")
-        said = max(said, count) if isinstance(count, int) else said
+        announced = max(announced, count) if isinstance(count, int) else announced
         yield from map(_object, members)
         following = page.get("Members@odata.nextLink")
         # Only the path is used, so that the request always goes to this BMC, whatever host the link
@@ -140,16 +140,16 @@ def _collected(client: _redfish_session.Client, first: str) -> Iterator[dict[str
         if at in pages or len(pages) > _MOST_PAGES:
             raise _garbled(f"a list that ends within {_MOST_PAGES} pages", following)
         pages.add(at)
-    if seen < said:
-        raise _garbled(f"all {said} entries of {first}", f"{seen} of them")
+    if seen < announced:
+        raise _garbled(f"all {announced} entries of {first}", f"{seen} of them")
 
 
 def job(client: _redfish_session.Client, firmware: Firmware, job_id: str) -> _bios.Job:
     document = client.get(f"{firmware.jobs}/{job_id}")
-    found = _job(document)
-    if found is None or found.id != job_id:
+    parsed = _job(document)
+    if parsed is None or parsed.id != job_id:
         raise _garbled(f"the job {job_id}", document.get("Id"))
-    return found
+    return parsed
 
 
 def reset(client: _redfish_session.Client, firmware: Firmware) -> str:
@@ -171,16 +171,16 @@ def typed(value: str, rule: Rule | None) -> str | int | bool:
     return value
 
 
-def _system(client: _redfish_session.Client, root: dict[str, Any], wanted: str) -> str:
+def _system(client: _redfish_session.Client, root: dict[str, Any], requested: str) -> str:
     listed = client.once(client.link(root, "Systems") or _missing("Systems", _redfish_session.ROOT))
     paths = {path.rstrip("/").rpartition("/")[2]: path for path in _members(client, listed)}
-    if wanted in paths:
-        return paths[wanted]
-    if len(paths) == 1 and not wanted:
+    if requested in paths:
+        return paths[requested]
+    if len(paths) == 1 and not requested:
         return next(iter(paths.values()))
     raise Refusal(
         "system_ambiguous",
-        expected=f"the system {wanted!r}" if wanted else "one system on this BMC",
+        expected=f"the system {requested!r}" if requested else "one system on this BMC",
         found=", ".join(map(ascii, paths)) or "none",
         remedy="name one of them",
     )
@@ -204,13 +204,13 @@ def _attributes(
     """The requested settings, and the names of other settings with a pending change, without their
     values.
     """
-    found = {}
+    attributes = {}
     for name, value in current.items():
         pending = waiting.get(name, value)
         changes = pending != value
         rule = rules.get(name)
         if name in names and not (rule is not None and rule.kind == "Password"):
-            found[name] = _bios.Attribute(
+            attributes[name] = _bios.Attribute(
                 name,
                 str(value),
                 str(pending) if changes else None,
@@ -218,8 +218,8 @@ def _attributes(
             )
         elif changes or name in names:
             hidden = "a value not shown"
-            found[name] = _bios.Attribute(name, hidden, "another" if changes else None)
-    return found
+            attributes[name] = _bios.Attribute(name, hidden, "another" if changes else None)
+    return attributes
 
 
 def _rules(
@@ -291,12 +291,12 @@ def _job_id(location: str) -> str:
     return last if _JOB_ID.fullmatch(last) else ""
 
 
-def _list(found: object) -> list[Any]:
-    return found if isinstance(found, list) else []
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
-def _object(found: object) -> dict[str, Any]:
-    return found if isinstance(found, dict) else {}
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _garbled(expected: str, found: object) -> Refusal:

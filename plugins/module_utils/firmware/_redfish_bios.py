@@ -46,24 +46,24 @@ def wish(params: _change.Params) -> _bios.Wish:
     the machine. Without a power cycle the plan does not wait either.
     """
     return _bios.Wish(
-        wanted={str(name): str(value) for name, value in params["attributes"].items()},
+        attributes={str(name): str(value) for name, value in params["attributes"].items()},
         power_cycle=True,
         wait=params["power_cycle"] and params["wait"],
         acknowledged=frozenset(params["acknowledged_jobs"]),
     )
 
 
-def plan(params: _change.Params, found: Firmware) -> _change.Plan:
+def plan(params: _change.Params, firmware: Firmware) -> _change.Plan:
     """Unless the state is `present`, the plan is empty and unblocked; the facts contain the
     forecast.
     """
-    return _would(params, found) if params["state"] == "present" else _change.Plan()
+    return _would(params, firmware) if params["state"] == "present" else _change.Plan()
 
 
-def facts(params: _change.Params, found: Firmware) -> dict[str, Any]:
-    would = _would(params, found)
+def facts(params: _change.Params, firmware: Firmware) -> dict[str, Any]:
+    would = _would(params, firmware)
     return {
-        **_bios.document(wish(params), found.state),
+        **_bios.document(wish(params), firmware.state),
         "differences": [step.document() for step in would.steps],
         "refusals": [blocker.document() for blocker in would.blockers],
     }
@@ -84,14 +84,14 @@ def one_request(shared: _change.Plan) -> _change.Plan:
     return _change.Plan((whole,), shared.blockers)
 
 
-def unfit(wanted: Mapping[str, str], rules: Mapping[str, Rule]) -> list[Refusal]:
+def unfit(requested: Mapping[str, str], rules: Mapping[str, Rule]) -> list[Refusal]:
     """The wanted values that the registry does not allow."""
-    found = []
-    for name, value in wanted.items():
+    blockers = []
+    for name, value in requested.items():
         rule = rules.get(name)
         allowed = None if rule is None else _allowed(rule, value)
         if allowed is not None:
-            found.append(
+            blockers.append(
                 Refusal(
                     "value_not_allowed",
                     expected=f"for {name} {allowed}",
@@ -99,7 +99,7 @@ def unfit(wanted: Mapping[str, str], rules: Mapping[str, Rule]) -> list[Refusal]
                     remedy="take a value of the BIOS's own registry; case matters",
                 )
             )
-    return found
+    return blockers
 
 
 def _allowed(rule: Rule, value: str) -> str | None:
@@ -117,17 +117,18 @@ def _allowed(rule: Rule, value: str) -> str | None:
     return f"a number from {rule.lower} to {rule.upper}" if low or high else None
 
 
-def _would(params: _change.Params, found: Firmware) -> _change.Plan:
-    asked = wish(params)
-    shared = one_request(_bios.plan(asked, found.state))
-    blockers = unfit(asked.wanted, found.rules or {})
-    if shared.steps and not (found.settings and found.jobs and found.on_reset):
+def _would(params: _change.Params, firmware: Firmware) -> _change.Plan:
+    request = wish(params)
+    shared = one_request(_bios.plan(request, firmware.state))
+    blockers = unfit(request.attributes, firmware.rules or {})
+    if shared.steps and not (firmware.settings and firmware.jobs and firmware.on_reset):
         blockers.append(
             Refusal(
                 "bmc_feature_missing",
                 expected="settings that wait for a reset (OnReset) and a queue of their jobs",
-                found=f"settings {found.settings or 'missing'}, jobs {found.jobs or 'missing'}, "
-                f"OnReset {'offered' if found.on_reset else 'missing'}",
+                found=f"settings {firmware.settings or 'missing'}, "
+                f"jobs {firmware.jobs or 'missing'}, "
+                f"OnReset {'offered' if firmware.on_reset else 'missing'}",
                 remedy="update the BMC's firmware; nothing is changed at another time",
             )
         )
@@ -136,7 +137,7 @@ def _would(params: _change.Params, found: Firmware) -> _change.Plan:
 
 def _observe(client: _redfish_session.Client, params: _change.Params) -> Firmware:
     client.begin()
-    return _redfish_attributes.read(client, wish(params).wanted, system=params["system"])
+    return _redfish_attributes.read(client, wish(params).attributes, system=params["system"])
 
 
 def _apply(
@@ -147,78 +148,78 @@ def _apply(
 ) -> dict[str, Any] | None:
     # Only a few requests lie between this read and the plan's. The BMC itself refuses a change
     # while another job locks the settings.
-    found = _observe(client, params)
+    firmware = _observe(client, params)
     if step.name == "stage_attribute":
         _redfish_attributes.stage(
-            client, found, {step.subject: step.after["pending"]}, commit=False
+            client, firmware, {step.subject: step.after["pending"]}, commit=False
         )
         return None
     if step.name == "commit_job":
-        ids = [_commit(client, found, step.after)]
+        ids = [_commit(client, firmware, step.after)]
     else:
-        ids = [one for one in step.before["open"].split(", ") if one]
+        ids = [job_id for job_id in step.before["open"].split(", ") if job_id]
     if not params["power_cycle"]:
         return {"jobs": [{"id": job_id} for job_id in ids]}
-    kind = _restart(client, found, ids, params)
+    kind = _restart(client, firmware, ids, params)
     if not params["wait"]:
         return {"jobs": [{"id": job_id} for job_id in ids], "reset": kind}
-    ended = _bios_jobs.follow(_watch(client, found, params, observer), ids)
+    ended = _bios_jobs.follow(_watch(client, firmware, params, observer), ids)
     return {"jobs": [job.document() for job in ended], "reset": kind}
 
 
-def _commit(client: _redfish_session.Client, found: Firmware, changes: Mapping[str, str]) -> str:
+def _commit(client: _redfish_session.Client, firmware: Firmware, changes: Mapping[str, str]) -> str:
     """Request `changes` and verify that a job will apply them; its id."""
     try:
-        job_id = _redfish_attributes.stage(client, found, changes, commit=True)
+        job_id = _redfish_attributes.stage(client, firmware, changes, commit=True)
     except Refusal as refused:
-        others = _open(client, found)
+        others = _open(client, firmware)
         if refused.code == "bmc_request_refused" and others:
             raise _bios.queued(others) from refused
         raise
     if not job_id:
-        job_id = next((job.id for job in _open(client, found) if job.is_bios), "")
-    return job_id or _redfish_attributes.schedule(client, found) or _no_job(found)
+        job_id = next((job.id for job in _open(client, firmware) if job.is_bios), "")
+    return job_id or _redfish_attributes.schedule(client, firmware) or _no_job(firmware)
 
 
-def _open(client: _redfish_session.Client, found: Firmware) -> list[_bios.Job]:
-    return _bios.State({}, tuple(_redfish_attributes.queue(client, found.jobs))).open_jobs()
+def _open(client: _redfish_session.Client, firmware: Firmware) -> list[_bios.Job]:
+    return _bios.State({}, tuple(_redfish_attributes.queue(client, firmware.jobs))).open_jobs()
 
 
-def _no_job(found: Firmware) -> str:
+def _no_job(firmware: Firmware) -> str:
     raise Refusal(
         "bios_job_missing",
-        expected=f"a job for {found.settings}",
+        expected=f"a job for {firmware.settings}",
         found="the BMC took the request and named no job",
         remedy="look at the BMC's job queue; the values may wait there without a job",
     )
 
 
 def _restart(
-    client: _redfish_session.Client, found: Firmware, ids: Iterable[str], params: _change.Params
+    client: _redfish_session.Client, firmware: Firmware, ids: Iterable[str], params: _change.Params
 ) -> str:
     """Power-cycle the machine once its BIOS job waits for that. Returns the reset type, or "" when
     the job runs already or another client's power cycle is pending.
     """
     until = time.monotonic() + params["timeout"]
-    wanted = list(ids)
+    job_ids = list(ids)
     while True:
         client.begin()
-        jobs = [_found_or_new(client, found, job_id) for job_id in wanted]
+        jobs = [_found_or_new(client, firmware, job_id) for job_id in job_ids]
         states = {job.status.lower() for job in jobs if job.phase is _bios.Phase.OPEN}
         if not states or "running" in states or any(job.is_reboot for job in jobs):
             return ""
         if states <= _WAITS_FOR_RESET:
-            return _redfish_attributes.reset(client, found)
+            return _redfish_attributes.reset(client, firmware)
         if time.monotonic() >= until:
             unready = ", ".join(f"{job.id} is {job.status}" for job in jobs)
             raise _bios_jobs.late(unready, params["timeout"], "be ready for a reset")
         time.sleep(min(params["interval"], 5))
 
 
-def _found_or_new(client: _redfish_session.Client, found: Firmware, job_id: str) -> _bios.Job:
+def _found_or_new(client: _redfish_session.Client, firmware: Firmware, job_id: str) -> _bios.Job:
     """Read a job that was just created; it appears in the queue with a short delay."""
     try:
-        return _redfish_attributes.job(client, found, job_id)
+        return _redfish_attributes.job(client, firmware, job_id)
     except Refusal as refusal:
         if refusal.code != "bmc_answer_missing":
             raise
@@ -227,13 +228,13 @@ def _found_or_new(client: _redfish_session.Client, found: Firmware, job_id: str)
 
 def _watch(
     client: _redfish_session.Client,
-    found: Firmware,
+    firmware: Firmware,
     params: _change.Params,
     observer: _bios_jobs.Observer,
 ) -> _bios_jobs.Watch:
     def look(job_id: str) -> _bios.Job:
         client.begin()
-        return _redfish_attributes.job(client, found, job_id)
+        return _redfish_attributes.job(client, firmware, job_id)
 
     return _bios_jobs.Watch(
         look,

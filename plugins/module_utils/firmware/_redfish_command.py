@@ -70,14 +70,14 @@ class _Lines:
         self._secret = secret
 
     def outcome(self, outcome: _change.Outcome, *, applied: bool, power_cycle: bool) -> None:
-        for one in outcome.facts["attributes"]:
+        for attribute in outcome.facts["attributes"]:
             self._line(
                 "GPUAAS_SLICE_BIOS",
-                attribute=one["name"],
-                current=one["current"],
-                pending=one["pending"] or "",
-                wanted=one["wanted"],
-                status=one["status"],
+                attribute=attribute["name"],
+                current=attribute["current"],
+                pending=attribute["pending"] or "",
+                wanted=attribute["wanted"],
+                status=attribute["status"],
             )
         for step in outcome.plan.steps:
             changes = step.after if step.name == "commit_job" else {}
@@ -177,10 +177,10 @@ def _options(words: Sequence[str], environment: Mapping[str, str]) -> argparse.N
 
 
 def _attribute(word: str) -> tuple[str, str]:
-    found = _ATTRIBUTE.fullmatch(word)
-    if found is None:
+    match = _ATTRIBUTE.fullmatch(word)
+    if match is None:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {word!a}")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def _params(options: argparse.Namespace) -> dict[str, Any]:

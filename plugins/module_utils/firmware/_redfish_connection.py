@@ -154,9 +154,11 @@ class _Connection(http.client.HTTPSConnection):
         self.watch.start()
         self.sock = self.trusted_context.wrap_socket(raw, server_hostname=self.host)
         if self.trust.fingerprint:
-            found = hashlib.sha256(self.sock.getpeercert(binary_form=True) or b"").hexdigest()
-            if not hmac.compare_digest(found, self.trust.pinned()):
-                raise _untrusted(self.host, "the pinned certificate", f"one with SHA-256 {found}")
+            fingerprint = hashlib.sha256(self.sock.getpeercert(binary_form=True) or b"").hexdigest()
+            if not hmac.compare_digest(fingerprint, self.trust.pinned()):
+                raise _untrusted(
+                    self.host, "the pinned certificate", f"one with SHA-256 {fingerprint}"
+                )
 
     def end(self) -> None:
         """Stop the watchdog. Not in `close`, because http.client calls that before the body is

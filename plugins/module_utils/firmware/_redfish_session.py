@@ -128,16 +128,16 @@ class Client:
         inner: Any = document
         for key in keys:
             inner = inner.get(key) if isinstance(inner, dict) else None
-        found = inner.get("@odata.id") if isinstance(inner, dict) else None
-        return "" if found is None else self.path(found)
+        target = inner.get("@odata.id") if isinstance(inner, dict) else None
+        return "" if target is None else self.path(target)
 
-    def path(self, found: object) -> str:
-        """`found` (an @odata.id or a Location) as a path on this BMC. Raises Refusal."""
-        parts = urlsplit(found) if isinstance(found, str) else None
+    def path(self, link: object) -> str:
+        """`link` (an @odata.id or a Location) as a path on this BMC. Raises Refusal."""
+        parts = urlsplit(link) if isinstance(link, str) else None
         path = parts._replace(scheme="", netloc="").geturl() if parts is not None else ""
         if not _PATH.fullmatch(path):
             raise _redfish_connection.malformed(
-                self.where, ROOT, f"the link {ascii(found)[:200]}, which is not a Redfish path"
+                self.where, ROOT, f"the link {ascii(link)[:200]}, which is not a Redfish path"
             )
         return path
 
@@ -162,7 +162,7 @@ class Client:
             raise Refusal(
                 "bmc_login_refused",
                 expected=f"a session on {self.where.shown} for the user given",
-                found=self._said(answer),
+                found=self._message(answer),
                 remedy="check user, password and that the account may use Redfish; MAAS's IPMI "
                 "account usually may not; several wrong tries block this address for a while",
             )
@@ -200,7 +200,7 @@ class Client:
                 raise Refusal(
                     "bmc_busy",
                     expected=f"{method} {path} to be served by {self.where.shown} in time",
-                    found=f"{self._said(answer)}; it asks for {pause:g} s more",
+                    found=f"{self._message(answer)}; it asks for {pause:g} s more",
                     remedy="close sessions on the BMC, let its jobs end, or give more time",
                 )
             time.sleep(pause)
@@ -216,7 +216,7 @@ class Client:
         raise Refusal(
             code,
             expected=f"{method} {path} to be accepted by {self.where.shown}",
-            found=self._said(answer),
+            found=self._message(answer),
             remedy="see the BMC's message; its account needs login and system configuration rights",
         )
 
@@ -231,7 +231,7 @@ class Client:
             raise _redfish_connection.malformed(self.where, path, "JSON that is not an object")
         return document
 
-    def _said(self, answer: Answer) -> str:
+    def _message(self, answer: Answer) -> str:
         """Status and message ids. Never the BMC's free text, because it may repeat the request."""
         ids: list[str] = []
         with contextlib.suppress(Refusal):
@@ -251,9 +251,9 @@ def message_ids(document: dict[str, Any]) -> list[str]:
 
 def _pause(answer: Answer) -> float:
     """Seconds that the BMC asks the client to wait: Retry-After as seconds or as a date."""
-    asked = answer.headers.get("retry-after", "").strip()
-    if asked.isdigit():
-        return max(_SHORTEST_PAUSE_S, float(asked[:6]))
+    delay = answer.headers.get("retry-after", "").strip()
+    if delay.isdigit():
+        return max(_SHORTEST_PAUSE_S, float(delay[:6]))
     with contextlib.suppress(ValueError, TypeError):
-        return max(_SHORTEST_PAUSE_S, parsedate_to_datetime(asked).timestamp() - time.time())
+        return max(_SHORTEST_PAUSE_S, parsedate_to_datetime(delay).timestamp() - time.time())
     return _PAUSE_S

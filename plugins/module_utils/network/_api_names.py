@@ -70,10 +70,10 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 def addresses(name: str) -> list[str]:
     """Addresses of the name from this host's resolver; [] when it does not resolve."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(answer[4][0]) for answer in found))
+    return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
 def unreachable(address: str, port: int) -> str:
@@ -122,11 +122,11 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
     """Names that occur outside the managed block. The first line with a name wins, so the other
     entry would stay in force.
     """
-    found = []
+    blockers = []
     for path, text in state.files.items():
         for row in _managed_block.without_block(text).splitlines():
             words = row.partition("#")[0].split()
-            found += [
+            blockers += [
                 Refusal(
                     "api_name_taken",
                     expected=f"{name} in {path} for {names[name]} or not at all",
@@ -136,7 +136,7 @@ def _taken(names: Mapping[str, str], state: State) -> list[Refusal]:
                 for name in words[1:]
                 if name in names and words[0] != names[name]
             ]
-    return found
+    return blockers
 
 
 def _text(absolute: str) -> str:

@@ -45,7 +45,7 @@ def probe_address(subnet: str) -> str:
 def dnsmasq(network: Network) -> str:
     """dnsmasq's configuration: the slice subnet and nothing else of the host."""
     subnet = ipaddress.IPv4Network(network["subnet"])
-    own = ipaddress.IPv4Interface(network["address"]).ip
+    gateway = ipaddress.IPv4Interface(network["address"]).ip
     return "\n".join(
         [
             "# Written by the gpuaas.slice collection; changed by its playbooks only.",
@@ -60,8 +60,8 @@ def dnsmasq(network: Network) -> str:
             "dhcp-ignore=tag:!known",
             "dhcp-authoritative",
             f"dhcp-host={PROBE_MAC},id:*,{probe_address(network['subnet'])}",
-            f"dhcp-option=option:router,{own}",
-            f"dhcp-option=option:dns-server,{own}",
+            f"dhcp-option=option:router,{gateway}",
+            f"dhcp-option=option:dns-server,{gateway}",
             f"dhcp-hostsdir={RESERVATIONS}",
             f"dhcp-leasefile={LEASES}",
             "",
@@ -81,8 +81,8 @@ def _binding() -> str:
     others = [f"/etc/dnsmasq.d/{name}" for name in names if not name.endswith(_IGNORED)]
     for path in ("/etc/dnsmasq.conf", *others):
         # dnsmasq skips folders too.
-        told = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
-        lines = (told or "").splitlines()
+        content = "" if path == DNSMASQ or _host.path(path).is_dir() else _host.kept(path)
+        lines = (content or "").splitlines()
         if "bind-interfaces" in (line.split("#")[0].strip() for line in lines):
             return "bind-interfaces"
     return "bind-dynamic"

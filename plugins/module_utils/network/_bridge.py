@@ -177,10 +177,10 @@ def link_shown(state: State) -> str:
 
 
 def _addressing(name: str, address: str, state: State) -> list[_change.Step]:
-    found = state.interfaces.get(name, Interface(up=False, addresses=()))
-    if found.up and address in found.addresses:
+    interface = state.interfaces.get(name, Interface(up=False, addresses=()))
+    if interface.up and address in interface.addresses:
         return []
-    before = {"up": found.up, "addresses": list(found.addresses)}
+    before = {"up": interface.up, "addresses": list(interface.addresses)}
     return [_change.Step("address_interface", name, before, {"up": True, "address": address})]
 
 
@@ -210,14 +210,14 @@ def _mismatch(params: Params) -> list[Refusal]:
         subnet = ipaddress.IPv4Network(params["subnet"])
         if ipaddress.IPv4Interface(params["address"]).network == subnet:
             return []
-        found = f"{params['address']} and {params['subnet']}"
+        text = f"{params['address']} and {params['subnet']}"
     except ValueError as error:
-        found = str(error)
+        text = str(error)
     return [
         Refusal(
             "network_invalid",
             expected="a bridge address inside the slice subnet, both with the same prefix length",
-            found=found,
+            found=text,
             remedy="correct network.address and network.subnet of the hardware profile",
         )
     ]

@@ -68,8 +68,8 @@ def judge(path: str = "", text: str = "") -> Judgement:
             _place(root, path, text.encode())
         tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
         if tried.rc:
-            said = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
-            return Judgement(said[-2000:], ())
+            output = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
+            return Judgement(output[-2000:], ())
         made = [file for pattern in _GENERATED for file in sorted(Path(root).glob(pattern))]
         return Judgement("", tuple(_link(file.read_text(errors="replace")) for file in made))
 
@@ -101,8 +101,8 @@ def _link(text: str) -> Link:
 def _settings(text: str) -> Iterator[tuple[str, str, str]]:
     section = ""
     for row in text.splitlines():
-        key, found, value = row.partition("=")
+        key, separator, value = row.partition("=")
         if row.startswith("["):
             section = row.strip("[] ")
-        elif found and not row.startswith("#"):
+        elif separator and not row.startswith("#"):
             yield section, key.strip(), value.strip()

@@ -158,7 +158,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:
-    asked = params["tmfifo"]
+    with_tmfifo = params["tmfifo"]
     return {
         "network": {
             "bridge": params["bridge"],
@@ -167,7 +167,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
             "forwarding": state.live.forwarding,
             "uplink": state.live.uplink,
             "dnsmasq": state.dnsmasq.active,
-            "tmfifo": _bridge.link_shown(state.live) if asked else "not asked for",
+            "tmfifo": _bridge.link_shown(state.live) if with_tmfifo else "not asked for",
         }
     }
 
@@ -194,8 +194,8 @@ def _old() -> list[str]:
     folders = sorted(folder.name for folder in _host.path(_UNITS).glob("*.wants"))
     links = [f"{_UNITS}/{folder}/{_OLD_SERVICE}.service" for folder in folders]
     # `exists` returns False for a link to a unit that is gone.
-    found = [path for path in links if _host.path(path).is_symlink()]
-    return [path for path in _OLD_FILES if _host.path(path).exists()] + found
+    old_links = [path for path in links if _host.path(path).is_symlink()]
+    return [path for path in _OLD_FILES if _host.path(path).exists()] + old_links
 
 
 def _remove_old(paths: Sequence[str]) -> None:
@@ -215,14 +215,14 @@ def _was(state: State) -> dict[str, Any]:
     """
     ours = _host_snapshot.recall(_host_snapshot.PACKAGES) or {}
     services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
-    found: dict[str, Any] = {
+    snapshot: dict[str, Any] = {
         package: {
             "active": service.active and package not in ours,
             "enabled": service.enabled and package not in ours,
         }
         for package, service in (*services, ("rshim", state.rshim))
     }
-    return {"forwarding": state.live.forwarding, **found}
+    return {"forwarding": state.live.forwarding, **snapshot}
 
 
 def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:

@@ -45,41 +45,41 @@ class State:
 
 
 def observe(params: Params) -> State:
-    found = _ovs_nat.observe(params)
+    baseline = _ovs_nat.observe(params)
     bridge = params["bridge"]
-    there = _bridge.ports(bridge) if bridge in found.live.bridges else []
+    there = _bridge.ports(bridge) if bridge in baseline.live.bridges else []
     folder = _host.path(_ovs_nat.RESERVATIONS)
     files = folder.iterdir() if folder.is_dir() else ()
-    return State(found, tuple(there), tuple(sorted(file.name for file in files)))
+    return State(baseline, tuple(there), tuple(sorted(file.name for file in files)))
 
 
 def plan(params: Params, state: State) -> _change.Plan:
-    found, bridge = state.baseline, params["bridge"]
+    baseline, bridge = state.baseline, params["bridge"]
     blockers = tuple(_in_use(params, state))
-    steps = _ovs_nat.outdated(found)
-    steps += _boot_service.plan_removal(_ovs_nat.unit(params), found.installed)
+    steps = _ovs_nat.outdated(baseline)
+    steps += _boot_service.plan_removal(_ovs_nat.unit(params), baseline.installed)
     steps += [
         _change.Step("remove_file", path, text, None)
-        for path, text in found.files.items()
+        for path, text in baseline.files.items()
         if text is not None
     ]
-    if found.reservations:
+    if baseline.reservations:
         steps.append(_change.Step("remove_folder", _ovs_nat.RESERVATIONS, "folder", None))
-    if found.live.nat:
+    if baseline.live.nat:
         rule = _bridge.nat_rule(params["subnet"])
         steps.append(_change.Step("remove_nat", "nat rule", rule, None))
-    card = found.live.interfaces.get(_bridge.TMFIFO)
+    card = baseline.live.interfaces.get(_bridge.TMFIFO)
     if state.concerned and card and _bridge.TMFIFO_ADDRESS in card.addresses:
         before = list(card.addresses)
         steps.append(_change.Step("remove_address", _bridge.TMFIFO, before, []))
-    if bridge in found.live.bridges:
+    if bridge in baseline.live.bridges:
         steps.append(_change.Step("remove_bridge", bridge, "OVS bridge", None))
     # An unknown earlier state is left to the next boot, which has no managed setting.
-    if found.live.forwarding and (found.before or {}).get("forwarding") is False:
+    if baseline.live.forwarding and (baseline.before or {}).get("forwarding") is False:
         steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
     if state.concerned:
-        steps += _services(found, rewritten=any(step.name == "remove_file" for step in steps))
-    steps += _host_snapshot.forget_steps(_ovs_nat.RECORD, found.before)
+        steps += _services(baseline, rewritten=any(step.name == "remove_file" for step in steps))
+    steps += _host_snapshot.forget_steps(_ovs_nat.RECORD, baseline.before)
     return _change.Plan(tuple(steps), blockers)
 
 
@@ -113,14 +113,18 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
-def _services(found: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step]:
+def _services(baseline: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step]:
     """Services return to their recorded state, now and at the next boot, without the managed
     settings.
     """
     steps = []
-    now = {"dnsmasq": found.dnsmasq, "openvswitch-switch": found.switch, "rshim": found.rshim}
+    now = {
+        "dnsmasq": baseline.dnsmasq,
+        "openvswitch-switch": baseline.switch,
+        "rshim": baseline.rshim,
+    }
     for package, service in now.items():
-        was = (found.before or {}).get(package, _OFF)
+        was = (baseline.before or {}).get(package, _OFF)
         name = _SERVICES[package]
         before = {"active": service.active, "enabled": service.enabled}
         # A service that another program has stopped since stays stopped.

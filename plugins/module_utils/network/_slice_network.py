@@ -44,9 +44,9 @@ def interfaces() -> dict[str, Interface]:
         str(entry["ifname"]): Interface(
             up="UP" in entry.get("flags", []),
             addresses=tuple(
-                f"{found['local']}/{found['prefixlen']}"
-                for found in entry.get("addr_info", [])
-                if "local" in found
+                f"{info['local']}/{info['prefixlen']}"
+                for info in entry.get("addr_info", [])
+                if "local" in info
             ),
         )
         for entry in listed
@@ -100,7 +100,7 @@ def ways(destination: str) -> list[tuple[str, ...]]:
     shown = _command.run(["ip", "-j", "-4", "route", "show", "table", "main"]).out
     rows = [row for row in json.loads(shown or "[]") if _network(row["dst"]) == destination]
     hops = [row.get("nexthops", [row]) for row in rows]
-    return [by for found in hops if (by := tuple(hop["dev"] for hop in found if "dev" in hop))]
+    return [by for path in hops if (by := tuple(hop["dev"] for hop in path if "dev" in hop))]
 
 
 def gateway() -> str:
@@ -117,8 +117,8 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
     """The `slice_network` part of the discovery document."""
     network, fabric = profile["network"], profile["fabric"]
     route, interface = str(fabric.get("route") or ""), str(fabric.get("interface") or "")
-    found = interfaces()
-    bridge = found.get(network["bridge"])
+    by_name = interfaces()
+    bridge = by_name.get(network["bridge"])
     rules = _rules_if_any()
     led = ways(route) if route else []
     state: dict[str, Any] = {
@@ -142,8 +142,8 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         },
         "tmfifo": {
             "required": bool(network.get("tmfifo")),
-            "present": "tmfifo_net0" in found,
-            "addresses": list(found["tmfifo_net0"].addresses) if "tmfifo_net0" in found else [],
+            "present": "tmfifo_net0" in by_name,
+            "addresses": list(by_name["tmfifo_net0"].addresses) if "tmfifo_net0" in by_name else [],
         },
     }
     state["blockers"] = _blockers(state, network)

@@ -86,19 +86,19 @@ def _outcome(check: Check[Facts], facts: Facts, intent: str, exempt: bool) -> di
     examine = check.examine if intent == "slice" else check.baremetal
     remedy = check.remedy if intent == "slice" else check.restore or check.remedy
     if exempt:
-        found = passed("not_applicable")
+        result = passed("not_applicable")
     elif examine is None:
-        found = passed("not_required_for_baremetal")
+        result = passed("not_required_for_baremetal")
     else:
-        found = _look(examine, facts)
-    if check.soft and found.status == FAIL:
-        found = warned(found.detail)
-    if found.status == PASS:
+        result = _look(examine, facts)
+    if check.soft and result.status == FAIL:
+        result = warned(result.detail)
+    if result.status == PASS:
         remedy = Remedy("")
     return {
         "check": check.name,
-        "status": found.status,
-        "detail": found.detail[:_LONGEST],
+        "status": result.status,
+        "detail": result.detail[:_LONGEST],
         "remediation": remedy.text,
         "playbook": remedy.playbook,
         "role": remedy.role,

@@ -50,7 +50,9 @@ def fabric_vfs(facts: Facts) -> Verdict:
     fabric = facts.profile["fabric"]
     link = str(fabric.get("link") or "")
     alike = [device for device in facts.devices.values() if device.id in fabric["pf_ids"]]
-    others = {one.address: why for one in alike if (why := _pci.unlike_link(one.address, link))}
+    others = {
+        other.address: why for other in alike if (why := _pci.unlike_link(other.address, link))
+    }
     physical = [device for device in alike if device.address not in others]
     problems = []
     if not physical:
@@ -75,10 +77,10 @@ def fabric_vfs(facts: Facts) -> Verdict:
     # identities.
     cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}, "link": link}
     for device in physical:
-        found = _virtual_functions.card_at(device.address)
-        problems += [*found.misnamed(cards), *found.unlinked()]
-    wanted = {**cards, "count": fabric["vfs_per_pf"]}
-    problems += _file_edits.unlike_settings(_boot_units.FABRIC.settings_path, wanted)
+        card = _virtual_functions.card_at(device.address)
+        problems += [*card.misnamed(cards), *card.unlinked()]
+    settings = {**cards, "count": fabric["vfs_per_pf"]}
+    problems += _file_edits.unlike_settings(_boot_units.FABRIC.settings_path, settings)
     made = sum(device.sriov_numvfs for device in physical)
     return verdict(problems, f"{made} functions on {len(physical)} cards")
 
@@ -90,29 +92,29 @@ def ipoib_netplan(facts: Facts) -> Verdict:
     own file is not judged.
     """
     fabric, text = facts.profile["fabric"], _host.kept(IPOIB)
-    wanted = str(fabric.get("site_address") or "")
+    address = str(fabric.get("site_address") or "")
     if not text:
         return failed(f"{IPOIB} is missing")
     problems = []
     # An operator can set a machine's interface outside the profile. The file is compared only if
     # the profile names one.
-    if wanted and fabric.get("interface") and text.startswith(_ipoib_address.MARKER):
-        own = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
-        problems += _file_edits.unlike(IPOIB, _ipoib_address.text({**own, "address": wanted}))
+    if address and fabric.get("interface") and text.startswith(_ipoib_address.MARKER):
+        settings = {key: str(fabric.get(key) or "") for key in ("interface", "route")}
+        problems += _file_edits.unlike(IPOIB, _ipoib_address.text({**settings, "address": address}))
     judged = _netplan.judge()
     if judged.refused:
         problems.append(f"netplan refuses the host's files: {' '.join(judged.refused.split())}")
-    elif wanted:
-        problems += _not_given(facts, judged.links, wanted)
-    return verdict(problems, f"{IPOIB} {wanted}".strip())
+    elif address:
+        problems += _not_given(facts, judged.links, address)
+    return verdict(problems, f"{IPOIB} {address}".strip())
 
 
 def fabric_address(facts: Facts) -> Verdict:
-    wanted = str(facts.profile["fabric"].get("site_address") or "")
-    for name in _owners(facts, wanted):
-        return passed(f"{name} has {wanted}")
+    address = str(facts.profile["fabric"].get("site_address") or "")
+    for name in _owners(facts, address):
+        return passed(f"{name} has {address}")
     named = facts.profile["fabric"].get("interface") or "ibp*"
-    return failed(f"no interface {named} has {wanted or 'a site address (none is set)'}")
+    return failed(f"no interface {named} has {address or 'a site address (none is set)'}")
 
 
 def fabric_route(facts: Facts) -> Verdict:
@@ -120,29 +122,31 @@ def fabric_route(facts: Facts) -> Verdict:
     interface leads to no fabric or to a different one.
     """
     fabric = facts.profile["fabric"]
-    wanted, address = str(fabric.get("route") or ""), str(fabric.get("site_address") or "")
-    if not wanted:
+    destination, address = str(fabric.get("route") or ""), str(fabric.get("site_address") or "")
+    if not destination:
         return failed("the profile names no fabric route")
     owners = _owners(facts, address) if address else _fabric_interfaces(facts)
     if not owners:
-        return failed(f"no interface has {address or 'an address'} for a route to {wanted}")
-    found = _slice_network.ways(wanted)
-    for way in found:
+        return failed(f"no interface has {address or 'an address'} for a route to {destination}")
+    routes = _slice_network.ways(destination)
+    for way in routes:
         if {*way} <= {*owners}:
-            return passed(f"{wanted} by {', '.join(way)}")
-    others = [f"; one leads by {', '.join(way)}" for way in found]
-    return failed(f"no route to {wanted} by {', '.join(owners)}{''.join(others)}")
+            return passed(f"{destination} by {', '.join(way)}")
+    others = [f"; one leads by {', '.join(way)}" for way in routes]
+    return failed(f"no route to {destination} by {', '.join(owners)}{''.join(others)}")
 
 
 def ovs_bridge(facts: Facts) -> Verdict:
     """The slice bridge is an Open vSwitch bridge, is up, and has the gateway address."""
     name, address = facts.network["bridge"], facts.network["address"]
-    found = facts.interfaces.get(name)
-    if found is None:
+    interface = facts.interfaces.get(name)
+    if interface is None:
         return failed(f"{name} is missing")
-    problems = [] if found.up else [f"{name} is down"]
-    if address not in found.addresses:
-        problems.append(f"{name} has {', '.join(found.addresses) or 'no address'}, not {address}")
+    problems = [] if interface.up else [f"{name} is down"]
+    if address not in interface.addresses:
+        problems.append(
+            f"{name} has {', '.join(interface.addresses) or 'no address'}, not {address}"
+        )
     # A successful guest probe already proves this, because its port was added to the bridge.
     if (
         facts.guest_problem
@@ -160,9 +164,9 @@ def dnsmasq(facts: Facts) -> Verdict:
     problems = []
     if not facts.guest.named:
         problems.append(f"process {pid} runs, but does not answer a guest on {bridge}")
-    wanted, offered = _baseline_files.probe_address(facts.network["subnet"]), facts.guest.offered
-    if offered != wanted:
-        problems.append(f"a guest on {bridge} is offered {offered or 'no address'}, not {wanted}")
+    expected, offered = _baseline_files.probe_address(facts.network["subnet"]), facts.guest.offered
+    if offered != expected:
+        problems.append(f"a guest on {bridge} is offered {offered or 'no address'}, not {expected}")
     return verdict(problems, f"process {pid} answers a guest on {bridge} and offers it an address")
 
 
@@ -203,17 +207,17 @@ def guest_egress(facts: Facts) -> Verdict:
     target = facts.network.get("egress_probe") or _slice_network.gateway()
     if not target:
         return failed("the profile names no egress_probe and the host has no default gateway")
-    found, subnet = facts.guest, ipaddress.ip_network(facts.network["subnet"])
-    raw = [source for source in found.sources if ipaddress.ip_address(source) in subnet]
+    probe, subnet = facts.guest, ipaddress.ip_network(facts.network["subnet"])
+    raw = [source for source in probe.sources if ipaddress.ip_address(source) in subnet]
     problems = []
-    if found.egress_ms is None:
+    if probe.egress_ms is None:
         problems.append(f"{target} does not answer a guest, whatever the services say")
     if raw:
         problems.append(f"a guest's packets leave untranslated, as {', '.join(raw)}")
-    elif not found.sources:
+    elif not probe.sources:
         problems.append("no packet of a guest was seen leaving the host")
-    shown = f"{target} answered a guest in {found.egress_ms or 0:.1f} ms"
-    return verdict(problems, f"{shown}, seen as {', '.join(found.sources)}")
+    shown = f"{target} answered a guest in {probe.egress_ms or 0:.1f} ms"
+    return verdict(problems, f"{shown}, seen as {', '.join(probe.sources)}")
 
 
 def network_service(facts: Facts) -> Verdict:
@@ -243,18 +247,18 @@ def tmfifo(facts: Facts) -> Verdict:
     """The tmfifo link has its address, and the next boot starts the service that
     creates the link.
     """
-    found = facts.interfaces.get(TMFIFO)
+    interface = facts.interfaces.get(TMFIFO)
     problems = []
-    if found is None:
+    if interface is None:
         problems.append(f"{TMFIFO} is missing")
-    elif TMFIFO_ADDRESS not in found.addresses:
-        problems.append(f"{TMFIFO}: {', '.join(found.addresses) or 'no address'}")
+    elif TMFIFO_ADDRESS not in interface.addresses:
+        problems.append(f"{TMFIFO}: {', '.join(interface.addresses) or 'no address'}")
     if facts.network.get("tmfifo"):
         unit = facts.unit(RSHIM)
         if not unit.file.startswith("enabled"):
             why = unit.file or unit.load or "unknown"
             problems.append(f"{RSHIM} is {why}: it would not start at boot")
-    return verdict(problems, ", ".join(found.addresses) if found else "")
+    return verdict(problems, ", ".join(interface.addresses) if interface else "")
 
 
 def rshim_peer(_facts: Facts) -> Verdict:
@@ -279,32 +283,32 @@ def _owners(facts: Facts, address: str) -> list[str]:
     ]
 
 
-def _is_among(wanted: str, addresses: Sequence[str]) -> bool:
+def _is_among(expected: str, addresses: Sequence[str]) -> bool:
     """Whether the address is in the list; a profile may omit the prefix length."""
-    return any(wanted in (address, address.partition("/")[0]) for address in addresses)
+    return any(expected in (address, address.partition("/")[0]) for address in addresses)
 
 
-def _not_given(facts: Facts, links: Sequence[_netplan.Link], wanted: str) -> list[str]:
+def _not_given(facts: Facts, links: Sequence[_netplan.Link], expected: str) -> list[str]:
     """Reasons why the next boot would not give the address to its interface."""
-    giving = [link for link in links if _is_among(wanted, link.addresses)]
+    giving = [link for link in links if _is_among(expected, link.addresses)]
     if not giving:
-        return [f"{IPOIB} does not give {wanted}"]
+        return [f"{IPOIB} does not give {expected}"]
     owner = str(facts.profile["fabric"].get("interface") or "")
     for link in giving:
-        known = (name for name in link.names if name.startswith("ibp"))
-        names = [owner] if owner else [*_fabric_interfaces(facts), *known]
+        ib_names = (name for name in link.names if name.startswith("ibp"))
+        names = [owner] if owner else [*_fabric_interfaces(facts), *ib_names]
         if any(link.is_of(name) for name in names):
             return []
     given = ", ".join(name for link in giving for name in (*link.names, *link.macs)) or "others"
-    return [f"{IPOIB} gives {wanted} to {given}, not to {owner or 'an interface ibp*'}"]
+    return [f"{IPOIB} gives {expected} to {given}, not to {owner or 'an interface ibp*'}"]
 
 
-def _duplicates(own: str) -> list[str]:
+def _duplicates(bootstrap_file: str) -> list[str]:
     """Addresses with two DHCP reservations, including the probe guest's address. dnsmasq does not
     start with such a pair, or it ignores the second reservation.
     """
     folder = _host.path(_baseline_files.RESERVATIONS)
-    seen = {own: "bootstrap's own file"}
+    seen = {bootstrap_file: "bootstrap's own file"}
     problems = []
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         for word in file.read_text(errors="replace").replace("\n", ",").split(","):

@@ -75,7 +75,7 @@ def name_resolution(facts: Facts) -> Verdict:
     names = _expected_names(facts)
     if not names:
         return failed(f"{ENROLMENT} names no API")
-    problems, found = [], []
+    problems, shown = [], []
     for name, port in names.items():
         answers = [name] if _is_address(name) else _api_names.addresses(name)
         if not answers:
@@ -84,27 +84,27 @@ def name_resolution(facts: Facts) -> Verdict:
         silent = [_api_names.unreachable(answer, port) for answer in answers] if port else [""]
         if all(silent):
             problems.append(f"{name}: {'; '.join(silent)}")
-        found.append(f"{name} is {'an address' if _is_address(name) else answers[0]}")
-    return verdict(problems, ", ".join(found))
+        shown.append(f"{name} is {'an address' if _is_address(name) else answers[0]}")
+    return verdict(problems, ", ".join(shown))
 
 
 def maas_intent(facts: Facts) -> Verdict:
     """The machine has the tag of this intent and no other. Two tags would leave the next deployment
     to chance.
     """
-    tags, wanted = facts.request.maas_tags, _TAGS[facts.request.intent]
+    tags, expected = facts.request.maas_tags, _TAGS[facts.request.intent]
     if tags is None:
         return warned("the MAAS tags of this machine are not known here")
-    if [tag for tag in tags if tag in _TAGS.values()] == [wanted]:
-        return passed(wanted)
-    return failed(f"tags are {', '.join(tags) or 'none'}, not {wanted}")
+    if [tag for tag in tags if tag in _TAGS.values()] == [expected]:
+        return passed(expected)
+    return failed(f"tags are {', '.join(tags) or 'none'}, not {expected}")
 
 
 def firmware_virtualization(_facts: object) -> Verdict:
     for row in (_host.read("/proc/cpuinfo") or "").splitlines():
         if row.startswith("flags"):
-            found = {"vmx", "svm"} & set(row.split())
-            return passed(found.pop()) if found else failed("no vmx or svm: off in the firmware")
+            flags = {"vmx", "svm"} & set(row.split())
+            return passed(flags.pop()) if flags else failed("no vmx or svm: off in the firmware")
     return failed("/proc/cpuinfo shows no flags")
 
 
@@ -112,8 +112,8 @@ def firmware(facts: Facts) -> Verdict:
     """The processor's current flags decide. The first boot's preflight result is only added to the
     detail, because its failures may have been repaired since.
     """
-    found = firmware_virtualization(facts)
-    return Verdict(found.status, f"{found.detail}; {_first_boot()}")
+    virtualization = firmware_virtualization(facts)
+    return Verdict(virtualization.status, f"{virtualization.detail}; {_first_boot()}")
 
 
 def kvm(_facts: object) -> Verdict:
@@ -332,8 +332,8 @@ def _settings_doubts(params: Mapping[str, Any], state: _kernel_arguments.State) 
     These are warnings as long as the menu itself is correct: the arguments are lost only at the
     next `update-grub`.
     """
-    wanted = _kernel_arguments.desired_files(params, state)[_kernel_arguments.DROP_IN]
-    doubts = _file_edits.unlike(_kernel_arguments.DROP_IN, wanted)
+    expected = _kernel_arguments.desired_files(params, state)[_kernel_arguments.DROP_IN]
+    doubts = _file_edits.unlike(_kernel_arguments.DROP_IN, expected)
     lost = _kernel_arguments.lacking(state.arguments, _kernel_arguments.all_given())
     return [*doubts, *([f"the next update-grub would lose {' '.join(lost)}"] if lost else [])]
 
@@ -344,7 +344,7 @@ def _module_problems(params: Mapping[str, Any], state: _kernel_arguments.State) 
     """
     files = _kernel_arguments.desired_files(params, state)
     whole = (_kernel_arguments.MODULES_LOAD, _kernel_arguments.SOFT_DEPENDENCIES)
-    problems = [found for path in whole for found in _file_edits.unlike(path, files[path])]
+    problems = [problem for path in whole for problem in _file_edits.unlike(path, files[path])]
     # The site may add modules to this list. The next build includes them beside this collection's.
     if _kernel_arguments.BLOCK not in (state.files[_kernel_arguments.INITRAMFS_MODULES] or ""):
         problems.append(f"{_kernel_arguments.INITRAMFS_MODULES} lacks our modules")

@@ -54,8 +54,8 @@ def ovmf(_facts: Facts) -> Verdict:
 
 
 def cloud_init_tools(_facts: Facts) -> Verdict:
-    found = [name for name in _SEED_MAKERS if _installed(name)]
-    return passed(found[0]) if found else failed(f"none of {', '.join(_SEED_MAKERS)}")
+    installed = [name for name in _SEED_MAKERS if _installed(name)]
+    return passed(installed[0]) if installed else failed(f"none of {', '.join(_SEED_MAKERS)}")
 
 
 def rdma_tools(_facts: Facts) -> Verdict:
@@ -106,21 +106,21 @@ def hugepages(facts: Facts) -> Verdict:
         return verdict(problems, tuned)
     each = -(-int(virtual["memory_mib_per_gpu"]) // 1024)
     for node in sorted({int(slot["numa_node"]) for slot in facts.slots}):
-        wanted = each * sum(int(slot["numa_node"]) == node for slot in facts.slots)
+        needed = each * sum(int(slot["numa_node"]) == node for slot in facts.slots)
         have = _hugepages.have(node)
-        if have < wanted:
-            problems.append(f"node {node} has {have} pages of 1 GiB, its slots need {wanted}")
+        if have < needed:
+            problems.append(f"node {node} has {have} pages of 1 GiB, its slots need {needed}")
     return verdict(problems, f"{each} pages of 1 GiB per slot")
 
 
 def tuning(facts: Facts) -> Verdict:
     """The tuned profiles are in force in the running kernel and at a login, and stay so at boot."""
-    found = _host_tuning.problems(facts.profile)
+    differing = _host_tuning.problems(facts.profile)
     # Huge pages have a check of their own.
-    found.pop(_hugepages.PROFILE, None)
-    problems = [f"{name}: {problem}" for name, left in found.items() for problem in left]
+    differing.pop(_hugepages.PROFILE, None)
+    problems = [f"{name}: {problem}" for name, left in differing.items() for problem in left]
     problems += _host_tuning.edited(facts.profile)
-    return verdict(problems, ", ".join(found) or "not_requested")
+    return verdict(problems, ", ".join(differing) or "not_requested")
 
 
 def _disk_problems(slot: Mapping[str, Any], disk: _block.Disk, usage: _block.Usage) -> list[str]:

@@ -161,12 +161,17 @@ def _egress_socket(target: str) -> socket.socket:
 def _watch(target: str) -> socket.socket:
     """A socket that captures packets from the host to `target`, on every interface, after NAT."""
     handle = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_EVERY_PROTOCOL))
-    wanted = int(ipaddress.IPv4Address(target.partition(":")[0]))
+    destination = int(ipaddress.IPv4Address(target.partition(":")[0]))
     # Classic BPF on the IP header: keep packets whose destination (byte 16) matches, drop all
     # others. A busy host's traffic must not push the probe's few packets out of the buffer.
     program = b"".join(
         struct.pack("HBBI", *instruction)
-        for instruction in ((0x20, 0, 0, 16), (0x15, 0, 1, wanted), (6, 0, 0, 65535), (6, 0, 0, 0))
+        for instruction in (
+            (0x20, 0, 0, 16),
+            (0x15, 0, 1, destination),
+            (6, 0, 0, 65535),
+            (6, 0, 0, 0),
+        )
     )
     kept = ctypes.create_string_buffer(program)
     length = len(program) // 8
@@ -178,13 +183,13 @@ def _watch(target: str) -> socket.socket:
 
 
 def _sources(leaving: socket.socket) -> tuple[str, ...]:
-    found = set()
+    addresses = set()
     with contextlib.suppress(BlockingIOError):
         while True:
             packet, (_name, protocol, direction, *_link) = leaving.recvfrom(2048)
             if protocol == _IPV4 and direction == socket.PACKET_OUTGOING:
-                found.add(socket.inet_ntoa(packet[12:16]))
-    return tuple(sorted(found))
+                addresses.add(socket.inet_ntoa(packet[12:16]))
+    return tuple(sorted(addresses))
 
 
 @contextlib.contextmanager

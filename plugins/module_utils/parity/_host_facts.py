@@ -120,10 +120,10 @@ class Facts:
         """The guest probe's result. Creating the namespace is expensive, so all checks share one
         run.
         """
-        found = self._guest
-        if isinstance(found, Refusal):
-            raise found
-        return found
+        finding = self._guest
+        if isinstance(finding, Refusal):
+            raise finding
+        return finding
 
     @property
     def guest_problem(self) -> str:

@@ -24,6 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_snapshot,
     _ledger,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -39,7 +40,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     OLD_BASELINE,
     Facts,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names, _traces
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
@@ -136,14 +137,14 @@ def _leases(facts: Facts) -> Iterator[Item]:
     """
     entries = _ledger.entries()
     for entry in entries:
-        name, wanted = f"slot {entry.slot_id}", "free and clean"
+        name, expected = f"slot {entry.slot_id}", "free and clean"
         if _gone_dirty(entry, facts):
-            found = f"free, and {entry.disk_identity}, which was not wiped, is gone"
-            yield Item("nvme_ownership", name, wanted, found, ok=True)
+            state = f"free, and {entry.disk_identity}, which was not wiped, is gone"
+            yield Item("nvme_ownership", name, expected, state, ok=True)
             continue
         left = [f"is leased by {entry.allocation_id}"] if entry.allocation_id else []
         left += [f"waits for the wipe of {entry.disk_identity}"] if entry.dirty else []
-        yield _none("nvme_ownership", name, left, wanted)
+        yield _none("nvme_ownership", name, left, expected)
     if not entries:
         yield _none("nvme_ownership", "slots in the ledger", [])
 
@@ -156,9 +157,9 @@ def _gone_dirty(entry: _ledger.Entry, facts: Facts) -> bool:
     if entry.allocation_id or not (entry.dirty and entry.disk_identity):
         return False
     folder = _host.path("/sys/block")
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    known = {disk.kernel_name for disk in facts.disks}
-    if any(_disk.WHOLE.fullmatch(name) and name not in known for name in names):
+    names = [device.name for device in folder.iterdir()] if folder.is_dir() else []
+    present = {disk.kernel_name for disk in facts.disks}
+    if any(_disk.WHOLE.fullmatch(name) and name not in present for name in names):
         return False
     return not any(disk.is_known_as(entry.disk_identity) for disk in facts.disks)
 
@@ -186,8 +187,8 @@ def _traces_of(check: str, facts: Facts) -> list[_traces.Trace]:
 
 def _mode(_facts: Facts) -> Iterator[Item]:
     there = _host_resources.mode() == "slice"
-    found = "the host is still in slice mode" if there else _file(SLICE_MODE)
-    yield Item("slice_mode", SLICE_MODE, "absent", found, ok=found == "absent")
+    state = "the host is still in slice mode" if there else _file(SLICE_MODE)
+    yield Item("slice_mode", SLICE_MODE, "absent", state, ok=state == "absent")
 
 
 def _binding(facts: Facts) -> Iterator[Item]:
@@ -198,8 +199,8 @@ def _binding(facts: Facts) -> Iterator[Item]:
         if not ours:
             continue
         on = _pci.VFIO in (device.driver, device.driver_override)
-        found = f"is on {_pci.VFIO}" if on else f"driver {device.driver or 'none'}"
-        yield Item("vfio_binding", device.address, f"not on {_pci.VFIO}", found, ok=not on)
+        state = f"is on {_pci.VFIO}" if on else f"driver {device.driver or 'none'}"
+        yield Item("vfio_binding", device.address, f"not on {_pci.VFIO}", state, ok=not on)
     path = _boot_units.BINDING.settings_path
     record = json.loads(_host.kept(path) or "{}").get("devices", {})
     bound = [f"{address} would be bound at boot" for address in sorted(record)]
@@ -223,8 +224,8 @@ def _modules(facts: Facts) -> Iterator[Item]:
     yield _gone("vfio_modules", _kernel_arguments.MODULES_LOAD)
     yield _gone("vfio_modules", _kernel_arguments.SOFT_DEPENDENCIES)
     block = _kernel_arguments.has_block(_host.kept(_kernel_arguments.INITRAMFS_MODULES))
-    found = ["a block of ours"] if block else []
-    yield _none("vfio_modules", _kernel_arguments.INITRAMFS_MODULES, found, "no block of ours")
+    blocks = ["a block of ours"] if block else []
+    yield _none("vfio_modules", _kernel_arguments.INITRAMFS_MODULES, blocks, "no block of ours")
     built = ["built with modules of ours"] if facts.boot.initramfs else []
     yield _none("vfio_modules", "initramfs", built, "built without modules of ours")
 
@@ -236,9 +237,9 @@ def _functions(facts: Facts) -> Iterator[Item]:
     kept = kept or _host_snapshot.recall(_virtual_functions.RECORD) is not None
     for device in facts.devices.values():
         if device.id in facts.profile["fabric"]["pf_ids"] and not device.physfn:
-            found, ok = _made(device, not_given_back=kept)
+            state, ok = _made(device, not_given_back=kept)
             expected = "no virtual functions of ours"
-            yield Item("fabric_vfs", device.address, expected, found, ok=ok)
+            yield Item("fabric_vfs", device.address, expected, state, ok=ok)
     yield _given_back("fabric_vfs", _virtual_functions.RECORD)
     yield _gone("fabric_vfs", settings)
     yield from _service(facts, "fabric_vfs", _boot_units.FABRIC.service)
@@ -308,9 +309,9 @@ def _old_baseline(facts: Facts) -> Iterator[Item]:
 
 
 def _tmfifo(facts: Facts) -> Iterator[Item]:
-    found = facts.interfaces.get(_checks_network.TMFIFO)
+    interface = facts.interfaces.get(_checks_network.TMFIFO)
     address = _checks_network.TMFIFO_ADDRESS
-    there = bool(found and address in found.addresses)
+    there = bool(interface and address in interface.addresses)
     name = f"{address} on {_checks_network.TMFIFO}"
     yield _none("tmfifo", name, ["is there"] if there else [])
 
@@ -325,15 +326,15 @@ def _tuned(_facts: Facts) -> Iterator[Item]:
 
 def _given_back(check: str, subject: str) -> Item:
     """The host state recorded before slice mode has been restored."""
-    found = [] if _host_snapshot.recall(subject) is None else ["not given back"]
-    return _none(check, f"{subject} as before", found, "given back")
+    left = [] if _host_snapshot.recall(subject) is None else ["not given back"]
+    return _none(check, f"{subject} as before", left, "given back")
 
 
 def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
     # A mask without a record may be the site's. Only this collection creates the drop-in.
     bars = _host.path(_boot_files.UNITS).glob(f"*.d/{_gpu_services.BAR}")
-    yield _none("gpu_services_quiesced", "barred services", sorted(one.parent.name for one in bars))
+    yield _none("gpu_services_quiesced", "barred services", sorted(bar.parent.name for bar in bars))
 
 
 def _libvirt_service(_facts: Facts) -> Iterator[Item]:
@@ -349,8 +350,8 @@ def _files(_facts: Facts) -> Iterator[Item]:
         _boot_files.PROGRAMS: ("gpuaas-slice-*",),
     }
     for folder, names in patterns.items():
-        found = [str(file.name) for name in names for file in _host.path(folder).glob(name)]
-        yield _none("boot_services", f"{folder}/gpuaas-slice-*", sorted(found))
+        left = [str(file.name) for name in names for file in _host.path(folder).glob(name)]
+        yield _none("boot_services", f"{folder}/gpuaas-slice-*", sorted(left))
     yield _gone("boot_services", _boot_files.LIBRARY)
     yield _gone("boot_services", _boot_files.RECORD)
 
@@ -389,13 +390,13 @@ MODE: dict[str, Look] = {
 }
 
 
-def _none(check: str, name: str, found: list[str], expected: str = "none") -> Item:
-    return Item(check, name, expected, ", ".join(found) or expected, ok=not found)
+def _none(check: str, name: str, left: list[str], expected: str = "none") -> Item:
+    return Item(check, name, expected, ", ".join(left) or expected, ok=not left)
 
 
 def _gone(check: str, path: str) -> Item:
-    found = _file(path)
-    return Item(check, path, "absent", found, ok=found == "absent")
+    state = _file(path)
+    return Item(check, path, "absent", state, ok=state == "absent")
 
 
 def _file(path: str) -> str:

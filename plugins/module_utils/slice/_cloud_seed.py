@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
 
 # ISO 9660: the primary volume descriptor is sector 16; its application identifier has 128 bytes.
 _APPLICATION = 16 * 2048 + 574
@@ -36,13 +39,13 @@ def files(
     user_data: Mapping[str, Any], meta_data: Mapping[str, Any], network: Mapping[str, Any]
 ) -> dict[str, str]:
     """The files of the seed by name."""
-    found = {
+    contents = {
         "user-data": f"#cloud-config\n{yaml(user_data)}\n",
         "meta-data": f"{yaml(meta_data)}\n",
     }
     if network:
-        found["network-config"] = f"{yaml(network)}\n"
-    return found
+        contents["network-config"] = f"{yaml(network)}\n"
+    return contents
 
 
 def digest(content: Mapping[str, str]) -> str:

@@ -15,10 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
 
 DIRECTORY, LEASES = _baseline_files.RESERVATIONS, _baseline_files.LEASES
 PID_FILE = "/run/dnsmasq/dnsmasq.pid"
@@ -88,12 +91,12 @@ def reservations() -> list[Reservation]:
 
 def leases() -> list[Lease]:
     """Current DHCP leases of the lease file; IPv6 and malformed lines are skipped."""
-    found = []
+    parsed = []
     for line in (_host.kept(LEASES) or "").splitlines():
         fields = line.split()
         if len(fields) >= 4 and fields[0].isdigit() and fields[2].count(".") == 3:
-            found.append(Lease(int(fields[0]), fields[1].lower(), fields[2], fields[3]))
-    return found
+            parsed.append(Lease(int(fields[0]), fields[1].lower(), fields[2], fields[3]))
+    return parsed
 
 
 def pid() -> int | None:

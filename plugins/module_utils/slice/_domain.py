@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice._object_names import (
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._object_names import (
     SEEDS,
     check_mac,
     check_pci,
@@ -292,9 +292,9 @@ def parse(xml: str) -> Description:
     }
 
 
-def differences(want: Description, found: Description) -> dict[str, tuple[Any, Any]]:
+def differences(want: Description, actual: Description) -> dict[str, tuple[Any, Any]]:
     """Required and actual value of each different field."""
-    return {key: (want[key], found[key]) for key in want if want[key] != found[key]}
+    return {key: (want[key], actual[key]) for key in want if want[key] != actual[key]}
 
 
 def _harmless(device: ET.Element) -> bool:

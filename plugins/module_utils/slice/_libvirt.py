@@ -46,18 +46,18 @@ def states() -> dict[str, State]:
     """Every domain of this host, defined or running, by name."""
     # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
     out = _virsh("domstats", "--state", "--nowait").out
-    found: dict[str, State] = {}
+    by_name: dict[str, State] = {}
     name, values = "", {"state": 0, "reason": 0}
     for line in [*out.splitlines(), "Domain: ''"]:
         text = line.strip()
         if text.startswith("Domain: "):
             if name:
-                found[name] = State(_word(values["state"]), values["reason"])
+                by_name[name] = State(_word(values["state"]), values["reason"])
             name, values = text[len("Domain: ") :].strip("'"), {"state": 0, "reason": 0}
         key, _sep, value = text.partition("=")
         if key.startswith("state.") and value.lstrip("-").isdigit():
             values[key.removeprefix("state.")] = int(value)
-    return found
+    return by_name
 
 
 def domains() -> dict[str, str]:
@@ -87,15 +87,15 @@ def resume(name: str) -> None:
 def shut_down(name: str, *, deadline: float) -> bool:
     """Ask the guest to power off and wait; False when it has not within `deadline` seconds."""
     end = time.monotonic() + deadline
-    asked = 0.0
+    requested_at = 0.0
     while time.monotonic() < end:
         if not states().get(name, State("shut off")).active:
             return True
         # A guest that is still booting ignores the first request.
-        if asked == 0.0 or time.monotonic() - asked > _RESEND_SECONDS:
+        if requested_at == 0.0 or time.monotonic() - requested_at > _RESEND_SECONDS:
             # The guest may end between query and request; virsh then exits with 1.
             _virsh("shutdown", name, ok=(0, 1))
-            asked = time.monotonic()
+            requested_at = time.monotonic()
         time.sleep(1)
     return not states().get(name, State("shut off")).active
 
@@ -141,7 +141,7 @@ def processes(marker: str) -> dict[int, str]:
     """QEMU processes with `marker` in their arguments, including those that libvirt has lost:
     program by pid.
     """
-    found: dict[int, str] = {}
+    programs: dict[int, str] = {}
     for folder in _host.path("/proc").glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -149,8 +149,8 @@ def processes(marker: str) -> dict[int, str]:
             continue  # it ended during the scan
         program = PurePosixPath(arguments[0]).name
         if program.startswith("qemu") and any(marker in argument for argument in arguments):
-            found[int(folder.name)] = program
-    return found
+            programs[int(folder.name)] = program
+    return programs
 
 
 def _alive(pid: int) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/plans"
 
@@ -24,11 +24,11 @@ _GIB_PAGES = "hugepages/hugepages-1048576kB/free_hugepages"
 
 def numbers(text: str) -> list[int]:
     """The kernel's list format: `0-3,8` is 0, 1, 2, 3, 8."""
-    found: list[int] = []
+    expanded: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _sep, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+        expanded.extend(range(int(first), int(last or first) + 1))
+    return expanded
 
 
 def cores(node: int | None) -> list[tuple[int, ...]]:
@@ -36,11 +36,11 @@ def cores(node: int | None) -> list[tuple[int, ...]]:
     node.
     """
     place = f"{_CPUS}/online" if node is None else f"{_NODES}/node{node}/cpulist"
-    found: dict[tuple[int, ...], None] = {}
+    groups: dict[tuple[int, ...], None] = {}
     for cpu in numbers(_host.read(place) or ""):
         siblings = _host.read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list")
-        found[tuple(numbers(siblings or str(cpu)))] = None
-    return list(found)
+        groups[tuple(numbers(siblings or str(cpu)))] = None
+    return list(groups)
 
 
 def choose(available: list[tuple[int, ...]], taken: set[int], count: int) -> list[int]:
@@ -74,14 +74,14 @@ def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -
     twice, which refuses; in the other order it would be missing from both. A plan without a node
     may take its memory from any node, so it counts on every node.
     """
-    found = 0
+    total = 0
     for allocation_id, plan in _plans(except_for):
         place = plan.get("numa_node", -1)
         if bool(plan.get("hugepages")) == hugepages and (node is None or place in (node, -1)):
             pids = _libvirt.processes(_object_names.domain_name(allocation_id))
             resident = sum(_resident_mib(pid, hugepages) for pid in pids)
-            found += max(int(plan.get("memory_mib", 0)) - resident, 0)
-    return found
+            total += max(int(plan.get("memory_mib", 0)) - resident, 0)
+    return total
 
 
 def recorded(allocation_id: str) -> dict[str, Any] | None:
@@ -127,8 +127,8 @@ def _file(allocation_id: str) -> str:
 
 
 def _mebibytes(text: str, key: str) -> int:
-    found = re.search(rf"\b{key}:\s+(\d+) kB", text)
-    return int(found.group(1)) // 1024 if found else 0
+    match = re.search(rf"\b{key}:\s+(\d+) kB", text)
+    return int(match.group(1)) // 1024 if match else 0
 
 
 def _resident_mib(pid: int, hugepages: bool) -> int:

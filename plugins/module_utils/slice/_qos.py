@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 
 LABEL = "gpuaas-allocation"
 _SHAPER = "linux-htb"
@@ -83,11 +82,11 @@ def limit(options: Mapping[str, Any] | None) -> Limit | None:
     """The limit in a module's option; None without it."""
     if not options:
         return None
-    found = Limit(int(options["rate_kbps"]), int(options["burst_kb"]))
-    if found.rate_kbps < 1 or found.burst_kb < LEAST_BURST_KB:
+    parsed = Limit(int(options["rate_kbps"]), int(options["burst_kb"]))
+    if parsed.rate_kbps < 1 or parsed.burst_kb < LEAST_BURST_KB:
         expected = f"a rate of at least 1 kbps and a burst of at least {LEAST_BURST_KB} kb"
-        raise _object_names.invalid("mgmt_qos", expected, str(found.document()))
-    return found
+        raise _object_names.invalid("mgmt_qos", expected, str(parsed.document()))
+    return parsed
 
 
 def observe(allocation_id: str) -> State:
@@ -101,11 +100,11 @@ def observe(allocation_id: str) -> State:
     out = _command.run(argv).out
     interfaces, ports, rows = (json.loads(line)["data"] for line in out.splitlines())
     named = _uuid(ports[0][0]) if ports else ""
-    known = {_uuid(row[0]): row for row in rows}
-    owned = [name for name, row in known.items() if _map(row[3]).get(LABEL) == allocation_id]
+    by_id = {_uuid(row[0]): row for row in rows}
+    owned = [name for name, row in by_id.items() if _map(row[3]).get(LABEL) == allocation_id]
     shaped = ("", "", "")
-    if named in known:
-        shaped = (known[named][1], _map(known[named][2]).get("max-rate", ""), named)
+    if named in by_id:
+        shaped = (by_id[named][1], _map(by_id[named][2]).get("max-rate", ""), named)
     policed = (int(interfaces[0][0]), int(interfaces[0][1])) if interfaces else (0, 0)
     return State(policed, shaped, tuple(sorted(owned)))
 
@@ -119,19 +118,19 @@ def rows() -> dict[str, str]:
     return {row: owner for row, owner in owners.items() if owner}
 
 
-def install(allocation_id: str, wanted: Limit | None) -> None:
+def install(allocation_id: str, requested: Limit | None) -> None:
     """Set or remove the port's limit in one transaction of the switch's database."""
     port = _object_names.port_name(allocation_id)
     argv = ["ovs-vsctl", "--timeout=30"]
-    if wanted is None:
+    if requested is None:
         argv += ["--", "--if-exists", "set", "Interface", port, *_policing(0, 0)]
         _command.run([*argv, *_forget(allocation_id, port)])
         return
     # Without --if-exists, because a missing port must not count as limited.
-    argv += ["--", "set", "Interface", port, *_policing(wanted.rate_kbps, wanted.burst_kb)]
+    argv += ["--", "set", "Interface", port, *_policing(requested.rate_kbps, requested.burst_kb)]
     argv += _forget(allocation_id, port)
     argv += ["--", "--id=@limit", "create", "QoS", f"type={_SHAPER}"]
-    argv += [f"other_config:max-rate={wanted.bits}", f"external_ids:{LABEL}={allocation_id}"]
+    argv += [f"other_config:max-rate={requested.bits}", f"external_ids:{LABEL}={allocation_id}"]
     argv += ["--", "set", "Port", port, "qos=@limit"]
     _command.run(argv)
 

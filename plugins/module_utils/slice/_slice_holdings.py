@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _domain,
     _libvirt,
-    _object_names,
     _slots,
     _traces,
 )
@@ -97,11 +96,11 @@ def _devices(slots: Collection[_slots.Slot]) -> Rows:
 
     Use by a slice is no reason here: the domains and processes already identify the slice.
     """
-    own = list(_libvirt.processes(_object_names.PREFIX))
+    own_pids = list(_libvirt.processes(_object_names.PREFIX))
     rows: Rows = []
     for slot in slots:
-        _disk, problems = _slots.disk(slot, own_pids=own)
-        problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own)]
+        _disk, problems = _slots.disk(slot, own_pids=own_pids)
+        problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own_pids)]
         rows += [{"slot_id": slot["slot_id"], **_problem(problem)} for problem in problems]
     return rows
 

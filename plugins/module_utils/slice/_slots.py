@@ -37,8 +37,8 @@ def checked(slots: Collection[Slot], *, needed: Collection[str] = _NEEDED) -> li
 
 def addresses(slot: Slot) -> list[str]:
     """PCI addresses that a guest gets with the slot."""
-    found = (slot.get("gpu_pci_address"), slot.get("fabric_vf_pci_address"))
-    return [str(address) for address in found if address]
+    values = (slot.get("gpu_pci_address"), slot.get("fabric_vf_pci_address"))
+    return [str(address) for address in values if address]
 
 
 def passthrough(functions: Collection[str], *, own_pids: Collection[int] = ()) -> list[Refusal]:
@@ -47,7 +47,7 @@ def passthrough(functions: Collection[str], *, own_pids: Collection[int] = ()) -
     own_pids: the QEMU of the allocation that already has them, whose use is no obstacle.
     """
     holders = _vfio_holders()
-    return [found for address in functions for found in _function(address, holders, own_pids)]
+    return [refusal for address in functions for refusal in _function(address, holders, own_pids)]
 
 
 def _function(
@@ -59,34 +59,34 @@ def _function(
     except Refusal as refusal:
         return [refusal]
     power = _host.read(f"{_pci.DEVICES}/{address}/power_state") or ""
-    found = []
+    blockers = []
     if device.driver != _pci.VFIO:
         text = device.driver or "no driver"
-        found.append(_unfit("not_bound", address, "bound to vfio-pci", text))
+        blockers.append(_unfit("not_bound", address, "bound to vfio-pci", text))
     if not _pci.answers(address) or power == "D3cold":
         text = f"no answer, power state {power or 'unknown'}"
-        found.append(_unfit("device_not_answering", address, "a readable configuration", text))
+        blockers.append(_unfit("device_not_answering", address, "a readable configuration", text))
     if strangers:
         text = "; ".join(strangers)
-        found.append(_unfit("group_not_viable", address, "an IOMMU group of its own", text))
+        blockers.append(_unfit("group_not_viable", address, "an IOMMU group of its own", text))
     users = set(holders.get(str(device.iommu_group), ())) - set(own_pids)
     if users:
         text = f"process {', '.join(map(str, sorted(users)))} has IOMMU group {device.iommu_group}"
-        found.append(_unfit("device_in_use", address, "free", text))
-    return found
+        blockers.append(_unfit("device_in_use", address, "free", text))
+    return blockers
 
 
 def _vfio_holders() -> dict[str, set[int]]:
     """Processes with an open IOMMU group, by group, including those that libvirt does not know."""
-    found: dict[str, set[int]] = {}
+    holders: dict[str, set[int]] = {}
     for process in _host.path("/proc").glob("[0-9]*"):
         # A process may end, or close a file, during the scan.
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 target = _target(descriptor)
                 if target.startswith("/dev/vfio/"):
-                    found.setdefault(target.rpartition("/")[2], set()).add(int(process.name))
-    return found
+                    holders.setdefault(target.rpartition("/")[2], set()).add(int(process.name))
+    return holders
 
 
 def _target(link: Path) -> str:
@@ -102,13 +102,13 @@ def disk(slot: Slot, *, own_pids: Collection[int] = ()) -> tuple[_block.Disk | N
     own_pids: the QEMU of the allocation that already holds the slot, whose use is no obstacle.
     """
     try:
-        found = _block.of_slot(slot)
-        used = _block.usage(found)
+        device = _block.of_slot(slot)
+        used = _block.usage(device)
     except Refusal as refusal:
         return None, [refusal]
     if own_pids and set(used.qemu_pids) <= set(own_pids):
         used.qemu_pids.clear()
-    return found, _block.refusals(found, used)
+    return device, _block.refusals(device, used)
 
 
 def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
@@ -117,31 +117,31 @@ def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
         entry = _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
     except Refusal as refusal:
         return [refusal]
-    found = []
+    blockers = []
     holder = entry.allocation_id
     if holder not in ("", allocation_id) and int(slot["fence"]) == entry.fence:
         text = f"leased by {holder} under the same fence {entry.fence}"
         expected = f"slot {entry.slot_id} free or leased by {allocation_id}"
         remedy = "verify the absence of that allocation and release it first"
-        found.append(Refusal("slot_leased", expected=expected, found=text, remedy=remedy))
+        blockers.append(Refusal("slot_leased", expected=expected, found=text, remedy=remedy))
     if entry.dirty and holder != allocation_id:
         text = f"marked dirty at {entry.dirty_at} and not wiped since"
         remedy = "wipe the slot (`gpuaas recover`) before it is given to another tenant"
         expected = f"a clean disk in slot {entry.slot_id}"
-        found.append(Refusal("disk_dirty", expected=expected, found=text, remedy=remedy))
-    return found
+        blockers.append(Refusal("disk_dirty", expected=expected, found=text, remedy=remedy))
+    return blockers
 
 
-def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
+def unproven(slot: Slot, device: _block.Disk) -> list[Refusal]:
     """Reasons why the slot's disk does not count as wiped (I5)."""
     entry = _ledger.load(str(slot["slot_id"]))
     # The ledger check covers a dirty slot: it belongs to this claim, or is refused as `disk_dirty`.
-    if entry.dirty or _proof.standing(found.disk_identity) is not None:
+    if entry.dirty or _proof.standing(device.disk_identity) is not None:
         return []
     return [
         Refusal(
             "not_clean",
-            expected=f"a wipe proof of {found.disk_identity} in slot {entry.slot_id}"
+            expected=f"a wipe proof of {device.disk_identity} in slot {entry.slot_id}"
             " that still stands",
             found="no proof, or the disk was marked dirty since",
             remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
@@ -149,9 +149,9 @@ def unproven(slot: Slot, found: _block.Disk) -> list[Refusal]:
     ]
 
 
-def other_domains(own: str) -> dict[str, _domain.Description]:
+def other_domains(domain_name: str) -> dict[str, _domain.Description]:
     """Definition of every other domain of this host, running or not."""
-    names = (name for name in _libvirt.states() if name != own)
+    names = (name for name in _libvirt.states() if name != domain_name)
     return {name: _domain.parse(_libvirt.definition(name)) for name in names}
 
 

@@ -14,14 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _dnsmasq,
-    _flows,
-    _libvirt,
-    _object_names,
-    _qos,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _libvirt, _qos
 
 # A port's name has room for 12 digits of the id, a cookie for 16. Fewer identify nothing.
 _LEAST_DIGITS = 12

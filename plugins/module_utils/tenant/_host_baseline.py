@@ -68,13 +68,13 @@ def differences(
     before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> list[dict[str, Any]]:
     """Differences by section and name; access marks those that can let a user in."""
-    found = []
+    rows = []
     for section in sorted({*before, *now}):
         was, is_now = before.get(section, {}), now.get(section, {})
         for name in sorted({*was, *is_now}):
             if was.get(name) != is_now.get(name):
                 change = "changed" if name in was and name in is_now else "added"
-                found.append(
+                rows.append(
                     {
                         "section": section,
                         "name": name,
@@ -82,7 +82,7 @@ def differences(
                         "access": section in ACCESS,
                     }
                 )
-    return found
+    return rows
 
 
 def _lines(*paths: str) -> dict[str, str]:
@@ -104,9 +104,9 @@ def _files(absolute: str) -> Iterator[tuple[str, str]]:
     root = _host.path(absolute)
     places = [root, *root.rglob("*")] if root.is_dir() and not root.is_symlink() else [root]
     for place in sorted(places):
-        told = "" if place.name.endswith(_RENEWED) else _fingerprint(place)
-        if told:
-            yield f"/{place.relative_to(_host.ROOT)}", told
+        fingerprint = "" if place.name.endswith(_RENEWED) else _fingerprint(place)
+        if fingerprint:
+            yield f"/{place.relative_to(_host.ROOT)}", fingerprint
 
 
 def _fingerprint(place: Path) -> str:
@@ -129,8 +129,8 @@ def _listening() -> Iterator[tuple[str, str]]:
         for line in _text(f"/proc/net/{kind}")[1:]:
             fields = line.split()
             address, _colon, port = fields[1].rpartition(":")
-            wanted = fields[3] == _LISTEN if kind.startswith("tcp") else True
-            if wanted and int(port, 16) <= _LAST_FIXED_PORT:
+            listening = fields[3] == _LISTEN if kind.startswith("tcp") else True
+            if listening and int(port, 16) <= _LAST_FIXED_PORT:
                 yield f"{kind} {int(port, 16)} {address}", "listening"
 
 

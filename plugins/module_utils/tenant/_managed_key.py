@@ -62,16 +62,16 @@ def ours(content: bytes, instance_id: str) -> list[bytes]:
     return [row.rstrip(b"\r\n") for row in _rows(content) if _is_ours(row, instance_id)]
 
 
-def replaced(content: bytes, instance_id: str, wanted: bytes | None) -> bytes:
+def replaced(content: bytes, instance_id: str, line: bytes | None) -> bytes:
     """The content with this line as the instance's only line; all other bytes stay unchanged."""
-    if ours(content, instance_id) == ([] if wanted is None else [wanted]):
+    if ours(content, instance_id) == ([] if line is None else [line]):
         return content
     kept = b"".join(row for row in _rows(content) if not _is_ours(row, instance_id))
-    if wanted is None:
+    if line is None:
         return kept
     if kept and not kept.endswith(b"\n"):
         kept += b"\n"
-    return kept + wanted + b"\n"
+    return kept + line + b"\n"
 
 
 @contextlib.contextmanager
@@ -86,12 +86,12 @@ def folder(home: str, uid: int, *, make_for: int | None = None) -> Iterator[int 
             yield None
             return
         held.callback(os.close, top)
-        found = _opened(FOLDER, f"{home}/{FOLDER}", uid, at=top)
-        if found is None and make_for is not None:
-            found = _made(top, home, uid, make_for)
-        if found is not None:
-            held.callback(os.close, found)
-        yield found
+        descriptor = _opened(FOLDER, f"{home}/{FOLDER}", uid, at=top)
+        if descriptor is None and make_for is not None:
+            descriptor = _made(top, home, uid, make_for)
+        if descriptor is not None:
+            held.callback(os.close, descriptor)
+        yield descriptor
 
 
 def read(at: int, home: str, uid: int) -> Found:

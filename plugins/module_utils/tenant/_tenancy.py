@@ -17,9 +17,9 @@ Params = _change.Params
 
 @dataclass(frozen=True)
 class State:
-    """found: state of the guarded subject. taken: reasons against a change."""
+    """inner: state of the guarded subject. taken: reasons against a change."""
 
-    found: Any
+    inner: Any
     taken: tuple[Refusal, ...]
 
 
@@ -42,14 +42,14 @@ def guarded(
         return State(subject.observe(params), tuple(refusals()))
 
     def plan(params: Params, state: State) -> _change.Plan:
-        whole = subject.plan(params, state.found)
+        whole = subject.plan(params, state.inner)
         taken = state.taken if concerns(params, whole) else ()
         return _change.Plan(whole.steps, (*taken, *whole.blockers))
 
     def facts(params: Params, state: State) -> dict[str, Any]:
-        return subject.facts(params, state.found)
+        return subject.facts(params, state.inner)
 
     def forecast(params: Params, state: State) -> State:
-        return replace(state, found=subject.forecast(params, state.found))
+        return replace(state, inner=subject.forecast(params, state.inner))
 
     return replace(subject, observe=observe, plan=plan, facts=facts, forecast=forecast)

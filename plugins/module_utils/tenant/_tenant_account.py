@@ -57,7 +57,7 @@ class Traces:
 
     def checks(self) -> dict[str, dict[str, object]]:
         """An entry for each trace, in the form of slice_absence."""
-        found: dict[str, str] = {
+        texts: dict[str, str] = {
             "account": ", ".join(self.accounts),
             "sudoers": SUDOERS if self.sudoers else "",
             "sessions": "its slice is alive" if self.slice_alive else "",
@@ -69,19 +69,19 @@ class Traces:
         }
         return {
             name: {"absent": not text, "known": True, "detail": text or "nothing found"}
-            for name, text in found.items()
+            for name, text in texts.items()
         }
 
 
 def users() -> list[User]:
     """Every account of passwd, in order; malformed lines are skipped."""
-    found = []
+    parsed = []
     for line in (_host.kept("/etc/passwd") or "").splitlines():
         fields = line.split(":")
         if len(fields) == 7 and fields[2].isdigit() and fields[3].isdigit():
             uid, gid = int(fields[2]), int(fields[3])
-            found.append(User(fields[0], uid, gid, fields[5], fields[6]))
-    return found
+            parsed.append(User(fields[0], uid, gid, fields[5], fields[6]))
+    return parsed
 
 
 def home_of(name: str) -> str:
@@ -100,14 +100,14 @@ def taken(name: str, uid: int) -> list[Refusal]:
     """Reasons why the account cannot be the tenant's: another account has its name,
     number or home.
     """
-    found = [
+    texts = [
         f"{user.name} has uid {user.uid}"
         for user in users()
         if (user.name == name) is not (user.uid == uid)
     ]
     home = home_of(name)
     if os.path.lexists(_host.path(home)) and not _owns(home, uid):
-        found.append(f"{home} belongs to somebody else")
+        texts.append(f"{home} belongs to somebody else")
     return [
         Refusal(
             "account_taken",
@@ -115,7 +115,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
             found=text,
             remedy="launch with another user name, or remove the account from the host",
         )
-        for text in found
+        for text in texts
     ]
 
 
@@ -158,12 +158,12 @@ def processes(uid: int) -> list[int]:
 
     Child processes inherit the login uid, also through sudo, and cannot change it.
     """
-    found = []
+    pids = []
     for process in _host.path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if uid in _uids(process):
-                found.append(int(process.name))
-    return sorted(found)
+                pids.append(int(process.name))
+    return sorted(pids)
 
 
 def end_processes(uid: int, *, grace: float) -> list[int]:
@@ -259,15 +259,15 @@ def _signal(pid: int, uid: int, number: signal.Signals) -> None:
 
 def _uids(process: Path) -> set[int]:
     """Real, effective, saved, filesystem and login uid; empty for a dead process."""
-    found: set[int] = set()
+    uids: set[int] = set()
     for line in (process / "status").read_text(errors="replace").splitlines():
         if line.startswith("State:") and "\tZ" in line:
             return set()  # a zombie: only its parent has not collected it yet
         if line.startswith("Uid:"):
-            found = {int(number) for number in line.split()[1:]}
+            uids = {int(number) for number in line.split()[1:]}
     # A kernel without audit has no such file.
     login = process / "loginuid"
-    return found | ({int(login.read_text())} if login.exists() else set())
+    return uids | ({int(login.read_text())} if login.exists() else set())
 
 
 def _owns(absolute: str, uid: int) -> bool:

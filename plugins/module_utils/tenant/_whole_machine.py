@@ -48,12 +48,12 @@ def slice_mode() -> list[Refusal]:
     host.
     """
     try:
-        found = _host.document(
+        document = _host.document(
             _boot_service.SLICE_MODE, code="mode_unreadable", remedy="convert the node"
         )
-        if found is None:
+        if document is None:
             return []
-        mode = str(found.get("mode", ""))
+        mode = str(document.get("mode", ""))
     except Refusal:
         mode = "unreadable"
     if mode == "baremetal":
@@ -70,19 +70,19 @@ def slice_mode() -> list[Refusal]:
 
 def stale(fence: int, held: Mapping[str, _ledger.Entry]) -> list[Refusal]:
     """The refusal of a fence lower than the highest seen for the machine or one of its disks."""
-    found = []
+    blockers = []
     for name, entry in held.items():
         if fence < entry.fence:
             try:
                 _ledger.check(name, fence)
             except Refusal as refusal:
-                found.append(refusal)
-    return found
+                blockers.append(refusal)
+    return blockers
 
 
 def alive(disks: Iterable[Disk]) -> list[Refusal]:
     """Disks that were written off as dead but are present; they must be wiped like all others."""
-    found = []
+    blockers = []
     for disk in disks:
         try:
             _block.of_slot(disk)
@@ -90,7 +90,7 @@ def alive(disks: Iterable[Disk]) -> list[Refusal]:
             # Another device that answers under that name may still be this disk.
             if refusal.code == "device_not_found":
                 continue
-        found.append(
+        blockers.append(
             Refusal(
                 "disk_present",
                 expected=f"no {disk.get('nvme_device')}, which was written off as dead",
@@ -98,31 +98,31 @@ def alive(disks: Iterable[Disk]) -> list[Refusal]:
                 remedy="clean the machine with this disk, or take it out",
             )
         )
-    return found
+    return blockers
 
 
 def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
     """The host's reasons against giving it away: slots, another tenant, disks in use."""
-    found = _ledger.others_leased(allocation_id)
+    blockers = _ledger.others_leased(allocation_id)
     for disk in disks:
         try:
             there = _block.of_slot(disk)
         except Refusal as refusal:
-            found.append(refusal)
+            blockers.append(refusal)
             continue
         used = _block.usage(there)
         left = _left(there, allocation_id, slot_of(disk))
-        found += [*_block.refusals(there, used), *left]
-        own = _ledger.load(slot_of(disk))
+        blockers += [*_block.refusals(there, used), *left]
+        entry = _ledger.load(slot_of(disk))
         # An interrupted wipe of this allocation: the disk's content is newer than its hold.
-        if not left and not (own.dirty and own.allocation_id == allocation_id):
-            found += [*_written(there, used), *_unproven(there)]
-    return found
+        if not left and not (entry.dirty and entry.allocation_id == allocation_id):
+            blockers += [*_written(there, used), *_unproven(there)]
+    return blockers
 
 
 def remade(disks: Iterable[Disk]) -> list[Refusal]:
     """Changes to and uses of clean disks since they were checked and wiped."""
-    found = []
+    blockers = []
     for disk in disks:
         # Marked by an earlier run that was about to give the machine away.
         if _ledger.load(slot_of(disk)).dirty:
@@ -130,11 +130,11 @@ def remade(disks: Iterable[Disk]) -> list[Refusal]:
         try:
             there = _block.of_slot(disk)
         except Refusal as refusal:
-            found.append(refusal)
+            blockers.append(refusal)
             continue
         used = _block.usage(there)
-        found += [*_block.refusals(there, used), *_written(there, used)]
-    return found
+        blockers += [*_block.refusals(there, used), *_written(there, used)]
+    return blockers
 
 
 def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
@@ -170,7 +170,7 @@ def _unproven(disk: _block.Disk) -> list[Refusal]:
     ]
 
 
-def _left(disk: _block.Disk, allocation_id: str, own: str) -> list[Refusal]:
+def _left(disk: _block.Disk, allocation_id: str, slot_id: str) -> list[Refusal]:
     """Another tenant's bytes on the disk, under any slot."""
     return [
         Refusal(
@@ -179,7 +179,7 @@ def _left(disk: _block.Disk, allocation_id: str, own: str) -> list[Refusal]:
             found=f"marked dirty at {entry.dirty_at}",
             remedy="have the node cleaned (`gpuaas nodes clean-machine`), which wipes it",
         )
-        if entry.slot_id == own
+        if entry.slot_id == slot_id
         else _slot_use.belongs(disk, f"not wiped in {entry.slot_id} since {entry.dirty_at}")
         for entry in _ledger.entries()
         if entry.disk_identity == disk.disk_identity

@@ -52,17 +52,17 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
     2 network then suggest different MACs.
     """
     subnet = ipaddress.ip_network(network["subnet"])
-    own = ipaddress.ip_interface(network["address"]).ip
+    gateway = ipaddress.ip_interface(network["address"]).ip
     prefix = str(network["mac_prefix"]).lower().split(":")
     filler = hashlib.sha256(machine_id.encode()).hexdigest()
     prefix += [filler[2 * i : 2 * i + 2] for i in range(5 - len(prefix))]
-    found: list[dict[str, Any]] = []
+    suggested: list[dict[str, Any]] = []
     for index in range(count):
         number = int(network["first_host"]) + index
         # The subnet ends with the address of parity's probe guest and the broadcast address. The
         # last octet of the MAC ends at 255.
-        fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != own
-        found.append(
+        fits = number < min(subnet.num_addresses - 2, 256) and subnet[number] != gateway
+        suggested.append(
             {
                 "slot_index": index,
                 "management_mac": ":".join([*prefix, f"{number:02x}"]) if fits else "",
@@ -70,7 +70,7 @@ def suggestions(count: int, network: Mapping[str, Any], machine_id: str) -> list
                 "ovs_port": f"gs-slot{index}",
             }
         )
-    return found
+    return suggested
 
 
 def _pair(gpus: Sequence[Device], others: Sequence[Device]) -> dict[int, Device]:
@@ -91,14 +91,14 @@ def _pair(gpus: Sequence[Device], others: Sequence[Device]) -> dict[int, Device]
     return partners
 
 
-def _same_node(one: Device, other: Device) -> bool:
-    return bool(one["numa_node"] >= 0 and one["numa_node"] == other["numa_node"])
+def _same_node(device: Device, other: Device) -> bool:
+    return bool(device["numa_node"] >= 0 and device["numa_node"] == other["numa_node"])
 
 
-def _shared(one: Device, other: Device) -> int:
+def _shared(device: Device, other: Device) -> int:
     """Number of bridges that the two devices share, counted from the root complex."""
     count = 0
-    for left, right in zip(one["pci_path"], other["pci_path"], strict=False):
+    for left, right in zip(device["pci_path"], other["pci_path"], strict=False):
         if left != right:
             break
         count += 1

@@ -52,16 +52,16 @@ def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, 
     }
 
 
-def kernel(params: Mapping[str, Any], found: _kernel_arguments.State) -> Kernel:
+def kernel(params: Mapping[str, Any], state: _kernel_arguments.State) -> Kernel:
     """The running kernel's arguments, compared with the requested arguments."""
-    lacking = set(_kernel_arguments.lacking(found.arguments, found.running))
+    lacking = set(_kernel_arguments.lacking(state.arguments, state.running))
     return Kernel(
-        arguments={word: word not in lacking for word in found.arguments},
+        arguments={word: word not in lacking for word in state.arguments},
         missing_modules=tuple(
-            name for name in _kernel_arguments.MODULES if name not in found.modules
+            name for name in _kernel_arguments.MODULES if name not in state.modules
         ),
-        iommu_groups=found.iommu_groups,
-        reboot_reasons=tuple(_kernel_arguments.reboot_reasons(params, found)),
+        iommu_groups=state.iommu_groups,
+        reboot_reasons=tuple(_kernel_arguments.reboot_reasons(params, state)),
     )
 
 

@@ -25,31 +25,31 @@ def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
     """Every whole NVMe namespace, by identity; namespaces that cannot identify themselves come
     first.
     """
-    known = _block.disks()
+    present = _block.disks()
     names = _aliases()
-    usages = _usages(known)
-    copies = Counter(disk.disk_identity for disk in known)
-    found = []
-    for disk in known:
+    usages = _usages(present)
+    copies = Counter(disk.disk_identity for disk in present)
+    entries = []
+    for disk in present:
         entry = _entry(disk, usages.get(disk.kernel_name), names)
         entry["blockers"] += _identity_blockers(disk, copies[disk.disk_identity], exclude_models)
-        found.append(entry)
-    named = {disk.kernel_name for disk in known}
+        entries.append(entry)
+    named = {disk.kernel_name for disk in present}
     unknown = (name for name in _namespaces() if name not in named)
-    found += [_nameless(name, names, exclude_models) for name in unknown]
-    return sorted(found, key=lambda entry: (str(entry["identity"]), str(entry["kernel_name"])))
+    entries += [_nameless(name, names, exclude_models) for name in unknown]
+    return sorted(entries, key=lambda entry: (str(entry["identity"]), str(entry["kernel_name"])))
 
 
-def _usages(known: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
+def _usages(present: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
     """The use of every disk from one scan of the host; a disk that cannot be read is omitted."""
     try:
-        return _block.usages(known)
+        return _block.usages(present)
     except OSError:
-        found = {}
-        for disk in known:
+        by_name = {}
+        for disk in present:
             with contextlib.suppress(OSError, Refusal):
-                found[disk.kernel_name] = _block.usage(disk)
-        return found
+                by_name[disk.kernel_name] = _block.usage(disk)
+        return by_name
 
 
 def _names(disk: _block.Disk) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def _use(usage: _block.Usage, names: Mapping[str, list[str]]) -> dict[str, Any]:
 
 def use_blockers(usage: _block.Usage) -> list[Blocker]:
     """Blockers from the disk's current use."""
-    found = []
+    blockers = []
     if usage.os_disk:
-        found.append(blocker("os_disk", "the operating system runs from it"))
+        blockers.append(blocker("os_disk", "the operating system runs from it"))
     if usage.mounts:
         code = "mounted_child" if usage.children else "mounted"
-        found.append(blocker(code, ", ".join(usage.mounts)))
+        blockers.append(blocker(code, ", ".join(usage.mounts)))
     for code, subjects in (
         ("swap_in_use", usage.swap),
         ("md_member", usage.md),
@@ -106,7 +106,7 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
         ("qemu_in_use", [f"process {pid}" for pid in usage.qemu_pids]),
     ):
         if subjects:
-            found.append(blocker(code, ", ".join(subjects)))
+            blockers.append(blocker(code, ", ".join(subjects)))
     written: dict[str, list[str]] = {}
     for name, kind in usage.filesystems.items():
         code = "partitions_present" if kind in _signature.TABLES else "unexpected_filesystem"
@@ -115,18 +115,20 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
         written.setdefault(found_as, []).append(f"{kind} on {name}")
     if usage.children and "partitions_present" not in written:
         written["partitions_present"] = usage.children
-    seen = {one["code"] for one in found}
-    found += [blocker(code, ", ".join(s)) for code, s in written.items() if code not in seen]
-    return found
+    seen = {entry["code"] for entry in blockers}
+    blockers += [blocker(code, ", ".join(s)) for code, s in written.items() if code not in seen]
+    return blockers
 
 
 def _identity_blockers(disk: _block.Disk, copies: int, exclude: Sequence[str]) -> list[Blocker]:
-    found = []
+    blockers = []
     if not disk.by_id:
-        found.append(blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.disk_identity}"))
+        blockers.append(
+            blocker("by_id_missing", f"no /dev/disk/by-id link for {disk.disk_identity}")
+        )
     if copies > 1:
-        found.append(blocker("duplicate_identity", f"{copies} disks say {disk.disk_identity}"))
-    return found + _excluded(disk, exclude)
+        blockers.append(blocker("duplicate_identity", f"{copies} disks say {disk.disk_identity}"))
+    return blockers + _excluded(disk, exclude)
 
 
 def _excluded(disk: _block.Disk, exclude: Sequence[str]) -> list[Blocker]:
@@ -182,11 +184,11 @@ def _namespaces() -> list[str]:
 
 def _aliases() -> dict[str, list[str]]:
     """All paths under /dev that lead to a disk or partition, by its kernel name."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for entry in sorted(_host.path("/dev").glob("nvme*")):
-        found[entry.name] = [f"/dev/{entry.name}"]
+        by_name[entry.name] = [f"/dev/{entry.name}"]
     for link in sorted(_host.path("/dev/disk").glob("by-*/*")):
         if link.is_symlink():
             name = link.readlink().name
-            found.setdefault(name, []).append(f"/dev/disk/{link.parent.name}/{link.name}")
-    return found
+            by_name.setdefault(name, []).append(f"/dev/disk/{link.parent.name}/{link.name}")
+    return by_name

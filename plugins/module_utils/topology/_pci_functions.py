@@ -15,8 +15,8 @@ _STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01]
 
 def gpus(devices: Sequence[_pci.Device], ids: Sequence[str]) -> list[dict[str, Any]]:
     """Every function whose `vendor:device` is a GPU in the profile."""
-    found = [device for device in devices if device.id in ids]
-    return [_gpu(device, devices, found) for device in found]
+    matching = [device for device in devices if device.id in ids]
+    return [_gpu(device, devices, matching) for device in matching]
 
 
 def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> list[dict[str, Any]]:
@@ -26,17 +26,17 @@ def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> lis
     functions, because vendors use the same id for InfiniBand and Ethernet ports.
     """
     rdma = _rdma_names()
-    found = [_physical(device, devices, rdma) for device in devices if device.id in ids]
-    for card in found:
+    cards = [_physical(device, devices, rdma) for device in devices if device.id in ids]
+    for card in cards:
         why = _pci.unlike_link(card["address"], link)
-        for one in [card, *card["vfs"]] if why else []:
-            one["blockers"].append(blocker(WRONG_LINK, why))
-    return found
+        for function in [card, *card["vfs"]] if why else []:
+            function["blockers"].append(blocker(WRONG_LINK, why))
+    return cards
 
 
 def is_of_fabric(card: Mapping[str, Any]) -> bool:
     """Whether a card of `fabric` has the fabric's link."""
-    return all(found["code"] != WRONG_LINK for found in card["blockers"])
+    return all(entry["code"] != WRONG_LINK for entry in card["blockers"])
 
 
 def path(address: str) -> list[str]:

@@ -61,16 +61,20 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
 def summary(document: Mapping[str, Any], expected_gpus: int) -> dict[str, Any]:
     """Counts, and the blocker codes of the whole node; a device's blockers stay with the device."""
     codes = {
-        found["code"]
+        entry["code"]
         for part in ("bootstrap", "slice_network")
-        for found in document[part]["blockers"]
+        for entry in document[part]["blockers"]
     }
     gpus: Sequence[Any] = document["gpu"]
     if not gpus:
         codes.add("no_gpu")
     elif expected_gpus and len(gpus) != expected_gpus:
         codes.add("gpu_count_mismatch")
-    free = [one for one in document["candidates"] if one["complete"] and not one["blockers"]]
+    free = [
+        candidate
+        for candidate in document["candidates"]
+        if candidate["complete"] and not candidate["blockers"]
+    ]
     return {
         "blockers": sorted(codes),
         "gpu_devices": len(gpus),

@@ -7,11 +7,19 @@ import os
 import stat
 from typing import Any
 
-from reconciler.benchmark.harness import program
-from reconciler.benchmark.harness.reasons import Failed, Skipped, Unavailable
-from reconciler.benchmark.harness.request import Request
-from reconciler.benchmark.harness.series import metric
+from reconciler.benchmark.harness import probe
+from reconciler.benchmark.harness.probe import Failed, Request, Skipped, Unavailable, metric
 
+# All read, and fail where fio would have to create a file.
+_FIO = (
+    "--readonly",
+    "--output-format=json",
+    "--name=gpuaas",
+    "--ioengine=libaio",
+    "--direct=1",
+    "--allow_file_create=0",
+    "--time_based",
+)
 # pattern: block size, queue depth
 READS = {"read": ("1m", 32), "randread": ("4k", 64)}
 
@@ -29,15 +37,14 @@ def measure(request: Request) -> dict[str, Any]:
             found="no target",
             remedy="name a device or a file, which is only read",
         )
-    fio = program.find("fio", "fio")
+    fio = probe.find_tool("fio", "fio")
     subject = target(request.fio_target)
-    jobs = {
-        pattern: [_run(fio, request, pattern) for _ in range(request.repetitions)]
-        for pattern in READS
-    }
-    sequential, random = jobs["read"], jobs["randread"]
+    sequential, random = (
+        [_run(fio, request, pattern) for _ in range(request.repetitions)] for pattern in READS
+    )
+    latencies = [job["clat_ns"]["percentile"]["99.000000"] / 1e3 for job in random]
     return {
-        "tool": {"name": "fio", "version": program.version(fio, "--version")},
+        "tool": {"name": "fio", "version": probe.tool_version(fio)},
         "subject": subject,
         "workload": {
             "patterns": {name: {"block": size, "depth": n} for name, (size, n) in READS.items()},
@@ -47,12 +54,7 @@ def measure(request: Request) -> dict[str, Any]:
         "metrics": [
             metric("disk.read", "MB/s", [job["bw_bytes"] / 1e6 for job in sequential]),
             metric("disk.read_random", "IOPS", [job["iops"] for job in random]),
-            metric(
-                "disk.read_random_p99",
-                "us",
-                [job["clat_ns"]["percentile"]["99.000000"] / 1e3 for job in random],
-                better="lower",
-            ),
+            metric("disk.read_random_p99", "us", latencies, better="lower"),
         ],
     }
 
@@ -96,21 +98,8 @@ def arguments(fio: str, path: str, pattern: str, seconds: int) -> list[str]:
     size, depth = READS[pattern]
     # fio separates file names by colons, and names in /dev/disk/by-path contain colons.
     escaped = path.replace("\\", "\\\\").replace(":", "\\:")
-    return [
-        fio,
-        "--readonly",
-        "--output-format=json",
-        "--name=gpuaas",
-        f"--filename={escaped}",
-        f"--rw={pattern}",
-        f"--bs={size}",
-        f"--iodepth={depth}",
-        "--ioengine=libaio",
-        "--direct=1",
-        "--allow_file_create=0",
-        "--time_based",
-        f"--runtime={seconds}",
-    ]
+    argv = [fio, *_FIO, f"--filename={escaped}", f"--rw={pattern}", f"--runtime={seconds}"]
+    return [*argv, f"--bs={size}", f"--iodepth={depth}"]
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -119,7 +108,8 @@ def parse(text: str) -> dict[str, Any]:
     try:
         job = json.loads(text[text.index("{") :])["jobs"][0]
         written = job["write"]["io_bytes"] + job["trim"]["io_bytes"]
-        error, read = job["error"], job["read"]
+        error = job["error"]
+        read: dict[str, Any] = job["read"]
     except (ValueError, LookupError, TypeError) as strange:
         raise Failed(
             "output_unreadable",
@@ -141,11 +131,10 @@ def parse(text: str) -> dict[str, Any]:
             found=f"error {error}",
             remedy="check the kernel log of the machine",
         )
-    result: dict[str, Any] = read
-    return result
+    return read
 
 
 def _run(fio: str, request: Request, pattern: str) -> dict[str, Any]:
     # Resolve the path for each run, because the name may point to another device by now.
     argv = arguments(fio, target(request.fio_target), pattern, request.seconds)
-    return parse(program.run(argv, timeout=request.seconds + 30)[0])
+    return parse(probe.run_tool(argv, timeout=request.seconds + 30))

@@ -13,6 +13,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from reconciler.db.engine import reading, transaction
+from reconciler.model.errors import Problem
 
 # Key of the advisory lock. Any number that has no other use in the database would do.
 _LOCK = 7_325_011
@@ -21,10 +22,23 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def migrate(engine: sa.Engine, to: str = "head") -> str:
-    """Upgrade the database to a revision and return it. Simultaneous calls run in turn."""
+    """Upgrade the database to a revision and return it. Simultaneous calls run in turn.
+
+    Problem `schema_outdated` for a database whose revision this version does not know.
+    """
     with _ONE_AT_A_TIME, transaction(engine) as conn:
         if engine.dialect.name == "postgresql":
             conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+        revision = MigrationContext.configure(conn).get_current_revision()
+        if revision is not None and revision not in revisions():
+            raise Problem(
+                "schema_outdated",
+                409,
+                expected=f"an empty database, or a schema from {revisions()[0]} to {head()}",
+                found=f"revision {revision}",
+                remedy="start the version of the service that made this database; this version"
+                " cannot convert it, so it needs a database of its own",
+            )
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent))
         config.attributes["connection"] = conn

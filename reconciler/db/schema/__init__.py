@@ -8,39 +8,47 @@ from reconciler.db.schema.access import (
     api_tokens,
     enrolment_tokens,
     idempotency_keys,
+    leaders,
     node_certificates,
     projects,
+    service_processes,
     settings,
 )
-from reconciler.db.schema.apps import AppInstance, AppMember, AppOperation
-from reconciler.db.schema.apps import instances as app_instances
-from reconciler.db.schema.apps import members as app_members
-from reconciler.db.schema.apps import operations as app_operations
+from reconciler.db.schema.apps import (
+    AppInstance,
+    AppMember,
+    AppOperation,
+    app_instances,
+    app_members,
+    app_operations,
+)
 from reconciler.db.schema.base import Row, metadata
-from reconciler.db.schema.billing import Usage, usage
 from reconciler.db.schema.capacity import (
     Allocation,
     Claim,
     Image,
     Proof,
     Slot,
+    Usage,
     allocations,
     claims,
     images,
     proofs,
     slots,
+    usage,
 )
-from reconciler.db.schema.evidence import (
+from reconciler.db.schema.nodes import (
     Absence,
     Baseline,
     Discovery,
+    Node,
     Parity,
     absences,
     baselines,
     discoveries,
+    nodes,
     parities,
 )
-from reconciler.db.schema.nodes import Node, nodes
 from reconciler.db.schema.record import (
     AuditEntry,
     OutboxEvent,
@@ -49,9 +57,14 @@ from reconciler.db.schema.record import (
     history,
     outbox,
 )
-from reconciler.db.schema.recovery import RecoveryCase, recovery_cases
-from reconciler.db.schema.service import leaders, service_processes
-from reconciler.db.schema.work import Task, TaskEvent, task_events, tasks
+from reconciler.db.schema.work import (
+    RecoveryCase,
+    Task,
+    TaskEvent,
+    recovery_cases,
+    task_events,
+    tasks,
+)
 
 __all__ = [
     "Absence",

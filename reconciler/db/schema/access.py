@@ -1,106 +1,16 @@
-"""Tables of projects, tokens, certificates, idempotency keys and site settings."""
+"""Tables of projects, tokens, certificates, idempotency keys, settings, processes and leaders."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 
-from reconciler.db.schema.base import (
-    Row,
-    document,
-    key,
-    metadata,
-    moment,
-    number,
-    one_of,
-    reference,
-    row_of,
-    stamp,
-    text,
-)
+from reconciler.db.schema.base import KEY, NodeId, Number, ProjectId, Row, Text, table
 from reconciler.model.states import Role
 
-projects = sa.Table(
-    "projects",
-    metadata,
-    key(),
-    text("name", None),
-    stamp(),
-    sa.UniqueConstraint("name"),
-)
 
-# Only hashes are stored, so that a copy of the database grants no access.
-api_tokens = sa.Table(
-    "api_tokens",
-    metadata,
-    key(),
-    text("name", None),
-    text("hash", None),
-    text("role", None),
-    reference("project_id", "projects", required=False),
-    reference("node_id", "nodes", required=False),
-    stamp(),
-    moment("expires_at"),
-    moment("revoked_at"),
-    sa.UniqueConstraint("hash"),
-    one_of("role", Role),
-)
-
-enrolment_tokens = sa.Table(
-    "enrolment_tokens",
-    metadata,
-    key(),
-    text("hash", None),
-    reference("node_id", "nodes"),
-    stamp(),
-    moment("expires_at"),
-    moment("used_at"),
-    document("used_by"),
-    sa.UniqueConstraint("hash"),
-)
-
-node_certificates = sa.Table(
-    "node_certificates",
-    metadata,
-    key(),
-    reference("node_id", "nodes"),
-    text("serial"),
-    text("public_key", None),
-    text("certificate", None),
-    document("principals", list),
-    moment("valid_until"),
-    moment("revoked_at"),
-    stamp(),
-    sa.Index("ix_node_certificates_node_id", "node_id"),
-)
-
-idempotency_keys = sa.Table(
-    "idempotency_keys",
-    metadata,
-    sa.Column("scope", sa.Text, primary_key=True),
-    sa.Column("key", sa.Text, primary_key=True),
-    text("fingerprint", None),
-    text("holder", None),
-    moment("expires_at"),
-    moment("completed_at"),
-    number("status"),
-    document("body"),
-    stamp(),
-)
-
-settings = sa.Table(
-    "settings",
-    metadata,
-    sa.Column("name", sa.Text, primary_key=True),
-    document("value"),
-    stamp("changed_at"),
-)
-
-
-@row_of(projects, "project")
-@dataclass(frozen=True, kw_only=True)
+@table("projects", "project", sa.UniqueConstraint("name"))
 class Project(Row):
     """A tenant's project."""
 
@@ -109,47 +19,104 @@ class Project(Row):
     created_at: float
 
 
-@row_of(api_tokens, "token")
-@dataclass(frozen=True, kw_only=True)
+# Only hashes are stored, so that a copy of the database grants no access.
+@table("api_tokens", "token", sa.UniqueConstraint("hash"))
 class ApiToken(Row):
     """An API token; its secret is stored as a hash."""
 
     id: str
     name: str
     hash: str
-    role: str
-    project_id: str | None
-    node_id: str | None
+    role: Annotated[str, Role]
+    project_id: ProjectId | None
+    node_id: NodeId | None
     created_at: float
     expires_at: float | None
     revoked_at: float | None
 
 
-@row_of(enrolment_tokens, "enrolment_token")
-@dataclass(frozen=True, kw_only=True)
+@table("enrolment_tokens", "enrolment_token", sa.UniqueConstraint("hash"))
 class EnrolmentToken(Row):
     """A single-use token for the enrolment of a host; its secret is stored as a hash."""
 
     id: str
     hash: str
-    node_id: str
+    node_id: NodeId
     created_at: float
     expires_at: float | None
     used_at: float | None
     used_by: dict[str, Any]
 
 
-@row_of(node_certificates, "certificate")
-@dataclass(frozen=True, kw_only=True)
+@table("node_certificates", "certificate", sa.Index("ix_node_certificates_node_id", "node_id"))
 class NodeCertificate(Row):
     """A certificate of a host's SSH key."""
 
     id: str
-    node_id: str
-    serial: str
+    node_id: NodeId
+    serial: Text
     public_key: str
     certificate: str
     principals: list[Any]
     valid_until: float | None
     revoked_at: float | None
     created_at: float
+
+
+@table("idempotency_keys", "idempotency_key")
+class IdempotencyKey(Row):
+    """The key of a request with its answer, or with the request that works on it."""
+
+    scope: Annotated[str, KEY]
+    key: Annotated[str, KEY]
+    fingerprint: str
+    holder: str
+    expires_at: float | None
+    completed_at: float | None
+    status: Number
+    body: dict[str, Any]
+    created_at: float
+
+
+@table("settings", "setting")
+class Setting(Row):
+    """A setting of the site."""
+
+    name: Annotated[str, KEY]
+    value: dict[str, Any]
+    changed_at: float
+
+
+@table("leaders", "leader")
+class Leader(Row):
+    """The current or last leader."""
+
+    name: Annotated[str, KEY]
+    # Grows with every change of the leader; writes under an older epoch are refused.
+    epoch: Number
+    holder: Text
+    acquired_at: float | None
+    expires_at: float | None
+
+
+@table("service_processes", "process")
+class ServiceProcess(Row):
+    """A process of the service."""
+
+    id: str
+    roles: list[Any]
+    host: Text
+    pid: Number
+    version: Text
+    started_at: float
+    seen_at: float
+
+
+projects = Project.TABLE
+api_tokens = ApiToken.TABLE
+enrolment_tokens = EnrolmentToken.TABLE
+node_certificates = NodeCertificate.TABLE
+idempotency_keys = IdempotencyKey.TABLE
+settings = Setting.TABLE
+leaders = Leader.TABLE
+service_processes = ServiceProcess.TABLE

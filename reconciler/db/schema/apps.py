@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
-    Row,
-    document,
-    key,
-    lifecycle,
-    metadata,
-    moment,
-    one_of,
-    reference,
-    row_of,
-    stamp,
-    text,
+    AllocationId,
+    ProjectId,
+    Reference,
+    StatusRow,
+    TaskId,
+    Text,
+    table,
     unique,
 )
 from reconciler.model.states import (
@@ -29,65 +24,55 @@ from reconciler.model.states import (
     OperationStatus,
 )
 
-instances = sa.Table(
+
+@table(
     "app_instances",
-    metadata,
-    key(),
-    reference("project_id", "projects"),
-    text("slug", None),
-    text("name", None),
-    # The public key. The private key stays with the application's controller and is never stored
-    # here.
-    text("managed_key", None),
-    *lifecycle("status"),
-    text("requested_by"),
-    text("correlation_id"),
-    stamp(),
-    moment("ended_at"),
-    one_of("status", AppStatus),
+    "app_instance",
     sa.Index("ix_app_instances_project_id", "project_id"),
     unique("uq_app_instances_name", "project_id", "name", where="status <> 'stopped'"),
 )
+class AppInstance(StatusRow):
+    """An application on the allocations of a project."""
 
-members = sa.Table(
+    project_id: ProjectId
+    slug: str
+    name: str
+    # The public key. The private key stays with the application's controller and is never stored
+    # here.
+    managed_key: str
+    status: Annotated[str, AppStatus]
+    requested_by: Text
+    correlation_id: Text
+    created_at: float
+    ended_at: float | None
+
+
+@table(
     "app_members",
-    metadata,
-    key(),
-    reference("instance_id", "app_instances"),
-    reference("allocation_id", "allocations"),
-    text("role", None),
-    *lifecycle("status"),
-    # Report of the application's controller about the member.
-    document("detail"),
-    # Expiry of the managed key on the host; null: no key was installed.
-    moment("key_expires_at"),
-    stamp(),
-    # Time since which the allocation is free for another application.
-    moment("left_at"),
-    one_of("role", MemberRole),
-    one_of("status", MemberStatus),
+    "app_member",
     sa.Index("ix_app_members_instance_id", "instance_id"),
     unique("uq_app_members_controller", "instance_id", where="role = 'controller'"),
     unique("uq_app_members_allocation", "allocation_id", where="left_at IS NULL"),
 )
+class AppMember(StatusRow):
+    """An allocation that takes part in an application."""
 
-operations = sa.Table(
+    instance_id: Annotated[str, Reference("app_instances")]
+    allocation_id: AllocationId
+    role: Annotated[str, MemberRole]
+    status: Annotated[str, MemberStatus]
+    # Report of the application's controller about the member.
+    detail: dict[str, Any]
+    # Expiry of the managed key on the host; null: no key was installed.
+    key_expires_at: float | None
+    created_at: float
+    # Time since which the allocation is free for another application.
+    left_at: float | None
+
+
+@table(
     "app_member_operations",
-    metadata,
-    key(),
-    reference("instance_id", "app_instances"),
-    reference("member_id", "app_members"),
-    text("kind", None),
-    *lifecycle("status"),
-    # {} unless the operation failed: code, expected, found, remedy.
-    document("failure"),
-    reference("task_id", "tasks", required=False),
-    text("requested_by"),
-    text("correlation_id"),
-    stamp(),
-    moment("finished_at"),
-    one_of("kind", OperationKind),
-    one_of("status", OperationStatus),
+    "app_operation",
     sa.Index("ix_app_member_operations_instance_id", "instance_id"),
     unique(
         "uq_app_member_operations_open",
@@ -95,66 +80,22 @@ operations = sa.Table(
         where="status IN ('accepted', 'running')",
     ),
 )
-
-
-@row_of(instances, "app_instance")
-@dataclass(frozen=True, kw_only=True)
-class AppInstance(Row):
-    """An application on the allocations of a project."""
-
-    id: str
-    project_id: str
-    slug: str
-    name: str
-    managed_key: str
-    status: str
-    status_reason: str
-    status_since: float
-    deadline_at: float | None
-    generation: int
-    requested_by: str
-    correlation_id: str
-    created_at: float
-    ended_at: float | None
-
-
-@row_of(members, "app_member")
-@dataclass(frozen=True, kw_only=True)
-class AppMember(Row):
-    """An allocation that takes part in an application."""
-
-    id: str
-    instance_id: str
-    allocation_id: str
-    role: str
-    status: str
-    status_reason: str
-    status_since: float
-    deadline_at: float | None
-    generation: int
-    detail: dict[str, Any]
-    key_expires_at: float | None
-    created_at: float
-    left_at: float | None
-
-
-@row_of(operations, "app_operation")
-@dataclass(frozen=True, kw_only=True)
-class AppOperation(Row):
+class AppOperation(StatusRow):
     """An operation on a member of an application."""
 
-    id: str
-    instance_id: str
-    member_id: str
-    kind: str
-    status: str
-    status_reason: str
-    status_since: float
-    deadline_at: float | None
-    generation: int
+    instance_id: Annotated[str, Reference("app_instances")]
+    member_id: Annotated[str, Reference("app_members")]
+    kind: Annotated[str, OperationKind]
+    status: Annotated[str, OperationStatus]
+    # {} unless the operation failed: code, expected, found, remedy.
     failure: dict[str, Any]
-    task_id: str | None
-    requested_by: str
-    correlation_id: str
+    task_id: TaskId | None
+    requested_by: Text
+    correlation_id: Text
     created_at: float
     finished_at: float | None
+
+
+app_instances = AppInstance.TABLE
+app_members = AppMember.TABLE
+app_operations = AppOperation.TABLE

@@ -1,10 +1,38 @@
-"""Column types and constraints with the same meaning in SQLite and PostgreSQL."""
+"""Row classes, and tables derived from them with the same meaning in SQLite and PostgreSQL.
+
+A field of a row class is a column, unless it has a default value of its own. The type of the field
+gives the type of the column; only `X | None` is nullable:
+
+    str     text; the writer must give a value
+    int     integer; the writer must give a value
+    bool    false by default
+    float   time in epoch seconds of the database's clock, by default that of the insert
+    dict    JSON object, empty by default
+    list    JSON list, empty by default
+
+`Annotated` adds what the type cannot tell: a `Default`, a `Reference`, the states of a check
+constraint (an enum class), `KEY`, or a computed column. A field `id` is the primary key; an `id`
+that is an int numbers the rows of a log, so that later rows have larger numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum, StrEnum
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
@@ -21,13 +49,50 @@ metadata = sa.MetaData(
     }
 )
 
-DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
-MAYBE_DOCUMENT = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
-SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
+# None is stored as SQL null, which means "unknown", and not as the JSON value null.
+_MAYBE_DOCUMENT = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+_SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
+    str: sa.Text,
+    int: sa.BigInteger,
+    bool: sa.Boolean,
+    float: sa.Double,
+}
+
+
+class _Key(Enum):
+    KEY = "primary key"
+
+
+KEY = _Key.KEY
+
+
+@dataclass(frozen=True)
+class Default:
+    """Value of a column that the writer leaves out."""
+
+    value: str | int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Foreign key to the id of a row that cannot be removed meanwhile. null: may be null."""
+
+    table: str
+    null: bool = False
+
+
+Text = Annotated[str, Default("")]
+Number = Annotated[int, Default(0)]
+NodeId = Annotated[str, Reference("nodes")]
+ProjectId = Annotated[str, Reference("projects")]
+AllocationId = Annotated[str, Reference("allocations")]
+TaskId = Annotated[str, Reference("tasks")]
 
 
 class Row:
-    """A row of a table as it was read. Its fields are the table's columns, in their order."""
+    """A row of a table as it was read."""
 
     TABLE: ClassVar[sa.Table]
     # Name of the entity in errors, in history and in the transition table.
@@ -39,85 +104,96 @@ class Row:
         generation: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateRow(Row):
+    """Row with a state that `db.journal` maintains."""
+
+    id: str
+    state: str
+    state_reason: Text
+    state_since: float
+    deadline_at: float | None
+    generation: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusRow(Row):
+    """Row with a state that `db.journal` maintains, in columns named `status`."""
+
+    id: str
+    status: str
+    status_reason: Text
+    status_since: float
+    deadline_at: float | None
+    generation: Number
+
+
 R = TypeVar("R", bound=type[Row])
 
 
-def row_of(table: sa.Table, entity: str) -> Callable[[R], R]:
-    """Set the table and the entity name of a row class."""
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def table(name: str, entity: str, *items: sa.schema.SchemaItem) -> Callable[[R], R]:
+    """Make a frozen dataclass of a row class, and its table with these constraints and indexes."""
 
-    def register(kind: R) -> R:
-        kind.TABLE, kind.ENTITY = table, entity
+    def make(kind: R) -> R:
+        kind = dataclass(frozen=True, kw_only=True)(kind)  # type: ignore[assignment]
+        kind.TABLE = sa.Table(name, metadata, *_columns(kind), *items)
+        kind.ENTITY = entity
         return kind
 
-    return register
+    return make
 
 
-def key() -> sa.Column[str]:
-    """Primary key of every table except logs."""
-    return sa.Column("id", sa.Text, primary_key=True)
+def _columns(kind: type[Row]) -> Iterator[sa.schema.SchemaItem]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.default is MISSING:
+            yield from _column(field.name, hints[field.name])
 
 
-def sequence() -> sa.Column[int]:
-    """Primary key of a log: later rows have larger numbers."""
-    return sa.Column("id", SEQUENCE, primary_key=True, autoincrement=True)
-
-
-def text(name: str, default: str | None = "") -> sa.Column[str]:
-    """Text column that is never null. default None: the writer must give a value."""
-    return sa.Column(name, sa.Text, nullable=False, default=default)
-
-
-def number(name: str, default: int | None = 0) -> sa.Column[int]:
-    """Integer column that is never null."""
-    return sa.Column(name, sa.BigInteger, nullable=False, default=default)
-
-
-def flag(name: str) -> sa.Column[bool]:
-    """Boolean column, false by default."""
-    return sa.Column(name, sa.Boolean, nullable=False, default=False)
-
-
-def document(name: str, default: type = dict) -> sa.Column[Any]:
-    """JSON column, empty by default."""
-    return sa.Column(name, DOCUMENT, nullable=False, default=default, info={"holds": default})
-
-
-def maybe_list(name: str) -> sa.Column[Any]:
-    """JSON list column, with SQL null for "unknown": neither the JSON value null nor []."""
-    return sa.Column(name, MAYBE_DOCUMENT, info={"holds": list})
-
-
-def moment(name: str) -> sa.Column[float]:
-    """Nullable time column: epoch seconds of the database's clock."""
-    return sa.Column(name, sa.Double)
-
-
-def stamp(name: str = "created_at") -> sa.Column[float]:
-    """Time column with the time at which the row was written."""
-    return sa.Column(name, sa.Double, nullable=False, default=clock.now())
-
-
-def reference(name: str, target: str, *, required: bool = True) -> sa.Column[str]:
-    """Foreign key to the id of another row, which cannot be removed while this row exists."""
-    return sa.Column(name, sa.Text, sa.ForeignKey(f"{target}.id"), nullable=not required)
-
-
-def lifecycle(state: str = "state") -> list[sa.Column[Any]]:
-    """State columns that `db.journal` maintains for every entity."""
-    return [
-        text(state, None),
-        text(f"{state}_reason"),
-        stamp(f"{state}_since"),
-        moment("deadline_at"),
-        number("generation"),
-    ]
-
-
-def one_of(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
-    """Check constraint: the column holds only these states."""
-    names = ", ".join(f"'{state.value}'" for state in states)
-    told = {"column": column, "states": states}
-    return sa.CheckConstraint(f"{column} IN ({names})", name=column, info=told)
+def _column(name: str, hint: Any) -> Iterator[sa.schema.SchemaItem]:
+    """Column of a field, and its check constraint when its states are given."""
+    notes: list[Any] = []
+    nullable = False
+    while (origin := get_origin(hint)) in (Annotated, Union, UnionType):
+        if origin is Annotated:
+            notes += hint.__metadata__
+            hint = hint.__origin__
+        else:
+            (hint,) = (part for part in get_args(hint) if part is not NoneType)
+            nullable = True
+    items: list[Any] = []
+    default: Any = {bool: False, float: clock.now()}.get(hint)
+    info = {}
+    sql_type: Any = _TYPES.get(hint)
+    if sql_type is None:
+        default, info = origin, {"holds": origin}
+        sql_type = _MAYBE_DOCUMENT if nullable else _DOCUMENT
+    for note in notes:
+        if isinstance(note, Default):
+            default = note.value
+        elif isinstance(note, Reference):
+            items.append(sa.ForeignKey(f"{note.table}.id"))
+            nullable = nullable or note.null
+        elif isinstance(note, sa.Computed):
+            items.append(note)
+    numbered = name == "id" and hint is int
+    yield sa.Column(
+        name,
+        _SEQUENCE if numbered else sql_type,
+        *items,
+        primary_key=name == "id" or KEY in notes,
+        autoincrement=numbered or "auto",
+        nullable=nullable,
+        default=None if nullable else default,
+        info=info,
+    )
+    for states in notes:
+        if isinstance(states, type) and issubclass(states, StrEnum):
+            names = ", ".join(f"'{state.value}'" for state in states)
+            yield sa.CheckConstraint(
+                f"{name} IN ({names})", name=name, info={"column": name, "states": states}
+            )
 
 
 def unique(name: str, *columns: str, where: str) -> sa.Index:

@@ -1,26 +1,26 @@
-"""Tables of capacity: images, disk proofs, slots, allocations and claims."""
+"""Tables of capacity: images, disk proofs, slots, allocations, claims and usage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    KEY,
+    AllocationId,
+    Default,
+    NodeId,
+    Number,
+    ProjectId,
+    Reference,
     Row,
-    document,
-    key,
-    lifecycle,
-    metadata,
-    moment,
-    number,
-    one_of,
+    StateRow,
+    StatusRow,
+    Text,
     partial,
-    reference,
-    row_of,
-    stamp,
-    text,
+    table,
     unique,
 )
 from reconciler.model.states import (
@@ -36,6 +36,7 @@ from reconciler.model.states import (
 )
 
 LIVE = "state IN ({})".format(", ".join(f"'{state.value}'" for state in LIVE_CLAIMS))
+_LIVE_SLICE = f"kind = 'slice' AND {LIVE}"
 APPROVED = "retired_at IS NULL"
 # Slots that a launch may take, and slots in use: the conditions of two partial indexes, by which
 # `lifecycle.placement` finds candidate nodes without counting all slots.
@@ -43,86 +44,71 @@ FREE = f"{APPROVED} AND status = '{SlotState.AVAILABLE}'"
 BUSY = f"{APPROVED} AND status NOT IN ('{SlotState.AVAILABLE}', '{SlotState.DISABLED}')"
 
 
-def _bundle() -> list[sa.Column[Any]]:
-    return [
-        number("slot_index"),
-        text("gpu_pci_address"),
-        text("nvme_device"),
-        text("nvme_identity"),
-        text("nvme_serial"),
-        text("nvme_eui"),
-        number("nvme_size_bytes"),
-        text("management_mac"),
-        text("private_ip"),
-        text("fabric_vf_pci_address"),
-        number("numa_node", -1),
-        number("fence"),
-        number("disk_generation"),
-    ]
+@dataclass(frozen=True, kw_only=True)
+class BundleRow(Row):
+    """Row with the devices and addresses of a slot."""
+
+    slot_index: Number
+    gpu_pci_address: Text
+    nvme_device: Text
+    nvme_identity: Text
+    nvme_serial: Text
+    nvme_eui: Text
+    nvme_size_bytes: Number
+    management_mac: Text
+    private_ip: Text
+    fabric_vf_pci_address: Text
+    numa_node: Annotated[int, Default(-1)]
+    fence: Number
+    disk_generation: Number
 
 
-images = sa.Table(
-    "images",
-    metadata,
-    key(),
-    text("name", None),
-    text("version", None),
-    text("digest", None),
-    number("size_bytes", None),
-    number("minimum_disk_bytes"),
-    text("url", None),
-    text("url_digest"),
-    text("compression", "none"),
-    text("guest_profile"),
-    stamp(),
-    sa.UniqueConstraint("name", "version"),
-)
+@table("images", "image", sa.UniqueConstraint("name", "version"))
+class Image(Row):
+    """An image of the catalogue."""
 
-# slot_id, allocation_id and task_id are plain text, because a proof outlives those rows, and a
-# transition proof exists before its slot.
-proofs = sa.Table(
+    id: str
+    name: str
+    version: str
+    digest: str
+    size_bytes: int
+    minimum_disk_bytes: Number
+    url: str
+    url_digest: Text
+    compression: Annotated[str, Default("none")]
+    guest_profile: Text
+    created_at: float
+
+
+@table(
     "wipe_proofs",
-    metadata,
-    key(),
-    text("kind", None),
-    reference("node_id", "nodes"),
-    sa.Column("slot_id", sa.Text),
-    sa.Column("allocation_id", sa.Text),
-    sa.Column("task_id", sa.Text),
-    text("disk_identity", None),
-    number("disk_generation", None),
-    # Installation that gave the proof. A reimaged host does not know its earlier proofs.
-    text("install_id"),
-    text("method"),
-    document("document"),
-    stamp(),
-    one_of("kind", ProofKind),
+    "proof",
     sa.UniqueConstraint("id", "disk_identity", "disk_generation"),
     sa.Index("ix_wipe_proofs_disk", "disk_identity", "disk_generation"),
 )
+class Proof(Row):
+    """Evidence that a disk is clean."""
 
-slots = sa.Table(
+    id: str
+    kind: Annotated[str, ProofKind]
+    node_id: NodeId
+    # These three refer to no row, because a proof outlives those rows, and a transition proof
+    # exists before its slot.
+    slot_id: str | None
+    allocation_id: str | None
+    task_id: str | None
+    disk_identity: str
+    disk_generation: int
+    # Installation that gave the proof. A reimaged host does not know its earlier proofs.
+    install_id: Text
+    method: Text
+    document: dict[str, Any]
+    created_at: float
+
+
+@table(
     "node_resource_slots",
-    metadata,
-    key(),
-    reference("node_id", "nodes"),
-    reference("parent_slot_id", "node_resource_slots", required=False),
-    text("sharing_mechanism", SharingMechanism.EXCLUSIVE_DEVICE.value),
-    *_bundle(),
-    document("capacity_metadata"),
-    *lifecycle("status"),
-    text("wanted", SlotState.AVAILABLE.value),
-    text("health_state", HealthState.UNKNOWN.value),
-    document("health_detail"),
-    sa.Column("available_proof_id", sa.Text),
-    reference("last_proof_id", "wipe_proofs", required=False),
-    sa.Column("approved_discovery_id", sa.BigInteger),
-    stamp("approved_at"),
-    text("approved_by"),
-    moment("retired_at"),
-    one_of("status", SlotState),
-    one_of("sharing_mechanism", SharingMechanism),
-    one_of("health_state", HealthState),
+    "slot",
     # An available slot needs a proof of this disk that is newer than its last claim (I4). Every
     # claim raises disk_generation, so an older proof no longer matches. Triggers refuse to lower
     # disk_generation, to insert a claim without raising it, and to prove a disk or sell a slot
@@ -146,68 +132,33 @@ slots = sa.Table(
     unique("uq_slots_mac", "management_mac", where=APPROVED),
     unique("uq_slots_ip", "node_id", "private_ip", where=APPROVED),
 )
+class Slot(StatusRow, BundleRow):
+    """An approved slot: a GPU with its disk, addresses and fabric function."""
 
-allocations = sa.Table(
-    "allocations",
-    metadata,
-    key(),
-    reference("project_id", "projects"),
-    # A read model; the claims are the authority for the node of an allocation.
-    reference("node_id", "nodes", required=False),
-    text("capacity_shape", CapacityShape.BAREMETAL.value),
-    text("sku"),
-    text("region"),
-    text("pool"),
-    number("gpu_count"),
-    text("name"),
-    text("hostname"),
-    text("username"),
-    document("ssh_keys", list),
-    reference("image_id", "images", required=False),
-    text("runtime_profile"),
-    document("parameters"),
-    *lifecycle(),
-    document("connection"),
-    document("error"),
-    text("requested_by"),
-    text("correlation_id"),
-    stamp(),
-    moment("activated_at"),
-    moment("ended_at"),
-    one_of("state", AllocationState),
-    one_of("capacity_shape", CapacityShape),
-    sa.Index("ix_allocations_project_id", "project_id"),
-    sa.Index("ix_allocations_node_id", "node_id"),
-)
+    node_id: NodeId
+    parent_slot_id: Annotated[str, Reference("node_resource_slots")] | None
+    sharing_mechanism: Annotated[
+        str, SharingMechanism, Default(SharingMechanism.EXCLUSIVE_DEVICE.value)
+    ]
+    capacity_metadata: dict[str, Any]
+    status: Annotated[str, SlotState]
+    wanted: Annotated[str, Default(SlotState.AVAILABLE.value)]
+    health_state: Annotated[str, HealthState, Default(HealthState.UNKNOWN.value)]
+    health_detail: dict[str, Any]
+    available_proof_id: str | None
+    last_proof_id: Annotated[str, Reference("wipe_proofs")] | None
+    approved_discovery_id: int | None
+    approved_at: float
+    approved_by: Text
+    retired_at: float | None
+    last_proof: Proof | None = None
+
 
 # A claim has its own copy of the bundle, so that later changes of the slot do not change the record
 # of the sale.
-claims = sa.Table(
+@table(
     "allocation_resource_claims",
-    metadata,
-    key(),
-    reference("allocation_id", "allocations"),
-    text("kind", None),
-    reference("node_id", "nodes"),
-    reference("slot_id", "node_resource_slots", required=False),
-    number("position"),
-    *_bundle(),
-    # The disks of a whole-machine claim, by identity.
-    document("disks", list),
-    *lifecycle(),
-    sa.Column(
-        "live_mode",
-        sa.Text,
-        sa.Computed(
-            f"CASE WHEN {LIVE} THEN"
-            " CASE kind WHEN 'slice' THEN 'slice' ELSE 'baremetal' END ELSE NULL END",
-            persisted=True,
-        ),
-    ),
-    stamp(),
-    moment("ended_at"),
-    one_of("kind", ClaimKind),
-    one_of("state", ClaimState),
+    "claim",
     sa.CheckConstraint("kind <> 'slice' OR slot_id IS NOT NULL", name="slice_has_slot"),
     sa.ForeignKeyConstraint(
         ["node_id", "live_mode"],
@@ -217,144 +168,66 @@ claims = sa.Table(
     sa.Index("ix_claims_allocation_id", "allocation_id"),
     sa.Index("ix_claims_node_id", "node_id"),
     unique("uq_claims_live_node", "node_id", where=f"kind = 'node_exclusive' AND {LIVE}"),
-    unique("uq_claims_live_slot", "slot_id", where=f"kind = 'slice' AND {LIVE}"),
-    unique("uq_claims_live_gpu", "node_id", "gpu_pci_address", where=f"kind = 'slice' AND {LIVE}"),
-    unique("uq_claims_live_disk", "nvme_identity", where=f"kind = 'slice' AND {LIVE}"),
-    unique(
-        "uq_claims_live_fabric",
-        "node_id",
-        "fabric_vf_pci_address",
-        where=f"kind = 'slice' AND {LIVE}",
-    ),
-    unique("uq_claims_live_mac", "management_mac", where=f"kind = 'slice' AND {LIVE}"),
-    unique("uq_claims_live_ip", "node_id", "private_ip", where=f"kind = 'slice' AND {LIVE}"),
+    unique("uq_claims_live_slot", "slot_id", where=_LIVE_SLICE),
+    unique("uq_claims_live_gpu", "node_id", "gpu_pci_address", where=_LIVE_SLICE),
+    unique("uq_claims_live_disk", "nvme_identity", where=_LIVE_SLICE),
+    unique("uq_claims_live_fabric", "node_id", "fabric_vf_pci_address", where=_LIVE_SLICE),
+    unique("uq_claims_live_mac", "management_mac", where=_LIVE_SLICE),
+    unique("uq_claims_live_ip", "node_id", "private_ip", where=_LIVE_SLICE),
 )
-
-
-@row_of(proofs, "proof")
-@dataclass(frozen=True, kw_only=True)
-class Proof(Row):
-    """Evidence that a disk is clean."""
-
-    id: str
-    kind: str
-    node_id: str
-    slot_id: str | None
-    allocation_id: str | None
-    task_id: str | None
-    disk_identity: str
-    disk_generation: int
-    install_id: str
-    method: str
-    document: dict[str, Any]
-    created_at: float
-
-
-@row_of(slots, "slot")
-@dataclass(frozen=True, kw_only=True)
-class Slot(Row):
-    """An approved slot: a GPU with its disk, addresses and fabric function."""
-
-    id: str
-    node_id: str
-    parent_slot_id: str | None
-    sharing_mechanism: str
-    slot_index: int
-    gpu_pci_address: str
-    nvme_device: str
-    nvme_identity: str
-    nvme_serial: str
-    nvme_eui: str
-    nvme_size_bytes: int
-    management_mac: str
-    private_ip: str
-    fabric_vf_pci_address: str
-    numa_node: int
-    fence: int
-    disk_generation: int
-    capacity_metadata: dict[str, Any]
-    status: str
-    status_reason: str
-    status_since: float
-    deadline_at: float | None
-    generation: int
-    wanted: str
-    health_state: str
-    health_detail: dict[str, Any]
-    available_proof_id: str | None
-    last_proof_id: str | None
-    approved_discovery_id: int | None
-    approved_at: float
-    approved_by: str
-    retired_at: float | None
-    last_proof: Proof | None = None
-
-
-@row_of(claims, "claim")
-@dataclass(frozen=True, kw_only=True)
-class Claim(Row):
+class Claim(StateRow, BundleRow):
     """Claim of an allocation on a slot or on the whole machine."""
 
-    id: str
-    allocation_id: str
-    kind: str
-    node_id: str
-    slot_id: str | None
-    position: int
-    slot_index: int
-    gpu_pci_address: str
-    nvme_device: str
-    nvme_identity: str
-    nvme_serial: str
-    nvme_eui: str
-    nvme_size_bytes: int
-    management_mac: str
-    private_ip: str
-    fabric_vf_pci_address: str
-    numa_node: int
-    fence: int
-    disk_generation: int
+    allocation_id: AllocationId
+    kind: Annotated[str, ClaimKind]
+    node_id: NodeId
+    slot_id: Annotated[str, Reference("node_resource_slots")] | None
+    position: Number
+    # The disks of a whole-machine claim, by identity.
     disks: list[Any]
-    state: str
-    state_reason: str
-    state_since: float
-    deadline_at: float | None
-    generation: int
-    live_mode: str | None
+    state: Annotated[str, ClaimState]
+    live_mode: Annotated[
+        str | None,
+        sa.Computed(
+            f"CASE WHEN {LIVE} THEN"
+            " CASE kind WHEN 'slice' THEN 'slice' ELSE 'baremetal' END ELSE NULL END",
+            persisted=True,
+        ),
+    ]
     created_at: float
     ended_at: float | None
 
 
-@row_of(allocations, "allocation")
-@dataclass(frozen=True, kw_only=True)
-class Allocation(Row):
+@table(
+    "allocations",
+    "allocation",
+    sa.Index("ix_allocations_project_id", "project_id"),
+    sa.Index("ix_allocations_node_id", "node_id"),
+)
+class Allocation(StateRow):
     """An allocation: the capacity that a tenant requested and has."""
 
-    id: str
-    project_id: str
-    # Never null, although the column allows it: an allocation is written once it has a place.
-    node_id: str
-    capacity_shape: str
-    sku: str
-    region: str
-    pool: str
-    gpu_count: int
-    name: str
-    hostname: str
-    username: str
+    project_id: ProjectId
+    # A read model; the claims are the authority for the node of an allocation. Never null, although
+    # the column allows it: an allocation is written once it has a place.
+    node_id: Annotated[str, Reference("nodes", null=True)]
+    capacity_shape: Annotated[str, CapacityShape, Default(CapacityShape.BAREMETAL.value)]
+    sku: Text
+    region: Text
+    pool: Text
+    gpu_count: Number
+    name: Text
+    hostname: Text
+    username: Text
     ssh_keys: list[Any]
-    image_id: str | None
-    runtime_profile: str
+    image_id: Annotated[str, Reference("images")] | None
+    runtime_profile: Text
     parameters: dict[str, Any]
-    state: str
-    state_reason: str
-    state_since: float
-    deadline_at: float | None
-    generation: int
+    state: Annotated[str, AllocationState]
     connection: dict[str, Any]
     error: dict[str, Any]
-    requested_by: str
-    correlation_id: str
+    requested_by: Text
+    correlation_id: Text
     created_at: float
     activated_at: float | None
     ended_at: float | None
@@ -362,19 +235,41 @@ class Allocation(Row):
     task_ids: tuple[str, ...] = ()
 
 
-@row_of(images, "image")
-@dataclass(frozen=True, kw_only=True)
-class Image(Row):
-    """An image of the catalogue."""
+# A record is opened when an allocation becomes active and closed when its claims end. Triggers
+# refuse every other change and every removal. The record refers to the allocation and has its own
+# copy of the sold capacity.
+@table(
+    "usage_records",
+    "usage",
+    sa.CheckConstraint(
+        f"(ended_at IS NULL AND end_state = '') OR (ended_at >= started_at AND"
+        f" end_state IN ('{ClaimState.RELEASED}', '{ClaimState.FAILED}'))",
+        name="ended_with_state",
+    ),
+    sa.Index("ix_usage_records_project_id", "project_id", "started_at"),
+    sa.Index("ix_usage_records_ended_at", "ended_at"),
+)
+class Usage(Row):
+    """Use of capacity by an allocation, for billing."""
 
-    id: str
-    name: str
-    version: str
-    digest: str
-    size_bytes: int
-    minimum_disk_bytes: int
-    url: str
-    url_digest: str
-    compression: str
-    guest_profile: str
-    created_at: float
+    allocation_id: Annotated[str, Reference("allocations"), KEY]
+    project_id: ProjectId
+    node_id: NodeId
+    capacity_shape: Annotated[str, CapacityShape]
+    sku: Text
+    region: Text
+    pool: Text
+    gpu_count: int
+    # Copy of the claims: kind, slot, index and disk size.
+    claims: list[Any]
+    started_at: float
+    ended_at: float | None
+    end_state: Text
+
+
+images = Image.TABLE
+proofs = Proof.TABLE
+slots = Slot.TABLE
+allocations = Allocation.TABLE
+claims = Claim.TABLE
+usage = Usage.TABLE

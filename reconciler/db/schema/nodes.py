@@ -1,119 +1,115 @@
-"""Table of nodes."""
+"""Tables of nodes, and of the reports of their hosts, which are separate from approved slots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 
-from reconciler.db.schema.base import (
-    Row,
-    document,
-    flag,
-    key,
-    lifecycle,
-    maybe_list,
-    metadata,
-    moment,
-    number,
-    one_of,
-    row_of,
-    stamp,
-    text,
-)
+from reconciler.db.schema.base import Default, NodeId, Number, Row, StateRow, Text, table
 from reconciler.model.states import HealthState, NodeMode, NodeState
 
-nodes = sa.Table(
+
+@table(
     "nodes",
-    metadata,
-    key(),
-    text("name", None),
-    text("address"),
-    number("port", 22),
-    text("ssh_user", "root"),
-    # Address for the tenant of the whole machine; never the transport or BMC address.
-    text("tenant_address"),
-    number("tenant_port", 22),
-    text("telemetry_url"),
-    # The node's own values for the InfiniBand fabric. Empty: the value of the profile applies.
-    text("fabric_interface"),
-    text("fabric_address"),
-    text("region"),
-    text("pool", "default"),
-    text("profile"),
-    # Tags of the machine in MAAS. Null: unknown, or the site has no MAAS; []: MAAS has no tags.
-    maybe_list("maas_tags"),
-    text("mode", None),
-    text("mode_reason"),
-    stamp("mode_since"),
-    moment("mode_deadline_at"),
-    *lifecycle(),
-    flag("slice_scheduling"),
-    # Grows with every claim and every release of the whole machine.
-    number("fence"),
-    # Allocation of the whole machine whose traces may still be on it.
-    text("unclean_allocation_id"),
-    text("health_state", HealthState.UNKNOWN.value),
-    document("health_detail"),
-    text("machine_id"),
-    text("host_key"),
-    text("boot_id"),
-    text("install_id"),
-    # When boot_id was learned, or was found to be unknown. A report that began earlier and shows
-    # another boot is not trusted.
-    moment("boot_learned_at"),
-    flag("reboot_required"),
-    moment("last_contact_at"),
-    stamp(),
-    one_of("state", NodeState),
-    one_of("mode", NodeMode),
-    one_of("health_state", HealthState),
+    "node",
     sa.UniqueConstraint("name"),
     # Live claims refer to (id, mode). So the database refuses a change of mode under a live claim,
     # and bare-metal and slice claims on the same node (I2).
     sa.UniqueConstraint("id", "mode"),
 )
-
-
-@row_of(nodes, "node")
-@dataclass(frozen=True, kw_only=True)
-class Node(Row):
+class Node(StateRow):
     """A node: the record of a server and of its host."""
 
-    id: str
     name: str
-    address: str
-    port: int
-    ssh_user: str
-    tenant_address: str
-    tenant_port: int
-    telemetry_url: str
-    fabric_interface: str
-    fabric_address: str
-    region: str
-    pool: str
-    profile: str
+    address: Text
+    port: Annotated[int, Default(22)]
+    ssh_user: Annotated[str, Default("root")]
+    # Address for the tenant of the whole machine; never the transport or BMC address.
+    tenant_address: Text
+    tenant_port: Annotated[int, Default(22)]
+    telemetry_url: Text
+    # The node's own values for the InfiniBand fabric. Empty: the value of the profile applies.
+    fabric_interface: Text
+    fabric_address: Text
+    region: Text
+    pool: Annotated[str, Default("default")]
+    profile: Text
+    # Tags of the machine in MAAS. Null: unknown, or the site has no MAAS; []: MAAS has no tags.
     maas_tags: list[Any] | None
-    mode: str
-    mode_reason: str
+    mode: Annotated[str, NodeMode]
+    mode_reason: Text
     mode_since: float
     mode_deadline_at: float | None
-    state: str
-    state_reason: str
-    state_since: float
-    deadline_at: float | None
-    generation: int
+    state: Annotated[str, NodeState]
     slice_scheduling: bool
-    fence: int
-    unclean_allocation_id: str
-    health_state: str
+    # Grows with every claim and every release of the whole machine.
+    fence: Number
+    # Allocation of the whole machine whose traces may still be on it.
+    unclean_allocation_id: Text
+    health_state: Annotated[str, HealthState, Default(HealthState.UNKNOWN.value)]
     health_detail: dict[str, Any]
-    machine_id: str
-    host_key: str
-    boot_id: str
-    install_id: str
+    machine_id: Text
+    host_key: Text
+    boot_id: Text
+    install_id: Text
+    # When boot_id was learned, or was found to be unknown. A report that began earlier and shows
+    # another boot is not trusted.
     boot_learned_at: float | None
     reboot_required: bool
     last_contact_at: float | None
     created_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Row):
+    """A report of a host."""
+
+    id: int
+    node_id: NodeId
+    task_id: str | None
+    boot_id: Text
+    install_id: Text
+    document: dict[str, Any]
+    # When the reporting run started, by the database's clock. The host's clock is not trusted.
+    observed_at: float | None
+    created_at: float
+
+
+@table("topology_discoveries", "discovery", sa.Index("ix_topology_discoveries_node_id", "node_id"))
+class Discovery(Report):
+    """A discovery report."""
+
+    reboot_required: bool
+
+
+@table("parity_reports", "parity", sa.Index("ix_parity_reports_node_id", "node_id"))
+class Parity(Report):
+    """A parity report."""
+
+    intent: Annotated[str, Default("slice")]
+    failures: Number
+    warnings: Number
+
+
+@table("host_baselines", "baseline", sa.Index("ix_host_baselines_allocation_id", "allocation_id"))
+class Baseline(Report):
+    """A host's state before a tenant had the whole machine."""
+
+    allocation_id: str
+
+
+@table("absence_reports", "absence", sa.Index("ix_absence_reports_allocation_id", "allocation_id"))
+class Absence(Report):
+    """A report of the traces of an allocation on its host."""
+
+    allocation_id: str
+    absent: bool
+
+
+nodes = Node.TABLE
+discoveries = Discovery.TABLE
+parities = Parity.TABLE
+baselines = Baseline.TABLE
+absences = Absence.TABLE

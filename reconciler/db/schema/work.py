@@ -1,71 +1,29 @@
-"""Tables of tasks and of their progress events."""
+"""Tables of tasks, of their progress events, and of recovery cases."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 
 from reconciler.db.schema.base import (
+    AllocationId,
+    Default,
+    NodeId,
+    Number,
     Row,
-    document,
-    flag,
-    key,
-    lifecycle,
-    metadata,
-    moment,
-    number,
-    one_of,
-    reference,
-    row_of,
-    sequence,
-    stamp,
-    text,
+    StateRow,
+    TaskId,
+    Text,
+    table,
     unique,
 )
-from reconciler.model.states import TaskState
+from reconciler.model.states import RecoveryState, TaskState
 
-tasks = sa.Table(
+
+@table(
     "tasks",
-    metadata,
-    key(),
-    text("kind", None),
-    text("subject_kind", None),
-    text("subject_id", None),
-    reference("node_id", "nodes"),
-    reference("allocation_id", "allocations", required=False),
-    *lifecycle(),
-    number("deadline_s", 3600),
-    number("priority"),
-    flag("exclusive"),
-    document("parameters"),
-    document("fences"),
-    number("attempt", 1),
-    number("max_attempts", 1),
-    text("lease_owner"),
-    text("lease_token"),
-    moment("lease_expires_at"),
-    moment("not_before"),
-    # Runner whose folder has the run's files. Only this runner can tell whether the run is alive.
-    text("runner"),
-    text("run_id"),
-    text("run_directory"),
-    # Number of runs of this attempt that ended before they reached the host. Each run has its own
-    # id.
-    number("unreached"),
-    document("progress"),
-    # Offset up to which the run's progress file is in task_events.
-    number("progress_offset"),
-    document("result"),
-    document("error"),
-    flag("cancel_requested"),
-    text("correlation_id"),
-    text("requested_by"),
-    stamp(),
-    moment("started_at"),
-    moment("finished_at"),
-    one_of("state", TaskState),
+    "task",
     unique("uq_tasks_running_subject", "subject_kind", "subject_id", where="state = 'running'"),
     unique("uq_tasks_running_exclusive", "node_id", where="state = 'running' AND exclusive"),
     sa.Index("ix_tasks_state", "state", "priority", "created_at"),
@@ -74,67 +32,96 @@ tasks = sa.Table(
     sa.Index("ix_tasks_allocation_id", "allocation_id"),
     sa.Index("ix_tasks_correlation_id", "correlation_id"),
 )
-
-task_events = sa.Table(
-    "task_events",
-    metadata,
-    sequence(),
-    reference("task_id", "tasks"),
-    stamp("at"),
-    document("document"),
-    sa.Index("ix_task_events_task_id", "task_id"),
-)
-
-
-@row_of(tasks, "task")
-@dataclass(frozen=True, kw_only=True)
-class Task(Row):
+class Task(StateRow):
     """A piece of work on a node."""
 
-    id: str
     kind: str
     subject_kind: str
     subject_id: str
-    node_id: str
-    allocation_id: str | None
-    state: str
-    state_reason: str
-    state_since: float
-    deadline_at: float | None
-    generation: int
-    deadline_s: int
-    priority: int
+    node_id: NodeId
+    allocation_id: AllocationId | None
+    state: Annotated[str, TaskState]
+    deadline_s: Annotated[int, Default(3600)]
+    priority: Number
     exclusive: bool
     parameters: dict[str, Any]
     fences: dict[str, int]
-    attempt: int
-    max_attempts: int
-    lease_owner: str
-    lease_token: str
+    attempt: Annotated[int, Default(1)]
+    max_attempts: Annotated[int, Default(1)]
+    lease_owner: Text
+    lease_token: Text
     lease_expires_at: float | None
     not_before: float | None
-    runner: str
-    run_id: str
-    run_directory: str
-    unreached: int
+    # Runner whose folder has the run's files. Only this runner can tell whether the run is alive.
+    runner: Text
+    run_id: Text
+    run_directory: Text
+    # Number of runs of this attempt that ended before they reached the host. Each run has its own
+    # id.
+    unreached: Number
     progress: dict[str, Any]
-    progress_offset: int
+    # Offset up to which the run's progress file is in task_events.
+    progress_offset: Number
     result: dict[str, Any]
     error: dict[str, Any]
     cancel_requested: bool
-    correlation_id: str
-    requested_by: str
+    correlation_id: Text
+    requested_by: Text
     created_at: float
     started_at: float | None
     finished_at: float | None
 
 
-@row_of(task_events, "task_event")
-@dataclass(frozen=True, kw_only=True)
+@table("task_events", "task_event", sa.Index("ix_task_events_task_id", "task_id"))
 class TaskEvent(Row):
     """A line of a run's progress."""
 
     id: int
-    task_id: str
+    task_id: TaskId
     at: float
     document: dict[str, Any]
+
+
+@table(
+    "recovery_cases",
+    "recovery_case",
+    sa.Index("ix_recovery_cases_allocation_id", "allocation_id", "created_at"),
+    unique(
+        "uq_recovery_cases_open",
+        "allocation_id",
+        where="state IN ('opened', 'verifying', 'cleaning', 'confirming')",
+    ),
+)
+class RecoveryCase(StateRow):
+    """An attempt to bring back the slots of an allocation."""
+
+    allocation_id: AllocationId
+    node_id: NodeId
+    state: Annotated[str, RecoveryState]
+    # The actor who requested the case; all its steps are done in this actor's name.
+    requested_by: str
+    role: Text
+    reason: Text
+    requested_at: float
+    # Whether the allocation's traces on the host may be removed.
+    remove_leftovers: bool
+    # Slots of the allocation when the case was opened.
+    slot_ids: list[Any]
+    # The current or last verification task on the host.
+    task_id: TaskId | None
+    task_ids: list[Any]
+    proof_ids: list[Any]
+    # Whether the host is verified again after the clean-up.
+    confirm: bool
+    # {} unless the case cannot go on: code, expected, found, remedy.
+    waits_for: dict[str, Any]
+    # {} unless the case failed: code, expected, found, remedy.
+    failure: dict[str, Any]
+    correlation_id: Text
+    created_at: float
+    finished_at: float | None
+
+
+tasks = Task.TABLE
+task_events = TaskEvent.TABLE
+recovery_cases = RecoveryCase.TABLE

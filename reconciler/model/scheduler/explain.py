@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reconciler.model.scheduler.feasible import Feasible, feasible
 from reconciler.model.scheduler.place import largest, place
-from reconciler.model.scheduler.snapshot import Snapshot, Want
+from reconciler.model.scheduler.snapshot import (
+    Feasible,
+    NodeView,
+    Snapshot,
+    Want,
+    feasible,
+    refusal,
+)
 
 Explanation = dict[str, Any]
 
 # Most nodes that are listed, the nearest to fitting first. The sums cover all nodes.
-TOLD = 50
+LISTED = 50
 
 
 def explain(snapshot: Snapshot, want: Want) -> Explanation:
@@ -35,10 +41,30 @@ def explain(snapshot: Snapshot, want: Want) -> Explanation:
         "free": free,
         "largest": most,
         "slots": sum(len(node.node.slots) for node in judged),
-        "reasons": counted(reasons),
+        "reasons": _by_frequency(reasons),
         "nearest": _nearest(snapshot, want, most),
-        "nodes": [_node(node, fits[node.node.id]) for node in ranked[:TOLD]],
-        "nodes_not_told": max(0, len(ranked) - TOLD),
+        "nodes": [_node(node, fits[node.node.id]) for node in ranked[:LISTED]],
+        "nodes_not_told": max(0, len(ranked) - LISTED),
+    }
+
+
+def explain_machines(nodes: Iterable[NodeView], want: Want) -> Explanation:
+    """Explain why no whole machine is free, in the form of `explain` with a machine as the unit."""
+    reasons = {node.id: refusal(node, want) for node in nodes}
+    listed = [
+        {"node_id": key, "slots": 1, "free": 0, "largest": 0, "reasons": {reasons[key]: 1}}
+        for key in sorted(reasons)
+    ]
+    return {
+        "summary": "no machine free",
+        "wanted": 1,
+        "free": 0,
+        "largest": 0,
+        "slots": len(listed),
+        "reasons": _by_frequency(Counter(reasons.values())),
+        "nearest": [],
+        "nodes": listed[:LISTED],
+        "nodes_not_told": max(0, len(listed) - LISTED),
     }
 
 
@@ -48,8 +74,7 @@ def public(explanation: Mapping[str, Any]) -> Explanation:
     return {key: value for key, value in explanation.items() if key not in hidden}
 
 
-def counted(reasons: Counter[str]) -> dict[str, int]:
-    """Counts by reason, the most frequent first."""
+def _by_frequency(reasons: Counter[str]) -> dict[str, int]:
     return dict(sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
@@ -59,36 +84,36 @@ def _node(judged: Feasible, fits: int) -> dict[str, Any]:
         "slots": len(judged.node.slots),
         "free": len(judged.free),
         "largest": fits,
-        "reasons": counted(judged.reasons),
+        "reasons": _by_frequency(judged.reasons),
     }
 
 
 def _nearest(snapshot: Snapshot, want: Want, most: int) -> list[dict[str, Any]]:
     if _fits(snapshot, want, want.gpus):
         return []
-    found = []
+    offers = []
     # The whole request in any region and pool; a requested node stays requested.
     placed = place(snapshot, replace(want, region="", pool=""))
     if placed and (want.region or want.pool):
         node = next(node for node in snapshot.nodes if node.id == placed.node_id)
-        found.append({"gpus": want.gpus, "region": node.region, "pool": node.pool})
+        offers.append({"gpus": want.gpus, "region": node.region, "pool": node.pool})
     for fewer in range(min(most, want.gpus - 1), 0, -1):
         if _fits(snapshot, want, fewer):
-            found.append({"gpus": fewer, "region": want.region, "pool": want.pool})
+            offers.append({"gpus": fewer, "region": want.region, "pool": want.pool})
             break
-    return found
+    return offers
 
 
 def _fits(snapshot: Snapshot, want: Want, gpus: int) -> bool:
     return place(snapshot, replace(want, gpus=gpus)) is not None
 
 
-def _summary(judged: list[Feasible], free: int, most: int, wanted: int) -> str:
+def _summary(judged: list[Feasible], free: int, most: int, gpus: int) -> str:
     noun = "GPU" if free == 1 else "GPUs"
     if not free:
         return "no GPU free"
-    if max(len(node.free) for node in judged) >= wanted > most:
-        return f"{free} {noun} free, no {wanted} that NVLink joins on one node"
-    if most < wanted:
-        return f"{free} {noun} free, no {wanted} on one node"
+    if max(len(node.free) for node in judged) >= gpus > most:
+        return f"{free} {noun} free, no {gpus} that NVLink joins on one node"
+    if most < gpus:
+        return f"{free} {noun} free, no {gpus} on one node"
     return f"{free} {noun} free, {most} on one node"

@@ -1,15 +1,23 @@
-"""Placement of a slice request: the best group of slots over all nodes. Pure."""
+"""Placement: the best group of slots over all nodes, or the best whole machine. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from reconciler.model.scheduler.feasible import Feasible, feasible
-from reconciler.model.scheduler.snapshot import NvlinkSets, SlotView, Snapshot, Want
+from reconciler.model.scheduler.snapshot import (
+    Feasible,
+    NodeView,
+    NvlinkSets,
+    SlotView,
+    Snapshot,
+    Want,
+    feasible,
+    refusal,
+)
 
 Group = tuple[SlotView, ...]
 # Slots that differ only in their index, the lowest first.
@@ -47,10 +55,10 @@ def choose(node: Feasible, count: int) -> tuple[Score, Group] | None:
 def score(node: Feasible, group: Sequence[SlotView]) -> Score:
     """Score of the group on its node."""
     numa = {slot.numa_node for slot in group}
-    near = {_place(slot) for slot in group}
+    near = {_position(slot) for slot in group}
     left = len(node.free) - len(group)
     beside = sum(slot.numa_node in numa for slot in node.free) - len(group)
-    close = sum(_place(slot) in near for slot in node.free) - len(group)
+    close = sum(_position(slot) in near for slot in node.free) - len(group)
     return Score(
         clean=0 if node.sliced else 1,
         numa_nodes=len(numa),
@@ -72,8 +80,8 @@ def groups(node: Feasible, count: int) -> Iterator[Group]:
         return
     cells: dict[tuple[int, str], Cell] = {}
     for slot in node.free:
-        cells.setdefault(_place(slot), []).append(slot)
-    yield from _spread([cells[place] for place in sorted(cells)], count)
+        cells.setdefault(_position(slot), []).append(slot)
+    yield from _spread([cells[position] for position in sorted(cells)], count)
 
 
 def largest(node: Feasible) -> int:
@@ -84,7 +92,7 @@ def largest(node: Feasible) -> int:
 
 def _allowed(free: Sequence[SlotView], sets: NvlinkSets, count: int) -> Iterator[Group]:
     by_module = {slot.module: slot for slot in reversed(free) if slot.module >= 0}
-    for modules in sorted(sorted(one) for one in sets if len(one) == count):
+    for modules in sorted(sorted(modules) for modules in sets if len(modules) == count):
         if all(module in by_module for module in modules):
             yield tuple(by_module[module] for module in modules)
 
@@ -110,7 +118,7 @@ def _fill(cells: Sequence[Cell], count: int) -> Iterator[Group]:
             yield (*cell[:taken], *others)
 
 
-def _place(slot: SlotView) -> tuple[int, str]:
+def _position(slot: SlotView) -> tuple[int, str]:
     return slot.numa_node, slot.switch
 
 
@@ -131,18 +139,21 @@ class Placement:
     score: Score
 
 
-@dataclass(frozen=True)
-class NoFit:
-    """Failed placement, with its explanation."""
-
-    explanation: dict[str, Any]
-
-
 def place(snapshot: Snapshot, want: Want) -> Placement | None:
     """Best placement; None when nothing fits. The same snapshot and want give the same answer."""
     options = [choose(feasible(node, want), want.gpus) for node in snapshot.nodes]
-    found = [option for option in options if option]
-    if not found:
+    feasible_options = [option for option in options if option]
+    if not feasible_options:
         return None
-    score, group = min(found, key=lambda option: option[0])
+    score, group = min(feasible_options, key=lambda option: option[0])
     return Placement(score.node_id, tuple(slot.id for slot in group), score)
+
+
+def choose_machine(nodes: Iterable[NodeView], want: Want, sliced: Collection[str]) -> str | None:
+    """The id of the best machine, None when none is free. Deterministic like `place`.
+
+    sliced: nodes that were slice hosts. They come last, because they have approved slots to go back
+    to.
+    """
+    free = [node.id for node in nodes if not refusal(node, want)]
+    return min(free, key=lambda key: (key in sliced, key), default=None)

@@ -1,10 +1,14 @@
-"""Scheduler snapshot: an immutable view of nodes and their slots."""
+"""Scheduler snapshot: nodes, their slots, and which slots are feasible for a request."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from reconciler.model.states import SlotState
+
+IDLE = (SlotState.AVAILABLE, SlotState.DISABLED)
 NvlinkSets = frozenset[frozenset[int]]
 
 
@@ -63,15 +67,7 @@ class Snapshot:
         """Copy without the slots of these ids."""
         return Snapshot(
             tuple(
-                NodeView(
-                    id=node.id,
-                    region=node.region,
-                    pool=node.pool,
-                    profile=node.profile,
-                    refusal=node.refusal,
-                    slots=tuple(slot for slot in node.slots if slot.id not in slot_ids),
-                    nvlink_sets=node.nvlink_sets,
-                )
+                replace(node, slots=tuple(slot for slot in node.slots if slot.id not in slot_ids))
                 for node in self.nodes
             )
         )
@@ -86,3 +82,63 @@ class Want:
     pool: str = ""
     node_id: str = ""
     profiles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Feasible:
+    """Free slots of a node. reasons: the count of all other slots by reason code."""
+
+    node: NodeView
+    free: tuple[SlotView, ...]
+    reasons: Counter[str]
+
+    @property
+    def sliced(self) -> bool:
+        """True when a tenant's slice is already on the node."""
+        return any(slot.status not in IDLE for slot in self.node.slots)
+
+
+def feasible(node: NodeView, want: Want) -> Feasible:
+    """Check every slot separately. An incomplete `available` row does not count as free."""
+    refused = refusal(node, want)
+    reasons: Counter[str] = Counter()
+    free: list[SlotView] = []
+    taken = {slot.fabric for slot in node.slots if slot.fabric and slot.status not in IDLE}
+    for slot in sorted(node.slots, key=lambda slot: (slot.index, slot.id)):
+        reason = refused or _reason(slot, taken)
+        if reason:
+            reasons[reason] += 1
+        else:
+            free.append(slot)
+            # A card that several slots name can serve a single slice, so the first slot takes it.
+            if slot.fabric and not slot.own_function:
+                taken.add(slot.fabric)
+    return Feasible(node, tuple(free), reasons)
+
+
+def refusal(node: NodeView, want: Want) -> str:
+    """Reason code why nothing on the node serves the request. "" when something may."""
+    for requested, value, reason in (
+        (want.node_id, node.id, "other_node"),
+        (want.region, node.region, "other_region"),
+        (want.pool, node.pool, "other_pool"),
+    ):
+        if requested and requested != value:
+            return reason
+    if want.profiles and node.profile not in want.profiles:
+        return "other_sku"
+    return node.refusal
+
+
+def _reason(slot: SlotView, taken: set[str]) -> str:
+    if slot.status != SlotState.AVAILABLE:
+        return str(slot.status)
+    if not slot.exclusive_device:
+        return "fractional"
+    if not slot.complete:
+        return "incomplete"
+    if not slot.proven:
+        return "unproven"
+    if slot.fabric in taken:
+        return "fabric_taken"
+    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reconciler.model.states import TaskKind
 from reconciler.work.handler import Handler
-from reconciler.work.kinds import baremetal, keys, node
+from reconciler.work.kinds import baremetal, node
 from reconciler.work.kinds import slices as slice_kinds
 
 HANDLERS: dict[str, Handler] = {
@@ -23,5 +23,5 @@ HANDLERS: dict[str, Handler] = {
     TaskKind.SLICE_DRIFT_RECONCILE: slice_kinds.DRIFT,
     TaskKind.BAREMETAL_PROVISION: baremetal.PROVISION,
     TaskKind.BAREMETAL_RELEASE: baremetal.RELEASE,
-    TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY: keys.MANAGED_KEY,
+    TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY: slice_kinds.MANAGED_KEY,
 }

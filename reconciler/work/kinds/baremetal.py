@@ -7,8 +7,8 @@ from typing import Any
 from reconciler.lifecycle import baremetal
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.records import reports
-from reconciler.work import start_guard
-from reconciler.work.handler import Failure, Handler, Work
+from reconciler.work.handler import Handler, Work
+from reconciler.work.kinds.slices import begin_provision
 
 
 def provision_variables(work: Work) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
 
 def provision_start(work: Work) -> None:
     """Problem `canceled`, which starts no run, if the allocation has ended."""
-    start_guard.begin_provision(work)
+    begin_provision(work)
     baremetal.entered(work.conn, work.task.node_id)
 
 
@@ -38,49 +38,27 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def provision_failed(work: Work, failure: Failure) -> None:
-    """Free the machine only if the host reports that nothing was touched."""
-    evidence = failure.evidence
-    start_guard.close_gate_after_reboot(work, failure)
-    baremetal.provision_failed(
-        work.conn,
-        work.allocation_id,
-        work.act.because(failure.error["code"]),
-        step=failure.step,
-        error=failure.error,
-        untouched=failure.untouched,
-        baseline=evidence.get("baseline") or {},
-        task_id=work.task.id,
-    )
-
-
 PROVISION = Handler(
     "provision_baremetal",
     provision_variables,
     provision_succeeded,
-    provision_failed,
     provision_start,
     wiped="slice_disks",
 )
 
 
 def release_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.allocation_id
-    disks, dead = baremetal.claim_of(work.conn, allocation_id).disks, _written_off(work)
-    found: dict[str, Any] = {
+    disks = baremetal.claim_of(work.conn, work.allocation_id).disks
+    dead = work.parameters.get("written_off", [])
+    variables = {
         "slice_allocation": work.parameters["allocation"],
         "slice_fence": work.parameters["fence"],
         "slice_disks": [disk for disk in disks if disk["slot_id"] not in dead],
-        "slice_baseline": reports.baseline(work.conn, allocation_id),
+        "slice_baseline": reports.baseline(work.conn, work.allocation_id),
     }
     if dead:
-        found["slice_written_off"] = [disk for disk in disks if disk["slot_id"] in dead]
-    return found
-
-
-def _written_off(work: Work) -> list[str]:
-    dead: list[str] = work.parameters.get("written_off", [])
-    return dead
+        variables["slice_written_off"] = [disk for disk in disks if disk["slot_id"] in dead]
+    return variables
 
 
 def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -90,29 +68,17 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         work.act.because("the tenant is gone, its disks are wiped and verified"),
         fence=work.parameters["fence"],
         evidence=evidence,
-        written_off=_written_off(work),
+        written_off=work.parameters.get("written_off", []),
         policy=work.profile.get("wipe_policy", DEFAULT_POLICY),
         task_id=work.task.id,
     )
     return evidence
 
 
-def release_failed(work: Work, failure: Failure) -> None:
-    baremetal.release_failed(
-        work.conn,
-        work.allocation_id,
-        work.act.because(failure.error["code"], failure.evidence),
-        fence=work.parameters["fence"],
-        step=failure.step,
-        error=failure.error,
-    )
-
-
 RELEASE = Handler(
     "release_baremetal",
     release_variables,
     release_succeeded,
-    release_failed,
     deadlines=("shutdown",),
     wiped="slice_disks",
 )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from reconciler.lifecycle import drift, host
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
-from reconciler.trust import ca
 from reconciler.work.handler import Handler, Work
 from reconciler.work.kinds.slices import image_document
 
@@ -24,17 +22,8 @@ def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     text, key = work.parameters["certificate"], work.parameters["public_key"]
     # The host may have enrolled with another key meanwhile. Then that key counts.
     tokens.check_host_key(work.conn, work.task.node_id, key)
-    certificate = ca.read_certificate(text)
-    tokens.record_certificate(
-        work.conn,
-        work.task.node_id,
-        work.act.because("certificate renewed", evidence),
-        serial=str(certificate.serial),
-        public_key=key,
-        certificate=text,
-        principals=certificate.principals,
-        valid_until=certificate.valid_before.timestamp(),
-    )
+    act = work.act.because("certificate renewed", evidence)
+    host.record_certificate(work.conn, work.task.node_id, act, certificate=text, public_key=key)
     return evidence
 
 
@@ -77,13 +66,9 @@ BOOTSTRAP = Handler(
 )
 
 
-def discover_variables(_work: Work) -> dict[str, Any]:
-    return {}
-
-
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     document = evidence["discovery"]
-    host_evidence.record_discovery(
+    host.record_discovery(
         work.conn,
         work.task.node_id,
         document,
@@ -101,7 +86,7 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return {"candidate_summary": document["candidate_summary"]}
 
 
-DISCOVER = Handler("discover", discover_variables, discover_succeeded)
+DISCOVER = Handler("discover", lambda _work: {}, discover_succeeded)
 
 
 def takeover_variables(work: Work) -> dict[str, Any]:
@@ -137,25 +122,21 @@ def bind_variables(work: Work) -> dict[str, Any]:
     return {"slice_slots": slots.bundles(work.conn, work.task.node_id)}
 
 
-def bind_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    return evidence
-
-
-BIND = Handler("bind_topology", bind_variables, bind_succeeded)
+BIND = Handler("bind_topology", bind_variables)
 
 
 def parity_variables(work: Work) -> dict[str, Any]:
-    node_id, asked = work.task.node_id, NodeMode(work.node.mode).purpose
+    node_id, intent = work.task.node_id, NodeMode(work.node.mode).purpose
     tags = hardware.maas_tags(work.node.maas_tags)
-    if asked != "slice":
-        return {"slice_slots": [], "slice_intent": asked, **tags}
+    if intent != "slice":
+        return {"slice_slots": [], "slice_intent": intent, **tags}
     latest = reports.latest_discovery(work.conn, node_id)
     topology: dict[str, Any] = {"source": "reconciler", "completed": latest is not None}
     summary = latest.document["candidate_summary"] if latest else {}
     topology["blockers"] = summary.get("blockers", [])
     return {
         "slice_slots": slots.bundles(work.conn, node_id),
-        "slice_intent": asked,
+        "slice_intent": intent,
         "slice_api_topology": topology,
         **tags,
     }
@@ -163,7 +144,7 @@ def parity_variables(work: Work) -> dict[str, Any]:
 
 def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     report, node_id = evidence["parity"], work.task.node_id
-    host_evidence.record_parity(
+    host.record_parity(
         work.conn,
         node_id,
         report,
@@ -216,8 +197,4 @@ def cache_image_variables(work: Work) -> dict[str, Any]:
     }
 
 
-def cache_image_succeeded(_work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    return evidence
-
-
-CACHE_IMAGE = Handler("cache_image", cache_image_variables, cache_image_succeeded)
+CACHE_IMAGE = Handler("cache_image", cache_image_variables)

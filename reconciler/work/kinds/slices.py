@@ -1,18 +1,19 @@
-"""Task kinds for slices: provision, release, wipe, absence, drift."""
+"""Task kinds for slices: provision, release, wipe, absence, drift; managed keys; start checks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from reconciler.db import locks
-from reconciler.lifecycle import drift, slices
+from reconciler.lifecycle import app_operations, drift, slices
+from reconciler.lifecycle.task_failures import BOOT_CHANGED, unfenced_slots
 from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState
 from reconciler.records import allocations, claims, reports
 from reconciler.records import slots as slot_records
 from reconciler.settings import Settings
 from reconciler.trust.downloads import url as download_url
-from reconciler.work import start_guard
-from reconciler.work.handler import Failure, Handler, Work
+from reconciler.work.handler import Handler, Work, canceled
 
 
 def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str, Any]:
@@ -57,9 +58,33 @@ def image_document(settings: Settings, image: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def begin_provision(work: Work) -> None:
+    """Set the task's allocation to provisioning; Problem `canceled` when it has ended."""
+    key = work.allocation_id
+    if slices.provision_started(work.conn, key, work.act.because("provisioning started")):
+        return
+    state = allocations.get(work.conn, key).state
+    # Already provisioning: this run continues after a run that failed or never reached its host.
+    if state != AllocationState.PROVISIONING:
+        raise canceled(f"allocation {key} requested, or being provisioned", str(state))
+
+
+def require_proven_boot(work: Work) -> None:
+    """Refuse a known change of boot without a run. The host checks the boot id as well."""
+    # Tasks queued by versions without this parameter have no proven boot.
+    proven, current = work.parameters.get("boot_id", ""), work.node.boot_id
+    if not proven or current != proven:
+        raise Problem(
+            BOOT_CHANGED,
+            expected=f"node {work.node.id} under boot {proven}, for which its gate was proven",
+            found=f"boot {current or 'unknown'}",
+            remedy="discover the node and run its parity, then launch again",
+        )
+
+
 def provision_variables(work: Work) -> dict[str, Any]:
     allocation, slots = work.parameters["allocation"], work.parameters["slots"]
-    start_guard.require_proven_boot(work)
+    require_proven_boot(work)
     return {
         "slice_allocation": allocation,
         "slice_slots": slots,
@@ -93,11 +118,6 @@ def ready_deadline(work: Work) -> int:
     return min(allowed, int(allocation.parameters.get("ready_deadline_s", allowed)))
 
 
-def provision_start(work: Work) -> None:
-    """Problem `canceled`, which starts no run, if the allocation has ended."""
-    start_guard.begin_provision(work)
-
-
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     connection = {
         "host": work.settings.member_address,
@@ -113,29 +133,11 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-def provision_failed(work: Work, failure: Failure) -> None:
-    """Free the slots only if the host reports that nothing was touched (I6)."""
-    evidence = failure.evidence
-    # Close the gate first, so that freed slots meet a closed gate.
-    start_guard.close_gate_after_reboot(work, failure)
-    slots = work.parameters["slots"]
-    untouched = {slot["slot_id"]: evidence for slot in slots} if failure.untouched else None
-    slices.provision_failed(
-        work.conn,
-        work.allocation_id,
-        work.act.because(failure.error["code"], evidence),
-        step=failure.step,
-        error=failure.error,
-        untouched=untouched,
-    )
-
-
 PROVISION = Handler(
     "provision_slice",
     provision_variables,
     provision_succeeded,
-    provision_failed,
-    provision_start,
+    begin_provision,
     deadlines=("clone", "ready"),
 )
 
@@ -160,21 +162,10 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-def release_failed(work: Work, failure: Failure) -> None:
-    slices.release_failed(
-        work.conn,
-        work.allocation_id,
-        work.act.because(failure.error["code"], failure.evidence),
-        step=failure.step,
-        error=failure.error,
-    )
-
-
 RELEASE = Handler(
     "release_slice",
     release_variables,
     release_succeeded,
-    release_failed,
     deadlines=("shutdown",),
     wiped="slice_slots",
 )
@@ -192,7 +183,10 @@ def wipe_variables(work: Work) -> dict[str, Any]:
 def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("wiped and verified")
     with locks.node(work.conn, work.task.node_id):
-        proofs = {slot_id: evidence["proofs"].get(slot_id) for slot_id in _unfenced_slots(work)}
+        proofs = {
+            slot_id: evidence["proofs"].get(slot_id)
+            for slot_id in unfenced_slots(work.conn, work.task)
+        }
         missing = sorted(slot_id for slot_id, proof in proofs.items() if proof is None)
         if missing:
             raise Problem(
@@ -202,35 +196,15 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
                 remedy="read the task's output; repair the slots again",
             )
         measured = work.allocation_id or ""
-        slices.wiped_slots(work.conn, proofs, evidence["absence"], act, measured=measured)
+        absence = evidence["absence"]
+        slices.cleanup_succeeded(work.conn, measured, act, proofs=proofs, absence=absence)
     return evidence
-
-
-def _unfenced_slots(work: Work) -> list[str]:
-    """Slots of the task that were not fenced off since. Their node is locked.
-
-    The list never comes from the host's answer, which could name slots of other tenants.
-    """
-    given = {slot["slot_id"]: slot["fence"] for slot in work.parameters["slots"]}
-    return claims.unfenced(work.conn, given)
-
-
-def wipe_failed(work: Work, failure: Failure) -> None:
-    with locks.node(work.conn, work.task.node_id):
-        slices.wipe_slots_failed(
-            work.conn,
-            _unfenced_slots(work),
-            work.act.because(failure.error["code"], failure.evidence),
-            step=failure.step,
-            error=failure.error,
-        )
 
 
 WIPE = Handler(
     "release_slice",
     wipe_variables,
     wipe_succeeded,
-    wipe_failed,
     deadlines=("shutdown",),
     wiped="slice_slots",
 )
@@ -273,3 +247,35 @@ def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 # A failed comparison changes nothing: the content of the host is as unknown as before (I13).
 DRIFT = Handler("reconcile_drift", drift_variables, drift_succeeded)
+
+
+def managed_key_variables(work: Work) -> dict[str, Any]:
+    return {
+        "slice_allocation": work.parameters["allocation"],
+        "slice_fence": work.parameters["fence"],
+        "slice_managed_key": work.parameters["managed_key"],
+    }
+
+
+def managed_key_start(work: Work) -> None:
+    """Problem `canceled`, which starts no run, if the operation is no longer wanted."""
+    act = work.act.because("its run begins")
+    reason = app_operations.began(work.conn, work.parameters["operation_id"], act)
+    if reason:
+        raise canceled("an operation that is still wanted", reason)
+
+
+def managed_key_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    key = evidence["managed_key"]
+    expires_at = float(key["expires_at"]) if key["present"] else None
+    act = work.act.because("as the host says", {"present": key["present"]})
+    app_operations.succeeded(work.conn, work.parameters["operation_id"], act, expires_at=expires_at)
+    return evidence
+
+
+MANAGED_KEY = Handler(
+    "managed_key",
+    managed_key_variables,
+    managed_key_succeeded,
+    managed_key_start,
+)

@@ -76,7 +76,7 @@ class Host:
 
     def __init__(self, folder: Path, *, fails: bool = False) -> None:
         self.folder = folder
-        self.known = {"image": IMAGE}
+        self.facts = {"image": IMAGE}
         self.console = SimpleNamespace(print=lambda *_words: None)
         self.fails = fails
         self.ran: list[tuple[str, ...]] = []

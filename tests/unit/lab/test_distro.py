@@ -41,19 +41,19 @@ def test_debian_with_deb822(tmp_path: Path) -> None:
         'ID=debian\nVERSION_CODENAME="bookworm"\n',
         {"sources.list.d/debian.sources": DEB822},
     )
-    found = distro.this_distro(root)
-    assert (found.id, found.suite, found.mirror) == (
+    sources = distro.this_distro(root)
+    assert (sources.id, sources.suite, sources.mirror) == (
         "debian",
         "bookworm",
         "http://mirror.example/debian",
     )
-    assert found.sources[1].endswith("http://mirror.example/debian bookworm-updates main")
+    assert sources.sources[1].endswith("http://mirror.example/debian bookworm-updates main")
 
 
 def test_ubuntu_with_one_line_sources(tmp_path: Path) -> None:
     root = machine(tmp_path, "ID=ubuntu\nVERSION_CODENAME=noble\n", {"sources.list": ONE_LINE})
-    found = distro.this_distro(root)
-    assert (found.mirror, found.components) == ("http://mirror.example/ubuntu", "main universe")
+    sources = distro.this_distro(root)
+    assert (sources.mirror, sources.components) == ("http://mirror.example/ubuntu", "main universe")
 
 
 def test_another_distribution_is_refused_by_name(tmp_path: Path) -> None:

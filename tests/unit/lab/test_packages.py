@@ -39,8 +39,8 @@ def stand_in(
 
 @pytest.mark.parametrize("user", [0, 1000])
 def test_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int) -> None:
-    said = stand_in(tmp_path, monkeypatch, user)
-    assert said == ["update noninteractive", "install noninteractive"]
+    calls = stand_in(tmp_path, monkeypatch, user)
+    assert calls == ["update noninteractive", "install noninteractive"]
 
 
 def test_a_lock_of_another_package_manager_is_waited_for(

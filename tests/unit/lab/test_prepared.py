@@ -50,7 +50,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """A stage with a reconciler that knows a node; its lab host is a description."""
-    stage = Stage(tmp_path / "stage", lab=HOST, known={"image_id": "5"})
+    stage = Stage(tmp_path / "stage", lab=HOST, facts={"image_id": "5"})
     stage.folder.mkdir()
     stage.open()
     body = {"id": NODE, "name": NODE, "address": "127.0.0.1", "port": 2200}
@@ -75,7 +75,7 @@ def test_a_later_session_goes_on_with_the_same_reconciler(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared, "key", lambda _firmware: "this")
-    project = stage.known["project"]
+    project = stage.facts["project"]
     prepared.save(stage, DONE)
     # The service goes on; what is done after this is not in the copy.
     stage.api().post("/admin/projects", {"name": "later"})
@@ -90,7 +90,7 @@ def test_a_later_session_goes_on_with_the_same_reconciler(
         done = prepared.open_on(later)
         assert done == {"deployed": {"a", "b"}, "transition": {"applied": []}}
         assert proven == [later]
-        assert later.known == {"image": IMAGE, "image_id": "5", "project": project}
+        assert later.facts == {"image": IMAGE, "image_id": "5", "project": project}
         names = [row["name"] for row in later.api().get("/admin/projects")["items"]]
         assert names == ["demo"]
         assert later.api().get(later.path())["port"] == HOST.ssh_port
@@ -104,8 +104,8 @@ def test_a_host_is_saved_once_for_each_key(tmp_path: Path, monkeypatch: pytest.M
     service = SimpleNamespace(folder=tmp_path / "reconciler", stop=int, start=int)
     service.folder.mkdir()
     idle = SimpleNamespace(get=lambda _path, **_query: {"items": [{"state": "succeeded"}]})
-    known = {"project": "5", "image_id": "5"}
-    stage: Any = SimpleNamespace(service=service, firmware="uefi", known=known, api=lambda: idle)
+    facts = {"project": "5", "image_id": "5"}
+    stage: Any = SimpleNamespace(service=service, firmware="uefi", facts=facts, api=lambda: idle)
     keys = iter(("first", "first", "second"))
     monkeypatch.setattr(prepared, "key", lambda _firmware: next(keys))
     copies: list[str] = []

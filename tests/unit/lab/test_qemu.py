@@ -9,15 +9,15 @@ from lab.command import LabError
 
 
 @pytest.mark.parametrize(
-    ("said", "version"),
+    ("text", "version"),
     [
         ("QEMU emulator version 7.2.17 (Debian 1:7.2+dfsg-7+deb12u13)", (7, 2)),
         ("QEMU emulator version 8.2.2 (Debian 1:8.2.2+ds-0ubuntu1.7)", (8, 2)),
         ("QEMU emulator version 11.1.3", (11, 1)),
     ],
 )
-def test_versions(said: str, version: tuple[int, int]) -> None:
-    assert qemu.parse_version(said) == version
+def test_versions(text: str, version: tuple[int, int]) -> None:
+    assert qemu.parse_version(text) == version
 
 
 def test_an_unknown_answer_is_quoted() -> None:

@@ -88,9 +88,9 @@ def test_a_loaded_host_is_the_one_that_was_saved(image: Path, tmp_path: Path) ->
     for name in before.keys() - {"lab.json"}:
         assert after[name] == before[name], name
     assert (tmp_path / "lab" / "key").stat().st_mode & 0o777 == 0o600
-    found = state.load(tmp_path / "lab")
-    assert found is not None and not found.alive()
-    assert (found.ssh_port, found.image) == (lab.ssh_port, lab.image)
+    loaded = state.load(tmp_path / "lab")
+    assert loaded is not None and not loaded.alive()
+    assert (loaded.ssh_port, loaded.image) == (lab.ssh_port, lab.image)
     # Holes stay holes: five disks of this size would otherwise fill the machine's.
     assert saved.size_bytes(kept) < MIB
 

@@ -26,13 +26,13 @@ def devices(kind: str) -> list[str]:
 
 
 def test_every_bus_of_a_device_exists_before_it_is_used() -> None:
-    known = {"pcie.0"}
+    buses = {"pcie.0"}
     for value in values("-device"):
         fields = dict(part.split("=", 1) for part in value.split(",")[1:] if "=" in part)
         if fields.get("bus", "channels.0") != "channels.0":
-            assert fields["bus"] in known, value
+            assert fields["bus"] in buses, value
         if "id" in fields:
-            known.add(fields["id"])
+            buses.add(fields["id"])
 
 
 def test_each_passthrough_device_has_a_root_port_of_its_own() -> None:

@@ -55,9 +55,9 @@ def test_the_rest_of_somebody_elses_answer_is_skipped(
     channel: Callable[[Reply], Path],
 ) -> None:
     def reply(delivery: dict[str, str]) -> bytes:
-        own = json.dumps({"id": delivery["id"], "exit": 0, "output": "mine"}).encode()
+        latest = json.dumps({"id": delivery["id"], "exit": 0, "output": "mine"}).encode()
         other = json.dumps({"id": "another", "exit": 1, "output": "not mine"}).encode()
-        return b'tput": "cut"}\n' + other + b"\n" + own + b"\n"
+        return b'tput": "cut"}\n' + other + b"\n" + latest + b"\n"
 
     assert userdata.deliver(channel(reply), "#!/bin/sh\n", timeout=5).output == "mine"
 

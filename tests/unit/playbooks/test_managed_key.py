@@ -68,9 +68,9 @@ def variables(state: str) -> dict[str, Any]:
 
 def result(text: str) -> dict[str, Any]:
     """The run's one result, as ansible-runner and AWX get it."""
-    found = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
-    assert found, text
-    return contract.check_result(json.loads(found[1]))
+    match = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
+    assert match, text
+    return contract.check_result(json.loads(match[1]))
 
 
 def test_the_key_comes_stays_and_goes(tmp_path: Path) -> None:

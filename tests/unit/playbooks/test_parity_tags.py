@@ -25,20 +25,20 @@ import json
 from ansible.module_utils.basic import AnsibleModule
 module = AnsibleModule({{"profile": {{"type": "dict"}}, "slots": {{"type": "list"}}, "intent": {{}},
     "api_topology": {{"type": "dict"}}, "maas_tags": {{"type": "list", "elements": "str"}}}})
-with open("{told}", "a") as file:
+with open("{log}", "a") as file:
     file.write(json.dumps(module.params["maas_tags"]) + "\\n")
 module.exit_json(parity={{"lines": [], "checks": []}})
 """
 
 
-def told(folder: Path, given: list[dict[str, Any]]) -> list[Any]:
+def module_tags(folder: Path, given: list[dict[str, Any]]) -> list[Any]:
     """What the real role gave to the module, for each of these variables of its caller."""
-    own = folder / "ansible_collections" / "gpuaas" / "slice"
-    (own / "plugins" / "modules").mkdir(parents=True)
-    file = own / "plugins" / "modules" / "slice_parity.py"
-    file.write_text(MODULE.format(told=folder / "told"))
+    collection = folder / "ansible_collections" / "gpuaas" / "slice"
+    (collection / "plugins" / "modules").mkdir(parents=True)
+    file = collection / "plugins" / "modules" / "slice_parity.py"
+    file.write_text(MODULE.format(log=folder / "log"))
     for part in ("galaxy.yml", "meta", "roles"):
-        (own / part).symlink_to(ROOT / part)
+        (collection / part).symlink_to(ROOT / part)
     shared: dict[str, Any] = {"slice_parity_profile": {"name": "lab"}}
     role = {"include_role": {"name": "gpuaas.slice.slice_parity"}}
     steps = [{**role, "vars": shared | variables} for variables in given]
@@ -67,15 +67,15 @@ def told(folder: Path, given: list[dict[str, Any]]) -> list[Any]:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout
-    return [json.loads(line) for line in (folder / "told").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
 def test_the_role_leaves_out_only_tags_that_nobody_knows(tmp_path: Path) -> None:
     some = ["virtual", SLICE]
     given: list[Any] = [None, "", [], some]
     # '' is what Ansible before 2.19 makes of null.
-    asked = [{}, *({"slice_parity_maas_tags": tags} for tags in given)]
-    assert told(tmp_path, asked) == [None, None, None, [], some]
+    cases = [{}, *({"slice_parity_maas_tags": tags} for tags in given)]
+    assert module_tags(tmp_path, cases) == [None, None, None, [], some]
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_by_hand_a_machine_is_judged_by_the_tags_that_were_said(
     By the profile of a site with MAAS: of the lab's, no tag is asked.
     """
     out = gpuaas("host", "parity", "--profile", "xe9680l-h200", *words)
-    (found,) = (row for row in out.splitlines() if " check=maas_intent " in row)
-    assert f" status={line} " in found, gpuaas.err
+    (verdict,) = (row for row in out.splitlines() if " check=maas_intent " in row)
+    assert f" status={line} " in verdict, gpuaas.err

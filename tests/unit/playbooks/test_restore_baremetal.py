@@ -94,24 +94,24 @@ def files(tmp_path: Path) -> tuple[str, str]:
     lab["gpu_services"] = ["gpu.service", "idle.service"]
     profile = tmp_path / "lab.yml"
     profile.write_text(yaml.safe_dump(lab))
-    (one,) = (one for one in standalone.SCRIPTS if one.path == BOOTSTRAP)
+    (entry,) = (entry for entry in standalone.SCRIPTS if entry.path == BOOTSTRAP)
     file = tmp_path / "bootstrap.sh"
-    data = {**one.data, "profiles/lab.yml": str(profile)}
-    file.write_text(standalone.build(dataclasses.replace(one, data=data)))
+    data = {**entry.data, "profiles/lab.yml": str(profile)}
+    file.write_text(standalone.build(dataclasses.replace(entry, data=data)))
     return str(file), str(profile)
 
 
 def _changed(text: str) -> str:
-    found = re.search(r"changed=(\d+)", text)
-    assert found, text
-    return found[1]
+    match = re.search(r"changed=(\d+)", text)
+    assert match, text
+    return match[1]
 
 
 def results(text: str) -> dict[str, Any]:
     """The run's one result, as ansible-runner and AWX get it."""
-    found = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
-    assert found, text
-    return contract.check_result(json.loads(found[1]))
+    match = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
+    assert match, text
+    return contract.check_result(json.loads(match[1]))
 
 
 def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
     assert (second["ok"], second["evidence"]["remnants"]) == (True, 0)
     assert second["evidence"]["kept"]["ledger"] == ["slot-0"]
     assert second["evidence"]["kept"]["disks_gone"] == ["eui.1"]
-    assert all(one["ok"] for one in second["evidence"]["compared"])
+    assert all(row["ok"] for row in second["evidence"]["compared"])
     assert results(again)["ok"] and "changed=0" in again
     # As before it became a slice host; and as before this when it is made one again.
     assert (difference, forth) == ("", "")

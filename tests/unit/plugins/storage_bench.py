@@ -78,12 +78,12 @@ class Bench:
         self.mount("8:1", "/", "/dev/sda1")
 
     def disk(
-        self, name: str = "nvme1n1", *, size: int = 48 * MIB, minor: int = 1, **said: Any
+        self, name: str = "nvme1n1", *, size: int = 48 * MIB, minor: int = 1, **identity: Any
     ) -> Namespace:
         node = self.root / "dev" / name
         node.touch()
         os.truncate(node, size)
-        namespace = Namespace(node, f"259:{minor}", **said)
+        namespace = Namespace(node, f"259:{minor}", **identity)
         self._remember(namespace)
         self._sysfs(name, f"devices/virtual/{name}", namespace.devt, size)
         (self.root / "sys/block" / name).symlink_to(f"../devices/virtual/{name}")
@@ -172,8 +172,8 @@ class Bench:
         number.symlink_to(f"../../{place}")
 
     def _tables(self) -> None:
-        own = self.root / "proc/self"
-        own.mkdir(exist_ok=True)
+        tables = self.root / "proc/self"
+        tables.mkdir(exist_ok=True)
         self._table("proc/self/mountinfo", self.mounts)
         self._table("proc/swaps", ["Filename Type Size Used Priority", *self.swaps])
 
@@ -217,8 +217,8 @@ def bench(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
     def number(descriptor: int) -> str:
         status = os.fstat(descriptor)
-        known = made.namespaces.get((status.st_dev, status.st_ino))
-        return known.devt if known else real(descriptor)
+        device = made.namespaces.get((status.st_dev, status.st_ino))
+        return device.devt if device else real(descriptor)
 
     monkeypatch.setattr(_device, "call", made.call)
     monkeypatch.setattr(_device, "number", number)

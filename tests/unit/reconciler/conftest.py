@@ -16,7 +16,7 @@ from reconciler.db.engine import open_engine, transaction
 from reconciler.db.journal import ENTITIES, Overdue
 from reconciler.db.migrations import migrate
 from reconciler.db.schema import Slot, Task
-from reconciler.lifecycle import evidence, gate, host, slices
+from reconciler.lifecycle import gate, host, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act
@@ -161,7 +161,7 @@ class Site:
             host_key=identity["host_key"],
         )
         host.bootstrapped(conn, node_id, ADMIN, identity=identity)
-        evidence.record_discovery(conn, node_id, self.document(number), ADMIN)
+        host.record_discovery(conn, node_id, self.document(number), ADMIN)
 
     def approve(self, conn: sa.Connection, node_id: str, index: int, number: int = 0) -> Slot:
         """A slot from the candidate with this index, its disk taken over with proof."""
@@ -172,8 +172,8 @@ class Site:
 
     def prove(self, conn: sa.Connection, node_id: str, number: int = 0) -> dict[str, Any]:
         """Discovery and parity after the approval; slots open; scheduling on."""
-        evidence.record_discovery(conn, node_id, self.document(number), ADMIN)
-        evidence.record_parity(conn, node_id, self.parity(number), ADMIN)
+        host.record_discovery(conn, node_id, self.document(number), ADMIN)
+        host.record_parity(conn, node_id, self.parity(number), ADMIN)
         opened = gate.open_gate(conn, node_id, ADMIN)
         host.set_scheduling(conn, node_id, True, ADMIN)
         return opened

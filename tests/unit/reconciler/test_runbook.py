@@ -158,5 +158,5 @@ def _clean(world: World, allocation_id: str) -> None:
         }
         given = {claim.slot_id: proof}
         absence = {"absent": True}
-        assert slices.wiped(conn, allocation_id, ACT, proofs=given, absence=absence)
+        assert slices.cleanup_succeeded(conn, allocation_id, ACT, proofs=given, absence=absence)
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)

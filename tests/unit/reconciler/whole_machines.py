@@ -13,7 +13,6 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Allocation, Task
 from reconciler.lifecycle import baremetal, host, slices
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import LIVE_CLAIMS, NodeMode, TaskKind, TaskState
@@ -41,7 +40,7 @@ class Machines:
         host.bootstrapped(conn, node_id, self.act, identity=identity)
 
     def discover(self, conn: sa.Connection, node_id: str, number: int) -> None:
-        host_evidence.record_discovery(conn, node_id, self.site.document(number), self.act)
+        host.record_discovery(conn, node_id, self.site.document(number), self.act)
 
     def machine(self, node_id: str = "m1", number: int = 1, **fields: Any) -> None:
         """A machine that can be given away, with each disk that nothing uses taken over."""

@@ -143,8 +143,8 @@ class ParityHost:
         self.script = script
 
     def facts(self, *slots: dict[str, Any], **profile: Any) -> _host_facts.Facts:
-        asked = _host_facts.Request(profile=PROFILE | profile, slots=slots)
-        return _host_facts.Facts(asked)
+        request = _host_facts.Request(profile=PROFILE | profile, slots=slots)
+        return _host_facts.Facts(request)
 
     def installed(self, unit: _boot_service.Unit, **settings: Any) -> None:
         """Install a boot service as bootstrap or the binding does."""
@@ -162,14 +162,14 @@ class ParityHost:
     def boots(self) -> None:
         """Set the boot as bootstrap does: files, and a menu and initramfs made from them."""
         params = _host_resources.boot_params(PROFILE)
-        wanted = _kernel_arguments.desired_files(params, _kernel_arguments.observe(params))
-        for path, text in wanted.items():
+        files = _kernel_arguments.desired_files(params, _kernel_arguments.observe(params))
+        for path, text in files.items():
             if text is not None:
                 self.machine.file(path, text)
         menu = "menuentry 'Linux' {\n\tlinux /boot/vmlinuz root=x intel_iommu=on iommu=pt\n}\n"
         self.machine.file("/boot/grub/grub.cfg", menu)
         record = json.dumps(
-            {"inputs": _kernel_arguments.inputs(wanted), "boot_id": "an earlier one"}
+            {"inputs": _kernel_arguments.inputs(files), "boot_id": "an earlier one"}
         )
         self.machine.file(_kernel_arguments.INITRAMFS_RECORD, record)
 

@@ -79,8 +79,8 @@ def agent() -> object:
 
 
 def ipoib() -> object:
-    asked = _host_facts.Request(profile={"network": {}, "fabric": {}})
-    return _checks_network.ipoib_netplan(_host_facts.Facts(asked))
+    request = _host_facts.Request(profile={"network": {}, "fabric": {}})
+    return _checks_network.ipoib_netplan(_host_facts.Facts(request))
 
 
 CASES: dict[str, tuple[str, Callable[[], object], str]] = {
@@ -180,8 +180,8 @@ def test_what_is_no_record_is_not_an_empty_one(tree: Path, name: str, text: str)
 @pytest.mark.covers("CTRL-15")
 def test_a_host_whose_mode_cannot_be_read_takes_no_tenant_of_the_whole(tree: Path) -> None:
     (tree / _boot_service.SLICE_MODE.lstrip("/")).mkdir(parents=True)
-    (found,) = _whole_machine.slice_mode()
-    assert (found.code, found.found) == ("node_in_slice_mode", "mode unreadable")
+    (refusal,) = _whole_machine.slice_mode()
+    assert (refusal.code, refusal.found) == ("node_in_slice_mode", "mode unreadable")
 
 
 def test_one_broken_plan_does_not_hide_whose_it_is(tree: Path) -> None:

@@ -57,8 +57,8 @@ class Publisher:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("keys")
     yield folder
-    for one in folder.iterdir():
-        subprocess.run(["gpgconf", "--homedir", str(one), "--kill", "all"], check=False)
+    for file in folder.iterdir():
+        subprocess.run(["gpgconf", "--homedir", str(file), "--kill", "all"], check=False)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def params(tree: Path, publisher: Publisher, key: str, **change: Any) -> dict[st
     } | change
 
 
-def drive(asked: dict[str, Any], *, check: bool = False) -> _change.Outcome:
-    return _change.drive(SUBJECT, asked, check_mode=check)
+def drive(params: dict[str, Any], *, check: bool = False) -> _change.Outcome:
+    return _change.drive(SUBJECT, params, check_mode=check)
 
 
 def code(outcome: _change.Outcome) -> str:
@@ -139,14 +139,14 @@ def apt_takes(tree: Path) -> bool:
 def test_apt_believes_the_repository_under_this_key_only(
     tree: Path, vendor: Publisher, stranger: Publisher
 ) -> None:
-    asked = params(tree, vendor, vendor.key())
-    checked = drive(asked, check=True)
+    apt_params = params(tree, vendor, vendor.key())
+    checked = drive(apt_params, check=True)
     assert checked.changed and not (tree / "usr").exists()
-    outcome = drive(asked)
+    outcome = drive(apt_params)
     assert outcome.done == ["trust_key", "write_source"] and outcome.failure is None
     assert outcome.document()["diff"] == checked.document()["diff"]
     assert f"Signed-By: {KEYRING}\n" in (tree / SOURCE[1:]).read_text()
-    assert not drive(asked).changed
+    assert not drive(apt_params).changed
     repository(tree, vendor)
     assert apt_takes(tree)
     repository_file = tree / "repository/dists/jammy/InRelease"
@@ -176,10 +176,10 @@ def test_a_key_with_another_fingerprint_is_not_trusted(
 def test_a_key_that_cannot_be_had_is_named_as_one(
     tree: Path, vendor: Publisher, size: int | None, why: str
 ) -> None:
-    asked = params(tree, vendor, "x" * (size or 1))
+    apt_params = params(tree, vendor, "x" * (size or 1))
     if size is None:
         (tree / "vendor.key").unlink()
-    outcome = drive(asked)
+    outcome = drive(apt_params)
     assert (code(outcome), outcome.done) == (why, [])
     assert "a key of at most" in str(outcome.failure) and "/vendor.key" in str(outcome.failure)
     assert (_host.read(SOURCE), _host.read(KEYRING)) == (None, None)
@@ -187,19 +187,19 @@ def test_a_key_that_cannot_be_had_is_named_as_one(
 
 def test_an_expired_key_signs_nothing(tree: Path, home: Path) -> None:
     old = Publisher(home / "old").make("seconds=1")
-    asked = params(tree, old, old.key())
+    apt_params = params(tree, old, old.key())
     while not _openpgp.keys(tree / "vendor.key")[0].problem:
         pass
-    assert code(drive(asked)) == "key_not_valid"
+    assert code(drive(apt_params)) == "key_not_valid"
 
 
 def test_a_foreign_key_in_our_keyring_is_replaced(
     tree: Path, vendor: Publisher, stranger: Publisher
 ) -> None:
-    asked = params(tree, vendor, vendor.key())
-    drive(asked)
+    apt_params = params(tree, vendor, vendor.key())
+    drive(apt_params)
     (tree / KEYRING[1:]).write_text(vendor.key() + stranger.key())
-    assert drive(asked).done == ["trust_key"]
+    assert drive(apt_params).done == ["trust_key"]
     assert [key.fingerprint for key in _openpgp.keys(tree / KEYRING[1:])] == [vendor.fingerprint]
 
 
@@ -214,36 +214,36 @@ def test_a_foreign_key_in_our_keyring_is_replaced(
 def test_no_source_may_go_unsigned(tree: Path, vendor: Publisher, file: str, text: str) -> None:
     (tree / "etc/apt/sources.list.d").mkdir(parents=True)
     (tree / "etc/apt" / file).write_text(text)
-    asked = params(tree, vendor, vendor.key())
-    assert code(drive(asked)) == "unauthenticated_source"
+    apt_params = params(tree, vendor, vendor.key())
+    assert code(drive(apt_params)) == "unauthenticated_source"
     assert not (tree / KEYRING[1:]).exists()
     # An option that is switched off, or a disabled source, allows nothing.
     off = text.replace("trusted=yes", "trusted=no").replace("insecure=yes", "insecure=no")
     (tree / "etc/apt" / file).write_text(off.replace("Trusted: true", "Enabled: no\nTrusted: true"))
-    assert drive(asked).failure is None
+    assert drive(apt_params).failure is None
 
 
 def test_what_opens_our_own_file_is_rewritten_and_hides_no_strangers(
     tree: Path, vendor: Publisher, stranger: Publisher
 ) -> None:
-    asked = params(tree, vendor, vendor.key())
-    drive(asked)
-    own, wanted = tree / SOURCE[1:], (tree / SOURCE[1:]).read_text()
-    opened = f"{wanted}Trusted: yes\n"
-    own.write_text(opened)
-    other = own.with_name("a.sources")
+    apt_params = params(tree, vendor, vendor.key())
+    drive(apt_params)
+    source, expected = tree / SOURCE[1:], (tree / SOURCE[1:]).read_text()
+    opened = f"{expected}Trusted: yes\n"
+    source.write_text(opened)
+    other = source.with_name("a.sources")
     other.write_text("Types: deb\nURIs: http://o.example.org/\nTrusted: yes\n")
-    outcome = drive(asked)
-    assert code(outcome) == "unauthenticated_source" and own.read_text() == opened
+    outcome = drive(apt_params)
+    assert code(outcome) == "unauthenticated_source" and source.read_text() == opened
     assert outcome.failure and SOURCE not in outcome.failure.found
     other.unlink()
-    assert drive(asked, check=True).document()["diff"]["before"] == {SOURCE: opened}
-    assert drive(asked).done == ["write_source"] and own.read_text() == wanted
+    assert drive(apt_params, check=True).document()["diff"]["before"] == {SOURCE: opened}
+    assert drive(apt_params).done == ["write_source"] and source.read_text() == expected
     # The source is closed even if the key is not available.
-    own.write_text(opened)
+    source.write_text(opened)
     (tree / KEYRING[1:]).unlink()
     assert code(drive(params(tree, vendor, stranger.key()))) == "key_fingerprint_mismatch"
-    assert own.read_text() == wanted
+    assert source.read_text() == expected
 
 
 def test_apts_own_settings_may_not_open_it_either(
@@ -254,10 +254,10 @@ def test_apts_own_settings_may_not_open_it_either(
 
 
 def test_the_repository_is_named_once(tree: Path, vendor: Publisher) -> None:
-    asked = params(tree, vendor, vendor.key())
+    apt_params = params(tree, vendor, vendor.key())
     (tree / "etc/apt/sources.list.d").mkdir(parents=True)
-    (tree / "etc/apt/sources.list.d/old.list").write_text(f"deb {asked['uri']}/ jammy main\n")
-    assert code(drive(asked)) == "source_defined_elsewhere"
+    (tree / "etc/apt/sources.list.d/old.list").write_text(f"deb {apt_params['uri']}/ jammy main\n")
+    assert code(drive(apt_params)) == "source_defined_elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_fingerprint_may_be_written_as_people_do(tree: Path, vendor: Publisher
 
 
 def test_no_gpg_is_said_so(tree: Path, vendor: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = params(tree, vendor, vendor.key())
+    apt_params = params(tree, vendor, vendor.key())
     monkeypatch.setattr(_command, "_PATH", str(tree))
     with pytest.raises(_errors.Refusal, match="command_missing"):
-        drive(asked)
+        drive(apt_params)

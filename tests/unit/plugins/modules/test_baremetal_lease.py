@@ -317,8 +317,8 @@ def test_a_dead_disk_is_given_up_and_stays_dirty(host) -> None:
         _ledger.hold(name, fence=1, allocation_id=ALLOCATION, disk_identity=disk)
         _ledger.mark_dirty(name, fence=1, disk_identity=disk)
     assert code("ending", fence=2, disks=[], written_off=[DISK, dead]) == "disk_present"
-    told = lease("ending", fence=2, written_off=[dead]).facts
-    assert [one["slot_id"] for one in told["slots"]] == [SLOT], "the dead one is not wiped"
+    facts = lease("ending", fence=2, written_off=[dead]).facts
+    assert [slot["slot_id"] for slot in facts["slots"]] == [SLOT], "the dead one is not wiped"
     assert code("released", fence=2, written_off=[dead]) == "disk_dirty", "the other one counts"
     assert wipe(2).failure is None
     free = lease("released", fence=2, written_off=[dead])

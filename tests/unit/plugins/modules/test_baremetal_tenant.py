@@ -51,13 +51,13 @@ class Accounts:
         if name == "useradd":
             self.passwd.append(f"{last}:x:{UID}:{UID}::/home/{last}:/bin/bash")
             self.shadow[last] = ""
-            self.own(f"home/{last}", folder=True)
+            self.create(f"home/{last}", folder=True)
         elif name == "usermod":
             self.shadow[last] = "1"
         elif name == "userdel":
             self.passwd = [line for line in self.passwd if not line.startswith(f"{last}:")]
         elif name == "install":
-            self.own(last.lstrip("/"), folder=True)
+            self.create(last.lstrip("/"), folder=True)
         elif name == "chown":
             os.chown(self.tree / last.lstrip("/"), UID, UID)
         elif name == "visudo":
@@ -74,7 +74,7 @@ class Accounts:
         self._write()
         return _command.Result(0, "", "")
 
-    def own(self, path: str, *, folder: bool = False, uid: int = UID) -> Path:
+    def create(self, path: str, *, folder: bool = False, uid: int = UID) -> Path:
         target = self.tree / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.mkdir(exist_ok=True) if folder else target.write_text("x")
@@ -137,12 +137,12 @@ def test_everything_of_the_tenant_goes_and_nothing_of_others(accounts: Accounts)
         "dev/shm/left", "tmp/mine/deep",
     ]  # fmt: skip
     for path in mine:
-        accounts.own(path)
+        accounts.create(path)
     os.chown(accounts.tree / "tmp/mine", UID, UID)
-    others = accounts.own("tmp/theirs/file", uid=0)
+    others = accounts.create("tmp/theirs/file", uid=0)
     (accounts.tree / "tmp/link").symlink_to(others)
     os.chown(accounts.tree / "tmp/link", UID, UID, follow_symlinks=False)
-    accounts.own("var/lib/systemd/linger/alice")
+    accounts.create("var/lib/systemd/linger/alice")
     accounts.mounts("/home/alice/remote")
 
     ended = drive("ended")
@@ -182,7 +182,7 @@ def test_a_name_of_somebody_else_is_never_touched(accounts: Accounts, name: str)
 
 
 def test_a_home_of_somebody_who_left_is_not_taken_over(accounts: Accounts) -> None:
-    accounts.own("home/alice", folder=True, uid=1001)
+    accounts.create("home/alice", folder=True, uid=1001)
     assert code("present") == "account_taken"
     assert drive("absent").changed is False
 
@@ -267,8 +267,8 @@ def test_with_the_real_programs_the_machine_is_as_before(tmp_path: Path) -> None
     words += [str(tmp_path), sys.executable, REAL, collections, str(checkout)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    told, same, homes = json.loads(done.stdout.splitlines()[-1])
-    assert told == [
+    seen, same, homes = json.loads(done.stdout.splitlines()[-1])
+    assert seen == [
         ["None", ["add_account", "write_keys", "write_sudoers"], [UID, "0o600"]],
         ["None", ["remove_sudoers", "lock_account"]],
         ["None", ["remove_account", "remove_home"]],
@@ -292,8 +292,8 @@ def start(real: list[subprocess.Popen[bytes]], script: str, uid: int) -> subproc
     process = subprocess.Popen(["sh", "-c", script], user=uid, stdout=subprocess.PIPE)
     real.append(process)
     assert process.stdout is not None
-    with process.stdout as said:
-        assert said.readline() == b"ready\n"
+    with process.stdout as output:
+        assert output.readline() == b"ready\n"
     return process
 
 

@@ -380,11 +380,11 @@ def test_an_apply_does_what_check_mode_said(
     assert (forecast.failure, forecast.changed, forecast.done) == (None, True, [])
     assert files(site.tree) == before
     # A program with an effect would change the second forecast.
-    assert said(_change.drive(subject, params, check_mode=True)) == said(forecast)
+    assert forecast_of(_change.drive(subject, params, check_mode=True)) == forecast_of(forecast)
 
     outcome = _change.drive(subject, params, check_mode=False)
     assert outcome.failure is None, outcome.failure
-    assert said(outcome) == said(forecast)
+    assert forecast_of(outcome) == forecast_of(forecast)
     assert outcome.done == [step.name for step in forecast.plan.steps]
     # The file then has the content that the diff shows.
     for step in forecast.plan.steps:
@@ -394,26 +394,26 @@ def test_an_apply_does_what_check_mode_said(
     assert reboot(forecast) == reboot(outcome)
 
     again = _change.drive(subject, params, check_mode=True)
-    assert (again.failure, again.changed, said(again)["plan"]) == (None, False, [])
+    assert (again.failure, again.changed, forecast_of(again)["plan"]) == (None, False, [])
 
 
-def said(outcome: _change.Outcome) -> dict[str, Any]:
+def forecast_of(outcome: _change.Outcome) -> dict[str, Any]:
     document = outcome.document()
     return {key: document[key] for key in ("changed", "plan", "diff")}
 
 
 def reboot(outcome: _change.Outcome) -> dict[str, Any]:
-    return {key: told for key, told in outcome.facts.items() if key.startswith("reboot_")}
+    return {key: value for key, value in outcome.facts.items() if key.startswith("reboot_")}
 
 
 def files(tree: Path) -> dict[str, tuple[int, bytes | str]]:
     """Return everything below a root: kind and content."""
-    found: dict[str, tuple[int, bytes | str]] = {}
+    snapshot: dict[str, tuple[int, bytes | str]] = {}
     for path in tree.rglob("*"):
         content: bytes | str = ""
         if path.is_symlink():
             content = str(path.readlink())
         elif path.is_file():
             content = path.read_bytes()
-        found[str(path.relative_to(tree))] = (path.lstat().st_mode, content)
-    return found
+        snapshot[str(path.relative_to(tree))] = (path.lstat().st_mode, content)
+    return snapshot

@@ -50,9 +50,9 @@ def refused(outcome: _change.Outcome) -> str:
 
 
 def drift(before: dict[str, Any]) -> dict[str, tuple[str, bool]]:
-    found = drive("compared", baseline=before).facts
-    assert found["compared"] is True
-    return {f"{r['section']} {r['name']}": (r["change"], r["access"]) for r in found["drift"]}
+    facts = drive("compared", baseline=before).facts
+    assert facts["compared"] is True
+    return {f"{r['section']} {r['name']}": (r["change"], r["access"]) for r in facts["drift"]}
 
 
 def test_an_untouched_machine_has_no_drift_and_its_secrets_stay(host: Any) -> None:
@@ -160,8 +160,8 @@ def test_what_a_tenant_made_of_the_record_stops_no_release(
     outcome = _change.drive(module.subject(), params, check_mode=False)
     assert outcome.failure is None, outcome.failure
     assert outcome.done == ["forget_baseline"] and not kept.exists()
-    (told,) = outcome.facts["drift"]
-    assert (told["section"], told["change"], told["access"]) == ("baseline", "changed", False)
+    (row,) = outcome.facts["drift"]
+    assert (row["section"], row["change"], row["access"]) == ("baseline", "changed", False)
     # A provision does not take the tenant's record for the first baseline.
     kept.write_text("[]")
     with pytest.raises(_change.Refusal, match="baseline_unreadable"):
@@ -192,9 +192,9 @@ def test_a_run_that_became_late_while_it_looked_leaves_nothing(
     look = module._host_baseline.take
 
     def slow() -> Any:
-        found = look()
+        state = look()
         _ledger.raise_fence(_ledger.MACHINE, fence=2)
-        return found
+        return state
 
     monkeypatch.setattr(module._host_baseline, "take", slow)
     assert refused(drive()) == "stale_fence"

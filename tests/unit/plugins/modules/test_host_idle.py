@@ -33,16 +33,16 @@ def test_machines_are_found_without_libvirt(tree: Path) -> None:
     process(tree, 8, "/bin/sh", "-c", "qemu-system-x86_64")
     assert module.look(RESTART) == {"idle": True}
     process(tree, 9, "/usr/bin/qemu-system-x86_64", "-name", "guest=stranger")
-    found = refusal(RESTART)
-    assert (found.code, found.found) == ("host_in_use", "qemu-system-x86_64 9")
+    failure = refusal(RESTART)
+    assert (failure.code, failure.found) == ("host_in_use", "qemu-system-x86_64 9")
     # Bootstrap repairs a slice host under its VMs, as long as it does not restart the host.
     assert module.look(BOOTSTRAP) == {"idle": True}
 
 
 def test_a_tenant_of_the_whole_machine_has_no_qemu(tree: Path) -> None:
     _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
-    found = refusal(RESTART)
-    assert (found.code, found.found) == ("host_in_use", f"the whole machine leased by {TENANT}")
+    failure = refusal(RESTART)
+    assert (failure.code, failure.found) == ("host_in_use", f"the whole machine leased by {TENANT}")
     assert refusal(BOOTSTRAP).code == "machine_leased"
     _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
     _ledger.release(_ledger.MACHINE, fence=1)
@@ -56,8 +56,8 @@ def test_a_leased_slot_whose_guest_is_off_is_somebodys(tree: Path) -> None:
         _ledger.hold(slot, fence=1, allocation_id=holder, disk_identity="")
     _ledger.release("slot-2", fence=1)
     process(tree, 9, "/usr/bin/qemu-system-x86_64")
-    found = f"qemu-system-x86_64 9, slot-0 leased by {TENANT}, slot-1 leased by {OTHER}"
-    assert refusal(RESTART).found == found
+    users = f"qemu-system-x86_64 9, slot-0 leased by {TENANT}, slot-1 leased by {OTHER}"
+    assert refusal(RESTART).found == users
     assert module.look(BOOTSTRAP) == {"idle": True}
 
 

@@ -79,13 +79,13 @@ def code(state: str = "present", **more: Any) -> str:
 
 def untouched(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     """Return everything below a folder: owner, kind and mode, content."""
-    found = {}
+    files = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
         plain = stat.S_ISREG(status.st_mode)
         content = path.read_bytes() if plain else b""
-        found[str(path)] = (status.st_uid, status.st_mode, content)
-    return found
+        files[str(path)] = (status.st_uid, status.st_mode, content)
+    return files
 
 
 def test_the_line_is_put_beside_the_tenants_own_and_taken_away_again(home: Home) -> None:

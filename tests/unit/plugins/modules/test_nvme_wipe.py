@@ -71,10 +71,10 @@ def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
         return write(descriptor, buffers, offset)
 
     def ioctl(descriptor: int, request: int, buffer: bytearray) -> int:
-        found = call(descriptor, request, buffer)
+        result = call(descriptor, request, buffer)
         if bench.of(descriptor).formats:
             places.clear()
-        return int(found)
+        return int(result)
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwritev", pwritev)

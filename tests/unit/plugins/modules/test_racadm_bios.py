@@ -79,14 +79,14 @@ def idrac(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Idrac:
 def test_it_only_looks_unless_told_otherwise(idrac: Idrac) -> None:
     outcome = idrac.drive(state="planned", power_cycle=False)
     assert (outcome.failure, outcome.changed, outcome.plan.steps) == (None, False, ())
-    steps = [(one["name"], one["subject"]) for one in outcome.facts["differences"]]
+    steps = [(row["name"], row["subject"]) for row in outcome.facts["differences"]]
     assert steps == [
         ("stage_attribute", "ProcSettings.ProcVirtualization"),
         ("stage_attribute", "ProcSettings.LogicalProc"),
         ("stage_attribute", "IntegratedDevices.SriovGlobalEnable"),
         ("commit_job", "BIOS.Setup.1-1"),
     ]
-    assert [one["code"] for one in outcome.facts["refusals"]] == ["power_cycle_not_allowed"]
+    assert [row["code"] for row in outcome.facts["refusals"]] == ["power_cycle_not_allowed"]
     assert not outcome.facts["settled"]
     assert not idrac.called("set") and not idrac.called("jobqueue", "create")
 
@@ -111,7 +111,7 @@ def test_a_job_is_left_to_the_power_cycle_and_followed_afterwards(idrac: Idrac) 
     assert left.failure is None and left.changed
     # The controller already shows the new values as pending, which proves nothing.
     assert not left.facts["settled"]
-    assert {one["status"] for one in left.facts["attributes"]} == {"pending"}
+    assert {row["status"] for row in left.facts["attributes"]} == {"pending"}
     between = idrac.drive(wait=False)
     assert not between.changed and not between.facts["settled"]
     after = idrac.drive()
@@ -119,12 +119,12 @@ def test_a_job_is_left_to_the_power_cycle_and_followed_afterwards(idrac: Idrac) 
     assert idrac.called("jobqueue", "create") == 1 and idrac.state()["cycles"] == 1
 
 
-@pytest.mark.parametrize("asked", ["get", "jobqueue view", "jobqueue create"])
+@pytest.mark.parametrize("command", ["get", "jobqueue view", "jobqueue create"])
 @pytest.mark.parametrize("answer", ["garbage", "empty"])
-def test_what_is_no_answer_is_not_taken_for_one(idrac: Idrac, asked: str, answer: str) -> None:
-    idrac.set(faults={asked: answer})
+def test_what_is_no_answer_is_not_taken_for_one(idrac: Idrac, command: str, answer: str) -> None:
+    idrac.set(faults={command: answer})
     assert idrac.refused() == "racadm_garbled"
-    assert idrac.called("set") == (3 if "create" in asked else 0)
+    assert idrac.called("set") == (3 if "create" in command else 0)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ def a_machine(_tree: Path) -> str:
     return f"the whole machine leased by {TENANT}"
 
 
-@pytest.mark.parametrize("comes", [a_guest, a_slot, a_machine], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("comes", [a_guest, a_slot, a_machine], ids=lambda case: case.__name__)
 def test_nobody_is_power_cycled(idrac: Idrac, tree: Path, comes: Callable[[Path], str]) -> None:
-    found = comes(tree)
+    users = comes(tree)
     for check in (True, False):
         failure = idrac.drive(check=check).failure
         assert failure is not None
-        assert (failure.code, failure.found) == ("host_in_use", found)
+        assert (failure.code, failure.found) == ("host_in_use", users)
     # The forecast reports the refusal too, as soon as a power cycle is due.
-    told = idrac.drive(state="planned").facts["refusals"]
-    assert [one["code"] for one in told] == ["host_in_use"]
+    refusals = idrac.drive(state="planned").facts["refusals"]
+    assert [row["code"] for row in refusals] == ["host_in_use"]
     assert idrac.refused(power_cycle=False) == "power_cycle_not_allowed"
     assert not idrac.called("set") and not idrac.called("jobqueue", "create")
 

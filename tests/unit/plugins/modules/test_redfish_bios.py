@@ -48,13 +48,13 @@ def refused(bmc: standin.Bmc, **change: Any) -> _errors.Refusal:
     try:
         outcome = drive(bmc, **change)
     except _errors.Refusal as refusal:
-        found = refusal
+        failure = refusal
     else:
         assert outcome.failure is not None
         assert not outcome.changed
-        found = outcome.failure
+        failure = outcome.failure
     assert (bmc.record()["patches"], bmc.record()["resets"]) == ([], [])
-    return found
+    return failure
 
 
 def test_the_wishes_are_those_of_racadm() -> None:
@@ -84,7 +84,7 @@ def test_one_request_stages_all_and_makes_the_job(bmc: standin.Bmc) -> None:
         {"Attributes": WANTED, "@Redfish.SettingsApplyTime": {"ApplyTime": "OnReset"}}
     ]
     assert outcome.evidence["commit_job"] == {"jobs": [{"id": JOB}]}
-    assert {one["status"] for one in outcome.facts["attributes"]} == {"pending"}
+    assert {row["status"] for row in outcome.facts["attributes"]} == {"pending"}
     assert outcome.facts["settled"] is False
     assert bmc.asked(f"GET {redfish.REGISTRY_FILE}") == 1, "it takes an iDRAC seconds"
     again = drive(bmc)
@@ -200,9 +200,9 @@ def test_a_job_that_comes_between_plan_and_change_is_named(
 ) -> None:
     real = _redfish_bios.plan
 
-    def late(params: _change.Params, found: _redfish_attributes.Firmware) -> _change.Plan:
+    def late(params: _change.Params, firmware: _redfish_attributes.Firmware) -> _change.Plan:
         bmc.begin(jobs=[redfish.job_entry("JID_700000000002", "Scheduled")])
-        return real(params, found)
+        return real(params, firmware)
 
     monkeypatch.setattr(_redfish_bios, "plan", late)
     outcome = drive(bmc)
@@ -285,13 +285,14 @@ def test_what_is_staged_against_a_good_value_is_taken_back(bmc: standin.Bmc) -> 
 
 def run(bmc: standin.Bmc, tmp_path: Path, **change: Any) -> tuple[dict[str, Any], str]:
     """Run the module as Ansible does: a process, its arguments on standard input."""
-    asked = {
+    arguments = {
         "host": bmc.address, "user": "root", "password": standin.PASSWORD,
-        "ca_file": bmc.ca_file, "state": "present", "timeout": 5, **change,
+        "ca_file": bmc.ca_file, "state": "present", "timeout": 5,
+        "_ansible_remote_tmp": str(tmp_path), **change,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, module.__file__],
-        input=json.dumps({"ANSIBLE_MODULE_ARGS": asked | {"_ansible_remote_tmp": str(tmp_path)}}),
+        input=json.dumps({"ANSIBLE_MODULE_ARGS": arguments}),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
@@ -299,17 +300,17 @@ def run(bmc: standin.Bmc, tmp_path: Path, **change: Any) -> tuple[dict[str, Any]
 
 
 def test_the_module_as_a_process_keeps_the_password(bmc: standin.Bmc, tmp_path: Path) -> None:
-    found, printed = run(bmc, tmp_path, _ansible_check_mode=True, _ansible_diff=True)
-    assert (found["changed"], found["settled"]) == (True, False)
+    answer, printed = run(bmc, tmp_path, _ansible_check_mode=True, _ansible_diff=True)
+    assert (answer["changed"], answer["settled"]) == (True, False)
     assert standin.PASSWORD not in printed
-    assert found["invocation"]["module_args"]["password"] == "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"
+    assert answer["invocation"]["module_args"]["password"] == "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"
     changed, _ = run(bmc, tmp_path)
-    assert changed["diff"] == found["diff"]
+    assert changed["diff"] == answer["diff"]
 
 
 def test_the_module_fails_with_the_refusal_and_logs_out(bmc: standin.Bmc, tmp_path: Path) -> None:
-    found, printed = run(bmc, tmp_path, attributes={"Nothing": "x"})
-    assert found["error"]["code"] == "attribute_unknown"
+    answer, printed = run(bmc, tmp_path, attributes={"Nothing": "x"})
+    assert answer["error"]["code"] == "attribute_unknown"
     assert bmc.record()["opened"] == 1
     assert standin.PASSWORD not in printed
     assert run(bmc, tmp_path, host="a b")[0]["error"]["code"] == "bmc_address_invalid"

@@ -36,8 +36,8 @@ def nothing_left(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_absent_and_clean() -> None:
-    found = module.look(PARAMS)
-    assert (found["absent"], found["disk_dirty"]) == (True, False)
+    facts = module.look(PARAMS)
+    assert (facts["absent"], facts["disk_dirty"]) == (True, False)
 
 
 def test_one_trace_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ def test_what_was_found_and_under_which_boot(tree: Path, monkeypatch: pytest.Mon
     boot.parent.mkdir(parents=True)
     boot.write_text("b1\n")
     monkeypatch.setattr(_slice_holdings, "look", lambda slots, bridge: {"of": [*slots, bridge]})
-    found = module.look({"slots": [SLOT], "bridge": "br7"})
-    assert found["holdings"] == {"of": [SLOT, "br7"]}
-    assert found["identity"]["boot_id"] == "b1"
-    assert found["collected_at"].endswith("+00:00")
+    facts = module.look({"slots": [SLOT], "bridge": "br7"})
+    assert facts["holdings"] == {"of": [SLOT, "br7"]}
+    assert facts["identity"]["boot_id"] == "b1"
+    assert facts["collected_at"].endswith("+00:00")
 
 
 def test_a_bundle_without_its_disk_is_refused(tree: Path) -> None:

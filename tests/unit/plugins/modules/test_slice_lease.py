@@ -199,17 +199,17 @@ def test_two_leases_at_once_share_neither_cpu_nor_memory(
     ready = started.Barrier(2)
     processes = []
     for number, params in enumerate((PARAMS, SECOND)):
-        wanted = {**params, "requirements": {**PARAMS["requirements"], "memory_mib": memory_mib}}
-        words = (wanted, ready, tmp_path / f"{number}.json")
+        request = {**params, "requirements": {**PARAMS["requirements"], "memory_mib": memory_mib}}
+        words = (request, ready, tmp_path / f"{number}.json")
         processes.append(started.Process(target=_lease_at_once, args=words))
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
-    found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
-    assert sorted(told for told, _ in found) == codes
-    assert cpus is None or sorted(given for _, given in found) == cpus
+    outcomes = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
+    assert sorted(code for code, _ in outcomes) == codes
+    assert cpus is None or sorted(given for _, given in outcomes) == cpus
 
 
 def test_what_others_were_promised_is_not_free(host: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -63,23 +63,23 @@ def code(readiness: dict[str, Any]) -> str:
 def test_ready(guest: Guest) -> None:
     guest.lease(MAC, IP)
     guest.ssh = True
-    found = module.wait(PARAMS, once=False)
-    assert (found["lease_state"], found["actual_ip"], code(found)) == ("bound", IP, "")
+    facts = module.wait(PARAMS, once=False)
+    assert (facts["lease_state"], facts["actual_ip"], code(facts)) == ("bound", IP, "")
 
 
 def test_a_deadline_without_a_lease(guest: Guest) -> None:
-    found = module.wait(PARAMS, once=False)
-    assert (found["lease_state"], found["actual_ip"]) == ("none", "")
-    assert code(found) == "readiness_failed"
-    assert found["seconds"] >= 5
+    facts = module.wait(PARAMS, once=False)
+    assert (facts["lease_state"], facts["actual_ip"]) == ("none", "")
+    assert code(facts) == "readiness_failed"
+    assert facts["seconds"] >= 5
 
 
 def test_another_address_is_a_mismatch(guest: Guest) -> None:
     guest.lease(MAC, "10.100.0.99")
     guest.ssh = True
-    found = module.wait(PARAMS, once=False)
-    assert (found["lease_state"], found["actual_ip"]) == ("mismatch", "10.100.0.99")
-    assert code(found) == "readiness_failed"
+    facts = module.wait(PARAMS, once=False)
+    assert (facts["lease_state"], facts["actual_ip"]) == ("mismatch", "10.100.0.99")
+    assert code(facts) == "readiness_failed"
 
 
 def test_an_address_without_a_lease_is_only_offered(guest: Guest) -> None:
@@ -90,9 +90,9 @@ def test_an_address_without_a_lease_is_only_offered(guest: Guest) -> None:
 
 def test_a_qemu_that_is_gone_ends_the_wait(guest: Guest) -> None:
     (guest.tree / "proc/77").rmdir()
-    found = module.wait({**PARAMS, "deadline": 10**9}, once=False)
-    assert not found["domain_active"]
-    assert code(found) == "readiness_failed"
+    facts = module.wait({**PARAMS, "deadline": 10**9}, once=False)
+    assert not facts["domain_active"]
+    assert code(facts) == "readiness_failed"
 
 
 def test_one_look_in_check_mode(guest: Guest) -> None:
@@ -105,21 +105,24 @@ class Module:
     def __init__(self, *, check_mode: bool, **changes: Any) -> None:
         self.params = {**PARAMS, **changes}
         self.check_mode = check_mode
-        self.said: dict[str, Any] = {}
+        self.answer: dict[str, Any] = {}
 
     def exit_json(self, **values: Any) -> None:
-        self.said = {"failed": False, **values}
+        self.answer = {"failed": False, **values}
 
     def fail_json(self, **values: Any) -> None:
-        self.said = {"failed": True, **values}
+        self.answer = {"failed": True, **values}
 
 
 @pytest.mark.parametrize(("check_mode", "seconds"), [(True, 1), (False, 5)])
 def test_the_driver_says_how_long_to_look(guest: Guest, check_mode: bool, seconds: int) -> None:
-    told = Module(check_mode=check_mode)
-    _change.attend(told, module.watch)
-    assert (told.said["failed"], told.said["error"]["code"]) == (True, "readiness_failed")
-    readiness = told.said["readiness"]
+    module_run = Module(check_mode=check_mode)
+    _change.attend(module_run, module.watch)
+    assert (module_run.answer["failed"], module_run.answer["error"]["code"]) == (
+        True,
+        "readiness_failed",
+    )
+    readiness = module_run.answer["readiness"]
     assert (readiness["seconds"], readiness["console_tail"]) == (seconds, [])
     assert readiness["domain_state"] == "paused"
 
@@ -132,18 +135,18 @@ def test_a_silent_libvirt_takes_no_other_evidence_away(
 
     monkeypatch.setattr(module._libvirt, "domains", silent)
     guest.put(_object_names.console_path(ONE), "Kernel panic\n")
-    told = Module(check_mode=False)
-    _change.attend(told, module.watch)
-    readiness = told.said["readiness"]
-    assert told.said["error"]["code"] == "readiness_failed"
+    module_run = Module(check_mode=False)
+    _change.attend(module_run, module.watch)
+    readiness = module_run.answer["readiness"]
+    assert module_run.answer["error"]["code"] == "readiness_failed"
     assert (readiness["domain_state"], readiness["console_tail"]) == ("unknown", ["Kernel panic"])
 
 
 def test_a_bad_address_is_refused_before_any_look(guest: Guest) -> None:
-    told = Module(check_mode=False, mac="no mac")
-    _change.attend(told, module.watch)
-    assert told.said["failed"]
-    assert "readiness" not in told.said
+    module_run = Module(check_mode=False, mac="no mac")
+    _change.attend(module_run, module.watch)
+    assert module_run.answer["failed"]
+    assert "readiness" not in module_run.answer
 
 
 def test_the_consoles_end_is_shown_without_control_characters(guest: Guest) -> None:

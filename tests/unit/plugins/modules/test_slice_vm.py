@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _domain,
-    _flows,
-    _libvirt,
-    _qos,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt, _qos
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
 
@@ -48,7 +44,7 @@ FLOWS = frozenset({_flows.Flow(200, frozenset({"in_port=5"}), "drop")})
 WANT = _domain.describe(slice_vm._spec(PARAMS))
 NOTHING = slice_vm.State(
     life=None,
-    found=None,
+    definition=None,
     pids=(),
     port=None,
     flows=frozenset(),
@@ -58,7 +54,13 @@ NOTHING = slice_vm.State(
     left=(),
 )
 RUNNING = replace(
-    NOTHING, life=Life("running"), found=WANT, pids=(9,), port=5, flows=FLOWS, wanted_flows=FLOWS
+    NOTHING,
+    life=Life("running"),
+    definition=WANT,
+    pids=(9,),
+    port=5,
+    flows=FLOWS,
+    wanted_flows=FLOWS,
 )
 LIMIT = {"rate_kbps": 1000, "burst_kb": 100}
 LIMITED = _qos.State((1000, 100), ("linux-htb", "1000000", "row"), ("row",))
@@ -84,12 +86,12 @@ def test_a_running_vm_needs_nothing() -> None:
 
 
 def test_a_vm_that_shut_itself_down_is_started_again() -> None:
-    assert steps(replace(NOTHING, life=Life("shut off"), found=WANT)) == START
+    assert steps(replace(NOTHING, life=Life("shut off"), definition=WANT)) == START
 
 
 def test_an_interrupted_start_is_finished() -> None:
-    found = replace(RUNNING, life=Life("paused", 1), flows=frozenset())
-    assert steps(found) == ["guard_port", "resume_domain"]
+    state = replace(RUNNING, life=Life("paused", 1), flows=frozenset())
+    assert steps(state) == ["guard_port", "resume_domain"]
 
 
 def test_a_guard_that_was_lost_is_put_back() -> None:
@@ -98,12 +100,12 @@ def test_a_guard_that_was_lost_is_put_back() -> None:
 
 @pytest.mark.covers("HOST-7")
 def test_a_limit_holds_before_the_guest_runs_and_is_kept() -> None:
-    wanted = {**SPEC, "mgmt_qos": LIMIT}
-    assert steps(NOTHING, spec=wanted)[1:] == [*START[:2], "limit_port", "resume_domain"]
+    spec = {**SPEC, "mgmt_qos": LIMIT}
+    assert steps(NOTHING, spec=spec)[1:] == [*START[:2], "limit_port", "resume_domain"]
     # The limit that an earlier VM left behind does not apply to the port of this VM.
-    assert "limit_port" in steps(replace(NOTHING, qos=LIMITED), spec=wanted)
-    assert steps(replace(RUNNING, qos=LIMITED), spec=wanted) == []
-    assert steps(RUNNING, spec=wanted) == ["limit_port"]
+    assert "limit_port" in steps(replace(NOTHING, qos=LIMITED), spec=spec)
+    assert steps(replace(RUNNING, qos=LIMITED), spec=spec) == []
+    assert steps(RUNNING, spec=spec) == ["limit_port"]
     assert steps(replace(RUNNING, qos=LIMITED)) == ["limit_port"]
 
 
@@ -118,16 +120,16 @@ def test_a_limit_goes_before_its_port_and_without_it() -> None:
 
 @pytest.mark.covers("HOST-7")
 def test_an_attachment_that_does_not_exist_is_refused_by_name() -> None:
-    wanted = {**SPEC, "mgmt_attachment": "vf_representor"}
-    assert codes(NOTHING, spec=wanted) == ["mgmt_attachment_unsupported"]
+    spec = {**SPEC, "mgmt_attachment": "vf_representor"}
+    assert codes(NOTHING, spec=spec) == ["mgmt_attachment_unsupported"]
     # A running VM is released all the same.
-    assert codes(RUNNING, spec=wanted, state="absent") == []
+    assert codes(RUNNING, spec=spec, state="absent") == []
 
 
 def test_another_definition_is_replaced_only_while_off() -> None:
     changed = {**WANT, "memory_mib": 1}
-    assert steps(replace(NOTHING, life=Life("shut off"), found=changed))[0] == "define_domain"
-    assert codes(replace(RUNNING, found=changed)) == ["domain_differs"]
+    assert steps(replace(NOTHING, life=Life("shut off"), definition=changed))[0] == "define_domain"
+    assert codes(replace(RUNNING, definition=changed)) == ["domain_differs"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_removal_ends_with_the_files() -> None:
 
 def test_stopping_keeps_the_definition_but_no_flow() -> None:
     assert steps(RUNNING, state="stopped") == ["stop_domain", "remove_flows", "remove_port"]
-    off = replace(NOTHING, life=Life("shut off"), found=WANT, flows=FLOWS)
+    off = replace(NOTHING, life=Life("shut off"), definition=WANT, flows=FLOWS)
     assert steps(off, state="stopped") == ["remove_flows"]
 
 
@@ -212,10 +214,10 @@ class Host:
         self.flows = _flows.rules(guard, port, addresses)
         return len(self.flows)
 
-    def limit(self, _allocation: str, wanted: _qos.Limit | None) -> None:
+    def limit(self, _allocation: str, requested: _qos.Limit | None) -> None:
         self.acts.append("limit")
-        assert wanted is None or self.port(), "there is no port to limit yet"
-        self.qos = LIMITED if wanted else _qos.State()
+        assert requested is None or self.port(), "there is no port to limit yet"
+        self.qos = LIMITED if requested else _qos.State()
 
     def resume(self, _name: str) -> None:
         self.acts.append("resume")
@@ -267,12 +269,12 @@ def test_start_and_start_again(host: Host) -> None:
 
 @pytest.mark.covers("HOST-7")
 def test_the_limit_is_read_back_and_goes_with_the_vm(host: Host) -> None:
-    wanted = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
-    first = drive(wanted)
+    params = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
+    first = drive(params)
     assert host.acts == ["define", "start", "guard", "limit", "resume"]
     assert first.facts["domain"]["qos"] == first.evidence["limit_port"] == LIMITED.document()
-    assert not drive(wanted).changed
-    assert drive({**wanted, "state": "absent"}).facts["domain"]["qos"] == {}
+    assert not drive(params).changed
+    assert drive({**params, "state": "absent"}).facts["domain"]["qos"] == {}
 
 
 @pytest.mark.covers("HOST-7")
@@ -280,9 +282,9 @@ def test_a_switch_that_keeps_no_limit_fails_the_run(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_qos, "install", lambda *_: None)
-    wanted = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
+    params = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
     subject = _change.Subject(slice_vm.observe, slice_vm.plan, slice_vm.apply, slice_vm.facts)
-    failure = _change.drive(subject, wanted, check_mode=False).failure
+    failure = _change.drive(subject, params, check_mode=False).failure
     assert failure is not None and "limit_port" in failure.found
 
 

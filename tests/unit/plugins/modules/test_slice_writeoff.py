@@ -106,8 +106,8 @@ def test_not_while_its_machine_is_there(
 ) -> None:
     name = f"gpuaas-slice-{ONE.replace('-', '')}"
     if what == "process":
-        found = {name: {4711: "qemu"}}
-        monkeypatch.setattr(_libvirt, "processes", lambda marker: found.get(marker, {}))
+        processes = {name: {4711: "qemu"}}
+        monkeypatch.setattr(_libvirt, "processes", lambda marker: processes.get(marker, {}))
     else:
         _host.write(f"{what}/{name}.xml", "<domain/>")
     before = _ledger.entries()

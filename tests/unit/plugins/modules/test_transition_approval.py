@@ -58,10 +58,10 @@ def refused(outcome: _change.Outcome) -> Refusal:
 @pytest.fixture
 def calls(bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Programs that ran; mounts follow them."""
-    told: list[str] = []
+    invocations: list[str] = []
 
     def run(argv: Any, **_how: Any) -> Any:
-        told.append(" ".join(argv))
+        invocations.append(" ".join(argv))
         if argv[0] == "umount":
             bench.unmount(argv[-1])
         elif argv[0] == "mount":
@@ -69,7 +69,7 @@ def calls(bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return _command.Result(0, "", "")
 
     monkeypatch.setattr(_command, "run", run)
-    return told
+    return invocations
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_the_second_device_of_a_btrfs_root_is_the_systems(bench) -> None:
     bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")
     volume(bench, "nvme1n1", "nvme2n1")
     bench.mount("0:44", "/var", "/dev/nvme2n1", "btrfs")
-    assert "os_disk" in [one.code for one in drive().plan.blockers]
+    assert "os_disk" in [blocker.code for blocker in drive().plan.blockers]
 
 
 def test_a_device_of_a_mounted_btrfs_volume_is_not_unmounted_for_its_own_sake(bench) -> None:
@@ -253,8 +253,8 @@ def test_an_imported_pool_is_named(bench) -> None:
     bench.write("nvme1n1", 130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
     (bench.root / "proc/spl/kstat/zfs/rpool").mkdir(parents=True)
     bench.claimed.add("nvme1n1")
-    found = {one.code: one.found for one in drive().plan.blockers}
-    assert "zpool export" in found["zfs_pool"] and "rpool" in found["zfs_pool"]
+    reasons = {blocker.code: blocker.found for blocker in drive().plan.blockers}
+    assert "zpool export" in reasons["zfs_pool"] and "rpool" in reasons["zfs_pool"]
     bench.mount("0:50", "/var/log", "rpool/log", "zfs")
     assert drive().plan.blockers[0].code == "os_disk"
 
@@ -373,8 +373,8 @@ def test_a_real_share_is_mounted_again_when_the_disk_turns_out_to_be_another(
         outcome = drive(racing, devices=[loop.name], apply=True, expected=expected)
         assert outcome.failure is not None and outcome.failure.code == "identity_mismatch"
         assert (point / "file").read_text() == "kept"
-        mounts = [one for one in _usage.mounts() if one.point == str(point)]
-        assert ["noatime" in one.options for one in mounts] == [True]
+        mounts = [mount for mount in _usage.mounts() if mount.point == str(point)]
+        assert ["noatime" in mount.options for mount in mounts] == [True]
     finally:
         loop.run("umount", str(point))
 
@@ -420,7 +420,7 @@ def test_os_disk_renamed_from_nvme4_to_nvme7_between_boots(bench, calls: list[st
     def late(device: str) -> list[str]:
         expected = {device: shown["approval"]}
         outcome = drive(devices=[device], apply=True, expected=expected)
-        return [one.code for one in outcome.plan.blockers]
+        return [blocker.code for blocker in outcome.plan.blockers]
 
     # udev has not caught up: the link still leads to nvme7n1.
     assert late(path) == ["identity_mismatch"]

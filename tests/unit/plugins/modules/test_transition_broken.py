@@ -188,14 +188,14 @@ def test_what_is_put_back_is_at_its_own_place_to_the_byte(
         return _command.Result(0, "", "")
 
     monkeypatch.setattr(_command, "run", run)
-    found = [mount for mount in _usage.mounts() if mount.devt == "259:2"]
+    mounts = [mount for mount in _usage.mounts() if mount.devt == "259:2"]
     # In the form in which a plan is shown and handed on.
-    (told,) = json.loads(
-        json.dumps([step.document() for step in _mounting.steps(found, "x")], ensure_ascii=False)
+    (record,) = json.loads(
+        json.dumps([step.document() for step in _mounting.steps(mounts, "x")], ensure_ascii=False)
         .encode()
         .decode()
     )
-    step = _change.Step("unmount", told["subject"], told["before"])
+    step = _change.Step("unmount", record["subject"], record["before"])
     _mounting.unmount(step)
     assert _mounting.again([step], spare=()) == ([step.subject], [])
     assert done == [
@@ -211,7 +211,7 @@ def test_what_is_put_back_is_at_its_own_place_to_the_byte(
             f"/d{name}",
         ],
     ]
-    assert _mounting.covered(found, _usage.mounts()) == []
+    assert _mounting.covered(mounts, _usage.mounts()) == []
 
 
 def test_what_the_system_says_after_it_puts_nothing_back(

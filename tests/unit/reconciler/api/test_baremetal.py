@@ -9,7 +9,6 @@ import pytest
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, host, slices
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.records import nodes, queue
 from tests.unit.reconciler.api.world import ACT, KEY, World, discovery
@@ -36,7 +35,7 @@ def metal(new: World) -> World:
         assert nodes.get(conn, "metal").mode == NodeMode.BAREMETAL
         host.enrolled(conn, "metal", ACT, **discovery()["identity"])
         host.bootstrapped(conn, "metal", ACT, identity=discovery()["identity"])
-        host_evidence.record_discovery(conn, "metal", discovery(), ACT)
+        host.record_discovery(conn, "metal", discovery(), ACT)
     return new
 
 
@@ -165,7 +164,7 @@ def test_drift_is_accepted_as_it_was_read(metal: World) -> None:
 def _leaves(world: World, what: str) -> None:
     """A tenant comes, goes, and leaves a difference."""
     with transaction(world.engine) as conn:
-        host_evidence.record_discovery(conn, "metal", discovery(), ACT)
+        host.record_discovery(conn, "metal", discovery(), ACT)
     if world.client("admin").get(ADMIN).json()["health_detail"]:
         world.client("admin").post(f"{ADMIN}/accept-drift", json={"reason": "it is ours"})
     member, headers = world.client("member"), {"Idempotency-Key": what}

@@ -15,7 +15,7 @@ from reconciler.api import contract
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import nodes, slots
-from reconciler.lifecycle import apps, evidence, slices
+from reconciler.lifecycle import apps, host, slices
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskState
 from reconciler.records import queue
@@ -44,7 +44,7 @@ def canaries(world: World) -> set[str]:
     """Every text of the node and its slots, and what was planted where texts are kept."""
     with transaction(world.engine) as conn:
         found = {"bmc": {"address": BMC}, **discovery()}
-        evidence.record_discovery(conn, NODE, found, ACT)
+        host.record_discovery(conn, NODE, found, ACT)
         conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**PLANTED))
         node = conn.execute(sa.select(nodes).where(nodes.c.id == NODE)).mappings().one()
         told = {str(node[name]) for name in (*IDENTITIES, *PLANTED)}

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence as host_evidence
+from reconciler.lifecycle import host, recovery, slices
 from reconciler.lifecycle import launch as launching
-from reconciler.lifecycle import recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.states import SlotState, TaskKind
 from reconciler.records import claims, nodes, queue
@@ -85,7 +84,7 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> Non
         (slot,) = claims.held_slots(conn, key)
         document = discovery()
         alive = [one for one in document["nvme"] if one["identity"] != slot.nvme_identity]
-        host_evidence.record_discovery(conn, NODE, {**document, "nvme": alive}, ACT)
+        host.record_discovery(conn, NODE, {**document, "nvme": alive}, ACT)
         dead = slot_life.withdraw(conn, slot.id, why)
         (kept,) = slot_records.of_node(conn, NODE)
         # One that was free is withdrawn as well: the host holds nothing of it.

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence
+from reconciler.lifecycle import host
 from reconciler.model.act import Act
 from reconciler.model.states import TaskState
 from reconciler.records import queue, slots
@@ -54,8 +54,8 @@ def test_reports_of_hosts(prepared: World) -> None:
     found = {**discovery(), **DOCUMENT}
     report = {"failures": 0, "warnings": 0, "identity": discovery()["identity"], **DOCUMENT}
     with transaction(prepared.engine) as conn:
-        evidence.record_discovery(conn, NODE, found, ACT)
-        evidence.record_parity(conn, NODE, report, ACT)
+        host.record_discovery(conn, NODE, found, ACT)
+        host.record_parity(conn, NODE, report, ACT)
     shown = admin.get(f"admin/nodes/{NODE}/slice-topology/discovery").json()
     assert same(shown["document"], found)
     assert same(admin.get(f"admin/nodes/{NODE}/parity").json()["document"], report)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 from reconciler.work import worker
 from tests.unit.reconciler.api.world import NODE, World, discovery
 

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 import uvicorn
 
 from reconciler import client
-from reconciler.api import eventstream
+from reconciler.api import tasks
 from reconciler.api.app import create_app
 from reconciler.client import Client, Event
 from reconciler.db import schema as tables
@@ -126,7 +126,7 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
 def test_a_stream_ends_with_its_token(
     prepared: World, service: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(eventstream, "_ASK_S", 0.05)
+    monkeypatch.setattr(tasks, "_CHECK_S", 0.05)
     task = running(prepared)
     path = f"{service}/api/v1/admin/tasks/{task.id}/events"
     with transaction(prepared.engine) as conn:

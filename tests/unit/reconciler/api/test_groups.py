@@ -10,7 +10,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _slice_discovery
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, host
+from reconciler.lifecycle import host
 from tests.unit.plugins.module_utils.conftest import Machine
 from tests.unit.plugins.module_utils.topology.test_slice_discovery import (
     LEFT,
@@ -20,11 +20,11 @@ from tests.unit.plugins.module_utils.topology.test_slice_discovery import (
     prepared,
 )
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.test_slots import approve
 from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-3")
 
-PATH = f"admin/nodes/{NODE}/resource-slots"
 GPU, SECOND = "0000:23:00.0", "0000:24:00.0"
 
 
@@ -48,13 +48,8 @@ def discovered(world: World) -> list[dict[str, Any]]:
     with transaction(world.engine) as conn:
         host.enrolled(conn, NODE, ACT, **identity)
         host.bootstrapped(conn, NODE, ACT, identity=identity)
-        evidence.record_discovery(conn, NODE, document | {"identity": identity}, ACT)
+        host.record_discovery(conn, NODE, document | {"identity": identity}, ACT)
     return [candidate["bundle"] for candidate in document["candidates"]]
-
-
-def approve(world: World, *bundles: dict[str, Any]) -> Any:
-    body = {"slots": bundles, "reason": "test"}
-    return world.client("admin").post(PATH, json=body)
 
 
 def test_groups_of_their_own_are_approved(new: World, machine: Machine) -> None:

@@ -68,25 +68,6 @@ def test_acts_on_slots_are_guarded(selling: World, act: str) -> None:
     assert stale["code"] == "precondition_failed"
 
 
-@pytest.mark.parametrize(
-    ("verb", "path", "body"),
-    [
-        ("PUT", "scheduling", {"enabled": False}),
-        ("POST", "conversion", {"to": "baremetal"}),
-        ("POST", "drain", {"reason": "test"}),
-    ],
-)
-def test_acts_on_nodes_are_guarded(
-    selling: World, verb: str, path: str, body: dict[str, Any]
-) -> None:
-    admin = selling.client("admin")
-    stale = refused(
-        selling,
-        lambda: admin.request(verb, f"{PATH}/{path}", json=body, headers={"If-Match": '"0"'}),
-    )
-    assert stale["code"] == "precondition_failed"
-
-
 def test_an_allocation_changes_only_as_it_was_read(selling: World) -> None:
     member, made = selling.client("member"), launch(selling)
     at = f"{MINE}/{made.json()['id']}"
@@ -151,16 +132,6 @@ def test_of_two_at_once_one_wins(new: World) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(change, "abcd")) == [200, 412, 412, 412]
-
-
-def test_a_repetition_is_answered_although_the_record_went_on(new: World) -> None:
-    admin = new.client("admin")
-    headers = {"If-Match": admin.get(PATH).headers["ETag"], "Idempotency-Key": "k1"}
-    first = admin.patch(PATH, json={"region": "eu"}, headers=headers)
-    again = admin.patch(PATH, json={"region": "eu"}, headers=headers)
-    assert (first.status_code, again.status_code) == (200, 200)
-    assert again.headers["Idempotency-Replayed"] == "true"
-    assert again.headers["ETag"] == first.headers["ETag"]
 
 
 # A body that each of them takes, were it not for the tag; {} where it needs none. One that is

@@ -78,6 +78,7 @@ def test_what_was_registered_is_what_is_sent(new: World, file: Path, tmp_path: P
         ({"url": "ftp://images.example/x"}, "request_invalid"),
         ({"digest": "md5:0"}, "digest_invalid"),
         ({"compression": "gzip"}, "request_invalid"),
+        ({"minimum_disk_bytes": 1 << 30}, "field_without_effect"),
     ],
 )
 def test_bad_images(new: World, file: Path, change: dict[str, Any], code: str) -> None:

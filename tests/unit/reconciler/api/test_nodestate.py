@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.reconciler.api.world import KEY, NODE, World
+from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.api.world import NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-12")
 
@@ -16,13 +17,6 @@ PATH = f"admin/nodes/{NODE}"
 def move(world: World, verb: str, **headers: str) -> Any:
     body = {"reason": f"because of {verb}"}
     return world.client("admin").post(f"{PATH}/{verb}", json=body, headers=headers)
-
-
-def launch(world: World) -> Any:
-    body = {"gpu_count": 1, "image": "ubuntu", "ssh_keys": [KEY], "username": "u", "hostname": "h"}
-    headers = {"Idempotency-Key": "launch"}
-    body["capacity_shape"] = "gpu_slice"
-    return world.client("member").post("projects/demo/allocations", json=body, headers=headers)
 
 
 def test_a_draining_node_sells_nothing_and_goes_on_selling_after_it(selling: World) -> None:

@@ -1,4 +1,4 @@
-"""The operators' routes: with a token on the main listener, without one on a local listener."""
+"""The operators' routes: with a token on the main listener, without one on a local listeners."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from fastapi import APIRouter
 from sqlalchemy import Connection
 
 from reconciler.api.health import create_operator_app
+from reconciler.api.models import Answer
 from reconciler.api.security import Admin
 from reconciler.db import journal, leader
 from reconciler.db.engine import transaction
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.service import addresses, listener, process
+from reconciler.service import listeners, process
 from reconciler.settings import Settings
 from tests.unit.reconciler.api.world import World, _judge
 
@@ -40,20 +42,19 @@ def local(new: World) -> Iterator[httpx.Client]:
     acts = APIRouter()
 
     @acts.post("/acts")
-    def act(context: Admin) -> Any:
-        """As an act of a later route would be recorded."""
-        done = context.act("by hand")
+    def record(context: Admin) -> Any:
+        """Record an act of the caller, as every changing route does."""
 
-        def work(conn: Connection) -> dict[str, str]:
-            journal.audit(conn, done, "test.act", "site", "s")
-            return {}
+        def work(conn: Connection, act: Act) -> Answer:
+            journal.audit(conn, act, "test.act", "site", "s")
+            return Answer()
 
-        return context.write(work)
+        return context.write(work, reason="by hand")
 
     app.include_router(acts)
     settings = new.settings.model_copy(update={"operator_listen": "127.0.0.1:0"})
     with (
-        listener.operators(settings, app) as address,
+        listeners.serve_operators(settings, app) as address,
         httpx.Client(base_url=f"http://{address}", trust_env=False) as client,
     ):
         yield client
@@ -133,27 +134,27 @@ def test_a_page_in_a_browser_is_refused(local: httpx.Client, headers: dict[str, 
 )
 def test_no_other_address_is_taken(text: str) -> None:
     with pytest.raises(Problem, match="operator_listen_invalid") as refused:
-        addresses.operators(Settings(operator_listen=text))
+        listeners.operator_address(Settings(operator_listen=text))
     assert refused.value.found == text
 
 
 def test_which_addresses_are_taken() -> None:
-    assert addresses.operators(Settings()) is None
+    assert listeners.operator_address(Settings()) is None
     for text, found in (("127.0.0.1:8008", ("127.0.0.1", 8008)), ("[::1]:8008", ("::1", 8008))):
-        assert addresses.operators(Settings(operator_listen=text)) == found
-        assert addresses.host_port(found) == text
+        assert listeners.operator_address(Settings(operator_listen=text)) == found
+        assert listeners.host_port(found) == text
 
 
 def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
     app = create_operator_app(new.settings, new.engine)
-    with listener.operators(new.settings, app) as address:
+    with listeners.serve_operators(new.settings, app) as address:
         assert address == ""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = addresses.host_port(other.getsockname())
+        taken = listeners.host_port(other.getsockname())
         settings = new.settings.model_copy(update={"operator_listen": taken})
         with (
             pytest.raises(Problem, match="operator_listen_unavailable"),
-            listener.operators(settings, app),
+            listeners.serve_operators(settings, app),
         ):
             pass
 
@@ -161,7 +162,7 @@ def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
 def test_it_ends_with_the_process(new: World) -> None:
     settings = new.settings.model_copy(update={"operator_listen": "127.0.0.1:0"})
     app = create_operator_app(settings, new.engine)
-    with listener.operators(settings, app) as address:
+    with listeners.serve_operators(settings, app) as address:
         assert httpx.get(f"http://{address}/healthz", trust_env=False).status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://{address}/healthz", trust_env=False)

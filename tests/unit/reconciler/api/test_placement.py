@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, gate
+from reconciler.lifecycle import gate, host
 from reconciler.model.states import SlotState
 from tests.unit.reconciler.api.test_launches import BODY, PATH, launch
 from tests.unit.reconciler.api.world import ACT, FREE, NODE, World, bundle, discovery
@@ -107,8 +107,8 @@ def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
     assert told[0]["nvlink_sets"] == [[1, 2], [3, 4]]
     report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
     with transaction(world.engine) as conn:
-        evidence.record_discovery(conn, NODE, discovery(), ACT)
-        evidence.record_parity(conn, NODE, report, ACT)
+        host.record_discovery(conn, NODE, discovery(), ACT)
+        host.record_parity(conn, NODE, report, ACT)
         assert len(gate.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
     found = admin.get(EXPLAIN, params={"gpus": 2}).json()
     assert found["explanation"]["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"

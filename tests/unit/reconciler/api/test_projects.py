@@ -1,4 +1,4 @@
-"""Who sees which projects."""
+"""Projects and API tokens: who sees which projects, and what a token opens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.world import NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-10")
 
@@ -33,3 +33,42 @@ def test_page_after_page(new: World) -> None:
     assert ([row["id"] for row in rest["items"]], rest["next"]) == (["other"], None)
     mine = new.client("member").get("projects", params={"limit": 1}).json()
     assert mine["next"] is None
+
+
+def test_a_token_opens_its_project(new: World) -> None:
+    admin = new.client("admin")
+    project = admin.post("admin/projects", json={"name": "fresh"}).json()
+    body = {"role": "project-member", "name": "ann", "project_id": project["id"], "ttl_s": 600}
+    issued = admin.post("admin/tokens", json=body)
+    assert issued.status_code == 201
+    new.secrets["ann"] = issued.json()["token"]
+    path = f"projects/{project['id']}/allocations"
+    assert new.client("ann").get(path).json()["items"] == []
+    assert new.client("ann").get("projects/demo/allocations").status_code == 404
+    assert new.secrets["ann"] not in admin.get("admin/tokens").text
+    assert project["id"] in [row["id"] for row in admin.get("admin/projects").json()["items"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"role": "project-member"}, "request_invalid"),
+        ({"role": "platform-admin", "project_id": "demo"}, "request_invalid"),
+        ({"role": "node", "project_id": "demo"}, "request_invalid"),
+        ({"role": "node", "node_id": "none"}, "node_not_found"),
+        ({"role": "project-member", "project_id": "none"}, "project_not_found"),
+        ({"role": "platform-admin", "ttl_s": 1}, "request_invalid"),
+    ],
+)
+def test_bad_tokens(new: World, body: dict[str, Any], code: str) -> None:
+    answer = new.client("admin").post("admin/tokens", json={"name": "x"} | body)
+    assert answer.json()["code"] == code
+
+
+def test_ids_and_names_are_their_own(new: World) -> None:
+    admin = new.client("admin")
+    again = admin.post("admin/projects", json={"name": "new", "id": "demo"})
+    assert (again.status_code, again.json()["code"]) == (409, "project_exists")
+    node = {"role": "node", "name": "agent", "node_id": NODE}
+    assert admin.post("admin/tokens", json=node).status_code == 201
+    assert admin.delete("admin/tokens/none").json()["code"] == "token_not_found"

@@ -1,4 +1,4 @@
-"""Recovery cases through the API: opened once, followed by anybody who administers the site."""
+"""Recovery cases and the recovery policy through the API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recover(world: World, key: str, *, once: str = "r", **headers: str) -> Any:
     return world.client("admin").post(
         f"admin/allocations/{key}/recover",
         json={"reason": "test"},
-        headers={"X-Idempotency-Key": once, **headers} if once else headers,
+        headers={"X-Idempotency-Key": once, **headers},
     )
 
 
@@ -84,8 +84,6 @@ def test_a_failed_case_says_what_to_do(selling: World) -> None:
 
 def test_what_is_refused(selling: World) -> None:
     stuck = failed(selling)
-    keyless = refused(selling, lambda: recover(selling, stuck, once=""))
-    assert keyless["code"] == "idempotency_key_required"
     stale = {"If-Match": '"999"'}
     guarded = refused(selling, lambda: recover(selling, stuck, once="g", **stale))
     assert (guarded["status"], guarded["code"]) == (412, "precondition_failed")
@@ -104,3 +102,33 @@ def test_what_is_refused(selling: World) -> None:
     unknown = refused(selling, lambda: recover(selling, "none", once="n"))
     assert (unknown["status"], unknown["code"]) == (404, "allocation_not_found")
     assert PREFIX in unknown["instance"]
+
+
+POLICY = "admin/settings/recovery-policy"
+
+
+def test_off_until_switched_on(selling: World) -> None:
+    admin = selling.client("admin")
+    assert admin.get(POLICY).json() == {
+        "enabled": False,
+        "per_node": 1,
+        "per_hour": 4,
+        "remove_leftovers": False,
+        "cases": [],
+    }
+    stuck = failed(selling)
+    changed = admin.put(POLICY, json={"enabled": True, "per_hour": 2, "reason": "nights"}).json()
+    assert (changed["enabled"], changed["per_hour"]) == (True, 2)
+    (case,) = changed["cases"]
+    assert (case["allocation_id"], case["node_id"]) == (stuck, NODE)
+    assert (case["move"], "has not ended" in case["why"]) == ("wait", True), case
+    query = {"action": "admin.setting.changed", "subject_id": "recovery_policy"}
+    (entry,) = admin.get("admin/audit", params=query).json()["items"]
+    assert (entry["reason"], entry["detail"]["value"]["per_hour"]) == ("nights", 2)
+
+
+def test_bad_wishes(new: World) -> None:
+    admin = new.client("admin")
+    for body in ({}, {"enabled": "yes"}, {"enabled": True, "per_hour": 0}, {"on": True}):
+        assert admin.put(POLICY, json=body).json()["code"] == "request_invalid"
+    assert new.client("member").get(POLICY).status_code == 403

@@ -38,6 +38,11 @@ KEYLESS = {"enrolment_enrol"}
 BODILESS = {"tokens_revoke"}
 # Their first answer has a secret, which is kept nowhere: the repetition is told so.
 SECRET = {"enrolment_issue", "tokens_issue"}
+# Refused without a key, because repeating them unnoticed does harm.
+KEY_REQUIRED = {
+    *("allocations_create", "apps_create", "apps_reconcile"),
+    *("recovery_force_cleanup", "recovery_recover"),
+}
 # What is no other wish by another reason, for it takes none.
 OTHER = {"allocations_create": {"hostname": "other"}, "apps_create": {"name": "other"}}
 
@@ -242,10 +247,14 @@ def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, na
     roles = operation["security"][0]["token"]
     client = world.client("member" if "project-member" in roles else "admin")
 
-    def ask(**changes: Any) -> Any:
+    def ask(key: str = "one", **changes: Any) -> Any:
         sent = {} if name in BODILESS else {"json": body | changes}
-        return client.request(verb, f"http://test{at}", headers={"Idempotency-Key": "one"}, **sent)
+        headers = {"Idempotency-Key": key} if key else {}
+        return client.request(verb, f"http://test{at}", headers=headers, **sent)
 
+    if name in KEY_REQUIRED:
+        keyless = refused(world, lambda: ask(key=""))
+        assert (keyless["status"], keyless["code"]) == (400, "idempotency_key_required")
     before = kept(world)
     first = ask()
     assert first.is_success, first.text

@@ -8,7 +8,7 @@ import pytest
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, slices
+from reconciler.lifecycle import host, slices
 from reconciler.profiles import hardware_profile
 from reconciler.records import proofs
 from reconciler.records import slots as slot_records
@@ -265,4 +265,4 @@ def grow(world: World, slot_id: str, *, proven: int, changes: int) -> None:
 
 def _rediscover(world: World, document: dict[str, Any]) -> None:
     with transaction(world.engine) as conn:
-        evidence.record_discovery(conn, NODE, document, ACT)
+        host.record_discovery(conn, NODE, document, ACT)

@@ -11,6 +11,7 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import launch
 from reconciler.records import images, queue
 from tests.unit.reconciler.api.test_launches import BODY, PATH
+from tests.unit.reconciler.api.test_paging import pages
 from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-8")
@@ -35,15 +36,9 @@ def launched(world: World) -> str:
 
 def read(world: World, path: str, limit: int) -> list[dict[str, Any]]:
     """The whole list, by pages of this size."""
-    admin, found, cursor = world.client("admin"), [], ""
-    while True:
-        query = {"limit": limit} | ({"cursor": cursor} if cursor else {})
-        page = admin.get(path, params=query).json()
-        assert len(page["items"]) <= limit
-        found += page["items"]
-        cursor = page["next"]
-        if not cursor:
-            return found
+    read_pages = pages(world.client("admin"), path, limit=limit)
+    assert all(len(page) <= limit for page in read_pages)
+    return [row for page in read_pages for row in page]
 
 
 def test_of_an_allocation(selling: World) -> None:

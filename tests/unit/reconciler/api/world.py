@@ -18,7 +18,7 @@ from reconciler.api.app import PREFIX, create_app
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate
 from reconciler.db.schema import Task
-from reconciler.lifecycle import evidence, gate, host
+from reconciler.lifecycle import gate, host
 from reconciler.model.act import Act
 from reconciler.model.states import Role
 from reconciler.records import images, leasing, nodes, projects, proofs, tokens
@@ -114,7 +114,7 @@ class World:
         with transaction(self.engine) as conn:
             host.enrolled(conn, NODE, ACT, **identity)
             host.bootstrapped(conn, NODE, ACT, identity=identity)
-            evidence.record_discovery(conn, NODE, discovery(), ACT)
+            host.record_discovery(conn, NODE, discovery(), ACT)
 
     def sell(self) -> None:
         """Two slots proven clean, parity passed, an image, switches on."""
@@ -129,8 +129,8 @@ class World:
         assert admin.post(f"admin/nodes/{NODE}/resource-slots", json=body).status_code == 201
         report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
         with transaction(self.engine) as conn:
-            evidence.record_discovery(conn, NODE, discovery(), ACT)
-            evidence.record_parity(conn, NODE, report, ACT)
+            host.record_discovery(conn, NODE, discovery(), ACT)
+            host.record_parity(conn, NODE, report, ACT)
             assert len(gate.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
         on = {"enabled": True}
         assert admin.put(f"admin/nodes/{NODE}/scheduling", json=on).status_code == 200

@@ -32,7 +32,7 @@ from reconciler.lifecycle.restore import LEAP
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, queue, slots, tokens
-from reconciler.service.authorities import adopt
+from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, user_ca
 from tests.postgresql import Server, running

@@ -10,7 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from reconciler.benchmark import bundle, document
+from reconciler.benchmark import document
+from reconciler.benchmark.capture import digest
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "benchmark"
 PROBES = ("cpu", "memory", "disk", "rdma", "gpu", "vllm")
@@ -73,7 +74,7 @@ def made(
         "kind": kind,
         "tuning": tuning,
         "vcpus": vcpus,
-        "harness": {"digest": bundle.digest(), "python": "3.12.3"},
+        "harness": {"digest": digest(), "python": "3.12.3"},
         "started_at": "2026-04-24T10:00:00Z",
         "finished_at": "2026-04-24T10:05:00Z",
         "host": {

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from reconciler.benchmark import bundle, document
-from reconciler.benchmark.capture import capture
-from reconciler.benchmark.harness.request import Request
+from reconciler.benchmark import document
+from reconciler.benchmark.capture import capture, program, sources
+from reconciler.benchmark.harness.probe import Request
 from reconciler.benchmark.target import Target, command
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
@@ -85,7 +85,7 @@ def test_a_label_must_fit_the_machine() -> None:
 
 
 def test_the_harness_is_standard_library_and_old_python() -> None:
-    for name, source in bundle.sources().items():
+    for name, source in sources().items():
         tree = ast.parse(source, name, feature_version=(3, 8))
         imported = {
             node.module.partition(".")[0]
@@ -206,10 +206,10 @@ def _children(pid: int) -> list[int]:
 
 
 def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    program.write_text(bundle.text(dataclasses.replace(TINY, cpu_steps=10**9)))
+    file = tmp_path / "program"
+    file.write_text(program(dataclasses.replace(TINY, cpu_steps=10**9)))
     with (
-        program.open() as text,
+        file.open() as text,
         subprocess.Popen(
             [sys.executable, "-I", "-B", "-"], stdin=text, stderr=subprocess.DEVNULL
         ) as process,

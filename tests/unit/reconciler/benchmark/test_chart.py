@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from reconciler.benchmark import chart, page
-from reconciler.benchmark.compare import compare
-from reconciler.benchmark.text import figure, percent, plain
+from reconciler.benchmark import chart
+from reconciler.benchmark.compare import compare, figure, percent, plain
 from tests.unit.reconciler.benchmark.conftest import made, tree
 from tests.unit.reconciler.benchmark.test_compare import BARE, SLICE
 
@@ -91,7 +90,7 @@ def test_foreign_text_stays_text(count: int) -> None:
     kinds = {each.tag.removeprefix(SVG) for each in drawn.iter()}
     assert kinds <= {"svg", "defs", "style", "g", "path", "rect", "text", "title", "desc"}
     assert not any(name.startswith("on") for each in drawn.iter() for name in each.attrib)
-    text = page.html(comparison)
+    text = chart.html(comparison)
     read = Page(text)
     assert {"script", "img", "iframe"}.isdisjoint(read.tags)
     names = {name for name, _ in read.attributes}
@@ -103,7 +102,7 @@ def test_foreign_text_stays_text(count: int) -> None:
 
 
 def test_a_page_loads_nothing_and_says_everything() -> None:
-    text = page.html(compare([BARE, SLICE]))
+    text = chart.html(compare([BARE, SLICE]))
     assert "default-src 'none'" in text
     assert not re.search(r"(src|href)=|url\(|@import", text)
     for word in ("baremetal-j22u15", "-17.0 % worse", "rdma.write", "-43.0 %"):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.benchmark.compare import compare
-from reconciler.benchmark.gate import gate
+from reconciler.benchmark.compare import compare, gate
 from reconciler.model.errors import Problem
 from tests.unit.reconciler.benchmark.conftest import Samples, made
 

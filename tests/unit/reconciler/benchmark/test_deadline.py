@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from reconciler.benchmark.harness.deadline import within
-from reconciler.benchmark.harness.parallel import on_all_cpus
-from reconciler.benchmark.harness.reasons import Failed, Skipped
+from reconciler.benchmark.harness.compute import time_on_all_cpus
+from reconciler.benchmark.harness.main import within
+from reconciler.benchmark.harness.probe import Failed, Skipped
 
 # Only this process's main thread matters to what is forked here.
 pytestmark = [
@@ -76,13 +76,13 @@ def test_a_probe_that_dies() -> None:
 
 
 def test_all_cpus_work_at_the_same_time() -> None:
-    seconds = on_all_cpus(lambda: lambda: time.sleep(0.02), 2)
+    seconds = time_on_all_cpus(lambda: lambda: time.sleep(0.02), 2)
     assert len(seconds) == 2
     assert all(0.02 <= each < 2 for each in seconds)
 
 
 def test_a_process_that_dies_is_reported() -> None:
     with pytest.raises(Failed, match="worker_died"):
-        on_all_cpus(lambda: lambda: os._exit(1), 1)
+        time_on_all_cpus(lambda: lambda: os._exit(1), 1)
     with pytest.raises(Failed, match="worker_died"):
-        on_all_cpus(lambda: _raise(MemoryError()), 1)
+        time_on_all_cpus(lambda: _raise(MemoryError()), 1)

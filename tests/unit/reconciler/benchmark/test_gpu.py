@@ -1,4 +1,4 @@
-"""The GPU probe against a stand-in for libcuda; no hardware was there to run it on."""
+"""GPU probe against a stand-in for libcuda."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from reconciler.benchmark.harness import cuda, gpu
-from reconciler.benchmark.harness.reasons import Reason
-from reconciler.benchmark.harness.request import Request
+from reconciler.benchmark.harness import gpu
+from reconciler.benchmark.harness.probe import Reason, Request
 
 pytestmark = pytest.mark.covers("HOST-12")
 
@@ -40,7 +39,7 @@ class Library:
         number._obj.value = 132
 
     def _cuDeviceGetName(self, text: Any, *_: Any) -> None:
-        text.value = b"NVIDIA H200"
+        text._obj.value = b"NVIDIA H200"
 
     def _cuDriverGetVersion(self, number: Any) -> None:
         number._obj.value = 12080
@@ -54,7 +53,7 @@ class Library:
 
     def _cuMemcpyDtoH_v2(self, text: Any, address: Any, size: Any) -> None:
         sums = address.value < (1 << 40) + 8 * 132 * 2048
-        text.raw = struct.pack("<d", self.sum_of_chains) if sums else b"\xa5" * size.value
+        text._obj.raw = struct.pack("<d", self.sum_of_chains) if sums else b"\xa5" * size.value
 
     def _cuGetErrorName(self, number: Any, name: Any) -> None:
         name._obj.value = {802: b"CUDA_ERROR_SYSTEM_NOT_READY"}.get(number.value, b"CUDA_ERROR")
@@ -108,7 +107,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(Reason, match="cuda_driver_missing"):
-        cuda.Gpu()
+        gpu.Gpu()
 
 
 def test_the_kernels_chains_meet_at_two() -> None:

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from reconciler.benchmark import guest
+from reconciler.benchmark import target
 from reconciler.benchmark.capture import capture
-from reconciler.benchmark.harness.request import Request
-from reconciler.benchmark.target import Target, command, jump
+from reconciler.benchmark.harness.probe import Request
+from reconciler.benchmark.target import (
+    Target,
+    command,
+    first_boot_keys,
+    guest_place,
+    guest_target,
+    jump,
+)
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 from reconciler.trust import ca
@@ -61,7 +68,7 @@ class Site:
 
     def target(self, **changes: Any) -> Target:
         own = dataclasses.replace(self.own, **changes)
-        return guest.target(self.allocation, self.node, own, access=self.access, folder=self.folder)
+        return guest_target(self.allocation, self.node, own, access=self.access, folder=self.folder)
 
     def shows(self, text: str) -> None:
         """What the host has kept of the guest's console."""
@@ -85,12 +92,12 @@ def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         settings=f"TrustedUserCAKeys {tmp_path}/user_ca.pub\n"
         f"AuthorizedPrincipalsFile {tmp_path}/principals\n"
         f"SetEnv PATH={sudo.parent}:/usr/bin:/bin",
-        certify=lambda key: ca.certify_host(trust, key, "node-1").text,
+        certify=lambda key: ca.certify_host(trust, key, "node-1"),
     )
     vm = boot("guest", login=new_key(tmp_path / "tenant_key"))
     folder = tmp_path / "consoles"
     folder.mkdir()
-    monkeypatch.setattr(guest, "_CONSOLE", f"{folder}/{{}}-console.log")
+    monkeypatch.setattr(target, "_CONSOLE", f"{folder}/{{}}-console.log")
     return Site(
         host=host,
         guest=vm,
@@ -171,17 +178,17 @@ def test_a_known_guest_needs_no_console(site: Site, tmp_path: Path) -> None:
 def test_only_a_running_slice_has_a_guest(change: dict[str, str]) -> None:
     allocation = {"capacity_shape": "gpu_slice", "state": "active", "claims": []} | change
     with pytest.raises(Problem) as caught:
-        guest.place(allocation)
+        guest_place(allocation)
     assert caught.value.code == "no_slice_vm"
 
 
 def test_the_first_boot_is_what_counts() -> None:
     """Later the tenant is root there, and may write whatever it likes on its console."""
     ours, theirs = "ssh-ed25519 " + "A" * 68, "ssh-ed25519 " + "B" * 68
-    assert guest.host_keys(NOISE + console(ours) + console(theirs)) == [ours]
+    assert first_boot_keys(NOISE + console(ours) + console(theirs)) == [ours]
     torn = console(ours, f"[  OK  ] {theirs}", "ssh-ed25519 AAAA", "@cert-authority * " + theirs)
-    assert guest.host_keys(torn) == [ours]
-    assert guest.host_keys(console(f"{ours} root@slice\r\n* {theirs}")) == [ours]
+    assert first_boot_keys(torn) == [ours]
+    assert first_boot_keys(console(f"{ours} root@slice\r\n* {theirs}")) == [ours]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,7 @@ def test_the_console_is_roots_to_read(
         "username": "ada",
         "claims": [{"position": 0, "node_id": "node-1", "private_ip": "10.100.0.10"}],
     }
-    found = guest.target(allocation, node, Target(), access=access, folder=tmp_path)
+    found = guest_target(allocation, node, Target(), access=access, folder=tmp_path)
     assert (found.host, found.user, found.alias) == ("10.100.0.10", "ada", DOMAIN)
     words = said.read_text().splitlines()
     assert words[-1] == f"{front}/var/log/libvirt/qemu/{DOMAIN}-console.log"

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.benchmark.harness import cpu, disk, facts, memory, program, rdma, vllm
-from reconciler.benchmark.harness.reasons import Reason
-from reconciler.benchmark.harness.request import Request
-from reconciler.benchmark.harness.series import metric
+from reconciler.benchmark.harness import compute, disk, facts, gpu, probe, rdma
+from reconciler.benchmark.harness.probe import Reason, Request, metric
 from tests.unit.reconciler.benchmark.conftest import DATA
 
 pytestmark = pytest.mark.covers("HOST-12")
@@ -38,21 +36,21 @@ def test_cpu_work_has_a_known_result(steps: int) -> None:
     value = 0
     for _ in range(steps):
         value = (value * 6364136223846793005 + 1442695040888963407) % 2**64
-    assert cpu.jumped(steps) == value
-    cpu.integer(steps)
-    cpu.floating(steps)
+    assert compute.jumped(steps) == value
+    compute.integer(steps)
+    compute.floating(steps)
 
 
 def test_a_cpu_that_miscalculates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "jumped", lambda _steps: 1)
+    monkeypatch.setattr(compute, "jumped", lambda _steps: 1)
     with pytest.raises(Reason, match="result_wrong"):
-        cpu.integer(10)
+        compute.integer(10)
 
 
 def test_memory_is_not_taken_from_others() -> None:
     greedy = dataclasses.replace(ASKED, memory_bytes=1 << 50)
     with pytest.raises(Reason, match="memory_short"):
-        memory.measure(greedy)
+        compute.measure_memory(greedy)
 
 
 def _fio(tool: Tool) -> Path:
@@ -156,7 +154,7 @@ def test_rdma(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(Reason, match="name_invalid"):
             rdma.measure(dataclasses.replace(asked, **wrong))
     with monkeypatch.context() as bare, pytest.raises(Reason, match="tool_missing"):
-        bare.setattr(program, "_path", str)
+        bare.setattr(probe, "_path", str)
         rdma.measure(asked)
     # The real one exits with 1 after it has said its version.
     arguments = tool(
@@ -207,28 +205,28 @@ def test_a_tool_that_fails_says_why(
     with pytest.raises(Reason) as caught:
         rdma.measure(dataclasses.replace(ASKED, rdma_peer="192.168.200.2"))
     assert (caught.value.code, caught.value.status) == ("tool_failed", "failed")
-    assert "Unable to open file descriptor" in caught.value.found
+    assert "Unable to open file descriptor" in caught.value.document["found"]
     tool("slow", "exec sleep 30")
     with pytest.raises(Reason, match="tool_timeout"):
-        program.run([program.find("slow", "none")], timeout=0.1)
+        probe.run_tool([probe.find_tool("slow", "none")], timeout=0.1)
 
 
 def test_vllm(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as bare, pytest.raises(Reason, match="tool_missing"):
-        bare.setattr(program, "_path", str)
-        vllm.measure(ASKED)
+        bare.setattr(probe, "_path", str)
+        gpu.measure_vllm(ASKED)
     line = "Throughput: 92.11 requests/s, 23580.83 total tokens/s, 11790.42 output tokens/s"
     tool(
         "vllm",
         f'[ "$1" = --version ] && echo 0.11.0 && exit; [ "$HF_HUB_OFFLINE" = 1 ] && echo "{line}"',
     )
-    found = vllm.measure(ASKED)
+    found = gpu.measure_vllm(ASKED)
     assert [each["median"] for each in found["metrics"]] == [11790.4]
     assert found["workload"]["model"] == "facebook/opt-125m"
     with pytest.raises(Reason, match="output_unreadable"):
-        vllm.parse("Throughput: unknown")
+        gpu.parse_vllm("Throughput: unknown")
     with pytest.raises(Reason, match="name_invalid"):
-        vllm.measure(dataclasses.replace(ASKED, vllm_model="--trust-remote-code"))
+        gpu.measure_vllm(dataclasses.replace(ASKED, vllm_model="--trust-remote-code"))
 
 
 def test_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.settings import Settings
-from reconciler.trust import ca, keygen
+from reconciler.trust import keygen
+from reconciler.trust.certificates import read_certificate
 from reconciler.work import worker
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
@@ -157,7 +158,7 @@ def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(
     assert "enrollment-token" in late.json()["remedy"]
     answer = enrol(enrolled, tmp_path, given(run("nodes", "userdata", NODE)))
     assert answer.status_code == 200, answer.text
-    certificate = ca.read_certificate(answer.json()["certificate"])
+    certificate = read_certificate(answer.json()["certificate"])
     assert (certificate.kind, certificate.principals) == ("host", (NODE,))
     assert certificate.valid_before > datetime.now(UTC) + timedelta(days=89)
     assert metrics(enrolled)['gpuaas_host_certificates{validity="expired"}'] == 0.0

@@ -8,9 +8,9 @@ import pytest
 
 from reconciler.db.schema import Task
 from reconciler.model.states import TaskKind
-from reconciler.work import chaining as story
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
+from reconciler.work.settle import queue_next_step
 from tests.unit.reconciler.api.world import NODE, World, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -35,7 +35,7 @@ def test_one_command_is_followed_to_its_end(
     def act(conn: Any, task: Task) -> dict[str, Any]:
         work = open_work(conn, selling.settings, task)
         kind = task.kind
-        return story.go_on(work, HANDLERS[kind].succeed(work, evidence[kind]))
+        return queue_next_step(work, HANDLERS[kind].succeed(work, evidence[kind]))
 
     run = gpuaas.at(selling).ending(selling, act)
     run("nodes", "convert", NODE, "baremetal")

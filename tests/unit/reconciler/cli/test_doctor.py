@@ -19,7 +19,7 @@ from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.doctor import examine, installation, services
-from reconciler.service.authorities import adopt
+from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, open_trust
 from tests.unit.reconciler.api.world import World

@@ -10,7 +10,7 @@ import pytest
 
 from reconciler.db.engine import reading
 from reconciler.db.schema import Task
-from reconciler.lifecycle import evidence
+from reconciler.lifecycle import host
 from reconciler.records import queue
 from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -68,7 +68,7 @@ def test_userdata_is_a_script(new: World, gpuaas: Gpuaas) -> None:
 
 def test_discover_shows_candidates(prepared: World, gpuaas: Gpuaas) -> None:
     def act(conn: Any, task: Task) -> dict[str, Any]:
-        evidence.record_discovery(conn, NODE, discovery(), ACT, task_id=task.id)
+        host.record_discovery(conn, NODE, discovery(), ACT, task_id=task.id)
         return {}
 
     gpuaas.at(prepared).ending(prepared, act)("nodes", "discover", NODE)
@@ -138,7 +138,7 @@ def test_parity_shows_what_is_open(prepared: World, gpuaas: Gpuaas) -> None:
     report = {"failures": 1, "warnings": 0, "checks": checks, "identity": discovery()["identity"]}
 
     def act(conn: Any, task: Task) -> dict[str, Any]:
-        evidence.record_parity(conn, NODE, report, ACT, task_id=task.id)
+        host.record_parity(conn, NODE, report, ACT, task_id=task.id)
         return {}
 
     gpuaas.at(prepared).ending(prepared, act)("nodes", "parity", NODE)

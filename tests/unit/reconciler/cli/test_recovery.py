@@ -18,7 +18,7 @@ from reconciler.lifecycle import recovery, slices
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue, reports
 from reconciler.records import slots as slot_records
-from reconciler.records.claims import of_allocation
+from reconciler.records.claims import held_slots, of_allocation
 from reconciler.work.loops import play_recovery_cases
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -122,7 +122,9 @@ class Host:
         with transaction(self.world.engine) as conn:
             allocation_id = task.allocation_id
             given = proofs(conn, allocation_id)
-            slices.wiped(conn, allocation_id, ACT, proofs=given, absence={"absent": True})
+            slices.cleanup_succeeded(
+                conn, allocation_id, ACT, proofs=given, absence={"absent": True}
+            )
             queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
 
@@ -305,7 +307,8 @@ def test_recover_stops_where_a_person_must_decide(
 
     def breaks(_seconds: float) -> None:
         with transaction(selling.engine) as conn:
-            slices.wipe_failed(conn, allocation_id, ACT, step="nvme_wipe", error=error)
+            slot_ids = [slot.id for slot in held_slots(conn, allocation_id)]
+            slices.cleanup_failed(conn, slot_ids, ACT, step="nvme_wipe", error=error)
 
     monkeypatch.setattr("reconciler.cli.recovery.time.sleep", breaks)
     gpuaas("recover", allocation_id, "--reason", "x", "--output", "json")

@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, transaction
-from reconciler.db.migrations import migrate
 from reconciler.db.schema import Proof, Slot
 from reconciler.model.states import LIVE_CLAIMS, ClaimState, NodeMode
 from reconciler.records import nodes, proofs
@@ -350,34 +349,16 @@ def test_no_disk_is_proven_while_its_whole_machine_has_a_tenant(conn: sa.Connect
     prove(conn, slot, generation)
 
 
-@pytest.mark.covers("CTRL-2", "I4")
-@pytest.mark.parametrize("state", LIVE_CLAIMS)
-def test_a_tenant_from_before_the_rule_is_past_every_proof(
-    tmp_path: Any, state: ClaimState
-) -> None:
-    """An older version gave whole machines away with their disks' generations as they were."""
-    engine = open_engine(f"sqlite:///{tmp_path / 'old.db'}")
-    migrate(engine, "0018")
-    with transaction(engine) as conn:
-        # Today's code makes the site, and asks for what came later.
-        conn.execute(sa.text("ALTER TABLE nodes ADD COLUMN maas_tags JSON"))
-    site = Site(engine)
-    site.node()
-    with transaction(engine) as conn:
-        site.allocate(conn)
-        slot = second(conn)
-        change(conn, slot, status="disabled")
-        insert(conn, whole(conn, slot) | {"state": state.value})
-        conn.execute(sa.text("ALTER TABLE nodes DROP COLUMN maas_tags"))
-    migrate(engine)
-    with transaction(engine) as conn:
-        generations = dict(
-            conn.execute(sa.select(tables.slots.c.node_id, tables.slots.c.disk_generation)).all()
-        )
-        # Who has not begun raises it himself; the slice beside is told from others by its number.
-        begun = state is not ClaimState.RESERVED
-        assert generations == {"n1": 1, "n3": slot["disk_generation"] + begun}
-    engine.dispose()
+@pytest.mark.covers("HOST-10")
+def test_unknown_tags_of_a_node_are_null(conn: sa.Connection) -> None:
+    """An empty list would close the gate of every host at the next parity run."""
+    node = tables.nodes.c.id == "n2"
+    query = sa.select(tables.nodes.c.maas_tags, tables.nodes.c.maas_tags.is_(None)).where(node)
+    assert conn.execute(query).one() == (None, True)
+    conn.execute(sa.update(tables.nodes).where(node).values(maas_tags=["a", "b"]))
+    assert conn.execute(query).one() == (["a", "b"], False)
+    conn.execute(sa.update(tables.nodes).where(node).values(maas_tags=None))
+    assert conn.execute(query).one() == (None, True)
 
 
 @pytest.mark.covers("CTRL-6")

@@ -15,14 +15,15 @@ from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Slot
-from reconciler.lifecycle import gate, host, launch, placement, recovery, slices
+from reconciler.lifecycle import gate, host, launch, placement, recovery, slices, task_failures
 from reconciler.lifecycle import slots as slot_life
+from reconciler.lifecycle.task_failures import Failure
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import ProofKind
 from reconciler.records import claims, nodes, proofs, slots
 from reconciler.settings import Settings
-from reconciler.work.handler import Failure, Work
+from reconciler.work.handler import Work
 from reconciler.work.kinds import node
 from reconciler.work.kinds import slices as slice_kinds
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -92,16 +93,7 @@ def clean(site: Site) -> Callable[[sa.Connection], Any]:
         (claim,) = claims.of_allocation(conn, key)
         recovery.repair(conn, claim.slot_id, ADMIN)
         given: Any = {"proofs": site.proofs(conn, key), "absence": {"absent": True}}
-    return lambda conn: slices.wiped(conn, key, ADMIN, **given)
-
-
-def clean_slots(site: Site) -> Callable[[sa.Connection], Any]:
-    with transaction(site.engine) as conn:
-        key = site.failed(conn)
-        (claim,) = claims.of_allocation(conn, key)
-        recovery.repair(conn, claim.slot_id, ADMIN)
-        given = site.proofs(conn, key)
-    return lambda conn: slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
+    return lambda conn: slices.cleanup_succeeded(conn, key, ADMIN, **given)
 
 
 def force(site: Site) -> Callable[[sa.Connection], Any]:
@@ -115,7 +107,7 @@ def force(site: Site) -> Callable[[sa.Connection], Any]:
     return lambda conn: recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
 
 
-WAYS = [enable, open_gate, withdraw, fail, release, clean, clean_slots, force]
+WAYS = [enable, open_gate, withdraw, fail, release, clean, force]
 
 
 @pytest.mark.covers("CTRL-6", "I16")
@@ -171,7 +163,8 @@ def test_a_clean_up_decides_nothing_about_a_slot_that_is_fenced_off_meanwhile(
             if ends == "well":
                 slice_kinds.wipe_succeeded(work, {"proofs": given, "absence": {"absent": True}})
             else:
-                slice_kinds.wipe_failed(work, Failure("nvme_wipe", dict(ERROR), {}, known=False))
+                failure = Failure("nvme_wipe", dict(ERROR), {}, known=False)
+                task_failures.record(conn, first, failure)
 
     with transaction(sold.engine) as conn:
         slot = rows.get(conn, Slot, claim.slot_id, lock=True)
@@ -255,11 +248,11 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
     with transaction(sold.engine) as conn, locks.allocation(conn, key):
         removed = beside(
             lambda: retrying(
-                sold.engine, lambda other: recovery.remove_orphan(other, slot["id"], key, sold.act)
+                sold.engine, lambda other: recovery.remove_orphan(other, slot.id, key, sold.act)
             )
         )
         with pytest.raises(TimeoutError):
             removed.result(A_WHILE_S)
-        query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot["id"])
-        assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot["id"]
+        query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot.id)
+        assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot.id
     assert removed.result(SOON_S).subject_id == key

@@ -33,7 +33,7 @@ class Slice(Stage):
 
     def recover(self) -> bool:
         with transaction(self.engine) as conn:
-            owners = {slot["allocation_id"] for slot in recovery.blocked(conn)}
+            owners = {slot.health_detail["allocation_id"] for slot in recovery.blocked(conn)}
             for key in sorted(owners):
                 recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
         self.work()

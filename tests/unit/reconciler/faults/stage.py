@@ -29,7 +29,7 @@ from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
-from reconciler.work.deadlines import end_overdue
+from reconciler.work.loops import end_overdue
 from tests.unit.reconciler.conftest import Database, Site
 from tests.unit.reconciler.faults.host import Host
 from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, play

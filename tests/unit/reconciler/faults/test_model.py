@@ -32,7 +32,7 @@ from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import baremetal, gate, invariants, recovery
+from reconciler.lifecycle import baremetal, gate, invariants, recovery, task_failures
 from reconciler.lifecycle import host as host_life
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
@@ -41,8 +41,8 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import leasing, nodes, proofs, queue, slots
 from reconciler.runs import collect
-from reconciler.work import cancel, worker
-from reconciler.work.deadlines import end_overdue
+from reconciler.work import worker
+from reconciler.work.loops import end_overdue
 from tests.unit.reconciler.conftest import ADMIN, Database
 from tests.unit.reconciler.faults import account
 from tests.unit.reconciler.faults.ground import (
@@ -255,7 +255,7 @@ class Story(RuleBasedStateMachine):
         task = _one(sorted(found, key=lambda one: one.id), pick)
         ours = self._ours(task)
         with transaction(self.engine) as conn:
-            cancel.cancel(conn, self.settings, task.id, ADMIN)
+            task_failures.cancel(conn, task.id, ADMIN)
         if task.state != TaskState.RUNNING:
             self._dropped(task, ours, "before" if task.attempt <= 1 else "lost")
 

@@ -22,14 +22,15 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.rows import Record
 from reconciler.db.schema import Slot, Task
-from reconciler.lifecycle import baremetal, host, invariants, launch, recovery
+from reconciler.lifecycle import baremetal, host, invariants, launch, recovery, task_failures
+from reconciler.lifecycle.task_failures import Failure
 from reconciler.model.errors import Problem
 from reconciler.model.states import LIVE_CLAIMS, ClaimKind, NodeMode, TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue, slots
 from reconciler.settings import Settings
-from reconciler.work import chaining as story
-from reconciler.work.handler import Failure, Work, open_work
+from reconciler.work.handler import Work, open_work
 from reconciler.work.kinds import HANDLERS
+from reconciler.work.settle import queue_next_step
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines
 
@@ -216,12 +217,12 @@ class Crowd:
         error = {"code": "step_failed", "expected": "a", "found": "b", "remedy": "c"}
         evidence = {"disk_written": False, "leftovers": False} if known else {}
         failure = Failure("clone", error, evidence, known=known)
-        HANDLERS[task.kind].fail(self._open(conn, task), failure)
+        task_failures.record(conn, task, failure)
         return self._end(conn, task, TaskState.FAILED)
 
     def _succeed(self, conn: sa.Connection, task: Task) -> bool:
         work = self._open(conn, task)
-        story.go_on(work, HANDLERS[task.kind].succeed(work, self._evidence(conn, task)))
+        queue_next_step(work, HANDLERS[task.kind].succeed(work, self._evidence(conn, task)))
         return self._end(conn, task, TaskState.SUCCEEDED)
 
     def _end(self, conn: sa.Connection, task: Task, state: TaskState) -> bool:

@@ -12,10 +12,11 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, Task
 from reconciler.lifecycle import baremetal, host, launch, recovery
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.scheduler.machine import MachineView, MachineWant, choose
+from reconciler.model.scheduler.explain import explain_machines
+from reconciler.model.scheduler.place import choose_machine
+from reconciler.model.scheduler.snapshot import NodeView, Want
 from reconciler.model.states import HealthState, NodeMode, TaskKind, TaskState
 from reconciler.records import allocations, claims, nodes, proofs, queue, reports
 from reconciler.settings import Settings
@@ -130,16 +131,17 @@ def test_a_machine_that_nobody_has_seen_is_not_given_away(site: Site) -> None:
 @pytest.mark.covers("CTRL-5")
 def test_the_choice_is_the_same_every_time() -> None:
     machines = [
-        MachineView(id="c", region="north"),
-        MachineView(id="a", sliced=True),
-        MachineView(id="b"),
-        MachineView(id="0", refusal="claimed"),
+        NodeView(id="c", region="north"),
+        NodeView(id="a"),
+        NodeView(id="b"),
+        NodeView(id="0", refusal="claimed"),
     ]
-    assert choose(machines, MachineWant()) == choose(machines[::-1], MachineWant()) == "b"
-    assert choose(machines, MachineWant(region="north")) == "c"
-    refused = choose(machines, MachineWant(region="south"))
-    assert not isinstance(refused, str)
-    assert {row["node_id"]: row["reasons"] for row in refused.explanation["nodes"]} == {
+    for views in (machines, machines[::-1]):
+        assert choose_machine(views, Want(8), sliced={"a"}) == "b"
+    assert choose_machine(machines, Want(8, region="north"), sliced={"a"}) == "c"
+    assert choose_machine(machines, Want(8, region="south"), sliced={"a"}) is None
+    explanation = explain_machines(machines, Want(8, region="south"))
+    assert {row["node_id"]: row["reasons"] for row in explanation["nodes"]} == {
         name: {"other_region": 1} for name in ("0", "a", "b", "c")
     }
 
@@ -249,7 +251,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         document = machines.site.document(1)
         gone = f"eui.{first['nvme_eui']}"
         document["nvme"] = [disk for disk in document["nvme"] if disk["identity"] != gone]
-        host_evidence.record_discovery(conn, "m1", document, machines.act)
+        host.record_discovery(conn, "m1", document, machines.act)
         assert code(without, machines.act.because("")) == "reason_required"
         task = without()
         assert task.parameters["written_off"] == [first["slot_id"]]

@@ -14,7 +14,6 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Slot
 from reconciler.lifecycle import drift, gate, host, invariants, launch, recovery, slices
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -209,7 +208,7 @@ def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
             document["gpu"] = [
                 one for one in document["gpu"] if one["address"] != slot.gpu_pci_address
             ]
-            host_evidence.record_discovery(conn, "n1", document, ADMIN)
+            host.record_discovery(conn, "n1", document, ADMIN)
         if way == "retired":
             host.drain(conn, "n1", ADMIN)
             host.maintain(conn, "n1", ADMIN)
@@ -222,10 +221,10 @@ def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
         assert proofs.generation(conn, slot.nvme_identity) > before.disk_generation
         if way == "retired":
             return
-        host_evidence.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
+        host.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
         again = slot_life.approve(conn, "n1", bundle, ADMIN)
-        host_evidence.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
-        host_evidence.record_parity(conn, "n1", compare.site.parity(), ADMIN)
+        host.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
+        host.record_parity(conn, "n1", compare.site.parity(), ADMIN)
         assert "proof_missing" in {row.code for row in gate.gate(conn, again.id)}
         proof = {"disk": bundle.identity, "method": "discard", "verified": True}
         proofs.record_transition(conn, "n1", proof, ADMIN)
@@ -297,7 +296,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
         given = compare.site.proofs(conn, key)
         recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_WIPE])
-        slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
+        slices.cleanup_succeeded(conn, key, ADMIN, proofs=given, absence={"absent": True})
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
     assert compare.told() == ("available", "healthy", "")
     holdings = nothing()
@@ -312,7 +311,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
     with transaction(compare.engine) as conn:
         assert queue.every(conn, state=TaskState.QUEUED) == []
         assert recovery.repair(conn, slot.id, ADMIN).kind == "slice.wipe"
-        slices.wiped_slots(conn, given, {"absent": True}, ADMIN)
+        slices.cleanup_succeeded(conn, key, ADMIN, proofs=given, absence={"absent": True})
     assert compare.told() == ("available", "healthy", "")
     compare.sound()
 
@@ -368,8 +367,8 @@ def test_another_boot_closes_the_gate_and_an_old_one_opens_nothing(compare: Comp
     with transaction(compare.engine) as conn:
         assert nodes.get(conn, "n1").boot_id == ""
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
-        host_evidence.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
-        host_evidence.record_parity(conn, "n1", compare.site.parity(0), ADMIN)
+        host.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
+        host.record_parity(conn, "n1", compare.site.parity(0), ADMIN)
         assert len(gate.open_gate(conn, "n1", ADMIN)["opened"]) == 2
 
 

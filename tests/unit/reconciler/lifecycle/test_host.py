@@ -11,7 +11,7 @@ from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Allocation
-from reconciler.lifecycle import evidence, gate, host, invariants, launch, recovery, slices
+from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -187,7 +187,7 @@ def test_unknown_tags_are_not_the_same_as_none(sold: Site) -> None:
 @pytest.mark.covers("HOST-10", "CTRL-5")
 def test_tags_open_nothing_after_a_parity_that_failed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        evidence.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
+        host.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
         for tags in (["gpuaas-profile-slice-vm"], ["gpuaas-profile-baremetal"], [], None):
             nodes.change(conn, "n1", sold.act, maas_tags=tags)
             assert sold.statuses(conn) == ["disabled", "disabled"]

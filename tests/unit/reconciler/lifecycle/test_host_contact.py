@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, gate, host
+from reconciler.lifecycle import gate, host
 from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -22,8 +22,8 @@ def see(site: Site, conn: sa.Connection, boot: str, began: float) -> list[str]:
     found, report = site.document(0), site.parity()
     if boot:
         found["identity"]["boot_id"] = report["identity"]["boot_id"] = boot
-    evidence.record_discovery(conn, "n1", found, ADMIN, observed_at=began)
-    evidence.record_parity(conn, "n1", report, ADMIN, observed_at=began)
+    host.record_discovery(conn, "n1", found, ADMIN, observed_at=began)
+    host.record_parity(conn, "n1", report, ADMIN, observed_at=began)
     gate.open_gate(conn, "n1", ADMIN)
     return site.statuses(conn)
 

@@ -11,7 +11,6 @@ import sqlalchemy as sa
 from reconciler.db import journal, settings
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate, host, invariants, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
@@ -284,13 +283,13 @@ def test_not_withdrawn_once_a_run_may_have_begun(sold: Site) -> None:
 def test_slot_comes_back_disabled_while_the_gate_is_closed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
-        host_evidence.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
+        host.record_parity(conn, "n1", sold.parity(failures=1), sold.act)
         assert sold.statuses(conn) == ["active", "disabled"]
         launching.release(conn, allocation_id, sold.act)
         given = sold.proofs(conn, allocation_id)
         slices.release_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        host_evidence.record_parity(conn, "n1", sold.parity(), sold.act)
+        host.record_parity(conn, "n1", sold.parity(), sold.act)
         assert len(gate.open_gate(conn, "n1", sold.act)["opened"]) == 2
 
 
@@ -301,7 +300,7 @@ def test_a_discovery_during_use_does_not_keep_the_slot_closed(sold: Site) -> Non
         for disk in document["nvme"]:
             if disk["serial"] == "LABNVME0":
                 disk["blockers"] = [{"code": "qemu_in_use", "detail": "pid 7"}]
-        host_evidence.record_discovery(conn, "n1", document, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
         launching.release(conn, allocation_id, sold.act)
         given = sold.proofs(conn, allocation_id)
         slices.release_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)

@@ -37,8 +37,11 @@ def test_the_runbook(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
         (slot,) = recovery.blocked(conn, "n1")
-        assert (slot["allocation_id"], slot["step"]) == (allocation_id, "slice_ready")
-        assert slot["reason"] == "no lease"
+        assert (slot.health_detail["allocation_id"], slot.health_detail["step"]) == (
+            allocation_id,
+            "slice_ready",
+        )
+        assert slot.health_detail["reason"] == "no lease"
         look = recovery.verify_absence(conn, allocation_id, sold.act)
         assert look.kind == "slice.absence_verify"
         reports.record_absence(conn, allocation_id, ABSENT, sold.act)
@@ -47,10 +50,10 @@ def test_the_runbook(sold: Site) -> None:
         assert applied["slots"][0]["status"] == "cleanup"
         (task,) = queue.every(conn, kind=TaskKind.SLICE_WIPE)
         assert applied["slots"][0]["task_id"] == task.id
-        assert task.fences == {slot["id"]: 2}
+        assert task.fences == {slot.id: 2}
         assert task.parameters["slots"][0]["fence"] == 2
         given = sold.proofs(conn, allocation_id)
-        assert slices.wiped(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
+        assert slices.cleanup_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
         back = slots.of_node(conn, "n1")[0]
         assert (back.status, back.health_state, back.health_detail) == (
             "available",
@@ -60,7 +63,9 @@ def test_the_runbook(sold: Site) -> None:
         (entry,) = journal.audit_rows(conn, action="admin.allocation.force_cleanup.applied")
         assert entry.detail["runtime_verified_absent"] is True
         assert entry.reason == "test"
-        assert not slices.wiped(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
+        assert not slices.cleanup_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence=ABSENT
+        )
 
 
 @pytest.mark.covers("CTRL-7")
@@ -86,15 +91,15 @@ def test_with_absence_and_wipe_proof_at_hand_it_is_available_at_once(sold: Site)
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
-        document = sold.proofs(conn, allocation_id)[slot["id"]]
+        document = sold.proofs(conn, allocation_id)[slot.id]
         proofs.record(
-            conn, slots.get(conn, slot["id"]), ProofKind.WIPE, document, allocation_id=allocation_id
+            conn, slots.get(conn, slot.id), ProofKind.WIPE, document, allocation_id=allocation_id
         )
         reports.record_absence(conn, allocation_id, {"absent": False}, sold.act)
         reports.record_absence(conn, allocation_id, ABSENT, sold.act)
         applied = force(conn, sold, allocation_id)
         assert applied["slots"][0] == {
-            "slot_id": slot["id"],
+            "slot_id": slot.id,
             "slot_index": 0,
             "status": "available",
             "task_id": None,
@@ -134,17 +139,17 @@ def test_a_run_still_alive_is_canceled_and_its_result_decides_nothing(sold: Site
 def test_wipe_that_fails_blocks_again(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
-        slot_id = recovery.blocked(conn)[0]["id"]
+        slot_id = recovery.blocked(conn)[0].id
         task = recovery.repair(conn, slot_id, sold.act)
         assert task.subject_id == allocation_id
         assert code(recovery.repair, conn, slot_id, sold.act) == "slot_not_blocked"
         error = {"code": "command_failed", "found": "I/O error"}
-        assert slices.wipe_failed(conn, allocation_id, sold.act, step="nvme_wipe", error=error)
-        assert recovery.blocked(conn)[0]["reason"] == "I/O error"
-        assert not slices.wipe_failed(conn, allocation_id, sold.act, step="x", error=error)
+        assert slices.cleanup_failed(conn, [slot_id], sold.act, step="nvme_wipe", error=error)
+        assert recovery.blocked(conn)[0].health_detail["reason"] == "I/O error"
+        assert not slices.cleanup_failed(conn, [slot_id], sold.act, step="x", error=error)
         recovery.repair(conn, slot_id, sold.act)
         given = sold.proofs(conn, allocation_id)
-        assert slices.wiped_slots(conn, given, ABSENT, sold.act)
+        assert slices.cleanup_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
         assert sold.statuses(conn)[0] == "available"
 
 
@@ -214,14 +219,14 @@ def test_force_release_ends_use_and_keeps_the_slot(sold: Site) -> None:
         assert sold.statuses(conn)[0] == "cleanup_blocked"
         assert code(force, conn, sold, allocation_id) == "allocation_released"
         host.regained(conn, "n1", sold.act)
-        assert recovery.repair(conn, recovery.blocked(conn)[0]["id"], sold.act)
+        assert recovery.repair(conn, recovery.blocked(conn)[0].id, sold.act)
 
 
 @pytest.mark.covers("I12")
 def test_deadlines_of_slots_block(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
-        slot_id = recovery.blocked(conn)[0]["id"]
+        slot_id = recovery.blocked(conn)[0].id
         recovery.repair(conn, slot_id, sold.act)
         late = sold.late(conn, "slot", slot_id)
         assert (late.state, late.event) == ("cleanup", "block")
@@ -242,5 +247,5 @@ def test_deadline_of_a_release_blocks_its_slots(sold: Site) -> None:
         late = sold.late(conn, "slot", slot_id)
         assert recovery.expire(conn, late, sold.act)
         assert not recovery.expire(conn, late, sold.act)
-        assert recovery.blocked(conn)[0]["step"] == "deadline"
+        assert recovery.blocked(conn)[0].health_detail["step"] == "deadline"
         assert queue.open_of_allocation(conn, allocation_id) == []

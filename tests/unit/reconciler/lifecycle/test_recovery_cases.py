@@ -30,9 +30,9 @@ from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, leasing, queue, reports
 from reconciler.records import recovery_cases as case_records
+from reconciler.records.claims import held_slots
 from reconciler.settings import Settings
-from reconciler.work.deadlines import end_overdue
-from reconciler.work.loops import play_recovery_cases, recover_blocked
+from reconciler.work.loops import end_overdue, play_recovery_cases, recover_blocked
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 pytestmark = pytest.mark.covers("CTRL-7", "I12", "I13")
@@ -92,11 +92,12 @@ class Story:
         def work(conn: sa.Connection) -> None:
             if fails:
                 self.site.finish(conn, WIPE, TaskState.FAILED)
-                assert slices.wipe_failed(conn, self.key, ADMIN, step="nvme_wipe", error=ERROR)
+                slot_ids = [slot.id for slot in held_slots(conn, self.key)]
+                assert slices.cleanup_failed(conn, slot_ids, ADMIN, step="nvme_wipe", error=ERROR)
                 return
             self.site.finish(conn, WIPE)
             given, absence = self.site.proofs(conn, self.key), {"absent": True}
-            assert slices.wiped(conn, self.key, ADMIN, proofs=given, absence=absence)
+            assert slices.cleanup_succeeded(conn, self.key, ADMIN, proofs=given, absence=absence)
 
         self.do(work)
 

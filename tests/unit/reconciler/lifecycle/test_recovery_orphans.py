@@ -13,8 +13,7 @@ from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import evidence as host_evidence
-from reconciler.lifecycle import gate, invariants, launch, recovery, slices
+from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
@@ -65,8 +64,8 @@ def test_after_a_restore_no_proof_of_before_stands(sold: Site) -> None:
         assert slots.get(conn, held).disk_generation == before[held].disk_generation
         assert slots.get(conn, idle).disk_generation == before[idle].disk_generation + 1
         # All that can be seen of the host is well, and still nothing of it is sold.
-        host_evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
-        host_evidence.record_parity(conn, "n1", sold.parity(), sold.act)
+        host.record_discovery(conn, "n1", sold.document(0), sold.act)
+        host.record_parity(conn, "n1", sold.parity(), sold.act)
         (found,) = gate.open_gate(conn, "n1", sold.act)["closed"][idle]
         assert found["code"] == "proof_missing"
         old = replace(
@@ -101,10 +100,8 @@ def test_evidence_from_before_a_restore_frees_no_blocked_slot(sold: Site) -> Non
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
-        document = sold.proofs(conn, key)[slot["id"]]
-        proofs.record(
-            conn, slots.get(conn, slot["id"]), ProofKind.WIPE, document, allocation_id=key
-        )
+        document = sold.proofs(conn, key)[slot.id]
+        proofs.record(conn, slots.get(conn, slot.id), ProofKind.WIPE, document, allocation_id=key)
         reports.record_absence(conn, key, {"absent": True}, sold.act)
         restored.doubt(conn, sold.act)
         forced = recovery.force_cleanup(conn, key, sold.act, runtime_verified_absent=True)
@@ -135,15 +132,15 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
-        assert code(recovery.remove_orphan, conn, slot["id"], UNKNOWN, sold.act) == "slot_in_use"
-        assert slots.get(conn, slot["id"]).status == "cleanup_blocked"
-        recovery.remove_orphan(conn, slot["id"], key, sold.act)
+        assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "slot_in_use"
+        assert slots.get(conn, slot.id).status == "cleanup_blocked"
+        recovery.remove_orphan(conn, slot.id, key, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
-        slices.wipe_slots_failed(conn, [slot["id"]], sold.act, step="nvme_wipe", error={})
-        assert code(recovery.remove_orphan, conn, slot["id"], UNKNOWN, sold.act) == "slot_in_use"
-        task = recovery.remove_orphan(conn, slot["id"], key, sold.act)
+        slices.cleanup_failed(conn, [slot.id], sold.act, step="nvme_wipe", error={})
+        assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "slot_in_use"
+        task = recovery.remove_orphan(conn, slot.id, key, sold.act)
         cleaned(sold, conn, task)
-        assert slots.get(conn, slot["id"]).status == "available"
+        assert slots.get(conn, slot.id).status == "available"
         assert invariants.check(conn) == []
 
 
@@ -155,11 +152,11 @@ def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Site, named
         slot_life.disable(conn, slot_id, sold.act)
         recovery.remove_orphan(conn, slot_id, UNKNOWN, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
-        slices.wipe_slots_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
+        slices.cleanup_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
         # As the recovery policy tries by itself.
         recovery.repair(conn, slot_id, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
-        slices.wipe_slots_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
+        slices.cleanup_failed(conn, [slot_id], sold.act, step="nvme_wipe", error={})
         cleaned(sold, conn, recovery.remove_orphan(conn, slot_id, named, sold.act))
         assert slots.get(conn, slot_id).status == "disabled"
         assert gate.gate(conn, slot_id) == ()

@@ -14,6 +14,7 @@ from reconciler.lifecycle import host, recovery, recovery_cases, recovery_policy
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, queue, reports
+from reconciler.records.claims import held_slots
 from reconciler.settings import Settings
 from reconciler.work.loops import play_recovery_cases, recover_blocked
 from tests.unit.reconciler.conftest import Site
@@ -65,7 +66,9 @@ class Governed:
             self.site.finish(conn, TaskKind.SLICE_WIPE)
             given = self.site.proofs(conn, allocation_id)
             absence = {"absent": True}
-            assert slices.wiped(conn, allocation_id, self.site.act, proofs=given, absence=absence)
+            assert slices.cleanup_succeeded(
+                conn, allocation_id, self.site.act, proofs=given, absence=absence
+            )
 
         self.do(work)
 
@@ -78,7 +81,7 @@ class Governed:
 
     def marks(self) -> list[str]:
         found = self.do(recovery.blocked)
-        return [slot["health_detail"].get(recovery_policy.STOPPED_KEY, "") for slot in found]
+        return [slot.health_detail.get(recovery_policy.STOPPED_KEY, "") for slot in found]
 
 
 @pytest.fixture
@@ -128,7 +131,8 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     def broken(conn: sa.Connection) -> None:
         governed.site.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
         act = governed.site.act
-        assert slices.wipe_failed(conn, allocation_id, act, step="nvme_wipe", error=ERROR)
+        slot_ids = [slot.id for slot in held_slots(conn, allocation_id)]
+        assert slices.cleanup_failed(conn, slot_ids, act, step="nvme_wipe", error=ERROR)
 
     governed.do(broken)
     governed.look()
@@ -138,9 +142,9 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     (stopped,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery_policy.STOPPED))
     assert (stopped.actor, stopped.subject_id) == ("policy", allocation_id)
     slot = governed.do(recovery.blocked)[0]
-    assert slot["health_detail"]["reason"] == "I/O error", "what happened stays readable"
+    assert slot.health_detail["reason"] == "I/O error", "what happened stays readable"
     # A person goes on from here; what they do clears the mark.
-    governed.do(lambda conn: recovery.repair(conn, slot["id"], governed.site.act))
+    governed.do(lambda conn: recovery.repair(conn, slot.id, governed.site.act))
     governed.wiped(allocation_id)
     assert governed.statuses()[0] == "available"
 

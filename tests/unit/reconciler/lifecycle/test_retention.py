@@ -21,9 +21,8 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
 from reconciler.runs.paths import RunPaths, run_directory, write_json
-from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
-from reconciler.work.loops import DAY_S, forget, tidy
+from reconciler.work.loops import DAY_S, LOOPS, forget, tidy
 from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.covers("CTRL-9")

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, gate, host, invariants, launch, slices
+from reconciler.lifecycle import gate, host, invariants, launch, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -207,14 +207,14 @@ def test_no_iommu_group_is_in_two_slots(sold: Site) -> None:
     for address in together:
         functions[address]["group_members"] = together
     with transaction(sold.engine) as conn:
-        evidence.record_discovery(conn, "n1", document, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
         assert code(slot_life.approve, conn, "n1", last, sold.act) == "group_shared"
         assert sold.statuses(conn) == ["available", "available"]
 
         together[:] = [first.fabric_vf_pci_address, second.fabric_vf_pci_address]
         for address in together:
             functions[address]["group_members"] = together
-        evidence.record_discovery(conn, "n1", document, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
         for slot in slots.of_node(conn, "n1"):
             slot_life.disable(conn, slot.id, sold.act)
             assert "discovery:group_shared" in {row.code for row in gate.gate(conn, slot.id)}
@@ -250,7 +250,7 @@ def test_reboot_and_reimage_close_the_gate(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         document = sold.document(0)
         document["identity"]["boot_id"] = "another-boot"
-        evidence.record_discovery(conn, "n1", document, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
         assert sold.statuses(conn) == ["disabled", "disabled"]
         row = journal.history_of(conn, "slot", slots.of_node(conn, "n1")[0].id)[-1]
         assert row.reason == "gate closed: new boot"
@@ -258,15 +258,15 @@ def test_reboot_and_reimage_close_the_gate(sold: Site) -> None:
         assert {row["code"] for rows in found.values() for row in rows} == {"parity_stale"}
         report = sold.parity()
         report["identity"]["boot_id"] = "another-boot"
-        evidence.record_parity(conn, "n1", report, sold.act)
+        host.record_parity(conn, "n1", report, sold.act)
         assert len(gate.open_gate(conn, "n1", sold.act)["opened"]) == 2
         host.observed(conn, "n1", sold.act, identity={"host_key": "ssh-ed25519 BBBB"})
         assert sold.statuses(conn) == ["disabled", "disabled"]
         # The new installation's ledger knows nothing of the proofs that the old one gave.
         for kind in (document, report):
             kind["identity"]["host_key"] = "ssh-ed25519 BBBB"
-        evidence.record_discovery(conn, "n1", document, sold.act)
-        evidence.record_parity(conn, "n1", report, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
+        host.record_parity(conn, "n1", report, sold.act)
         found = gate.open_gate(conn, "n1", sold.act)["closed"]
         assert {row["code"] for rows in found.values() for row in rows} == {"proof_stale"}
         for slot in slots.of_node(conn, "n1"):
@@ -302,7 +302,7 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
             disk["identity"] = "eui.5e00000000000999"
         else:
             document["slice_network"]["blockers"] = [{"code": "missing_dnsmasq", "detail": "x"}]
-        evidence.record_discovery(conn, "n1", document, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
         found = slots.get(conn, first.id)
         assert found.status == "disabled"
         assert code in found.status_reason
@@ -312,7 +312,7 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
         assert code in {one["code"] for one in row.evidence["blockers"]}
         assert [v for v in invariants.check(conn) if v.invariant != "I12"] == []
         # Seen without it, the slot passes again.
-        evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
+        host.record_discovery(conn, "n1", sold.document(0), sold.act)
         assert gate.open_gate(conn, "n1", sold.act)["closed"] == {}
 
 
@@ -329,7 +329,7 @@ def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Site
         document = sold.document(0)
         disk = next(d for d in document["nvme"] if d["identity"] == held.nvme_identity)
         disk["blockers"] = [{"code": "qemu_in_use", "detail": "a guest"}]
-        evidence.record_discovery(conn, "n1", document, sold.act, observed_at=asked)
+        host.record_discovery(conn, "n1", document, sold.act, observed_at=asked)
         assert sold.statuses(conn) == ["available", "available"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import evidence, gate, invariants, launch, recovery, slices
+from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -31,7 +31,7 @@ def test_a_blocked_slot_whose_device_died_is_written_off(sold: Site, dead: str) 
         slot = slots.get(conn, claims.of_allocation(conn, key)[0].slot_id)
         assert code(slot_life.withdraw, conn, slot.id, sold.act.because("")) == "reason_required"
         assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "not looked at"
-        evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
+        host.record_discovery(conn, "n1", sold.document(0), sold.act)
         assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "all is there"
         document = sold.document(0)
         name, column, gone = {
@@ -39,9 +39,9 @@ def test_a_blocked_slot_whose_device_died_is_written_off(sold: Site, dead: str) 
             "gpu": ("gpu", "address", slot.gpu_pci_address),
         }[dead]
         document[name] = [one for one in document[name] if one[column] != gone]
-        evidence.record_discovery(conn, "n1", document, sold.act, observed_at=slot.status_since - 1)
+        host.record_discovery(conn, "n1", document, sold.act, observed_at=slot.status_since - 1)
         assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "from before"
-        evidence.record_discovery(conn, "n1", document, sold.act)
+        host.record_discovery(conn, "n1", document, sold.act)
         after = slot_life.withdraw(conn, slot.id, sold.act)
         assert after.retired_at and after.status == "disabled"
         assert after.fence > slot.fence
@@ -50,8 +50,8 @@ def test_a_blocked_slot_whose_device_died_is_written_off(sold: Site, dead: str) 
         assert recovery.blocked(conn) == []
         assert invariants.check(conn) == []
         # Put back or replaced, it is approved anew; the disk is not believed to be clean.
-        evidence.record_discovery(conn, "n1", sold.document(0), sold.act)
-        evidence.record_parity(conn, "n1", sold.parity(), sold.act)
+        host.record_discovery(conn, "n1", sold.document(0), sold.act)
+        host.record_parity(conn, "n1", sold.parity(), sold.act)
         bundle = Bundle.of(sold.document(0)["candidates"][0]["bundle"])
         again = slot_life.approve(conn, "n1", bundle, sold.act)
         assert again.nvme_identity == slot.nvme_identity
@@ -65,6 +65,6 @@ def test_a_dead_slot_is_not_written_off_under_a_claim(sold: Site) -> None:
         launch.release(conn, key, sold.act)
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         slices.release_failed(conn, key, sold.act, step="nvme_wipe", error={})
-        evidence.record_discovery(conn, "n1", {**sold.document(0), "nvme": []}, sold.act)
+        host.record_discovery(conn, "n1", {**sold.document(0), "nvme": []}, sold.act)
         slot_id = claims.of_allocation(conn, key)[0].slot_id
         assert code(slot_life.withdraw, conn, slot_id, sold.act) == "claim_live"

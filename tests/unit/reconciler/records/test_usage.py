@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import sqlalchemy as sa
 
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
-from reconciler.db.migrations import migrate
 from reconciler.lifecycle import host, launch, recovery, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
@@ -73,10 +70,12 @@ def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
         (over,) = usage.every(conn, ALWAYS)
         assert over["end_state"] == "released"
         host.regained(conn, "n1", sold.act)
-        recovery.repair(conn, recovery.blocked(conn)[0]["id"], sold.act)
+        recovery.repair(conn, recovery.blocked(conn)[0].id, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE)
         given = sold.proofs(conn, allocation_id)
-        assert slices.wiped(conn, allocation_id, sold.act, proofs=given, absence={"absent": True})
+        assert slices.cleanup_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
+        )
         assert usage.every(conn, ALWAYS)[0]["ended_at"] == over["ended_at"]
 
 
@@ -161,42 +160,3 @@ def test_nobody_changes_what_was_sold(sold: Site) -> None:
         reopened = sa.update(tables.usage).values(ended_at=None, end_state="")
         with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"), conn.begin_nested():
             conn.execute(reopened)
-
-
-def test_what_was_active_before_gets_its_record(sold: Site, tmp_path: Path) -> None:
-    # Without foreign keys, so that rows go in table by table.
-    old = sa.create_engine(f"sqlite:///{tmp_path / 'old.db'}")
-    backfill(sold, old)
-    old.dispose()
-
-
-def backfill(sold: Site, old: sa.Engine) -> None:
-    """A database of the version before: the same claims, no usage records."""
-    with transaction(sold.engine) as conn:
-        running = sold.active(conn)
-        over = sold.active(conn)
-        launch.release(conn, over, sold.act)
-        given = sold.proofs(conn, over)
-        slices.release_succeeded(conn, over, sold.act, proofs=given, absence={"absent": True})
-        sold.failed(conn)
-        wanted = usage.every(conn, ALWAYS)
-    migrate(old, "0009")
-    tables_then = ("projects", "nodes", "images", "wipe_proofs", "node_resource_slots")
-    with reading(sold.engine) as source, old.begin() as target:
-        for name in (*tables_then, "allocations", "allocation_resource_claims"):
-            table = tables.metadata.tables[name]
-            known = {column["name"] for column in sa.inspect(target).get_columns(name)}
-            for row in rows.every(source, sa.select(table)):
-                kept = {key: row[key] for key in known & set(row) if key != "live_mode"}
-                # Columns that came later have defaults, which the version before cannot take.
-                then = sa.table(name, *(sa.column(key, table.c[key].type) for key in kept))
-                target.execute(sa.insert(then).values(**kept))
-    migrate(old, "0010")
-    with old.connect() as conn:
-        found = {row["allocation_id"]: row for row in usage.every(conn, ALWAYS)}
-    assert set(found) == {running, over}
-    for row in wanted:
-        ended = row["ended_at"]
-        same = found[row["allocation_id"]]
-        assert {**same, "counted_ms": 0} == {**row, "counted_ms": 0}
-        assert ended is None or same["counted_ms"] == row["counted_ms"]

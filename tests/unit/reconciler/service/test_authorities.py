@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.model.errors import Problem
-from reconciler.service.authorities import adopt
+from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import open_trust
 

@@ -22,9 +22,9 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.leader import LOOPS, Deposed, campaign, led_by, resign
 from reconciler.db.migrations import migrate
-from reconciler.service.heartbeat import Heartbeat
-from reconciler.service.loops import Loop, Loops
+from reconciler.service.process import Heartbeat
 from reconciler.settings import Settings
+from reconciler.work.loops import Loop, Loops
 from tests.unit.reconciler.service.postgres import Postgres
 from tests.unit.reconciler.service.writer import LEASE_S
 

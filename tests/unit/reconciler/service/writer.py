@@ -14,7 +14,7 @@ from sqlalchemy import exc
 from reconciler.db import journal
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.leader import Deposed, led_by
-from reconciler.service.heartbeat import Heartbeat
+from reconciler.service.process import Heartbeat
 
 LEASE_S = 0.25
 

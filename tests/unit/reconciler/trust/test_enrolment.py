@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from reconciler.trust import ca, keygen
-from reconciler.trust.certificates import Signature, certify
+from reconciler.trust.certificates import Signature, certify, read_certificate
 from reconciler.trust.enrolment import EnrolmentRequest, answer, read_pin, userdata
-from reconciler.trust.errors import TrustError
+from reconciler.trust.keygen import TrustError
 from tests.unit.reconciler.trust.machine import TOKEN, Api, Host, Reply
 
 pytestmark = pytest.mark.covers("HOST-13")
@@ -76,7 +76,7 @@ def test_a_host_is_enrolled(host: Host, api: Api, trust: ca.Trust) -> None:
     ((path, body),) = api.asked
     assert path == "/api/v1/nodes/node-1/enrol"
     assert (body["token"], body["node_id"]) == (TOKEN, "node-1")
-    certificate = ca.read_certificate(host.text("etc/ssh/ssh_host_ed25519_key-cert.pub"))
+    certificate = read_certificate(host.text("etc/ssh/ssh_host_ed25519_key-cert.pub"))
     assert (certificate.kind, certificate.principals) == ("host", ("node-1",))
     assert host.text("etc/ssh/gpuaas_user_ca.pub").strip() == ca.user_ca(trust)
     assert host.text("etc/ssh/gpuaas_principals/root") == "gpuaas-operator\n"

@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import evidence as host_evidence
 from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
@@ -210,12 +209,10 @@ def test_a_restarted_host_gets_its_slots_back_and_sells_nothing_until_it_is_prov
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["disabled", "disabled"]
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
-        host_evidence.record_discovery(
-            conn, "n1", {**sold.document(0), "identity": restarted(sold)}, ADMIN
-        )
+        host.record_discovery(conn, "n1", {**sold.document(0), "identity": restarted(sold)}, ADMIN)
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
         report = {**sold.parity(), "identity": restarted(sold)}
-        host_evidence.record_parity(conn, "n1", report, ADMIN)
+        host.record_parity(conn, "n1", report, ADMIN)
         assert len(gate.open_gate(conn, "n1", ADMIN)["opened"]) == 2
 
 
@@ -251,11 +248,9 @@ def test_an_old_run_does_not_unsettle_a_host_that_was_proven_since(
     runs.ends("failed", step="Lease the slots", error=BOOT_CHANGED, evidence=evidence)
     runs.alive = True
     with transaction(sold.engine) as conn:
-        host_evidence.record_discovery(
-            conn, "n1", {**sold.document(0), "identity": restarted(sold)}, ADMIN
-        )
+        host.record_discovery(conn, "n1", {**sold.document(0), "identity": restarted(sold)}, ADMIN)
         report = {**sold.parity(), "identity": restarted(sold)}
-        host_evidence.record_parity(conn, "n1", report, ADMIN)
+        host.record_parity(conn, "n1", report, ADMIN)
         gate.open_gate(conn, "n1", ADMIN)
     attend()
     with transaction(sold.engine) as conn:

@@ -11,8 +11,9 @@ import sqlalchemy as sa
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Proof, Task
-from reconciler.lifecycle import host, launch, slices
+from reconciler.lifecycle import host, launch, slices, task_failures
 from reconciler.lifecycle import slots as slot_life
+from reconciler.lifecycle.task_failures import Failure
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind
@@ -20,7 +21,7 @@ from reconciler.profiles import hardware_profile
 from reconciler.records import allocations, nodes, proofs, queue, reports, slots
 from reconciler.runs import contract
 from reconciler.settings import Settings
-from reconciler.work.handler import Failure, Work
+from reconciler.work.handler import Work
 from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines
@@ -152,7 +153,7 @@ def test_only_the_host_itself_says_that_nothing_was_touched(
         conn.execute(sa.update(tables.tasks).values(started_at=1.0))
         found = work(conn, only_task(conn, "baremetal.provision"))
         failure = Failure("Take the machine", ERROR, {**evidence, "baseline": BEFORE}, known=known)
-        HANDLERS["baremetal.provision"].fail(found, failure)
+        task_failures.record(conn, found.task, failure)
         assert bool(nodes.get(conn, "m1").unclean_allocation_id) is unclean
         assert reports.baseline(conn, found.task.allocation_id) == BEFORE
 
@@ -163,7 +164,8 @@ def test_a_restarted_host_is_discovered_before_it_is_given_away(machines: Machin
         conn.execute(sa.update(tables.tasks).values(started_at=1.0))
         found = work(conn, only_task(conn, "baremetal.provision"))
         error = {**ERROR, "code": "boot_changed"}
-        HANDLERS["baremetal.provision"].fail(found, Failure("s", error, UNTOUCHED, known=True))
+        failure = Failure("s", error, UNTOUCHED, known=True)
+        task_failures.record(conn, found.task, failure)
         assert nodes.get(conn, "m1").boot_id == ""
         assert machines.reasons(conn) == {"m1": "discovery_stale"}
 
@@ -189,7 +191,8 @@ def test_a_failed_release_blocks_the_machine(machines: Machines) -> None:
         allocation_id = machines.active(conn)
         launch.release(conn, allocation_id, machines.act)
         found = work(conn, only_task(conn, "baremetal.release"))
-        HANDLERS["baremetal.release"].fail(found, Failure("Wipe", ERROR, {}, known=True))
+        failure = Failure("Wipe", ERROR, {}, known=True)
+        task_failures.record(conn, found.task, failure)
         assert nodes.get(conn, "m1").unclean_allocation_id == allocation_id
 
 

@@ -16,13 +16,12 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, host, invariants, launch, recovery, slices
+from reconciler.lifecycle.task_failures import cancel, locked_subject
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind
 from reconciler.records import allocations, leasing, nodes, queue, slots
 from reconciler.settings import Settings
-from reconciler.work.cancel import cancel
-from reconciler.work.deadlines import end_overdue
-from reconciler.work.handler import failed_work
+from reconciler.work.loops import end_overdue
 from tests.unit.reconciler.conftest import ADMIN, Database, Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.whole_machines import Machines
@@ -73,7 +72,7 @@ def ended(engine: sa.Engine, settings: Settings) -> Callable[[TaskKind], Task]:
     def end(kind: TaskKind) -> Task:
         with reading(engine) as conn:
             (task,) = [task for task in queue.every(conn, kind=kind) if not task.finished_at]
-        return retrying(engine, lambda conn: cancel(conn, settings, task.id, ACT))
+        return retrying(engine, lambda conn: cancel(conn, task.id, ACT))
 
     return end
 
@@ -144,8 +143,11 @@ def test_a_second_attempt_proves_nothing_about_the_first(sold: Site, ended: End)
     with transaction(sold.engine) as conn:
         assert states(conn, key) == ("failed", "failed", "cleanup_blocked")
         (blocked,) = recovery.blocked(conn)
-        assert (blocked["allocation_id"], blocked["step"]) == (key, "wait for its run")
-        assert blocked["fence"] > fence
+        assert (blocked.health_detail["allocation_id"], blocked.health_detail["step"]) == (
+            key,
+            "wait for its run",
+        )
+        assert blocked.fence > fence
     recovered(sold, key)
 
 
@@ -167,7 +169,7 @@ def test_a_release_is_finished_by_recovery(sold: Site, ended: End, waits: bool) 
 def test_a_clean_up_blocks_its_slot_again(sold: Site, ended: End) -> None:
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
-        recovery.repair(conn, recovery.blocked(conn)[0]["id"], ACT)
+        recovery.repair(conn, recovery.blocked(conn)[0].id, ACT)
         assert states(conn, key)[2] == "cleanup"
     ended(TaskKind.SLICE_WIPE)
     with reading(sold.engine) as conn:
@@ -181,7 +183,7 @@ def recovered(sold: Site, key: str) -> None:
         recovery.force_cleanup(conn, key, ACT, runtime_verified_absent=True)
         sold.finish(conn, TaskKind.SLICE_WIPE)
         given = sold.proofs(conn, key)
-        assert slices.wiped(conn, key, ACT, proofs=given, absence=ABSENT)
+        assert slices.cleanup_succeeded(conn, key, ACT, proofs=given, absence=ABSENT)
         assert states(conn, key) == ("failed", "failed", "available")
 
 
@@ -334,8 +336,8 @@ def test_a_warning_opens_no_writing_transaction(
     def refuse(_engine: sa.Engine) -> Any:
         raise AssertionError("a transaction was opened")
 
-    monkeypatch.setattr("reconciler.work.deadlines.transaction", refuse)
-    monkeypatch.setattr("reconciler.work.deadlines.log.exception", pytest.fail)
+    monkeypatch.setattr("reconciler.work.loops.transaction", refuse)
+    monkeypatch.setattr("reconciler.work.loops._OVERDUE_LOG.exception", pytest.fail)
     end_overdue(sold.engine, settings)
 
 
@@ -356,12 +358,12 @@ def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     def slow(*given: Any) -> Any:
         with transaction(sold.engine) as other:
             taken.extend(leasing.lease(other, "worker"))
-        return failed_work(*given)
+        return locked_subject(*given)
 
-    monkeypatch.setattr("reconciler.work.cancel.failed_work", slow)
+    monkeypatch.setattr("reconciler.lifecycle.task_failures.locked_subject", slow)
     with reading(sold.engine) as conn:
         (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
-    end = partial(cancel, settings=settings, task_id=task.id, act=ACT)
+    end = partial(cancel, task_id=task.id, act=ACT)
     with (
         pytest.raises(Problem, match="generation_conflict"),
         transaction(sold.engine) as conn,

@@ -24,8 +24,8 @@ from reconciler.runs.launch import Site as RunSite
 from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
 from reconciler.work import worker
-from reconciler.work.deadlines import end_overdue
 from reconciler.work.kinds import HANDLERS
+from reconciler.work.loops import end_overdue
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN, Site
 
@@ -84,7 +84,7 @@ def releasing(sold: Site) -> str:
 def cleaning(sold: Site) -> str:
     with transaction(sold.engine) as conn:
         allocation_id = sold.failed(conn)
-        recovery.repair(conn, recovery.blocked(conn)[0]["id"], ADMIN)
+        recovery.repair(conn, recovery.blocked(conn)[0].id, ADMIN)
     return allocation_id
 
 
@@ -115,9 +115,9 @@ def test_a_task_whose_worker_is_gone_is_lost_and_frees_nothing(
     assert (lost.state, lost.error["code"]) == ("lost", "deadline_passed")
     with transaction(sold.engine) as conn:
         (slot,) = recovery.blocked(conn)
-        assert (slot["fence"], slot["step"]) == (fence + 1, "deadline")
+        assert (slot.fence, slot.health_detail["step"]) == (fence + 1, "deadline")
         row = journal.history_of(conn, "task", task.id)[-1]
-        assert (row.event, row.evidence) == ("lose", {"fenced_slots": [slot["id"]]})
+        assert (row.event, row.evidence) == ("lose", {"fenced_slots": [slot.id]})
         with pytest.raises(Problem, match="stale_lease"):
             queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
     look()

@@ -18,9 +18,9 @@ from reconciler.model.states import TaskState
 from reconciler.records import leasing, nodes, queue, slots
 from reconciler.runs import contract
 from reconciler.runs.contract import ContractError
-from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
 from reconciler.work import loops
+from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.holdings import Holdings, nothing, put, tenant
 from tests.unit.reconciler.work.test_attend import Runs, attend, runs

@@ -61,7 +61,7 @@ def release(sold: Site, conn: sa.Connection) -> None:
 
 def wipe(sold: Site, conn: sa.Connection) -> None:
     sold.failed(conn)
-    recovery.repair(conn, recovery.blocked(conn)[0]["id"], ADMIN)
+    recovery.repair(conn, recovery.blocked(conn)[0].id, ADMIN)
 
 
 def on_the_node(kind: TaskKind) -> Callable[[Site, sa.Connection], None]:

@@ -18,9 +18,9 @@ from reconciler.lifecycle import app_operations, apps, launch
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, queue
 from reconciler.runs import contract
-from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
 from reconciler.work import loops, worker
+from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.lifecycle.test_apps import ERROR, KEY
 from tests.unit.reconciler.whole_machines import Machines

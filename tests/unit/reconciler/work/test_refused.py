@@ -16,12 +16,13 @@ import sqlalchemy as sa
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import baremetal, launch, recovery, slots
+from reconciler.lifecycle.task_failures import EFFECTS, Failure
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, proofs, queue
 from reconciler.runs.collect import Outcome
 from reconciler.settings import Settings
-from reconciler.work.handler import Failure, Work
+from reconciler.work.handler import Work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -101,7 +102,7 @@ def test_its_slot_waits_for_evidence(
         found = allocations.get(conn, key)
         assert (found.state, found.claims[0].state) == left
         (slot,) = recovery.blocked(conn)
-        assert slot["health_detail"]["code"] == "outcome_refused"
+        assert slot.health_detail["code"] == "outcome_refused"
 
 
 @pytest.mark.covers("I4")
@@ -160,18 +161,21 @@ def test_who_was_only_slower_is_not_refused(sold: Site, tmp_path: Path) -> None:
     assert len(looks) == 2
 
 
-def test_a_failure_that_its_handler_cannot_read_is_unknown(sold: Site, tmp_path: Path) -> None:
+def test_a_failure_that_its_handler_cannot_read_is_unknown(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
     settings, task = begun(sold, tmp_path)
-    handler = HANDLERS[task.kind]
+    effect = EFFECTS[task.kind]
 
-    def strict(work: Work, failure: Failure) -> None:
+    def strict(conn: sa.Connection, task: tables.Task, failure: Failure) -> None:
         if "failure" not in failure.evidence:
             raise KeyError("leftovers")
-        handler.fail(work, failure)
+        effect(conn, task, failure)
 
-    settle(sold.engine, settings, replace(handler, fail=strict), task, ended(False, UNTOUCHED))
+    monkeypatch.setitem(EFFECTS, task.kind, strict)
+    settle(sold.engine, settings, HANDLERS[task.kind], task, ended(False, UNTOUCHED))
     with reading(sold.engine) as conn:
         error = queue.get(conn, task.id).error
         assert error["code"] == "outcome_unreadable"

@@ -17,10 +17,11 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, certificates, leasing, queue, tokens
 from reconciler.runs import contract
-from reconciler.service.loops import LOOPS
 from reconciler.settings import Settings
-from reconciler.trust import ca, keygen
+from reconciler.trust import keygen
+from reconciler.trust.certificates import read_certificate
 from reconciler.work import loops
+from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.work.test_attend import Runs, launched, runs
 from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, Attend, attend
@@ -79,7 +80,7 @@ def test_a_certificate_is_renewed_for_the_same_key_before_it_ends(
     assert attend().state == "succeeded"
     (spec,) = runs.launched
     contract.check_vars("renew_certificate", spec.variables)
-    signed = ca.read_certificate(spec.variables["slice_certificate"])
+    signed = read_certificate(spec.variables["slice_certificate"])
     assert (signed.kind, signed.principals) == ("host", ("n1",))
     with transaction(sold.engine) as conn:
         newest = certificates.current(conn, "n1")

@@ -68,7 +68,7 @@ def test_text_that_cannot_be_kept(sold: Site, tmp_path: Path, where: str, value:
         assert ("error" if where == "error" else "mac") in found.error["found"]
         assert allocations.get(conn, key).state == "failed"
         (slot,) = recovery.blocked(conn)
-        assert slot["health_detail"]["code"] == "outcome_unreadable"
+        assert slot.health_detail["code"] == "outcome_unreadable"
 
 
 def test_why_a_host_was_not_reached_can_always_be_kept(sold: Site, tmp_path: Path) -> None:

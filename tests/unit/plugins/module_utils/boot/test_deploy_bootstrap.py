@@ -42,8 +42,8 @@ TENANT = "23bd713b-6073-4ef7-8a51-2897e902365d"
 
 
 def profile(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / f"profiles/{name}.yml").read_text())
-    return found
+    document: dict[str, Any] = yaml.safe_load((ROOT / f"profiles/{name}.yml").read_text())
+    return document
 
 
 @pytest.fixture(autouse=True)
@@ -105,11 +105,11 @@ def test_what_the_host_goes_without_is_said(
     script.on("dpkg-query", "--show", form, "--", "zstd", "rshim", out="installed zstd\n", rc=1)
     quiet = ("-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=")
     script.on("apt-cache", *quiet, "policy", "--", "rshim")
-    asked = {"packages": ["zstd"], "optional": ["rshim"]}
-    part = _deploy_bootstrap.Part("packages", _host_packages.SUBJECT, asked)
+    params = {"packages": ["zstd"], "optional": ["rshim"]}
+    part = _deploy_bootstrap.Part("packages", _host_packages.SUBJECT, params)
     assert _deploy_bootstrap._done(part, check=False)
-    said = capsys.readouterr().out
-    assert shlex.split(said)[1:] == [
+    output = capsys.readouterr().out
+    assert shlex.split(output)[1:] == [
         "status=PASS", "step=packages",
         "detail=nothing to do; without rshim, which apt does not have",
     ]  # fmt: skip
@@ -209,9 +209,9 @@ def test_an_optional_step_that_fails_is_not_told_as_done(
     part = _deploy_bootstrap.Part("network", subject, {})
     monkeypatch.setattr(_deploy_bootstrap, "parts", lambda _profile: [part])
     assert _deploy_bootstrap.main((), {"GPUAAS_SLICE_PROFILE": "lab"}) == 0
-    said = [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
-    assert said[0] == ["status=CHANGED", "step=network", "detail=address_interface(ovsbr0)"]
-    assert (said[1][0], "command_failed" in said[1][2]) == ("status=WARN", True)
+    lines = [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["status=CHANGED", "step=network", "detail=address_interface(ovsbr0)"]
+    assert (lines[1][0], "command_failed" in lines[1][2]) == ("status=WARN", True)
     assert run(capsys) == (0, ["PASS network", "WARN network", "PASS in_effect"])
     assert run(capsys, "--check") == (0, ["PLANNED network"])
 
@@ -260,7 +260,7 @@ def _broken_ledger(_tree: Path) -> None:
     _host.write(f"{_ledger.DIRECTORY}/slot-0.json", "{")
 
 
-@pytest.mark.parametrize("comes", [_guest, _slot, _broken_ledger], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("comes", [_guest, _slot, _broken_ledger], ids=lambda case: case.__name__)
 def test_nobody_is_rebooted(
     machine: Machine, tree: Path, script: Any, capsys: Any, comes: Callable[[Path], None]
 ) -> None:
@@ -282,8 +282,8 @@ def test_a_machine_that_a_tenant_has_is_left_alone(
     allowed = {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "1"}
     assert run(capsys, **allowed) == (1, ["FAIL tenants"])
     assert _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 1
-    said = capsys.readouterr().out
-    assert "machine_leased" in said and TENANT in said and said.count("\n") == 1
+    output = capsys.readouterr().out
+    assert "machine_leased" in output and TENANT in output and output.count("\n") == 1
     assert (_host.read("/etc/one"), script.calls) == (None, [])
     # A forecast names every obstacle.
     forecast = ["FAIL tenants", "PLANNED one", "PLANNED two", "PLANNED three"]
@@ -315,8 +315,8 @@ def test_tuning_and_names_of_the_site_come_from_the_environment(
         "GPUAAS_SLICE_TUNING": "hugepages-1g,network-buffers",
         "GPUAAS_SLICE_API_NAMES": "api.example=192.0.2.20,api6.example=2001:db8::20",
     }
-    found = _deploy_bootstrap._profile(settings)
-    parts = {part.name: part.params for part in _deploy_bootstrap.parts(found)}
+    resolved = _deploy_bootstrap._profile(settings)
+    parts = {part.name: part.params for part in _deploy_bootstrap.parts(resolved)}
     assert parts["api_names"]["names"] == {
         "api.example": "192.0.2.20",
         "api6.example": "2001:db8::20",
@@ -325,7 +325,7 @@ def test_tuning_and_names_of_the_site_come_from_the_environment(
     assert parts["tuning"]["opted_in"] == parts["tuning"]["profiles"]
     assert parts["tuning"]["hugepages_1g"] == parts["kernel"]["hugepages_1g"]
     assert parts["kernel"]["tuning"] == parts["tuning"]["profiles"]
-    assert "api_names" not in {one.name for one in _deploy_bootstrap.parts(profile("lab"))}
+    assert "api_names" not in {part.name for part in _deploy_bootstrap.parts(profile("lab"))}
 
 
 @pytest.mark.covers("HOST-5")
@@ -342,8 +342,8 @@ def test_without_a_word_what_was_opted_in_to_stays(
     tree: Path, monkeypatch: pytest.MonkeyPatch, word: dict[str, str], opted_in: Any, names: Any
 ) -> None:
     _host.write(_host_tuning.OPTED_IN, '{"profiles": ["network-buffers"]}')
-    found = _deploy_bootstrap._profile({"GPUAAS_SLICE_PROFILE": "lab", **word})
-    parts = {part.name: part for part in _deploy_bootstrap.parts(found)}
+    profile = _deploy_bootstrap._profile({"GPUAAS_SLICE_PROFILE": "lab", **word})
+    parts = {part.name: part for part in _deploy_bootstrap.parts(profile)}
     assert parts["tuning"].params["opted_in"] == opted_in
     assert parts["kernel"].params["tuning"] == names
 
@@ -354,8 +354,8 @@ def test_a_record_of_the_host_that_cannot_be_read_is_named_before_anything_is_do
 ) -> None:
     _host.write(_host_tuning.OPTED_IN, "{")
     assert _deploy_bootstrap.main([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 2
-    said = capsys.readouterr().out
-    assert "tuning_record_unreadable" in said and _host_tuning.OPTED_IN in said
+    output = capsys.readouterr().out
+    assert "tuning_record_unreadable" in output and _host_tuning.OPTED_IN in output
     assert _host.read("/etc/one") is None
     # The network part does not depend on this.
     assert _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab"}) == 0
@@ -386,8 +386,8 @@ def test_the_network_alone_refuses_a_setting_that_it_does_not_use(
     machine: Machine, script: Any, capsys: Any, name: str
 ) -> None:
     code = _deploy_bootstrap.network([], {"GPUAAS_SLICE_PROFILE": "lab", name: "1"})
-    said = capsys.readouterr().out
-    assert (code, "setting_unused" in said, name in said) == (2, True, True)
+    output = capsys.readouterr().out
+    assert (code, "setting_unused" in output, name in output) == (2, True, True)
     assert _host.read("/etc/one") is None
     settings = {"GPUAAS_SLICE_PROFILE": "lab", name: ""}
     settings |= {"GPUAAS_SLICE_REBOOT_IF_REQUIRED": "0"}
@@ -408,14 +408,14 @@ def test_the_help_of_each_file_names_the_settings_that_it_uses(capsys: Any) -> N
 def test_the_help_says_how_tuning_is_taken_back(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         _deploy_bootstrap.main(["--help"], {})
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     back = f"{_tuning_opt_in.NOTHING} takes all back"
     for words in (_host_tuning.OPTED_IN, back, *_tuning_profiles.PROFILES):
-        assert words in said
+        assert words in output
 
 
 def test_boot_services_get_their_sources_from_the_generated_file() -> None:
-    (script,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
+    (script,) = (entry for entry in standalone.SCRIPTS if entry.path == SCRIPT)
     body = standalone.build(script).partition("GPUAAS_STANDALONE_END'\n")[2]
     importer = body.partition("\nGPUAAS_STANDALONE_END\n")[0].rpartition("\nrun(")[0]
     units = ("network._bridge", "fabric._virtual_functions")
@@ -437,7 +437,7 @@ def test_boot_services_get_their_sources_from_the_generated_file() -> None:
 
 def test_the_generated_file_stands_alone(tmp_path: Path) -> None:
     """Run it outside the repository, as cloud-init does, on a machine that it must not change."""
-    (script,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
+    (script,) = (entry for entry in standalone.SCRIPTS if entry.path == SCRIPT)
     file = tmp_path / "bootstrap.sh"
     file.write_text(standalone.build(script))
     environment = {"PATH": os.environ["PATH"], "GPUAAS_SLICE_PROFILE": "lab"}

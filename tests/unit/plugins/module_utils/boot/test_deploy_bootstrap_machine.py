@@ -42,10 +42,10 @@ def script(tmp_path: Path) -> Path:
     lab["fabric"]["pf_ids"] = []
     profile = tmp_path / "lab.yml"
     profile.write_text(yaml.safe_dump(lab))
-    (one,) = (one for one in standalone.SCRIPTS if one.path == SCRIPT)
+    (entry,) = (entry for entry in standalone.SCRIPTS if entry.path == SCRIPT)
     file = tmp_path / "bootstrap.sh"
-    data = {**one.data, "profiles/lab.yml": str(profile)}
-    file.write_text(standalone.build(dataclasses.replace(one, data=data)))
+    data = {**entry.data, "profiles/lab.yml": str(profile)}
+    file.write_text(standalone.build(dataclasses.replace(entry, data=data)))
     return file
 
 
@@ -84,9 +84,9 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
 
 def _words(lines: list[str]) -> list[str]:
     """Return `status step` of each step line, and other lines unchanged."""
-    found = []
+    printed = []
     for line in filter(None, lines):
         words = dict(word.partition("=")[::2] for word in line.split())
         status = words.get("status", "")
-        found.append(f"{status} {words.get('step')}" if status else line)
-    return found
+        printed.append(f"{status} {words.get('step')}" if status else line)
+    return printed

@@ -209,9 +209,9 @@ def test_a_unit_by_any_name_that_systemctl_takes_becomes_what_it_was(
     before = sorted(root.rglob("*"))
     assert drive(services=[name]).failure is None
     # A site's template leaves room for the mask of an instance.
-    own = "@" not in name and folder.startswith("/etc")
-    assert systemd.states == [f"inactive/{was if own else 'masked'}"]
-    assert own == _host.path(f"/etc/systemd/system/{name}.service.d").is_dir()
+    is_instance = "@" not in name and folder.startswith("/etc")
+    assert systemd.states == [f"inactive/{was if is_instance else 'masked'}"]
+    assert is_instance == _host.path(f"/etc/systemd/system/{name}.service.d").is_dir()
     assert not drive(services=[name]).changed
     restored = drive(services=[], state="restored")
     assert restored.failure is None and "start_service" in restored.done

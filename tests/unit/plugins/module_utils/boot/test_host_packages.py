@@ -35,8 +35,8 @@ def host(tree: Path) -> None:
 
 
 def drive(*packages: str, optional: tuple[str, ...] = (), check: bool = False) -> _change.Outcome:
-    asked = {"packages": list(packages), "optional": list(optional)}
-    return _change.drive(_host_packages.SUBJECT, asked, check_mode=check)
+    params = {"packages": list(packages), "optional": list(optional)}
+    return _change.drive(_host_packages.SUBJECT, params, check_mode=check)
 
 
 def install(*names: str) -> tuple[str, ...]:
@@ -50,14 +50,14 @@ def test_this_machines_own_packages_need_no_apt() -> None:
 
 
 def test_what_is_missing_or_only_removed_is_installed(script: Any) -> None:
-    wanted = ("ovmf", "zstd", "dnsmasq")
+    missing = ("ovmf", "zstd", "dnsmasq")
     before, after = (
         "installed zstd\nconfig-files dnsmasq\n",
-        "".join(f"installed {name}\n" for name in wanted),
+        "".join(f"installed {name}\n" for name in missing),
     )
-    script.on(*QUERY, *wanted, out=before, rc=1).on(*QUERY, *wanted, out=after)
+    script.on(*QUERY, *missing, out=before, rc=1).on(*QUERY, *missing, out=after)
     script.on(*APT, LOCK, "update").on(*install("ovmf", "dnsmasq"))
-    assert drive(*wanted).done == ["install_packages"]
+    assert drive(*missing).done == ["install_packages"]
     assert script.calls[1:3] == [(*APT, LOCK, "update"), install("ovmf", "dnsmasq")]
     # The way back needs the record of packages that were not installed before.
     assert _host_snapshot.recall(_host_packages.RECORD) == dict.fromkeys(
@@ -84,10 +84,10 @@ def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
     assert outcome.evidence["install_optional"] == {"installed": [], "unavailable": ["rshim"]}
     assert _host_snapshot.recall(_host_packages.RECORD) == {"zstd": "installed"}
     # The next run has nothing to do, and needs no mirror to find that out.
-    asked = len(script.calls)
+    calls = len(script.calls)
     again = drive("zstd", optional=("rshim",))
     assert (again.changed, again.facts["unavailable"]) == (False, ["rshim"])
-    assert [call[0] for call in script.calls[asked:]] == ["dpkg-query", "apt-cache"]
+    assert [call[0] for call in script.calls[calls:]] == ["dpkg-query", "apt-cache"]
 
 
 def test_what_apt_has_is_installed_though_it_is_optional(script: Any) -> None:

@@ -70,7 +70,7 @@ def drive(*profiles: str, check: bool = False, **more: Any) -> _change.Outcome:
 
 def ours(tree: Path) -> list[Path]:
     """Return every file that the tuning code writes."""
-    return [one for path in ("etc", "var") for one in (tree / path).rglob("*") if one.is_file()]
+    return [file for path in ("etc", "var") for file in (tree / path).rglob("*") if file.is_file()]
 
 
 def test_off_by_default_and_nothing_is_touched(kernel: Kernel) -> None:
@@ -166,9 +166,9 @@ def test_a_limit_that_cannot_be_asked_is_not_in_force(
 
 def test_the_question_about_the_limit_works_on_this_machine() -> None:
     """The real runuser, through PAM."""
-    found = _command.run(_host_tuning._LOGIN).out.split()
-    assert len(found) == 2
-    assert all(word == "unlimited" or word.isdigit() for word in found)
+    limits = _command.run(_host_tuning._LOGIN).out.split()
+    assert len(limits) == 2
+    assert all(word == "unlimited" or word.isdigit() for word in limits)
 
 
 def test_the_record_is_the_first_word(kernel: Kernel) -> None:

@@ -75,8 +75,8 @@ class Machine:
         else:
             assert argv == ["update-initramfs", "-u", "-k", "all"], argv
             inputs = ("etc/modprobe.d/gpuaas-vfio.conf", "etc/initramfs-tools/modules")
-            found = {name: self.tree / name for name in inputs}
-            self.built = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+            files = {name: self.tree / name for name in inputs}
+            self.built = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
         return _command.Result(0, "", "")
 
 

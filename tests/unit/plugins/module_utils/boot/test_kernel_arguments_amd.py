@@ -80,9 +80,9 @@ class Epyc(test_kernel_arguments.Machine):
 
     def files(self) -> dict[str, str]:
         """Return the arguments in the site's GRUB files."""
-        found = [self.tree / "etc/default/grub", *(self.tree / "etc/default").glob("grub.d/*")]
+        sources = [self.tree / "etc/default/grub", *(self.tree / "etc/default").glob("grub.d/*")]
         ours = _host.path(_kernel_arguments.DROP_IN)
-        return {file.name: file.read_text() for file in found if file != ours}
+        return {file.name: file.read_text() for file in sources if file != ours}
 
 
 @pytest.fixture
@@ -174,17 +174,17 @@ def test_an_argument_that_switches_it_off_is_named(epyc: Epyc, word: str) -> Non
     failure = drive(in_effect=True).failure
     assert failure is not None and failure.code == "iommu_missing"
     assert failure.found == f"none, booted with {word}"
-    found = _checks_platform.iommu_groups(facts())
-    assert found == _check.failed("the kernel has made no IOMMU group")
+    result = _checks_platform.iommu_groups(facts())
+    assert result == _check.failed("the kernel has made no IOMMU group")
 
 
 def test_parity_and_discovery_ask_an_amd_host_for_no_argument_of_intels(epyc: Epyc) -> None:
     look = _checks_platform.kernel_cmdline
-    found = look(facts())
-    assert found.status == "FAIL"
-    assert "iommu=pt is not in /proc/cmdline" in found.detail
-    assert "the next boot would lose iommu=pt" in found.detail
-    assert "intel_iommu" not in found.detail
+    result = look(facts())
+    assert result.status == "FAIL"
+    assert "iommu=pt is not in /proc/cmdline" in result.detail
+    assert "the next boot would lose iommu=pt" in result.detail
+    assert "intel_iommu" not in result.detail
     test_kernel_arguments.drive(INTELS)
     assert look(facts()).status == "FAIL"
     epyc.reboot()

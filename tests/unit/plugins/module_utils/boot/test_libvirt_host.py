@@ -25,7 +25,7 @@ SHOW = (
 
 
 def shown(daemon: str, socket: str) -> str:
-    blocks = (one.split("/") for one in (daemon, socket))
+    blocks = (name.split("/") for name in (daemon, socket))
     return "\n\n".join(f"ActiveState={a}\nUnitFileState={f}" for a, f in blocks)
 
 

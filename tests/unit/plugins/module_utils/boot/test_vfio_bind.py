@@ -232,8 +232,8 @@ def test_boot_waits_for_who_looks_at_gpus_and_names_who_stays(
     monkeypatch.setattr(_boot_service, "boot", functools.partial(_boot_service.boot, sleep=sleep))
     assert _vfio_bind.boot(_vfio_bind.SETTINGS) == (1 if stays else 0)
     assert pci.driver(GPU) == ("nvidia" if stays else "vfio-pci")
-    told = capsys.readouterr().out
-    assert ("process 4242 (qemu-system-x86)" in told) is stays, told
+    output = capsys.readouterr().out
+    assert ("process 4242 (qemu-system-x86)" in output) is stays, output
 
 
 def test_boot_leaves_a_host_outside_slice_mode_alone(pci: Any) -> None:

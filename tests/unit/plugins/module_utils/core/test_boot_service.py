@@ -46,8 +46,11 @@ def step(name: str) -> _change.Step:
 
 def test_a_fresh_host_gets_files_and_a_start(tree: Path, script: Any) -> None:
     script.on(*SHOW, UNIT.service, out=block("inactive", ""))
-    found = _boot_service.observe(UNIT)
-    assert [s.name for s in _boot_service.plan(UNIT, found)] == ["install_service", "start_service"]
+    installed = _boot_service.observe(UNIT)
+    assert [s.name for s in _boot_service.plan(UNIT, installed)] == [
+        "install_service",
+        "start_service",
+    ]
     script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
     script.on("systemctl", "restart", UNIT.service)
     _boot_service.apply(UNIT, step("install_service"))
@@ -91,8 +94,8 @@ def test_an_edit_of_any_of_its_files_is_undone_by_an_installation(tree: Path, sc
             "install_service"
         ]
         # The unit alone does not contain the expected settings.
-        told = "".join(_boot_files.edited(UNIT))
-        assert (path in told) == (path != UNIT.settings_path)
+        edited = "".join(_boot_files.edited(UNIT))
+        assert (path in edited) == (path != UNIT.settings_path)
     _boot_service.apply(UNIT, step("install_service"))
     assert not _host.path(override).parent.exists()
     _host.path(UNIT.program).chmod(0o644)
@@ -163,10 +166,10 @@ def test_the_installed_script_runs_on_the_copied_sources_alone(tree: Path, scrip
     "module", ["boot._vfio_bind", "fabric._virtual_functions", "network._bridge"]
 )
 def test_sources_are_complete(module: str) -> None:
-    found = _boot_service.sources(module)
+    sources = _boot_service.sources(module)
     shared = ("_boot_service", "_change", "_command", "_errors", "_host")
-    assert {module, *(f"core.{name}" for name in shared)} <= set(found)
-    assert all("from __future__" in text for text in found.values())
+    assert {module, *(f"core.{name}" for name in shared)} <= set(sources)
+    assert all("from __future__" in text for text in sources.values())
 
 
 def test_services_are_read_in_one_call(tree: Path, script: Any) -> None:
@@ -236,8 +239,8 @@ def doubtful(looks: list[str]) -> _change.Subject:
     used up."""
 
     def plan(_params: Any, _state: Any) -> _change.Plan:
-        found = [Refusal(looks.pop(0), expected="", found="x\ny", remedy="")] if looks else []
-        return _change.Plan(doubts=tuple(found))
+        doubts = [Refusal(looks.pop(0), expected="", found="x\ny", remedy="")] if looks else []
+        return _change.Plan(doubts=tuple(doubts))
 
     return _change.Subject(lambda _params: None, plan, lambda *_: None)
 
@@ -311,7 +314,7 @@ class Followed:
 
 
 @pytest.mark.parametrize(
-    ("befalls", "told"),
+    ("befalls", "message"),
     [
         (Refusal("command_failed", expected="", found="x", remedy=""), ""),
         (Refusal("command_timeout", expected="", found="x", remedy=""), "WARN command_timeout"),
@@ -319,13 +322,13 @@ class Followed:
     ],
 )
 def test_nothing_fails_a_unit_that_is_up(
-    tree: Path, capsys: pytest.CaptureFixture[str], befalls: Exception, told: str
+    tree: Path, capsys: pytest.CaptureFixture[str], befalls: Exception, message: str
 ) -> None:
     """Parity would read the failed unit as a host whose guests have no network."""
     followed = Followed(befalls=befalls)
     assert followed.boot() == 0
-    assert followed.acts == ([] if told else ["address_link"])
-    assert capsys.readouterr().out.splitlines()[1].startswith(told or "done: address_link")
+    assert followed.acts == ([] if message else ["address_link"])
+    assert capsys.readouterr().out.splitlines()[1].startswith(message or "done: address_link")
 
 
 def test_what_the_unit_was_told_up_with_is_not_done_again(tree: Path) -> None:

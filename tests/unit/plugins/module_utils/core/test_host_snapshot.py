@@ -30,7 +30,7 @@ def no_text(file: Path) -> None:
     file.write_bytes(b'{"a": "\xff"}')
 
 
-@pytest.mark.parametrize("damage", [folder, loop, a_list, no_text], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("damage", [folder, loop, a_list, no_text], ids=lambda case: case.__name__)
 def test_a_record_that_cannot_be_read_is_not_written_anew(
     tree: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -56,7 +56,7 @@ def entry(tree: Path) -> Path:
     return tree / f"var/lib/gpuaas/ledger/{SLOT}.json"
 
 
-@pytest.mark.parametrize("damage", BROKEN, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda case: case.__name__)
 def test_a_broken_entry_is_no_fresh_one(entry: Path, damage: Callable[[Path], None]) -> None:
     damage(entry)
     asks: list[Callable[[], object]] = [

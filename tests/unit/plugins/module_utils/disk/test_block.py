@@ -115,8 +115,8 @@ def test_a_program_that_has_the_disk_open_is_found_by_device_number(loop) -> Non
     with Path(loop.device).open("rb") as handle:
         reader = subprocess.Popen(["sleep", "30"], stdin=handle)
     try:
-        found = refused(disk).found
-        assert "held_open" in found and f"{reader.pid}:sleep" in found
+        reason = refused(disk).found
+        assert "held_open" in reason and f"{reader.pid}:sleep" in reason
     finally:
         reader.kill()
         reader.wait()

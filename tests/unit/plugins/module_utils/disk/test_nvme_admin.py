@@ -18,10 +18,14 @@ def opened(namespace) -> int:
 
 def test_identity_and_capabilities_come_from_identify(bench) -> None:
     descriptor = opened(bench.disk(oacs=0x12B, fna=0x4))
-    said = _nvme_admin.identify(descriptor)
+    identity = _nvme_admin.identify(descriptor)
     os.close(descriptor)
-    assert (said.serial, said.model, said.eui) == ("LABNVME0", "QEMU NVMe Ctrl", "5e0000000000a000")
-    assert said.can_format and said.can_crypto_erase and not said.format_spreads
+    assert (identity.serial, identity.model, identity.eui) == (
+        "LABNVME0",
+        "QEMU NVMe Ctrl",
+        "5e0000000000a000",
+    )
+    assert identity.can_format and identity.can_crypto_erase and not identity.format_spreads
 
 
 @pytest.mark.parametrize(
@@ -42,17 +46,17 @@ def test_an_erase_that_would_reach_other_namespaces_is_not_offered(
     bench, controller: dict[str, object], method: str, supported: bool
 ) -> None:
     descriptor = opened(bench.disk(**controller))
-    said = _nvme_admin.identify(descriptor)
+    identity = _nvme_admin.identify(descriptor)
     os.close(descriptor)
-    assert said.supports(method) is supported
+    assert identity.supports(method) is supported
 
 
 def test_a_format_erases_and_keeps_block_size_and_protection(bench) -> None:
     namespace = bench.disk()
     descriptor = opened(namespace)
-    said = _nvme_admin.identify(descriptor)
-    assert _nvme_admin.format_namespace(descriptor, said, "user_data_erase", timeout=5) == 0
-    assert _nvme_admin.format_namespace(descriptor, said, "crypto_erase", timeout=5) == 0
+    identity = _nvme_admin.identify(descriptor)
+    assert _nvme_admin.format_namespace(descriptor, identity, "user_data_erase", timeout=5) == 0
+    assert _nvme_admin.format_namespace(descriptor, identity, "crypto_erase", timeout=5) == 0
     os.close(descriptor)
     assert namespace.formats == [0x1 | 1 << 9, 0x1 | 2 << 9]
 
@@ -61,6 +65,6 @@ def test_the_format_setting_repeats_every_field_of_the_present_format() -> None:
     controller, described = bytearray(4096), bytearray(4096)
     described[26] = 0b0111_0010  # LBAF 2, extended metadata, LBAF high bits 3
     described[29] = 0b1011  # protection type 3, first bytes
-    said = _nvme_admin.parse(1, bytes(controller), bytes(described), bytes(4096))
-    assert said.format_setting == 2 | 1 << 4 | 3 << 5 | 1 << 8 | 3 << 12
-    assert (said.eui, said.nguid, said.can_format) == ("", "", False)
+    identity = _nvme_admin.parse(1, bytes(controller), bytes(described), bytes(4096))
+    assert identity.format_setting == 2 | 1 << 4 | 3 << 5 | 1 << 8 | 3 << 12
+    assert (identity.eui, identity.nguid, identity.can_format) == ("", "", False)

@@ -58,7 +58,10 @@ def test_methods_that_the_controller_lacks_are_left_out(bench) -> None:
     soil(bench)
     proof = wipe(["crypto_erase", "user_data_erase", "zero_fill"])
     assert proof["method"] == "zero_fill" and namespace.formats == []
-    assert [one["method"] for one in proof["attempts"]] == ["crypto_erase", "user_data_erase"]
+    assert [attempt["method"] for attempt in proof["attempts"]] == [
+        "crypto_erase",
+        "user_data_erase",
+    ]
 
 
 def test_a_discard_that_leaves_bytes_is_made_good(bench) -> None:
@@ -81,7 +84,7 @@ def test_an_erase_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(
     bench.write("nvme1n1", 3 * MIB, CANARY)
     proof = wipe([method, "zero_fill"])
     assert is_clean(bench)
-    assert [(one["method"], one["outcome"][:10]) for one in proof["attempts"]] == [
+    assert [(attempt["method"], attempt["outcome"][:10]) for attempt in proof["attempts"]] == [
         (method, "bytes left")
     ]
     assert (proof["method"], proof["class"], proof["verified"]) == ("zero_fill", "clear", True)

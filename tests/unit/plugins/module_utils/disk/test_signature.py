@@ -122,9 +122,9 @@ def test_a_filesystem_is_described_with_its_identifier(image: Path) -> None:
 def test_offsets_are_those_of_the_disk(image: Path) -> None:
     put(image, 4 << 20, b"XFSB")
     descriptor = os.open(image, os.O_RDONLY)
-    found = _signature.scan(descriptor, 4 << 20, 8 << 20)
+    signatures = _signature.scan(descriptor, 4 << 20, 8 << 20)
     os.close(descriptor)
-    assert found == [_signature.Signature("xfs", 4 << 20)]
+    assert signatures == [_signature.Signature("xfs", 4 << 20)]
 
 
 def test_a_fat_boot_sector_is_no_partition_table(image: Path) -> None:

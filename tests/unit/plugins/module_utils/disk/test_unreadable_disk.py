@@ -60,10 +60,12 @@ def test_parity_names_the_disk_that_cannot_be_read_and_no_other(parity: Any, bro
         for serial, eui in (("LABNVME0", EUI), ("LABNVME1", OTHER))
     ]
     check = _checks_runtime.nvme_ownership
-    found = check(parity.facts(*slots))
-    assert found.status == "FAIL"
-    assert found.detail.startswith(f"eui.{EUI}: device_unreadable: ") and OTHER not in found.detail
-    assert "Input/output error" in found.detail
+    result = check(parity.facts(*slots))
+    assert result.status == "FAIL"
+    assert (
+        result.detail.startswith(f"eui.{EUI}: device_unreadable: ") and OTHER not in result.detail
+    )
+    assert "Input/output error" in result.detail
     # An unapproved disk decides nothing.
     assert check(parity.facts(slots[1])).status == "PASS"
 

@@ -47,8 +47,8 @@ class Fabric:
             self.shown = {
                 str(file.relative_to(root)): file.read_text() for file in root.glob("*/*/*.yaml")
             }
-            said = f"{root}{self.refusal}" if self.refusal else ""
-            return _command.Result(1 if self.refusal else 0, "", said)
+            refusal = f"{root}{self.refusal}" if self.refusal else ""
+            return _command.Result(1 if self.refusal else 0, "", refusal)
         assert list(argv) == ["netplan", "apply"]
         if self.broken:
             raise _command.Refusal("command_failed", expected="", found=self.broken, remedy="")
@@ -57,8 +57,8 @@ class Fabric:
         return _command.Result(0, "", "")
 
     def settle(self) -> None:
-        found = yaml.safe_load(_host.read(_ipoib_address.FILE) or "") or {}
-        for name, link in found.get("network", {}).get("ethernets", {}).items():
+        settings = yaml.safe_load(_host.read(_ipoib_address.FILE) or "") or {}
+        for name, link in settings.get("network", {}).get("ethernets", {}).items():
             self.addresses[name] = link["addresses"]
             self.way = [name] if link.get("routes") else []
 
@@ -68,8 +68,11 @@ class Fabric:
                 "ifname": name,
                 "flags": ["UP"],
                 "addr_info": [
-                    {"local": one.partition("/")[0], "prefixlen": int(one.partition("/")[2])}
-                    for one in addresses
+                    {
+                        "local": address.partition("/")[0],
+                        "prefixlen": int(address.partition("/")[2]),
+                    }
+                    for address in addresses
                 ],
             }
             for name, addresses in self.addresses.items()
@@ -197,8 +200,8 @@ def netplan(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> Fabric:
     played = fabric.run
 
     def run(argv: Sequence[str], **more: Any) -> _command.Result:
-        said = played(argv, **more)
-        return REAL(argv, **more) if argv[:2] == ["netplan", "generate"] else said
+        result = played(argv, **more)
+        return REAL(argv, **more) if argv[:2] == ["netplan", "generate"] else result
 
     monkeypatch.setattr(_command, "run", run)
     return fabric
@@ -238,7 +241,7 @@ def test_netplan_itself_makes_of_the_file_what_was_asked(netplan: Fabric, tree: 
 
 
 @pytest.mark.parametrize(
-    ("site", "said"),
+    ("site", "message"),
     [
         ("network: {version: 2, ethernet: {}}\n", "unknown key 'ethernet'"),
         ("network: {version: 2\n", "Invalid YAML"),
@@ -247,12 +250,12 @@ def test_netplan_itself_makes_of_the_file_what_was_asked(netplan: Fabric, tree: 
     ],
 )
 def test_netplan_itself_refuses_what_is_broken(
-    netplan: Fabric, tree: Path, site: str, said: str
+    netplan: Fabric, tree: Path, site: str, message: str
 ) -> None:
     _host.write("/etc/netplan/50-cloud-init.yaml", site, 0o600)
     failure = drive().failure
     assert failure is not None and failure.code == "netplan_refused"
-    assert said in failure.found and "/etc/netplan/" in failure.found
+    assert message in failure.found and "/etc/netplan/" in failure.found
     assert "gpuaas-netplan-" not in failure.found
     assert _host.read(_ipoib_address.FILE) is None
     assert "netplan apply" not in netplan.calls

@@ -49,7 +49,7 @@ class Host:
         self.pci.store(f"{_pci.DEVICES}/{card}/sriov_numvfs", "0")
         self.pci.store(f"{_pci.DEVICES}/{card}/sriov_numvfs", str(count))
 
-    def found(self) -> tuple[int, str | None]:
+    def state(self) -> tuple[int, str | None]:
         return _pci.read(PF).sriov_numvfs, _host.read(AUTOPROBE)
 
 
@@ -91,21 +91,21 @@ def earlier(count: int) -> None:
 @pytest.mark.covers("I11")
 def test_a_card_gets_back_exactly_what_it_had(host: Host, count: int, autoprobe: bool) -> None:
     host.has(count, autoprobe=autoprobe)
-    was = host.found()
+    was = host.state()
     assert done(4)[0] == "remember_before"
-    assert host.found() == (4, "0")
+    assert host.state() == (4, "0")
     assert drive(4).facts["before"] == {PF: {"count": count, "autoprobe": autoprobe}}
     assert not drive(4).changed
 
     names = set(_virtual_functions.card_at(PF).identities)
     assert done(0) == ["make_functions", "remove_service", "forget_before"]
-    assert host.found() == was
+    assert host.state() == was
     assert not names & set(_virtual_functions.card_at(PF).identities), (
         "none of ours stays under its name"
     )
     assert not _host.path(RECORD).exists()
     assert not drive(0).changed
-    assert host.found() == was
+    assert host.state() == was
 
 
 def test_check_mode_tells_the_way_back(host: Host) -> None:
@@ -130,7 +130,7 @@ def test_the_first_word_counts(host: Host) -> None:
     host.has(1)
     assert "remember_before" not in done(4)
     done(0)
-    assert host.found() == (4, "0")
+    assert host.state() == (4, "0")
 
 
 def test_what_is_served_already_is_not_what_was_before(host: Host) -> None:
@@ -144,7 +144,7 @@ def test_what_is_served_already_is_not_what_was_before(host: Host) -> None:
     plain = {"count": 0, "autoprobe": True, "remembered": False}
     assert forecast.plan.steps[0].after == outcome.plan.steps[0].after == plain
     assert outcome.done == ["make_functions", "remove_service"]
-    assert host.found() == (0, "1")
+    assert host.state() == (0, "1")
     assert not drive(0).changed
 
 
@@ -152,7 +152,7 @@ def test_a_kind_of_card_that_the_profile_forgot_goes_back_without_a_record(host:
     earlier(2)
     outcome = drive(0, pf_ids=[])
     assert outcome.done == ["make_functions", "remove_service"]
-    assert host.found() == (0, "1")
+    assert host.state() == (0, "1")
 
 
 # A site's own InfiniBand functions: the first configured by the site, the second not.
@@ -178,9 +178,9 @@ def shown(host: Host) -> dict[int, dict[str, str]]:
 def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband: Host) -> None:
     """The driver gives the identity of our functions to functions that are created later."""
     infiniband.has(2)
-    infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
+    infiniband.card.identities |= {index: dict(row) for index, row in OWNS.items()}
     assert drive(4, link="infiniband").failure is None
-    assert {one["link_state"] for one in shown(infiniband).values()} == {"auto"}
+    assert {row["link_state"] for row in shown(infiniband).values()} == {"auto"}
     assert done(4, link="infiniband") == []
 
     before = files(infiniband.pci.root)
@@ -220,15 +220,15 @@ def test_nothing_is_forgotten_while_the_sites_functions_are_others(
 ) -> None:
     """Another program takes the names away between the restore and the removal of the record."""
     infiniband.has(2)
-    infiniband.card.identities |= {index: dict(one) for index, one in OWNS.items()}
+    infiniband.card.identities |= {index: dict(row) for index, row in OWNS.items()}
     done(4, link="infiniband")
-    tell = _virtual_functions._set_attribute
+    set_attribute = _virtual_functions._set_attribute
 
-    def told(card: Any, index: int, word: str, value: str) -> None:
-        tell(card, index, word, value)
+    def renamed_by_another(card: Any, index: int, word: str, value: str) -> None:
+        set_attribute(card, index, word, value)
         infiniband.card.identities.clear()
 
-    monkeypatch.setattr(_virtual_functions, "_set_attribute", told)
+    monkeypatch.setattr(_virtual_functions, "_set_attribute", renamed_by_another)
     assert refused(drive(0, link="infiniband")).code == "vfs_not_restored"
     assert _host.path(RECORD).exists()
 
@@ -257,7 +257,7 @@ def test_functions_in_the_record_that_nothing_can_be_told_are_refused(
 def test_ids_without_the_link_are_refused(host: Host) -> None:
     """An Ethernet port with the same id would be sold as a function of the fabric."""
     assert refused(drive(2, link="")).code == "link_missing"
-    assert host.found() == (0, "1")
+    assert host.state() == (0, "1")
     assert not _host.path(RECORD).exists()
     assert drive(2, link="", pfs=[PF], pf_ids=[]).failure is None
 
@@ -269,14 +269,14 @@ def test_a_card_that_was_of_the_fabric_by_its_id_alone_is_given_back(
     """A service of an earlier version, which had no link setting, made its functions."""
     host.has(1)
     done(2)
-    told = json.loads(_host.read(_virtual_functions.SETTINGS) or "")
-    del told["link"]
-    _host.write(_virtual_functions.SETTINGS, json.dumps(told))
+    settings = json.loads(_host.read(_virtual_functions.SETTINGS) or "")
+    del settings["link"]
+    _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
     if not recorded:
         _host.remove(RECORD)
     assert refused(drive(2, link="infiniband")).code == "device_missing"
     assert done(0, link="infiniband")[0] == "make_functions"
-    assert host.found() == ((1, "1") if recorded else (0, "1"))
+    assert host.state() == ((1, "1") if recorded else (0, "1"))
 
 
 @pytest.mark.parametrize(
@@ -316,14 +316,14 @@ def test_what_nobody_of_us_made_is_left_alone(host: Host) -> None:
     done(0)
     host.has(3)
     assert not drive(0).changed
-    assert host.found() == (3, "1")
+    assert host.state() == (3, "1")
 
 
 def test_a_card_that_the_profile_forgot_is_given_back_too(host: Host) -> None:
     host.has(2)
     done(4)
     done(0, pf_ids=[])
-    assert host.found() == (2, "1")
+    assert host.state() == (2, "1")
 
 
 def test_a_remembered_card_that_is_gone_keeps_nothing_from_going_back(host: Host) -> None:
@@ -382,7 +382,7 @@ def interrupted(count: int, last: str) -> None:
 
 
 def gone_back(host: Host) -> None:
-    assert host.found() == (2, "1")
+    assert host.state() == (2, "1")
     assert not _virtual_functions.card_at(PF).ours({})
     assert not _host.path(RECORD).exists() and not _host.path(_virtual_functions.SETTINGS).exists()
 
@@ -400,7 +400,7 @@ def test_the_record_stays_until_the_card_is_what_it_says(
     assert _host.path(RECORD).exists() and _host.path(_boot_units.FABRIC.path).exists()
     monkeypatch.setattr(host.pci, "_functions", make)
     done(0)
-    assert host.found() == (2, "1")
+    assert host.state() == (2, "1")
 
 
 def test_what_cannot_be_given_back_says_where_it_is_remembered(host: Host) -> None:
@@ -412,7 +412,7 @@ def test_what_cannot_be_given_back_says_where_it_is_remembered(host: Host) -> No
     _host.write(RECORD, json.dumps({PF: {"count": 3, "autoprobe": True}}))
     (host.pci.folder(PF) / "net" / "ens30").rmdir()
     assert refused(drive(0)).code == "interface_missing"
-    assert host.found() == (2, "0")
+    assert host.state() == (2, "0")
 
 
 def test_functions_in_use_are_not_taken_for_the_sites(host: Host) -> None:
@@ -420,7 +420,7 @@ def test_functions_in_use_are_not_taken_for_the_sites(host: Host) -> None:
     done(2)
     host.pci._bind("0000:25:10.0", "vfio-pci")
     assert refused(drive(0)).code == "vf_in_use"
-    assert host.found() == (2, "0")
+    assert host.state() == (2, "0")
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_a_record_that_says_something_else_is_refused(host: Host, record: dict[s
     for count in (2, 0):
         with pytest.raises(Refusal, match="before_unreadable"):
             drive(count)
-    assert host.found() == (0, "1")
+    assert host.state() == (0, "1")
 
 
 def test_what_cannot_be_read_is_not_remembered_as_none(host: Host) -> None:

@@ -49,9 +49,9 @@ class Card:
         InfiniBand: non-zero values there are given to functions that are created later."""
         if _pci.link(PF) == "ethernet":
             self.identities.clear()
-        for told in self.identities.values():
-            for key in [key for key in told if told[key] in (NOBODY, "disable")]:
-                del told[key]
+        for identity in self.identities.values():
+            for key in [key for key in identity if identity[key] in (NOBODY, "disable")]:
+                del identity[key]
         self._make(address, count)
 
     def run(self, argv: list[str], **_: Any) -> _command.Result:
@@ -231,9 +231,9 @@ def test_a_card_in_a_bond_names_its_functions_as_without(card: Card, pci: Any, k
     """The bond gives each of its cards the address of the same member."""
     link = pci.interface("ens30", kind=kind)
     assert drive(2).failure is None
-    own = (link / "address").read_text()
+    address = (link / "address").read_text()
     (link / "bonding_slave").mkdir()
-    (link / "bonding_slave" / "perm_hwaddr").write_text(own)
+    (link / "bonding_slave" / "perm_hwaddr").write_text(address)
     (link / "address").write_text("52:54:00:00:fa:99\n")
     assert _virtual_functions.card_at(PF).misnamed({}) == []
     assert drive(2).plan.steps == ()

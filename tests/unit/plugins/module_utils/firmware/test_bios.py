@@ -32,7 +32,7 @@ STATES = st.builds(
 )  # fmt: skip
 WISHES = st.builds(
     _bios.Wish,
-    wanted=st.dictionaries(st.sampled_from(NAMES[:2]), VALUES),
+    attributes=st.dictionaries(st.sampled_from(NAMES[:2]), VALUES),
     power_cycle=st.booleans(),
     wait=st.booleans(),
     acknowledged=st.frozensets(st.sampled_from(["JID_1000000", "JID_10000000"])),
@@ -44,13 +44,13 @@ def acted(state: _bios.State, plan: _bios.Plan) -> _bios.State:
     attributes, jobs = dict(state.attributes), state.jobs
     for step in plan.steps:
         if step.name == "stage_attribute":
-            found, value = attributes[step.subject], step.after["pending"]
-            pending = None if value == found.current else value
-            attributes[step.subject] = replace(found, pending=pending)
+            attribute, value = attributes[step.subject], step.after["pending"]
+            pending = None if value == attribute.current else value
+            attributes[step.subject] = replace(attribute, pending=pending)
         else:
             attributes = {
-                name: replace(one, current=one.coming, pending=None)
-                for name, one in attributes.items()
+                name: replace(other, current=other.coming, pending=None)
+                for name, other in attributes.items()
             }
             jobs = tuple(
                 replace(job, status="Completed") if job.phase is _bios.Phase.OPEN else job
@@ -81,8 +81,8 @@ def test_nothing_is_staged_or_cycled_without_leave_or_over_an_open_job(
         return
     if "commit_job" in names:
         assert wish.power_cycle and not state.open_jobs()
-        strange = [a for n, a in state.attributes.items() if n not in wish.wanted]
-        assert all(one.coming == one.current for one in strange)
+        strange = [a for n, a in state.attributes.items() if n not in wish.attributes]
+        assert all(attribute.coming == attribute.current for attribute in strange)
     if "stage_attribute" in names:
         assert not any(job.is_bios for job in state.open_jobs())
         assert not any(
@@ -97,8 +97,8 @@ def test_what_is_settled_needs_nothing(wish: _bios.Wish, state: _bios.State) -> 
     if _bios.settled(wish, state):
         plan = _bios.plan(wish, state)
         assert not plan.steps and not plan.blockers
-        told = _bios.document(wish, state)["attributes"]
-        assert all(one["status"] == "right" for one in told)
+        rows = _bios.document(wish, state)["attributes"]
+        assert all(row["status"] == "right" for row in rows)
 
 
 def test_the_ids_of_an_answer_are_read_once_each() -> None:

@@ -27,15 +27,15 @@ class Looks:
 
 
 def test_a_silent_controller_is_looked_at_again_and_each_change_told_once() -> None:
-    told: list[str] = []
+    events: list[str] = []
     looks = Looks("Scheduled", silence("bmc_unreachable"), "Scheduled", "Running", "Completed")
-    watch = _bios_jobs.Watch(looks, 5, 0, lambda job: told.append(job.status))
+    watch = _bios_jobs.Watch(looks, 5, 0, lambda job: events.append(job.status))
     assert [job.status for job in _bios_jobs.follow(watch, [ID])] == ["Completed"]
-    assert told == ["Scheduled", "Running", "Completed"]
+    assert events == ["Scheduled", "Running", "Completed"]
 
 
 @pytest.mark.parametrize(
-    ("looks", "code", "found"),
+    ("looks", "code", "reason"),
     [
         (Looks("Failed"), "bios_job_failed", ID),
         (Looks("Running"), "bios_job_timeout", f"{ID} is Running"),
@@ -43,12 +43,12 @@ def test_a_silent_controller_is_looked_at_again_and_each_change_told_once() -> N
         (Looks(silence("bmc_login_refused")), "bmc_login_refused", "HTTP 503"),
     ],
 )
-def test_what_does_not_end_well_says_so(looks: Looks, code: str, found: str) -> None:
+def test_what_does_not_end_well_says_so(looks: Looks, code: str, reason: str) -> None:
     watch = _bios_jobs.Watch(looks, 0.02, 0, fatal=("bmc_login_refused",))
     with pytest.raises(_errors.Refusal) as caught:
         _bios_jobs.follow(watch, [ID])
     assert caught.value.code == code
-    assert found in caught.value.found
+    assert reason in caught.value.found
 
 
 def test_nothing_to_follow_has_ended() -> None:

@@ -75,12 +75,12 @@ def racadm(tmp_path: Path) -> Path:
 
 
 def state(racadm: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((racadm.parent / "racadm-state.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((racadm.parent / "racadm-state.json").read_text())
+    return document
 
 
 def module(racadm: Path, **profile: Any) -> dict[str, Any]:
-    found: dict[str, Any] = firmware_preflight.look(
+    report: dict[str, Any] = firmware_preflight.look(
         {
             "profile": PROFILE | profile,
             "attributes": _bios.BARE,
@@ -89,7 +89,7 @@ def module(racadm: Path, **profile: Any) -> dict[str, Any]:
             "refused": {},
         }
     )["preflight"]
-    return found
+    return report
 
 
 def run(racadm: Path, root: Path, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -106,8 +106,8 @@ def fields(line: str) -> dict[str, str]:
 
 
 def checks(lines: list[str]) -> dict[str, str]:
-    found = [fields(row) for row in lines if row.startswith("GPUAAS_SLICE_FIRMWARE ")]
-    return {one["check"]: one["status"] for one in found}
+    rows = [fields(row) for row in lines if row.startswith("GPUAAS_SLICE_FIRMWARE ")]
+    return {row["check"]: row["status"] for row in rows}
 
 
 def changes(racadm: Path) -> list[list[str]]:
@@ -156,7 +156,7 @@ def test_told_to_apply_it_changes_the_bios_and_follows_the_job(
     done = run(racadm, tree, GPUAAS_SLICE_APPLY_BIOS="1")
     rows = done.stdout.splitlines()
     jobs = [fields(row) for row in rows if row.startswith("GPUAAS_SLICE_BIOS_JOB ")]
-    followed = [one["status"] for one in jobs if one["id"] == "JID_763788807801"]
+    followed = [job["status"] for job in jobs if job["id"] == "JID_763788807801"]
     assert followed == ["Scheduled", "Running", "Completed", "Completed"]
     assert "GPUAAS_SLICE_BIOS_APPLY status=PASS changed=yes" in rows
     assert checks(rows)["bios_settings"] == "PASS" and state(racadm)["cycles"] == 1
@@ -169,11 +169,11 @@ def as_maas(
     program: Path, racadm: Path, root: Path, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as MAAS does: without settings, but the stand-in's path and no pause."""
-    own = {"GPUAAS_SLICE_RACADM": str(racadm), "GPUAAS_SLICE_BIOS_INTERVAL": "0"}
+    environment = {"GPUAAS_SLICE_RACADM": str(racadm), "GPUAAS_SLICE_BIOS_INTERVAL": "0"}
     return subprocess.run(
         [str(program), "--root", str(root)],
         capture_output=True, text=True, check=False, cwd=racadm.parent,
-        env={"PATH": os.environ["PATH"], **own, **settings},
+        env={"PATH": os.environ["PATH"], **environment, **settings},
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_a_dead_gpu_fails_commissioning(
     done = as_maas(program, racadm, machine.root, **given)
     assert done.stderr == ""
     rows = [fields(row) for row in done.stdout.splitlines() if " check=gpu " in row]
-    assert [(one["status"], one["detail"]) for one in rows] == [(status, detail)]
+    assert [(row["status"], row["detail"]) for row in rows] == [(status, detail)]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_maas_changes_the_bios_by_the_script_made_for_it_and_by_no_other(
     assert not changes(racadm) and state(racadm)["cycles"] == 0
     rows = as_maas(applying, racadm, machine.root).stdout.splitlines()
     jobs = [fields(row) for row in rows if row.startswith("GPUAAS_SLICE_BIOS_JOB ")]
-    followed = [one["status"] for one in jobs if one["id"] == "JID_763788807801"]
+    followed = [job["status"] for job in jobs if job["id"] == "JID_763788807801"]
     assert followed == ["Scheduled", "Running", "Completed", "Completed"]
     assert "GPUAAS_SLICE_BIOS_APPLY status=PASS changed=yes" in rows
     assert checks(rows)["bios_settings"] == "PASS" and state(racadm)["cycles"] == 1
@@ -276,10 +276,10 @@ def test_a_machine_with_somebody_on_it_is_not_power_cycled(
     _ledger.hold(_ledger.MACHINE, fence=1, allocation_id="23bd713b", disk_identity="")
     done = run(racadm, tree, GPUAAS_SLICE_APPLY_BIOS="1")
     assert done.returncode == 1
-    (said,) = (row for row in done.stdout.splitlines() if "GPUAAS_SLICE_BIOS_APPLY" in row)
-    found = fields(said)
-    assert (found["status"], found["code"]) == ("FAIL", "host_in_use")
-    assert "23bd713b" in found["found"] and found["remedy"]
+    (line,) = (row for row in done.stdout.splitlines() if "GPUAAS_SLICE_BIOS_APPLY" in row)
+    values = fields(line)
+    assert (values["status"], values["code"]) == ("FAIL", "host_in_use")
+    assert "23bd713b" in values["found"] and values["remedy"]
     assert not [call for call in state(racadm)["calls"] if call[0] == "set" or "create" in call]
 
 
@@ -325,8 +325,8 @@ def test_a_key_that_is_not_the_publishers_installs_nothing(
             raise _command.Refusal("command_missing", expected="", found="", remedy="")
         if argv[0] == "gpg":
             return _command.Result(2, "", "no valid OpenPGP data found")
-        found: _command.Result = scripted(argv, **more)
-        return found
+        result: _command.Result = scripted(argv, **more)
+        return result
 
     monkeypatch.setattr(_command, "run", answer)
     settings = {
@@ -336,9 +336,9 @@ def test_a_key_that_is_not_the_publishers_installs_nothing(
         "GPUAAS_SLICE_RACADM_FINGERPRINT": "A" * 40,
     }
     assert _preflight_command.main(["--root", str(tree)], settings) == 1
-    said = capsys.readouterr().out
-    assert "GPUAAS_SLICE_RACADM_INSTALL status=FAIL code=key_fingerprint_mismatch" in said
-    assert "detail=command_missing" in said and not (tree / "usr").exists()
+    output = capsys.readouterr().out
+    assert "GPUAAS_SLICE_RACADM_INSTALL status=FAIL code=key_fingerprint_mismatch" in output
+    assert "detail=command_missing" in output and not (tree / "usr").exists()
 
 
 def test_racadm_is_installed_where_it_is_missing_and_signed_only(
@@ -374,9 +374,9 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
     before = os.umask(0o077)
     _preflight_command.main(["--root", str(tree)], settings)
     assert os.umask(before) == 0o077
-    said = capsys.readouterr().out
-    assert "GPUAAS_SLICE_RACADM_INSTALL status=PASS packages=srvadmin-idracadm8" in said
-    assert "GPUAAS_SLICE_BIOS attribute=ProcSettings.LogicalProc current=Disabled" in said
+    output = capsys.readouterr().out
+    assert "GPUAAS_SLICE_RACADM_INSTALL status=PASS packages=srvadmin-idracadm8" in output
+    assert "GPUAAS_SLICE_BIOS attribute=ProcSettings.LogicalProc current=Disabled" in output
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.rpartition("=any ")[2] for call in calls] == [
         "update", "install --yes --no-install-recommends -- srvadmin-idracadm8",
@@ -399,7 +399,7 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
 
 @NEEDS_ROOT
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("given", "signed"),
     [
         ({}, True),
         ({"GPUAAS_SLICE_RACADM_REPOSITORY": ""}, False),
@@ -408,7 +408,7 @@ def test_racadm_is_installed_where_it_is_missing_and_signed_only(
     ],
 )
 def test_where_nobody_sets_anything_the_script_knows_dells_repository(
-    machine: Any, tree: Path, tmp_path: Path, given: dict[str, str], asked: bool
+    machine: Any, tree: Path, tmp_path: Path, given: dict[str, str], signed: bool
 ) -> None:
     """Run as by MAAS. The requested address decides, because nothing can be reached here."""
     record(machine)
@@ -420,14 +420,14 @@ def test_where_nobody_sets_anything_the_script_knows_dells_repository(
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr == ""
     installs = [row for row in done.stdout.splitlines() if "RACADM_INSTALL" in row]
-    assert len(installs) == asked
+    assert len(installs) == signed
     assert all("linux.dell.com/repo/pgp_pubkeys" in row for row in installs)
 
 
 def test_what_is_not_applicable_is_not_looked_at(machine: Any, tree: Path) -> None:
     record(machine)
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
-    assert next(iter(found["checks"])) == {
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    assert next(iter(report["checks"])) == {
         "check": "bios_settings", "status": "PASS", "detail": "not_applicable", "remediation": "",
     }  # fmt: skip
     missing = module(Path("/nonexistent/racadm"))
@@ -455,9 +455,9 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
     bench.write("nvme1n1", (1 << 20) + 1024 + 56, b"\x53\xef")
     bench.mount("259:2", r"/share\0402", "/dev/nvme1n1p1")
     bench.disk("nvme2n1", minor=3, eui="5e0000000000a002")
-    asked = _firmware_preflight.Request(bios={}, not_applicable=["bios_settings"])
-    found = _firmware_preflight.report(asked)
-    used, raw = (fields(r) for r in found["lines"] if r.startswith("GPUAAS_SLICE_NVME "))
+    request = _firmware_preflight.Request(bios={}, not_applicable=["bios_settings"])
+    report = _firmware_preflight.report(request)
+    used, raw = (fields(r) for r in report["lines"] if r.startswith("GPUAAS_SLICE_NVME "))
     assert used["by_id"] == "/dev/disk/by-id/nvme-eui.5e0000000000a000"
     assert (used["partitions"], used["mountpoints"]) == ("nvme1n1p1", "/share 2")
     assert used["filesystems"] == "nvme1n1p1:ext2"
@@ -465,18 +465,18 @@ def test_a_disk_is_shown_with_everything_on_it(bench: Any) -> None:
     assert f"nvme1n1p1:ext2@{(1 << 20) + 1024 + 56}" in used["signatures"]
     assert "mounted_child" in used["blockers"] and raw["blockers"] == "-"
     assert raw["signatures"] == "-" and raw["size_bytes"] == str(48 << 20)
-    nvme = next(one for one in found["checks"] if one["check"] == "nvme")
+    nvme = next(check for check in report["checks"] if check["check"] == "nvme")
     assert nvme["status"] == "WARN" and "nvme1n1: mounted_child" in nvme["detail"]
 
 
 def nvme(*exclude: str) -> tuple[list[dict[str, str]], tuple[str, str]]:
     """Return the lines of the disks, and the result of their check."""
-    asked = _firmware_preflight.Request(
+    request = _firmware_preflight.Request(
         bios={}, not_applicable=["bios_settings"], exclude_models=exclude
     )
-    found = _firmware_preflight.report(asked)
-    disks = [fields(r) for r in found["lines"] if r.startswith("GPUAAS_SLICE_NVME ")]
-    check = next(one for one in found["checks"] if one["check"] == "nvme")
+    report = _firmware_preflight.report(request)
+    disks = [fields(r) for r in report["lines"] if r.startswith("GPUAAS_SLICE_NVME ")]
+    check = next(row for row in report["checks"] if row["check"] == "nvme")
     return disks, (check["status"], check["detail"])
 
 
@@ -487,11 +487,11 @@ def test_a_boot_card_is_shown_and_not_judged(bench: Any) -> None:
     folder.mkdir()
     (folder / "model").write_text("Dell BOSS-N1                            \n")
     alone, judged = nvme("Dell BOSS")
-    assert [one["blockers"] for one in alone] == ["identity_missing,excluded_model"]
+    assert [disk["blockers"] for disk in alone] == ["identity_missing,excluded_model"]
     assert judged == ("FAIL", "no NVMe namespace but those of excluded models")
     bench.disk("nvme1n1", minor=1)
     both, judged = nvme("Dell BOSS")
-    assert [one["model"] for one in both] == ["Dell BOSS-N1", "QEMU NVMe Ctrl"]
+    assert [disk["model"] for disk in both] == ["Dell BOSS-N1", "QEMU NVMe Ctrl"]
     assert judged == ("PASS", "1 raw disks")
     (folder / "model").write_text("Micron 7450\n")
     assert nvme("Dell BOSS")[1] == ("FAIL", "nvme0n1: identity_missing")
@@ -503,7 +503,7 @@ def test_a_boot_card_in_use_takes_no_storage_transition(bench: Any) -> None:
     bench.mount("259:0", "/boot", "/dev/nvme0n1")
     bench.disk("nvme1n1", minor=1)
     disks, judged = nvme()
-    (card,) = (one for one in disks if one["kernel_name"] == "nvme0n1")
+    (card,) = (disk for disk in disks if disk["kernel_name"] == "nvme0n1")
     assert "excluded_model" in card["blockers"] and "mounted" in card["blockers"]
     assert judged == ("PASS", "1 raw disks")
 
@@ -512,11 +512,11 @@ def test_hardware_that_is_not_there_fails(machine: Any, tree: Path) -> None:
     machine.file("/proc/self/mountinfo")
     machine.pci("0000:1a:00.0", "15b3:a2dc", sriov_totalvfs="0", **{"class": "0x020700"})
     machine.pci("0000:1b:00.0", "10de:2335")
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
-    told = {one["check"]: one["detail"] for one in found["checks"] if one["status"] == "FAIL"}
-    assert told["gpu"] == "1 GPUs, not 2" and "no virtual function" in told["sriov"]
-    assert "no DMAR or IVRS" in told["iommu_groups"]
-    assert told["nvme"] == "no NVMe namespace" and _block.disks() == []
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    details = {row["check"]: row["detail"] for row in report["checks"] if row["status"] == "FAIL"}
+    assert details["gpu"] == "1 GPUs, not 2" and "no virtual function" in details["sriov"]
+    assert "no DMAR or IVRS" in details["iommu_groups"]
+    assert details["nvme"] == "no NVMe namespace" and _block.disks() == []
 
 
 @pytest.mark.parametrize(
@@ -528,11 +528,11 @@ def test_only_what_has_the_fabrics_link_counts_as_a_card(
     """The other card is shown all the same, because it has a configured id."""
     record(machine)
     fabric = PROFILE["fabric"] | {"link": link}
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=fabric)
-    told = {one["check"]: one["detail"] for one in found["checks"]}
-    assert (told["fabric"], told["sriov"]) == (card, f"{card} offers 16")
-    shown = [fields(row) for row in found["lines"] if row.startswith("GPUAAS_SLICE_FABRIC ")]
-    assert {one["address"]: one["link"] for one in shown} == {
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=fabric)
+    details = {row["check"]: row["detail"] for row in report["checks"]}
+    assert (details["fabric"], details["sriov"]) == (card, f"{card} offers 16")
+    shown = [fields(row) for row in report["lines"] if row.startswith("GPUAAS_SLICE_FABRIC ")]
+    assert {card["address"]: card["link"] for card in shown} == {
         "0000:1a:00.0": "infiniband", "0000:bc:00.0": "ethernet",
     }  # fmt: skip
 
@@ -547,49 +547,49 @@ def test_a_storage_port_without_virtual_functions_is_no_fabric_card(
     shipped = yaml.safe_load((REPOSITORY / "profiles/xe9680l-h200.yml").read_text())["fabric"]
     assert tuple(shipped["pf_ids"]) == _firmware_preflight.FABRIC_IDS
     assert shipped["link"] == _firmware_preflight.FABRIC_LINK
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=shipped)
-    told = {one["check"]: one["detail"] for one in found["checks"]}
-    assert (told["fabric"], told["sriov"]) == ("0000:1a:00.0", "0000:1a:00.0 offers 16")
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"], fabric=shipped)
+    details = {row["check"]: row["detail"] for row in report["checks"]}
+    assert (details["fabric"], details["sriov"]) == ("0000:1a:00.0", "0000:1a:00.0 offers 16")
 
 
 def test_what_had_to_come_before_and_failed_is_the_reason(machine: Any, tree: Path) -> None:
     record(machine)
     why = {"code": "apt_failed", "expected": "a package", "found": "no route", "remedy": "a mirror"}
-    asked = {"attributes": _bios.BARE, "program": "/nonexistent/racadm", "timeout": 20}
-    given = {"profile": PROFILE, "refused": why, **asked}
+    settings = {"attributes": _bios.BARE, "program": "/nonexistent/racadm", "timeout": 20}
+    given = {"profile": PROFILE, "refused": why, **settings}
     bios, *others = firmware_preflight.look(given)["preflight"]["checks"]
     assert (bios["status"], bios["detail"]) == ("FAIL", "apt_failed: no route")
-    assert {one["check"] for one in others} >= {"kvm", "gpu", "fabric", "nvme"}
+    assert {row["check"] for row in others} >= {"kvm", "gpu", "fabric", "nvme"}
 
 
 def test_a_machine_with_the_wrong_kind_of_card_is_told_why(machine: Any, tree: Path) -> None:
     machine.file("/proc/self/mountinfo")
     machine.pci("0000:bc:00.0", "15b3:a2dc", sriov_totalvfs="16", **{"class": "0x020000"})
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
-    told = {one["check"]: one["detail"] for one in found["checks"] if one["status"] == "FAIL"}
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    details = {row["check"]: row["detail"] for row in report["checks"] if row["status"] == "FAIL"}
     why = "0000:bc:00.0 is ethernet, the fabric is infiniband"
-    assert told["fabric"] == f"no card (15b3:a2dc); {why}"
-    assert told["sriov"] == "no fabric card that could offer virtual functions"
+    assert details["fabric"] == f"no card (15b3:a2dc); {why}"
+    assert details["sriov"] == "no fabric card that could offer virtual functions"
 
 
 def test_what_cannot_be_read_takes_nothing_else_along(machine: Any, tree: Path) -> None:
     record(machine)
     machine.file("/dev/nvme0n1")  # no block device
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
-    details = {one["check"]: one["detail"] for one in found["checks"]}
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    details = {row["check"]: row["detail"] for row in report["checks"]}
     assert details["nvme"] == "nvme0n1: identity_missing"
-    assert sum(row.startswith("GPUAAS_SLICE_GPU ") for row in found["lines"]) == 2
+    assert sum(row.startswith("GPUAAS_SLICE_GPU ") for row in report["lines"]) == 2
 
 
 def test_iommu_groups_are_the_proof(machine: Any, tree: Path) -> None:
     machine.pci("0000:1b:00.0", "10de:2335", group=4)
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
-    details = {one["check"]: one["detail"] for one in found["checks"]}
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    details = {row["check"]: row["detail"] for row in report["checks"]}
     assert details["iommu_groups"] == "1 IOMMU groups"
 
 
 @pytest.mark.parametrize(
-    ("table", "words", "said"),
+    ("table", "words", "detail"),
     [
         ("DMAR", "quiet", "the kernel does not ask for it"),
         ("DMAR", "intel_iommu=on", "the kernel asks for it"),
@@ -598,10 +598,10 @@ def test_iommu_groups_are_the_proof(machine: Any, tree: Path) -> None:
     ],
 )
 def test_without_groups_the_kernels_words_count(
-    machine: Any, tree: Path, table: str, words: str, said: str
+    machine: Any, tree: Path, table: str, words: str, detail: str
 ) -> None:
     machine.file(f"/sys/firmware/acpi/tables/{table}")
     machine.file("/proc/cmdline", words)
-    found = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
-    told = {one["check"]: one for one in found["checks"]}["iommu_groups"]
-    assert (told["status"], said in told["detail"]) == ("WARN", True), told
+    report = module(Path("/nonexistent/racadm"), not_applicable=["bios_settings"])
+    outcome = {row["check"]: row for row in report["checks"]}["iommu_groups"]
+    assert (outcome["status"], detail in outcome["detail"]) == ("WARN", True), outcome

@@ -135,7 +135,7 @@ def test_a_bmc_that_drips_is_cut_off(bmc: standin.Bmc) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "reason"),
     [
         ("<html>login</html>", "18 bytes that are not JSON"),
         ("", "0 bytes that are not JSON"),
@@ -143,10 +143,10 @@ def test_a_bmc_that_drips_is_cut_off(bmc: standin.Bmc) -> None:
         ("[" * 100_000, "100000 bytes that are not JSON"),
     ],
 )
-def test_garbage_is_no_answer(bmc: standin.Bmc, body: str, found: str) -> None:
+def test_garbage_is_no_answer(bmc: standin.Bmc, body: str, reason: str) -> None:
     bmc.begin(bodies={SYSTEM: body})
     refusal = get(bmc)
-    assert (refusal.code, refusal.found) == ("bmc_answer_malformed", found)
+    assert (refusal.code, refusal.found) == ("bmc_answer_malformed", reason)
 
 
 @pytest.mark.parametrize(

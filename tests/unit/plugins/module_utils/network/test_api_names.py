@@ -86,20 +86,20 @@ def test_an_answer_is_an_answer_also_a_refusal(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(113, "No route to host"), "no route to host 192.0.2.20"),
         (TimeoutError(), "no answer from 192.0.2.20 port 443 within 3 s"),
     ],
 )
 def test_no_way_there_is_said_in_the_seeds_words(
-    monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+    monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
 ) -> None:
     def connect(*_a: Any, **_k: Any) -> Any:
         raise error
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert _api_names.unreachable("192.0.2.20", 443) == said
+    assert _api_names.unreachable("192.0.2.20", 443) == message
 
 
 def test_names_are_asked_of_the_host_itself() -> None:

@@ -53,12 +53,12 @@ def test_what_is_made_for_networkmanager_is_read_too() -> None:
     head = "[connection]\nid=netplan-x\ntype=ethernet\n"
     addresses = "[ipv4]\nmethod=manual\naddress1=10.20.0.7/16,10.20.0.1\naddress2=10.21.0.7/16\n"
     both = ("10.20.0.7/16", "10.21.0.7/16")
-    for known, link in (
+    for name, link in (
         ("interface-name=ibp65s0\n", Link(("ibp65s0",), (), both)),
         ("[match]\ninterface-name=ib*;\n", Link(("ib*",), (), both)),
         ("[ethernet]\nmac-address=AA:bb:cc:dd:ee:fe\n", Link((), ("aa:bb:cc:dd:ee:fe",), both)),
     ):
-        assert _netplan._link(f"{head}{known}\n{addresses}") == link
+        assert _netplan._link(f"{head}{name}\n{addresses}") == link
 
 
 def test_options_of_an_address_are_a_section_of_its_own() -> None:

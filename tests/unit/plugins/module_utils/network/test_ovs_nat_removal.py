@@ -62,8 +62,8 @@ class Host:
         if argv[0] == "iptables" and argv[5] == "-S":
             return _command.Result(0, "\n".join(self.rules), "")
         if argv[0] == "ovs-vsctl" and argv[2].startswith("list-"):
-            found = self.bridges.get(argv[-1], []) if argv[2] == "list-ports" else self.bridges
-            return _command.Result(0, "\n".join(found), "")
+            names = self.bridges.get(argv[-1], []) if argv[2] == "list-ports" else self.bridges
+            return _command.Result(0, "\n".join(names), "")
         self.calls.append(argv)
         self._act(argv)
         return _command.Result(0, "", "")
@@ -243,8 +243,8 @@ def test_the_cards_link_loses_our_address_only(
 
     def observe(params: Any) -> _bridge.State:
         interface = _bridge.Interface(up=True, addresses=tuple(sorted(card)))
-        found = real(params)
-        return replace(found, interfaces={**found.interfaces, _bridge.TMFIFO: interface})
+        state = real(params)
+        return replace(state, interfaces={**state.interfaces, _bridge.TMFIFO: interface})
 
     monkeypatch.setattr(_bridge, "observe", observe)
     act = host._act

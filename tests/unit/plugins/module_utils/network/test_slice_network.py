@@ -37,7 +37,7 @@ ROUTES = (
 
 
 @pytest.mark.parametrize(
-    ("rule", "wanted"),
+    ("rule", "expected"),
     [
         (RULE, True),
         ("-A POSTROUTING -s 10.100.0.0/24 ! -o ovsbr0 -j MASQUERADE", True),
@@ -51,8 +51,8 @@ ROUTES = (
         ("-A POSTROUTING -o eth0 -j MASQUERADE", False),
     ],
 )
-def test_which_rules_translate_the_whole_subnet(rule: str, wanted: bool) -> None:
-    assert _slice_network.translates(rule, "10.100.0.0/24") is wanted
+def test_which_rules_translate_the_whole_subnet(rule: str, expected: bool) -> None:
+    assert _slice_network.translates(rule, "10.100.0.0/24") is expected
 
 
 def healthy(machine: Any, script: Any) -> None:
@@ -66,9 +66,9 @@ def healthy(machine: Any, script: Any) -> None:
 def test_a_prepared_host_has_no_blockers(machine: Any, script: Any) -> None:
     healthy(machine, script)
     script.on(*NAT, out=f"-P POSTROUTING ACCEPT\n{RULE}\n")
-    found = _slice_network.observe(PROFILE)
-    assert found["blockers"] == []
-    assert found["nat"] == {"present": True, "rules": [RULE]}
+    state = _slice_network.observe(PROFILE)
+    assert state["blockers"] == []
+    assert state["nat"] == {"present": True, "rules": [RULE]}
     assert _slice_network.gateway() == "10.0.2.2"
 
 
@@ -99,9 +99,9 @@ def test_a_profile_without_a_route_needs_to_say_that_there_is_no_fabric(
 ) -> None:
     healthy(machine, script)
     script.on(*NAT, out=f"-P POSTROUTING ACCEPT\n{RULE}\n")
-    found = _slice_network.observe(PROFILE | {"not_applicable": []})
-    assert [b["code"] for b in found["blockers"]] == ["missing_fabric_route"]
-    assert found["fabric_route"] == {"required": True, "present": False, "route": ""}
+    state = _slice_network.observe(PROFILE | {"not_applicable": []})
+    assert [b["code"] for b in state["blockers"]] == ["missing_fabric_route"]
+    assert state["fabric_route"] == {"required": True, "present": False, "route": ""}
 
 
 @pytest.mark.covers("HOST-7")
@@ -124,8 +124,8 @@ def test_the_fabric_route_is_one_by_the_profiles_interface(
     script.on(*SHOW, out="[]").on(*NAT).on(*WAYS, out=json.dumps(rows))
     for interface, present in (("ibp65s0", named), ("", any_)):
         fabric = {"route": "10.20.0.0/16", "interface": interface}
-        found = _slice_network.observe(PROFILE | {"fabric": fabric})
-        assert found["fabric_route"]["present"] is present
+        state = _slice_network.observe(PROFILE | {"fabric": fabric})
+        assert state["fabric_route"]["present"] is present
 
 
 # A host's routes as iproute2 6.1 shows them.

@@ -19,12 +19,12 @@ def check(status: str = "PASS", detail: str = "fine", *, soft: bool = False) -> 
     return _check.Check("nat", lambda _facts: _check.Verdict(status, detail), remedy, soft=soft)
 
 
-def one(found: _check.Check[None], intent: str = "slice", *exempt: str) -> dict[str, str]:
-    return _check.evaluate([found], None, intent=intent, not_applicable=exempt)[0]
+def outcome_of(examined: _check.Check[None], intent: str = "slice", *exempt: str) -> dict[str, str]:
+    return _check.evaluate([examined], None, intent=intent, not_applicable=exempt)[0]
 
 
 def test_a_pass_names_no_remedy() -> None:
-    assert one(check()) == {
+    assert outcome_of(check()) == {
         "check": "nat",
         "status": "PASS",
         "detail": "fine",
@@ -35,35 +35,39 @@ def test_a_pass_names_no_remedy() -> None:
 
 
 def test_a_failure_names_its_remedy_and_playbook() -> None:
-    found = one(check("FAIL", "no rule"))
-    assert found["status"] == "FAIL"
-    assert (found["remediation"], found["playbook"], found["role"]) == ("run it", "book", "part")
+    outcome = outcome_of(check("FAIL", "no rule"))
+    assert outcome["status"] == "FAIL"
+    assert (outcome["remediation"], outcome["playbook"], outcome["role"]) == (
+        "run it",
+        "book",
+        "part",
+    )
 
 
 def test_bare_metal_has_remedies_of_its_own() -> None:
     """The remedy of a slice host would bring slice mode back."""
-    found = _check.Check(
+    examined = _check.Check(
         "nat",
         lambda _facts: _check.passed("fine"),
         _check.Remedy("bootstrap", "book", "part"),
         baremetal=lambda _facts: _check.failed("a rule is there"),
         restore=_check.Remedy("restore", "other"),
     )
-    shown = one(found, "baremetal")
+    shown = outcome_of(examined, "baremetal")
     assert (shown["remediation"], shown["playbook"], shown["role"]) == ("restore", "other", "")
 
 
 def test_a_soft_check_only_warns() -> None:
-    assert one(check("FAIL", soft=True))["status"] == "WARN"
+    assert outcome_of(check("FAIL", soft=True))["status"] == "WARN"
 
 
 def test_not_applicable_only_when_named() -> None:
-    assert one(check("FAIL"), "slice", "nat")["detail"] == "not_applicable"
-    assert one(check("FAIL"), "slice", "dnsmasq")["status"] == "FAIL"
+    assert outcome_of(check("FAIL"), "slice", "nat")["detail"] == "not_applicable"
+    assert outcome_of(check("FAIL"), "slice", "dnsmasq")["status"] == "FAIL"
 
 
 def test_a_check_that_says_nothing_of_bare_metal_is_not_required_there() -> None:
-    assert one(check("FAIL"), "baremetal")["detail"] == "not_required_for_baremetal"
+    assert outcome_of(check("FAIL"), "baremetal")["detail"] == "not_required_for_baremetal"
 
 
 @pytest.mark.parametrize(
@@ -79,14 +83,18 @@ def test_a_check_that_cannot_look_has_failed(problem: Exception) -> None:
     def examine(_facts: None) -> _check.Verdict:
         raise problem
 
-    assert one(_check.Check("nat", examine, _check.Remedy("run it")))["status"] == "FAIL"
+    assert outcome_of(_check.Check("nat", examine, _check.Remedy("run it")))["status"] == "FAIL"
 
 
 def test_the_report_counts_and_closes_with_a_summary() -> None:
-    outcomes = [one(check()), one(check("FAIL", "no")), one(check("WARN", "old"))]
-    found = _check.report(outcomes)
-    assert (found["failures"], found["warnings"]) == (1, 1)
-    assert found["lines"][-1] == (
+    outcomes = [
+        outcome_of(check()),
+        outcome_of(check("FAIL", "no")),
+        outcome_of(check("WARN", "old")),
+    ]
+    report = _check.report(outcomes)
+    assert (report["failures"], report["warnings"]) == (1, 1)
+    assert report["lines"][-1] == (
         "GPUAAS_SLICE_PARITY_SUMMARY status=FAIL checks=3 failures=1 warnings=1"
     )
 
@@ -116,11 +124,11 @@ def test_lines_look_as_the_runbook_shows_them() -> None:
     ],
 )
 def test_a_hostile_host_forges_no_line_and_no_status(payload: str) -> None:
-    found = _check.line(one(check("FAIL", payload)))
-    assert len(found.splitlines()) == 1
-    assert found.isprintable()
-    assert found.count("status=") == 1
-    words = shlex.split(found)
+    line = _check.line(outcome_of(check("FAIL", payload)))
+    assert len(line.splitlines()) == 1
+    assert line.isprintable()
+    assert line.count("status=") == 1
+    words = shlex.split(line)
     assert [word.partition("=")[0] for word in words[1:]] == [
         "status",
         "check",
@@ -143,4 +151,4 @@ def test_printable_text_reads_back_as_it_was(text: str) -> None:
 
 
 def test_a_flood_is_cut() -> None:
-    assert len(one(check("FAIL", "x" * 1_000_000))["detail"]) == 2000
+    assert len(outcome_of(check("FAIL", "x" * 1_000_000))["detail"]) == 2000

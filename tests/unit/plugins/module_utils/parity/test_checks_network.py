@@ -90,8 +90,8 @@ def test_a_boot_service_told_otherwise_is_no_proof(
     parity.units(baseline=UP)
     assert _checks_network.network_service(parity.facts()).status == "PASS"
     bootstrapped.file(_baseline_files.SETTINGS, text)
-    found = _checks_network.network_service(parity.facts())
-    assert found == _check.failed(f"{_baseline_files.SETTINGS} {problem}")
+    result = _checks_network.network_service(parity.facts())
+    assert result == _check.failed(f"{_baseline_files.SETTINGS} {problem}")
 
 
 def test_the_older_service_is_at_most_a_warning(parity: Any, script: Any) -> None:
@@ -153,8 +153,8 @@ def test_functions_have_the_identities_that_slice_mode_gives(
     parity.installed(_boot_units.FABRIC, **FABRIC_SETTINGS | {"link": link})
     parity.identified(shown)
     fabric = {**parity.profile["fabric"], "link": link}
-    found = _checks_network.fabric_vfs(parity.facts(fabric=fabric))
-    assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True), found
+    result = _checks_network.fabric_vfs(parity.facts(fabric=fabric))
+    assert (result.status == "FAIL", problem in result.detail) == (bool(problem), True), result
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_a_slots_function_is_of_a_card_with_the_fabrics_link(
     parity.identified({"address": parity.mac})
     machine.pci("0000:26:00.0", "8086:10c9", **CARD | {"class": "0x020700", "sriov_numvfs": "2"})
     fabric = {**parity.profile["fabric"], "link": link, "vfs_per_pf": 1}
-    found = _checks_network.fabric_vfs(parity.facts(parity.slot, fabric=fabric))
-    assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True), found
-    assert (f"0000:25:10.0 is a slot's: {problem}" in found.detail) == bool(problem)
+    result = _checks_network.fabric_vfs(parity.facts(parity.slot, fabric=fabric))
+    assert (result.status == "FAIL", problem in result.detail) == (bool(problem), True), result
+    assert (f"0000:25:10.0 is a slot's: {problem}" in result.detail) == bool(problem)
 
 
 def test_a_slots_function_is_of_a_card_of_the_profile(parity: Any, machine: Any) -> None:
@@ -190,9 +190,9 @@ def test_a_slots_function_is_of_a_card_of_the_profile(parity: Any, machine: Any)
     machine.pci("0000:27:00.0", "8086:1521", **CARD)
     machine.pci("0000:25:10.0", "8086:1520")
     machine.function("0000:27:00.0", 0, "0000:25:10.0")
-    found = _checks_network.fabric_vfs(parity.facts(parity.slot))
+    result = _checks_network.fabric_vfs(parity.facts(parity.slot))
     why = "0000:27:00.0 is no card of the profile's fabric"
-    assert found == _check.failed(f"0000:25:10.0 is a slot's: {why}")
+    assert result == _check.failed(f"0000:25:10.0 is a slot's: {why}")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_functions_must_come_back_at_the_next_boot(
     parity.installed(_boot_units.FABRIC, **{**FABRIC_SETTINGS, **(settings or {})})
     if settings is None:
         machine.file(_boot_units.FABRIC.settings_path, "no json")
-    found = _checks_network.fabric_vfs(parity.facts())
-    assert (found.status == "FAIL", problem in found.detail) == (bool(problem), True)
+    result = _checks_network.fabric_vfs(parity.facts())
+    assert (result.status == "FAIL", problem in result.detail) == (bool(problem), True)
 
 
 NETPLAN = """network:
@@ -259,9 +259,9 @@ def test_a_route_by_another_link_than_the_addresss_is_none(
     """This holds even if only a single hop of several leads elsewhere, first or last."""
     parity.shown(("eth0", "192.0.2.7/24"), ("ibp66s0", "10.30.0.7/16"), ("ibp65s0", "10.20.0.7/16"))
     route_by(script, *links)
-    found = _checks_network.fabric_route(parity.facts())
+    result = _checks_network.fabric_route(parity.facts())
     other = f"one leads by {', '.join(links)}"
-    assert found == _check.failed(f"no route to 10.20.0.0/16 by ibp65s0; {other}")
+    assert result == _check.failed(f"no route to 10.20.0.0/16 by ibp65s0; {other}")
 
 
 @pytest.mark.parametrize("site_address", ["", "10.20.0.7"])
@@ -271,8 +271,8 @@ def test_a_route_over_several_links_of_the_fabric_passes(
     parity.shown(("eth0", "192.0.2.7/24"), ("ibp66s0", "10.20.0.7/16"), ("ibp65s0", "10.20.0.7/16"))
     route_by(script, "ibp65s0", "ibp66s0")
     fabric = {**parity.profile["fabric"], "site_address": site_address}
-    found = _checks_network.fabric_route(parity.facts(fabric=fabric))
-    assert found == _check.passed("10.20.0.0/16 by ibp65s0, ibp66s0")
+    result = _checks_network.fabric_route(parity.facts(fabric=fabric))
+    assert result == _check.passed("10.20.0.0/16 by ibp65s0, ibp66s0")
 
 
 def test_the_profiles_interface_is_the_one_that_counts(
@@ -312,8 +312,8 @@ def test_a_file_that_does_not_give_the_address_is_no_proof(
     parity.shown()
     assert old in NETPLAN
     planned.file(_ipoib_address.FILE, NETPLAN.replace(old, new))
-    found = _checks_network.ipoib_netplan(parity.facts())
-    assert (found.status, problem in found.detail) == ("FAIL", True), found.detail
+    result = _checks_network.ipoib_netplan(parity.facts())
+    assert (result.status, problem in result.detail) == ("FAIL", True), result.detail
 
 
 def test_another_file_that_netplan_refuses_is_no_proof(parity: Any, planned: Any) -> None:
@@ -322,20 +322,20 @@ def test_another_file_that_netplan_refuses_is_no_proof(parity: Any, planned: Any
     planned.file(_ipoib_address.FILE, NETPLAN)
     assert _checks_network.ipoib_netplan(parity.facts()).status == "PASS"
     planned.file("/etc/netplan/99-site.yaml", "networks: {}\n")
-    found = _checks_network.ipoib_netplan(parity.facts())
-    assert found.status == "FAIL"
-    assert "/etc/netplan/99-site.yaml:1:1: Error" in found.detail
+    result = _checks_network.ipoib_netplan(parity.facts())
+    assert result.status == "FAIL"
+    assert "/etc/netplan/99-site.yaml:1:1: Error" in result.detail
 
 
 def test_a_netplan_of_ours_is_as_it_was_written(parity: Any, planned: Any) -> None:
     fabric = {**parity.profile["fabric"], "interface": "ibp65s0"}
     facts = parity.facts(fabric=fabric)
-    own = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
-    planned.file(_ipoib_address.FILE, _ipoib_address.text(own))
+    settings = {"interface": "ibp65s0", "address": "10.20.0.7/16", "route": "10.20.0.0/16"}
+    planned.file(_ipoib_address.FILE, _ipoib_address.text(settings))
     assert _checks_network.ipoib_netplan(facts).status == "PASS"
-    planned.file(_ipoib_address.FILE, f"{_ipoib_address.text(own)}      mtu: 2044\n")
-    found = _checks_network.ipoib_netplan(facts)
-    assert (found.status, "mtu: 2044" in found.detail) == ("FAIL", True)
+    planned.file(_ipoib_address.FILE, f"{_ipoib_address.text(settings)}      mtu: 2044\n")
+    result = _checks_network.ipoib_netplan(facts)
+    assert (result.status, "mtu: 2044" in result.detail) == ("FAIL", True)
 
 
 def test_fabric_missing(parity: Any, machine: Any, script: Any) -> None:
@@ -360,11 +360,11 @@ def test_the_cards_link_is_there_now_and_after_the_next_boot(
     parity: Any, script: Any, file: str, link: tuple[str, str], problem: str
 ) -> None:
     parity.shown(link)
-    asked = (*UNITS[:-1], "rshim.service", UNITS[-1])
+    units = (*UNITS[:-1], "rshim.service", UNITS[-1])
     row = f"LoadState={'loaded' if file else 'not-found'}\nUnitFileState={file}\n"
-    script.on(*asked, out="\n".join([row] * len(asked[4:])))
-    found = _checks_network.tmfifo(parity.facts(network=NETWORK | {"tmfifo": True}))
-    assert (found.status, found.detail.startswith(problem or link[1])) == (
+    script.on(*units, out="\n".join([row] * len(units[4:])))
+    result = _checks_network.tmfifo(parity.facts(network=NETWORK | {"tmfifo": True}))
+    assert (result.status, result.detail.startswith(problem or link[1])) == (
         "FAIL" if problem else "PASS", True,
     )  # fmt: skip
 
@@ -394,8 +394,8 @@ def test_a_linux_bridge_of_the_right_name_is_not_enough(
     parity.shown(("ovsbr0", "10.100.0.1/24"))
     guest(monkeypatch, Refusal("command_failed", expected="", found="no bridge", remedy=""))
     script.on("ovs-vsctl", "--timeout=10", "br-exists", "ovsbr0", rc=2)
-    found = _checks_network.ovs_bridge(parity.facts())
-    assert found.detail == "ovsbr0 is no bridge of Open vSwitch"
+    result = _checks_network.ovs_bridge(parity.facts())
+    assert result.detail == "ovsbr0 is no bridge of Open vSwitch"
 
 
 def test_what_bootstrap_writes_is_what_is_looked_for() -> None:
@@ -416,8 +416,8 @@ def test_nat_and_forwarding(parity: Any, machine: Any, script: Any) -> None:
     machine.file(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
     assert _checks_network.ip_forwarding(parity.facts()).status == "PASS"
     machine.file(_baseline_files.SYSCTL, "net.ipv4.ip_forward = 0\n")
-    found = _checks_network.ip_forwarding(parity.facts())
-    assert found == _check.failed(
+    result = _checks_network.ip_forwarding(parity.facts())
+    assert result == _check.failed(
         "/etc/sysctl.d/60-gpuaas-slice.conf is not what bootstrap writes: "
         "has 'net.ipv4.ip_forward = 0'"
     )
@@ -436,11 +436,11 @@ def test_a_guest_without_egress_fails_whatever_services_say(
     parity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guest(monkeypatch, _guest_probe.Finding(None, True, ""))
-    found = _checks_network.guest_egress(parity.facts())
-    assert (found.status, "10.0.2.2" in found.detail) == ("FAIL", True)
+    result = _checks_network.guest_egress(parity.facts())
+    assert (result.status, "10.0.2.2" in result.detail) == ("FAIL", True)
     guest(monkeypatch, _guest_probe.Finding(4.2, True, "", ("10.0.2.15",)))
-    found = _checks_network.guest_egress(parity.facts())
-    assert found == _check.passed("10.0.2.2 answered a guest in 4.2 ms, seen as 10.0.2.15")
+    result = _checks_network.guest_egress(parity.facts())
+    assert result == _check.passed("10.0.2.2 answered a guest in 4.2 ms, seen as 10.0.2.15")
 
 
 def test_an_answer_without_translation_is_no_pass(
@@ -448,8 +448,8 @@ def test_an_answer_without_translation_is_no_pass(
 ) -> None:
     """Seen on the lab host: its gateway answers guests even when the NAT rule is gone."""
     guest(monkeypatch, _guest_probe.Finding(4.2, True, "", ("10.100.0.254",)))
-    found = _checks_network.guest_egress(parity.facts())
-    assert found == _check.failed("a guest's packets leave untranslated, as 10.100.0.254")
+    result = _checks_network.guest_egress(parity.facts())
+    assert result == _check.failed("a guest's packets leave untranslated, as 10.100.0.254")
     guest(monkeypatch, _guest_probe.Finding(4.2, True, ""))
     assert _checks_network.guest_egress(parity.facts()).status == "FAIL"
 
@@ -472,8 +472,8 @@ def test_dnsmasq_must_answer_a_guest(
         (_guest_probe.Finding(1, True, "192.0.2.7"), "is offered 192.0.2.7, not 10.100.0.254"),
     ):
         guest(monkeypatch, finding)
-        found = _checks_network.dnsmasq(parity.facts())
-        assert (found.status, why in found.detail) == ("FAIL", True), found
+        result = _checks_network.dnsmasq(parity.facts())
+        assert (result.status, why in result.detail) == ("FAIL", True), result
     guest(monkeypatch, _guest_probe.Finding(1, True, offered))
     assert _checks_network.dnsmasq(parity.facts()).status == "PASS"
 
@@ -488,8 +488,8 @@ def test_dnsmasq_settings(parity: Any, bootstrapped: Any, script: Any) -> None:
     assert _checks_network.dnsmasq_config(parity.facts()).status == "PASS"
     machine.file("/var/lib/gpuaas/dnsmasq/hosts.d/b", "52:54:00:64:00:0b,10.100.0.10,b\n")
     machine.file("/etc/dnsmasq.d/gpuaas-gpuaas-slice-old.conf", "")
-    found = _checks_network.dnsmasq_config(parity.facts())
-    assert found.detail == (
+    result = _checks_network.dnsmasq_config(parity.facts())
+    assert result.detail == (
         "stale gpuaas-gpuaas-slice-old.conf; 10.100.0.10 is reserved in a and b"
     )
 
@@ -500,8 +500,8 @@ def test_a_slot_with_the_address_of_paritys_guest_is_named(
     """dnsmasq reports no error, and offers the slot's guest no address."""
     bootstrapped.file("/var/lib/gpuaas/dnsmasq/hosts.d/a", "52:54:00:64:00:fe,10.100.0.254,a\n")
     script.on(*TEST, err="dnsmasq: syntax check OK.")
-    found = _checks_network.dnsmasq_config(parity.facts())
-    assert (found.status, found.detail) == (
+    result = _checks_network.dnsmasq_config(parity.facts())
+    assert (result.status, result.detail) == (
         "FAIL",
         "10.100.0.254 is reserved in bootstrap's own file and a",
     )
@@ -509,8 +509,8 @@ def test_a_slot_with_the_address_of_paritys_guest_is_named(
 
 def test_dnsmasq_settings_that_do_not_parse(parity: Any, machine: Any, script: Any) -> None:
     script.on(*TEST, rc=1, err="dnsmasq: bad option\n")
-    found = _checks_network.dnsmasq_config(parity.facts())
-    assert found.detail.endswith("gpuaas-slice.conf is missing; dnsmasq: bad option")
+    result = _checks_network.dnsmasq_config(parity.facts())
+    assert result.detail.endswith("gpuaas-slice.conf is missing; dnsmasq: bad option")
 
 
 # Each is valid for dnsmasq, and each would give guests other settings than the profile's.
@@ -536,8 +536,8 @@ def test_an_edited_but_valid_configuration_is_noticed_and_what_bootstrap_does_re
     look = _checks_network.dnsmasq_config
     assert look(parity.facts()).status == "PASS"
     bootstrapped.file(_baseline_files.DNSMASQ, edit(_baseline_files.dnsmasq(NETWORK)))
-    found = look(parity.facts())
-    assert (found.status, shown in found.detail) == ("FAIL", True), found.detail
+    result = look(parity.facts())
+    assert (result.status, shown in result.detail) == ("FAIL", True), result.detail
 
     # The remedy is the role slice_network, which executes this plan.
     idle = _boot_service.Service(active=True, enabled=True, started_at=2**40)

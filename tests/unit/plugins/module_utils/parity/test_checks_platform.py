@@ -26,9 +26,9 @@ pytestmark = pytest.mark.covers("HOST-10")
 @pytest.mark.covers("HOST-13")
 def test_an_enrolled_host_has_a_valid_certificate(parity: Any, machine: Any) -> None:
     parity.enrolled(before=int(time.time()) + 600)
-    found = _checks_platform.node_agent(parity.facts())
-    assert found.status == "PASS"
-    assert found.detail.startswith("node certificate enrolled")
+    result = _checks_platform.node_agent(parity.facts())
+    assert result.status == "PASS"
+    assert result.detail.startswith("node certificate enrolled")
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_a_certificate_that_does_not_hold(
     parity: Any, machine: Any, arguments: dict[str, Any], words: str
 ) -> None:
     parity.enrolled(**arguments)
-    found = _checks_platform.node_agent(parity.facts())
-    assert found.status == "FAIL"
-    assert words in found.detail
+    result = _checks_platform.node_agent(parity.facts())
+    assert result.status == "FAIL"
+    assert words in result.detail
 
 
 @pytest.mark.covers("HOST-13")
@@ -74,11 +74,11 @@ def test_the_api_name_resolves(parity: Any, machine: Any, monkeypatch: pytest.Mo
     parity.enrolled(before=1)
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_a, **_k: answer)
-    asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(_api_names, "unreachable", lambda *where: asked.append(where) or "")
-    found = _checks_platform.name_resolution(parity.facts())
-    assert found == _check.passed("api.lab is 192.0.2.1")
-    assert asked == [("192.0.2.1", 8443)]
+    lookups: list[tuple[str, int]] = []
+    monkeypatch.setattr(_api_names, "unreachable", lambda *where: lookups.append(where) or "")
+    result = _checks_platform.name_resolution(parity.facts())
+    assert result == _check.passed("api.lab is 192.0.2.1")
+    assert lookups == [("192.0.2.1", 8443)]
 
 
 @pytest.mark.covers("HOST-14")
@@ -94,8 +94,8 @@ def test_a_name_that_leads_nowhere_fails(
     monkeypatch.setattr(
         _api_names, "unreachable", lambda a, port: f"no {a}:{port}" if a in silent else ""
     )
-    found = _checks_platform.name_resolution(parity.facts())
-    assert found == _check.failed("api.lab: no 192.0.2.1:443; no 192.0.2.2:443")
+    result = _checks_platform.name_resolution(parity.facts())
+    assert result == _check.failed("api.lab: no 192.0.2.1:443; no 192.0.2.2:443")
     # A single working address is enough.
     silent.clear()
     assert _checks_platform.name_resolution(parity.facts()).status == "PASS"
@@ -129,9 +129,9 @@ def test_an_unresolved_name_fails_and_an_address_passes(
     ],
 )
 def test_intent_of_the_machine(parity: Any, tags: list[str] | None, status: str) -> None:
-    asked = _host_facts.Request(profile=parity.profile, maas_tags=tags)
-    found = _checks_platform.maas_intent(_host_facts.Facts(asked))
-    assert found.status == status
+    request = _host_facts.Request(profile=parity.profile, maas_tags=tags)
+    result = _checks_platform.maas_intent(_host_facts.Facts(request))
+    assert result.status == status
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_firmware_virtualization(parity: Any, machine: Any, cpuinfo: str, status
 
 def kvm(parity: Any) -> dict[str, str]:
     """Return the outcome as in the report: a check that cannot read its subject has failed."""
-    (check,) = (one for one in _slice_parity.CHECKS if one.name == "kvm")
+    (check,) = (check for check in _slice_parity.CHECKS if check.name == "kvm")
     facts = parity.facts()
     before = set(Path("/proc/self/fd").iterdir())
-    (found,) = _check.evaluate([check], facts, intent="slice", not_applicable=())
+    (result,) = _check.evaluate([check], facts, intent="slice", not_applicable=())
     assert set(Path("/proc/self/fd").iterdir()) <= before, "nothing stays open"
-    return found
+    return result
 
 
 def answering(
@@ -180,8 +180,8 @@ def answering(
 )
 def test_a_file_of_kvms_name_is_no_kvm(parity: Any, machine: Any, make: Any, why: str) -> None:
     make(machine)
-    found = kvm(parity)
-    assert (found["status"], why in found["detail"]) == ("FAIL", True), found
+    result = kvm(parity)
+    assert (result["status"], why in result["detail"]) == ("FAIL", True), result
 
 
 def test_kvm_is_proven_by_a_machine_that_it_makes(
@@ -190,14 +190,14 @@ def test_kvm_is_proven_by_a_machine_that_it_makes(
     """Without VMX in the firmware, or under another hypervisor, the file exists all the same."""
     machine.file("/dev/kvm")
     answering(monkeypatch, refusal=OSError(errno.EBUSY, "Device or resource busy"))
-    found = kvm(parity)
-    assert (found["status"], "Device or resource busy" in found["detail"]) == ("FAIL", True)
+    result = kvm(parity)
+    assert (result["status"], "Device or resource busy" in result["detail"]) == ("FAIL", True)
     answering(monkeypatch, version=11)
-    found = kvm(parity)
-    assert (found["status"], found["detail"]) == ("FAIL", "KVM API 11, not 12")
+    result = kvm(parity)
+    assert (result["status"], result["detail"]) == ("FAIL", "KVM API 11, not 12")
     answering(monkeypatch)
-    found = kvm(parity)
-    assert (found["status"], found["detail"]) == ("PASS", "a VM can be created")
+    result = kvm(parity)
+    assert (result["status"], result["detail"]) == ("PASS", "a VM can be created")
 
 
 @pytest.mark.covers("HOST-1")
@@ -205,9 +205,9 @@ def test_beside_the_firmware_stands_what_the_first_boot_found(parity: Any, machi
     machine.file("/proc/cpuinfo", "flags : fpu vmx")
 
     def detail() -> str:
-        found = _checks_platform.firmware(parity.facts())
-        assert found.status == "PASS", "what was found once does not decide for ever"
-        return found.detail
+        result = _checks_platform.firmware(parity.facts())
+        assert result.status == "PASS", "what was found once does not decide for ever"
+        return result.detail
 
     assert detail() == "vmx; no report of the first boot"
     log = "/var/log/gpuaas-slice-firmware.log"
@@ -227,14 +227,14 @@ def test_beside_the_firmware_stands_what_the_first_boot_found(parity: Any, machi
 
 def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
     machine.file("/proc/cmdline", "quiet iommu=pt")
-    found = _checks_platform.kernel_cmdline(parity.facts())
-    assert found.status == "FAIL"
-    assert found.detail.startswith("intel_iommu=on is not in /proc/cmdline; ")
+    result = _checks_platform.kernel_cmdline(parity.facts())
+    assert result.status == "FAIL"
+    assert result.detail.startswith("intel_iommu=on is not in /proc/cmdline; ")
     assert _checks_platform.reboot_required(parity.facts()).status == "FAIL"
     for name in ("vfio", "vfio_iommu_type1", "vfio_pci"):
         machine.folder(f"/sys/module/{name}")
-    found = _checks_platform.vfio_modules(parity.facts())
-    assert "/etc/modules-load.d/gpuaas-vfio.conf is missing" in found.detail
+    result = _checks_platform.vfio_modules(parity.facts())
+    assert "/etc/modules-load.d/gpuaas-vfio.conf is missing" in result.detail
     parity.boots()
     assert _checks_platform.vfio_modules(parity.facts()).status == "PASS"
     machine.file("/proc/cmdline", "intel_iommu=on iommu=pt")
@@ -256,21 +256,21 @@ def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci", config="\x34\x12")
     machine.pci("0000:25:10.0", "8086:10ca", group=2, driver="igbvf")
-    found = _checks_platform.vfio_binding(parity.facts(parity.slot))
-    assert found.detail == "0000:25:10.0 is on igbvf"
+    result = _checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert result.detail == "0000:25:10.0 is on igbvf"
     record(parity, machine, "0000:23:00.0", "0000:99:00.0")
     silent = parity.slot | {"fabric_vf_pci_address": "0000:99:00.0"}
     (machine.root / "sys/bus/pci/devices/0000:23:00.0/config").write_bytes(b"\xff\xff")
-    found = _checks_platform.vfio_binding(parity.facts(silent))
-    assert found.detail == "0000:23:00.0 does not answer; 0000:99:00.0 is not there"
+    result = _checks_platform.vfio_binding(parity.facts(silent))
+    assert result.detail == "0000:23:00.0 does not answer; 0000:99:00.0 is not there"
 
 
 def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) -> None:
     machine.pci("0000:23:00.0", "1234:11e8", driver="vfio-pci", config="\x34\x12")
     machine.pci("0000:25:10.0", "8086:10ca", driver="vfio-pci", config="\x86\x80")
     record(parity, machine, "0000:23:00.0", "0000:25:10.0")
-    found = _checks_platform.vfio_binding(parity.facts(parity.slot))
-    assert found == _check.failed("the host is not in slice mode: nothing would be bound at boot")
+    result = _checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert result == _check.failed("the host is not in slice mode: nothing would be bound at boot")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     assert _checks_platform.vfio_binding(parity.facts(parity.slot)).status == "PASS"
     record(parity, machine, "0000:23:00.0")
@@ -289,8 +289,8 @@ def test_a_claim_that_failed_at_boot_is_a_doubt(parity: Any, machine: Any) -> No
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     record(parity, machine, "0000:23:00.0", "0000:25:10.0")
     parity.units(binding="loaded/active/enabled/success", claim="loaded/failed/enabled/exit-code")
-    found = _checks_platform.vfio_binding(parity.facts(parity.slot))
-    assert found == _check.warned("gpuaas-slice-vfio-claim.service is failed")
+    result = _checks_platform.vfio_binding(parity.facts(parity.slot))
+    assert result == _check.warned("gpuaas-slice-vfio-claim.service is failed")
 
 
 def test_groups_of_approved_devices_must_be_viable(parity: Any, machine: Any) -> None:
@@ -317,8 +317,8 @@ def test_gpu_services_must_be_quiet_now_and_at_boot(parity: Any, machine: Any, s
     (holder / "3").symlink_to("/dev/nvidia0")
     machine.file("/proc/99/comm", "python3")
     parity.units()
-    found = _checks_platform.gpu_services_quiesced(parity.facts())
-    assert found.detail == "process 99 (python3) holds a GPU"
+    result = _checks_platform.gpu_services_quiesced(parity.facts())
+    assert result.detail == "process 99 (python3) holds a GPU"
 
 
 @pytest.mark.parametrize(
@@ -337,6 +337,6 @@ def test_topology_evidence(
     parity: Any, machine: Any, evidence: dict[str, Any] | None, status: str
 ) -> None:
     machine.file("/proc/sys/kernel/random/boot_id", "b-2\n")
-    asked = _host_facts.Request(profile=parity.profile, api_topology=evidence)
-    found = _checks_platform.api_topology(_host_facts.Facts(asked))
-    assert found.status == status
+    request = _host_facts.Request(profile=parity.profile, api_topology=evidence)
+    result = _checks_platform.api_topology(_host_facts.Facts(request))
+    assert result.status == status

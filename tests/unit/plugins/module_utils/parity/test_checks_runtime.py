@@ -58,12 +58,12 @@ def test_files_and_programs(parity: Any, machine: Any) -> None:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch, tree: Path) -> dict[str, _block.Usage]:
-    found: dict[str, _block.Usage] = {}
+    usages: dict[str, _block.Usage] = {}
     monkeypatch.setattr(_block, "disks", lambda: [DISK])
     monkeypatch.setattr(
-        _block, "usages", lambda _disks: {"nvme0n1": found.get("use", _block.Usage())}
+        _block, "usages", lambda _disks: {"nvme0n1": usages.get("use", _block.Usage())}
     )
-    return found
+    return usages
 
 
 def test_approved_disks_are_raw_and_ours(parity: Any, disk: dict[str, _block.Usage]) -> None:
@@ -105,28 +105,28 @@ def test_images_and_memory(parity: Any, machine: Any) -> None:
 @pytest.mark.covers("HOST-5")
 def test_tuning_only_when_asked(parity: Any, machine: Any, script: Any) -> None:
     assert _checks_runtime.tuning(parity.facts()).detail == "not_requested"
-    asked = {"tuning": ["hugepages-1g", "network-buffers"]}
+    profile = {"tuning": ["hugepages-1g", "network-buffers"]}
     script.on(*_host_tuning._LOGIN, out="unlimited\nunlimited\n")
     for key, text in _tuning_profiles.DEFINITIONS["network-buffers"].sysctl.items():
         machine.file(f"/proc/sys/{key.replace('.', '/')}", text.replace(" ", "\t"))
-    params = {"profiles": asked["tuning"]}
+    params = {"profiles": profile["tuning"]}
     for step in _host_tuning.plan(params, _host_tuning.observe(params)).steps:
         _host_tuning.apply(params, step)
-    found = _checks_runtime.tuning(parity.facts(**asked))
-    assert found == _check.passed("network-buffers")
+    result = _checks_runtime.tuning(parity.facts(**profile))
+    assert result == _check.passed("network-buffers")
     machine.file("/proc/sys/net/core/rmem_max", "212992\n")
-    found = _checks_runtime.tuning(parity.facts(**asked))
-    assert found.detail == "network-buffers: net.core.rmem_max is 212992, not 268435456"
+    result = _checks_runtime.tuning(parity.facts(**profile))
+    assert result.detail == "network-buffers: net.core.rmem_max is 212992, not 268435456"
     # A file alone has no effect, and an effect without the file ends with this boot.
     machine.file("/proc/sys/net/core/rmem_max", "268435456\n")
-    assert _checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
+    assert _checks_runtime.tuning(parity.facts(**profile)).status == "PASS"
     for path in _host_tuning.FILES:
         kept = _host.read(path)
         machine.file(path, f"{kept}\n# edited\n")
-        found = _checks_runtime.tuning(parity.facts(**asked))
-        assert (found.status, path in found.detail) == ("FAIL", kept is not None)
+        result = _checks_runtime.tuning(parity.facts(**profile))
+        assert (result.status, path in result.detail) == ("FAIL", kept is not None)
         machine.file(path, f"{kept}\n") if kept else _host.remove(path)
-        assert _checks_runtime.tuning(parity.facts(**asked)).status == "PASS"
+        assert _checks_runtime.tuning(parity.facts(**profile)).status == "PASS"
 
 
 @pytest.mark.covers("HOST-5")
@@ -137,15 +137,15 @@ def test_tuning_that_was_opted_in_to_on_the_host_is_asked_for(
     script.on(*_host_tuning._LOGIN, out="unlimited\nunlimited\n")
     for key, text in _tuning_profiles.DEFINITIONS["network-buffers"].sysctl.items():
         machine.file(f"/proc/sys/{key.replace('.', '/')}", text)
-    found = _checks_runtime.tuning(parity.facts())
-    assert found.detail == "; ".join(f"{path} is missing" for path in _host_tuning.FILES)
+    result = _checks_runtime.tuning(parity.facts())
+    assert result.detail == "; ".join(f"{path} is missing" for path in _host_tuning.FILES)
     for step in _host_tuning.plan({"profiles": []}, _host_tuning.observe({})).steps:
         _host_tuning.apply({}, step)
-    found = _checks_runtime.tuning(parity.facts())
-    assert found == _check.passed("network-buffers")
+    result = _checks_runtime.tuning(parity.facts())
+    assert result == _check.passed("network-buffers")
     machine.file(_host_tuning.OPTED_IN, '{"profiles": ["hugepages-2m"]}')
-    found = _checks_runtime.tuning(parity.facts())
-    assert (found.status, "no tuned profile hugepages-2m" in found.detail) == ("FAIL", True)
+    result = _checks_runtime.tuning(parity.facts())
+    assert (result.status, "no tuned profile hugepages-2m" in result.detail) == ("FAIL", True)
 
 
 @pytest.mark.covers("HOST-5")
@@ -153,17 +153,17 @@ def test_tuned_pages_are_there_whether_a_slot_needs_them_or_not(parity: Any, mac
     node = f"{_host_resources.NODES}/node0"
     machine.file(f"{node}/meminfo", "Node 0 MemTotal: 8388608 kB\n")
     machine.file(f"{node}/hugepages/hugepages-1048576kB/nr_hugepages", "2\n")
-    asked = {"tuning": ["hugepages-1g"], "hugepages_1g": {"pages": 3}}
-    found = _checks_runtime.hugepages(parity.facts(**asked))
-    assert found.detail == "node 0 has 2 pages of 1 GiB, not 3"
-    asked["hugepages_1g"] = {"pages": 2}
-    assert _checks_runtime.hugepages(parity.facts(**asked)).status == "PASS"
+    profile = {"tuning": ["hugepages-1g"], "hugepages_1g": {"pages": 3}}
+    result = _checks_runtime.hugepages(parity.facts(**profile))
+    assert result.detail == "node 0 has 2 pages of 1 GiB, not 3"
+    profile["hugepages_1g"] = {"pages": 2}
+    assert _checks_runtime.hugepages(parity.facts(**profile)).status == "PASS"
     machine.file(_host_tuning.OPTED_IN, '{"profiles": ["hugepages-1g"]}')
     opted_in = parity.facts(hugepages_1g={"pages": 3})
     assert _checks_runtime.hugepages(opted_in).detail == ("node 0 has 2 pages of 1 GiB, not 3")
     vm = {"hugepages": True, "memory_mib_per_gpu": 4096}
-    found = _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm, **asked))
-    assert found.detail == "node 0 has 2 pages of 1 GiB, its slots need 4"
+    result = _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm, **profile))
+    assert result.detail == "node 0 has 2 pages of 1 GiB, its slots need 4"
 
 
 HOSTILE = (
@@ -175,7 +175,7 @@ def test_a_serial_that_is_a_line_stays_a_word_of_its_own_line(
     parity: Any, disk: dict[str, _block.Usage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_block, "disks", lambda: [dataclasses.replace(DISK, serial=HOSTILE)])
-    check = next(one for one in _slice_parity.CHECKS if one.name == "nvme_ownership")
+    check = next(row for row in _slice_parity.CHECKS if row.name == "nvme_ownership")
     outcomes = _check.evaluate(
         [check], parity.facts(parity.slot), intent="slice", not_applicable=()
     )

@@ -74,8 +74,8 @@ def host(parity: Any, machine: Any) -> Any:
 
 
 def look(host: Any, check: Callable[[Any], Any]) -> tuple[str, str]:
-    found = check(host.facts(host.slot))
-    return found.status, found.detail
+    result = check(host.facts(host.slot))
+    return result.status, result.detail
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
@@ -85,11 +85,11 @@ def test_services_as_they_were_installed_pass(host: Any, unit: _boot_service.Uni
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_each_file_of_a_service_is_looked_at(host: Any, unit: _boot_service.Unit) -> None:
-    own = [unit.path, unit.program] + ([] if unit.borrowed else [unit.settings_path])
+    files = [unit.path, unit.program] + ([] if unit.borrowed else [unit.settings_path])
     # Its own code, and the code that it shares with the others.
     names = (unit.module, "core._host", "core._errors")
     code = [f"{CODE}/{name.replace('.', '/')}.py" for name in names]
-    for path in (*own, *code):
+    for path in (*files, *code):
         file = _host.path(path)
         text, mode = file.read_text(), file.stat().st_mode
         for edited in (f"{text}# edited\n", "", None):
@@ -102,7 +102,7 @@ def test_each_file_of_a_service_is_looked_at(host: Any, unit: _boot_service.Unit
         file.write_text(text)
         file.chmod(mode)
         assert look(host, CHECKS[unit.name])[0] == "PASS"
-    for path in (*own, *code):
+    for path in (*files, *code):
         _host.path(path).write_text("edited\n")
     assert look(host, CHECKS[unit.name])[0] == "FAIL"
     # A single repair for all of them.
@@ -126,8 +126,8 @@ def test_what_systemctl_edit_adds_is_looked_at_and_repaired(
 def test_a_program_that_may_not_be_run_is_no_program(host: Any) -> None:
     program = _host.path(_boot_units.NETWORK.program)
     program.chmod(0o644)
-    wanted = f"{_boot_units.NETWORK.program} has mode 0644, not 0755"
-    assert look(host, _checks_network.network_service) == ("FAIL", wanted)
+    problem = f"{_boot_units.NETWORK.program} has mode 0644, not 0755"
+    assert look(host, _checks_network.network_service) == ("FAIL", problem)
 
 
 def test_code_without_a_record_is_not_believed(host: Any) -> None:
@@ -136,8 +136,8 @@ def test_code_without_a_record_is_not_believed(host: Any) -> None:
     for unit in UNITS:
         status, detail = look(host, CHECKS[unit.name])
         assert status == "FAIL"
-        wanted = f"{_boot_files.RECORD} does not say what code {unit.service} was given"
-        assert wanted in detail.split("; ")
+        problem = f"{_boot_files.RECORD} does not say what code {unit.service} was given"
+        assert problem in detail.split("; ")
     _host.write(_boot_files.RECORD, "[")
     assert look(host, _checks_network.network_service)[0] == "FAIL"
     for unit in UNITS:
@@ -293,8 +293,8 @@ def test_the_fabrics_settings_are_those_of_its_role(host: Any) -> None:
 
 def test_looking_writes_nothing(host: Any, tree: Path) -> None:
     def files() -> dict[str, tuple[int, int]]:
-        found = (file for file in tree.rglob("*") if file.is_file())
-        return {str(f): (f.stat().st_mtime_ns, f.stat().st_ino) for f in found}
+        present = (file for file in tree.rglob("*") if file.is_file())
+        return {str(f): (f.stat().st_mtime_ns, f.stat().st_ino) for f in present}
 
     before = files()
     for check in (

@@ -72,11 +72,11 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
         "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run", refuse
     )
     monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
-    found = run(parity, "slice")
-    passed = {check["check"] for check in found["checks"] if check["status"] == "PASS"}
+    report = run(parity, "slice")
+    passed = {check["check"] for check in report["checks"] if check["status"] == "PASS"}
     assert passed <= {"nvme_ownership", "hugepages", "tuning", "image_cache"}
-    assert found["lines"][-1] == found["summary"]
-    assert len(found["lines"]) == 36
+    assert report["lines"][-1] == report["summary"]
+    assert len(report["lines"]) == 36
 
 
 @pytest.mark.parametrize("intent", ["slice", "baremetal"])
@@ -91,8 +91,8 @@ def test_a_wrong_tag_of_maas_fails_and_unknown_ones_warn(
     monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
     for tags, status in ((None, "WARN"), (["gpuaas-profile-other"], "FAIL")):
         checks = run(parity, intent, tags=tags)["checks"]
-        (found,) = [one["status"] for one in checks if one["check"] == "maas_intent"]
-        assert found == status
+        (outcome,) = [row["status"] for row in checks if row["check"] == "maas_intent"]
+        assert outcome == status
 
 
 @pytest.mark.covers("HOST-15")
@@ -105,8 +105,8 @@ def test_a_bare_metal_host_is_free_of_slice_services(
     parity.shown(("eth0", "192.0.2.5/24"))
     script.on(*NAT, out="")
     parity.units()
-    found = run(parity, "baremetal")
-    assert [one for one in found["checks"] if one["status"] == "FAIL"] == []
+    report = run(parity, "baremetal")
+    assert [row for row in report["checks"] if row["status"] == "FAIL"] == []
 
 
 @pytest.mark.covers("HOST-15")
@@ -119,8 +119,8 @@ def test_a_bare_metal_host_need_not_have_iptables(
 
     command = "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run"
     monkeypatch.setattr(command, refuse)
-    found = {one["check"]: one["status"] for one in run(parity, "baremetal")["checks"]}
-    assert found["nat"] == status
+    statuses = {row["check"]: row["status"] for row in run(parity, "baremetal")["checks"]}
+    assert statuses["nat"] == status
 
 
 def test_slice_services_left_on_bare_metal_are_named(
@@ -138,8 +138,8 @@ def test_slice_services_left_on_bare_metal_are_named(
     script.on(*NAT, out=RULE)
     parity.units(baseline="loaded/active/enabled/success", fabric="loaded/active/enabled/success")
     checks = run(parity, "baremetal")["checks"]
-    found = {one["check"]: one["status"] for one in checks}
-    binding = next(one["detail"] for one in checks if one["check"] == "vfio_binding")
+    statuses = {row["check"]: row["status"] for row in checks}
+    binding = next(row["detail"] for row in checks if row["check"] == "vfio_binding")
     assert "still in slice mode" in binding
     for name in (
         "kernel_cmdline",
@@ -153,4 +153,4 @@ def test_slice_services_left_on_bare_metal_are_named(
         "libvirt",
         "nvme_ownership",
     ):
-        assert found[name] == "FAIL", name
+        assert statuses[name] == "FAIL", name

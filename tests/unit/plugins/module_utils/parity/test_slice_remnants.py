@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_snapshot,
     _ledger,
+    _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
@@ -30,11 +31,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_remnants,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _object_names,
-    _qos,
-    _traces,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos, _traces
 from ansible_collections.gpuaas.slice.plugins.modules import slice_remnants
 
 bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]
@@ -69,20 +66,20 @@ def look(parity: Any, scope: str = "host") -> dict[str, Any]:
 
 
 def left(parity: Any, scope: str = "host") -> list[tuple[str, str, str]]:
-    found = look(parity, scope)
-    items = [one for one in found["compared"] if not one["ok"]]
-    assert found["remnants"] == len(items)
-    return [(one["check"], one["name"], one["found"]) for one in items]
+    report = look(parity, scope)
+    items = [item for item in report["compared"] if not item["ok"]]
+    assert report["remnants"] == len(items)
+    return [(item["check"], item["name"], item["found"]) for item in items]
 
 
 def test_a_plain_host_is_compared_in_full_and_clean(host: Any) -> None:
-    found = look(host)
-    assert [one for one in found["compared"] if not one["ok"]] == []
-    assert {one["check"] for one in found["compared"]} == {
+    report = look(host)
+    assert [item for item in report["compared"] if not item["ok"]] == []
+    assert {item["check"] for item in report["compared"]} == {
         *_slice_remnants.SLICES,
         *_slice_remnants.MODE,
     }
-    assert all(one["expected"] and one["found"] for one in found["compared"])
+    assert all(item["expected"] and item["found"] for item in report["compared"])
 
 
 FILES = [
@@ -132,16 +129,16 @@ def test_each_file_is_found_by_itself(
     host: Any, machine: Any, check: str, path: str, text: str
 ) -> None:
     machine.file(path, text)
-    found = left(host)
+    items = left(host)
     # A reservation also means a folder that must be gone.
-    assert {one[0] for one in found} - {"dnsmasq"} <= {check}
-    assert check in {one[0] for one in found}
+    assert {item[0] for item in items} - {"dnsmasq"} <= {check}
+    assert check in {item[0] for item in items}
 
 
 def test_a_dangling_link_of_enable_is_found(host: Any, machine: Any) -> None:
     wants = machine.folder(f"{UNITS}/multi-user.target.wants")
     (wants / "gpuaas-slice-host-net-baseline.service").symlink_to("/nowhere")
-    assert [one[0] for one in left(host)] == ["boot_services"]
+    assert [item[0] for item in left(host)] == ["boot_services"]
 
 
 def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any) -> None:
@@ -188,7 +185,7 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
     (folder / "sriov_numvfs").write_text("1\n")
     machine.pci("0000:25:10.0", "8086:10ca")
     machine.function(card, 0, "0000:25:10.0")
-    assert [one[2] for one in left(host)] == ["1 virtual functions, which nothing can name"]
+    assert [item[2] for item in left(host)] == ["1 virtual functions, which nothing can name"]
 
     machine.folder(f"/sys/devices/pci0000:00/{card}/net/ens30")
     machine.file("/sys/class/net/ens30/address", "52:54:00:00:fa:01\n")
@@ -199,7 +196,7 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
 
     named("0e:11:22:33:44:55")
     assert left(host) == []
-    shown = {one["found"] for one in look(host)["compared"] if one["name"] == card}
+    shown = {item["found"] for item in look(host)["compared"] if item["name"] == card}
     assert shown == {"1 virtual functions of the site's own"}
     (name,) = _virtual_functions.card_at(card).desired_identities({}, 1)
     named(name)
@@ -207,7 +204,7 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
     assert left(host) == [ours]
     named("0e:11:22:33:44:55")
     machine.file(_host_snapshot.file_of(_virtual_functions.RECORD), "{}")
-    assert [one[1] for one in left(host)] == [card, "fabric as before"]
+    assert [item[1] for item in left(host)] == [card, "fabric as before"]
 
 
 def test_every_kind_of_trace_is_looked_for() -> None:
@@ -259,9 +256,9 @@ def test_a_disk_that_was_written_off_is_left_only_while_it_is_there(bench: Any, 
 
     _ledger.release(f"disk-{eui}", fence=1)
     assert left(host) == []
-    found = look(host)
-    assert found["kept"]["disks_gone"] == [f"eui.{eui}"]
-    assert f"eui.{eui}" in str([one["found"] for one in found["compared"]])
+    report = look(host)
+    assert report["kept"]["disks_gone"] == [f"eui.{eui}"]
+    assert f"eui.{eui}" in str([item["found"] for item in report["compared"]])
 
     waits = [("nvme_ownership", f"slot disk-{eui}", f"waits for the wipe of eui.{eui}")]
     silent = bench.disk("nvme2n1", eui="", nguid="", minor=2)
@@ -275,17 +272,17 @@ def test_a_disk_that_was_written_off_is_left_only_while_it_is_there(bench: Any, 
 
 def test_the_mark_of_the_whole_machine_is_left_without_a_disk(host: Any) -> None:
     _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
-    assert [one[:2] for one in left(host)] == [("nvme_ownership", "slot machine")]
+    assert [item[:2] for item in left(host)] == [("nvme_ownership", "slot machine")]
 
 
 def test_unknown_is_not_absent(host: Any, machine: Any, script: Any) -> None:
     script.answers[NAT] = []
     script.on(*NAT, rc=4, err="another app is holding the xtables lock")
     machine.file("/var/lib/gpuaas/ledger/slot-0.json", "{broken")
-    found = _slice_remnants.compare(
+    items = _slice_remnants.compare(
         _host_facts.Facts(_host_facts.Request(profile=host.profile, intent="baremetal"))
     )
-    unknown = {one.check: one.found for one in found if not one.ok}
+    unknown = {item.check: item.found for item in items if not item.ok}
     assert set(unknown) == {"nat", "nvme_ownership"}
     assert all(text.startswith("unknown: ") for text in unknown.values())
 

@@ -33,21 +33,21 @@ def put(tree: Path, path: str, text: str) -> Path:
 
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=70))
 def test_what_passes_the_check_is_one_line_that_reads_back(mac: str, ip: str, name: str) -> None:
-    wanted = Reservation(ALLOCATION, mac, ip, name)
+    reservation = Reservation(ALLOCATION, mac, ip, name)
     try:
-        _dnsmasq.check(wanted)
+        _dnsmasq.check(reservation)
     except Refusal as refusal:
         assert refusal.code == "spec_invalid"
     else:
-        assert "\n" not in wanted.line()
-        assert _dnsmasq.parse(ALLOCATION, wanted.line()) == wanted
+        assert "\n" not in reservation.line()
+        assert _dnsmasq.parse(ALLOCATION, reservation.line()) == reservation
 
 
 @given(st.from_regex(r"[a-z0-9][a-z0-9-]{0,20}[a-z0-9]", fullmatch=True))
 def test_hostnames_read_back(name: str) -> None:
-    wanted = Reservation(ALLOCATION, "52:54:00:64:00:0a", "10.100.0.10", name)
+    reservation = Reservation(ALLOCATION, "52:54:00:64:00:0a", "10.100.0.10", name)
     try:
-        assert _dnsmasq.parse(ALLOCATION, _dnsmasq.check(wanted).line()) == wanted
+        assert _dnsmasq.parse(ALLOCATION, _dnsmasq.check(reservation).line()) == reservation
     except Refusal:
         assert re.fullmatch(r"\d+[smhdw]?|infinite|ignore", name)
 
@@ -85,11 +85,11 @@ def test_release_that_nobody_heard_is_done_while_stopped(tree: Path, script: Scr
     assert "10.100.0.11" in file.read_text()
 
 
-@pytest.mark.parametrize(("flags", "found"), [("0x2", "52:54:00:64:00:0a"), ("0x0", "")])
-def test_neighbour(tree: Path, flags: str, found: str) -> None:
+@pytest.mark.parametrize(("flags", "state"), [("0x2", "52:54:00:64:00:0a"), ("0x0", "")])
+def test_neighbour(tree: Path, flags: str, state: str) -> None:
     head = "IP address HW type Flags HW address Mask Device\n"
     put(tree, "proc/net/arp", f"{head}10.100.0.10 0x1 {flags} 52:54:00:64:00:0A * ovsbr0\n")
-    assert _dnsmasq.neighbour("ovsbr0", "10.100.0.10") == found
+    assert _dnsmasq.neighbour("ovsbr0", "10.100.0.10") == state
     assert _dnsmasq.neighbour("eth0", "10.100.0.10") == ""
 
 

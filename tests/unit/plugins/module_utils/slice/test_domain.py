@@ -59,25 +59,25 @@ def domains(draw: st.DrawFn) -> Domain:
 
 
 @given(domains())
-def test_what_is_written_is_read_back_and_nothing_else(wanted: Domain) -> None:
-    assert _domain.parse(_domain.render(wanted)) == _domain.describe(wanted)
+def test_what_is_written_is_read_back_and_nothing_else(machine: Domain) -> None:
+    assert _domain.parse(_domain.render(machine)) == _domain.describe(machine)
 
 
 @given(st.text(max_size=30), st.sampled_from(["mac", "bridge", "disks", "gpus", "seed_path"]))
 def test_hostile_text_is_refused_or_stays_one_value(text: str, field: str) -> None:
     value = (text,) if field in ("disks", "gpus") else text
-    wanted = domain(**{field: value})
+    machine = domain(**{field: value})
     try:
-        xml = _domain.render(wanted)
+        xml = _domain.render(machine)
     except Refusal as refusal:
         assert refusal.code == "spec_invalid"
     else:
-        assert _domain.parse(xml) == _domain.describe(wanted)
+        assert _domain.parse(xml) == _domain.describe(machine)
 
 
 def test_every_passed_device_has_a_root_port_of_its_own() -> None:
-    wanted = domain(gpus=("0000:43:00.0", "0000:44:00.0"), fabric_vfs=("0000:25:10.1",))
-    root = ET.XML(_domain.render(wanted))
+    machine = domain(gpus=("0000:43:00.0", "0000:44:00.0"), fabric_vfs=("0000:25:10.1",))
+    root = ET.XML(_domain.render(machine))
     ports = {c.get("index") for c in root.iter("controller") if c.get("model") == "pcie-root-port"}
     buses = [place.get("bus") for place in root.iterfind("devices/hostdev/address")]
     assert ports == {"1", "2", "3"}
@@ -128,18 +128,18 @@ def test_refused(change: dict[str, object]) -> None:
 
 
 def test_a_device_that_somebody_added_is_a_difference() -> None:
-    wanted = domain()
-    changed = _domain.render(wanted).replace("</devices>", "<graphics type='vnc'/></devices>")
-    found = _domain.differences(_domain.describe(wanted), _domain.parse(changed))
-    assert found == {"other_devices": ([], ["graphics:vnc"])}
+    machine = domain()
+    changed = _domain.render(machine).replace("</devices>", "<graphics type='vnc'/></devices>")
+    differences = _domain.differences(_domain.describe(machine), _domain.parse(changed))
+    assert differences == {"other_devices": ([], ["graphics:vnc"])}
 
 
 def test_libvirts_own_units_and_additions_are_no_difference() -> None:
-    wanted = domain()
-    xml = _domain.render(wanted).replace('unit="MiB">768<', 'unit="KiB">786432<', 1)
+    machine = domain()
+    xml = _domain.render(machine).replace('unit="MiB">768<', 'unit="KiB">786432<', 1)
     added = "<emulator>/usr/bin/kvm</emulator><input type='mouse'/><audio id='1' type='none'/>"
     xml = xml.replace("</devices>", f"{added}</devices>")
-    assert _domain.parse(xml) == _domain.describe(wanted)
+    assert _domain.parse(xml) == _domain.describe(machine)
 
 
 def test_options_of_a_module_become_a_domain() -> None:

@@ -14,10 +14,10 @@ VIRSH = ("virsh", "--connect", "qemu:///system")
 LOOK = (*VIRSH, "domstats", "--state", "--nowait")
 
 
-def stats(**found: tuple[int, int]) -> str:
+def stats(**counters: tuple[int, int]) -> str:
     return "".join(
         f"Domain: '{name}'\n  state.state={state}\n  state.reason={reason}\n\n"
-        for name, (state, reason) in found.items()
+        for name, (state, reason) in counters.items()
     )
 
 

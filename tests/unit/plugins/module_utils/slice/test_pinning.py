@@ -20,11 +20,11 @@ def put(tree: Path, path: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [("0-3,8", [0, 1, 2, 3, 8]), ("", []), ("5\n", [5]), ("0-1,4-5", [0, 1, 4, 5])],
 )
-def test_numbers(text: str, found: list[int]) -> None:
-    assert _pinning.numbers(text) == found
+def test_numbers(text: str, expected: list[int]) -> None:
+    assert _pinning.numbers(text) == expected
 
 
 def test_cores_keep_the_threads_of_one_together(tree: Path) -> None:

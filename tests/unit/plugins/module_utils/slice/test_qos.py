@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names, _qos
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos
 
 pytestmark = pytest.mark.covers("HOST-7")
 
@@ -32,11 +32,11 @@ def port(rate: int = 0, burst: int = 0, row: str = "") -> str:
     return f'{{"data":[[{rate},{burst}]],{INTERFACES}}}\n{{"data":[[{named}]],"headings":["qos"]}}'
 
 
-def rows(*found: tuple[str, str], bits: str = "1000000") -> str:
+def rows(*queues: tuple[str, str], bits: str = "1000000") -> str:
     data = ",".join(
         f'[["uuid","{row}"],"linux-htb",["map",[["max-rate","{bits}"]]],'
         f'["map",[["gpuaas-allocation","{owner}"]]]]'
-        for row, owner in found
+        for row, owner in queues
     )
     return f'{{"data":[{data}],"headings":["_uuid","type","other_config","external_ids"]}}'
 

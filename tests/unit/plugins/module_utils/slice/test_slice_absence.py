@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
-    _flows,
     _libvirt,
-    _object_names,
     _qos,
     _slice_absence,
     _slots,

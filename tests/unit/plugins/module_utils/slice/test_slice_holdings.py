@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
-    _flows,
     _libvirt,
-    _object_names,
     _qos,
     _slice_holdings,
     _slots,
@@ -64,9 +63,9 @@ def file(root: Path, path: str, text: str = "") -> None:
 
 
 def test_nothing_is_held(empty: Path) -> None:
-    found = look()
-    assert set(found) == PARTS
-    assert all(part == {"known": True, "detail": "", "found": []} for part in found.values())
+    parts = look()
+    assert set(parts) == PARTS
+    assert all(part == {"known": True, "detail": "", "found": []} for part in parts.values())
 
 
 def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,26 +83,26 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
     file(empty, f"{_object_names.console_path(ONE)}.0")
     file(empty, f"{_object_names.SEEDS}/gpuaas-slice-notes.txt")
     _ledger.hold("slot-0", fence=3, allocation_id=ONE, disk_identity="eui.1")
-    found = {name: part["found"] for name, part in look().items()}
+    rows = {name: part["found"] for name, part in look().items()}
     address = {"mac": "52:54:00:64:00:0a", "ip": "10.100.0.10"}
-    own = {"allocation_id": ONE}
-    assert found == {
+    holder = {"allocation_id": ONE}
+    assert rows == {
         "domains": [
-            {**own, "name": DOMAIN, "state": "shut off", "active": False}
+            {**holder, "name": DOMAIN, "state": "shut off", "active": False}
             | {"devices": ["0000:43:00.0"], "disks": [DISK]}
         ],
-        "processes": [{**own, "pid": 7}],
-        "leases": [{**own, "slot_id": "slot-0", "fence": 3, "disk": "eui.1", "dirty": False}],
-        "reservations": [own | address],
+        "processes": [{**holder, "pid": 7}],
+        "leases": [{**holder, "slot_id": "slot-0", "fence": 3, "disk": "eui.1", "dirty": False}],
+        "reservations": [holder | address],
         "addresses": [address],
         "ports": [{"port": "gs23bd713b6073", "owner": "23bd713b6073"}],
         "guards": [{"cookie": "0x23bd713b60734ef7", "owner": "23bd713b60734ef7"}],
         "files": [
-            {**own, "path": _object_names.nvram_path(ONE)},
-            {**own, "path": _object_names.seed_path(ONE)},
-            {**own, "path": f"{_object_names.console_path(ONE)}.0"},
+            {**holder, "path": _object_names.nvram_path(ONE)},
+            {**holder, "path": _object_names.seed_path(ONE)},
+            {**holder, "path": f"{_object_names.console_path(ONE)}.0"},
         ],
-        "limits": [{**own, "row": "row"}],
+        "limits": [{**holder, "row": "row"}],
         "devices": [],
     }
 
@@ -113,31 +112,31 @@ def test_a_strangers_machine_is_listed_with_what_it_has(
 ) -> None:
     monkeypatch.setattr(_libvirt, "states", lambda: {"win": _libvirt.State("running")})
     monkeypatch.setattr(_libvirt, "definition", lambda _name: XML)
-    (found,) = look()["domains"]["found"]
-    assert (found["name"], found["allocation_id"], found["disks"]) == ("win", "", [DISK])
+    (domain,) = look()["domains"]["found"]
+    assert (domain["name"], domain["allocation_id"], domain["disks"]) == ("win", "", [DISK])
 
 
 def test_what_speaks_against_a_device_is_said_and_a_slice_is_no_obstacle(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
     used = Refusal("disk_in_use", expected="not in use", found="mounted", remedy="")
     lost = Refusal("not_bound", expected="bound", found="nouveau", remedy="")
 
     def passthrough(_addresses: object, own_pids: list[int]) -> list[Refusal]:
-        asked.append(own_pids)
+        calls.append(own_pids)
         return [lost]
 
     monkeypatch.setattr(_libvirt, "processes", lambda _marker: {7: "qemu"})
     monkeypatch.setattr(_host, "read", lambda _path: "")
     monkeypatch.setattr(_slots, "disk", lambda *_, **__: (None, [used]))
     monkeypatch.setattr(_slots, "passthrough", passthrough)
-    found = _slice_holdings.look([SLOT], "ovsbr0")["devices"]["found"]
-    assert [(one["slot_id"], one["code"]) for one in found] == [
+    rows = _slice_holdings.look([SLOT], "ovsbr0")["devices"]["found"]
+    assert [(row["slot_id"], row["code"]) for row in rows] == [
         ("slot-0", "disk_in_use"),
         ("slot-0", "not_bound"),
     ]
-    assert asked == [[7]]
+    assert calls == [[7]]
 
 
 @pytest.mark.covers("I13")
@@ -160,9 +159,9 @@ def test_a_look_that_fails_is_unknown(
         raise Refusal("command_timeout", expected="", found="late", remedy="")
 
     monkeypatch.setattr(owner, name, broken)
-    found = look()
-    assert {key for key, one in found.items() if not one["known"]} == {part}
-    assert "command_timeout" in found[part]["detail"]
+    parts = look()
+    assert {key for key, value in parts.items() if not value["known"]} == {part}
+    assert "command_timeout" in parts[part]["detail"]
 
 
 def test_cookies_are_those_of_slices(script: Any) -> None:

@@ -67,33 +67,33 @@ def test_a_function_asleep_or_gone_is_not(machine: Any) -> None:
     assert codes(_slots.passthrough([GPU])) == ["device_not_answering"]
 
 
-@pytest.mark.parametrize(("own", "expected"), [((), ["device_in_use"]), ((77,), [])])
+@pytest.mark.parametrize(("own_pids", "expected"), [((), ["device_in_use"]), ((77,), [])])
 def test_a_group_that_a_process_has_open_is_in_use(
-    machine: Any, own: tuple[int, ...], expected: list[str]
+    machine: Any, own_pids: tuple[int, ...], expected: list[str]
 ) -> None:
     gpu(machine)
     machine.folder("/proc/77/fd")
     (machine.root / "proc/77/fd/9").symlink_to("/dev/vfio/12")
     (machine.root / "proc/77/fd/8").symlink_to("/dev/vfio/vfio")
-    assert codes(_slots.passthrough([GPU], own_pids=own)) == expected
+    assert codes(_slots.passthrough([GPU], own_pids=own_pids)) == expected
 
 
 def test_a_live_neighbour_in_the_group_is_named(machine: Any) -> None:
     gpu(machine)
     machine.pci("0000:43:00.1", "1234:0001", group=12, driver="snd_hda_intel")
-    found = _slots.passthrough([GPU])
-    assert codes(found) == ["group_not_viable"]
-    assert "0000:43:00.1" in found[0].found
+    problems = _slots.passthrough([GPU])
+    assert codes(problems) == ["group_not_viable"]
+    assert "0000:43:00.1" in problems[0].found
 
 
-@pytest.mark.parametrize(("own", "expected"), [((), ["disk_in_use"]), ((4711,), [])])
+@pytest.mark.parametrize(("own_pids", "expected"), [((), ["disk_in_use"]), ((4711,), [])])
 def test_only_the_own_qemu_may_hold_the_disk(
-    monkeypatch: pytest.MonkeyPatch, own: tuple[int, ...], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, own_pids: tuple[int, ...], expected: list[str]
 ) -> None:
     monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[4711]))
-    found, problems = _slots.disk(SLOT, own_pids=own)
-    assert found == DISK
+    disk, problems = _slots.disk(SLOT, own_pids=own_pids)
+    assert disk == DISK
     assert codes(problems) == expected
 
 
@@ -127,6 +127,6 @@ def test_what_another_domain_names_is_taken(script: Script) -> None:
         "other",
         out=f"<d><devices><disk type='block'><source dev='{BY_ID}'/></disk></devices></d>",
     )
-    found = _slots.claimed(SLOT, _slots.other_domains("own"))
-    assert codes(found) == ["device_in_use"]
-    assert "other" in found[0].found
+    problems = _slots.claimed(SLOT, _slots.other_domains("own"))
+    assert codes(problems) == ["device_in_use"]
+    assert "other" in problems[0].found

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _object_names,
-    _slice_holdings,
-    _traces,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_holdings, _traces
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 EARLY = "00000000-0073-4ef7-8a51-2897e902365d"

@@ -25,7 +25,7 @@ class Login:
         self._public = new_key(self.key)
         self.machine: Machine = boot("host", login=self.line(ends_in_s))
         (folder / "known").write_text(self.machine.known())
-        self.known = folder / "known"
+        self.known_hosts = folder / "known"
 
     def line(self, ends_in_s: int) -> str:
         end = int(time.time()) + ends_in_s
@@ -33,7 +33,7 @@ class Login:
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         options = ["-F", "none", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes"]
-        options += ["-o", f"UserKnownHostsFile={self.known}", "-i", str(self.key)]
+        options += ["-o", f"UserKnownHostsFile={self.known_hosts}", "-i", str(self.key)]
         return subprocess.run(
             ["ssh", *options, "-p", str(self.machine.port), *words],
             stdin=subprocess.DEVNULL,

@@ -54,43 +54,43 @@ def suggest(
     return _candidates.candidates(gpus, disks, fabric or [], NETWORK, "machine")
 
 
-def bundles(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def bundles(candidates: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     keys = ("gpu_pci_address", "nvme_eui", "fabric_vf_pci_address")
-    return [tuple(one["bundle"][key] for key in keys) for one in found]
+    return [tuple(candidate["bundle"][key] for key in keys) for candidate in candidates]
 
 
 def test_each_gpu_gets_a_disk_and_function_of_its_own_node() -> None:
-    found = suggest(
+    candidates = suggest(
         [gpu(0x23, 0), gpu(0x43, 1)],
         [disk("a1", 1), disk("a0", 0)],
         [card(gpu(0xC1, 1), gpu(0xC2, 0))],
     )
-    assert bundles(found) == [
+    assert bundles(candidates) == [
         ("0000:23:00.0", "a0", "0000:c2:00.0"),
         ("0000:43:00.0", "a1", "0000:c1:00.0"),
     ]
-    assert [one["complete"] for one in found] == [True, True]
-    assert found[0]["numa_matched"] == {"nvme": True, "fabric": True}
-    assert found[0]["bundle"]["management_mac"] == "52:54:00:64:00:0a"
-    assert found[1]["bundle"]["private_ip"] == "10.100.0.11"
+    assert [candidate["complete"] for candidate in candidates] == [True, True]
+    assert candidates[0]["numa_matched"] == {"nvme": True, "fabric": True}
+    assert candidates[0]["bundle"]["management_mac"] == "52:54:00:64:00:0a"
+    assert candidates[1]["bundle"]["private_ip"] == "10.100.0.11"
 
 
 def test_a_gpu_without_a_near_disk_takes_what_the_others_left() -> None:
-    found = suggest([gpu(1, 0), gpu(2, 1)], [disk("a", 1), disk("b", 1)])
-    assert [row[1] for row in bundles(found)] == ["b", "a"]
-    assert [one["numa_matched"]["nvme"] for one in found] == [False, True]
+    candidates = suggest([gpu(1, 0), gpu(2, 1)], [disk("a", 1), disk("b", 1)])
+    assert [row[1] for row in bundles(candidates)] == ["b", "a"]
+    assert [candidate["numa_matched"]["nvme"] for candidate in candidates] == [False, True]
 
 
 def test_the_same_switch_wins_within_a_node() -> None:
     near, far = ("pci0000:20", "0000:20:01.0"), ("pci0000:20", "0000:20:00.0")
-    found = suggest([gpu(1, 0, near)], [disk("a", 0, path=far), disk("b", 0, path=near)])
-    assert bundles(found)[0][1] == "b"
+    candidates = suggest([gpu(1, 0, near)], [disk("a", 0, path=far), disk("b", 0, path=near)])
+    assert bundles(candidates)[0][1] == "b"
 
 
 def test_unknown_nodes_do_not_count_as_the_same_node() -> None:
-    found = suggest([gpu(1, -1)], [disk("a", -1)])
-    assert found[0]["numa_matched"]["nvme"] is False
-    assert bundles(found)[0][1] == "a"
+    candidates = suggest([gpu(1, -1)], [disk("a", -1)])
+    assert candidates[0]["numa_matched"]["nvme"] is False
+    assert bundles(candidates)[0][1] == "a"
 
 
 def test_use_does_not_move_the_pairing_but_is_told() -> None:
@@ -103,10 +103,10 @@ def test_use_does_not_move_the_pairing_but_is_told() -> None:
 
 
 def test_the_hosts_own_disk_is_never_offered() -> None:
-    found = suggest([gpu(1, 0)], [disk("a", 0, "os_disk"), disk("b", 0, "excluded_model")])
-    assert found[0]["bundle"]["nvme_device"] == ""
-    assert found[0]["complete"] is False
-    assert [b["code"] for b in found[0]["blockers"]] == ["missing_nvme", "missing_fabric_vf"]
+    candidates = suggest([gpu(1, 0)], [disk("a", 0, "os_disk"), disk("b", 0, "excluded_model")])
+    assert candidates[0]["bundle"]["nvme_device"] == ""
+    assert candidates[0]["complete"] is False
+    assert [b["code"] for b in candidates[0]["blockers"]] == ["missing_nvme", "missing_fabric_vf"]
 
 
 def test_two_disks_of_one_identity_are_both_left_out() -> None:
@@ -116,22 +116,22 @@ def test_two_disks_of_one_identity_are_both_left_out() -> None:
 
 def test_a_short_prefix_is_filled_from_the_machine_id() -> None:
     network = NETWORK | {"mac_prefix": "52:54:00"}
-    one = _candidates.suggestions(1, network, "one")[0]["management_mac"]
+    mac = _candidates.suggestions(1, network, "one")[0]["management_mac"]
     two = _candidates.suggestions(1, network, "two")[0]["management_mac"]
-    assert one != two
-    assert one.startswith("52:54:00:")
-    assert one.endswith(":0a")
+    assert mac != two
+    assert mac.startswith("52:54:00:")
+    assert mac.endswith(":0a")
 
 
 def test_the_subnet_ends_somewhere() -> None:
     network = NETWORK | {"subnet": "10.100.0.0/29", "first_host": 5}
-    found = _candidates.suggestions(3, network, "m")
-    assert [one["private_ip"] for one in found] == ["10.100.0.5", "", ""]
+    candidates = _candidates.suggestions(3, network, "m")
+    assert [candidate["private_ip"] for candidate in candidates] == ["10.100.0.5", "", ""]
 
 
 def test_the_bridges_own_address_is_not_suggested() -> None:
-    found = _candidates.suggestions(2, NETWORK | {"first_host": 1}, "m")
-    assert [one["private_ip"] for one in found] == ["", "10.100.0.2"]
+    candidates = _candidates.suggestions(2, NETWORK | {"first_host": 1}, "m")
+    assert [candidate["private_ip"] for candidate in candidates] == ["", "10.100.0.2"]
 
 
 NODES = st.integers(min_value=-1, max_value=2)

@@ -90,15 +90,15 @@ def fill(machine: Any) -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, _block.Usage]:
     """Uses of the disks, by kernel name; tests change them."""
-    found: dict[str, _block.Usage] = {}
-    known = [disk(0), disk(1)]
-    monkeypatch.setattr(_block, "disks", lambda: known)
+    usages: dict[str, _block.Usage] = {}
+    present = [disk(0), disk(1)]
+    monkeypatch.setattr(_block, "disks", lambda: present)
     monkeypatch.setattr(
         _block,
         "usages",
-        lambda disks: {d.kernel_name: found.get(d.kernel_name, _block.Usage()) for d in disks},
+        lambda disks: {d.kernel_name: usages.get(d.kernel_name, _block.Usage()) for d in disks},
     )
-    return found
+    return usages
 
 
 def prepared(machine: Any, script: Any) -> None:
@@ -125,14 +125,14 @@ def checked(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def codes(blockers: list[dict[str, str]]) -> list[str]:
-    return [one["code"] for one in blockers]
+    return [blocker["code"] for blocker in blockers]
 
 
 def test_a_prepared_host_gives_complete_candidates(machine: Any, script: Any, looks: Any) -> None:
     fill(machine)
     prepared(machine, script)
-    found = checked(_slice_discovery.discover(PROFILE))
-    assert found["candidate_summary"] == {
+    document = checked(_slice_discovery.discover(PROFILE))
+    assert document["candidate_summary"] == {
         "blockers": [],
         "gpu_devices": 2,
         "fabric_devices": 1,
@@ -140,19 +140,19 @@ def test_a_prepared_host_gives_complete_candidates(machine: Any, script: Any, lo
         "mounted_nvme_devices": 0,
         "candidate_slots": 2,
     }
-    bundle = found["candidates"][1]["bundle"]
+    bundle = document["candidates"][1]["bundle"]
     assert bundle["nvme_device"] == "/dev/disk/by-id/nvme-eui.5e0000000000a001"
     assert bundle["fabric_vf_pci_address"] == "0000:25:10.2"
     assert bundle["numa_node"] == 1
-    assert found["gpu"][0]["pci_path"] == ["pci0000:20", "0000:20:00.0"]
-    assert found["nvme"][1]["aliases"] == [
+    assert document["gpu"][0]["pci_path"] == ["pci0000:20", "0000:20:00.0"]
+    assert document["nvme"][1]["aliases"] == [
         "/dev/nvme1n1",
         "/dev/disk/by-id/nvme-eui.5e0000000000a001",
     ]
-    assert found["host"]["cpus"] == 4
-    assert found["host"]["numa"][1]["memory_mib"] == 3072
-    assert found["mode"] == "slice"
-    assert found["reboot_required"] is False
+    assert document["host"]["cpus"] == 4
+    assert document["host"]["numa"][1]["memory_mib"] == 3072
+    assert document["mode"] == "slice"
+    assert document["reboot_required"] is False
 
 
 def test_before_bootstrap_it_works_and_says_why_not(machine: Any, script: Any, looks: Any) -> None:
@@ -160,8 +160,8 @@ def test_before_bootstrap_it_works_and_says_why_not(machine: Any, script: Any, l
     machine.file("/proc/cmdline", "root=/dev/x\n")
     script.on("ip", "-j", "address", "show", out="[]")
     script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
-    found = checked(_slice_discovery.discover(PROFILE))
-    assert set(found["candidate_summary"]["blockers"]) >= {
+    document = checked(_slice_discovery.discover(PROFILE))
+    assert set(document["candidate_summary"]["blockers"]) >= {
         "missing_kernel_argument",
         "missing_kvm",
         "missing_nat",
@@ -169,8 +169,8 @@ def test_before_bootstrap_it_works_and_says_why_not(machine: Any, script: Any, l
         "missing_vfio",
         "reboot_required",
     }
-    assert found["reboot_required"] is True
-    assert len(found["candidates"]) == 2
+    assert document["reboot_required"] is True
+    assert len(document["candidates"]) == 2
 
 
 def test_a_used_disk_blocks_its_candidate_and_no_other(
@@ -181,19 +181,19 @@ def test_a_used_disk_blocks_its_candidate_and_no_other(
     looks["nvme0n1"] = _block.Usage(
         mounts=["/share0"], children=["nvme0n1p1"], filesystems={"nvme0n1p1": "ext4"}
     )
-    found = checked(_slice_discovery.discover(PROFILE))
-    assert codes(found["candidates"][0]["blockers"]) == [
+    document = checked(_slice_discovery.discover(PROFILE))
+    assert codes(document["candidates"][0]["blockers"]) == [
         "mounted_child",
         "unexpected_filesystem",
         "partitions_present",
     ]
-    assert found["candidates"][1]["blockers"] == []
-    assert found["candidate_summary"]["blockers"] == []
-    assert found["candidate_summary"]["candidate_slots"] == 1
+    assert document["candidates"][1]["blockers"] == []
+    assert document["candidate_summary"]["blockers"] == []
+    assert document["candidate_summary"]["candidate_slots"] == 1
 
 
 @pytest.mark.parametrize(
-    ("usage", "wanted"),
+    ("usage", "expected"),
     [
         (_block.Usage(os_disk=True), ["os_disk"]),
         (_block.Usage(mounts=["/data"]), ["mounted"]),
@@ -211,19 +211,19 @@ def test_a_used_disk_blocks_its_candidate_and_no_other(
         (_block.Usage(), []),
     ],
 )
-def test_every_use_has_its_code(usage: _block.Usage, wanted: list[str]) -> None:
-    assert codes(_nvme_disks.use_blockers(usage)) == wanted
+def test_every_use_has_its_code(usage: _block.Usage, expected: list[str]) -> None:
+    assert codes(_nvme_disks.use_blockers(usage)) == expected
 
 
 def test_who_a_disk_is_can_forbid_it(monkeypatch: pytest.MonkeyPatch, machine: Any) -> None:
     fill(machine)
     twin = disk(1)
-    known = [disk(0, by_id=False, model="Dell BOSS-N1"), twin, twin]
-    monkeypatch.setattr(_block, "disks", lambda: known)
+    disks = [disk(0, by_id=False, model="Dell BOSS-N1"), twin, twin]
+    monkeypatch.setattr(_block, "disks", lambda: disks)
     monkeypatch.setattr(_block, "usages", lambda _disks: {})
-    found = _nvme_disks.disks(["Dell BOSS"])
-    assert codes(found[0]["blockers"]) == ["device_unreadable", "by_id_missing", "excluded_model"]
-    assert codes(found[1]["blockers"]) == ["device_unreadable", "duplicate_identity"]
+    rows = _nvme_disks.disks(["Dell BOSS"])
+    assert codes(rows[0]["blockers"]) == ["device_unreadable", "by_id_missing", "excluded_model"]
+    assert codes(rows[1]["blockers"]) == ["device_unreadable", "duplicate_identity"]
 
 
 def test_a_nameless_disk_is_shown_but_never_used(machine: Any) -> None:
@@ -231,13 +231,13 @@ def test_a_nameless_disk_is_shown_but_never_used(machine: Any) -> None:
     fill(machine)
     machine.file("/proc/self/mountinfo")
     (machine.root / "dev/nvme1n1").unlink()
-    found = _nvme_disks.disks([])
-    assert [one["kernel_name"] for one in found] == ["nvme0n1", "nvme1n1"]
-    assert [codes(one["blockers"]) for one in found] == [["identity_missing"]] * 2
-    details = [one["blockers"][0]["detail"] for one in found]
+    rows = _nvme_disks.disks([])
+    assert [row["kernel_name"] for row in rows] == ["nvme0n1", "nvme1n1"]
+    assert [codes(row["blockers"]) for row in rows] == [["identity_missing"]] * 2
+    details = [row["blockers"][0]["detail"] for row in rows]
     assert details[0] == "/dev/nvme0n1 is a file of mode -rw-r--r--, not a block device"
     assert details[1] == "/dev/nvme1n1: No such file or directory"
-    assert found[0]["pci_address"] == "0000:21:00.0"
+    assert rows[0]["pci_address"] == "0000:21:00.0"
 
 
 def test_a_boot_card_without_identity_is_excluded_by_the_kernels_word(machine: Any) -> None:
@@ -248,17 +248,17 @@ def test_a_boot_card_without_identity_is_excluded_by_the_kernels_word(machine: A
     for number, above in enumerate((LEFT, RIGHT)):
         folder = f"/sys/devices/{above}/0000:{21 + number * 20}:00.0/nvme/nvme{number}"
         machine.file(f"{folder}/model", models[number])
-    found = _nvme_disks.disks(["ACME Boot"])
-    wanted = ["identity_missing", "excluded_model"]
-    assert [codes(one["blockers"]) for one in found] == [wanted, wanted]
-    assert [one["model"] for one in found] == ["ACME Boot 2", "Dell BOSS-N1"]
-    only_cards = [codes(one["blockers"]) for one in _nvme_disks.disks([])]
-    assert only_cards == [["identity_missing"], wanted]
+    rows = _nvme_disks.disks(["ACME Boot"])
+    expected = ["identity_missing", "excluded_model"]
+    assert [codes(row["blockers"]) for row in rows] == [expected, expected]
+    assert [row["model"] for row in rows] == ["ACME Boot 2", "Dell BOSS-N1"]
+    only_cards = [codes(row["blockers"]) for row in _nvme_disks.disks([])]
+    assert only_cards == [["identity_missing"], expected]
     gpus = _pci_functions.gpus(_pci.devices(), ["1234:11e8"])
-    bundles = _candidates.candidates(gpus, found, [], PROFILE["network"], "m1")
+    bundles = _candidates.candidates(gpus, rows, [], PROFILE["network"], "m1")
     assert len(bundles) == 2
-    for one in bundles:
-        assert one["bundle"]["nvme_device"] == "" and "missing_nvme" in codes(one["blockers"])
+    for bundle in bundles:
+        assert bundle["bundle"]["nvme_device"] == "" and "missing_nvme" in codes(bundle["blockers"])
 
 
 def test_a_disk_behind_a_network_is_shown_without_a_place_on_the_host(
@@ -268,10 +268,10 @@ def test_a_disk_behind_a_network_is_shown_without_a_place_on_the_host(
     fill(machine)
     controller = machine.root / f"sys/devices/{LEFT}/0000:21:00.0/nvme/nvme0"
     (controller / "address").write_text("traddr=192.0.2.7,trsvcid=4420\n")
-    found = _nvme_disks.disks([])
-    assert [one["kernel_name"] for one in found] == ["nvme0n1", "nvme1n1"]
-    assert [one["pci_address"] for one in found] == ["", "0000:41:00.0"]
-    assert (found[0]["numa_node"], found[0]["pci_path"]) == (-1, [])
+    rows = _nvme_disks.disks([])
+    assert [row["kernel_name"] for row in rows] == ["nvme0n1", "nvme1n1"]
+    assert [row["pci_address"] for row in rows] == ["", "0000:41:00.0"]
+    assert (rows[0]["numa_node"], rows[0]["pci_path"]) == (-1, [])
 
 
 def test_one_unreadable_disk_does_not_hide_the_others(
@@ -279,8 +279,8 @@ def test_one_unreadable_disk_does_not_hide_the_others(
 ) -> None:
     fill(machine)
 
-    def usage(one: _block.Disk) -> _block.Usage:
-        if one.kernel_name == "nvme0n1":
+    def usage(requested: _block.Disk) -> _block.Usage:
+        if requested.kernel_name == "nvme0n1":
             raise OSError("input/output error")
         return _block.Usage()
 
@@ -290,25 +290,25 @@ def test_one_unreadable_disk_does_not_hide_the_others(
     monkeypatch.setattr(_block, "disks", lambda: [disk(0), disk(1)])
     monkeypatch.setattr(_block, "usages", usages)
     monkeypatch.setattr(_usage, "usage", usage)
-    found = _nvme_disks.disks([])
-    assert codes(found[0]["blockers"]) == ["device_unreadable"]
-    assert found[1]["blockers"] == []
+    rows = _nvme_disks.disks([])
+    assert codes(rows[0]["blockers"]) == ["device_unreadable"]
+    assert rows[1]["blockers"] == []
 
 
 def test_a_live_neighbour_in_the_group_blocks_a_gpu(machine: Any) -> None:
     machine.pci("0000:23:00.0", "1234:11e8", above=LEFT, group=10, driver="nvidia")
     machine.pci("0000:23:00.1", "10de:22a3", above=LEFT, group=10, driver="snd_hda_intel")
     machine.pci("0000:20:00.0", "1b36:000c", group=10, driver="pcieport", **{"class": "0x060400"})
-    found = _pci_functions.gpus(_pci.devices(), ["1234:11e8"])
-    assert codes(found[0]["blockers"]) == ["group_not_viable"]
-    assert "0000:23:00.1" in found[0]["blockers"][0]["detail"]
-    assert len(found[0]["group_members"]) == 3
+    gpus = _pci_functions.gpus(_pci.devices(), ["1234:11e8"])
+    assert codes(gpus[0]["blockers"]) == ["group_not_viable"]
+    assert "0000:23:00.1" in gpus[0]["blockers"][0]["detail"]
+    assert len(gpus[0]["group_members"]) == 3
 
 
 def test_a_gpu_outside_every_group_or_with_the_console_is_blocked(machine: Any) -> None:
     machine.pci("0000:23:00.0", "1234:11e8", boot_vga="1")
-    found = _pci_functions.gpus(_pci.devices(), ["1234:11e8"])
-    assert codes(found[0]["blockers"]) == ["iommu_group_missing", "boot_vga"]
+    gpus = _pci_functions.gpus(_pci.devices(), ["1234:11e8"])
+    assert codes(gpus[0]["blockers"]) == ["iommu_group_missing", "boot_vga"]
 
 
 def test_a_card_without_functions_says_why(machine: Any) -> None:
@@ -317,9 +317,9 @@ def test_a_card_without_functions_says_why(machine: Any) -> None:
     machine.pci("0000:26:00.0", "8086:10c9", group=2, **card)
     rdma = machine.folder("/sys/class/infiniband/rocep37s0")
     (rdma / "device").symlink_to("../../../bus/pci/devices/0000:25:00.0")
-    found = _pci_functions.fabric(_pci.devices(), ["8086:10c9"], "ethernet")
-    assert [codes(one["blockers"]) for one in found] == [["vfs_missing"], ["sriov_unsupported"]]
-    assert found[0]["rdma"] == ["rocep37s0"]
+    cards = _pci_functions.fabric(_pci.devices(), ["8086:10c9"], "ethernet")
+    assert [codes(card["blockers"]) for card in cards] == [["vfs_missing"], ["sriov_unsupported"]]
+    assert cards[0]["rdma"] == ["rocep37s0"]
 
 
 # A vendor's single id for both: InfiniBand beside each GPU, Ethernet of the BlueField-3 elsewhere.
@@ -346,8 +346,8 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
         if driven:
             machine.folder(f"/sys/bus/pci/devices/{address}/net/port{number}")
             machine.file(f"/sys/class/net/port{number}/type", f"{kind}\n")
-    found = checked(_slice_discovery.discover(PROFILE | {"fabric": MIXED}))
-    fabric = {card["address"]: card for card in found["fabric"]}
+    document = checked(_slice_discovery.discover(PROFILE | {"fabric": MIXED}))
+    fabric = {card["address"]: card for card in document["fabric"]}
     assert {a: card["link"] for a, card in fabric.items()} == {
         "0000:1a:00.0": "infiniband", "0000:bc:00.0": "ethernet",
     }  # fmt: skip
@@ -355,10 +355,10 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
     port = fabric["0000:bc:00.0"]
     assert port["blockers"] == port["vfs"][0]["blockers"] == [why]
     assert fabric["0000:1a:00.0"]["blockers"] == fabric["0000:1a:00.0"]["vfs"][0]["blockers"] == []
-    assert found["candidate_summary"]["fabric_devices"] == 1
-    given = [one["bundle"]["fabric_vf_pci_address"] for one in found["candidates"]]
+    assert document["candidate_summary"]["fabric_devices"] == 1
+    given = [candidate["bundle"]["fabric_vf_pci_address"] for candidate in document["candidates"]]
     assert given == ["0000:1a:00.2", ""]
-    assert [one["complete"] for one in found["candidates"]] == [True, False]
+    assert [candidate["complete"] for candidate in document["candidates"]] == [True, False]
 
 
 def test_a_profile_that_names_no_link_has_no_fabric(machine: Any, script: Any, looks: Any) -> None:
@@ -366,10 +366,10 @@ def test_a_profile_that_names_no_link_has_no_fabric(machine: Any, script: Any, l
     script.on("ip", "-j", "address", "show", out="[]")
     script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
     fabric = {key: value for key, value in PROFILE["fabric"].items() if key != "link"}
-    found = checked(_slice_discovery.discover(PROFILE | {"fabric": fabric}))
-    assert codes(found["fabric"][0]["blockers"]) == ["wrong_link"]
-    assert found["fabric"][0]["blockers"][0]["detail"].endswith("; the profile names none")
-    assert not any(one["complete"] for one in found["candidates"])
+    document = checked(_slice_discovery.discover(PROFILE | {"fabric": fabric}))
+    assert codes(document["fabric"][0]["blockers"]) == ["wrong_link"]
+    assert document["fabric"][0]["blockers"][0]["detail"].endswith("; the profile names none")
+    assert not any(candidate["complete"] for candidate in document["candidates"])
 
 
 def test_a_broken_mode_file_is_no_mode(machine: Any) -> None:
@@ -386,9 +386,9 @@ def test_the_count_of_gpus_is_compared_with_the_profile() -> None:
         "candidates": [],
     }
     none = _slice_discovery.summary(document | {"gpu": []}, 2)
-    one = _slice_discovery.summary(document | {"gpu": [{}]}, 2)
+    summary = _slice_discovery.summary(document | {"gpu": [{}]}, 2)
     assert none["blockers"] == ["no_gpu"]
-    assert one["blockers"] == ["gpu_count_mismatch"]
+    assert summary["blockers"] == ["gpu_count_mismatch"]
 
 
 @pytest.mark.parametrize(
@@ -396,6 +396,6 @@ def test_the_count_of_gpus_is_compared_with_the_profile() -> None:
 )
 def test_the_recorded_lab_host_keeps_to_the_contract(name: str, complete: int) -> None:
     recorded = Path(__file__).resolve().parents[4] / "data" / f"{name}.json"
-    found = checked(json.loads(recorded.read_text()))
-    assert found["candidate_summary"]["gpu_devices"] == 4
-    assert sum(one["complete"] for one in found["candidates"]) == complete
+    document = checked(json.loads(recorded.read_text()))
+    assert document["candidate_summary"]["gpu_devices"] == 4
+    assert sum(candidate["complete"] for candidate in document["candidates"]) == complete

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reconciler.model.scheduler.explain import TOLD, explain, public
-from reconciler.model.scheduler.feasible import feasible
+from reconciler.model.scheduler.explain import LISTED, explain, public
 from reconciler.model.scheduler.place import Placement, place
-from reconciler.model.scheduler.snapshot import NodeView, SlotView, Snapshot, Want
+from reconciler.model.scheduler.snapshot import NodeView, SlotView, Snapshot, Want, feasible
 
 pytestmark = pytest.mark.covers("CTRL-5")
 
@@ -161,10 +160,10 @@ def test_nothing_at_all() -> None:
 
 
 def test_many_nodes_are_summed_and_the_nearest_are_told() -> None:
-    fleet = [node(f"n{i:03}", slot(0, f"n{i:03}")) for i in range(TOLD + 5)]
+    fleet = [node(f"n{i:03}", slot(0, f"n{i:03}")) for i in range(LISTED + 5)]
     fleet.append(node("z", slot(0, "z"), slot(1, "z")))
     told = explain(Snapshot.of(fleet), Want(3))
-    assert (told["free"], told["nodes_not_told"]) == (TOLD + 7, 6)
+    assert (told["free"], told["nodes_not_told"]) == (LISTED + 7, 6)
     assert told["nodes"][0]["node_id"] == "z"
 
 

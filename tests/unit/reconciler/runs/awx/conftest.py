@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from reconciler.runs import collect, launch, lock
-from reconciler.runs.awx import follow
-from reconciler.runs.awx.start import Pace
+from reconciler.runs.awx import job
+from reconciler.runs.awx.job import Pace
 from reconciler.runs.launch import Site
 from reconciler.runs.paths import RunPaths, read_json
 from reconciler.runs.spec import NodeAccess, RunSpec
@@ -92,7 +92,7 @@ def play(prepared: RunPaths) -> Play:
         manifest = read_json(prepared.manifest)
         assert manifest is not None
         quick = Pace(**{**PACE.__dict__, **pace})
-        return follow.play(prepared, manifest, stop_requested, quick)
+        return job.play(prepared, manifest, stop_requested, quick)
 
     return play_once
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reconciler.runs import collect
-from reconciler.runs.awx.follow import Feed
+from reconciler.runs.awx.job import Feed
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import RESULT, Play, events, steps

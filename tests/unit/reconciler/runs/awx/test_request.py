@@ -38,7 +38,7 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
         return done.returncode, done.stderr
 
     def certified(key: str) -> str:
-        return ca.certify_host(trust, key, "node-1").text
+        return ca.certify_host(trust, key, "node-1")
 
     with machine(tmp_path / "host", login=login, certify=certified) as host:
         at = NodeAccess("node-1", "127.0.0.1", port=host.port, user=USER)

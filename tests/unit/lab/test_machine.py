@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import accel
+from lab import machine
 from lab.command import LabError
 
 
@@ -25,32 +25,34 @@ def device(root: Path) -> None:
 
 def test_the_device_file_alone_means_emulation(tmp_path: Path) -> None:
     device(tmp_path)
-    assert accel.choose({}, tmp_path) == "tcg"
+    assert machine.choose_accelerator({}, tmp_path) == "tcg"
 
 
 @pytest.mark.parametrize(("name", "nested"), [("kvm_intel", "Y"), ("kvm_amd", "1")])
 def test_a_loaded_module_with_nesting_means_kvm(tmp_path: Path, name: str, nested: str) -> None:
     device(tmp_path)
     module(tmp_path, name, nested)
-    assert accel.choose({}, tmp_path) == "kvm"
+    assert machine.choose_accelerator({}, tmp_path) == "kvm"
 
 
 def test_without_nesting_slice_vms_need_emulation(tmp_path: Path) -> None:
     device(tmp_path)
     module(tmp_path, "kvm_intel", "N")
-    assert accel.choose({}, tmp_path) == "tcg"
+    assert machine.choose_accelerator({}, tmp_path) == "tcg"
 
 
 def test_a_module_without_the_device_means_emulation(tmp_path: Path) -> None:
     module(tmp_path, "kvm_amd", "1")
-    assert accel.choose({}, tmp_path) == "tcg"
+    assert machine.choose_accelerator({}, tmp_path) == "tcg"
 
 
-@pytest.mark.parametrize("wanted", accel.CHOICES)
-def test_the_override_wins(tmp_path: Path, wanted: str) -> None:
-    assert accel.choose({accel.VARIABLE: wanted}, tmp_path) == wanted
+@pytest.mark.parametrize("requested", machine.ACCELERATORS)
+def test_the_override_wins(tmp_path: Path, requested: str) -> None:
+    assert (
+        machine.choose_accelerator({machine.ACCELERATOR_VARIABLE: requested}, tmp_path) == requested
+    )
 
 
 def test_an_unknown_override_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="xen"):
-        accel.choose({accel.VARIABLE: "xen"}, tmp_path)
+        machine.choose_accelerator({machine.ACCELERATOR_VARIABLE: "xen"}, tmp_path)

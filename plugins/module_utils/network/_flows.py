@@ -19,9 +19,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _object_names
 
 # TCP services of the guest that the host may reach: the operator's hop and telemetry over SSH.
 MANAGED_PORTS = (22,)
@@ -71,12 +74,12 @@ def check(guard: Guard) -> Guard:
     """The same guard, or a refusal that names the field."""
     _object_names.check_mac(guard.mac)
     try:
-        own, bridge = ipaddress.IPv4Address(guard.ip), ipaddress.IPv4Interface(guard.address)
+        address, bridge = ipaddress.IPv4Address(guard.ip), ipaddress.IPv4Interface(guard.address)
         for network in guard.denied:
             ipaddress.IPv4Network(network)
     except ValueError as error:
         raise _object_names.invalid("addresses", "IPv4 addresses", str(error)) from error
-    if own not in bridge.network or own == bridge.ip:
+    if address not in bridge.network or address == bridge.ip:
         raise _object_names.invalid("ip", f"another address of {bridge.network}", guard.ip)
     return guard
 
@@ -89,7 +92,7 @@ def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[F
     bridge = ipaddress.IPv4Interface(guard.address)
     gateway, subnet = str(bridge.ip), str(bridge.network)
     source = f"in_port={port},vlan_tci=0x0000/0x1fff,dl_src={guard.mac}"
-    own = f"ip,{source},nw_src={guard.ip}"
+    from_guest = f"ip,{source},nw_src={guard.ip}"
     to_host = f"{source},nw_src={guard.ip},nw_dst={gateway}"
     dhcp = f"udp,{source},tp_src=68,tp_dst=67"
     refused = {subnet, *_NEVER, *guard.denied, *_outside(host_addresses, bridge.network)}
@@ -110,7 +113,7 @@ def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[F
                 for number in MANAGED_PORTS
             ],
             *[_flow(280, f"ip,in_port={port},nw_dst={network}", "drop") for network in refused],
-            _flow(270, own, "LOCAL"),
+            _flow(270, from_guest, "LOCAL"),
             _flow(200, f"in_port={port}", "drop"),  # IPv6 and all other traffic
             _flow(190, f"arp,in_port=LOCAL,arp_tpa={guard.ip}", f"output:{port}"),
             _flow(190, f"ip,in_port=LOCAL,dl_dst={guard.mac},nw_dst={guard.ip}", f"output:{port}"),
@@ -145,15 +148,15 @@ def install(guard: Guard, port: int, host_addresses: Iterable[str]) -> int:
 
     Port numbers are reused, so rules that another allocation left for this number are deleted too.
     """
-    wanted = sorted(rules(guard, port, host_addresses), key=Flow.text)
+    flows = sorted(rules(guard, port, host_addresses), key=Flow.text)
     lines = [
         f"delete in_port={port}",
         f"delete out_port={port}",
         f"delete cookie={guard.cookie}/-1",
-        *[f"add cookie={guard.cookie},{flow.text()}" for flow in wanted],
+        *[f"add cookie={guard.cookie},{flow.text()}" for flow in flows],
     ]
     _ofctl("--bundle", "add-flows", guard.bridge, "-", stdin="\n".join(lines) + "\n")
-    return len(wanted)
+    return len(flows)
 
 
 def remove(bridge: str, allocation_id: str) -> None:
@@ -202,15 +205,15 @@ def remove_port(bridge: str, port: str) -> None:
 
 def host_addresses() -> list[str]:
     """The host's own IPv4 addresses, from the kernel's routing trie."""
-    found: set[str] = set()
+    addresses: set[str] = set()
     last = ""
     for line in (_host.read("/proc/net/fib_trie") or "").splitlines():
         text = line.strip()
         if text.startswith(("|-- ", "+-- ")):
             last = text[4:].split("/")[0]
         elif text.startswith("/32 host LOCAL"):
-            found.add(last)
-    return sorted(found)
+            addresses.add(last)
+    return sorted(addresses)
 
 
 def _number(text: str) -> int:

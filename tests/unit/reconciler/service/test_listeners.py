@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from reconciler.service import listener
+from reconciler.service import listeners
 from reconciler.settings import Settings
 
 
@@ -14,7 +14,7 @@ from reconciler.settings import Settings
 def test_no_answer_waits_for_an_acknowledgement() -> None:
     """Nagle's algorithm would hold each answer's body back for 40 ms."""
     with (
-        listener.api(Settings(listen="127.0.0.1:0")) as (taken,),
+        listeners.api_sockets(Settings(listen="127.0.0.1:0")) as (taken,),
         socket.create_connection(taken.getsockname()[:2]),
     ):
         accepted, _ = taken.accept()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _flows
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice._flows import Guard
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network._flows import Guard
 
 from tests.conftest import Script
 
@@ -62,14 +62,14 @@ def test_the_hosts_other_addresses_and_denied_networks_are_out_of_reach() -> Non
 
 
 def test_what_the_switch_prints_is_what_was_asked(script: Script) -> None:
-    wanted = _flows.rules(GUARD, 5, ["10.0.2.15"])
+    rules = _flows.rules(GUARD, 5, ["10.0.2.15"])
     printed = "".join(
         f" cookie=0x23bd713b60734ef7, {flow.text().replace(',actions', ' actions')}\n"
-        for flow in wanted
+        for flow in rules
     )
     argv = ("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", COOKIE)
     script.on(*argv, out=printed)
-    assert _flows.installed("ovsbr0", ALLOCATION) == wanted
+    assert _flows.installed("ovsbr0", ALLOCATION) == rules
 
 
 def test_installing_replaces_in_one_transaction(monkeypatch: pytest.MonkeyPatch) -> None:

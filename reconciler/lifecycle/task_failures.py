@@ -1,0 +1,196 @@
+"""Ends of tasks without success: failure, cancellation and loss, with their effect on the subject.
+
+A task whose run may be alive gets a cancel request, and its worker settles it. A task that has not
+begun ends here. Its subject gets an ordinary failure, so that nothing keeps waiting for the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection
+
+from reconciler.db import locks
+from reconciler.db.schema import Task
+from reconciler.lifecycle import app_operations, baremetal, host, slices
+from reconciler.model.act import Act
+from reconciler.model.proof import NOTHING_DONE, nothing_written
+from reconciler.model.states import TaskKind
+from reconciler.records import claims, queue
+from reconciler.records.leasing import DUE
+
+# Error code of a host that was restarted since its gate was proven.
+BOOT_CHANGED = "boot_changed"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of a run.
+
+    step: the playbook task that failed, "" when the run itself broke. error: code, expected, found,
+    remedy. evidence: the report of the playbook, as far as it got. known: False when the effect on
+    the host is unknown (process lost, contact lost). Then nothing may be freed (I13).
+    """
+
+    step: str
+    error: dict[str, str]
+    evidence: dict[str, Any]
+    known: bool
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the host reports that nothing was written and nothing is left."""
+        return self.known and nothing_written(self.evidence)
+
+
+def act_of(task: Task) -> Act:
+    """The actor of all changes that a task causes."""
+    return Act(f"task:{task.id}", correlation_id=task.correlation_id or "")
+
+
+def locked_subject(conn: Connection, task: Task) -> AbstractContextManager[object]:
+    """Lock the allocation of a task; work on a node locks nothing here."""
+    return locks.allocation(conn, task.allocation_id) if task.allocation_id else nullcontext()
+
+
+def record(conn: Connection, task: Task, failure: Failure) -> None:
+    """Record a failure with the subject of its task, which is locked."""
+    if effect := EFFECTS.get(task.kind):
+        effect(conn, task, failure)
+
+
+def cancel(
+    conn: Connection,
+    task_id: str,
+    act: Act,
+    *,
+    error: Mapping[str, str] | None = None,
+    trust_record: bool = True,
+) -> Task:
+    """Cancel a task; Problem `generation_conflict` if a worker leases it meanwhile.
+
+    After that Problem the caller repeats the whole transaction. error: the cause, if it is not a
+    request. trust_record: whether to believe the record if it shows that no run has begun.
+    """
+    task = queue.get(conn, task_id)
+    if task.state not in DUE:
+        return queue.cancel(conn, task_id, act)
+    cause = dict(error or _request(act))
+    untouched = trust_record and queue.never_ran(task)
+    evidence = dict(NOTHING_DONE) if untouched else {}
+    # Lock order as in `work.settle`: first the subject of the task, then the task. Any other order
+    # could deadlock two transactions that end the same allocation.
+    with locked_subject(conn, task):
+        record(conn, task, Failure("wait for its run", cause, evidence, known=untouched))
+    if not untouched:
+        claims.fence_off(conn, task.fences)
+    return queue.drop(conn, task, act, cause)
+
+
+def lose(conn: Connection, task: Task, act: Act) -> None:
+    """Give up a task whose run has an unknown effect: block, fence off, free nothing."""
+    with locked_subject(conn, task):
+        record(conn, task, Failure("deadline", task.error, {}, known=False))
+        fenced = claims.fence_off(conn, task.fences)
+        queue.lose(conn, task, act.because(act.reason, {"fenced_slots": fenced}), task.error)
+
+
+def unfenced_slots(conn: Connection, task: Task) -> list[str]:
+    """Slots of the task that were not fenced off since. Their node is locked.
+
+    The list never comes from the host's answer, which could name slots of other tenants.
+    """
+    fences = {slot["slot_id"]: slot["fence"] for slot in task.parameters["slots"]}
+    return claims.unfenced(conn, fences)
+
+
+def _request(act: Act) -> dict[str, str]:
+    return {
+        "code": "canceled",
+        "expected": "a task that is wanted until its run begins",
+        "found": act.reason or "its cancellation, asked for before its run began",
+        "remedy": "if it is still wanted, ask for it again; a blocked slot needs `gpuaas recover`,"
+        " a machine that is not clean `gpuaas nodes clean-machine`",
+    }
+
+
+def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    """Free the slots only if the host reports that nothing was touched (I6)."""
+    evidence = failure.evidence
+    # Close the gate first, so that freed slots meet a closed gate.
+    _close_gate_after_reboot(conn, task, failure)
+    slot_ids = [slot["slot_id"] for slot in task.parameters["slots"]]
+    slices.provision_failed(
+        conn,
+        task.allocation_id or "",
+        act_of(task).because(failure.error["code"], evidence),
+        step=failure.step,
+        error=failure.error,
+        untouched=dict.fromkeys(slot_ids, evidence) if failure.untouched else None,
+    )
+
+
+def _release_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    act = act_of(task).because(failure.error["code"], failure.evidence)
+    slices.release_failed(
+        conn, task.allocation_id or "", act, step=failure.step, error=failure.error
+    )
+
+
+def _wipe_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    act = act_of(task).because(failure.error["code"], failure.evidence)
+    with locks.node(conn, task.node_id):
+        slots = unfenced_slots(conn, task)
+        slices.cleanup_failed(conn, slots, act, step=failure.step, error=failure.error)
+
+
+def _machine_provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    """Free the machine only if the host reports that nothing was touched."""
+    _close_gate_after_reboot(conn, task, failure)
+    baremetal.provision_failed(
+        conn,
+        task.allocation_id or "",
+        act_of(task).because(failure.error["code"]),
+        step=failure.step,
+        error=failure.error,
+        untouched=failure.untouched,
+        baseline=failure.evidence.get("baseline") or {},
+        task_id=task.id,
+    )
+
+
+def _machine_release_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    baremetal.release_failed(
+        conn,
+        task.allocation_id or "",
+        act_of(task).because(failure.error["code"], failure.evidence),
+        fence=task.parameters["fence"],
+        step=failure.step,
+        error=failure.error,
+    )
+
+
+def _managed_key_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    act = act_of(task).because(failure.error["code"])
+    app_operations.failed(conn, task.parameters["operation_id"], act, failure.error)
+
+
+def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> None:
+    """Close the node's gate when the host reports a restart."""
+    if failure.error["code"] == BOOT_CHANGED:
+        act = act_of(task).because(failure.error["found"])
+        host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"])
+
+
+# Effects by kind. Other kinds change no records; their failure is stored in the task.
+EFFECTS: dict[str, Callable[[Connection, Task, Failure], None]] = {
+    TaskKind.SLICE_VM_PROVISION: _provision_failed,
+    TaskKind.SLICE_VM_RELEASE: _release_failed,
+    TaskKind.SLICE_WIPE: _wipe_failed,
+    TaskKind.BAREMETAL_PROVISION: _machine_provision_failed,
+    TaskKind.BAREMETAL_RELEASE: _machine_release_failed,
+    TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY: _managed_key_failed,
+}

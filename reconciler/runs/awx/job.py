@@ -1,0 +1,378 @@
+"""The job of a run in AWX: started once, followed to its end.
+
+AWX has no idempotency key, and its lists cannot be searched by a job's variables. So the newest
+job is recorded before the launch, and our job is searched among the later jobs by the run's id in
+its variables. AWX may still carry out a request whose answer was lost. A job that is missing is
+launched again only after AWX must have given up that request.
+
+No answer means unknown, so AWX is polled without limit. A person may cancel the job in AWX; that
+ends the run as well.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from reconciler.runs.awx import request
+from reconciler.runs.awx.client import PAGE_SIZE, AwxAccess, Client, NotSent, Silent, results
+from reconciler.runs.awx.request import JobRecord
+from reconciler.runs.events import Recorder, judge
+from reconciler.runs.paths import RunPaths, read_json
+from reconciler.runs.scrub import scrub
+from reconciler.runs.spec import RunError
+
+_OVER = frozenset({"successful", "failed", "error", "canceled"})
+_LONGEST_REASON = 500
+# Interval at which a pause looks for a stop request.
+_SLICE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Intervals in seconds.
+
+    every: between two requests. longest: between two requests while AWX is silent. quiet: a launch
+    whose job has not appeared by then was never carried out. AWX gives up a request after 120 s,
+    so a lower value could start a job twice. gap: wait for a missing event. saving: wait for
+    events after the end of the job. again: between two cancel requests. forsaken: after its
+    deadline, a run that cannot be observed counts as lost.
+    """
+
+    every: float = 2.0
+    longest: float = 30.0
+    quiet: float = 180.0
+    gap: float = 15.0
+    saving: float = 60.0
+    again: float = 10.0
+    forsaken: float = 86_400.0
+
+
+class Leaving(Exception):
+    """This process was asked to stop. The job goes on, and the next process follows it."""
+
+
+class NotStarted(Exception):
+    """There is no job and there will be none. Arguments: status of the run, and the reason."""
+
+
+def play(
+    paths: RunPaths,
+    manifest: Mapping[str, Any],
+    stop_requested: Callable[[], bool],
+    pace: Pace | None = None,
+) -> dict[str, Any] | None:
+    """The verdict on the run; None when this process was asked to stop and the job goes on."""
+    record = JobRecord.load(paths)
+    if record is None:
+        raise FileNotFoundError(paths.root / "awx.json")
+    with Client(AwxAccess.of(manifest["awx"])) as client:
+        job = Job(paths, client, record, manifest, stop_requested, pace or Pace())
+        try:
+            job.start()
+            return job.follow()
+        except NotStarted as reason:
+            status, problem = reason.args
+            return {"status": status, "rc": None, "problem": problem, "touched": False}
+        except Leaving:
+            return None
+
+
+class Job:
+    """The job of a run. stop_requested: whether this process or the run was asked to stop; the file
+    `cancel` means the run.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        client: Client,
+        record: JobRecord,
+        manifest: Mapping[str, Any],
+        stop_requested: Callable[[], bool],
+        pace: Pace,
+    ) -> None:
+        self._paths = paths
+        self._client = client
+        self._record = record
+        # The only host that the job may act on.
+        self._node_id = manifest["node_id"]
+        # Wall clock, after which no job is launched and a job is cancelled.
+        self._deadline: float = record.requested_at + manifest["deadline_s"]
+        self._stop_requested = stop_requested
+        self._pace = pace
+        self._pause = pace.every
+        self._logged = ""
+        # By the monotonic clock of this process: a new process waits from the beginning.
+        self._since = time.monotonic()
+        self._cancel_sent: float | None = None
+        self._ended: float | None = None
+
+    def start(self) -> None:
+        """Return once the job's id is in the record; NotStarted when there will be no job."""
+        record = self._record
+        while not record.job:
+            try:
+                if record.posted and self._find():
+                    self._answered()
+                    return
+                if record.posted and time.monotonic() - self._since < self._pace.quiet:
+                    self._answered()
+                    self._rest()
+                    continue
+                self._launch()
+            except RunError as error:
+                if self._forsaken():
+                    raise NotStarted("lost" if record.posted else "timeout", "awx_silent") from None
+                if not isinstance(error, Silent) and not record.posted:
+                    raise NotStarted("failed", f"{error.code}: {error.found}") from error
+                self._silent(error)
+
+    def follow(self) -> dict[str, Any]:
+        """Poll the existing job until its end; returns the verdict on the run."""
+        feed = Feed(self._paths, self._pace.gap)
+        while True:
+            try:
+                verdict = self._poll(feed)
+                self._answered()
+            except RunError as error:
+                # Includes refusals: the token may have been withdrawn while the job goes on.
+                if self._forsaken():
+                    return _lost(f"awx_silent: {error.found}")
+                self._silent(error)
+                continue
+            if verdict:
+                return verdict
+            self._rest()
+
+    @property
+    def _canceled(self) -> bool:
+        return self._paths.cancel.exists()
+
+    def _forsaken(self) -> bool:
+        return time.time() > self._deadline + self._pace.forsaken
+
+    def _answered(self) -> None:
+        if self._logged:
+            _log("AWX answers again")
+        self._logged, self._pause = "", self._pace.every
+
+    def _silent(self, error: Exception) -> None:
+        """Wait longer each time. A repeated error is written once to the log of the process."""
+        if str(error) != self._logged:
+            self._logged = str(error)
+            _log(self._logged)
+        self._rest(self._pause)
+        self._pause = min(self._pause * 2, self._pace.longest)
+
+    def _rest(self, seconds: float | None = None) -> None:
+        """Pause between two requests; a request to stop or to cancel ends it."""
+        until = time.monotonic() + (self._pace.every if seconds is None else seconds)
+        canceled = self._canceled
+        while time.monotonic() < until:
+            if self._stop_requested() and not self._canceled:
+                raise Leaving
+            if self._canceled != canceled:
+                return
+            time.sleep(min(_SLICE_S, self._pace.every))
+
+    def _find(self) -> bool:
+        after, name = self._record.after, self._record.name
+        for job in self._client.every("/jobs/", id__gt=after, name=name, order_by="id"):
+            if request.run_id(job) == self._paths.root.name:
+                self._save_job(job)
+                return True
+        return False
+
+    def _launch(self) -> None:
+        record = self._record
+        if self._canceled:
+            raise NotStarted("canceled", "never_began")
+        if time.time() > self._deadline:
+            raise NotStarted("timeout", "never_began")
+        body = read_json(self._paths.env / "request.json")
+        if body is None:
+            raise FileNotFoundError(self._paths.env / "request.json")
+        record.posted = True
+        record.save(self._paths)
+        self._since = time.monotonic()
+        try:
+            job = self._client.post(f"/job_templates/{record.template}/launch/", body)
+        except RunError as error:
+            # After any other silence AWX may still carry out the request.
+            if isinstance(error, NotSent) or not isinstance(error, Silent):
+                record.posted = False
+                record.save(self._paths)
+            raise
+        self._save_job(job)
+        if job.get("ignored_fields"):
+            # The template was changed meanwhile, so the job differs from the request.
+            self._paths.cancel.touch(mode=0o600)
+
+    def _save_job(self, job: dict[str, Any]) -> None:
+        number = job.get("id")
+        if not isinstance(number, int) or number <= self._record.after:
+            raise Silent(
+                "awx_silent",
+                expected="the id of the new job",
+                found=repr(number)[:100],
+                remedy="check AWX and any proxy in front of it",
+            )
+        self._record.job = number
+        self._record.save(self._paths)
+
+    def _poll(self, feed: Feed) -> dict[str, Any] | None:
+        """Read the job and its new events; the verdict once the job is over."""
+        job = self._client.get(f"/jobs/{self._record.job}/")
+        if job.get("limit") != self._node_id:
+            # The template was changed during the launch, so the job differs from the request.
+            self._paths.cancel.touch(mode=0o600)
+        over = job.get("status") in _OVER
+        last = over and self._all_saved(job)
+        self._read(feed, last=last)
+        if last:
+            return self._verdict(job, feed)
+        if not over:
+            self._cancel_if_due()
+        return None
+
+    def _all_saved(self, job: dict[str, Any]) -> bool:
+        self._ended = self._ended or time.monotonic()
+        waited = time.monotonic() - self._ended > self._pace.saving
+        return waited or job.get("event_processing_finished") is True
+
+    def _read(self, feed: Feed, *, last: bool) -> None:
+        path = f"/jobs/{self._record.job}/job_events/"
+        since, more = feed.counter, True
+        while more:
+            query: dict[str, str | int] = {
+                "counter__gt": since,
+                "order_by": "counter",
+                "page_size": PAGE_SIZE,
+            }
+            page = results(self._client.get(path, **query))
+            numbers = [n for event in page if isinstance(n := event.get("counter"), int)]
+            more = bool(numbers) and max(numbers) > since
+            since = max([since, *numbers])
+            feed.take(page, last=False)
+        feed.take([], last=last)
+
+    def _cancel_if_due(self) -> None:
+        late = time.time() > self._deadline
+        if not (late or self._canceled):
+            return
+        now = time.monotonic()
+        if self._cancel_sent is not None and now - self._cancel_sent < self._pace.again:
+            return
+        if late and not self._canceled and not self._record.timed_out:
+            self._record.timed_out = True
+            self._record.save(self._paths)
+        self._cancel_sent = now
+        try:
+            self._client.post(f"/jobs/{self._record.job}/cancel/", {})
+        except RunError as refusal:
+            # 405: the job has ended meanwhile, which the next request will show.
+            if not refusal.found.startswith("HTTP 405"):
+                raise
+
+    def _verdict(self, job: dict[str, Any], feed: Feed) -> dict[str, Any]:
+        recorder = feed.recorder
+        artifacts = job.get("artifacts")
+        if isinstance(artifacts, dict) and "slice_result" in artifacts:
+            recorder.artifacts = artifacts
+        reason = " ".join(scrub(str(job.get("job_explanation") or "")).split())[:_LONGEST_REASON]
+        if job["status"] == "error":
+            # AWX lost the job or could not begin it, so it does not know the effect on the host.
+            return _lost(f"awx_error: {reason}")
+        status = str(job["status"])
+        if status == "canceled" and self._record.timed_out:
+            status = "timeout"
+        elapsed = job.get("elapsed")
+        verdict = judge(recorder, status, None, float(elapsed) if elapsed else 0.0)
+        # A missing event may have been a module that ran on the host.
+        if feed.missing or not recorder.over:
+            verdict["touched"] = True
+        if reason and not verdict["result"]:
+            verdict["problem"] = ": ".join(filter(None, (verdict.get("problem"), reason)))
+        return verdict | {"started_at": str(job.get("started") or datetime.now(UTC).isoformat())}
+
+
+class Feed:
+    """The events of a job, in order and once, as the run's progress and output.
+
+    AWX saves events with several processes: a later event may appear before an earlier event, and
+    an event may never appear. Each missing event is waited for, but not without limit. The feed
+    always begins with the job's first event and does not repeat progress that is already written.
+    """
+
+    def __init__(self, paths: RunPaths, gap_s: float) -> None:
+        self.recorder = Recorder(paths.progress, written=_complete_lines(paths.progress))
+        self.missing = 0
+        # Number of the last recorded event; the next request begins after it.
+        self.counter = 0
+        self._gap_s = gap_s
+        self._gap_since: float | None = None
+        self._early: dict[int, dict[str, Any]] = {}
+        paths.output.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.output.write_text("")
+        self._output = paths.output
+
+    def take(self, events: Iterable[dict[str, Any]], *, last: bool) -> None:
+        """Record events in order. last: no more events will come, so gaps are not waited for."""
+        for event in events:
+            number = event.get("counter")
+            if isinstance(number, int) and number > self.counter:
+                self._early[number] = event
+        while self._early:
+            number = min(self._early)
+            if number > self.counter + 1 and not last and self._wait():
+                return
+            self.missing += number - self.counter - 1
+            self._gap_since = None
+            self._record(self._early.pop(number))
+            self.counter = number
+
+    def _wait(self) -> bool:
+        now = time.monotonic()
+        self._gap_since = now if self._gap_since is None else self._gap_since
+        return now - self._gap_since < self._gap_s
+
+    def _record(self, event: dict[str, Any]) -> None:
+        self.recorder(event)
+        if text := event.get("stdout"):
+            with self._output.open("a", encoding="utf-8", errors="replace") as handle:
+                handle.write(f"{text}\n")
+
+
+def _complete_lines(progress: Path) -> int:
+    """The number of complete lines; a fragment left by a crash gets a line end."""
+    try:
+        text = progress.read_bytes()
+    except FileNotFoundError:
+        return 0
+    if text and not text.endswith(b"\n"):
+        with progress.open("ab") as handle:
+            handle.write(b"\n")
+    return sum(1 for line in text.splitlines() if _is_document(line))
+
+
+def _is_document(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lost(problem: str) -> dict[str, Any]:
+    return {"status": "lost", "rc": None, "problem": problem, "result": None}
+
+
+def _log(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
