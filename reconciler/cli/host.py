@@ -324,7 +324,7 @@ def _evidence(api: str, token_file: Path, node_id: str) -> Evidence:
             str(record["profile"]),
             [_bundle(slot) for slot in slots],
             _topology(document),
-            {name: record[name] for name in hardware.OWN},
+            {name: record[name] for name in hardware.NODE_FIELDS},
             record["maas_tags"],
         )
     except (Problem, ValueError, LookupError, TypeError) as failure:

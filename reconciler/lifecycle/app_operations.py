@@ -156,14 +156,14 @@ def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act
 
     The key is gone with the account.
     """
-    own = act.because("allocation_ended", {"allocation_id": member.allocation_id})
+    act = act.because("allocation_ended", {"allocation_id": member.allocation_id})
     if member.status != MemberStatus.FAILED:
-        advance(conn, "app_member", member.id, "fail", own)
+        advance(conn, "app_member", member.id, "fail", act)
     _set(conn, member, left_at=clock.now(), key_expires_at=None)
     living = instance.status in (AppStatus.DEPLOYING, AppStatus.RUNNING)
     if living and member.role == MemberRole.CONTROLLER:
         ended = {"ended_at": clock.now()}
-        advance(conn, "app_instance", instance.id, "fail", own, columns=ended)
+        advance(conn, "app_instance", instance.id, "fail", act, columns=ended)
 
 
 def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
@@ -233,13 +233,13 @@ def _enqueue(
 def _fail(conn: sa.Connection, operation: AppOperation, act: Act, error: Mapping[str, Any]) -> None:
     names = ("code", "expected", "found", "remedy")
     failure = {name: str(error.get(name, "")) for name in names}
-    own = act.because(failure["code"])
+    failure_act = act.because(failure["code"])
     columns = {"failure": failure, "finished_at": clock.now()}
-    advance(conn, "app_operation", operation.id, "fail", own, columns=columns)
+    advance(conn, "app_operation", operation.id, "fail", failure_act, columns=columns)
     member = rows.get(conn, AppMember, operation.member_id, lock=True)
     present = operation.kind != OperationKind.BOOTSTRAP_SSH_REMOVE
     if present and member.status == MemberStatus.RECONCILING and member.left_at is None:
-        advance(conn, "app_member", member.id, "fail", own, held=member)
+        advance(conn, "app_member", member.id, "fail", failure_act, held=member)
 
 
 def _open_of(member_id: str) -> sa.Select[Any]:
@@ -277,10 +277,10 @@ class Look:
 
     def __call__(self, conn: sa.Connection, act: Act, *which: sa.ColumnElement[bool]) -> int:
         """Follow up on every row that is due, and return their number."""
-        found = self.due(conn, *which)
-        for id in found:
+        ids = self.due(conn, *which)
+        for id in ids:
             self.follow(conn, id, act)
-        return len(found)
+        return len(ids)
 
 
 def _keys_to_remove() -> sa.Select[Any]:

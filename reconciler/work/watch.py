@@ -18,6 +18,8 @@ from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node
 from reconciler.lifecycle import host
 from reconciler.model.act import Act
+from reconciler.model.states import NodeState
+from reconciler.records import nodes
 from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
@@ -60,7 +62,7 @@ class Watch:
     def look(self) -> list[str]:
         """Probe every silent host that is due; returns the ids of the nodes that answered."""
         with reading(self._engine) as conn:
-            found = {node.id: node for node in host.lost_nodes(conn)}
+            found = {node.id: node for node in nodes.every(conn, state=NodeState.UNREACHABLE)}
         now = self._clock()
         self._plan = {
             node_id: self._plan.get(node_id, (now + FIRST_S, FIRST_S)) for node_id in found

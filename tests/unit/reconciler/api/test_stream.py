@@ -95,7 +95,8 @@ def told(world: World, state: TaskState, folder: Path) -> str:
     with transaction(world.engine) as conn:
         held = (task.id, task.lease_token)
         queue.progress(conn, *held, *lines, offset=offset)
-        queue.wait(conn, *held, "host_unreachable", seconds=0, act=ACT)
+        queue.wait_for_host(conn, *held, "host_unreachable", act=ACT)
+        queue.resume(conn, NODE)
     task = world.lease()
     with transaction(world.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
