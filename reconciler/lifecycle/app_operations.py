@@ -146,9 +146,24 @@ def failed(conn: sa.Connection, operation_id: str, act: Act, error: Mapping[str,
     return True
 
 
-def leave(conn: sa.Connection, member: AppMember) -> None:
-    """Mark the member as left, so that its allocation is free for another application."""
+def leave(conn: sa.Connection, member: AppMember, act: Act) -> None:
+    """Mark the member as left, so that its allocation is free for another application.
+
+    Operations that have not started end. A running operation ends by itself.
+    """
     _set(conn, member, left_at=clock.now())
+    for operation in rows.every(conn, _open_of(member.id), AppOperation):
+        if operation.status != OperationStatus.ACCEPTED:
+            continue
+        error = {
+            "code": "canceled",
+            "expected": "an app instance that wants it",
+            "found": "one that has ended",
+            "remedy": "nothing to do: no run was started",
+        }
+        _fail(conn, operation, act, error)
+        if operation.task_id:
+            queue.cancel(conn, operation.task_id, act)
 
 
 def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act) -> None:
@@ -164,22 +179,6 @@ def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act
     if living and member.role == MemberRole.CONTROLLER:
         ended = {"ended_at": clock.now()}
         advance(conn, "app_instance", instance.id, "fail", act, columns=ended)
-
-
-def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
-    """End operations that have not started. A running operation ends by itself."""
-    for operation in rows.every(conn, _open_of(member.id), AppOperation):
-        if operation.status != OperationStatus.ACCEPTED:
-            continue
-        error = {
-            "code": "canceled",
-            "expected": "an app instance that wants it",
-            "found": "one that has ended",
-            "remedy": "nothing to do: no run was started",
-        }
-        _fail(conn, operation, act, error)
-        if operation.task_id:
-            queue.cancel(conn, operation.task_id, act)
 
 
 def held(conn: sa.Connection, operation_id: str) -> tuple[AppOperation, AppMember, AppInstance]:
@@ -331,8 +330,7 @@ def _leave(conn: sa.Connection, member_id: str, act: Act) -> None:
     if allocation.state != AllocationState.ACTIVE:
         left(conn, instance, member, act)
     else:
-        leave(conn, member)
-        withdraw(conn, member, act)
+        leave(conn, member, act)
 
 
 def _operations_to_close() -> sa.Select[Any]:

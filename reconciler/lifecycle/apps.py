@@ -149,8 +149,7 @@ def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> AppInstance
     stopped = advance(conn, "app_instance", id, "stop", act, columns=now, held=instance)
     _audit(conn, instance, "app_instance.stopped", act, {})
     for member in _present(conn, id):
-        app_operations.leave(conn, member)
-        app_operations.withdraw(conn, member, act)
+        app_operations.leave(conn, member, act)
     app_operations.REMOVE_KEYS(conn, act, app_members.c.instance_id == id)
     return stopped
 
@@ -159,9 +158,7 @@ def reported(
     conn: sa.Connection, member_id: str, detail: Mapping[str, Any], act: Act, *, ready: bool
 ) -> AppMember:
     """Store the controller's report on a member. When all members are ready, the app runs."""
-    stored = rows.get(conn, AppMember, member_id)
-    instance = rows.get(conn, AppInstance, stored.instance_id, lock=True)
-    member = rows.get(conn, AppMember, member_id, lock=True)
+    instance, member = app_operations.member_held(conn, member_id)
     columns = {"detail": dict(detail)}
     if not ready or member.status != MemberStatus.RECONCILING:
         update = sa.update(app_members).where(app_members.c.id == member_id)
@@ -181,15 +178,14 @@ def waits_for(instance: AppInstance, present: Sequence[Record]) -> dict[str, str
         return None
     for member in present:
         if member["status"] == MemberStatus.FAILED:
-            return _waits("member_failed", f"{member['role']}: {member['status_reason']}")
+            why = f"{member['role']}: {member['status_reason']}"
+            return {"code": "member_failed", "detail": why}
     for member in present:
         if not member["key_good"]:
-            return _waits("bootstrap_ssh_pending", f"{member['role']} {member['allocation_id']}")
-    return _waits("controller_absent", f"no {instance.slug}-controller has registered")
-
-
-def _waits(code: str, detail: str) -> dict[str, str]:
-    return {"code": code, "detail": detail}
+            which = f"{member['role']} {member['allocation_id']}"
+            return {"code": "bootstrap_ssh_pending", "detail": which}
+    absent = f"no {instance.slug}-controller has registered"
+    return {"code": "controller_absent", "detail": absent}
 
 
 def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:

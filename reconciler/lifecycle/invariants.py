@@ -6,6 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -257,22 +258,19 @@ def committed_together(conn: sa.Connection) -> Found:
 
 def proven(conn: sa.Connection) -> Found:
     """I4, I6: an available slot has a proof that is newer than every use of its disk."""
-    in_use = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
+    in_use = _proofs_in_use(conn)
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
-    left: dict[str, float] = {}
+    left = cache(partial(exclusive_ended_at, conn))
     for slot in _on_sale(conn):
         proof = in_use.get(slot.available_proof_id or "")
         if proof is None:
             yield Violation("I4", f"slot {slot.id}", "available without a proof")
             continue
-        node_id = slot.node_id
-        if node_id not in left:
-            left[node_id] = exclusive_ended_at(conn, node_id)
         for wrong, problem in (
             (proof.disk_identity != slot.nvme_identity, "a proof of another disk"),
             (proof.node_id != slot.node_id, "a proof from another node"),
             (proof.disk_generation != slot.disk_generation, "a proof from before its tenant"),
-            (proof.created_at < left[node_id], "a proof from before the machine's tenant"),
+            (proof.created_at < left(slot.node_id), "a proof from before the machine's tenant"),
             (proof.install_id != installed[slot.node_id], "a proof to another installation"),
             (not _says_clean(slot, proof), f"a {proof.kind} proof that does not say so"),
         ):
@@ -287,7 +285,8 @@ def fenced(conn: sa.Connection) -> Found:
         if claim.fence > fences[claim.slot_id or ""]:
             problem = f"fence {claim.fence}, of its slot {fences[claim.slot_id or '']}"
             yield Violation("I10", f"claim {claim.id}", problem)
-    for task in _tasks(conn, *DUE, TaskState.RUNNING):
+    open_tasks = sa.select(tasks).where(tasks.c.state.in_((*DUE, TaskState.RUNNING)))
+    for task in rows.every(conn, open_tasks, Task):
         for slot_id, fence in task.fences.items():
             if fence > fences.get(slot_id, fence):
                 problem = f"fence {fence} for slot {slot_id}, which is at {fences[slot_id]}"
@@ -322,7 +321,7 @@ def recovered_by_proof(conn: sa.Connection) -> Found:
 
 def unknown_frees_nothing(conn: sa.Connection) -> Found:
     """I13: after a lost run, a slot is sold only with a newer wipe proof."""
-    in_use = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
+    in_use = _proofs_in_use(conn)
     holders = _last_holders(conn)
     last = sa.func.max(sa.func.coalesce(tasks.c.finished_at, 0.0))
     query = sa.select(tasks.c.allocation_id, last).where(tasks.c.state == TaskState.LOST)
@@ -366,12 +365,9 @@ def this_boot(conn: sa.Connection) -> Found:
 
 def unblocked(conn: sa.Connection) -> Found:
     """I16: no available slot has a blocker from the latest discovery."""
-    hosts: dict[str, gate.Host] = {}
+    host = cache(partial(gate.host, conn))
     for slot in _on_sale(conn):
-        node_id = slot.node_id
-        if node_id not in hosts:
-            hosts[node_id] = gate.host(conn, node_id)
-        blockers = gate.judge(conn, slot, proofs.current(conn, slot), hosts[node_id])
+        blockers = gate.judge(conn, slot, proofs.current(conn, slot), host(slot.node_id))
         codes = [row.code for row in blockers if row.code.startswith("discovery:")]
         if codes:
             yield Violation("I16", f"slot {slot.id}", f"on sale with {', '.join(codes)}")
@@ -421,8 +417,9 @@ def _on_sale(conn: sa.Connection) -> list[Slot]:
     return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE), Slot)
 
 
-def _proofs_in_use() -> sa.Select[Any]:
-    return sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+def _proofs_in_use(conn: sa.Connection) -> dict[str, Proof]:
+    query = sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+    return {proof.id: proof for proof in rows.every(conn, query, Proof)}
 
 
 def _says_clean(slot: Slot, proof: Proof) -> bool:
@@ -441,7 +438,3 @@ def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
     query = sa.select(*columns).join(slots, this)
     query = query.where(claims.c.kind == ClaimKind.SLICE, slots.c.status == SlotState.AVAILABLE)
     return {(slot, number): key for slot, number, key in conn.execute(query)}
-
-
-def _tasks(conn: sa.Connection, *states: TaskState) -> list[Task]:
-    return rows.every(conn, sa.select(tasks).where(tasks.c.state.in_(states)), Task)

@@ -98,8 +98,21 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
             claim_slot(conn, allocation.id, slot, position, slot_act)
             for position, slot in enumerate(chosen)
         ]
-        extra = {**_parameters(launch, image), "boot_id": node["boot_id"]}
-        item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
+        item = _item(
+            allocation,
+            TaskKind.SLICE_VM_PROVISION,
+            held,
+            allocation={
+                "id": allocation.id,
+                "username": launch.username,
+                "ssh_keys": list(launch.ssh_keys),
+                "hostname": launch.hostname,
+            },
+            image={name: value for name, value in vars(image).items() if name != "created_at"},
+            runtime_profile=launch.runtime_profile,
+            parameters=dict(launch.parameters),
+            boot_id=node["boot_id"],
+        )
         task = queue.add(conn, item, act)
     # Equal to the result of a fresh `get`, without another read.
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
@@ -282,36 +295,17 @@ def _naming(how: str) -> sa.Select[Any]:
     return query.where(image_table.c.version == version) if how == "version" else query
 
 
-def _parameters(launch: Launch, image: Image) -> dict[str, Any]:
-    return {
-        "allocation": {
-            "username": launch.username,
-            "ssh_keys": list(launch.ssh_keys),
-            "hostname": launch.hostname,
-        },
-        "image": {name: value for name, value in vars(image).items() if name != "created_at"},
-        "runtime_profile": launch.runtime_profile,
-        "parameters": dict(launch.parameters),
-    }
-
-
 def _item(
-    allocation: Allocation,
-    kind: TaskKind,
-    held: Sequence[Claim],
-    *,
-    extra: Mapping[str, Any] | None = None,
+    allocation: Allocation, kind: TaskKind, held: Sequence[Claim], /, **parameters: Any
 ) -> queue.Enqueue:
     slots = run_bundles(held)
-    given = dict(extra or {})
-    named = {"id": allocation.id, **given.pop("allocation", {})}
     return queue.Enqueue(
         kind=kind,
         node_id=allocation.node_id,
         subject_kind="allocation",
         subject_id=allocation.id,
         allocation_id=allocation.id,
-        parameters={"allocation": named, "slots": slots, **given},
+        parameters={"allocation": {"id": allocation.id}, "slots": slots, **parameters},
         fences={slot["slot_id"]: slot["fence"] for slot in slots},
     )
 
