@@ -104,8 +104,7 @@ def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
     """Change the fields that an operator may set: address, placement, profile, health."""
     _require_changeable(values)
     before = rows.get(conn, Node, id, lock=True)
-    update = sa.update(nodes).where(nodes.c.id == id)
-    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
+    update(conn, id, **values)
     detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
     journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
     return get(conn, id)
@@ -121,6 +120,12 @@ def _require_changeable(values: Mapping[str, Any]) -> None:
             found=", ".join(unknown),
             remedy="leave these out: they follow from what happens to the node",
         )
+
+
+def update(conn: sa.Connection, id: str, **values: Any) -> None:
+    """Update the node with a new generation, so that a decision on an older read is refused."""
+    later = {"generation": nodes.c.generation + 1}
+    conn.execute(sa.update(nodes).where(nodes.c.id == id).values(**later, **values))
 
 
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
