@@ -1,4 +1,4 @@
-"""What the modules of BIOS settings have in common, however they reach the firmware."""
+"""Options that the modules of BIOS settings share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from __future__ import annotations
 class ModuleDocFragment:
     """The specs are `_bios.LOOKING` and `_bios.ARGUMENTS`; ansible-test compares."""
 
-    # Whoever changes settings.
+    # Options of modules that change settings.
     DOCUMENTATION = r"""
 options:
   state:
-    description: With V(planned) nothing is changed and RV(differences) says what would be.
+    description: V(planned) changes nothing; RV(differences) lists the changes that V(present) would
+      make.
     type: str
     choices: [planned, present]
     default: planned
@@ -19,7 +20,7 @@ options:
     type: int
     default: 3600
   interval:
-    description: Seconds between two looks at a job.
+    description: Seconds between two readings of a job.
     type: float
     default: 15
   acknowledged_jobs:
@@ -29,12 +30,12 @@ options:
     default: []
 """
 
-    # Whoever looks at settings.
+    # Options of modules that read settings.
     WANTED = r"""
 options:
   attributes:
     description:
-      - Wanted values by name. RACADM knows a setting by C(GROUP.NAME), as
+      - Requested values by name. RACADM knows a setting by C(GROUP.NAME), as
         C(racadm get BIOS.GROUP) lists it, and the three default settings also without their group;
         Redfish by the name in the BIOS's attribute registry.
     type: dict

@@ -1,4 +1,4 @@
-"""What every changing module of the collection promises."""
+"""Attributes and notes of the modules that change a host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ attributes:
     description: Returns the plan without acting on it.
     support: full
   diff_mode:
-    description: The diff is built from the same plan that is acted on.
+    description: The diff is built from the same plan that is applied.
     support: full
   idempotent:
     description: A second run with the same arguments plans nothing.
     support: full
 notes:
-  - Observes, plans, applies and observes again; a change that the second look does not confirm
-    fails with C(verify_failed).
+  - Observes, plans, applies and observes again; a change that the second observation does not
+    confirm fails with C(verify_failed).
   - A refusal is returned as C(error) with the keys C(code), C(expected), C(found) and C(remedy),
     and changes nothing.
   - Beside the values below returns C(plan), a list of steps with C(name), C(subject), C(before),
     C(after) and C(destroys); C(done), the names of the steps that were carried out; and
-    C(evidence), what a step found, by its name.
+    C(evidence), the findings of each step, by its name.
 """

@@ -11,21 +11,21 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Keeps a block of C(/etc/hosts) with the names of the control plane's API and their addresses,
-    for a site whose DNS does not know them. Where cloud-init manages C(/etc/hosts), its template
-    gets the block too, or the next boot would take it away.
+    for a site whose DNS does not have them. Where cloud-init manages C(/etc/hosts), its template
+    gets the block too, because the next boot would otherwise remove it.
   - Lines outside the block are never changed. Refuses with C(api_name_invalid), with
     C(api_name_taken) when such a line gives a name another address, and with C(file_unreadable).
-  - Whether the names lead to a host that answers is the parity check C(name_resolution).
+  - The parity check C(name_resolution) tests whether the names lead to a host that answers.
 options:
   names:
-    description: Address by name. With none the block goes.
+    description: Address by name. An empty value removes the block.
     type: dict
     default: {}
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: Have the API found
+- name: Make the API's name resolvable
   gpuaas.slice.api_names:
     names:
       api.gpuaas.example: 192.0.2.20
@@ -33,7 +33,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 resolved:
-  description: What this host makes of each name now.
+  description: Addresses to which this host resolves each name now.
   returned: always
   type: dict
   sample: {api.gpuaas.example: [192.0.2.20]}

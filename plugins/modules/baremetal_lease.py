@@ -10,7 +10,7 @@ short_description: Give this whole machine to one allocation, and take it back
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Keeps the host's own ledger of who has the machine and the disks that go with it, under the
+  - Records in the host's ledger which allocation holds the machine and its disks, under the
     fence of the node's claim. A fence lower than the highest seen is refused.
   - V(held) takes the machine; it is refused on a slice host, while a slot is leased, and unless
     every disk is the approved one by its own word, unused, and no disk of the system.
@@ -18,12 +18,12 @@ description:
     still be as its last wipe proof says. A disk without a standing proof, or with a partition or a
     signature on it, is refused and left as it is. The exception is one that this allocation's own
     interrupted wipe left dirty.
-  - V(given) says, durably and before the tenant has an account, that the disks are the tenant's. It
-    is refused when something was made of one of them since it was wiped.
+  - V(given) records durably, before the tenant has an account, that the disks are the tenant's. It
+    is refused when one of them has been written to since its wipe.
   - V(ending) shuts out every run with an older fence and marks every disk dirty. The tenant was
-    root, so nothing that the ledger said of them before counts.
+    root, so earlier ledger entries of the disks do not count.
   - V(released) gives the machine back; refused while one of its disks is dirty, unless that one
-    is in O(written_off). Such a disk stays dirty in the ledger, so that nobody gets it unwiped
+    is in O(written_off). Such a disk stays dirty in the ledger, so that no tenant gets it unwiped
     should it come back. Refuses with C(disk_present) when one of them is there.
   - Refuses with C(node_in_slice_mode), C(boot_changed), C(stale_fence), C(slot_leased),
     C(disk_dirty), C(disk_belongs_to_slot), C(disk_misnamed), C(identity_mismatch), C(disk_in_use),
@@ -50,7 +50,7 @@ options:
     elements: dict
     default: []
   state:
-    description: What the allocation has of the machine.
+    description: Hold of the allocation on the machine.
     type: str
     choices: [held, given, ending, released]
     default: held
@@ -106,7 +106,7 @@ MACHINE = _whole_machine.MACHINE
 
 @dataclass(frozen=True)
 class State:
-    """entries: of the machine and of its disks. problems: what speaks against O(state)."""
+    """entries: of the machine and of its disks. problems: reasons against O(state)."""
 
     entries: dict[str, _ledger.Entry]
     problems: tuple[Refusal, ...] = ()
@@ -155,7 +155,7 @@ def _hold(params: _change.Params, state: State) -> list[_change.Step]:
 
 
 def _give(_params: _change.Params, state: State) -> list[_change.Step]:
-    # The machine comes last: its mark says that all the others are made.
+    # The machine comes last, because its mark implies that all others exist.
     order = sorted(state.entries.values(), key=lambda entry: entry.slot_id == MACHINE)
     return [_change.Step("mark_dirty", e.slot_id, False, True) for e in order if not e.dirty]
 
@@ -172,9 +172,10 @@ def _end(params: _change.Params, state: State) -> list[_change.Step]:
 
 
 def _release(params: _change.Params, state: State) -> list[_change.Step]:
-    """What another allocation holds is left alone: it may hold the machine by now.
+    """Entries of another allocation stay, because it may hold the machine by now.
 
-    A machine's mark goes even when the tenant took the name out of the ledger; a dead disk's stays.
+    The machine's mark is removed even when the tenant deleted the name from the ledger. The mark of
+    a dead disk stays.
     """
     allocation_id = params["allocation_id"]
     return [
@@ -233,7 +234,7 @@ def _not_held(allocation: str, holder: str) -> Refusal:
     return Refusal(
         "machine_not_held",
         expected=f"this machine held by {allocation}",
-        found=f"held by {holder}" if holder else "held by nobody",
+        found=f"held by {holder}" if holder else "held by no allocation",
         remedy="take the machine first (state=held)",
     )
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""The account of a bare-metal tenant on this host: there, ended, or gone with every trace."""
+"""Account of a bare-metal tenant: present, ended, or removed with every trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ description:
     uid, and of that uid only. What sudo started counts by its login uid, which the kernel keeps.
   - V(absent) does the same, and removes crontabs, queued jobs, lingering, the account, its home and
     every file of its uid in folders that all may write to.
-  - A tenant has had root. What a tenant left as root is not found here but named by
+  - A tenant has had root. Traces that a tenant left as root are not searched here but reported by
     M(gpuaas.slice.host_baseline).
   - Refuses with C(node_in_slice_mode), C(stale_fence), C(account_taken), C(username_invalid),
     C(key_invalid), C(processes_left), C(home_has_mounts).
@@ -38,12 +38,12 @@ options:
     type: list
     elements: str
   state:
-    description: What is wanted of the account.
+    description: Requested state of the account.
     type: str
     choices: [present, ended, absent]
     default: present
   grace:
-    description: Seconds that processes get to end in order.
+    description: Seconds that processes get to end by themselves.
     type: int
     default: 10
 extends_documentation_fragment: [gpuaas.slice.change]
@@ -65,7 +65,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 account:
-  description: The account as it is.
+  description: The account after the run.
   returned: always
   type: dict
   sample: {username: alice, uid: 59000, home: /home/alice}
@@ -142,7 +142,7 @@ def _present(params: _change.Params, state: State) -> list[_change.Step]:
 
 
 def _end(params: _change.Params, state: State) -> list[_change.Step]:
-    """Doors first: nobody comes in again while those inside are shown out."""
+    """Logins are closed before sessions are ended, so that no new session starts meanwhile."""
     left, name = state.traces, params["username"]
     steps = []
     if left.sudoers:

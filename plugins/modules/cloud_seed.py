@@ -41,7 +41,7 @@ options:
   slots:
     description: >-
       The allocation's slots with C(slot_id) and C(fence); nothing is made under a fence older than
-      the host has seen. Without them no fence is looked at.
+      the highest that the host has seen. Without slots no fence is checked.
     type: list
     elements: dict
     default: []
@@ -66,12 +66,12 @@ EXAMPLES = r"""
 
 RETURN = r"""
 path:
-  description: Where the seed is, or would be.
+  description: Path of the seed, also when it does not exist.
   returned: always
   type: str
   sample: /var/lib/gpuaas/seeds/gpuaas-slice-23bd713b60734ef78a512897e902365d.iso
 present:
-  description: Whether it is there.
+  description: Whether the seed exists.
   returned: always
   type: bool
 """
@@ -91,7 +91,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_s
 
 
 def observe(params: _change.Params) -> str | None:
-    """The digest of the seed that is there; None without one."""
+    """Digest of the existing seed; None without a seed."""
     _not_late(params)
     return _cloud_seed.present(_object_names.seed_path(params["allocation_id"]))
 
@@ -117,7 +117,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def _not_late(params: _change.Params) -> None:
-    # A seed that a late run leaves behind is nobody's to remove.
+    # A seed that a late run leaves behind belongs to no allocation, so it would never be removed.
     if params["state"] == "present":
         _ledger.check_each(params.get("slots") or ())
 
@@ -131,7 +131,7 @@ def _content(params: _change.Params) -> dict[str, str]:
     try:
         user_data = json.loads(params["user_data"])
     except ValueError as error:
-        # The text itself is secret, so only where it breaks is said.
+        # The text itself is secret, so the error names only the position.
         raise _object_names.invalid("user_data", "a JSON object", str(error)) from error
     if not isinstance(user_data, Mapping):
         raise _object_names.invalid("user_data", "a JSON object", type(user_data).__name__)

@@ -1,26 +1,26 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Say whether the firmware of a machine lets it become a slice host."""
+"""Firmware check: whether a machine can become a slice host."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: firmware_preflight
-short_description: Say whether the firmware of a machine lets it become a slice host
+short_description: Check whether a machine's firmware allows it to become a slice host
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Reads the BIOS settings that slices need, and what of them the running kernel sees.
-  - Lists GPUs, fabric cards with what virtual functions they offer, and every NVMe disk with its
-    stable name, partitions, mount points, filesystems and signatures.
-  - Gives the same lines as the MAAS commissioning script
+  - Reads the BIOS settings that slices need, and their effect in the running kernel.
+  - Lists GPUs, fabric cards with the virtual functions that they offer, and every NVMe disk with
+    its stable name, partitions, mount points, filesystems and signatures.
+  - Prints the same lines as the MAAS commissioning script
     C(50-gpuaas-slice-firmware-preflight.sh), which is generated from the same code.
   - The module succeeds also when checks fail; the caller judges C(preflight.failures).
 options:
   profile:
     description:
-      - The hardware profile. Checks named in its C(not_applicable) pass without a look; without
-        C(bios_settings) no RACADM is needed.
+      - The hardware profile. Checks named in its C(not_applicable) pass without being examined.
+        Without C(bios_settings) no RACADM is needed.
     type: dict
     required: true
   program:
@@ -33,18 +33,11 @@ options:
     default: 120
   refused:
     description:
-      - The error document of a step that had to come before, as installing RACADM. Where there is
-        one, the BIOS settings are not read, and the check C(bios_settings) fails with it.
+      - Error document of a step that had to come before, such as the installation of RACADM. With
+        it, the BIOS settings are not read and the check C(bios_settings) fails with this error.
     type: dict
     default: {}
-extends_documentation_fragment: [gpuaas.slice.bios.wanted]
-attributes:
-  check_mode:
-    description: The module only reads.
-    support: full
-  diff_mode:
-    description: Nothing changes, so there is no difference to show.
-    support: none
+extends_documentation_fragment: [gpuaas.slice.bios.wanted, gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""

@@ -1,12 +1,12 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Entries of /etc/fstab that the storage transition put out of force."""
+"""Entries of /etc/fstab that the storage transition disabled."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: fstab_entries
-short_description: Put entries of fstab back into force that the storage transition disabled
+short_description: Re-enable the fstab entries that the storage transition disabled
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
@@ -26,7 +26,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 disabled:
-  description: Lines that are still out of force.
+  description: Lines that are still disabled.
   returned: always
   type: list
   elements: str
@@ -68,7 +68,7 @@ def facts(_params: _change.Params, state: list[str]) -> dict[str, Any]:
 def _missing(line: str) -> Refusal:
     return Refusal(
         "fstab_device_missing",
-        expected="the file system of every entry that is put back into force",
+        expected="the file system of every entry that is enabled again",
         found=f"nothing there for: {line}",
         remedy="make the file system first, or remove the line",
     )

@@ -10,14 +10,14 @@ short_description: Quiesce the services that hold a host's GPUs, or restore them
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Stops, disables and masks each service. Disabling alone does not keep off one that a udev rule
-    or another unit wants, as Ubuntu's driver wants C(nvidia-persistenced.service).
-  - A service that does not exist, or is masked and does not run, is quiet already. One whose unit
-    file the site has in C(/etc/systemd/system), where a mask would be, is stopped and barred by the
-    drop-in C(90-gpuaas-slice.conf), whose condition is never true.
-  - The first run, also where all are quiet, writes what each service was to
-    C(/var/lib/gpuaas/before/gpu-services.json). With O(state=restored) exactly that comes back and
-    the record goes; a service that was quiet before stays quiet, one that was masked stays masked.
+  - Stops, disables and masks each service. Disabling alone does not keep a service off that a udev
+    rule or another unit wants, as Ubuntu's driver wants C(nvidia-persistenced.service).
+  - A service that does not exist, or is masked and does not run, is quiet already. A service whose
+    unit file the site has in C(/etc/systemd/system), where a mask would be, is stopped and barred
+    by the drop-in C(90-gpuaas-slice.conf), whose condition is never true.
+  - The first run, also where all are quiet, records the state of each service in
+    C(/var/lib/gpuaas/before/gpu-services.json). O(state=restored) restores exactly that state and
+    removes the record. A service that was quiet or masked before stays so.
   - Refuses with C(machine_leased) while a tenant has the whole machine; with
     C(service_not_restored), C(before_unreadable).
 options:
@@ -48,12 +48,12 @@ EXAMPLES = r"""
 
 RETURN = r"""
 services:
-  description: What each service does; empty when it is quiet.
+  description: Activity of each service; empty when it is quiet.
   returned: always
   type: dict
   sample: {nvidia-persistenced.service: ""}
 before:
-  description: What was remembered of each service.
+  description: Recorded state of each service.
   returned: always
   type: dict
   sample: {nvidia-persistenced.service: {active: true, file: enabled}}

@@ -1,22 +1,22 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""What this machine was like before a tenant came, and what is different now."""
+"""State of a machine before its tenant came, and differences since."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: host_baseline
-short_description: What this machine was like before a tenant came, and what is different now
+short_description: State of a machine before its tenant came, and differences since
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Looks at accounts, groups, SSH keys, files that are read at login, at boot and at set times,
     programs outside of packages, listening sockets, mounts, homes, packages and kernel modules.
-    Files are told by digest, so nothing secret is in the result.
+    Files are compared by digest, so the result holds no secret.
   - V(recorded) keeps the first look for an allocation on the host and returns it again, so that a
     repeated provision never takes the tenant's own changes for the state before.
   - V(compared) compares with O(baseline), which the caller kept. A tenant with root could change
-    whatever the host keeps, which is forgotten then; that it was no record any more is drift.
+    the record on the host, so it is only removed then. A damaged record is reported as drift.
   - Refuses with C(stale_fence), C(ledger_unreadable), C(baseline_unreadable),
     C(allocation_id_invalid).
 options:
@@ -26,7 +26,7 @@ options:
     required: true
   fence:
     description: >-
-      The fence of the node's claim. A late run would leave a record behind that nobody forgets.
+      The fence of the node's claim. A late run would leave a record behind that is never removed.
     type: int
     required: true
   state:
@@ -36,20 +36,20 @@ options:
     default: recorded
   baseline:
     description: >-
-      What V(recorded) returned. With V(compared) and no baseline nothing can be said, and
+      What V(recorded) returned. With V(compared) and no baseline there is nothing to compare, and
       RV(compared) is false.
     type: dict
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: Remember what the machine is like
+- name: Record the state of the machine
   gpuaas.slice.host_baseline:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
     fence: 3
   register: before
 
-- name: Name what is different
+- name: List the differences
   gpuaas.slice.host_baseline:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
     fence: 4
@@ -65,7 +65,7 @@ baseline:
   sample: {accounts: {root: 0f343b0931126a20}, listening: {tcp 22 00000000: listening}}
 drift:
   description: >-
-    What differs. C(access) is true for what can let somebody in or run something later.
+    Differences. C(access) is true for those that can admit a user or run a program later.
   returned: with O(state=compared)
   type: list
   elements: dict
@@ -100,8 +100,8 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class State:
     """kept: the first look, as the host remembers it. now, there, broken: with O(state=compared).
 
-    there: whether anything is in the place of the host's record. broken: it is no record.
-    problems: why this run may do nothing here.
+    there: whether anything is at the path of the host's record. broken: it is not a record.
+    problems: reasons why this run may not act.
     """
 
     kept: Sections | None = None
@@ -116,9 +116,9 @@ def observe(params: _change.Params) -> State:
     machine = {_whole_machine.MACHINE: _ledger.load(_whole_machine.MACHINE)}
     problems = tuple(_whole_machine.stale(params["fence"], machine))
     if params["state"] == "recorded":
-        # What became of a record that is no longer this run's is not for it to say.
+        # A late run does not judge a record that belongs to a newer claim.
         return State(kept=None if problems else _kept(file), problems=problems)
-    # Whatever the tenant made of the record, nothing is compared with it.
+    # The tenant may have changed the record, so nothing is compared with it.
     try:
         _kept(file)
         broken = False
@@ -133,8 +133,8 @@ def _kept(file: str) -> Sections | None:
     return _host.document(
         file,
         code="baseline_unreadable",
-        remedy="a look now would take the tenant's changes for what was before: keep the file as "
-        "evidence, look at the host by hand, and remove it before the machine is released",
+        remedy="a new baseline would record the tenant's changes as the earlier state: keep the "
+        "file as evidence, inspect the host by hand, and remove it before the machine's release",
     )
 
 
@@ -151,8 +151,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     recorded = step.name == "record_baseline"
     text = json.dumps(_host_baseline.take(), sort_keys=True) + "\n" if recorded else ""
-    # The look takes its time. Whoever raises the fence holds this lock, so what an older run writes
-    # is there before that, and is forgotten by the release that follows.
+    # Taking the baseline is slow. The fence is raised under this lock, so an older run has written
+    # its record before that, and the release that follows removes it.
     with _ledger.locked():
         _ledger.check(_whole_machine.MACHINE, params["fence"])
         if recorded:
@@ -178,7 +178,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 
 
 def subject() -> _change.Subject:
-    """For one run: what was in the place of the record is told when it is gone, too."""
+    """Subject of one run. A damaged record is reported also after its removal."""
     broken: list[str] = []
 
     def look(params: _change.Params) -> State:

@@ -10,17 +10,17 @@ short_description: The certificate that vouches for this host's SSH key
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Puts a new certificate for the SSH key of an enrolled host in the place of the old one, and has
-    sshd take it. Connections go on.
+  - Puts a new certificate for the SSH key of an enrolled host in the place of the old one, and
+    makes sshd load it. Open connections continue.
   - The key stays. Refuses a certificate of a user, one without an end and what is no certificate
     (C(certificate_unreadable)), one for another key (C(certificate_of_another_key)) or another node
     (C(certificate_of_another_node)), and a host whose sshd does not show the file
     (C(certificate_not_served)).
-  - When sshd does not take it, the old certificate is put back and the module fails with
+  - When sshd does not load it, the old certificate is put back and the module fails with
     C(certificate_not_taken).
 options:
   node_id:
-    description: The id under which the host is dialled; it must be in the certificate.
+    description: The id under which clients reach the host; the certificate must contain it.
     type: str
     required: true
   certificate:
@@ -31,7 +31,7 @@ extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: Let the host be known for another 90 days
+- name: Renew the host's certificate for 90 days
   gpuaas.slice.host_certificate:
     node_id: node-7
     certificate: "{{ slice_certificate }}"
@@ -39,7 +39,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 certificate:
-  description: What the certificate on the host says now; empty when it is none with an end.
+  description: Content of the certificate on the host; empty without a certificate that ends.
   returned: always
   type: dict
   sample: {serial: "42", principals: [node-7], valid_until: "2026-08-29T10:00:00Z"}

@@ -1,42 +1,36 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether this host may be restarted, or made a slice host: nobody would be cut off."""
+"""Whether this host has no tenants, so that it may be restarted or made a slice host."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: host_idle
-short_description: Refuse to go on while somebody has a host
+short_description: Refuse to continue while a host has tenants
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Reads only. To be asked right before what would cut somebody off.
+  - Reads only. Call it directly before a step that would disconnect a tenant.
   - Before a restart refuses with C(host_in_use) while a machine runs under QEMU, also one that
-    libvirt has lost or that is nobody's slice, and while the host's ledger has a lease of a slot
+    libvirt has lost or that is no slice, and while the host's ledger has a lease of a slot
     or of the whole machine.
   - Before a bootstrap, which repairs a slice host under its machines, refuses with
     C(machine_leased) while a tenant has the whole machine.
-  - A ledger that cannot be read (C(ledger_unreadable)) says nothing of nobody.
+  - A ledger that cannot be read is refused with C(ledger_unreadable), never taken for an idle host.
 options:
   before:
-    description: What is about to be done.
+    description: The step that follows.
     type: str
     choices: [restart, bootstrap]
     default: restart
-attributes:
-  check_mode:
-    description: Only reads.
-    support: full
-  diff_mode:
-    description: Only reads.
-    support: none
+extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""
-- name: Go on only when nobody would be cut off
+- name: Continue only when no tenant would be disconnected
   gpuaas.slice.host_idle:
 
-- name: Leave a machine alone that a tenant has as a whole
+- name: Refuse a machine that a tenant holds as a whole
   gpuaas.slice.host_idle:
     before: bootstrap
 """

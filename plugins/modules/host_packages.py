@@ -11,10 +11,10 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Asks dpkg once. When nothing is missing, apt is not called and no mirror is needed.
-  - Others may have apt's locks, as a machine's own upgrade has at its first boot. They are waited
-    for, ten minutes at most.
+  - Other processes may hold apt's locks, as a machine's own upgrade does at its first boot. The
+    module waits for them, ten minutes at most.
   - Refuses with C(package_invalid) and C(apt_locked); a failing apt is C(command_failed) with its
-    own words.
+    output.
 options:
   packages:
     description: Names of packages that the host must have.
@@ -23,11 +23,11 @@ options:
     required: true
   optional:
     description:
-      - Names of packages that are installed where the host's apt has them. Without one the host is
-        as good; it is named in RV(unavailable).
-      - One that apt has and cannot install, as one that is held, is a warning and fails nothing.
-      - What apt has is taken from the package lists of the host, which are read anew when anything
-        is installed. In check mode they are what they are.
+      - Names of packages that are installed where the host's apt has them. The host works without
+        them; missing ones are named in RV(unavailable).
+      - A package that apt has and cannot install, such as a held one, is a warning and no failure.
+      - Availability is read from the package lists of the host, which are updated when anything
+        is installed. Check mode does not update them.
     type: list
     elements: str
     default: []
@@ -35,7 +35,7 @@ extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: Install what a slice VM runs on
+- name: Install the packages that slice VMs need
   gpuaas.slice.host_packages:
     packages: [libvirt-daemon-system, openvswitch-switch, ovmf]
     optional: [rshim]

@@ -10,31 +10,32 @@ short_description: Tuned profiles of a slice host, off by default
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Writes what the named profiles ask for into C(60-gpuaas-slice-tuning.conf) in C(/etc/sysctl.d),
-    C(gpuaas-slice-tuning.conf) in C(/etc/modprobe.d) and C(60-gpuaas-slice-tuning.conf) in
-    C(/etc/security/limits.d), each with one owner marker, and sets the sysctl values now.
+  - Writes the settings of the named profiles into C(60-gpuaas-slice-tuning.conf) in
+    C(/etc/sysctl.d), C(gpuaas-slice-tuning.conf) in C(/etc/modprobe.d) and
+    C(60-gpuaas-slice-tuning.conf) in C(/etc/security/limits.d), each with one owner marker, and
+    sets the sysctl values now.
   - Takes the profiles that an operator opted in to on this host as well. They are recorded in
-    C(/etc/gpuaas/tuning.json) by C(gpuaas_slice_host_deploy_bootstrap.sh), which takes them back
-    too (C(GPUAAS_SLICE_TUNING=none)).
-  - A profile that is neither named nor recorded is taken back. What a value was before the first
-    change is kept in C(/var/lib/gpuaas/before/tuning.json).
+    C(/etc/gpuaas/tuning.json) by C(gpuaas_slice_host_deploy_bootstrap.sh), which also removes them
+    (C(GPUAAS_SLICE_TUNING=none)).
+  - A profile that is neither named nor recorded is reverted. The value of each setting before the
+    first change is kept in C(/var/lib/gpuaas/before/tuning.json).
   - V(network-buffers) is socket buffers, backlog, queues of C(ib_ipoib), and locked memory.
   - V(hugepages-1g) has no files here. Its pages are kernel arguments, which
     M(gpuaas.slice.kernel_arguments) takes care of.
   - Whether a profile is in force is read by M(gpuaas.slice.slice_parity), and reported as a
     capability of the host by M(gpuaas.slice.slice_discovery).
-  - Refuses with C(file_not_ours), C(tuning_unknown) for a recorded name that means nothing here,
-    and C(tuning_record_unreadable).
+  - Refuses with C(file_not_ours), C(tuning_unknown) for a recorded name that this release does not
+    know, and C(tuning_record_unreadable).
 options:
   profiles:
-    description: Names of the wanted profiles, beside those that are recorded on the host.
+    description: Names of the requested profiles, in addition to those recorded on the host.
     type: list
     elements: str
     choices: [hugepages-1g, network-buffers]
     default: []
   state:
-    description: With V(absent) everything of ours goes, also what is recorded on the host, and
-      O(profiles) is not looked at.
+    description: V(absent) removes all files and the record on the host, and ignores
+      O(profiles).
     type: str
     choices: [present, absent]
     default: present
@@ -46,10 +47,10 @@ EXAMPLES = r"""
   gpuaas.slice.host_tuning:
     profiles: [network-buffers]
 
-- name: Only what was opted in to on the host itself, if anything
+- name: Apply only the profiles that were opted in to on the host
   gpuaas.slice.host_tuning:
 
-- name: Back to what the host had
+- name: Restore the host's own values
   gpuaas.slice.host_tuning:
     state: absent
 """
@@ -62,7 +63,8 @@ profiles:
   elements: str
   sample: ["network-buffers"]
 pending:
-  description: What holds only after a module is loaded again or after a reboot, in sentences.
+  description: Settings that take effect only after a module is loaded again or after a reboot, as
+    sentences.
   returned: always
   type: list
   elements: str

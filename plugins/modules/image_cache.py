@@ -12,9 +12,9 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Fetches an image, unpacks it, computes the sha256 of its raw bytes and puts it under
     C(/var/lib/gpuaas/images) when it matches.
-  - Keeps an index beside it, with a hash of every chunk and what tells that the file has not been
-    touched since. A file that was touched is fetched again.
-  - Of two runs at once for the same image one fetches it and the other waits and finds it there.
+  - Keeps an index beside it, with a hash of every chunk and the attributes that show whether the
+    file was changed since. A changed file is fetched again.
+  - Of two simultaneous runs for the same image, the first fetches it and the second waits for it.
   - Takes no more bytes than the image has, whatever the source sends or the packed file holds.
   - Refuses with C(image_digest_mismatch), C(image_digest_invalid), C(image_unreachable),
     C(image_too_large), C(image_no_room).
@@ -32,12 +32,12 @@ options:
     type: int
     default: 0
   url:
-    description: Where the image is, with the scheme http, https or file. Needed when the image is
+    description: Source of the image, with the scheme http, https or file. Needed when the image is
       not cached yet.
     type: str
     default: ""
   compression:
-    description: How the source is packed.
+    description: Compression of the source.
     type: str
     choices: [none, zstd]
     default: none
@@ -61,12 +61,12 @@ EXAMPLES = r"""
 
 RETURN = r"""
 path:
-  description: Where the cached image is, or would be.
+  description: Path of the cached image, also when it is not cached.
   returned: always
   type: str
   sample: /var/lib/gpuaas/images/<hex of the digest>.raw
 cached:
-  description: Whether the image is there and verified.
+  description: Whether the image is cached and verified.
   returned: always
   type: bool
   sample: true
@@ -84,7 +84,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _image_ca
 
 @dataclass(frozen=True)
 class State:
-    """there: a file of that name exists. verified: and is untouched since it was checked."""
+    """there: a file of that name exists. verified: it is unchanged since it was checked."""
 
     path: str
     there: bool
@@ -125,7 +125,7 @@ def _blockers(params: _change.Params, state: State) -> list[Refusal]:
         ]
     needed = params["size_bytes"]
     if params["compression"] != "none":
-        # Packed and raw lie side by side for a while.
+        # The packed and the raw file exist side by side for a while.
         needed += _download.packed_limit(params["size_bytes"])
     if state.free_bytes >= needed:
         return []
@@ -162,7 +162,7 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
 
 
 def _locked(params: _change.Params) -> AbstractContextManager[None]:
-    """One run at a time works on an image; what is volatile on a host lies under /run."""
+    """Lock: one run at a time works on an image. Volatile files of a host lie under /run."""
     name = _image_cache.hexadecimal(params["digest"])
     return _host.locked(f"/run/gpuaas/images/{name}", mode=0o700)
 

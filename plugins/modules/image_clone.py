@@ -12,13 +12,13 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Writes the image on one exclusively opened descriptor, on which identity and use are checked
     first.
-  - Every chunk is compared with what was verified against the digest before it is written. Zeros
+  - Every chunk is compared with its verified hash before it is written. Zeros
     are written without being read.
   - Marks the disk dirty in the host's ledger before the first byte. The disk must be clean with a
     standing wipe proof and carry no signature, when it is planned and on the descriptor before the
     first byte, or already be dirty under the same claim, which is a clone that was interrupted.
-  - A disk that already carries the image for this claim is left alone, whatever the tenant wrote
-    since.
+  - A disk that already carries the image for this claim is not written again, even after the
+    tenant has changed it.
   - Refuses with C(image_not_cached), C(image_digest_mismatch), C(disk_too_small), C(stale_fence),
     C(lease_not_held), C(not_clean), C(unexpected_filesystem), C(changed_since_plan), C(os_disk),
     C(disk_in_use), C(identity_mismatch), C(excluded_model), C(bundle_incomplete),
@@ -107,8 +107,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 
 @dataclass(frozen=True)
 class State:
-    """complete: the record of this very clone, unless wiped since. proven: a wipe stands.
-    written: signatures on the disk.
+    """complete: the record of this clone, unless the disk was wiped since. proven: a wipe proof
+    stands. written: signatures on the disk.
     """
 
     disk: _block.Disk
@@ -189,8 +189,9 @@ def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
     if entry.allocation_id != allocation_id:
         yield Refusal(
             "lease_not_held",
-            expected=f"slot {entry.slot_id} leased by {allocation_id or 'nobody'} on this host",
-            found=f"leased by {entry.allocation_id or 'nobody'}",
+            expected=f"slot {entry.slot_id} leased by {allocation_id or 'no allocation'} on this"
+            " host",
+            found=f"leased by {entry.allocation_id or 'no allocation'}",
             remedy="take the lease (slice_lease) before the clone",
         )
     interrupted = entry.dirty and entry.fence == int(params["slot"]["fence"]) and allocation_id
@@ -219,7 +220,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     if image is None or image.digest != params["digest"]:
         raise _image_cache.mismatch(path, params["digest"], "a changed file", params["size_bytes"])
     disk, slot_id, fence = _block.of_slot(slot), str(slot["slot_id"]), int(slot["fence"])
-    # What this claim's own interrupted clone left is written over; on a clean disk nothing may be.
+    # Bytes of this claim's interrupted clone are overwritten. A clean disk must be empty.
     seen = None if _ledger.load(slot_id).dirty else ()
     with _block.exclusive(disk, seen=seen) as descriptor:
         _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)

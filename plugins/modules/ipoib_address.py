@@ -12,10 +12,10 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Writes C(/etc/netplan/60-ipoib.yaml) and applies it, once netplan has taken a copy of it and of
     the site's own files together.
-  - The file alone counts for nothing. Where the interface lacks address or route, it is applied
+  - The file alone proves nothing. Where the interface lacks address or route, the file is applied
     again, and the host must have them within half a minute.
-  - A file of the site that it replaces, or that there was none, is remembered by the first run in
-    C(/var/lib/gpuaas/before/ipoib.json). With O(state=absent) that comes back, or ours goes; a file
+  - The first run records the file of the site that it replaces, or that there was none, in
+    C(/var/lib/gpuaas/before/ipoib.json). O(state=absent) restores it or removes ours. A file
     of the site is never removed.
   - Refuses with C(ipoib_invalid), C(netplan_refused), C(ipoib_interface_missing),
     C(ipoib_not_live).
@@ -34,7 +34,7 @@ options:
     type: str
     default: ""
   state:
-    description: Whether the host has an address on the fabric from us.
+    description: Whether the collection gives the host an address on the fabric.
     type: str
     choices: [present, absent]
     default: present

@@ -21,8 +21,8 @@ description:
     they go (C(hugepages=0:256,1:256)), also where it was opted in to on this host
     (M(gpuaas.slice.host_tuning)). Refuses with C(hugepages_unsupported), and with
     C(hugepages_leave_no_reserve) when a node would not keep the host's reserve.
-  - Does not reboot; says whether a reboot is needed.
-  - Refuses with C(tuning_record_unreadable) where it cannot be known what was opted in to.
+  - Does not reboot; reports whether a reboot is needed.
+  - Refuses with C(tuning_record_unreadable) where the record of opted-in profiles cannot be read.
   - Refuses with C(machine_leased) while a tenant has the whole machine.
 options:
   arguments:
@@ -36,14 +36,14 @@ options:
     elements: str
     default: []
   hugepages_1g:
-    description: How much V(hugepages-1g) takes.
+    description: Pages and reserve of V(hugepages-1g).
     type: dict
     suboptions:
       pages:
-        description: Pages of 1 GiB on the whole host; 512 when not named.
+        description: Pages of 1 GiB on the whole host; 512 by default.
         type: int
       reserve_mib:
-        description: Memory that every NUMA node keeps for the host; 16384 when not named.
+        description: Memory that every NUMA node keeps for the host; 16384 by default.
         type: int
   in_effect:
     description:
@@ -52,7 +52,7 @@ options:
     type: bool
     default: false
   state:
-    description: With V(absent) our files go, and the boot menu and initramfs are made without them.
+    description: V(absent) removes our files and rebuilds the boot menu and initramfs without them.
     type: str
     choices: [present, absent]
     default: present
@@ -70,7 +70,7 @@ EXAMPLES = r"""
     arguments: [intel_iommu=on, iommu=pt]
     tuning: [hugepages-1g]
 
-- name: Prove that they hold
+- name: Prove that they are in effect
   gpuaas.slice.kernel_arguments:
     arguments: [intel_iommu=on, iommu=pt]
     in_effect: true
@@ -88,12 +88,12 @@ running:
   type: list
   elements: str
 reboot_required:
-  description: Whether something configured holds only after a reboot, also after a failure. In
-    check mode, whether it would.
+  description: Whether a configured setting takes effect only after a reboot, also after a failure.
+    In check mode, whether it would.
   returned: always
   type: bool
 reboot_reasons:
-  description: What it is, in sentences.
+  description: Those settings, as sentences.
   returned: always
   type: list
   elements: str

@@ -6,22 +6,22 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: libvirt_host
-short_description: Have libvirt answer, with its directory open to QEMU
+short_description: Keep libvirt running, with its directory readable by QEMU
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - With mode 0700 QEMU cannot read the keys of its own domain.
-  - The daemon ends by itself when idle; its socket is what is kept active.
-  - What libvirt was before is remembered in C(/var/lib/gpuaas/before/libvirt.json) by the first
-    run, which is a change also where nothing else is to do. With O(state=absent) it becomes that
-    again; it stays installed, and without a record as it is.
+  - The daemon ends by itself when idle, so its socket is kept active instead.
+  - The first run records libvirt's earlier state in C(/var/lib/gpuaas/before/libvirt.json), which
+    is a change even when there is nothing else to do. O(state=absent) restores that state. libvirt
+    stays installed, and unchanged without a record.
 options:
   directory:
     description: libvirt's state directory; set to mode 0755.
     type: path
     default: /var/lib/libvirt
   state:
-    description: Whether libvirt serves slices or is what it was before.
+    description: Whether libvirt serves slices or has its earlier state.
     type: str
     choices: [present, absent]
     default: present

@@ -25,7 +25,7 @@ options:
     type: str
     required: true
   uid:
-    description: The account's number.
+    description: The account's uid.
     type: int
     default: 59000
   allocation_id:
@@ -66,7 +66,7 @@ EXAMPLES = r"""
     public_key: ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX
     expires_at: 1767225600
 
-- name: Take it away
+- name: Remove the key
   gpuaas.slice.managed_key:
     username: alice
     allocation_id: 0f8fad5b-d9cb-469f-a165-70867728950e
@@ -77,7 +77,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 managed_key:
-  description: Whether the line is there, and when its key ends (0 without one).
+  description: Whether the line is there, and when its key ends (0 without a line).
   returned: always
   type: dict
   sample: {present: true, expires_at: 1767225600}
@@ -112,7 +112,7 @@ def observe(params: _change.Params) -> State:
     if params["state"] == "present":
         problems += [*_not_leased(params, entry), *_missing(params, user)]
     lines: tuple[bytes, ...] = ()
-    # Of an account that is not the tenant's nothing is looked at.
+    # The files of an account that is not the tenant's are not read.
     if user is not None and not problems:
         with _managed_key.folder(home, user.uid) as at:
             content = b"" if at is None else _managed_key.read(at, home, user.uid).content
@@ -144,7 +144,7 @@ def apply(params: _change.Params, _step: _change.Step) -> dict[str, Any] | None:
     with _managed_key.folder(home, user.uid, make_for=make_for) as at:
         if at is None:
             return None
-        # Read again: the tenant may have changed the file since it was looked at.
+        # Read again: the tenant may have changed the file since the first read.
         existing = _managed_key.read(at, home, user.uid)
         content = _managed_key.replaced(existing.content, params["instance_id"], line)
         if content != existing.content:
@@ -168,7 +168,7 @@ def _key_line(params: _change.Params) -> bytes | None:
 
 
 def _account(params: _change.Params) -> _tenant_account.User | None:
-    """The tenant, by name and number: under either alone it is somebody else."""
+    """The tenant's account. Name and uid must both match; either alone may be another account."""
     for user in _tenant_account.users():
         if (user.name, user.uid) == (params["username"], params["uid"]):
             return user

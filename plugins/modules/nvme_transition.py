@@ -10,20 +10,20 @@ short_description: Take NVMe disks from host storage for slices
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Without O(apply) shows what would be done and changes nothing.
-  - With O(apply) unmounts, puts the lines of C(/etc/fstab) out of force after a backup, erases
+  - Without O(apply) shows the steps and changes nothing.
+  - With O(apply) unmounts, disables the lines of C(/etc/fstab) after a backup, erases
     signatures and data of each disk on one exclusively opened descriptor, proves it by reading
     back, and writes a manifest.
-  - Identity, and what is written on the disk, are read when it is planned and again on the
+  - Identity and content of the disk are read when it is planned and again on the
     descriptor at the moment of destruction. A disk that carries anything else by then is refused.
   - Nothing is taken that the approval does not name. A mount, filesystem or signature that came
     after it is refused with C(changed_since_approval).
   - A disk with anything of the operating system, of libvirt or of our own state on it is never
     taken, and neither is a boot card (Dell BOSS).
   - When a disk is refused after it was unmounted, its mounts and its lines of C(/etc/fstab) are put
-    back; what could not be put back is named.
-  - An erase that broke off is begun again under the approval that it had, or under one that names
-    the same disk, unless something else was made of the disk since.
+    back; those that could not be put back are named.
+  - An interrupted erase is restarted under its approval, or under one that names the same disk,
+    unless the disk was put to another use since.
   - A raw, unmounted disk whose proof still stands is left alone.
   - Refuses with C(device_not_found), C(not_a_whole_disk), C(multipath_member), C(duplicate_device),
     C(kernel_name_not_allowed), C(approval_missing), C(identity_mismatch), C(os_disk),
@@ -46,11 +46,11 @@ options:
     description:
       - The approval, by path of O(devices), with C(serial) and C(eui) of each. Needed with
         O(apply).
-      - C(mounts) names what may be unmounted, C(filesystems) the types that may be destroyed, a
-        type as often as it is there, and C(signatures) each of them by place. A dry run returns
-        such an approval for each disk.
+      - C(mounts) names the mounts that may be unmounted, C(filesystems) the types that may be
+        destroyed, a type as often as it is there, and C(signatures) each of them by place. A dry
+        run returns such an approval for each disk.
       - A dry run refuses types beyond ext2, ext3, ext4, xfs and vfat until C(filesystems) names
-        them. C(raw_data) stands for bytes of no known kind, a database on the bare disk for one.
+        them. C(raw_data) stands for bytes of no known kind, such as a database on the bare disk.
     type: dict
     default: {}
   exclude_models:
@@ -72,7 +72,7 @@ extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: Show what would be done
+- name: Show the steps
   gpuaas.slice.nvme_transition:
     devices: [/dev/disk/by-id/nvme-eui.5e0000000000a000]
 
@@ -90,8 +90,8 @@ EXAMPLES = r"""
 
 RETURN = r"""
 devices:
-  description: Each disk with its identity, what is on it, the steps still open, its proof when
-    none is, and the approval that would cover it.
+  description: Each disk with its identity, its content, the steps still open, its proof when
+    none is open, and the approval that would cover it.
   returned: always
   type: list
   elements: dict
@@ -177,7 +177,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _steps(params: _change.Params, state: State) -> list[_change.Step]:
-    """Every unmount comes before any destruction: a disk that is busy stops all of it in time."""
+    """All unmounts come before any destruction, so that a busy disk stops the run in time."""
     steps = [step for device in state.devices for step in _takeover.steps(device)]
     return [
         *(step for step in steps if step.destroys is None),
@@ -231,19 +231,19 @@ def _erase(params: _change.Params, step: _change.Step) -> dict[str, Any]:
         )
         proof = _nvme_wipe.erase(descriptor, disk, params["methods"])
         _proof.record(disk.disk_identity, proof)
-    # A record that stays is void beside a younger proof.
+    # A remaining record is void, because the proof is newer.
     with contextlib.suppress(OSError):
         _erase_journal.forget(disk)
     return proof
 
 
 def _refuse_change(disk: _block.Disk, descriptor: int, seen: Sequence[str]) -> None:
-    """The same types at the same places may be other filesystems by now."""
+    """Filesystems may have been replaced by others of the same types at the same places."""
     more = sorted(set(_content.described(disk, descriptor)) - set(seen))
     if more:
         raise Refusal(
             "changed_since_plan",
-            expected=f"on {disk.disk_identity} what the plan saw",
+            expected=f"{disk.disk_identity} with the content that was planned",
             found=", ".join(more),
             remedy="find out who uses the disk; make a new plan and have it approved",
         )
@@ -252,7 +252,7 @@ def _refuse_change(disk: _block.Disk, descriptor: int, seen: Sequence[str]) -> N
 def recover(
     _params: _change.Params, done: Sequence[_change.Step], failed: _change.Step, refusal: Refusal
 ) -> Refusal:
-    """Mount and put into force again what belongs to disks that are as they were."""
+    """Restore mounts and fstab lines of disks that are unchanged."""
     gone = [step.destroys for step in done if step.destroys]
     if failed.destroys and (
         refusal.code == "wipe_not_verified" or _erase_journal.has_entry(failed.destroys)

@@ -12,10 +12,10 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Erases the disk of each slot on one exclusively opened descriptor, on which identity and use are
     checked first.
-  - Tries the methods in order, leaving out what the controller lacks. A method counts only when
+  - Tries the methods in order, without those that the controller lacks. A method counts only when
     both ends of the disk, the places of old signatures and drawn samples then read as zeros, past
     every cache.
-  - A disk that is not marked dirty must carry at the moment of destruction what the plan saw on it.
+  - A disk that is not marked dirty must have the planned content at the moment of destruction.
   - Marks the disk dirty in the host's ledger before the first byte and clean, with the proof, after
     the last.
   - A disk that is clean by the ledger, has a standing proof and carries no signature is left alone
@@ -37,15 +37,15 @@ options:
     default: [crypto_erase, user_data_erase, discard, zero_fill]
   renew:
     description:
-      - Let only a proof stand that was taken under the slot's present fence. The ledger knows of
-        the uses that came through a lease; after anything else only a new wipe is believed.
+      - Accept only a proof that was taken under the slot's current fence. The ledger records only
+        uses that came through a lease; after any other use a new wipe is needed.
     type: bool
     default: false
   raw:
     description:
       - Refuse with C(unexpected_filesystem) a disk that is not marked dirty and carries a
-        signature, instead of wiping it. For disks on which there was nothing when they were taken,
-        a moment ago. What is there now was made since, and nobody approved its end.
+        signature, instead of wiping it. Use it for disks that were empty when they were taken a
+        moment ago. Their content was made since, and its destruction is not approved.
     type: bool
     default: false
   exclude_models:
@@ -114,7 +114,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 class SlotState:
     """refusals: why the slot's disk must not be touched. written: signatures that are on it.
 
-    overdue: a new proof is asked for, and the last one was taken under an older fence.
+    overdue: a new proof is requested, and the last proof was taken under an older fence.
     """
 
     slot_id: str
@@ -146,7 +146,8 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
         used = _block.usage(disk, dirty=entry.dirty)
     except Refusal as refusal:
         return SlotState(slot_id, refusals=(refusal,))
-    # The profile's list is about taking disks: a model added to it later must not keep a tenant's.
+    # The profile's list concerns takeover. A model that is added later must not prevent the wipe of
+    # a tenant's disk.
     exclude = () if entry.dirty else params.get("exclude_models") or ()
     written = _block.written(used.filesystems)
     made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
@@ -191,7 +192,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     slot = next(slot for slot in params["slots"] if str(slot["slot_id"]) == step.subject)
     slot_id, fence = str(slot["slot_id"]), int(slot["fence"])
     disk = _block.of_slot(slot)
-    # A tenant's bytes go, whatever they became; on a disk that is nobody's, only what was planned.
+    # A tenant's bytes are erased in any form; on a disk without a tenant, only planned content.
     seen = None if step.before["dirty"] else step.before["written"]
     with _block.exclusive(disk, seen=seen) as descriptor:
         _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)

@@ -16,12 +16,12 @@ description:
     itself, never from inside.
   - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale
     C(/etc/dnsmasq.d/gpuaas-gpuaas-slice-*.conf).
-  - Before the first change it remembers in C(/var/lib/gpuaas/before/network.json) whether the host
-    forwarded and which of the services ran and were enabled. With O(state=absent) everything of
-    ours goes and the rest becomes that again; services that did not run before are stopped.
+  - Before the first change it records in C(/var/lib/gpuaas/before/network.json) whether the host
+    forwarded and which of the services ran and were enabled. O(state=absent) removes everything of
+    ours and restores that state; services that did not run before are stopped.
   - The card's management link is optional and comes last. C(rshim.service) is started and enabled
-    for it; whatever keeps the link away is a warning (C(tmfifo_missing)) and stops nothing else,
-    neither here nor at boot, where it is waited for when all else is there.
+    for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
+    nor at boot, where the service waits for it after everything else.
   - Refuses with C(network_invalid), C(bridge_name_taken) and, on the way back, with
     C(network_in_use). A configuration that dnsmasq does not accept is never installed.
 options:
@@ -38,11 +38,12 @@ options:
     type: str
     default: 10.100.0.0/24
   tmfifo:
-    description: Whether the fabric card's management link (C(tmfifo_net0), rshim) belongs to it.
+    description: Whether the baseline includes the fabric card's management link (C(tmfifo_net0),
+      rshim).
     type: bool
     default: false
   state:
-    description: Whether the baseline is there or nothing of it.
+    description: Whether the baseline exists or is fully removed.
     type: str
     choices: [present, absent]
     default: present
@@ -57,7 +58,7 @@ EXAMPLES = r"""
   gpuaas.slice.ovs_nat:
     tmfifo: true
 
-- name: Take it away again
+- name: Remove it
   gpuaas.slice.ovs_nat:
     state: absent
 """
@@ -65,8 +66,8 @@ EXAMPLES = r"""
 RETURN = r"""
 network:
   description:
-    - What slices are connected to. C(tmfifo) is the addresses of the card's management link, or
-      C(missing), C(no address) or C(not asked for).
+    - The network that slices are connected to. C(tmfifo) is the addresses of the card's management
+      link, or C(missing), C(no address) or C(not asked for).
   returned: always
   type: dict
   sample:

@@ -10,9 +10,10 @@ short_description: BIOS settings of a Dell machine through its local RACADM
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Compares BIOS settings, current and pending, with what is wanted. By default that is all.
-  - With O(state=present) stages what differs, makes one job with a power cycle and follows the
-    C(JID_…) and C(RID_…) of both to their end.
+  - Compares BIOS settings, current and pending, with the requested values. By default it does no
+    more.
+  - With O(state=present) stages the differing settings, makes one job with a power cycle and
+    follows the C(JID_…) and C(RID_…) of both to their end.
   - A setting counts when its current value is right and no BIOS job is open; a pending value proves
     nothing.
   - Run on the machine itself, the power cycle ends the call. Call again when the machine is back;
@@ -25,7 +26,7 @@ description:
     C(attribute_unknown), C(attribute_read_only), C(power_cycle_not_allowed), C(job_in_queue),
     C(foreign_pending_values), C(staging_failed), C(bios_job_failed), C(bios_job_timeout).
   - Refuses a power cycle with C(host_in_use) while a virtual machine runs on the host, or a slot or
-    the whole machine is leased; with C(ledger_unreadable) when nobody knows.
+    the whole machine is leased; with C(ledger_unreadable) when the ledger cannot be read.
 options:
   power_cycle:
     description: Whether the machine may be power-cycled. Without it nothing is staged either.
@@ -47,11 +48,11 @@ extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.
 """
 
 EXAMPLES = r"""
-- name: Say what would be changed
+- name: Show the differences
   gpuaas.slice.racadm_bios:
   register: bios
 
-- name: Change it and let the machine go down
+- name: Change them and power-cycle the machine
   gpuaas.slice.racadm_bios:
     state: present
     power_cycle: true
@@ -66,11 +67,11 @@ EXAMPLES = r"""
 
 RETURN = r"""
 settled:
-  description: Whether every wanted value is current and no BIOS job is open.
+  description: Whether every requested value is current and no BIOS job is open.
   returned: always
   type: bool
 attributes:
-  description: Each wanted setting as it is now.
+  description: Each requested setting with its state.
   returned: always
   type: list
   elements: dict
@@ -97,7 +98,7 @@ differences:
   type: list
   elements: dict
 refusals:
-  description: What would stand in the way of O(state=present).
+  description: Refusals that O(state=present) would meet.
   returned: always
   type: list
   elements: dict

@@ -10,7 +10,8 @@ short_description: BIOS settings of a machine through its BMC's Redfish
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Compares BIOS settings, current and pending, with what is wanted. By default that is all.
+  - Compares BIOS settings, current and pending, with the requested values. By default it does no
+    more.
   - With O(state=present) asks for everything that differs in one request, with C(OnReset) as its
     apply time, and checks that it waits with a job. O(power_cycle=true) also resets the machine and
     follows the job to its end.
@@ -18,8 +19,8 @@ description:
     nothing. The plan is that of M(gpuaas.slice.racadm_bios).
   - Names and values are checked against the attribute registry of this BIOS before anything is
     asked for.
-  - Logs in with a session and always ends it. A busy BMC (503) is asked again when it says; an
-    expired session is replaced once.
+  - Logs in with a session and always ends it. A busy BMC (503) is asked again after the time that
+    it names; an expired session is replaced once.
   - The BMC's certificate is always verified, with O(ca_file), with O(fingerprint), or with the CA
     store of the machine this runs on.
   - Returns the settings asked for and no other.
@@ -59,10 +60,9 @@ options:
     default: ""
   power_cycle:
     description:
-      - Whether the machine is reset for its changes. Without it they wait for whoever resets it
-        next.
-      - The reset ends whatever runs on the machine. A BMC does not see that, so nothing refuses it
-        here; ask M(gpuaas.slice.host_idle) on the machine first.
+      - Whether the machine is reset for its changes. Without it they wait for the next reset.
+      - The reset ends all that runs on the machine. A BMC cannot see that, so this module does not
+        refuse it. Run M(gpuaas.slice.host_idle) on the machine first.
     type: bool
     default: false
   wait:
@@ -70,14 +70,14 @@ options:
     type: bool
     default: true
   timeout:
-    description: Seconds for one look or one change, all its requests and waits together.
+    description: Seconds for one check or one change, including all its requests and waits.
     type: float
     default: 180
 extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
 """
 
 EXAMPLES = r"""
-- name: Say what would be changed
+- name: Show the differences
   gpuaas.slice.redfish_bios:
     host: "{{ bmc_address }}"
     user: "{{ bmc_user }}"
@@ -110,11 +110,11 @@ EXAMPLES = r"""
 
 RETURN = r"""
 settled:
-  description: Whether every wanted value is current and no BIOS job is open.
+  description: Whether every requested value is current and no BIOS job is open.
   returned: always
   type: bool
 attributes:
-  description: Each wanted setting as it is now.
+  description: Each requested setting with its state.
   returned: always
   type: list
   elements: dict
@@ -141,7 +141,7 @@ differences:
   type: list
   elements: dict
 refusals:
-  description: What would stand in the way of O(state=present).
+  description: Refusals that O(state=present) would meet.
   returned: always
   type: list
   elements: dict

@@ -13,7 +13,7 @@ description:
   - Reads only. Looks for the domain, QEMU processes, NVRAM, seed, console log, DHCP reservation
     and lease, tracked connections, bridge port, flows and holders of the disks, and whether the
     PCI functions are bound to vfio-pci and answer.
-  - A look that fails proves nothing. Its check is then not absent, with C(known) false, and
+  - A check that cannot be made proves nothing. It counts as not absent, with C(known) false, and
     RV(absent) is false.
 options:
   allocation_id:
@@ -33,13 +33,7 @@ options:
     description: Fail with C(not_absent) when anything is left or not known.
     type: bool
     default: false
-attributes:
-  check_mode:
-    description: Only reads.
-    support: full
-  diff_mode:
-    description: Only reads.
-    support: none
+extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""
@@ -53,7 +47,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 absent:
-  description: Whether every check found nothing and knew it.
+  description: Whether every check could be made and found nothing.
   returned: success
   type: bool
 checks:
@@ -62,11 +56,11 @@ checks:
   type: dict
   sample: {domain: {absent: true, known: true, detail: nothing found}}
 disk_dirty:
-  description: Whether the ledger of the host says that bytes were written since the last wipe.
+  description: Whether the host's ledger marks a disk as written since its last wipe.
   returned: success
   type: bool
 collected_at:
-  description: When the host was looked at, UTC.
+  description: Time of the checks, UTC.
   returned: success
   type: str
 """
@@ -85,7 +79,7 @@ def look(params: _change.Params) -> dict[str, Any]:
     slots = _slots.checked(params["slots"], needed=_NEEDED)
     collected_at = _host.now()
     checks = _slice_absence.look(params["allocation_id"], slots, params["bridge"])
-    # Without slots nothing was asked of the disks and devices, so nothing is proven.
+    # Without slots no disk or device was checked, so nothing is proven.
     absent = bool(slots) and all(check["absent"] for check in checks.values())
     if params["require_absent"] and not absent:
         left = ", ".join(name for name, check in checks.items() if not check["absent"])

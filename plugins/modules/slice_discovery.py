@@ -1,32 +1,26 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Look at a host and say what of it could become slots."""
+"""Discovery of the parts of a host that could become slots."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_discovery
-short_description: Say what of a host could become slice slots
+short_description: Discover the parts of a host that could become slice slots
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Reads GPUs, NVMe disks, fabric functions, the slice network and what bootstrap has done.
+  - Reads GPUs, NVMe disks, fabric functions, the slice network and the state of bootstrap.
   - Suggests one bundle per GPU, by NUMA node and PCI nearness; advisory until approved.
-  - Everything that speaks against a device or the node is a blocker with a stable code.
+  - Every reason against a device or the node is a blocker with a stable code.
     A host before bootstrap is described too; it has more blockers.
-  - Disks are known by what they say themselves (EUI64 or NGUID), never by kernel name.
+  - Disks are identified by EUI64 or NGUID, never by kernel name.
 options:
   profile:
-    description: The hardware profile; it says what counts as GPU, fabric card and disk.
+    description: The hardware profile, which defines GPUs, fabric cards and disks.
     type: dict
     required: true
-attributes:
-  check_mode:
-    description: The module only reads.
-    support: full
-  diff_mode:
-    description: Nothing changes, so there is no difference to show.
-    support: none
+extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""

@@ -1,21 +1,21 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""What this host holds of slices, whoever they belong to."""
+"""Everything of slices on this host, for all allocations."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_holdings
-short_description: What this host holds of slices, whoever they belong to
+short_description: List everything of slices on a host, for all allocations
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Reads only. Lists every domain with its devices, every QEMU of a slice, the entries of the
     host's ledger, DHCP reservations and leases, bridge ports, guards (flows), rate limits, seeds,
-    NVRAM files and console logs, and what speaks against giving the devices of the approved slots
+    NVRAM files and console logs, and the reasons against giving the devices of the approved slots
     to a guest.
-  - It knows nothing of what should be there. Comparing is the reconciler's.
-  - A look that fails makes its part unknown, with C(known) false. It is never an empty part.
+  - It does not know the expected state. The reconciler compares.
+  - A part that cannot be read is unknown, with C(known) false, and never empty.
 options:
   slots:
     description: The bundles of all approved slots of the host. Fences are not needed.
@@ -26,17 +26,11 @@ options:
     description: The Open vSwitch bridge.
     type: str
     default: ovsbr0
-attributes:
-  check_mode:
-    description: Only reads.
-    support: full
-  diff_mode:
-    description: Only reads.
-    support: none
+extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""
-- name: List what the host holds of slices
+- name: List everything of slices on the host
   gpuaas.slice.slice_holdings:
     slots: "{{ slice_slots }}"
   register: held
@@ -52,11 +46,11 @@ holdings:
   type: dict
   sample: {ports: {known: true, detail: "", found: [{port: gs23bd713b6073, owner: 23bd713b6073}]}}
 identity:
-  description: Boot, machine id and host key of the host that was looked at.
+  description: Boot, machine id and host key of the host.
   returned: success
   type: dict
 collected_at:
-  description: When the host was looked at, UTC.
+  description: Time of the reading, UTC.
   returned: success
   type: str
 """

@@ -1,26 +1,26 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Take approved slots of this host for one allocation, and say what it gets."""
+"""Lease of approved slots of this host to one allocation, with the resources that it gets."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_lease
-short_description: Take approved slots of this host for one allocation, and say what it gets
+short_description: Lease approved slots of this host to an allocation, or return them
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Holds each slot bundle against the host as it is now, before anything is created. PCI
-    functions are there, bound to vfio-pci, answering and alone in their IOMMU group; each disk is
-    the approved one by its own word, clean in the host's ledger with a wipe proof that stands, and
+  - Compares each slot bundle with the host before anything is created. PCI functions are there,
+    bound to vfio-pci, answering and alone in their IOMMU group; each disk is the approved one by
+    the identity that it reports, clean in the host's ledger with a wipe proof that stands, and
     unused; no other domain names any of them; the bridge, CPUs and memory are there.
   - Then writes the leases with their fences into the ledger. A fence lower than the highest seen
     is refused.
   - CPUs are chosen on the NUMA node of the slots, whole cores at a time, and recorded with the
-    memory. One plan is made at a time on a host, so that two never share a CPU or count on the same
-    memory, also while the VM of the first one is not there yet.
-  - Acts under the boot only for which parity was proven (O(boot_id)), and in slice mode only; the
-    conversion to bare metal takes a host out of it first.
+    memory. One plan is made at a time on a host, so that two never share a CPU or the same memory,
+    also while the first VM does not exist yet.
+  - Acts only under the boot for which parity was proven (O(boot_id)), and only in slice mode. The
+    conversion to bare metal first ends slice mode.
   - While a bare-metal allocation has the machine, no slot of it is leased.
   - Refuses with C(boot_changed), C(not_slice_mode), C(machine_leased), C(bundle_incomplete),
     C(stale_fence), C(slot_leased), C(disk_dirty), C(not_clean), C(identity_mismatch),
@@ -48,12 +48,12 @@ options:
     default: held
   boot_id:
     description: >-
-      The boot under which this host passed parity, as C(/proc/sys/kernel/random/boot_id) said
-      then. The reconciler knows it; by hand it is C(identity.boot_id) of the discovery that came
+      The boot under which this host passed parity, as C(/proc/sys/kernel/random/boot_id) showed
+      then. The reconciler passes it; by hand it is C(identity.boot_id) of the discovery that came
       with the parity report. Under another boot nothing is leased. Required with O(state=held).
     type: str
   requirements:
-    description: What the slice VM as a whole needs of the host. Required with O(state=held).
+    description: Requirements of the slice VM as a whole. Required with O(state=held).
     type: dict
     suboptions:
       vcpus:
@@ -98,7 +98,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 bundle:
-  description: What the allocation gets, fully resolved; the boot slot is the first one.
+  description: Resources of the allocation, fully resolved; the boot slot comes first.
   returned: with O(state=held)
   type: dict
   sample:
@@ -141,7 +141,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 @dataclass(frozen=True)
 class State:
-    """problems: what speaks against the claim. given: what the allocation has or would get."""
+    """problems: reasons against the claim. given: resources of the allocation, held or planned."""
 
     entries: dict[str, _ledger.Entry]
     active: bool
@@ -197,7 +197,7 @@ def observe(params: _change.Params) -> State:
 
 
 def _same_boot(proven: str) -> None:
-    """What parity proved of the host holds for one boot (I16)."""
+    """A parity proof is valid for one boot (I16)."""
     boot_id = _host.identity()["boot_id"]
     if not boot_id or boot_id != proven:
         raise Refusal(
@@ -209,7 +209,7 @@ def _same_boot(proven: str) -> None:
 
 
 def _not_for_slices(allocation: str) -> list[Refusal]:
-    """The host is not, or no longer, one for slices: converted, or given away as a whole."""
+    """Refusals when the host is not for slices: converted, or leased as a whole."""
     outside = [] if _boot_service.slice_mode() else [_boot_service.not_slice_mode()]
     return [*outside, *_ledger.machine_taken(allocation)]
 
@@ -217,7 +217,7 @@ def _not_for_slices(allocation: str) -> list[Refusal]:
 def _given(
     params: _change.Params, slots: list[_slots.Slot], taken: set[int], state: State
 ) -> tuple[dict[str, Any], list[Refusal]]:
-    """CPUs, memory node and the other resolved values, and what the host lacks for them."""
+    """CPUs, memory node and the other resolved values, and refusals for those that are lacking."""
     allocation, requirements = params["allocation_id"], params["requirements"]
     gpus = [str(slot["gpu_pci_address"]) for slot in slots]
     nodes = {_pci.read(address).numa_node for address in gpus if _pci.present(address)}
@@ -368,7 +368,7 @@ def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
     }
 
 
-# Plans are made one at a time: what this one finds free is recorded before the next one looks.
+# Plans are made one at a time: resources that a plan takes are recorded before the next plan.
 SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=lambda _params: _pinning.locked())
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_mode
-short_description: Say that a host is for slices, or no longer
+short_description: Mark a host as a slice host, or remove the mark
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Keeps C(/etc/gpuaas/slice-mode.json). Without it no device is bound to vfio-pci, now or at a
     boot, and with it no tenant of the whole machine is let in.
   - Refuses with C(machine_leased) while such a tenant has the machine, and with C(file_unreadable).
-    With O(state=absent) the word goes even then; a tenant is not released as long as it is there.
+    O(state=absent) removes the mark even then, because a tenant cannot be released while it exists.
 options:
   profile:
     description: Name of the hardware profile. Required with O(state=present).
@@ -27,11 +27,11 @@ extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: A host for slices
+- name: Mark a slice host
   gpuaas.slice.slice_mode:
     profile: xe9680l-h200
 
-- name: No longer
+- name: Remove the mark
   gpuaas.slice.slice_mode:
     state: absent
 """

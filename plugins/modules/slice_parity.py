@@ -10,15 +10,15 @@ short_description: Check every target condition of a slice host in one pass
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Runs every parity check in one call and returns one outcome each, with what to do about it.
+  - Runs every parity check in one call and returns one outcome each, with its remedy.
   - Checks behave as a guest would where they can. C(guest_egress) makes a network namespace on the
     slice bridge, reaches the profile's C(network.egress_probe) through NAT, and removes it again.
-  - Files that bootstrap and the binding write whole are compared with what they would write now,
-    and what the boot services run with what they were given, so that an edit is found before the
-    next boot. A boot menu that lacks an argument is a failure; one that only the next
+  - Files that bootstrap and the binding write whole are compared with their expected content, and
+    the code of the boot services with its recorded digests, so that an edit is found before the
+    next boot. A boot menu that lacks an argument is a failure; a menu that only the next
     C(update-grub) would spoil is a warning.
-  - A check that cannot look has failed. A check passes as C(not_applicable) only when the profile
-    names it.
+  - A check that cannot be made has failed. A check passes as C(not_applicable) only when the
+    profile names it.
   - The module succeeds also when checks fail; the caller judges C(parity.failures).
 options:
   profile:
@@ -31,14 +31,14 @@ options:
     elements: dict
     default: []
   intent:
-    description: What the host is for. V(baremetal) proves that slice services are absent.
+    description: Purpose of the host. V(baremetal) proves that slice services are absent.
     type: str
     choices: [slice, baremetal]
     default: slice
   api_topology:
     description:
-      - What the reconciler knows of this node's latest discovery, as C(completed), C(blockers) and
-        C(boot_id); of another boot it proves nothing.
+      - The reconciler's record of this node's latest discovery, as C(completed), C(blockers) and
+        C(boot_id). The record of another boot proves nothing.
       - Without it C(api_topology) is a warning.
     type: dict
   maas_tags:
@@ -47,7 +47,7 @@ options:
     elements: str
 attributes:
   check_mode:
-    description: Nothing that stays is changed; C(guest_egress) makes its namespace here too.
+    description: Nothing persistent is changed; C(guest_egress) makes its namespace here too.
     support: full
   diff_mode:
     description: Nothing changes, so there is no difference to show.

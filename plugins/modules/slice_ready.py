@@ -63,10 +63,10 @@ EXAMPLES = r"""
 RETURN = r"""
 readiness:
   description:
-    - What was seen last. C(lease_state) is C(none), C(offered) (the MAC answers at the address
+    - The last observation. C(lease_state) is C(none), C(offered) (the MAC answers at the address
       but has no lease), C(bound) or C(mismatch) (the MAC has another address).
     - When the gate failed, C(console_tail) has the last lines of the guest's console and
-      C(domain_state) says in libvirt's words what became of it (C(paused) after a disk error).
+      C(domain_state) is libvirt's state of the domain (C(paused) after a disk error).
   returned: unless the parameters are refused
   type: dict
   sample:
@@ -95,7 +95,7 @@ _CONSOLE_LINES = 40
 
 
 def look(params: _change.Params) -> dict[str, Any]:
-    """What can be seen of the guest right now."""
+    """Current observation of the guest."""
     leased = [lease.ip for lease in _dnsmasq.leases() if lease.mac == params["mac"]]
     neighbour = _dnsmasq.neighbour(params["bridge"], params["ip"])
     if params["ip"] in leased:
@@ -118,7 +118,7 @@ def look(params: _change.Params) -> dict[str, Any]:
 
 
 def speaks_ssh(ip: str, port: int) -> bool:
-    """Whether an SSH server names itself: an open port alone may be a socket nobody serves yet."""
+    """Whether an SSH server names itself. An open port alone may be a socket without a server."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection((ip, port), timeout=_CONNECT_SECONDS) as connection,
@@ -161,7 +161,7 @@ def console_tail(allocation_id: str) -> list[str]:
 
 
 def domain_state(allocation_id: str) -> str:
-    """libvirt's word; one that does not answer takes no other evidence away."""
+    """State from libvirt. A libvirt that does not answer must not hide other evidence."""
     try:
         return _libvirt.domains().get(_object_names.domain_name(allocation_id), "absent")
     except Refusal:
@@ -169,7 +169,7 @@ def domain_state(allocation_id: str) -> str:
 
 
 def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal | None]:
-    """What was seen last, and why it does not count."""
+    """Last observation, and the reason why the guest is not ready."""
     readiness = wait(params, once=once)
     refusal = verdict(params, readiness)
     if refusal is not None:

@@ -1,31 +1,33 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""What slice mode has left on a host, compared item by item."""
+"""Remnants of slice mode on a host, compared item by item."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_remnants
-short_description: What slice mode has left on a host, compared item by item
+short_description: Compare a host with one that was never a slice host
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Compares the host with one that was never a slice host and returns every comparison, also those
-    that are fine. What cannot be looked at is not fine.
+    that match. An item that cannot be read does not match.
   - M(gpuaas.slice.slice_parity) with the intent V(baremetal) judges by the same list.
-  - What stays on purpose (the ledger with its fences, entries of fstab that the storage transition
-    disabled, cached images, installed packages, the source of RACADM) is returned as RV(kept).
-  - A mark for a wipe that no allocation holds and whose disk is not on the host is not left either,
-    once all namespaces say who they are; the disk is named in RV(kept), and is left if it returns.
+  - Items that stay on purpose (the ledger with its fences, entries of fstab that the storage
+    transition disabled, cached images, installed packages, the source of RACADM) is returned as
+    RV(kept).
+  - A mark for a wipe that no allocation holds and whose disk is not on the host is no remnant
+    either, once all namespaces have an identity. The disk is named in RV(kept), and counts as a
+    remnant if it returns.
 options:
   profile:
-    description: The hardware profile, which says what counts as GPU, fabric card and slice network.
+    description: The hardware profile, which defines GPUs, fabric cards and the slice network.
     type: dict
     required: true
   scope:
     description:
-      - V(slices) is what slices themselves leave (machines, leases, disks that wait for a wipe,
-        reservations), V(host) that and everything of slice mode.
+      - V(slices) covers the traces of slices themselves (machines, leases, disks that wait for a
+        wipe, reservations), V(host) these and everything of slice mode.
     type: str
     choices: [slices, host]
     default: host
@@ -34,13 +36,7 @@ options:
       - Refuse with C(slices_present) (scope V(slices)) or C(remnants_found) when anything is left.
     type: bool
     default: false
-attributes:
-  check_mode:
-    description: Nothing is changed.
-    support: full
-  diff_mode:
-    description: Nothing changes, so there is no difference to show.
-    support: none
+extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""
@@ -59,7 +55,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 remnants:
-  description: How many comparisons are not fine.
+  description: Number of comparisons that do not match.
   returned: always
   type: int
 compared:
@@ -74,7 +70,7 @@ compared:
       found: none
       ok: true
 kept:
-  description: What stays on purpose.
+  description: Items that stay on purpose.
   returned: always
   type: dict
   sample:
@@ -115,7 +111,7 @@ def look(params: _change.Params) -> dict[str, Any]:
 
 
 def judged(params: _change.Params) -> tuple[dict[str, Any], Refusal | None]:
-    """What was compared is wanted most when something is left, so it comes with the refusal."""
+    """Comparison and refusal. The comparison is returned also when the module fails."""
     document = look(params)
     refused = document["remnants"] and params["require"]
     return document, refusal(params["scope"], document["compared"]) if refused else None
@@ -135,7 +131,7 @@ def refusal(scope: str, compared: Sequence[Mapping[str, Any]]) -> Refusal:
         "remnants_found",
         expected="nothing of slice mode on this host",
         found=text,
-        remedy="run restore_baremetal again; what stays then, look at by hand",
+        remedy="run restore_baremetal again; inspect the remaining items by hand",
     )
 
 

@@ -40,7 +40,7 @@ options:
   slots:
     description: >-
       The allocation's slots with C(slot_id) and C(fence); nothing is made under a fence older than
-      the host has seen. Without them no fence is looked at.
+      the highest that the host has seen. Without slots no fence is checked.
     type: list
     elements: dict
     default: []

@@ -29,13 +29,14 @@ options:
     type: str
     required: true
   state:
-    description: What the VM should be. A VM that is C(stopped) keeps its definition.
+    description: Requested state of the VM. A VM that is C(stopped) keeps its definition.
     type: str
     choices: [running, stopped, absent]
     default: running
   slots:
     description: >-
-      The slots with C(slot_id) and C(fence); a fence older than the host has seen is refused.
+      The slots with C(slot_id) and C(fence); a fence older than the highest that the host has seen
+      is refused.
     type: list
     elements: dict
     default: []
@@ -55,11 +56,11 @@ options:
     elements: str
     default: []
   shutdown_deadline:
-    description: Seconds that the guest has to power off by itself.
+    description: Seconds that the guest gets to power off by itself.
     type: int
     default: 60
   spec:
-    description: What the VM is made of. Required with O(state=running).
+    description: Resources of the VM. Required with O(state=running).
     type: dict
     suboptions:
       vcpus: {description: Virtual CPUs., type: int, required: true}
@@ -95,7 +96,7 @@ options:
         choices: [tap, vf_representor]
         default: tap
       mgmt_qos:
-        description: What the management interface may send and get; none is no limit.
+        description: Rate limit of the management interface in both directions; none is no limit.
         type: dict
         suboptions:
           rate_kbps: {description: 1000 bits a second each way., type: int, required: true}
@@ -183,7 +184,7 @@ _STUCK = {
 @dataclass(frozen=True)
 class State:
     """definition: None without a domain. port: number on the bridge, None without one.
-    wanted_flows: what the guard of that port must be. qos: how the port is limited. left: files
+    wanted_flows: expected guard of that port. qos: limit of the port. left: files
     that outlived the VM.
     """
 
@@ -334,11 +335,11 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("stop_domain", f"{name} power", state.life.name, "off"))
     elif state.pids:
         blockers.append(_orphan(name, state.pids))
-    # A flow that stays behind would hold for the next port that gets this one's number.
+    # A remaining flow would apply to the next port that gets this number.
     if state.flows:
         flows = sorted(flow.text() for flow in state.flows)
         steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
-    # It does not go with the port, and a later VM of this allocation would be held to it.
+    # It outlives the port and would limit a later VM of this allocation.
     if state.qos.rows:
         steps.append(_change.Step("remove_limit", f"{port} QoS", state.qos.document(), {}))
     if state.port is not None:
@@ -359,7 +360,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
     elif step.name == "start_domain":
-        # Memory is pinned before the first instruction: the limit grows with what there is to pin.
+        # Memory is pinned before the first instruction: the limit grows with the memory to pin.
         spec = params["spec"]
         _mark_dirty(params["slots"])
         _libvirt.start_paused(name, timeout=180 + spec["memory_mib"] / 256 + 60 * len(spec["gpus"]))
@@ -380,7 +381,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def _remove(params: _change.Params, name: str) -> None:
-    """One step of taking away what a VM that is off has left."""
+    """One step of removing the traces of a VM that is off."""
     allocation, bridge = params["allocation_id"], params["bridge"]
     if name == "remove_flows":
         _flows.remove(bridge, allocation)
@@ -397,7 +398,7 @@ def _remove(params: _change.Params, name: str) -> None:
 
 
 def _mark_dirty(slots: list[dict[str, Any]]) -> None:
-    """A guest may write to every disk it gets, also to one that no image was cloned on."""
+    """A guest may write to each of its disks, also to those without a cloned image."""
     for slot in slots:
         entry = _ledger.load(str(slot["slot_id"]))
         if not entry.dirty:

@@ -14,7 +14,7 @@ description:
     and the host stays a slice host for ever. The reconciler withdraws such a slot; this module
     retires its entry in the host's ledger.
   - Only entries that name the given allocation are touched. Their fence goes up to the given one,
-    and who had them and why they were given up is kept with them.
+    and the former allocation and the reason are kept with them.
   - A mark for a wipe stays. The disk counts as one that was not wiped, should it come back.
   - Refuses with C(stale_fence), C(slot_leased) while another allocation has the slot, and
     C(domain_present) while anything of the allocation's VM is there.
@@ -38,7 +38,7 @@ options:
         type: str
         required: true
       reason:
-        description: What speaks for it, such as C(no disk any more).
+        description: The evidence, such as C(no disk any more).
         type: str
         required: true
 extends_documentation_fragment: [gpuaas.slice.change]
@@ -56,7 +56,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 written_off:
-  description: The ids of those of the slots whose entry says that it was given up.
+  description: Ids of the slots whose entry is marked as given up.
   returned: always
   type: list
   elements: str
@@ -76,13 +76,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning
 
-# Read rather than asked for: libvirt may be gone from the host when a conversion is repeated.
+# Read from files, because libvirt may be removed from the host when a conversion is repeated.
 _DOMAINS = ("/etc/libvirt/qemu", "/run/libvirt/qemu")
 
 
 @dataclass(frozen=True)
 class State:
-    """held: the slots that each allocation has, given or not. plans: what was promised to it.
+    """held: slots of each allocation, given or not. plans: resources promised to it.
 
     machines: the domains that are there, for allocations that have one.
     """
@@ -176,7 +176,7 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
     return {"written_off": sorted(given_up)}
 
 
-# A plan that is made meanwhile would count on what is being given up, or be forgotten with it.
+# A plan made meanwhile would count on resources that are being given up, or be lost with them.
 SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=lambda _params: _pinning.locked())
 
 

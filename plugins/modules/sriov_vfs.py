@@ -13,19 +13,19 @@ description:
   - Makes the same number of SR-IOV virtual functions on each selected card and gives each a MAC (or
     GUID on InfiniBand) that is derived from the card's own address, before anything is bound. In
     a bond that is the address which the card had before it.
-  - Has the port of each function follow the card's (C(link_state=auto)); on InfiniBand it is down
-    until somebody says so.
+  - Makes the port of each function follow the card's (C(link_state=auto)). On InfiniBand a port is
+    down until it is set.
   - Switches off automatic probing, so that no driver of the host takes a virtual function.
   - C(gpuaas-slice-fabric.service) does the same at boot.
   - A site may have virtual functions of its own. How many a card had, and whether drivers were
-    probed, is remembered in C(/var/lib/gpuaas/before/fabric.json) by the first run, which is a
-    change also where nothing else is to do. With O(count=0) each card gets exactly that back.
+    probed, is recorded in C(/var/lib/gpuaas/before/fabric.json) by the first run, which is a
+    change even when there is nothing else to do. O(count=0) restores exactly that.
   - A card that is served already and that is not in RV(before), since earlier versions kept no
-    record, gets no virtual functions back; its step in C(plan) then says C(remembered=false). A
+    record, gets no virtual functions back; its step in C(plan) then has C(remembered=false). A
     card that was never changed is left alone.
-  - The site's own functions are made anew. On InfiniBand their GUIDs and link states are remembered
-    too and told to them again; one of which a record of an earlier version says nothing gets no
-    GUID and a port that is down. On Ethernet only link states other than C(auto) are remembered.
+  - The site's own functions are made anew. On InfiniBand their GUIDs and link states are recorded
+    too and set again. A function that the record of an earlier version omits gets no GUID and a
+    port that is down. On Ethernet only link states other than C(auto) are recorded.
   - Refuses with C(link_missing), C(wrong_link), C(device_missing), C(interface_missing),
     C(too_many_functions), C(vf_in_use), C(vfs_not_restored), C(before_unreadable).
   - InfiniBand GUIDs and link states have not yet been set on hardware by this module.
@@ -38,13 +38,13 @@ options:
   pf_ids:
     description:
       - C(vendor:device) ids; every physical function with one of them and with O(link) is selected.
-        On the way back O(link) does not matter.
+        For the restore O(link) does not matter.
     type: list
     elements: str
     default: []
   link:
     description:
-      - What the fabric speaks. A vendor gives one id to InfiniBand and to Ethernet ports, so
+      - Link type of the fabric. A vendor gives one id to InfiniBand and to Ethernet ports, so
         O(pf_ids) without it is refused with C(link_missing), and a card of O(pfs) with another
         with C(wrong_link).
       - A card's link is that of its network interface, and without one that of its PCI class.
@@ -52,7 +52,7 @@ options:
     choices: ["", infiniband, ethernet]
     default: ""
   count:
-    description: Virtual functions per card. With 0 the cards go back to what they were.
+    description: Virtual functions per card. With 0 the cards get their earlier state back.
     type: int
     required: true
   macs:
@@ -83,7 +83,7 @@ vfs:
       identity: "02:1d:77:0e:5b:90"
       link_state: auto
 before:
-  description: What is remembered of each card from before its first change.
+  description: Recorded state of each card before its first change.
   returned: always
   type: dict
   sample: {"0000:25:00.0": {count: 2, autoprobe: true}}

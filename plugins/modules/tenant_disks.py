@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Take the disks of a bare-metal tenant out of whatever use the tenant made of them."""
+"""Release of a bare-metal tenant's disks from mounts, swap, arrays and mapped devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ short_description: Take the disks of a bare-metal tenant out of use
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Takes the lines out of fstab that name the disks, after a backup, turns swap off, unmounts what
-    is mounted from the disks and from what is stacked on them, and stops arrays and mapped devices.
-    Then M(gpuaas.slice.nvme_wipe) can claim them.
-  - Nothing is taken away by force. A mount that a process still uses stays, and is refused; as
-    fstab no longer has it, it is gone after a restart of the machine.
-  - A disk that the tenant was given is the tenant's wherever it was mounted since, C(/usr) and
+  - Takes the lines out of fstab that name the disks, after a backup, turns swap off, unmounts
+    the file systems of the disks and of devices stacked on them, and stops arrays and mapped
+    devices. Then M(gpuaas.slice.nvme_wipe) can claim them.
+  - Nothing is taken away by force. A mount that a process still uses stays, and is refused. It is
+    gone after a restart of the machine, because fstab no longer has it.
+  - A disk that the tenant was given is the tenant's at any mount point, C(/usr) and
     C(/var/lib) included, unless the running system's root is on it. Any other disk is refused when
     the machine boots from it.
   - Refuses with C(node_in_slice_mode), C(stale_fence), C(os_disk), C(identity_mismatch),
@@ -43,7 +43,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 used:
-  description: What still uses each disk, by ledger name; empty for a free one.
+  description: Remaining uses of each disk, by ledger name; empty for a free disk.
   returned: always
   type: dict
   sample: {disk-5e0000000000a000: ["mounted: mounted on /data"]}
@@ -73,7 +73,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _whole_
 
 @dataclass(frozen=True)
 class Use:
-    """How one disk is used. stack: devices on it, the uppermost first. devices: it and all that."""
+    """Use of a disk. stack: devices on it, uppermost first. devices: the disk and its stack."""
 
     used: _block.Usage
     stack: tuple[str, ...]
@@ -112,7 +112,7 @@ def observe(params: _change.Params) -> State:
 
 
 def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
-    """In the order in which they were mounted: one disk's may lie inside another's."""
+    """Mounts in the order in which they were made, because they may be nested across disks."""
     table = _usage.mounts()
     mine: dict[_usage.Mount, str] = {}
     for name, slot_id in owners.items():
@@ -121,7 +121,7 @@ def _mounts(owners: Mapping[str, str]) -> list[tuple[_usage.Mount, str]]:
 
 
 def _given(there: _block.Disk, entry: _ledger.Entry) -> bool:
-    """Whether the tenant got this disk: the ledger has it dirty when it was given away."""
+    """Whether the tenant got this disk. The ledger marks a disk dirty when it is given away."""
     return entry.dirty and entry.disk_identity == there.disk_identity
 
 
@@ -135,9 +135,9 @@ def _use(disk: _block.Disk, *, given: bool) -> Use:
 
 
 def _used(disk: _block.Disk, *, given: bool) -> _block.Usage:
-    """A sector that cannot be read keeps no tenant's disk from its wipe, which may cure it.
+    """An unreadable sector must not prevent the wipe of a tenant's disk: the wipe may cure it.
 
-    Where it can be read all is read, so that a pool is named before the wipe cannot claim its disk.
+    A readable disk is read in full, so that a pool is reported before the wipe fails to claim it.
     """
     try:
         return _block.usage(disk)
@@ -148,9 +148,9 @@ def _used(disk: _block.Disk, *, given: bool) -> _block.Usage:
 
 
 def _system(there: _block.Disk, *, given: bool) -> list[Refusal]:
-    """By what the disk is and not by where the tenant mounts it, which fstab repeats at every boot.
+    """Refusal of a system disk, judged by the disk and not by the tenant's mount points.
 
-    A disk that was given away was no disk of the system then.
+    A disk that was given away was no system disk then. fstab repeats its mounts at every boot.
     """
     carried = _usage.carries(there, {"/"} if given else _usage.BOOT_POINTS)
     if not carried:
@@ -166,7 +166,7 @@ def _system(there: _block.Disk, *, given: bool) -> list[Refusal]:
 
 
 def _pools(there: _block.Disk, used: _block.Usage) -> list[Refusal]:
-    """A pool spans disks that are not all the tenant's to lose: only its owner takes it apart."""
+    """Imported pools. A pool may span disks of others, so only its owner may take it apart."""
     return [
         Refusal(
             "zfs_pool",
@@ -181,7 +181,7 @@ def _pools(there: _block.Disk, used: _block.Usage) -> list[Refusal]:
 
 def plan(_params: _change.Params, state: State) -> _change.Plan:
     steps = []
-    # First: what stays busy now is then free after a restart.
+    # fstab comes first, so that a disk that stays busy now is free after a restart.
     if state.fstab:
         after = {"backup": _fstab_entries.BACKUP + state.moment}
         steps.append(_change.Step("remove_fstab", _fstab_entries.FILE, list(state.fstab), after))
@@ -223,8 +223,8 @@ def _unmount(step: _change.Step) -> None:
             "mount_busy",
             expected=f"{step.subject} used by no process",
             found=refusal.found,
-            remedy="end what uses it, or restart the machine: fstab no longer mounts it; then "
-            "clean up again; nothing is taken away by force",
+            remedy="end the processes that use it, or restart the machine, because fstab no longer"
+            " mounts it; then clean up again; nothing is taken away by force",
         ) from refusal
 
 

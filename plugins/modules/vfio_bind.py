@@ -16,11 +16,12 @@ description:
     or have no driver.
   - Records the devices with their ids in C(/etc/gpuaas/vfio-binding.json).
     C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
-    that then holds another device. For 90 seconds it waits for a device that is missing or in use.
-  - C(gpuaas-slice-vfio-claim.service) comes before udev at boot. Of the recorded devices it lets
-    none that is there and without a driver by then go to another driver than vfio-pci, so that a
-    GPU driver of the host does not open it. What a driver in the initramfs took, and the functions
-    of fabric cards, which are made later, are taken by the other service. C(/usr/local) must be on
+    that holds another device by then. For 90 seconds it waits for a device that is missing or in
+    use.
+  - C(gpuaas-slice-vfio-claim.service) comes before udev at boot. It reserves recorded
+    devices that are present and without a driver for vfio-pci, so that a GPU driver of the host
+    does not open them. The other service takes devices that a driver in the initramfs took, and
+    functions of fabric cards, which are made later. C(/usr/local) must be on
     the root file system for it; parity warns when it did not run.
   - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
   - Refuses with C(machine_leased) while a tenant has the whole machine, with C(not_slice_mode),
@@ -68,7 +69,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 bound:
-  description: Every function that belongs to slices now, read back from the kernel.
+  description: All functions that belong to slices, read back from the kernel.
   returned: always
   type: list
   elements: dict
@@ -97,7 +98,7 @@ class State:
 
 
 def _units(params: _change.Params, live: _vfio_bind.State) -> list[_boot_service.Unit]:
-    """The boot services for what will be recorded when this run is done."""
+    """Boot services for the record as it will be after this run."""
     bind, release = _vfio_bind.to_bind(params, live), _vfio_bind.to_release(params, live)
     kept = {a: id_ for a, id_ in live.recorded.items() if a not in release}
     kept.update({a: live.devices[a].id for a in bind if a in live.devices})

@@ -72,7 +72,7 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
                 archive.put_back_database(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
-                done = restored.told(conn, backup) or _doubt(conn, manifest, backup)
+                done = restored.result(conn, backup) or _doubt(conn, manifest, backup)
                 accepted = _accepted_again(conn)
         finally:
             engine.dispose()

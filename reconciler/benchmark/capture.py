@@ -55,9 +55,13 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
     output = document.parse(text, "the target's answer") if code in (0, 3) else {}
     if code == 3 and isinstance(output.get("refusal"), dict):
         texts = {name: str(output["refusal"].get(name, ""))[:2000] for name in _REFUSAL}
-        expected, found, remedy = (texts[name] for name in _REFUSAL[1:])
-        reason = texts["code"][:100] or "refused"
-        raise Problem(reason, 409, expected=expected, found=found, remedy=remedy)
+        raise Problem(
+            texts["code"][:100] or "refused",
+            409,
+            expected=texts["expected"],
+            found=texts["found"],
+            remedy=texts["remedy"],
+        )
     if code:
         raise Problem(
             "target_unreachable" if target.host and code == _SSH_FAILED else "harness_failed",

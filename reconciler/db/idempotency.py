@@ -129,8 +129,8 @@ def _postgresql(*_: Any, **__: Any) -> str:
 
 def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
     same = (table.c.scope == call.scope, table.c.key == call.key)
-    found = rows.first(conn, sa.select(table).where(*same).with_for_update())
-    if found is None:
+    row = rows.first(conn, sa.select(table).where(*same).with_for_update())
+    if row is None:
         rows.insert(
             conn,
             table,
@@ -143,7 +143,7 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
             },
         )
         return None
-    if found["fingerprint"] != call.fingerprint:
+    if row["fingerprint"] != call.fingerprint:
         raise Problem(
             "idempotency_key_reused",
             422,
@@ -151,11 +151,11 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
             found="another body",
             remedy="use a new key for a new request",
         )
-    if found["completed_at"] is not None:
-        return Answer(found["status"], found["body"], replayed=True)
+    if row["completed_at"] is not None:
+        return Answer(row["status"], row["body"], replayed=True)
     take_over = (
         sa.update(table)
-        .where(*same, table.c.holder == found["holder"], table.c.expires_at < clock.now())
+        .where(*same, table.c.holder == row["holder"], table.c.expires_at < clock.now())
         .values(holder=holder, expires_at=clock.now() + IN_FLIGHT_S)
     )
     if not conn.execute(take_over).rowcount:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningUpdate
@@ -30,8 +30,7 @@ from reconciler.db.schema import (
     history,
     outbox,
 )
-from reconciler.model import commands as asked
-from reconciler.model import transitions
+from reconciler.model import commands, transitions
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 
@@ -79,6 +78,12 @@ class Overdue:
     event: str
 
 
+class _Options(TypedDict, total=False):
+    expect_generation: int | None
+    columns: Mapping[str, Any] | None
+    held: Row | None
+
+
 @overload
 def advance(
     conn: sa.Connection,
@@ -86,10 +91,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> Node: ...
 @overload
 def advance(
@@ -98,10 +100,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> Slot: ...
 @overload
 def advance(
@@ -110,10 +109,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> Allocation: ...
 @overload
 def advance(
@@ -122,10 +118,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> Claim: ...
 @overload
 def advance(
@@ -134,10 +127,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> Task: ...
 @overload
 def advance(
@@ -146,10 +136,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> AppInstance: ...
 @overload
 def advance(
@@ -158,10 +145,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> AppMember: ...
 @overload
 def advance(
@@ -170,10 +154,7 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> AppOperation: ...
 @overload
 def advance(
@@ -182,22 +163,11 @@ def advance(
     key: str,
     event: str,
     act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    **options: Unpack[_Options],
 ) -> RecoveryCase: ...
 @overload
 def advance(
-    conn: sa.Connection,
-    entity: str,
-    key: str,
-    event: str,
-    act: Act,
-    *,
-    expect_generation: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
+    conn: sa.Connection, entity: str, key: str, event: str, act: Act, **options: Unpack[_Options]
 ) -> Row: ...
 def advance(
     conn: sa.Connection,
@@ -235,11 +205,11 @@ def advance(
     plain = {name: value for name, value in values.items() if name not in made}
     update = _update(entity, tuple(plain), tuple(made.items()))
     only = {"is_id": key, "is_state": source, "is_generation": before.generation}
-    found = conn.execute(update, plain | only).mappings().first()
-    if found is None:
+    changed = conn.execute(update, plain | only).mappings().first()
+    if changed is None:
         raise _outpaced(entity, key, before.generation, None)
     # The row was locked before, so its other columns are unchanged.
-    after = where.kind(**{**vars(before), **plain, **found})
+    after = where.kind(**{**vars(before), **plain, **changed})
     write_history(conn, entity, after, act, source=source, event=event, target=target)
     _emit_change(conn, entity, after, act, change=(source, event, target))
     return after
@@ -268,14 +238,14 @@ def limit(entity: str, state: str) -> Any:
 
 def overdue(conn: sa.Connection) -> list[Overdue]:
     """Every entity past its deadline, by the database's clock."""
-    found = []
+    late = []
     for entity, where in ENTITIES.items():
         state, deadline = where.table.c[where.state], where.table.c[where.deadline]
         query = sa.select(where.table.c.id, state, deadline).where(deadline < clock.now())
         for key, value, at in conn.execute(query.order_by(deadline)):
             rule = transitions.DEADLINES.get((entity, value))
-            found.append(Overdue(entity, key, value, at, rule.event if rule else ""))
-    return found
+            late.append(Overdue(entity, key, value, at, rule.event if rule else ""))
+    return late
 
 
 _NOW = clock.now()
@@ -293,8 +263,8 @@ def _update(
         where.table.c.generation == sa.bindparam("is_generation"),
     )
     values: dict[str, Any] = {name: sa.bindparam(name) for name in plain}
-    asked = (*(name for name, _ in made), *where.computed)
-    return update.values(values | dict(made)).returning(*(where.table.c[name] for name in asked))
+    returned = (*(name for name, _ in made), *where.computed)
+    return update.values(values | dict(made)).returning(*(where.table.c[name] for name in returned))
 
 
 def _emit_change(
@@ -327,14 +297,14 @@ def _emit_change(
 
 def _refused(entity: str, record: Row, source: str, event: str) -> Problem:
     fields = vars(record)
-    can = " or ".join(f"`{command}`" for command in asked.commands(entity, fields, source))
-    states = " or ".join(asked.sources(entity, event)) or "no state at all"
+    can = " or ".join(f"`{command}`" for command in commands.commands(entity, fields, source))
+    states = " or ".join(commands.sources(entity, event)) or "no state at all"
     return Problem(
         "transition_refused",
         409,
-        expected=f"{entity} {record.id} in {states}, for {asked.named(entity, fields, event)}",
+        expected=f"{entity} {record.id} in {states}, for {commands.named(entity, fields, event)}",
         found=f"{source}; what can be asked for there: {can}" if can else source,
-        remedy=asked.remedy(entity, fields, source, event),
+        remedy=commands.remedy(entity, fields, source, event),
         detail={"entity": entity, "id": record.id, "state": source},
     )
 
@@ -363,13 +333,13 @@ def write_history(
     target: str,
 ) -> None:
     """Write a history row with the actor, the reason and the evidence of a change."""
-    own = str(record.id)
+    key = str(record.id)
     rows.insert(
         conn,
         history,
         {
             "entity": entity,
-            "entity_id": own,
+            "entity_id": key,
             "source": source,
             "event": event,
             "target": target,
@@ -378,8 +348,8 @@ def write_history(
             "reason": act.why,
             "evidence": dict(act.evidence),
             "correlation_id": act.correlation_id,
-            "node_id": own if entity.startswith("node") else getattr(record, "node_id", "") or "",
-            "allocation_id": own
+            "node_id": key if entity.startswith("node") else getattr(record, "node_id", "") or "",
+            "allocation_id": key
             if entity == "allocation"
             else getattr(record, "allocation_id", "") or act.evidence.get("allocation_id") or "",
         },

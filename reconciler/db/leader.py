@@ -76,12 +76,12 @@ def require(conn: sa.Connection, lease: Lease) -> None:
     live = (leaders.c.expires_at > clock.now()).label("live")
     query = sa.select(leaders.c.epoch, live).where(leaders.c.name == lease.name)
     # SQLite has no row locks and needs none, because a writer locks the whole database.
-    found = conn.execute(query.with_for_update(read=True)).one_or_none()
-    if found is None or found.epoch != lease.epoch or not found.live:
+    row = conn.execute(query.with_for_update(read=True)).one_or_none()
+    if row is None or row.epoch != lease.epoch or not row.live:
         raise Deposed(
             "not_leader",
             expected=f"epoch {lease.epoch} of the leader {lease.name}, still running",
-            found="none" if found is None else f"epoch {found.epoch}, live: {bool(found.live)}",
+            found="none" if row is None else f"epoch {row.epoch}, live: {bool(row.live)}",
             remedy="stop: another process does this work now, or this one is elected anew",
         )
 
@@ -123,8 +123,8 @@ def remove_process(conn: sa.Connection, id: str) -> None:
 def processes(conn: sa.Connection) -> list[Record]:
     """All processes, newest first. age_s: seconds since the last sign of life; live: recent."""
     age = (clock.now() - table.c.seen_at).label("age_s")
-    found = rows.every(conn, sa.select(table, age).order_by(table.c.started_at.desc()))
-    return [{**row, "live": row["age_s"] < STALE_S} for row in found]
+    recorded = rows.every(conn, sa.select(table, age).order_by(table.c.started_at.desc()))
+    return [{**row, "live": row["age_s"] < STALE_S} for row in recorded]
 
 
 def live_roles(conn: sa.Connection) -> dict[str, int]:

@@ -37,8 +37,8 @@ class Order:
 
     def fits(self, keys: tuple[object, ...]) -> bool:
         """Whether these can be the keys of a row."""
-        wanted = [self.table.c[name].type.python_type for name in self.columns]
-        return [type(key) for key in keys] == wanted
+        types = [self.table.c[name].type.python_type for name in self.columns]
+        return [type(key) for key in keys] == types
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ _PENDING = "gpuaas_kept_together"
 class Shape:
     """Common form of rows that share an INSERT.
 
-    plain: columns given as values. made: columns given as SQL expressions. asked: columns that the
-    INSERT returns.
+    plain: columns given as values. made: columns given as SQL expressions. returned: columns that
+    the INSERT returns.
     """
 
     table: sa.Table
     plain: tuple[str, ...]
     made: Made
-    asked: tuple[str, ...]
+    returned: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -142,47 +142,47 @@ def _write(conn: sa.Connection, kept: Sequence[BatchRow]) -> None:
     given = {
         f"rows{number}": [row.plain for row in rows] for number, rows in enumerate(alike.values())
     }
-    asking = {row.plain["id"]: row for row in kept if row.shape.asked}
-    for found in conn.execute(_combined(tuple(alike)), given).mappings():
-        row = asking[found["id"]]
-        row.record.update({name: found[name] for name in row.shape.asked})
+    receiving = {row.plain["id"]: row for row in kept if row.shape.returned}
+    for stored in conn.execute(_combined(tuple(alike)), given).mappings():
+        row = receiving[stored["id"]]
+        row.record.update({name: stored[name] for name in row.shape.returned})
 
 
 def _single(conn: sa.Connection, row: BatchRow) -> None:
-    found = conn.execute(_single_statement(row.shape), row.plain)
-    if row.shape.asked:
-        row.record.update(found.mappings().one())
+    result = conn.execute(_single_statement(row.shape), row.plain)
+    if row.shape.returned:
+        row.record.update(result.mappings().one())
 
 
 @lru_cache(maxsize=256)
 def _single_statement(shape: Shape) -> sa.Insert:
     values: dict[str, Any] = {name: sa.bindparam(name) for name in shape.plain}
     insert = sa.insert(shape.table).values(values | dict(shape.made))
-    if not shape.asked:
+    if not shape.returned:
         return insert.inline()
-    return insert.returning(*(shape.table.c[name] for name in shape.asked))
+    return insert.returning(*(shape.table.c[name] for name in shape.returned))
 
 
 @lru_cache(maxsize=64)
 def _combined(shapes: tuple[Shape, ...]) -> sa.Select[Any] | sa.CompoundSelect[Any]:
-    """A single statement with an INSERT for each shape; it returns ids and the asked columns."""
+    """A single statement with an INSERT for each shape; it returns ids and the returned columns."""
     parts = [(shape, _into(shape, f"rows{at}").cte(f"into{at}")) for at, shape in enumerate(shapes)]
-    silent = [part for shape, part in parts if not shape.asked]
-    asked = {name: shape.table.c[name].type for shape in shapes for name in shape.asked}
-    found = [
+    silent = [part for shape, part in parts if not shape.returned]
+    returned = {name: shape.table.c[name].type for shape in shapes for name in shape.returned}
+    selects = [
         sa.select(
             part.c.id,
             *(
-                part.c[name] if name in shape.asked else sa.cast(sa.null(), kind).label(name)
-                for name, kind in asked.items()
+                part.c[name] if name in shape.returned else sa.cast(sa.null(), kind).label(name)
+                for name, kind in returned.items()
             ),
         )
         for shape, part in parts
-        if shape.asked
+        if shape.returned
     ]
-    if not found:
+    if not selects:
         return sa.select(sa.literal("").label("id")).where(sa.false()).add_cte(*silent)
-    return sa.union_all(*found).add_cte(*silent)
+    return sa.union_all(*selects).add_cte(*silent)
 
 
 def _into(shape: Shape, name: str) -> sa.Insert | ReturningInsert[Any]:
@@ -196,9 +196,9 @@ def _into(shape: Shape, name: str) -> sa.Insert | ReturningInsert[Any]:
     insert = sa.insert(shape.table).from_select(
         names, sa.select(*given.c, *made), include_defaults=False
     )
-    if not shape.asked:
+    if not shape.returned:
         return insert.inline()
-    return insert.returning(*(shape.table.c[name] for name in ("id", *shape.asked)))
+    return insert.returning(*(shape.table.c[name] for name in ("id", *shape.returned)))
 
 
 def new_id() -> str:
@@ -268,9 +268,9 @@ def add(conn: sa.Connection, kind: type[R], values: Mapping[str, Any]) -> R:
     """
     table = kind.TABLE
     plain, made = _split(table, values)
-    asked = (*made, *(name for name in _generated(table) if name not in plain))
+    returned = (*made, *(name for name in _generated(table) if name not in plain))
     row = kind(**{name: plain.get(name) for name in _names(table)})
-    shape = Shape(table, tuple(plain), tuple(made.items()), asked)
+    shape = Shape(table, tuple(plain), tuple(made.items()), returned)
     # Columns that the database makes are filled in when the batch is written. Until then only the
     # writer has the row.
     _insert(conn, BatchRow(shape, plain, vars(row)))
@@ -304,8 +304,8 @@ def _names(table: sa.Table) -> tuple[str, ...]:
 def _generated(table: sa.Table) -> tuple[str, ...]:
     """Columns that the database fills: computed columns, and the row number of a log."""
     number = table.autoincrement_column
-    found = [column.name for column in table.columns if column.computed is not None]
-    return (*found, number.name) if number is not None else tuple(found)
+    computed = [column.name for column in table.columns if column.computed is not None]
+    return (*computed, number.name) if number is not None else tuple(computed)
 
 
 @cache
@@ -329,9 +329,9 @@ def _expressions(table: sa.Table) -> tuple[tuple[str, sa.ColumnElement[Any]], ..
     )
 
 
-def where(query: sa.Select[Any], table: sa.Table, **wanted: Any) -> sa.Select[Any]:
+def where(query: sa.Select[Any], table: sa.Table, **values: Any) -> sa.Select[Any]:
     """Filter the query by column values; None means no filter on that column."""
-    for name, value in wanted.items():
+    for name, value in values.items():
         if value is not None:
             query = query.where(table.c[name] == value)
     return query

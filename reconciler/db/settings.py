@@ -18,8 +18,8 @@ RESTORED = "restored_at"
 def read(conn: sa.Connection, name: str, default: Any = None) -> Any:
     """Value of a setting; the default when it was never set."""
     query = sa.select(settings.c.value).where(settings.c.name == name)
-    found = conn.execute(query).scalar_one_or_none()
-    return default if found is None else found
+    value = conn.execute(query).scalar_one_or_none()
+    return default if value is None else value
 
 
 def write(conn: sa.Connection, name: str, value: Any, act: Act) -> None:

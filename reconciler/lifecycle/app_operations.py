@@ -146,28 +146,12 @@ def failed(conn: sa.Connection, operation_id: str, act: Act, error: Mapping[str,
     return True
 
 
-def leave(conn: sa.Connection, member: AppMember) -> None:
-    """Mark the member as left, so that its allocation is free for another application."""
-    _set(conn, member, left_at=clock.now())
+def leave(conn: sa.Connection, member: AppMember, act: Act) -> None:
+    """Mark the member as left, so that its allocation is free for another application.
 
-
-def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act) -> None:
-    """Fail a member whose allocation has ended. Without its controller the instance fails too.
-
-    The key is gone with the account.
+    Operations that have not started end. A running operation ends by itself.
     """
-    own = act.because("allocation_ended", {"allocation_id": member.allocation_id})
-    if member.status != MemberStatus.FAILED:
-        advance(conn, "app_member", member.id, "fail", own)
-    _set(conn, member, left_at=clock.now(), key_expires_at=None)
-    living = instance.status in (AppStatus.DEPLOYING, AppStatus.RUNNING)
-    if living and member.role == MemberRole.CONTROLLER:
-        ended = {"ended_at": clock.now()}
-        advance(conn, "app_instance", instance.id, "fail", own, columns=ended)
-
-
-def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
-    """End operations that have not started. A running operation ends by itself."""
+    _set(conn, member, left_at=clock.now())
     for operation in rows.every(conn, _open_of(member.id), AppOperation):
         if operation.status != OperationStatus.ACCEPTED:
             continue
@@ -180,6 +164,21 @@ def withdraw(conn: sa.Connection, member: AppMember, act: Act) -> None:
         _fail(conn, operation, act, error)
         if operation.task_id:
             queue.cancel(conn, operation.task_id, act)
+
+
+def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act) -> None:
+    """Fail a member whose allocation has ended. Without its controller the instance fails too.
+
+    The key is gone with the account.
+    """
+    act = act.because("allocation_ended", {"allocation_id": member.allocation_id})
+    if member.status != MemberStatus.FAILED:
+        advance(conn, "app_member", member.id, "fail", act)
+    _set(conn, member, left_at=clock.now(), key_expires_at=None)
+    living = instance.status in (AppStatus.DEPLOYING, AppStatus.RUNNING)
+    if living and member.role == MemberRole.CONTROLLER:
+        ended = {"ended_at": clock.now()}
+        advance(conn, "app_instance", instance.id, "fail", act, columns=ended)
 
 
 def held(conn: sa.Connection, operation_id: str) -> tuple[AppOperation, AppMember, AppInstance]:
@@ -233,13 +232,13 @@ def _enqueue(
 def _fail(conn: sa.Connection, operation: AppOperation, act: Act, error: Mapping[str, Any]) -> None:
     names = ("code", "expected", "found", "remedy")
     failure = {name: str(error.get(name, "")) for name in names}
-    own = act.because(failure["code"])
+    failure_act = act.because(failure["code"])
     columns = {"failure": failure, "finished_at": clock.now()}
-    advance(conn, "app_operation", operation.id, "fail", own, columns=columns)
+    advance(conn, "app_operation", operation.id, "fail", failure_act, columns=columns)
     member = rows.get(conn, AppMember, operation.member_id, lock=True)
     present = operation.kind != OperationKind.BOOTSTRAP_SSH_REMOVE
     if present and member.status == MemberStatus.RECONCILING and member.left_at is None:
-        advance(conn, "app_member", member.id, "fail", own, held=member)
+        advance(conn, "app_member", member.id, "fail", failure_act, held=member)
 
 
 def _open_of(member_id: str) -> sa.Select[Any]:
@@ -277,10 +276,10 @@ class Look:
 
     def __call__(self, conn: sa.Connection, act: Act, *which: sa.ColumnElement[bool]) -> int:
         """Follow up on every row that is due, and return their number."""
-        found = self.due(conn, *which)
-        for id in found:
+        ids = self.due(conn, *which)
+        for id in ids:
             self.follow(conn, id, act)
-        return len(found)
+        return len(ids)
 
 
 def _keys_to_remove() -> sa.Select[Any]:
@@ -331,8 +330,7 @@ def _leave(conn: sa.Connection, member_id: str, act: Act) -> None:
     if allocation.state != AllocationState.ACTIVE:
         left(conn, instance, member, act)
     else:
-        leave(conn, member)
-        withdraw(conn, member, act)
+        leave(conn, member, act)
 
 
 def _operations_to_close() -> sa.Select[Any]:

@@ -92,10 +92,10 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
 
 def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> AppInstance:
     """The project's instance with this id. An instance of another project is not found."""
-    found = rows.get(conn, AppInstance, id, lock=lock)
-    if found.project_id != project_id:
+    instance = rows.get(conn, AppInstance, id, lock=lock)
+    if instance.project_id != project_id:
         raise not_found("app_instance", id)
-    return found
+    return instance
 
 
 def every(conn: sa.Connection, project_id: str, page: Page | None = None) -> list[AppInstance]:
@@ -149,8 +149,7 @@ def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> AppInstance
     stopped = advance(conn, "app_instance", id, "stop", act, columns=now, held=instance)
     _audit(conn, instance, "app_instance.stopped", act, {})
     for member in _present(conn, id):
-        app_operations.leave(conn, member)
-        app_operations.withdraw(conn, member, act)
+        app_operations.leave(conn, member, act)
     app_operations.REMOVE_KEYS(conn, act, app_members.c.instance_id == id)
     return stopped
 
@@ -159,37 +158,34 @@ def reported(
     conn: sa.Connection, member_id: str, detail: Mapping[str, Any], act: Act, *, ready: bool
 ) -> AppMember:
     """Store the controller's report on a member. When all members are ready, the app runs."""
-    found = rows.get(conn, AppMember, member_id)
-    instance = rows.get(conn, AppInstance, found.instance_id, lock=True)
-    member = rows.get(conn, AppMember, member_id, lock=True)
+    instance, member = app_operations.member_held(conn, member_id)
     columns = {"detail": dict(detail)}
     if not ready or member.status != MemberStatus.RECONCILING:
         update = sa.update(app_members).where(app_members.c.id == member_id)
         conn.execute(update.values(columns))
     else:
         advance(conn, "app_member", member_id, "prepare", act, columns=columns, held=member)
-        all_ready = all(one.status == MemberStatus.READY for one in _present(conn, instance.id))
+        all_ready = all(other.status == MemberStatus.READY for other in _present(conn, instance.id))
         if all_ready and instance.status == AppStatus.DEPLOYING:
-            own = act.because("every member is ready")
-            advance(conn, "app_instance", instance.id, "run", own, held=instance)
+            ready_act = act.because("every member is ready")
+            advance(conn, "app_instance", instance.id, "run", ready_act, held=instance)
     return rows.get(conn, AppMember, member_id)
 
 
-def waits_for(instance: AppInstance, found: Sequence[Record]) -> dict[str, str] | None:
+def waits_for(instance: AppInstance, present: Sequence[Record]) -> dict[str, str] | None:
     """Why a deploying instance does not run yet, by code. None in every other status."""
     if instance.status != AppStatus.DEPLOYING:
         return None
-    for member in found:
+    for member in present:
         if member["status"] == MemberStatus.FAILED:
-            return _waits("member_failed", f"{member['role']}: {member['status_reason']}")
-    for member in found:
+            why = f"{member['role']}: {member['status_reason']}"
+            return {"code": "member_failed", "detail": why}
+    for member in present:
         if not member["key_good"]:
-            return _waits("bootstrap_ssh_pending", f"{member['role']} {member['allocation_id']}")
-    return _waits("controller_absent", f"no {instance.slug}-controller has registered")
-
-
-def _waits(code: str, detail: str) -> dict[str, str]:
-    return {"code": code, "detail": detail}
+            which = f"{member['role']} {member['allocation_id']}"
+            return {"code": "bootstrap_ssh_pending", "detail": which}
+    absent = f"no {instance.slug}-controller has registered"
+    return {"code": "controller_absent", "detail": absent}
 
 
 def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
@@ -260,8 +256,8 @@ def _present(conn: sa.Connection, instance_id: str) -> list[AppMember]:
     query = sa.select(app_members).where(
         app_members.c.instance_id == instance_id, app_members.c.left_at.is_(None)
     )
-    found = part(query, MEMBERS, None).with_for_update(key_share=True)
-    return rows.every(conn, found, AppMember)
+    locked = part(query, MEMBERS, None).with_for_update(key_share=True)
+    return rows.every(conn, locked, AppMember)
 
 
 def _living(conn: sa.Connection, project_id: str, id: str) -> AppInstance:

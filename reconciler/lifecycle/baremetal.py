@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, rows
 from reconciler.db.schema import Allocation, Claim, Discovery, Node, Task, claims, nodes, slots
-from reconciler.lifecycle import gate, slices
+from reconciler.lifecycle import gate, host, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
@@ -139,8 +139,10 @@ _SHOWN = 50
 
 def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
     """The allocation's exclusive claim on its node."""
-    found = [c for c in of_allocation(conn, allocation_id) if c.kind == ClaimKind.NODE_EXCLUSIVE]
-    if not found:
+    exclusive = [
+        c for c in of_allocation(conn, allocation_id) if c.kind == ClaimKind.NODE_EXCLUSIVE
+    ]
+    if not exclusive:
         raise Problem(
             "allocation_not_baremetal",
             409,
@@ -148,7 +150,7 @@ def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
             found=f"{allocation_id}, which has no claim on a node",
             remedy="use the routes for slices",
         )
-    return found[0]
+    return exclusive[0]
 
 
 def queue_provision(conn: sa.Connection, allocation: Allocation, boot_id: str, act: Act) -> Task:
@@ -233,7 +235,7 @@ def provision_failed(
         detail = _detail(IN_SLICE_MODE, allocation_id, error, step)
         _set_health(conn, allocation.node_id, HealthState.FAILED, detail)
     else:
-        _look_again(conn, allocation.node_id, act)
+        host.reverify_allocation(conn, allocation_id, act)
     return True
 
 
@@ -272,9 +274,9 @@ def release_succeeded(
             allocation_id=allocation_id,
             task_id=task_id,
         )
-    _mark(conn, node.id, "")
+    node_records.update(conn, node.id, unclean_allocation_id="")
     _name_drift(conn, node.id, allocation_id, evidence)
-    _look_again(conn, node.id, act)
+    host.reverify(conn, node, act)
     return True
 
 
@@ -308,7 +310,7 @@ def left_behind(
     if not any(task.started_at for task in queue.every(conn, allocation_id=allocation_id)):
         return False
     node_id = allocation.node_id
-    _mark(conn, node_id, allocation_id)
+    node_records.update(conn, node_id, unclean_allocation_id=allocation_id)
     _set_health(
         conn,
         node_id,
@@ -362,7 +364,7 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
     detail = {"written_off": dead}
     journal.audit(conn, act, "admin.node.machine.clean", "node", node_id, detail=detail)
     allocation = rows.get(conn, Allocation, allocation_id)
-    _mark(conn, node_id, allocation_id)
+    node_records.update(conn, node_id, unclean_allocation_id=allocation_id)
     return queue_release(conn, allocation, act, written_off=dead)
 
 
@@ -439,24 +441,7 @@ def _set_health(
     troubled = node.health_state in (HealthState.FAILED, HealthState.DEGRADED)
     if troubled and node.health_detail.get("code") not in OURS:
         return
-    _change(conn, node_id, health_state=state.value, health_detail=dict(detail))
-
-
-def _mark(conn: sa.Connection, node_id: str, allocation_id: str) -> None:
-    _change(conn, node_id, unclean_allocation_id=allocation_id)
-
-
-def _change(conn: sa.Connection, node_id: str, **values: Any) -> None:
-    """Update the node with a new generation, so that a decision on an older read is refused."""
-    later = {"generation": nodes.c.generation + 1}
-    conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**later, **values))
-
-
-def _look_again(conn: sa.Connection, node_id: str, act: Act) -> None:
-    """Queue a discovery, because the next tenant needs a current one."""
-    kind = TaskKind.SLICE_TOPOLOGY_DISCOVER
-    item = queue.Enqueue(kind=kind, node_id=node_id, subject_kind="node", subject_id=node_id)
-    queue.enqueue(conn, item, act)
+    node_records.update(conn, node_id, health_state=state.value, health_detail=dict(detail))
 
 
 def _enqueue(

@@ -10,7 +10,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
-from reconciler.db.journal import advance
 from reconciler.db.schema import (
     Allocation,
     Node,
@@ -22,7 +21,6 @@ from reconciler.db.schema import (
     slots,
     tasks,
 )
-from reconciler.db.schema import tasks as task_table
 from reconciler.lifecycle import gate, host, slices
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
@@ -44,6 +42,7 @@ from reconciler.model.states import (
     TaskKind,
     TaskState,
 )
+from reconciler.records import nodes as node_records
 from reconciler.records import proofs, queue
 from reconciler.records import slots as slot_records
 from reconciler.records.queue import OPEN
@@ -81,10 +80,10 @@ def expected_state(
     """
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     # Lock first, so that no launch can claim a slot between this read and its consequences.
-    found = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
+    approved = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
     busy = _busy(conn, node_id, since)
-    holders = _holders(conn, [slot.id for slot in found])
-    known = {
+    holders = _holders(conn, [slot.id for slot in approved])
+    expected = {
         slot.id: ExpectedSlot(
             slot.id,
             Bundle.of(vars(slot)),
@@ -92,21 +91,22 @@ def expected_state(
             holders.get(slot.id, ""),
             _settled(slot, "status", _AT_WORK, busy, since),
         )
-        for slot in found
+        for slot in approved
     }
-    named = {slot.holder for slot in known.values()} | _live(conn, node_id)
-    records = {row.id: row for row in _read(conn, named)}
+    named = {slot.holder for slot in expected.values()} | _live(conn, node_id)
+    query = sa.select(allocations).where(allocations.c.id.in_(sorted(named)))
+    records = {row.id: row for row in rows.every(conn, query, Allocation)}
     records |= {row.id: row for row in _named(conn, holdings, records)}
     return Records(
-        tuple(known.values()),
+        tuple(expected.values()),
         tuple(
             ExpectedAllocation(
                 key,
-                one.state == AllocationState.ACTIVE and one.node_id == node_id,
-                _settled(one, "state", _UNDER_WAY, busy, since),
-                tuple(slot.id for slot in known.values() if slot.holder == key),
+                record.state == AllocationState.ACTIVE and record.node_id == node_id,
+                _settled(record, "state", _UNDER_WAY, busy, since),
+                tuple(slot.id for slot in expected.values() if slot.holder == key),
             )
-            for key, one in sorted(records.items())
+            for key, record in sorted(records.items())
         ),
     )
 
@@ -128,12 +128,12 @@ def _busy(conn: sa.Connection, node_id: str, since: float) -> set[str]:
         tasks.c.kind.not_in(LOOKS),
         sa.or_(tasks.c.state == TaskState.RUNNING, tasks.c.finished_at >= since),
     )
-    found: set[str] = set()
+    ids: set[str] = set()
     for task in rows.every(conn, query, Task):
         given = task.parameters.get("slots") or []
-        found |= {*task.fences, *(slot["slot_id"] for slot in given)}
-        found |= {task.allocation_id} if task.allocation_id else set()
-    return found
+        ids |= {*task.fences, *(slot["slot_id"] for slot in given)}
+        ids |= {task.allocation_id} if task.allocation_id else set()
+    return ids
 
 
 def _holders(conn: sa.Connection, slot_ids: list[str]) -> dict[str, str]:
@@ -151,37 +151,31 @@ def _live(conn: sa.Connection, node_id: str) -> set[str]:
     return set(conn.execute(query).scalars())
 
 
-def _read(conn: sa.Connection, ids: set[str]) -> list[Allocation]:
-    return rows.every(
-        conn, sa.select(allocations).where(allocations.c.id.in_(sorted(ids))), Allocation
-    )
-
-
 def _named(
-    conn: sa.Connection, holdings: Mapping[str, Any], known: Mapping[str, Allocation]
+    conn: sa.Connection, holdings: Mapping[str, Any], records: Mapping[str, Allocation]
 ) -> list[Allocation]:
     """Allocations on any node that the host names and that `known` does not contain."""
-    starts = [key.replace("-", "") for key in known]
+    starts = [key.replace("-", "") for key in records]
     names = sorted(
         name
         for name in set(_names(holdings))
         if len(name) >= 12 and not any(start.startswith(name) for start in starts)
     )
-    found: list[Allocation] = []
+    matches: list[Allocation] = []
     for name in names[:_NAMES]:
         pattern = f"{_dashed(name)}%"
         query = sa.select(allocations).where(allocations.c.id.like(pattern))
-        found += rows.every(conn, query.limit(2), Allocation)
-    return found
+        matches += rows.every(conn, query.limit(2), Allocation)
+    return matches
 
 
 def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
     """Allocation ids as hexadecimal digits. Other names cannot be allocation ids."""
     for part in holdings.values():
-        for one in part["found"]:
-            said = str(one.get("allocation_id") or one.get("owner") or "").replace("-", "")
-            if said and set(said) <= set("0123456789abcdef"):
-                yield said
+        for entry in part["found"]:
+            digits = str(entry.get("allocation_id") or entry.get("owner") or "").replace("-", "")
+            if digits and set(digits) <= set("0123456789abcdef"):
+                yield digits
 
 
 def _dashed(digits: str) -> str:
@@ -217,7 +211,9 @@ def reconcile(
     done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
     for slot in records.slots:
         if slot.settled:
-            mine = [one for one in findings.differences if one.slot_id == slot.id]
+            mine = [
+                difference for difference in findings.differences if difference.slot_id == slot.id
+            ]
             for what in _of_slot(conn, slot, mine, findings, act, since):
                 done[what].append(slot.id)
     _of_node(conn, node, findings, act)
@@ -236,7 +232,7 @@ def reconcile(
         correlation_id=act.correlation_id,
     )
     return {
-        "differences": [one.document() for one in findings.differences],
+        "differences": [difference.document() for difference in findings.differences],
         "skipped": list(findings.skipped),
         "unknown": dict(findings.unknown),
         **done,
@@ -248,12 +244,12 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
 
     Together with the comparisons already open, at most at_once run at the same time.
     """
-    asked = (
+    queued = (
         sa.select(nodes.c.id, nodes.c.state)
-        .join(task_table, task_table.c.node_id == nodes.c.id)
-        .where(task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, task_table.c.state.in_(OPEN))
+        .join(tasks, tasks.c.node_id == nodes.c.id)
+        .where(tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, tasks.c.state.in_(OPEN))
     )
-    open_ones = {row.id: row.state for row in conn.execute(asked)}
+    open_ones = {row.id: row.state for row in conn.execute(queued)}
     # Comparisons that wait for an unreachable host do not count against the limit.
     under_way = sum(state in ASKED for state in open_ones.values())
     since = _asked_at()
@@ -294,10 +290,8 @@ def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
 
 def _asked_at() -> sa.ColumnElement[Any]:
     """When drift detection was last queued for a node, or else when its mode was set."""
-    mine = sa.and_(
-        task_table.c.node_id == nodes.c.id, task_table.c.kind == TaskKind.SLICE_DRIFT_RECONCILE
-    )
-    last = sa.select(sa.func.max(task_table.c.created_at)).where(mine).correlate(nodes)
+    mine = sa.and_(tasks.c.node_id == nodes.c.id, tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE)
+    last = sa.select(sa.func.max(tasks.c.created_at)).where(mine).correlate(nodes)
     return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)
 
 
@@ -309,47 +303,55 @@ def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act
     """
     host.contacted(conn, node.id)
     if node.boot_id and identity["boot_id"] != node.boot_id:
-        own = act.because(f"boot {identity['boot_id'] or 'unknown'}")
-        host.restarted(conn, node.id, own, since=node.boot_id)
+        boot_act = act.because(f"boot {identity['boot_id'] or 'unknown'}")
+        host.restarted(conn, node.id, boot_act, since=node.boot_id)
 
 
 def _of_slot(
     conn: sa.Connection,
     slot: ExpectedSlot,
-    found: Sequence[Difference],
+    differences: Sequence[Difference],
     findings: Findings,
     act: Act,
     since: float,
 ) -> list[str]:
     record = rows.get(conn, Slot, slot.id)
-    if not found:
+    if not differences:
         # A part that could not be measured may hide earlier findings (I13).
         clean = not findings.unknown and record.health_detail.get("step") == STEP
         if not clean or record.status == SlotState.CLEANUP_BLOCKED:
             return []
         return _heal(conn, record, act, since)
-    told = "; ".join(f"{one.code}: {one.found}" for one in found)[:2000]
-    own = act.because(
-        f"the host differs from the records: {told}",
-        {"differences": [one.document() for one in found], "observed_since": clock.iso(since)},
+    reason = "; ".join(f"{row.code}: {row.found}" for row in differences)[:2000]
+    act = act.because(
+        f"the host differs from the records: {reason}",
+        {
+            "differences": [row.document() for row in differences],
+            "observed_since": clock.iso(since),
+        },
     )
     if not slot.idle:
-        worst = HealthState.FAILED if any(_failed(one) for one in found) else HealthState.DEGRADED
-        slot_records.set_health(conn, slot.id, worst, _detail(found, told), own)
+        failed = any(row.severity == HealthState.FAILED for row in differences)
+        worst = HealthState.FAILED if failed else HealthState.DEGRADED
+        slot_records.set_health(conn, slot.id, worst, _detail(differences, reason), act)
         return []
-    if slot.holder and any(one.orphan and one.allocation_id == slot.holder for one in found):
-        own = own.because(own.reason, {**own.evidence, "allocation_id": slot.holder})
-        error = {"code": found[0].code, "found": told}
-        slices.block(conn, record, slot.holder, own, step=STEP, error=error)
+    if slot.holder and any(row.orphan and row.allocation_id == slot.holder for row in differences):
+        error = {"code": differences[0].code, "found": reason}
+        block_act = slices.about(act, slot.holder)
+        slices.block(conn, record, slot.holder, block_act, step=STEP, error=error)
         return ["blocked"]
-    detail = _detail(found, told)
+    detail = _detail(differences, reason)
     before = record.health_detail
-    if any(one.disk_used for one in found) or before.get("disk_used") or before.get("clean_since"):
+    if (
+        any(row.disk_used for row in differences)
+        or before.get("disk_used")
+        or before.get("clean_since")
+    ):
         detail["disk_used"] = True
-    slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, own)
+    slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, act)
     if record.status != SlotState.AVAILABLE:
         return []
-    advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
+    gate.take_off_sale(conn, slot.id, act)
     return ["shut"]
 
 
@@ -357,60 +359,54 @@ def _heal(conn: sa.Connection, record: Slot, act: Act, since: float) -> list[str
     """Clear the drift of a slot without differences. A disk that was used needs a newer proof."""
     slot_id, detail = record.id, record.health_detail
     if detail.get("disk_used"):
-        told = {
+        unproven = {
             "step": STEP,
             "code": UNPROVEN,
             "reason": f"{detail['reason']}; gone, and no proof of a clean disk is newer",
             "clean_since": since,
         }
-        own = act.because("the use of the disk has ended; it must be proven clean")
-        slot_records.set_health(conn, slot_id, HealthState.FAILED, told, own)
+        heal_act = act.because("the use of the disk has ended; it must be proven clean")
+        slot_records.set_health(conn, slot_id, HealthState.FAILED, unproven, heal_act)
         return []
     proof = proofs.current(conn, record)
     if "clean_since" in detail and (proof is None or proof.created_at < detail["clean_since"]):
         return []
-    own = act.because("the host is as the records say", {"observed_since": clock.iso(since)})
-    slot_records.set_health(conn, slot_id, HealthState.HEALTHY, {}, own)
-    wanted = record.wanted == SlotState.AVAILABLE and record.status == SlotState.DISABLED
-    if not wanted or gate.gate(conn, slot_id):
+    heal_act = act.because("the host is as the records say", {"observed_since": clock.iso(since)})
+    slot_records.set_health(conn, slot_id, HealthState.HEALTHY, {}, heal_act)
+    may_open = record.wanted == SlotState.AVAILABLE and record.status == SlotState.DISABLED
+    if not may_open or gate.gate(conn, slot_id):
         return ["healed"]
-    gate.make_available(conn, slot_id, own)
+    gate.make_available(conn, slot_id, heal_act)
     return ["healed", "opened"]
 
 
-def _detail(found: Sequence[Difference], told: str) -> dict[str, Any]:
+def _detail(differences: Sequence[Difference], reason: str) -> dict[str, Any]:
     """Health detail with the same keys as the detail of a blocked slot."""
-    detail: dict[str, Any] = {"step": STEP, "code": found[0].code, "reason": told}
-    named = [one.allocation_id for one in found if one.allocation_id]
+    detail: dict[str, Any] = {"step": STEP, "code": differences[0].code, "reason": reason}
+    named = [row.allocation_id for row in differences if row.allocation_id]
     return detail | ({"allocation_id": named[0]} if named else {})
-
-
-def _failed(one: Difference) -> bool:
-    return one.severity == HealthState.FAILED
 
 
 def _of_node(conn: sa.Connection, node: Node, findings: Findings, act: Act) -> None:
     """Record differences without a slot as node health, unless the node has another fault."""
-    loose = [one for one in findings.differences if not one.slot_id]
-    told = [f"{one.code}: {one.found}" for one in loose]
-    told += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
+    loose = [row for row in findings.differences if not row.slot_id]
+    reasons = [f"{row.code}: {row.found}" for row in loose]
+    reasons += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
     ours = node.health_detail.get("step") == STEP
-    if told and (ours or not node.health_detail):
-        reason = "; ".join(told)[:2000]
+    if reasons and (ours or not node.health_detail):
+        reason = "; ".join(reasons)[:2000]
         detail = {"step": STEP, "code": loose[0].code if loose else "unknown", "reason": reason}
         if node.health_detail != detail:
             _node_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
-    elif ours and not told:
-        own = act.because("the host is as the records say")
-        _node_health(conn, node, HealthState.HEALTHY, {}, own)
+    elif ours and not reasons:
+        act = act.because("the host is as the records say")
+        _node_health(conn, node, HealthState.HEALTHY, {}, act)
 
 
 def _node_health(
     conn: sa.Connection, node: Node, health: HealthState, detail: dict[str, Any], act: Act
 ) -> None:
-    update = sa.update(nodes).where(nodes.c.id == node.id)
-    values = {"health_state": health.value, "health_detail": detail}
-    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
+    node_records.update(conn, node.id, health_state=health.value, health_detail=detail)
     journal.write_history(
         conn,
         "node_health",

@@ -21,6 +21,8 @@ from reconciler.model.states import HealthState, ProofKind, SlotState
 from reconciler.records import proofs, reports
 from reconciler.records.claims import exclusive_ended_at
 
+HEALTHY = {"health_state": HealthState.HEALTHY.value, "health_detail": {}}
+
 
 @dataclass(frozen=True)
 class Host:
@@ -83,23 +85,23 @@ def judge(
 def approved(conn: sa.Connection, node_id: str) -> dict[str, Bundle]:
     """The bundles of the node's approved slots, by slot id."""
     query = sa.select(slots).where(slots.c.node_id == node_id, slots.c.retired_at.is_(None))
-    found = rows.every(conn, query.order_by(slots.c.slot_index), Slot)
-    return {slot.id: Bundle.of(vars(slot)) for slot in found}
+    approved_slots = rows.every(conn, query.order_by(slots.c.slot_index), Slot)
+    return {slot.id: Bundle.of(vars(slot)) for slot in approved_slots}
 
 
 def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Make a disabled slot available. A refusal lists every blocker."""
     with locks.slot(conn, slot_id) as slot:
         proof = proofs.current(conn, slot)
-        found = judge(conn, slot, proof)
-        if found or proof is None:
+        closed_by = judge(conn, slot, proof)
+        if closed_by or proof is None:
             raise Problem(
                 "gate_closed",
                 409,
                 expected="a slot without blockers",
-                found="; ".join(f"{row.code}: {row.detail}" for row in found),
+                found="; ".join(f"{row.code}: {row.detail}" for row in closed_by),
                 remedy="remove the causes on the host, then run discovery and parity again",
-                detail={"blockers": [row.document() for row in found]},
+                detail={"blockers": [row.document() for row in closed_by]},
             )
         return advance(
             conn,
@@ -107,12 +109,7 @@ def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
             slot_id,
             "enable",
             act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof.id}),
-            columns={
-                "available_proof_id": proof.id,
-                "last_proof_id": proof.id,
-                "health_state": HealthState.HEALTHY.value,
-                "health_detail": {},
-            },
+            columns={"available_proof_id": proof.id, "last_proof_id": proof.id, **HEALTHY},
         )
 
 
@@ -129,9 +126,9 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
         closed: dict[str, list[dict[str, str]]] = {}
         seen = host(conn, node_id)
         for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
-            found = judge(conn, slot, proofs.current(conn, slot), seen)
-            if found:
-                closed[slot.id] = [row.document() for row in found]
+            closed_by = judge(conn, slot, proofs.current(conn, slot), seen)
+            if closed_by:
+                closed[slot.id] = [row.document() for row in closed_by]
             else:
                 make_available(conn, slot.id, act)
                 opened.append(slot.id)
@@ -140,23 +137,42 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
 
 def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     """Disable available slots that fail the gate and return their ids. `wanted` stays unchanged."""
+    shut = []
+    on_sale = _lock_on_sale(conn, node_id)
+    seen = host(conn, node_id)
+    for slot in on_sale:
+        closed_by = judge(conn, slot, proofs.current(conn, slot), seen)
+        if closed_by:
+            why = "; ".join(f"{row.code}: {row.detail}" for row in closed_by)
+            evidence = {**act.evidence, "blockers": [row.document() for row in closed_by]}
+            take_off_sale(conn, slot.id, act.because(f"gate closed: {why}", evidence))
+            shut.append(slot.id)
+    return shut
+
+
+def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
+    """Disable the node's available slots and return their ids. `wanted` stays unchanged."""
+    closed = [slot.id for slot in _lock_on_sale(conn, node_id)]
+    for slot_id in closed:
+        take_off_sale(conn, slot_id, act)
+    return closed
+
+
+def take_off_sale(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
+    """Disable an available slot."""
+    return advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
+
+
+def _lock_on_sale(conn: sa.Connection, node_id: str) -> list[Slot]:
+    """The available slots, locked in the common lock order.
+
+    No launch can claim them before their transition. A slot that a launch took in the meantime is
+    not available any more.
+    """
     query = sa.select(slots).where(
         slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
     )
-    shut = []
-    # Locked in the common lock order, so that no launch can claim a slot between its judgement and
-    # its transition.
-    found_on_sale = rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
-    seen = host(conn, node_id)
-    for slot in found_on_sale:
-        found = judge(conn, slot, proofs.current(conn, slot), seen)
-        if found:
-            why = "; ".join(f"{row.code}: {row.detail}" for row in found)
-            evidence = {**act.evidence, "blockers": [row.document() for row in found]}
-            own = act.because(f"gate closed: {why}", evidence)
-            advance(conn, "slot", slot.id, "disable", own, columns={"available_proof_id": None})
-            shut.append(str(slot.id))
-    return shut
+    return rows.every(conn, query.order_by(slots.c.id).with_for_update(), Slot)
 
 
 def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
@@ -164,25 +180,20 @@ def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
 
     The caller holds the locks of the node and the slot, taken in this order.
     """
-    found = judge(conn, slot, proof)
-    wanted = slot.wanted == SlotState.AVAILABLE
-    columns: dict[str, Any] = {
-        "last_proof_id": proof.id,
-        "health_state": HealthState.HEALTHY.value,
-        "health_detail": {},
-    }
+    closed_by = judge(conn, slot, proof)
+    columns: dict[str, Any] = {"last_proof_id": proof.id, **HEALTHY}
     evidence = {**act.evidence, "proof_id": proof.id}
-    if wanted and not found:
+    if slot.wanted == SlotState.AVAILABLE and not closed_by:
         columns["available_proof_id"] = proof.id
         return advance(
             conn, "slot", slot.id, "return", act.because(act.reason, evidence), columns=columns
         )
-    for row in found:
+    for row in closed_by:
         if row.code in FAILING:
             detail = {"code": row.code, "reason": row.detail}
             columns |= {"health_state": HealthState.DEGRADED.value, "health_detail": detail}
-    why = "; ".join(row.code for row in found) if found else "it is wanted disabled"
-    evidence["blockers"] = [row.document() for row in found]
+    why = "; ".join(row.code for row in closed_by) if closed_by else "it is wanted disabled"
+    evidence["blockers"] = [row.document() for row in closed_by]
     parked = act.because(f"{act.reason}; disabled: {why}", evidence)
     return advance(conn, "slot", slot.id, "park", parked, columns=columns)
 
@@ -190,8 +201,8 @@ def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
 def _drift(slot: Slot) -> str:
     """Drift of an idle slot. The detail of a slot in clean-up is older than its verification."""
     detail = slot.health_detail
-    known = detail.get("step") == drift.STEP and slot.status in drift.IDLE
-    return str(detail["reason"]) if known else ""
+    idle_drift = detail.get("step") == drift.STEP and slot.status in drift.IDLE
+    return str(detail["reason"]) if idle_drift else ""
 
 
 def _proof(record: Proof | None) -> DiskProof | None:
@@ -218,19 +229,6 @@ def _sighting(record: Discovery | Parity | None) -> Sighting | None:
         document=record.document,
         failures=getattr(record, "failures", 0),
     )
-
-
-def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
-    """Disable the node's available slots and return their ids. `wanted` stays unchanged."""
-    query = sa.select(slots.c.id).where(
-        slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE
-    )
-    # Locked in the common lock order. A slot that a launch took in the meantime is not available.
-    locked = conn.execute(query.order_by(slots.c.id).with_for_update())
-    closed = [str(slot) for slot in locked.scalars()]
-    for slot_id in closed:
-        advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
-    return closed
 
 
 # Remedy when a write-off has no reason. The audit needs the reason of the person who gives up.

@@ -12,7 +12,6 @@ from reconciler.db.journal import advance
 from reconciler.db.schema import Allocation, Discovery, Node, Parity, Task, nodes, slots, tasks
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import slots as slot_life
-from reconciler.lifecycle.gate import close
 from reconciler.model import transitions
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
@@ -78,9 +77,7 @@ def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, addr
     if not (interface and address) or node.fabric_interface or node.fabric_address:
         return node
     values = {"fabric_interface": interface, "fabric_address": address}
-    conn.execute(
-        sa.update(nodes).where(nodes.c.id == id).values(generation=nodes.c.generation + 1, **values)
-    )
+    node_records.update(conn, id, **values)
     journal.audit(conn, act, "node.fabric.learned", "node", id, detail=values)
     return node_records.get(conn, id)
 
@@ -112,7 +109,7 @@ def maintain(conn: sa.Connection, id: str, act: Act) -> Node:
     with locks.node(conn, id):
         # Close the gate first, so that the in-use check below sees every launch that already has a
         # slot. A launch that has only chosen a slot does not get it.
-        close(conn, id, act.because("the node is in maintenance"))
+        gate.close(conn, id, act.because("the node is in maintenance"))
         node_records.refuse_in_use(conn, id)
         return node_records.by_admin(conn, id, "maintain", act)
 
@@ -131,7 +128,7 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Node:
     else:
         node_records.require_clean(node)
     # Close the gate first, so that the in-use check below sees every launch that has a slot.
-    close(conn, id, act.because("the node is retired"))
+    gate.close(conn, id, act.because("the node is retired"))
     node_records.refuse_in_use(conn, id, busy=node_records.AT_WORK if lost else node_records.BUSY)
     given_up = slot_life.written_off_slots(conn, id, act)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
@@ -151,7 +148,7 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
     if node.mode == f"converting_to_{to}":
         return node
     node_records.require_clean(node)
-    close(conn, id, act.because(f"conversion to {to} begins"))
+    gate.close(conn, id, act.because(f"conversion to {to} begins"))
     node_records.refuse_in_use(conn, id)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     journal.audit(conn, act, "admin.node.converted", "node", id, detail={"to": to})
@@ -177,25 +174,15 @@ def converted(conn: sa.Connection, id: str, act: Act) -> Node:
     return advance(conn, "node_mode", id, "converted", act)
 
 
-def conversion_reverted(conn: sa.Connection, id: str, act: Act) -> Node:
-    """Record that the host has reverted the conversion."""
-    return advance(conn, "node_mode", id, "revert", act)
-
-
 def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
     """Switch the sale of slices on or off. On needs approved slots and passing parity."""
     node = rows.get(conn, Node, id, lock=True)
     if on:
         approved = sa.select(slots.c.id).where(slots.c.node_id == id, slots.c.retired_at.is_(None))
         parity = reports.latest_parity(conn, id)
-        missing = [
-            what
-            for what, there in (
-                ("approved slots", rows.first(conn, approved) is not None),
-                ("a passing parity report", parity is not None and not parity.failures),
-            )
-            if not there
-        ]
+        missing = [] if rows.first(conn, approved) else ["approved slots"]
+        if parity is None or parity.failures:
+            missing.append("a passing parity report")
         if missing:
             raise Problem(
                 "scheduling_not_ready",
@@ -204,8 +191,7 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
                 found=f"no {' and no '.join(missing)}",
                 remedy="approve slots, bind the topology and run parity first",
             )
-    update = sa.update(nodes).where(nodes.c.id == id)
-    conn.execute(update.values(generation=nodes.c.generation + 1, slice_scheduling=on))
+    node_records.update(conn, id, slice_scheduling=on)
     detail = {"from": node.slice_scheduling, "to": on}
     journal.audit(conn, act, "admin.node.scheduling", "node", id, detail=detail)
     return node_records.get(conn, id)
@@ -232,21 +218,21 @@ def observed(
     newer. Neither is trusted, and the host is verified again.
     """
     node = rows.get(conn, Node, node_id, lock=True)
-    known = {
+    identifiers = {
         name: str(identity.get(name) or getattr(node, name))
         for name in ("boot_id", "machine_id", "host_key")
     }
-    install = install_id(known["machine_id"], known["host_key"])
+    install = install_id(identifiers["machine_id"], identifiers["host_key"])
     changed = [
         name
-        for name, value in (("boot", known["boot_id"]), ("installation", install))
+        for name, value in (("boot", identifiers["boot_id"]), ("installation", install))
         if value != getattr(node, "boot_id" if name == "boot" else "install_id")
     ]
     learned = node.boot_learned_at or 0.0
     if changed and began is not None and began < learned:
         _doubt(conn, node, act.because(f"gate closed: another {' and '.join(changed)}, seen late"))
         return True
-    values: dict[str, Any] = {**known, "install_id": install, "last_contact_at": clock.now()}
+    values: dict[str, Any] = {**identifiers, "install_id": install, "last_contact_at": clock.now()}
     if changed:
         values["boot_learned_at"] = clock.now()
     if reboot_required is not None:
@@ -254,7 +240,7 @@ def observed(
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**values))
     if changed or reboot_required:
         reason = f"new {' and '.join(changed)}" if changed else "the host must be rebooted"
-        gate.close(conn, node_id, act.because(f"gate closed: {reason}", {"identity": known}))
+        gate.close(conn, node_id, act.because(f"gate closed: {reason}", {"identity": identifiers}))
     return bool(changed)
 
 
@@ -367,12 +353,6 @@ def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
     return True
 
 
-def lost_nodes(conn: sa.Connection) -> list[Node]:
-    """List the nodes that are unreachable."""
-    query = sa.select(nodes).where(nodes.c.state == NodeState.UNREACHABLE)
-    return rows.every(conn, query.order_by(nodes.c.id), Node)
-
-
 # The order matters: parity compares with the discovery, and a parity pass opens the gate.
 _VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 
@@ -405,8 +385,8 @@ def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
     Nodes with a renewal under way, or with a recent attempt, are left out.
     """
     now = clock.read(conn)
-    found = certificates.ends_where(conn, nodes.c.state.not_in(_NOT_RENEWED)).items()
-    at = {node_id: until for node_id, until in found if now < until <= now + within_s}
+    ends = certificates.ends_where(conn, nodes.c.state.not_in(_NOT_RENEWED)).items()
+    at = {node_id: until for node_id, until in ends if now < until <= now + within_s}
     tried = sa.exists().where(
         tasks.c.node_id == nodes.c.id,
         tasks.c.kind == TaskKind.NODE_ENROL,
@@ -445,16 +425,16 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
     The certificate is signed here and travels in the task's parameters, because a re-attached run
     must get the same certificate. It takes effect once the host has it.
     """
-    known = certificates.current(conn, node_id)
+    certificate = certificates.current(conn, node_id)
     for task in task_queue.every(conn, node_id=node_id, kind=TaskKind.NODE_ENROL, limit=1):
         if task.finished_at is None:
             return task
-    signed = ca.certify_host(ca.open_trust(settings.state_dir), known.public_key, node_id)
+    signed = ca.certify_host(ca.open_trust(settings.state_dir), certificate.public_key, node_id)
     item = task_queue.Enqueue(
         kind=TaskKind.NODE_ENROL,
         node_id=node_id,
         subject_kind="node",
         subject_id=node_id,
-        parameters={"certificate": signed, "public_key": known.public_key},
+        parameters={"certificate": signed, "public_key": certificate.public_key},
     )
     return task_queue.add(conn, item, act)

@@ -6,6 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -79,10 +80,10 @@ def beside(
     """Merge sorted queries by their first column, so that memory holds the rows of one key."""
     streams = (_in_order(conn, number, query) for number, query in enumerate(queries))
     for key, rows_of in groupby(heapq.merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
-        found: tuple[list[Record], ...] = tuple([] for _ in queries)
+        parts: tuple[list[Record], ...] = tuple([] for _ in queries)
         for _, number, row in rows_of:
-            found[number].append(row)
-        yield key, found
+            parts[number].append(row)
+        yield key, parts
 
 
 def _in_order(
@@ -108,14 +109,14 @@ def history_told(conn: sa.Connection) -> Found:
             last = now[0]["state"] if now and entity == "node_mode" else None
             for row in written:
                 if row["gap"]:
-                    said = f"comes from {row['source']}, it was {row['before']}"
-                    yield Violation("I20", f"{entity} {key}", f"history row {row['id']} {said}")
+                    gap = f"comes from {row['source']}, it was {row['before']}"
+                    yield Violation("I20", f"{entity} {key}", f"history row {row['id']} {gap}")
                 if row["after"] is None:
                     last = row["target"]
             if now and last != now[0]["state"]:
                 seen = "nothing" if last is None else last
-                found = f"{now[0]['state']}, its history ends with {seen}"
-                yield Violation("I20", f"{entity} {key}", found)
+                problem = f"{now[0]['state']}, its history ends with {seen}"
+                yield Violation("I20", f"{entity} {key}", problem)
 
 
 def _gaps_and_ends(entity: str) -> sa.Select[Any]:
@@ -127,8 +128,8 @@ def _gaps_and_ends(entity: str) -> sa.Select[Any]:
     query = sa.select(*row, before.label("before"), after.label("after"))
     chain = query.where(history.c.entity == entity).subquery()
     gap = sa.and_(chain.c.before.is_not(None), chain.c.before != chain.c.source)
-    found = sa.select(chain, gap.label("gap"))
-    return found.where(sa.or_(gap, chain.c.after.is_(None)))
+    ends_and_gaps = sa.select(chain, gap.label("gap"))
+    return ends_and_gaps.where(sa.or_(gap, chain.c.after.is_(None)))
 
 
 def usage_counted(conn: sa.Connection) -> Found:
@@ -142,25 +143,25 @@ def usage_counted(conn: sa.Connection) -> Found:
     recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
     sold = (claims.c[name] for name in _SOLD)
     held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
-    for key, (began, records, own) in beside(conn, first, recorded, held):
+    for key, (began, records, claimed) in beside(conn, first, recorded, held):
         if len(records) != len(began):
-            told = f"{len(records)} usage records, {'ever' if began else 'never'} active"
-            yield Violation("CTRL-14", f"allocation {key}", told)
+            problem = f"{len(records)} usage records, {'ever' if began else 'never'} active"
+            yield Violation("CTRL-14", f"allocation {key}", problem)
             continue
         if not began:
             continue
         (record,) = records
-        last, state = _end_of(own, record)
+        last, state = _end_of(claimed, record)
         for name, expected in (
             ("started_at", began[0]["activated_at"]),
             ("ended_at", last),
             ("end_state", state),
-            ("claims", _sold(own)),
+            ("claims", _sold(claimed)),
         ):
             seen = _sold(record[name]) if name == "claims" else record[name]
             if seen != expected:
-                told = f"usage record with {name} {seen}, from allocation and claims {expected}"
-                yield Violation("CTRL-14", f"allocation {key}", told)
+                problem = f"usage record with {name} {seen}, from allocation and claims {expected}"
+                yield Violation("CTRL-14", f"allocation {key}", problem)
 
 
 def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
@@ -172,7 +173,7 @@ def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
 
 
 def _sold(listed: list[Record]) -> list[tuple[str, ...]]:
-    return sorted(tuple(str(one[name]) for name in _SOLD) for one in listed)
+    return sorted(tuple(str(claim[name]) for name in _SOLD) for claim in listed)
 
 
 # Every worker checks deadlines every few seconds. A deadline that ends a run takes GRACE_S more.
@@ -229,8 +230,8 @@ def whole_or_sliced(conn: sa.Connection) -> Found:
     ):
         for claim in _live(conn, kind):
             if modes[claim.node_id] != mode:
-                found = f"live on node {claim.node_id} in mode {modes[claim.node_id]}"
-                yield Violation("I2", f"claim {claim.id}", found)
+                problem = f"live on node {claim.node_id} in mode {modes[claim.node_id]}"
+                yield Violation("I2", f"claim {claim.id}", problem)
 
 
 def committed_together(conn: sa.Connection) -> Found:
@@ -240,44 +241,41 @@ def committed_together(conn: sa.Connection) -> Found:
         live[claim.allocation_id].append(claim)
     for row in stream(conn, sa.select(allocations.c.id, allocations.c.state)):
         expected = _CLAIMS_OF.get(row["state"])
-        found = {claim.state for claim in live.get(row["id"], ())}
-        if found != ({expected} if expected else set()):
-            said = f"{row['state']}, with claims {', '.join(sorted(found)) or 'none'}"
-            yield Violation("I3", f"allocation {row['id']}", said)
+        states = {claim.state for claim in live.get(row["id"], ())}
+        if states != ({expected} if expected else set()):
+            problem = f"{row['state']}, with claims {', '.join(sorted(states)) or 'none'}"
+            yield Violation("I3", f"allocation {row['id']}", problem)
     held = {claim.slot_id: claim for listed in live.values() for claim in listed if claim.slot_id}
     for slot in rows.every(conn, sa.select(slots), Slot):
         holding = held.get(slot.id)
         state, status = (holding.state if holding else ""), slot.status
         fine = status == state if status in _HELD else not state or status in _BEING_PROVEN
         if not fine or (holding and holding.disk_generation != slot.disk_generation):
-            said = f"{status} at disk generation {slot.disk_generation}, its claim"
+            problem = f"{status} at disk generation {slot.disk_generation}, its claim"
             theirs = f"{state} at {holding.disk_generation}" if holding else "none"
-            yield Violation("I3", f"slot {slot.id}", f"{said} {theirs}")
+            yield Violation("I3", f"slot {slot.id}", f"{problem} {theirs}")
 
 
 def proven(conn: sa.Connection) -> Found:
     """I4, I6: an available slot has a proof that is newer than every use of its disk."""
-    known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
+    in_use = _proofs_in_use(conn)
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
-    left: dict[str, float] = {}
+    left = cache(partial(exclusive_ended_at, conn))
     for slot in _on_sale(conn):
-        proof = known.get(slot.available_proof_id or "")
+        proof = in_use.get(slot.available_proof_id or "")
         if proof is None:
             yield Violation("I4", f"slot {slot.id}", "available without a proof")
             continue
-        node_id = slot.node_id
-        if node_id not in left:
-            left[node_id] = exclusive_ended_at(conn, node_id)
-        for wrong, found in (
+        for wrong, problem in (
             (proof.disk_identity != slot.nvme_identity, "a proof of another disk"),
             (proof.node_id != slot.node_id, "a proof from another node"),
             (proof.disk_generation != slot.disk_generation, "a proof from before its tenant"),
-            (proof.created_at < left[node_id], "a proof from before the machine's tenant"),
+            (proof.created_at < left(slot.node_id), "a proof from before the machine's tenant"),
             (proof.install_id != installed[slot.node_id], "a proof to another installation"),
             (not _says_clean(slot, proof), f"a {proof.kind} proof that does not say so"),
         ):
             if wrong:
-                yield Violation("I4", f"slot {slot.id}", f"available with {found}")
+                yield Violation("I4", f"slot {slot.id}", f"available with {problem}")
 
 
 def fenced(conn: sa.Connection) -> Found:
@@ -285,13 +283,14 @@ def fenced(conn: sa.Connection) -> Found:
     fences = _pairs(conn, slots.c.id, slots.c.fence)
     for claim in _live(conn, ClaimKind.SLICE):
         if claim.fence > fences[claim.slot_id or ""]:
-            found = f"fence {claim.fence}, of its slot {fences[claim.slot_id or '']}"
-            yield Violation("I10", f"claim {claim.id}", found)
-    for task in _tasks(conn, *DUE, TaskState.RUNNING):
+            problem = f"fence {claim.fence}, of its slot {fences[claim.slot_id or '']}"
+            yield Violation("I10", f"claim {claim.id}", problem)
+    open_tasks = sa.select(tasks).where(tasks.c.state.in_((*DUE, TaskState.RUNNING)))
+    for task in rows.every(conn, open_tasks, Task):
         for slot_id, fence in task.fences.items():
             if fence > fences.get(slot_id, fence):
-                found = f"fence {fence} for slot {slot_id}, which is at {fences[slot_id]}"
-                yield Violation("I10", f"task {task.id}", found)
+                problem = f"fence {fence} for slot {slot_id}, which is at {fences[slot_id]}"
+                yield Violation("I10", f"task {task.id}", problem)
 
 
 def in_time(conn: sa.Connection) -> Found:
@@ -314,27 +313,27 @@ def recovered_by_proof(conn: sa.Connection) -> Found:
     for case in stream(conn, query):
         count = len(case["slot_ids"])
         named = sa.select(sa.func.count()).where(proof_table.c.id.in_(case["proof_ids"]))
-        known = conn.execute(named).scalar_one()
-        if known != count:
-            found = f"recovered with {known} proofs for {count} slots"
-            yield Violation("I4", f"recovery_case {case['id']}", found)
+        named_count = conn.execute(named).scalar_one()
+        if named_count != count:
+            problem = f"recovered with {named_count} proofs for {count} slots"
+            yield Violation("I4", f"recovery_case {case['id']}", problem)
 
 
 def unknown_frees_nothing(conn: sa.Connection) -> Found:
     """I13: after a lost run, a slot is sold only with a newer wipe proof."""
-    known = {row.id: row for row in rows.every(conn, _proofs_in_use(), Proof)}
+    in_use = _proofs_in_use(conn)
     holders = _last_holders(conn)
     last = sa.func.max(sa.func.coalesce(tasks.c.finished_at, 0.0))
     query = sa.select(tasks.c.allocation_id, last).where(tasks.c.state == TaskState.LOST)
     lost = {row[0]: row[1] for row in conn.execute(query.group_by(tasks.c.allocation_id))}
     for slot in _on_sale(conn):
         at = lost.get(holders.get((slot.id, slot.disk_generation), ""))
-        proof = known.get(slot.available_proof_id or "")
+        proof = in_use.get(slot.available_proof_id or "")
         if at is None or proof is None:
             continue
         if proof.kind != ProofKind.WIPE or proof.created_at < at:
-            found = f"available by a {proof.kind} proof, a lost run of its last tenant unanswered"
-            yield Violation("I13", f"slot {slot.id}", found)
+            problem = f"available by a {proof.kind} proof, a lost run of its last tenant unanswered"
+            yield Violation("I13", f"slot {slot.id}", problem)
 
 
 def this_boot(conn: sa.Connection) -> Found:
@@ -342,7 +341,7 @@ def this_boot(conn: sa.Connection) -> Found:
     by_node: dict[str, list[Slot]] = defaultdict(list)
     for slot in _on_sale(conn):
         by_node[slot.node_id].append(slot)
-    for node_id, found in by_node.items():
+    for node_id, on_sale in by_node.items():
         node = rows.get(conn, Node, node_id)
         parity = reports.latest_parity(conn, node_id)
         why = "reboot required" if node.reboot_required else ""
@@ -360,19 +359,16 @@ def this_boot(conn: sa.Connection) -> Found:
             ):
                 why = f"{name} of another boot or installation"
         if why:
-            ids = ", ".join(slot.id for slot in found)
+            ids = ", ".join(slot.id for slot in on_sale)
             yield Violation("I16", f"node {node_id}", f"{why}, and on sale: {ids}")
 
 
 def unblocked(conn: sa.Connection) -> Found:
     """I16: no available slot has a blocker from the latest discovery."""
-    hosts: dict[str, gate.Host] = {}
+    host = cache(partial(gate.host, conn))
     for slot in _on_sale(conn):
-        node_id = slot.node_id
-        if node_id not in hosts:
-            hosts[node_id] = gate.host(conn, node_id)
-        found = gate.judge(conn, slot, proofs.current(conn, slot), hosts[node_id])
-        codes = [row.code for row in found if row.code.startswith("discovery:")]
+        blockers = gate.judge(conn, slot, proofs.current(conn, slot), host(slot.node_id))
+        codes = [row.code for row in blockers if row.code.startswith("discovery:")]
         if codes:
             yield Violation("I16", f"slot {slot.id}", f"on sale with {', '.join(codes)}")
 
@@ -421,8 +417,9 @@ def _on_sale(conn: sa.Connection) -> list[Slot]:
     return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE), Slot)
 
 
-def _proofs_in_use() -> sa.Select[Any]:
-    return sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+def _proofs_in_use(conn: sa.Connection) -> dict[str, Proof]:
+    query = sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+    return {proof.id: proof for proof in rows.every(conn, query, Proof)}
 
 
 def _says_clean(slot: Slot, proof: Proof) -> bool:
@@ -441,7 +438,3 @@ def _last_holders(conn: sa.Connection) -> dict[tuple[str, int], str]:
     query = sa.select(*columns).join(slots, this)
     query = query.where(claims.c.kind == ClaimKind.SLICE, slots.c.status == SlotState.AVAILABLE)
     return {(slot, number): key for slot, number, key in conn.execute(query)}
-
-
-def _tasks(conn: sa.Connection, *states: TaskState) -> list[Task]:
-    return rows.every(conn, sa.select(tasks).where(tasks.c.state.in_(states)), Task)

@@ -93,13 +93,26 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     image, node = _named(conn, launch, node_id)
     with batch_insert(conn):
         allocation = _record(conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image.id)
-        own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
+        slot_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
         held = [
-            claim_slot(conn, allocation.id, slot, position, own)
+            claim_slot(conn, allocation.id, slot, position, slot_act)
             for position, slot in enumerate(chosen)
         ]
-        extra = {**_parameters(launch, image), "boot_id": node["boot_id"]}
-        item = _item(allocation, TaskKind.SLICE_VM_PROVISION, held, extra=extra)
+        item = _item(
+            allocation,
+            TaskKind.SLICE_VM_PROVISION,
+            held,
+            allocation={
+                "id": allocation.id,
+                "username": launch.username,
+                "ssh_keys": list(launch.ssh_keys),
+                "hostname": launch.hostname,
+            },
+            image={name: value for name, value in vars(image).items() if name != "created_at"},
+            runtime_profile=launch.runtime_profile,
+            parameters=dict(launch.parameters),
+            boot_id=node["boot_id"],
+        )
         task = queue.add(conn, item, act)
     # Equal to the result of a fresh `get`, without another read.
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
@@ -111,9 +124,9 @@ def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     node, discovery = baremetal.reserve(conn, launch.want)
     document = discovery.document
     allocation = _record(conn, launch, act, vars(node), gpu_count=gpu_count(document))
-    own = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
+    claim_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
     disks = tenant_disks(document, proofs.taken_over(conn, node))
-    claim_node(conn, allocation.id, node.id, own, disks=disks)
+    claim_node(conn, allocation.id, node.id, claim_act, disks=disks)
     baremetal.queue_provision(conn, allocation, node.boot_id, act)
     return allocation_records.get(conn, allocation.id)
 
@@ -257,13 +270,13 @@ def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Image, Re
     Raises a Problem when the project or the image does not exist.
     """
     how = "id" if launch.image_id else "version" if launch.image_version else "name"
-    wanted = {"image": launch.image_id or launch.image, "version": launch.image_version}
-    given = {"node": node_id, "project": launch.project_id, **wanted}
-    found = conn.execute(_naming(how), given).mappings().first()
-    if found is None:
+    image = {"image": launch.image_id or launch.image, "version": launch.image_version}
+    given = {"node": node_id, "project": launch.project_id, **image}
+    record = conn.execute(_naming(how), given).mappings().first()
+    if record is None:
         _require_image(conn, launch)
         raise not_found("node", node_id)
-    row = dict(found)
+    row = dict(record)
     node = {name: row.pop(f"node_{name}") for name in _OF_NODE}
     return Image(**row), node
 
@@ -282,36 +295,17 @@ def _naming(how: str) -> sa.Select[Any]:
     return query.where(image_table.c.version == version) if how == "version" else query
 
 
-def _parameters(launch: Launch, image: Image) -> dict[str, Any]:
-    return {
-        "allocation": {
-            "username": launch.username,
-            "ssh_keys": list(launch.ssh_keys),
-            "hostname": launch.hostname,
-        },
-        "image": {name: value for name, value in vars(image).items() if name != "created_at"},
-        "runtime_profile": launch.runtime_profile,
-        "parameters": dict(launch.parameters),
-    }
-
-
 def _item(
-    allocation: Allocation,
-    kind: TaskKind,
-    held: Sequence[Claim],
-    *,
-    extra: Mapping[str, Any] | None = None,
+    allocation: Allocation, kind: TaskKind, held: Sequence[Claim], /, **parameters: Any
 ) -> queue.Enqueue:
     slots = run_bundles(held)
-    given = dict(extra or {})
-    named = {"id": allocation.id, **given.pop("allocation", {})}
     return queue.Enqueue(
         kind=kind,
         node_id=allocation.node_id,
         subject_kind="allocation",
         subject_id=allocation.id,
         allocation_id=allocation.id,
-        parameters={"allocation": named, "slots": slots, **given},
+        parameters={"allocation": {"id": allocation.id}, "slots": slots, **parameters},
         fences={slot["slot_id"]: slot["fence"] for slot in slots},
     )
 
@@ -335,10 +329,10 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) ->
             "state": TaskState.CANCELED.value,
             **NOTHING_DONE,
         }
-        own = act.because("withdrawn before any run began", evidence)
+        slot_act = act.because("withdrawn before any run began", evidence)
         # End the claims first: the schema refuses to sell a slot under a live claim (I4).
-        move_claims(conn, id, "finish", own)
+        move_claims(conn, id, "finish", slot_act)
         for slot in held_slots(conn, id):
             proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
-            gate.give_back(conn, slot, proof, own)
-        advance(conn, "allocation", id, "withdraw", own, columns={"ended_at": clock.now()})
+            gate.give_back(conn, slot, proof, slot_act)
+        advance(conn, "allocation", id, "withdraw", slot_act, columns={"ended_at": clock.now()})

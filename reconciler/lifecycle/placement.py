@@ -66,9 +66,9 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
         passed: set[str] = set()
         # Every node with a slice ranks above every node without slices.
         for sliced in (True, False):
-            found = _search(conn, want, passed, sliced=sliced)
-            if found is not None:
-                return found
+            reserved = _search(conn, want, passed, sliced=sliced)
+            if reserved is not None:
+                return reserved
         if not passed:
             raise NoRoom(want)
         _wait(conn, passed)
@@ -91,8 +91,8 @@ def refusal(conn: sa.Connection, want: Want) -> Problem | None:
 
     This judges one snapshot. `reserve` reads two, between which a node may get its first slice.
     """
-    found, explanation = judge(conn, want)
-    return None if found is not None else _no_capacity(explanation, want)
+    placement, explanation = judge(conn, want)
+    return None if placement is not None else _no_capacity(explanation, want)
 
 
 def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanation]:
@@ -108,9 +108,9 @@ def _search(
     while True:
         limit = _FIRST + len(seen) * _WIDER
         picture = likely(conn, want, limit, sliced=sliced, beside=seen)
-        found = _take(conn, picture, want, passed)
-        if found is not None or len(picture.nodes) < limit:
-            return found
+        reserved = _take(conn, picture, want, passed)
+        if reserved is not None or len(picture.nodes) < limit:
+            return reserved
         seen |= {node.id for node in picture.nodes}
 
 
@@ -123,15 +123,15 @@ def _take(
         places = _places(snapshot, want, passed, at_once if want.gpus == 1 else 1)
         if not places:
             return None
-        wanted = [slot_id for found in places for slot_id in found.slot_ids]
+        slot_ids = [slot_id for placement in places for slot_id in placement.slot_ids]
         if want.gpus > 1:
-            locked = _all_or_none(conn, wanted)
+            locked = _all_or_none(conn, slot_ids)
         else:
-            locked = _first(conn, wanted) if len(places) > 1 else _lock(conn, wanted, skip=True)
-        for found in places:
-            if set(found.slot_ids) <= set(locked):
-                return found.node_id, [locked[slot_id] for slot_id in found.slot_ids]
-            passed |= set(found.slot_ids) - set(locked)
+            locked = _first(conn, slot_ids) if len(places) > 1 else _lock(conn, slot_ids, skip=True)
+        for placement in places:
+            if set(placement.slot_ids) <= set(locked):
+                return placement.node_id, [locked[slot_id] for slot_id in placement.slot_ids]
+            passed |= set(placement.slot_ids) - set(locked)
         # Concurrent launches want the same slots in the same order, so request several at once.
         at_once = _AT_ONCE
 
@@ -141,17 +141,17 @@ def _places(snapshot: Snapshot, want: Want, passed: set[str], most: int) -> list
     places: list[Placement] = []
     without = set(passed)
     while len(places) < most:
-        found = place(snapshot.without(frozenset(without)) if without else snapshot, want)
-        if found is None:
+        placement = place(snapshot.without(frozenset(without)) if without else snapshot, want)
+        if placement is None:
             break
-        places.append(found)
-        without |= set(found.slot_ids)
+        places.append(placement)
+        without |= set(placement.slot_ids)
     return places
 
 
 def _lock(conn: sa.Connection, slot_ids: Sequence[str], *, skip: bool) -> dict[str, Slot]:
-    found = conn.execute(_locking(skip), {"ids": slot_ids}).mappings()
-    return {slot["id"]: Slot(**slot) for slot in found}
+    locked = conn.execute(_locking(skip), {"ids": slot_ids}).mappings()
+    return {slot["id"]: Slot(**slot) for slot in locked}
 
 
 def _all_or_none(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
@@ -175,8 +175,8 @@ def _wait(conn: sa.Connection, slot_ids: Collection[str]) -> None:
 def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
     """Lock the first unlocked slot, in the given order."""
     padded = [*slot_ids, *[""] * (_AT_ONCE - len(slot_ids))]
-    found = conn.execute(_choosing(), {f"id{at}": id for at, id in enumerate(padded)}).mappings()
-    return {slot["id"]: Slot(**slot) for slot in found}
+    locked = conn.execute(_choosing(), {f"id{at}": id for at, id in enumerate(padded)}).mappings()
+    return {slot["id"]: Slot(**slot) for slot in locked}
 
 
 @cache
@@ -258,8 +258,8 @@ def likely(
     place.score: first nodes with room on one NUMA node, then the fullest, then those with a
     nearly full NUMA node. Nothing is decided here, because each slot is judged later.
     """
-    wanted = {"region": want.region, "pool": want.pool, "id": want.node_id}
-    given = {name: value for name, value in wanted.items() if value}
+    requested = {"region": want.region, "pool": want.pool, "id": want.node_id}
+    given = {name: value for name, value in requested.items() if value}
     query = _likely(sliced, tuple(given), bool(want.profiles), bool(beside))
     values: dict[str, Any] = {f"wanted_{name}": value for name, value in given.items()}
     if want.profiles:
@@ -275,21 +275,21 @@ def _read(
     of_node: dict[str, list[Row]] = defaultdict(list)
     for slot in conn.execute(query, values or {}).mappings():
         of_node[slot["node_id"]].append(slot)
-    return Snapshot.of(_node(found) for found in of_node.values())
+    return Snapshot.of(_node(slot_rows) for slot_rows in of_node.values())
 
 
 @cache
 def _picture() -> sa.Select[Any]:
     """Query for one row per slot with its node's columns. The database computes the flags."""
-    host = ("region", "pool", "profile", "mode", "state", "health_state", "reboot_required")
-    own = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
+    node_columns = ("region", "pool", "profile", "mode", "state", "health_state", "reboot_required")
+    columns = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
     exclusive = slots.c.sharing_mechanism == SharingMechanism.EXCLUSIVE_DEVICE
     return (
         sa.select(
-            *(nodes.c[name] for name in host),
+            *(nodes.c[name] for name in node_columns),
             nodes.c.slice_scheduling,
             _SITE.scalar_subquery().label("site"),
-            *(slots.c[name] for name in own),
+            *(slots.c[name] for name in columns),
             *_PLACE,
             _complete().label("complete"),
             exclusive.label("exclusive_device"),
@@ -307,7 +307,9 @@ def _complete() -> sa.ColumnElement[bool]:
 
 
 @cache
-def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool) -> sa.Select[Any]:
+def _likely(
+    sliced: bool, requested: tuple[str, ...], profiles: bool, beside: bool
+) -> sa.Select[Any]:
     counted = _counted(sliced)
     host = nodes.alias("host")
     gpus = sa.bindparam("gpus", type_=sa.Integer)
@@ -318,7 +320,7 @@ def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool)
         host.c.health_state != HealthState.FAILED,
         host.c.reboot_required.is_(False),
         host.c.slice_scheduling.is_(True),
-        *(host.c[name] == sa.bindparam(f"wanted_{name}") for name in wanted),
+        *(host.c[name] == sa.bindparam(f"wanted_{name}") for name in requested),
         *some,
     )
     counts: sa.CTE | sa.Subquery
@@ -326,8 +328,8 @@ def _likely(sliced: bool, wanted: tuple[str, ...], profiles: bool, beside: bool)
         # Few nodes are left, so each is checked by a subquery. With a join, a planner that expects
         # almost no fit node, as it does while all nodes are alike, would count again for each.
         counts = counted.subquery("counts")
-        one = sa.select(sa.literal(1)).where(host.c.id == counts.c.node_id, fit).scalar_subquery()
-        best = sa.select(counts.c.node_id).where(one == 1)
+        fits = sa.select(sa.literal(1)).where(host.c.id == counts.c.node_id, fit).scalar_subquery()
+        best = sa.select(counts.c.node_id).where(fits == 1)
     else:
         # Nodes without slices may be the whole site. They are counted once, and two sets exclude
         # the rest, because PostgreSQL hashes these sets at any estimated size.
@@ -355,9 +357,9 @@ def _counted(sliced: bool) -> sa.Select[Any]:
     query = sa.select(slots.c.node_id, counted.label("free"))
     parts = _free(query, sliced).group_by(slots.c.node_id, slots.c.numa_node).subquery("parts")
     free = parts.c.free
-    found = (sa.func.sum(free).label("free"), sa.func.max(free).label("together"))
+    sums = (sa.func.sum(free).label("free"), sa.func.max(free).label("together"))
     least = sa.func.min(free).label("least")
-    return sa.select(parts.c.node_id, *found, least).group_by(parts.c.node_id)
+    return sa.select(parts.c.node_id, *sums, least).group_by(parts.c.node_id)
 
 
 def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
@@ -383,16 +385,16 @@ def _literal(state: SlotState) -> sa.ColumnElement[str]:
     return sa.literal_column(f"'{state.value}'", sa.Text)
 
 
-def _node(found: list[Row]) -> NodeView:
-    node = found[0]
+def _node(slot_rows: list[Row]) -> NodeView:
+    node = slot_rows[0]
     return NodeView(
         id=node["node_id"],
         region=node["region"],
         pool=node["pool"],
         profile=node["profile"],
         refusal=_refusal(node) or ("" if node["site"] else "site_off"),
-        slots=tuple(map(_slot, found)),
-        nvlink_sets=_nvlink_sets(found),
+        slots=tuple(map(_slot, slot_rows)),
+        nvlink_sets=_nvlink_sets(slot_rows),
     )
 
 
@@ -413,9 +415,9 @@ def _slot(slot: Row) -> SlotView:
     )
 
 
-def _nvlink_sets(found: Iterable[Row]) -> NvlinkSets:
+def _nvlink_sets(slot_rows: Iterable[Row]) -> NvlinkSets:
     """NVLink sets from the hardware profile, as stored when each slot was approved."""
-    listed: list[Any] = [slot["nvlink_sets"] or [] for slot in found]
+    listed: list[Any] = [slot["nvlink_sets"] or [] for slot in slot_rows]
     return frozenset(frozenset(modules) for sets in listed for modules in sets)
 
 

@@ -115,7 +115,7 @@ def refuse(allocation: Allocation, held: list[Slot]) -> None:
     _require_slices(allocation)
     state = allocation.state
     releasing = any(slot.status == SlotState.RELEASING for slot in held)
-    for wrong, code, found, remedy in (
+    for wrong, code, finding, remedy in (
         (
             state == AllocationState.ACTIVE,
             "allocation_active",
@@ -130,7 +130,7 @@ def refuse(allocation: Allocation, held: list[Slot]) -> None:
         ),
     ):
         if wrong:
-            raise Problem(code, 409, expected=_STUCK, found=found, remedy=remedy)
+            raise Problem(code, 409, expected=_STUCK, found=finding, remedy=remedy)
 
 
 def _require_slices(allocation: Allocation) -> None:
@@ -148,7 +148,7 @@ def _require_healthy_node(conn: sa.Connection, allocation: Allocation) -> None:
     node = rows.get(conn, Node, allocation.node_id)
     unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
     unready = node.state not in (NodeState.READY, *DRAINED)
-    for wrong, code, found, remedy in (
+    for wrong, code, finding, remedy in (
         (
             allocation.state == AllocationState.RELEASED,
             "allocation_released",
@@ -170,7 +170,7 @@ def _require_healthy_node(conn: sa.Connection, allocation: Allocation) -> None:
     ):
         if wrong:
             raise Problem(
-                code, 409, expected=f"{_STUCK} on a healthy node", found=found, remedy=remedy
+                code, 409, expected=f"{_STUCK} on a healthy node", found=finding, remedy=remedy
             )
 
 

@@ -169,9 +169,9 @@ def play(conn: sa.Connection, case_id: str) -> RecoveryCase | None:
             if refusal.code == "generation_conflict":
                 raise
             if refusal.code in _PASSING:
-                return _wait(conn, case, refusal.told(), act)
+                return _wait(conn, case, refusal.to_dict(), act)
             why = f"{refusal.code}: {refusal.found}"
-            return _fail(conn, case, refusal.told(), act.because(why))
+            return _fail(conn, case, refusal.to_dict(), act.because(why))
 
 
 def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> bool:

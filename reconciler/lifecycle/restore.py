@@ -27,7 +27,7 @@ def doubt(
     """Close every gate until its host is discovered and proven, and leap over unknown fences.
 
     The records lack all use of disks since the backup, so earlier proofs do not count.
-    backup: its name, by which `told` finds the result. ended: results of earlier restore steps.
+    backup: its name, by which `result` finds the result. ended: results of earlier restore steps.
     """
     closed: list[str] = []
     for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
@@ -53,7 +53,7 @@ def doubt(
     return done
 
 
-def told(conn: sa.Connection, backup: str) -> dict[str, Any] | None:
+def result(conn: sa.Connection, backup: str) -> dict[str, Any] | None:
     """The result of `doubt` for this backup. None if it has not run."""
     for row in journal.audit_rows(conn, action=_DONE, subject_id=backup):
         return dict(row.detail)

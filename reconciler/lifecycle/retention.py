@@ -58,14 +58,14 @@ def done(conn: sa.Connection, ids: Collection[str], *, age_s: float) -> set[str]
 
 def _done(age_s: float) -> sa.ColumnElement[bool]:
     named = slots.c.health_detail["allocation_id"].as_string()
-    wanted = sa.exists().where(
+    needed = sa.exists().where(
         allocations.c.id == tasks.c.allocation_id, allocations.c.state.not_in(_OVER)
     )
     unclean = sa.exists().where(slots.c.status.in_(_UNCLEAN), named == tasks.c.allocation_id)
     return sa.and_(
         tasks.c.state.not_in((*DUE, TaskState.RUNNING)),
         clock.now() - tasks.c.finished_at > age_s,
-        ~wanted,
+        ~needed,
         ~unclean,
     )
 

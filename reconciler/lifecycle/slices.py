@@ -45,8 +45,7 @@ def provision_succeeded(
     if not _in_state(conn, allocation_id, AllocationState.PROVISIONING):
         return False
     columns = {"connection": dict(connection), "activated_at": clock.now()}
-    healthy = {"health_state": HealthState.HEALTHY.value, "health_detail": {}}
-    advance_together(conn, allocation_id, "activate", act, columns=columns, on_slots=healthy)
+    advance_together(conn, allocation_id, "activate", act, columns=columns, on_slots=gate.HEALTHY)
     return True
 
 

@@ -100,7 +100,7 @@ def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     journal.audit(conn, act, "admin.slot.disabled", "slot", slot_id)
     if slot.status != SlotState.AVAILABLE:
         return slot_records.get(conn, slot_id)
-    return advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
+    return slot_gate.take_off_sale(conn, slot_id, act)
 
 
 def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
@@ -155,8 +155,8 @@ def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
             found="none",
             remedy=f"POST /api/v1/admin/nodes/{node.id}/slice-topology/discovery",
         )
-    found = (discovery.boot_id, discovery.install_id)
-    if found != (node.boot_id, node.install_id):
+    identity = (discovery.boot_id, discovery.install_id)
+    if identity != (node.boot_id, node.install_id):
         raise Problem(
             "discovery_stale",
             409,
@@ -172,18 +172,18 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
         query = sa.select(slots).where(
             slots.c[column] == columns[column], slots.c.retired_at.is_(None)
         )
-        found = rows.first(
+        other = rows.first(
             conn, query.where(slots.c.node_id == node_id) if on_node else query, Slot
         )
-        if found is not None:
-            where = "this node" if found.node_id == node_id else f"node {found.node_id}"
+        if other is not None:
+            where = "this node" if other.node_id == node_id else f"node {other.node_id}"
             raise Problem(
                 code,
                 409,
                 expected=f"{column.replace('_', ' ')} {columns[column]} in no other slot",
-                found=f"slot {found.slot_index} of {where} has it",
+                found=f"slot {other.slot_index} of {where} has it",
                 remedy="choose another, or withdraw that slot first",
-                detail={"slot_id": found.id},
+                detail={"slot_id": other.id},
             )
 
 
@@ -300,9 +300,9 @@ def _withdraw(
 ) -> Slot:
     # The next fence shuts out a run that is still alive. The next disk generation voids the proof
     # that a slot still has if it was idle when it was blocked.
-    own = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
+    slot_act = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
     columns = {"fence": slot.fence + 1, "disk_generation": slot.disk_generation + 1}
-    return advance(conn, "slot", slot.id, "withdraw", own, columns=columns)
+    return advance(conn, "slot", slot.id, "withdraw", slot_act, columns=columns)
 
 
 def _after(conn: sa.Connection, node_id: str, since: float) -> Discovery | None:

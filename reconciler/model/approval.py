@@ -94,14 +94,14 @@ def _refuse_identity(bundle: Bundle, document: Document) -> None:
             found=f"{bundle.nvme_device}, a name that can change at the next boot",
             remedy="name the disk by its by-id path",
         )
-    told = (bundle.identity, bundle.nvme_serial, bundle.nvme_size_bytes)
+    approved = (bundle.identity, bundle.nvme_serial, bundle.nvme_size_bytes)
     seen = (disk.get("identity"), disk.get("serial"), disk.get("size_bytes"))
-    if told != seen:
+    if approved != seen:
         raise Problem(
             "identity_mismatch",
             422,
             expected="identity {}, serial {}, {} bytes".format(*seen),
-            found="identity {}, serial {}, {} bytes".format(*told),
+            found="identity {}, serial {}, {} bytes".format(*approved),
             remedy="compare with the discovery: another disk may have taken this name",
         )
 
@@ -171,11 +171,11 @@ def _usable(text: str, bridge: str) -> bool:
 
 
 def _refuse_blockers(name: str, device: Document) -> None:
-    found = {blocker.code: blocker.detail for blocker in discovery.blockers_of(device)}
-    if found:
-        known = [code for code in GRAVITY if code in found]
-        code = known[0] if known else sorted(found)[0]
-        raise _blocked(code, name, found[code])
+    details = {blocker.code: blocker.detail for blocker in discovery.blockers_of(device)}
+    if details:
+        ranked = [code for code in GRAVITY if code in details]
+        code = ranked[0] if ranked else sorted(details)[0]
+        raise _blocked(code, name, details[code])
 
 
 def _blocked(code: str, name: str, detail: str) -> Problem:

@@ -52,14 +52,14 @@ _OTHERWISE: dict[tuple[str, str], str] = {
 
 def commands(entity: str, record: Mapping[str, Any], source: str) -> list[str]:
     """Commands that are possible for an entity in this state."""
-    found = (COMMANDS.get((entity, event)) for event in transitions.events(entity, source))
-    return [_told(command, record) for command in found if command]
+    texts = (COMMANDS.get((entity, event)) for event in transitions.events(entity, source))
+    return [_fill(command, record) for command in texts if command]
 
 
 def named(entity: str, record: Mapping[str, Any], event: str) -> str:
     """The command for an event; the event's name when only the service causes it."""
     command = COMMANDS.get((entity, event))
-    return f"`{_told(command, record)}`" if command else repr(event)
+    return f"`{_fill(command, record)}`" if command else repr(event)
 
 
 def sources(entity: str, event: str) -> list[str]:
@@ -74,10 +74,10 @@ def remedy(entity: str, record: Mapping[str, Any], source: str, event: str) -> s
         return f"nothing: it is {source} already"
     first = _before(entity, source, event)
     if first:
-        told = ", ".join(f"`{_told(COMMANDS[entity, step], record)}`" for step in first)
-        return f"{' and '.join(first)} first: {told}; then ask again"
+        steps = ", ".join(f"`{_fill(COMMANDS[entity, step], record)}`" for step in first)
+        return f"{' and '.join(first)} first: {steps}; then ask again"
     otherwise = _OTHERWISE.get((entity, source))
-    return _told(otherwise, record) if otherwise else f"read the {entity} and act on its state"
+    return _fill(otherwise, record) if otherwise else f"read the {entity} and act on its state"
 
 
 def _before(entity: str, source: str, event: str) -> list[str]:
@@ -98,5 +98,5 @@ def _targets(entity: str, event: str) -> set[str]:
     return {str(row.target) for row in rows if (row.entity, row.event) == (entity, event)}
 
 
-def _told(text: str, record: Mapping[str, Any]) -> str:
+def _fill(text: str, record: Mapping[str, Any]) -> str:
     return text.format_map({name: record.get(name) for name in ("id", "node_id", "project_id")})

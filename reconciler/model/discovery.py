@@ -121,18 +121,18 @@ def group_blockers(
     others: the other slots of the node. Such a device need not have a driver: an unsold GPU, or
     the GPU of a slot without a tenant yet, looks as free as an empty place.
     """
-    own = (bundle.gpu_pci_address, bundle.fabric_vf_pci_address)
+    used = (bundle.gpu_pci_address, bundle.fabric_vf_pci_address)
     whose = {str(row.get("address")): "no slot" for row in section(document, "gpu")}
     for other in others:
         for address in (other.gpu_pci_address, other.fabric_vf_pci_address):
             whose[address] = f"slot {other.slot_index}"
-    found = {}
-    for row in (gpu(document, own[0]), function(document, own[1])):
+    details = {}
+    for row in (gpu(document, used[0]), function(document, used[1])):
         for member in (row or {}).get("group_members", ()):
-            if member in whose and member not in own:
+            if member in whose and member not in used:
                 group = (row or {}).get("iommu_group", "")
-                found[member] = f"{member} of {whose[member]} is in IOMMU group {group} too"
-    return tuple(Blocker("group_shared", found[member]) for member in sorted(found))
+                details[member] = f"{member} of {whose[member]} is in IOMMU group {group} too"
+    return tuple(Blocker("group_shared", details[member]) for member in sorted(details))
 
 
 def bundle_blockers(
@@ -142,7 +142,7 @@ def bundle_blockers(
 
     use=False leaves out blockers about the use of the disk at the time of the discovery.
     """
-    found: list[Blocker] = []
+    blockers: list[Blocker] = []
     devices = {
         "gpu_not_found": (gpu(document, bundle.gpu_pci_address), bundle.gpu_pci_address),
         "disk_not_found": (disk_by_identity(document, bundle.identity), bundle.identity),
@@ -153,8 +153,8 @@ def bundle_blockers(
     }
     for code, (device, name) in devices.items():
         if device is None:
-            found.append(Blocker(code, f"{name} is not in the discovery"))
+            blockers.append(Blocker(code, f"{name} is not in the discovery"))
         else:
-            found.extend(blockers_of(device))
-    found.extend(group_blockers(document, bundle, others))
-    return tuple(blocker for blocker in found if use or blocker.code not in USE)
+            blockers.extend(blockers_of(device))
+    blockers.extend(group_blockers(document, bundle, others))
+    return tuple(blocker for blocker in blockers if use or blocker.code not in USE)

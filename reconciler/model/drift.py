@@ -69,7 +69,7 @@ class Records:
 
     @cached_property
     def allocation(self) -> dict[str, ExpectedAllocation]:
-        return {one.id: one for one in self.allocations}
+        return {allocation.id: allocation for allocation in self.allocations}
 
 
 @dataclass(frozen=True)
@@ -115,51 +115,55 @@ class Trace:
 
 def compare(holdings: Mapping[str, Any], records: Records) -> Findings:
     """All differences, with those of slots first."""
-    found = [*_losses(holdings, records), *_orphans(holdings, records), *_unfit(holdings, records)]
+    drift = [*_losses(holdings, records), *_orphans(holdings, records), *_unfit(holdings, records)]
     settled = {slot.id for slot in records.slots if slot.settled}
-    kept = [one for one in found if not one.slot_id or one.slot_id in settled]
+    kept = [row for row in drift if not row.slot_id or row.slot_id in settled]
     skipped = [slot.id for slot in records.slots if not slot.settled]
-    skipped += [one.id for one in records.allocations if not one.settled]
+    skipped += [row.id for row in records.allocations if not row.settled]
     unknown = {name: part["detail"] for name, part in holdings.items() if not part["known"]}
-    order = sorted(set(kept), key=lambda one: (not one.slot_id, one.slot_id, one.code, one.found))
+    order = sorted(set(kept), key=lambda row: (not row.slot_id, row.slot_id, row.code, row.found))
     return Findings(tuple(order), tuple(sorted(skipped)), unknown)
 
 
 def _losses(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
     for allocation in records.allocations:
         if allocation.active and allocation.settled:
-            for code, severity, found in _missing(holdings, records, allocation):
+            for code, severity, text in _missing(holdings, records, allocation):
                 for slot_id in allocation.slots:
-                    yield Difference(code, found, severity, slot_id, allocation.id)
+                    yield Difference(code, text, severity, slot_id, allocation.id)
 
 
 def _missing(
-    holdings: Mapping[str, Any], records: Records, own: ExpectedAllocation
+    holdings: Mapping[str, Any], records: Records, allocation: ExpectedAllocation
 ) -> Iterator[tuple[str, HealthState, str]]:
     """Missing parts of a running tenant. Its claim stays regardless of missing parts (I15)."""
     running = False
     if holdings["domains"]["known"]:
-        theirs = [one for one in _found(holdings, "domains") if one["allocation_id"] == own.id]
-        running = any(one["active"] for one in theirs)
+        theirs = [
+            row for row in _rows(holdings, "domains") if row["allocation_id"] == allocation.id
+        ]
+        running = any(row["active"] for row in theirs)
         if not theirs:
             yield "domain_missing", HealthState.FAILED, "its machine is not on the host"
         elif not running:
             yield "guest_stopped", HealthState.DEGRADED, f"its machine is {theirs[0]['state']}"
         else:
-            given = {part for one in theirs for part in (*one["devices"], *one["disks"])}
-            lacking = sorted(_parts(records, own.slots) - given)
+            given = {part for row in theirs for part in (*row["devices"], *row["disks"])}
+            lacking = sorted(_parts(records, allocation.slots) - given)
             if lacking:
-                found = f"its machine lacks {', '.join(lacking)}"
-                yield "devices_missing", HealthState.FAILED, found
+                text = f"its machine lacks {', '.join(lacking)}"
+                yield "devices_missing", HealthState.FAILED, text
     # A machine that is off has no port, so missing guard flows are no difference.
-    if running and _lacks(holdings, "ports", lambda one: _is_owner(one["owner"], own)):
+    if running and _lacks(holdings, "ports", lambda row: _is_owner(row["owner"], allocation)):
         yield "port_missing", HealthState.FAILED, "its bridge port is not on the host"
-    if running and _lacks(holdings, "guards", lambda one: _is_owner(one["owner"], own)):
+    if running and _lacks(holdings, "guards", lambda row: _is_owner(row["owner"], allocation)):
         yield "guard_missing", HealthState.FAILED, "no flows keep its port to its own addresses"
-    if _lacks(holdings, "reservations", lambda one: one["allocation_id"] == own.id):
+    if _lacks(holdings, "reservations", lambda row: row["allocation_id"] == allocation.id):
         yield "reservation_missing", HealthState.DEGRADED, "no address is reserved for it"
-    leased = {one["slot_id"]: one["allocation_id"] for one in _found(holdings, "leases")}
-    if holdings["leases"]["known"] and any(leased.get(slot) != own.id for slot in own.slots):
+    leased = {row["slot_id"]: row["allocation_id"] for row in _rows(holdings, "leases")}
+    if holdings["leases"]["known"] and any(
+        leased.get(slot) != allocation.id for slot in allocation.slots
+    ):
         yield "lease_missing", HealthState.DEGRADED, "the host's ledger does not name it"
 
 
@@ -197,84 +201,83 @@ def _orphans(holdings: Mapping[str, Any], records: Records) -> Iterator[Differen
 
 
 def _traces(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
-    for one in _found(holdings, "domains"):
-        slots = _having(records, {*one["devices"], *one["disks"]})
+    for row in _rows(holdings, "domains"):
+        slots = _having(records, {*row["devices"], *row["disks"]})
         # Ignore a machine without an allocation that uses no device of a slot.
-        if one["allocation_id"] or slots:
-            found = f"machine {one['name']}, {one['state']}"
-            yield Trace("orphan_domain", one["allocation_id"], found, slots, disk_used=True)
-    for one in _found(holdings, "processes"):
-        known = [d for d in _found(holdings, "domains") if d["active"]]
+        if row["allocation_id"] or slots:
+            text = f"machine {row['name']}, {row['state']}"
+            yield Trace("orphan_domain", row["allocation_id"], text, slots, disk_used=True)
+    for row in _rows(holdings, "processes"):
+        running = [d for d in _rows(holdings, "domains") if d["active"]]
         # A machine that libvirt knows has been reported as a domain.
-        if one["allocation_id"] not in {d["allocation_id"] for d in known} - {""}:
-            owner = _owner(one["allocation_id"], records)
+        if row["allocation_id"] not in {d["allocation_id"] for d in running} - {""}:
+            owner = _owner(row["allocation_id"], records)
             slots = owner.slots if owner else ()
-            found = "a QEMU that libvirt does not know"
-            yield Trace("orphan_process", one["allocation_id"], found, slots, disk_used=True)
+            text = "a QEMU that libvirt does not know"
+            yield Trace("orphan_process", row["allocation_id"], text, slots, disk_used=True)
     yield from _ledger(holdings, records)
-    for one in _found(holdings, "reservations"):
-        found = f"{one['ip']} is reserved for {one['mac']}"
-        slots = _addressed(records, one)
-        yield Trace("orphan_reservation", one["allocation_id"], found, slots)
-    reserved = {one["ip"] for one in _found(holdings, "reservations")}
-    for one in _found(holdings, "addresses"):
-        slots = tuple(key for key in _addressed(records, one) if records.slot[key].idle)
-        if slots and one["ip"] not in reserved:
-            yield Trace("orphan_address", "", f"{one['ip']} is leased to {one['mac']}", slots)
-    for one in _found(holdings, "ports"):
-        yield Trace("orphan_port", one["owner"], f"bridge port {one['port']}")
-    for one in _found(holdings, "guards"):
-        yield Trace("orphan_guard", one["owner"], f"flows with the cookie {one['cookie']}")
-    for one in _found(holdings, "files"):
-        yield Trace("orphan_file", one["allocation_id"], one["path"])
-    for one in _found(holdings, "limits"):
-        yield Trace("orphan_limit", one["allocation_id"], f"QoS row {one['row']} of the switch")
+    for row in _rows(holdings, "reservations"):
+        text = f"{row['ip']} is reserved for {row['mac']}"
+        slots = _addressed(records, row)
+        yield Trace("orphan_reservation", row["allocation_id"], text, slots)
+    reserved = {row["ip"] for row in _rows(holdings, "reservations")}
+    for row in _rows(holdings, "addresses"):
+        slots = tuple(key for key in _addressed(records, row) if records.slot[key].idle)
+        if slots and row["ip"] not in reserved:
+            yield Trace("orphan_address", "", f"{row['ip']} is leased to {row['mac']}", slots)
+    for row in _rows(holdings, "ports"):
+        yield Trace("orphan_port", row["owner"], f"bridge port {row['port']}")
+    for row in _rows(holdings, "guards"):
+        yield Trace("orphan_guard", row["owner"], f"flows with the cookie {row['cookie']}")
+    for row in _rows(holdings, "files"):
+        yield Trace("orphan_file", row["allocation_id"], row["path"])
+    for row in _rows(holdings, "limits"):
+        yield Trace("orphan_limit", row["allocation_id"], f"QoS row {row['row']} of the switch")
 
 
 def _ledger(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
     by_disk = {slot.bundle.identity: slot for slot in records.slots}
-    for one in _found(holdings, "leases"):
-        slot = records.slot.get(one["slot_id"]) or by_disk.get(one["disk"])
+    for row in _rows(holdings, "leases"):
+        slot = records.slot.get(row["slot_id"]) or by_disk.get(row["disk"])
         slots = (slot.id,) if slot else ()
-        if one["allocation_id"]:
-            found = f"the ledger's {one['slot_id']} is leased to {one['allocation_id']}"
-            yield Trace("orphan_lease", one["allocation_id"], found, slots, disk_used=True)
-        elif one["dirty"] and slot and slot.idle:
-            found = f"the ledger says that {one['disk']} has not been wiped since it was used"
-            yield Trace("disk_dirty", "", found, slots, disk_used=True)
+        if row["allocation_id"]:
+            text = f"the ledger's {row['slot_id']} is leased to {row['allocation_id']}"
+            yield Trace("orphan_lease", row["allocation_id"], text, slots, disk_used=True)
+        elif row["dirty"] and slot and slot.idle:
+            text = f"the ledger says that {row['disk']} has not been wiped since it was used"
+            yield Trace("disk_dirty", "", text, slots, disk_used=True)
 
 
 def _unfit(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
     """Devices of sellable or active slots that do not work or have another user."""
-    for one in _found(holdings, "devices"):
-        slot = records.slot.get(one["slot_id"])
+    for row in _rows(holdings, "devices"):
+        slot = records.slot.get(row["slot_id"])
         if slot is not None and slot.status in JUDGED:
             yield Difference(
                 "device_unfit",
-                f"{one['code']}: expected {one['expected']}, found {one['found']}",
+                f"{row['code']}: expected {row['expected']}, found {row['found']}",
                 HealthState.FAILED if slot.idle else HealthState.DEGRADED,
                 slot.id,
-                disk_used=slot.idle and one["code"] in _DISK_USED,
+                disk_used=slot.idle and row["code"] in _DISK_USED,
             )
 
 
-def _found(holdings: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = holdings[part]["found"]
-    return found
+def _rows(holdings: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = holdings[part]["found"]
+    return rows
 
 
 def _lacks(holdings: Mapping[str, Any], part: str, is_it: Any) -> bool:
-    known = holdings[part]["known"]
-    return known and not any(is_it(one) for one in _found(holdings, part))
+    return holdings[part]["known"] and not any(is_it(row) for row in _rows(holdings, part))
 
 
-def _owner(said: str, records: Records) -> ExpectedAllocation | None:
+def _owner(name: str, records: Records) -> ExpectedAllocation | None:
     """Allocation of a trace. The host reports its id, or a prefix as long as the name allows."""
-    if said in records.allocation:
-        return records.allocation[said]
-    found = [one for one in records.allocations if _is_owner(said, one)]
+    if name in records.allocation:
+        return records.allocation[name]
+    owners = [row for row in records.allocations if _is_owner(name, row)]
     # If two allocation ids share the prefix, prefer the active allocation.
-    return min(found, key=lambda one: not one.active, default=None)
+    return min(owners, key=lambda row: not row.active, default=None)
 
 
 def _parts(records: Records, slot_ids: tuple[str, ...]) -> set[str]:
@@ -290,14 +293,14 @@ def _having(records: Records, parts: set[str]) -> tuple[str, ...]:
     return tuple(slot.id for slot in records.slots if parts & _devices(slot.bundle))
 
 
-def _addressed(records: Records, one: Mapping[str, str]) -> tuple[str, ...]:
+def _addressed(records: Records, row: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         slot.id
         for slot in records.slots
-        if one["mac"] == slot.bundle.management_mac or one["ip"] == slot.bundle.private_ip
+        if row["mac"] == slot.bundle.management_mac or row["ip"] == slot.bundle.private_ip
     )
 
 
-def _is_owner(said: str, allocation: ExpectedAllocation) -> bool:
-    start = said.replace("-", "")
+def _is_owner(name: str, allocation: ExpectedAllocation) -> bool:
+    start = name.replace("-", "")
     return len(start) >= _LEAST_DIGITS and allocation.hexadecimal.startswith(start)

@@ -15,7 +15,7 @@ class Refusal(Exception):
         self.found = found
         self.remedy = remedy
 
-    def told(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str]:
         """The four parts, as a task stores its error."""
         return {
             "code": self.code,
@@ -47,7 +47,7 @@ class Problem(Refusal):
 
     def document(self) -> dict[str, object]:
         """Body of the API's answer."""
-        return {**self.told(), **self.detail}
+        return {**self.to_dict(), **self.detail}
 
 
 def not_found(entity: str, key: object) -> Problem:

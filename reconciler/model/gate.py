@@ -85,43 +85,45 @@ class GateEvidence:
 
 def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
     """Every blocker that keeps the slot from being sold; empty when the gate is open."""
-    found = [*_node(evidence)]
+    blockers = [*_node(evidence)]
     missing = evidence.bundle.missing()
     if missing:
-        found.append(Blocker("bundle_incomplete", f"nothing for {', '.join(missing)}"))
+        blockers.append(Blocker("bundle_incomplete", f"nothing for {', '.join(missing)}"))
     if evidence.drift:
-        found.append(Blocker("drift", evidence.drift))
-    found.extend(_failures(evidence))
+        blockers.append(Blocker("drift", evidence.drift))
+    blockers.extend(_failures(evidence))
     proof = _proof(evidence)
-    found.extend(proof)
-    found.extend(_sighting("discovery", evidence.discovery, evidence))
+    blockers.extend(proof)
+    blockers.extend(_sighting("discovery", evidence.discovery, evidence))
     if evidence.discovery is not None:
-        found.extend(_discovery(evidence, evidence.discovery))
-    found.extend(_sighting("parity", evidence.parity, evidence))
+        blockers.extend(_discovery(evidence, evidence.discovery))
+    blockers.extend(_sighting("parity", evidence.parity, evidence))
     if evidence.parity is not None and evidence.parity.failures:
-        found.append(Blocker("parity_failed", f"{evidence.parity.failures} checks fail"))
-    return tuple(found)
+        blockers.append(Blocker("parity_failed", f"{evidence.parity.failures} checks fail"))
+    return tuple(blockers)
 
 
 def _node(evidence: GateEvidence) -> list[Blocker]:
-    found = []
+    blockers = []
     if evidence.node_mode != NodeMode.SLICE:
-        found.append(Blocker("node_not_slice", f"the node's mode is {evidence.node_mode}"))
+        blockers.append(Blocker("node_not_slice", f"the node's mode is {evidence.node_mode}"))
     if evidence.node_state not in (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE):
-        found.append(Blocker("node_not_ready", f"the node is {evidence.node_state}"))
+        blockers.append(Blocker("node_not_ready", f"the node is {evidence.node_state}"))
     if evidence.reboot_required:
-        found.append(Blocker("reboot_required", "the host must be rebooted first"))
-    return found
+        blockers.append(Blocker("reboot_required", "the host must be rebooted first"))
+    return blockers
 
 
 def _failures(evidence: GateEvidence) -> list[Blocker]:
     """Blockers after failed launches, because the cause may remain until reports exclude it."""
     failures = evidence.failures
     if failures.count >= MOST_FAILURES:
-        told = f"{failures.count} launches in a row failed on the host, the last one: "
-        return [Blocker("launches_failed", told + failures.last)]
+        text = f"{failures.count} launches in a row failed on the host, the last one: "
+        return [Blocker("launches_failed", text + failures.last)]
     seen = (evidence.discovery, evidence.parity)
-    if failures.count and any(one is None or one.observed_at < failures.last_at for one in seen):
+    if failures.count and any(
+        report is None or report.observed_at < failures.last_at for report in seen
+    ):
         return [Blocker("launch_failed", f"not looked at since a launch failed: {failures.last}")]
     return []
 
@@ -188,13 +190,13 @@ def _discovery(evidence: GateEvidence, sighting: Sighting) -> list[Blocker]:
     # A discovery taken while a tenant had the disk shows the tenant's use of it, but a newer wipe
     # proof outdates that use. Otherwise a slot could come back only after another discovery.
     use = proof is None or sighting.observed_at >= proof.recorded_at
-    found = [
+    blockers = [
         *discovery.node_blockers(document),
         *discovery.bundle_blockers(document, evidence.bundle, use=use, others=evidence.others),
     ]
     if document.get("reboot_required"):
-        found.append(Blocker("reboot_required", "the host must be rebooted first"))
-    return [Blocker(f"discovery:{row.code}", row.detail) for row in found]
+        blockers.append(Blocker("reboot_required", "the host must be rebooted first"))
+    return [Blocker(f"discovery:{row.code}", row.detail) for row in blockers]
 
 
 # The first failed launch may have a temporary cause. After clean reports, a second failure has a

@@ -8,13 +8,13 @@ from typing import Any
 from reconciler.model.errors import Problem
 
 # Field of the node's record to key of the profile's `fabric` section.
-OWN = {"fabric_interface": "interface", "fabric_address": "site_address"}
+NODE_FIELDS = {"fabric_interface": "interface", "fabric_address": "site_address"}
 
 
 def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of the profile with the node's own values over it."""
-    own = {name: node[field] for field, name in OWN.items() if node.get(field)}
-    return {**profile, "fabric": {**profile["fabric"], **own}} if own else profile
+    values = {name: node[field] for field, name in NODE_FIELDS.items() if node.get(field)}
+    return {**profile, "fabric": {**profile["fabric"], **values}} if values else profile
 
 
 def limit_s(profile: Mapping[str, Any], parts: Iterable[str]) -> int:
@@ -68,13 +68,13 @@ def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> li
     not approved by its identity (taken_over). A disk without a signature need not be empty, and
     every disk in this list is wiped. The host checks each disk again.
     """
-    found = []
+    disks = []
     for disk in sorted(document.get("nvme") or [], key=lambda disk: str(disk.get("identity"))):
         identity = str(disk.get("identity") or "")
         eui = identity.removeprefix("eui.")
         if disk.get("blockers") or not disk.get("by_id") or identity not in taken_over:
             continue
-        found.append(
+        disks.append(
             {
                 "slot_id": f"disk-{eui}",
                 "nvme_device": str(disk["by_id"]),
@@ -83,7 +83,7 @@ def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> li
                 "nvme_size_bytes": int(disk["size_bytes"]),
             }
         )
-    return found
+    return disks
 
 
 def gpu_count(document: Mapping[str, Any]) -> int:

@@ -42,7 +42,7 @@ def check_proof(
 
     policy: the slot's `destructive_wipe_policy`.
     """
-    told = {
+    stated = {
         "disk": str(document.get("disk") or document.get("identity") or ""),
         "serial": str(document.get("serial") or ""),
         "size_bytes": document.get("size_bytes") or 0,
@@ -51,14 +51,14 @@ def check_proof(
     wrong = [
         name
         for name, value in expected.items()
-        if value and told[name] != value and (told[name] or name == "disk")
+        if value and stated[name] != value and (stated[name] or name == "disk")
     ]
     if wrong:
         raise Problem(
             "proof_mismatch",
             409,
             expected=", ".join(f"{name} {expected[name]}" for name in wrong),
-            found=", ".join(f"{name} {told[name]}" for name in wrong),
+            found=", ".join(f"{name} {stated[name]}" for name in wrong),
             remedy="the proof is for another disk: discover the node, then wipe the slot again",
         )
     if document.get("verified") is not True:

@@ -53,10 +53,10 @@ def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
     """The current certificate of a host; Problem when it is missing or has expired."""
     table = node_certificates
     query = sa.select(table).where(table.c.node_id == node_id, table.c.revoked_at.is_(None))
-    found = rows.first(
+    certificate = rows.first(
         conn, query.order_by(table.c.valid_until.desc(), table.c.created_at.desc()), NodeCertificate
     )
-    if found is None:
+    if certificate is None:
         raise Problem(
             "host_certificate_missing",
             409,
@@ -65,7 +65,7 @@ def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
             remedy=_enrol(node_id),
         )
     require_valid(conn, node_id)
-    return found
+    return certificate
 
 
 def require_valid(conn: sa.Connection, node_id: str) -> None:
@@ -78,13 +78,13 @@ def require_valid(conn: sa.Connection, node_id: str) -> None:
         raise expired(node_id, until)
 
 
-def expired(node_id: str, until: float, said: str = "") -> Problem:
-    """Problem for a host with an expired certificate. said: the last message of SSH."""
+def expired(node_id: str, until: float, message: str = "") -> Problem:
+    """Problem for a host with an expired certificate. message: the last message of SSH."""
     return Problem(
         "host_certificate_expired",
         409,
         expected="a host whose certificate is valid",
-        found=f"one that ended at {clock.iso(until)}{f'; {said}' if said else ''}",
+        found=f"one that ended at {clock.iso(until)}{f'; {message}' if message else ''}",
         remedy=_enrol(node_id),
     )
 

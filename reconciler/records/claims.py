@@ -107,9 +107,9 @@ def bundles(conn: sa.Connection, allocation_id: str) -> list[dict[str, Any]]:
     return run_bundles(of_allocation(conn, allocation_id))
 
 
-def run_bundles(found: Iterable[Claim]) -> list[dict[str, Any]]:
+def run_bundles(claims: Iterable[Claim]) -> list[dict[str, Any]]:
     """Bundles of slot claims in the form of the run contract, with their fences."""
-    return [run_bundle(vars(claim), fence=True) for claim in found if claim.slot_id]
+    return [run_bundle(vars(claim), fence=True) for claim in claims if claim.slot_id]
 
 
 def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
@@ -127,18 +127,18 @@ def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
         .where(claims.c.allocation_id == allocation_id)
         .order_by(slot_table.c.id)
     )
-    found = rows.every(conn, query.with_for_update(of=slot_table))
-    found.sort(key=itemgetter("position"))
-    for row in found:
+    held = rows.every(conn, query.with_for_update(of=slot_table))
+    held.sort(key=itemgetter("position"))
+    for row in held:
         del row["position"]
-    return [Slot(**row) for row in found]
+    return [Slot(**row) for row in held]
 
 
 def unfenced(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
     """Ids of the slots that still have the given fence; they stay locked in this transaction."""
     query = sa.select(slot_table.c.id, slot_table.c.fence).where(slot_table.c.id.in_(fences))
-    found = conn.execute(query.order_by(slot_table.c.id).with_for_update())
-    return [str(slot_id) for slot_id, fence in found if fences[slot_id] == fence]
+    locked = conn.execute(query.order_by(slot_table.c.id).with_for_update())
+    return [str(slot_id) for slot_id, fence in locked if fences[slot_id] == fence]
 
 
 def fence_off(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
@@ -161,8 +161,8 @@ def fence_off(conn: sa.Connection, fences: Mapping[str, int]) -> list[str]:
 def last_holder(conn: sa.Connection, slot_id: str) -> str:
     """The allocation with the last claim on a slot; "" without any claim."""
     query = sa.select(claims.c.allocation_id).where(claims.c.slot_id == slot_id)
-    found = conn.execute(query.order_by(claims.c.disk_generation.desc()).limit(1))
-    return str(found.scalar() or "")
+    last = conn.execute(query.order_by(claims.c.disk_generation.desc()).limit(1))
+    return str(last.scalar() or "")
 
 
 def _insert(conn: sa.Connection, values: Mapping[str, Any], act: Act) -> Claim:

@@ -38,14 +38,14 @@ def register(
             remedy="give the SHA-256 of the raw image",
         )
     same = sa.select(images).where(images.c.name == name, images.c.version == version)
-    found = rows.first(conn, same, Image)
-    if found is not None and found.digest == digest:
-        return found
-    if found is not None:
+    existing = rows.first(conn, same, Image)
+    if existing is not None and existing.digest == digest:
+        return existing
+    if existing is not None:
         raise Problem(
             "image_exists",
             409,
-            expected=f"{name} {version} with digest {found.digest}",
+            expected=f"{name} {version} with digest {existing.digest}",
             found=digest,
             remedy="register the new bytes under a new version",
         )
@@ -72,12 +72,6 @@ def register(
 def get(conn: sa.Connection, id: str) -> Image:
     """The image with an id."""
     return rows.get(conn, Image, id)
-
-
-def find(conn: sa.Connection, name: str, version: str = "") -> Image | None:
-    """The image with a name and version, or the newest version; None if there is none."""
-    query = rows.where(sa.select(images), images, name=name, version=version or None)
-    return rows.first(conn, query.order_by(images.c.created_at.desc()), Image)
 
 
 def every(conn: sa.Connection, page: Page | None = None) -> list[Image]:

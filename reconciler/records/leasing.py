@@ -129,19 +129,19 @@ def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: flo
 CONTROLLER_CODES = ("awx_silent", "run_folder_unwritable", "controller_unready")
 
 
-def wait_reasons(conn: sa.Connection, found: Sequence[Task]) -> dict[str, dict[str, Any]]:
+def wait_reasons(conn: sa.Connection, waiting: Sequence[Task]) -> dict[str, dict[str, Any]]:
     """Reasons by task id, for tasks that have not begun: `code`, `detail`, and fields of the code.
 
     host_unreachable and host_certificate_expired (unreachable_since, attempts, not_before),
     CONTROLLER_CODES (attempts, not_before), later (not_before), node_busy and exclusive_first
     (task_id), worker.
     """
-    due = [task for task in found if task.state in DUE]
+    due = [task for task in waiting if task.state in DUE]
     ids = {task.node_id for task in due}
     if not ids:
         return {}
-    known = rows.every(conn, sa.select(nodes).where(nodes.c.id.in_(ids)), Node)
-    hosts = {node.id: node for node in known}
+    read = rows.every(conn, sa.select(nodes).where(nodes.c.id.in_(ids)), Node)
+    hosts = {node.id: node for node in read}
     query = sa.select(tasks).where(
         tasks.c.node_id.in_(ids), tasks.c.state.in_((TaskState.RUNNING, TaskState.QUEUED))
     )
@@ -178,8 +178,8 @@ def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> dict[
             "not_before": None if lost else task.not_before,
         }
     if later:
-        told = task.state == TaskState.WAITING or task.attempt > 1
-        detail = task.state_reason if told else "not before a time"
+        explained = task.state == TaskState.WAITING or task.attempt > 1
+        detail = task.state_reason if explained else "not before a time"
         return {"code": "later", "detail": detail, "not_before": task.not_before}
     for other in beside:
         if other.node_id == task.node_id and (code := _ahead(task, other)):

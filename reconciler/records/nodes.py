@@ -49,24 +49,13 @@ def create(
     *,
     id: str,
     name: str = "",
-    address: str = "",
-    port: int = 22,
-    ssh_user: str = "root",
-    tenant_address: str = "",
-    tenant_port: int = 22,
-    telemetry_url: str = "",
-    fabric_interface: str = "",
-    fabric_address: str = "",
-    region: str = "",
-    pool: str = "default",
-    profile: str = "",
-    maas_tags: Sequence[str] | None = None,
     mode: NodeMode = NodeMode.CONVERTING_TO_SLICE,
+    **values: Any,
 ) -> Node:
-    """Add a node that is to be enrolled. mode: its mode, or the conversion to it.
-
-    maas_tags: None when they are unknown, which is not the same as no tags.
+    """Add a node that is to be enrolled. mode: its mode, or the conversion to it. values: fields of
+    CHANGEABLE; the table has their defaults.
     """
+    _require_changeable(values)
     taken = sa.or_(nodes.c.id == id, nodes.c.name == (name or id))
     if rows.first(conn, sa.select(nodes).where(taken), Node):
         raise Problem(
@@ -82,18 +71,7 @@ def create(
         {
             "id": id,
             "name": name or id,
-            "address": address,
-            "port": port,
-            "ssh_user": ssh_user,
-            "tenant_address": tenant_address,
-            "tenant_port": tenant_port,
-            "telemetry_url": telemetry_url,
-            "fabric_interface": fabric_interface,
-            "fabric_address": fabric_address,
-            "region": region,
-            "pool": pool,
-            "profile": profile,
-            "maas_tags": None if maas_tags is None else list(maas_tags),
+            **values,
             "mode": str(mode),
             "mode_deadline_at": journal.limit("node_mode", mode),
             "state": NodeState.ENROLLING.value,
@@ -124,6 +102,15 @@ def every(
 
 def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
     """Change the fields that an operator may set: address, placement, profile, health."""
+    _require_changeable(values)
+    before = rows.get(conn, Node, id, lock=True)
+    update(conn, id, **values)
+    detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
+    journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
+    return get(conn, id)
+
+
+def _require_changeable(values: Mapping[str, Any]) -> None:
     unknown = sorted(set(values) - set(CHANGEABLE))
     if unknown:
         raise Problem(
@@ -133,12 +120,12 @@ def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
             found=", ".join(unknown),
             remedy="leave these out: they follow from what happens to the node",
         )
-    before = rows.get(conn, Node, id, lock=True)
-    update = sa.update(nodes).where(nodes.c.id == id)
-    conn.execute(update.values(generation=nodes.c.generation + 1, **values))
-    detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
-    journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
-    return get(conn, id)
+
+
+def update(conn: sa.Connection, id: str, **values: Any) -> None:
+    """Update the node with a new generation, so that a decision on an older read is refused."""
+    later = {"generation": nodes.c.generation + 1}
+    conn.execute(sa.update(nodes).where(nodes.c.id == id).values(**later, **values))
 
 
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
@@ -169,13 +156,13 @@ def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY
         live = sa.select(claims.c.id, claims.c.state).where(
             claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
         )
-        found = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
-        if found:
+        uses = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
+        if uses:
             raise Problem(
                 "node_in_use",
                 409,
                 expected="a node without claims and without slots in use or in clean-up",
-                found=", ".join(found),
+                found=", ".join(uses),
                 remedy="drain the node, release or recover what is on it, then ask again; of a node"
                 " that does not answer, force the release of every allocation",
             )

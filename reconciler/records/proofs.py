@@ -39,24 +39,18 @@ def record(
             size_bytes=slot.nvme_size_bytes,
             policy=policy(slot),
         )
-    return rows.add(
+    untouched = kind is ProofKind.UNTOUCHED
+    return _add(
         conn,
-        Proof,
-        {
-            "id": rows.new_id(),
-            "kind": kind.value,
-            "node_id": slot.node_id,
-            "slot_id": slot.id,
-            "allocation_id": allocation_id,
-            "task_id": task_id,
-            "disk_identity": slot.nvme_identity,
-            "disk_generation": slot.disk_generation,
-            "install_id": _sold_under(conn, slot)
-            if kind is ProofKind.UNTOUCHED
-            else _installation(conn, slot.node_id),
-            "method": str(document.get("method") or ""),
-            "document": dict(document),
-        },
+        kind,
+        slot.node_id,
+        document,
+        identity=slot.nvme_identity,
+        slot_id=slot.id,
+        allocation_id=allocation_id,
+        task_id=task_id,
+        disk_generation=slot.disk_generation,
+        **({"install_id": _sold_under(conn, slot)} if untouched else {}),
     )
 
 
@@ -86,24 +80,17 @@ def record_transition(
             remedy="disable the slot before its disk is taken over",
         )
     if slot is not None and manifest:
-        told = {**slot.capacity_metadata, "storage_transition_manifest": manifest}
+        metadata = {**slot.capacity_metadata, "storage_transition_manifest": manifest}
         update = sa.update(slots).where(slots.c.id == slot.id)
-        conn.execute(update.values(generation=slots.c.generation + 1, capacity_metadata=told))
-    return rows.add(
+        conn.execute(update.values(generation=slots.c.generation + 1, capacity_metadata=metadata))
+    return _add(
         conn,
-        Proof,
-        {
-            "id": rows.new_id(),
-            "kind": ProofKind.TRANSITION.value,
-            "node_id": node_id,
-            "slot_id": slot.id if slot else None,
-            "task_id": task_id,
-            "disk_identity": identity,
-            "disk_generation": generation(conn, identity),
-            "install_id": _installation(conn, node_id),
-            "method": str(proof["method"]),
-            "document": {**proof, "actor": act.actor, "manifest": manifest},
-        },
+        ProofKind.TRANSITION,
+        node_id,
+        {**proof, "actor": act.actor, "manifest": manifest},
+        identity=identity,
+        slot_id=slot.id if slot else None,
+        task_id=task_id,
     )
 
 
@@ -134,22 +121,41 @@ def record_disk(
         size_bytes=disk["nvme_size_bytes"],
         policy=policy,
     )
-    return rows.add(
+    return _add(
         conn,
-        Proof,
-        {
-            "id": rows.new_id(),
-            "kind": ProofKind.WIPE.value,
-            "node_id": node_id,
-            "allocation_id": allocation_id,
-            "task_id": task_id,
-            "disk_identity": identity,
-            "disk_generation": generation(conn, identity),
-            "install_id": _installation(conn, node_id),
-            "method": str(document["method"]),
-            "document": dict(document),
-        },
+        ProofKind.WIPE,
+        node_id,
+        document,
+        identity=identity,
+        allocation_id=allocation_id,
+        task_id=task_id,
     )
+
+
+def _add(
+    conn: sa.Connection,
+    kind: ProofKind,
+    node_id: str,
+    document: Mapping[str, Any],
+    *,
+    identity: str,
+    **values: Any,
+) -> Proof:
+    """Insert a proof, by default at the disk's highest generation and the current installation."""
+    if "disk_generation" not in values:
+        values["disk_generation"] = generation(conn, identity)
+    if "install_id" not in values:
+        query = sa.select(nodes.c.install_id).where(nodes.c.id == node_id)
+        values["install_id"] = str(conn.execute(query).scalar_one())
+    fixed = {
+        "id": rows.new_id(),
+        "kind": kind.value,
+        "node_id": node_id,
+        "disk_identity": identity,
+        "method": str(document.get("method") or ""),
+        "document": dict(document),
+    }
+    return rows.add(conn, Proof, fixed | values)
 
 
 def policy(slot: Slot) -> str:
@@ -160,8 +166,8 @@ def policy(slot: Slot) -> str:
 def generation(conn: sa.Connection, identity: str) -> int:
     """Highest generation of the disk over all slots that it was ever part of."""
     query = sa.select(sa.func.max(slots.c.disk_generation))
-    found = conn.execute(query.where(slots.c.nvme_identity == identity)).scalar_one()
-    return int(found or 0)
+    highest = conn.execute(query.where(slots.c.nvme_identity == identity)).scalar_one()
+    return int(highest or 0)
 
 
 def manifest(conn: sa.Connection, node_id: str, identity: str) -> str:
@@ -171,8 +177,8 @@ def manifest(conn: sa.Connection, node_id: str, identity: str) -> str:
         proofs.c.node_id == node_id,
         proofs.c.kind == ProofKind.TRANSITION,
     )
-    found = rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
-    return str(found.document.get("manifest") or "") if found else ""
+    proof = rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
+    return str(proof.document.get("manifest") or "") if proof else ""
 
 
 def taken_over(conn: sa.Connection, node: Node) -> frozenset[str]:
@@ -198,12 +204,6 @@ def current(conn: sa.Connection, slot: Slot) -> Proof | None:
     return rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
 
 
-def latest(conn: sa.Connection, slot_id: str) -> Proof | None:
-    """The newest proof of a slot, even if it is outdated."""
-    query = sa.select(proofs).where(proofs.c.slot_id == slot_id)
-    return rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
-
-
 def of_slot(conn: sa.Connection, slot_id: str, page: Page | None = None) -> list[Proof]:
     """Proofs of a slot, newest first."""
     # Query by disk, because it has an index. The schema ensures that a slot keeps its disk.
@@ -212,20 +212,9 @@ def of_slot(conn: sa.Connection, slot_id: str, page: Page | None = None) -> list
     return rows.every(conn, part(query, ORDER, page), Proof)
 
 
-def of_disk(conn: sa.Connection, identity: str) -> list[Proof]:
-    """Proofs of a disk on all nodes, newest first."""
-    query = sa.select(proofs).where(proofs.c.disk_identity == identity)
-    return rows.every(conn, query.order_by(proofs.c.created_at.desc()), Proof)
-
-
 def get(conn: sa.Connection, proof_id: str) -> Proof:
     """The proof with an id."""
     return rows.get(conn, Proof, proof_id)
-
-
-def _installation(conn: sa.Connection, node_id: str) -> str:
-    query = sa.select(nodes.c.install_id).where(nodes.c.id == node_id)
-    return str(conn.execute(query).scalar_one())
 
 
 def _sold_under(conn: sa.Connection, slot: Slot) -> str:
@@ -257,13 +246,13 @@ def launch_failures(conn: sa.Connection, slot: Slot) -> Failures:
     query = sa.select(proofs).where(
         of_disk, proofs.c.kind == ProofKind.UNTOUCHED, proofs.c.created_at > since
     )
-    found = rows.every(conn, query.order_by(proofs.c.created_at), Proof)
-    found = [proof for proof in found if proof.document.get(_FAILURE_CODE)]
-    if found:
+    untouched = rows.every(conn, query.order_by(proofs.c.created_at), Proof)
+    failed = [proof for proof in untouched if proof.document.get(_FAILURE_CODE)]
+    if failed:
         let_in = journal.audit_rows(conn, action=SLOT_ENABLED, subject_id=slot.id)
         at = let_in[0].at if let_in else 0.0
-        found = [proof for proof in found if proof.created_at > at]
-    if not found:
+        failed = [proof for proof in failed if proof.created_at > at]
+    if not failed:
         return Failures()
-    last = found[-1]
-    return Failures(len(found), last.created_at, str(last.document[_FAILURE_CODE]))
+    last = failed[-1]
+    return Failures(len(failed), last.created_at, str(last.document[_FAILURE_CODE]))

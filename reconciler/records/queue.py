@@ -181,15 +181,6 @@ def progress(
     return task
 
 
-def wait(
-    conn: sa.Connection, task_id: str, token: str, reason: str, *, seconds: float, act: Act
-) -> Task:
-    """Give the task back for some seconds; the reason is shown to users."""
-    _held(conn, task_id, token, {})
-    columns = {**_FREE, "not_before": clock.now() + seconds}
-    return advance(conn, "task", task_id, "wait", act.because(reason), columns=columns)
-
-
 def wait_for_host(
     conn: sa.Connection,
     task_id: str,
@@ -553,7 +544,7 @@ def events_after(conn: sa.Connection, task_id: str, place: Position) -> Followed
     lines = sa.select(task_events).where(
         task_events.c.task_id == task_id, task_events.c.id > place.line
     )
-    found = [
+    events = [
         {"type": kind, **row}
         for kind, query, key in (
             ("state", changes, history.c.id),
@@ -561,11 +552,11 @@ def events_after(conn: sa.Connection, task_id: str, place: Position) -> Followed
         )
         for row in db_rows.every(conn, query.order_by(key).limit(_AT_ONCE))
     ]
-    whole = len(found) < _AT_ONCE
+    whole = len(events) < _AT_ONCE
     # At the same time the progress lines come first, because the end of a task is written last.
-    found.sort(key=lambda row: (row["at"], row["type"]))
-    for row in found:
+    events.sort(key=lambda row: (row["at"], row["type"]))
+    for row in events:
         name = "change" if row["type"] == "state" else "line"
         place = replace(place, **{name: row["id"]})
         row["place"] = place
-    return Followed(task, found, whole and task.state not in OPEN)
+    return Followed(task, events, whole and task.state not in OPEN)

@@ -1,4 +1,4 @@
-"""Approved slots of a node: reading, candidates, health."""
+"""Approved slots of a node: reading, health."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reconciler.db.schema import Node, Slot, slots
 from reconciler.model.act import Act
 from reconciler.model.bundle import run_bundle
 from reconciler.model.states import HealthState
-from reconciler.records import proofs, reports
+from reconciler.records import proofs
 
 ORDER = Order(slots, ("slot_index",))
 
@@ -40,13 +40,6 @@ def bundles(conn: sa.Connection, node_id: str, *, fences: bool = False) -> list[
     return [
         run_bundle(vars(slot), fence=fences) for slot in rows.every(conn, _approved(node_id), Slot)
     ]
-
-
-def candidates(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
-    """Bundles that the latest discovery suggests. They cannot be sold before approval."""
-    rows.get(conn, Node, node_id)
-    discovery = reports.latest_discovery(conn, node_id)
-    return [] if discovery is None else list(discovery.document.get("candidates") or [])
 
 
 def set_health(

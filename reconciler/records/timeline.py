@@ -68,13 +68,13 @@ def of(
     query = sa.select(_ALL)
     if types is not None:
         query = query.where(_ALL.c.type.in_(types))
-    for name, wanted in (
+    for name, value in (
         ("node_id", node_id),
         ("allocation_id", allocation_id),
         ("correlation_id", correlation_id),
     ):
-        if wanted is not None:
-            query = query.where(_ALL.c[name] == wanted)
+        if value is not None:
+            query = query.where(_ALL.c[name] == value)
     places = rows.every(conn, part(query, ORDER, page))
     bodies = {
         kind: read(conn, [row["id"] for row in places if row["type"] == kind])

@@ -70,8 +70,8 @@ def issue(
 
 def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
     """Token of a secret; None when it is unknown, expired or revoked."""
-    found = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
-    return None if found is None else _without_hash(ApiToken(**found))
+    row = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
+    return None if row is None else _without_hash(ApiToken(**row))
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:
@@ -152,8 +152,8 @@ def end_enrolments(conn: sa.Connection) -> None:
 def valid(conn: sa.Connection) -> list[ApiToken]:
     """Valid API tokens without their hashes, oldest first."""
     query = sa.select(api_tokens).where(*_OPEN)
-    found = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id), ApiToken)
-    return [_without_hash(record) for record in found]
+    tokens = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id), ApiToken)
+    return [_without_hash(token) for token in tokens]
 
 
 def record_certificate(
@@ -194,13 +194,13 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
     replace it by another key at the next enrolment, which would revoke the neighbour's key.
     """
     query = sa.select(node_certificates).where(node_certificates.c.public_key == public_key)
-    for known in rows.every(conn, query, NodeCertificate):
-        if known.revoked_at is not None or known.node_id != node_id:
+    for certificate in rows.every(conn, query, NodeCertificate):
+        if certificate.revoked_at is not None or certificate.node_id != node_id:
             raise Problem(
                 "host_key_not_accepted",
                 409,
                 expected="a host key that no other node has and that was not replaced before",
-                found="one that is revoked" if known.revoked_at else "one of another node",
+                found="one that is revoked" if certificate.revoked_at else "one of another node",
                 remedy="delete /etc/ssh/ssh_host_ed25519_key and its .pub, then enrol again:"
                 " the enrolment script makes a new key",
             )

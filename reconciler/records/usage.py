@@ -50,10 +50,10 @@ def begin(conn: sa.Connection, allocation_id: str) -> None:
 
 def end(conn: sa.Connection, allocation_id: str) -> None:
     """Close the usage record at the end of the last claim. A second call changes nothing."""
-    own = claims.c.allocation_id == allocation_id
-    ended = sa.select(sa.func.max(claims.c.ended_at)).where(own).scalar_subquery()
+    of_allocation = claims.c.allocation_id == allocation_id
+    ended = sa.select(sa.func.max(claims.c.ended_at)).where(of_allocation).scalar_subquery()
     # The claims end together, so the state of any of them applies.
-    state = sa.select(sa.func.min(claims.c.state)).where(own).scalar_subquery()
+    state = sa.select(sa.func.min(claims.c.state)).where(of_allocation).scalar_subquery()
     update = sa.update(usage).where(
         usage.c.allocation_id == allocation_id, usage.c.ended_at.is_(None)
     )

@@ -142,7 +142,7 @@ def _succeed(
         if problem.code == "stale_lease":
             raise
         # The host did its part and the records refuse it: a known failure with a code.
-        return Failure("record the outcome", problem.told(), evidence, known=True)
+        return Failure("record the outcome", problem.to_dict(), evidence, known=True)
     except exc.IntegrityError as refusal:
         return Failure("record the outcome", _record_error(refusal), evidence, known=False)
     except _MISFITS as unreadable:
@@ -238,7 +238,7 @@ def _with_cause(engine: Engine, task: Task, outcome: Outcome, failure: Failure) 
         if until is None or until > clock.read(conn):
             return failure
     problem = certificates.expired(task.node_id, until, failure.error["found"])
-    return replace(failure, error=problem.told())
+    return replace(failure, error=problem.to_dict())
 
 
 def _record_error(cause: Exception) -> dict[str, str]:

@@ -151,7 +151,7 @@ def allocate(url: str, client: int, claims: int) -> list[float]:
     """Claim as a single client; return the seconds of each claim."""
     engine = _engine(url)
     with reading(engine) as conn:
-        image = images.find(conn, records.IMAGE, "")
+        image = next((row for row in images.every(conn) if row.name == records.IMAGE), None)
     if image is None:
         raise RuntimeError("the fleet has no image")
     launch = launching.Launch(

@@ -45,15 +45,15 @@ SETTINGS = """\
 `network` as the first word repairs the network baseline alone; see `network --help`.
 settings, from the environment:
   GPUAAS_SLICE_PROFILE             hardware profile (xe9680l-h200)
-  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when that is needed and nobody would be cut off;
-                                   0 (default) only says so
-  GPUAAS_SLICE_FABRIC_INTERFACE    the site's values of this machine where the profile has none:
+  GPUAAS_SLICE_REBOOT_IF_REQUIRED  1 reboots when needed and no tenant would be disconnected;
+                                   0 (default) only reports the need
+  GPUAAS_SLICE_FABRIC_INTERFACE    values of this machine that the profile does not have:
   GPUAAS_SLICE_FABRIC_ADDRESS      interface, address with prefix length and
   GPUAAS_SLICE_FABRIC_ROUTE        subnet of the InfiniBand fabric
   GPUAAS_SLICE_TUNING              tuned profiles beside those of the hardware profile, with commas:
                                    hugepages-1g, network-buffers. Kept on the host, in
-                                   /etc/gpuaas/tuning.json: it takes the place of what was named
-                                   before, not set it changes nothing, and none takes all back
+                                   /etc/gpuaas/tuning.json. It replaces the earlier setting. Unset
+                                   changes nothing, and none takes all back
   GPUAAS_SLICE_API_NAMES           name=address,... of the control plane where DNS does not know it
 exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 a reboot is needed and not allowed
 """
@@ -284,8 +284,8 @@ def _reboot(profile: Mapping[str, Any], *, may_reboot: bool) -> int:
         allow = "GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 allows it"
         _say("reboot", "WARN", f"{'; '.join(reasons)}; {allow}")
         return REBOOT_NEEDED
-    for somebody in _host_idle.refusals():
-        _say("reboot", "FAIL", str(somebody))
+    for refusal in _host_idle.refusals():
+        _say("reboot", "FAIL", str(refusal))
         return FAILED
     _say("reboot", "CHANGED", "; ".join(reasons))
     try:

@@ -305,7 +305,7 @@ def _busy(address: str, state: State) -> Refusal | None:
         return None
     return Refusal(
         "device_busy",
-        expected=f"nobody to use {address}",
+        expected=f"{address} not in use",
         found=", ".join(users),
         remedy="stop its user: a slice VM, a GPU service, a configured interface",
     )

@@ -211,7 +211,7 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
     return Refusal(
         "slot_leased",
         expected=f"slot {entry.slot_id} free or leased by {allocation_id}",
-        found=f"leased by {entry.allocation_id or 'nobody'}",
+        found=f"leased by {entry.allocation_id or 'no allocation'}",
         remedy="verify the absence of that allocation and release it first",
     )
 

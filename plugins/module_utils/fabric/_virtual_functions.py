@@ -37,7 +37,7 @@ _AND = " and "
 # Link states in iproute2's spelling. A following function's port is up when the card's port is.
 FOLLOW, _DOWN = "auto", "disable"
 _LINK_STATES = (FOLLOW, "enable", _DOWN)
-_NOBODY = ":".join(["00"] * 8)  # GUID of a function without an assigned identity
+_NO_GUID = ":".join(["00"] * 8)  # GUID of a function without an assigned identity
 _GUID = "([0-9a-f]{2}:){7}[0-9a-f]{2}"
 _GUIDS = re.compile(f"({_GUID}({_AND}{_GUID})?)?")
 
@@ -337,7 +337,7 @@ def _desired_functions(card: Card, params: Params) -> tuple[list[str], list[str]
     functions: Sequence[Mapping[str, str]] = then.get("functions") or ()
     if not functions and card.kind == _pci.INFINIBAND and card.ours(params):
         # Records of earlier versions contain no identities, so the functions get the null identity.
-        functions = [{"identity": _NOBODY, "link_state": _DOWN}] * then["count"]
+        functions = [{"identity": _NO_GUID, "link_state": _DOWN}] * then["count"]
     names = [function["identity"] for function in functions]
     return names if all(names) else [], [function["link_state"] for function in functions]
 

@@ -223,8 +223,8 @@ def _of(params: _change.Params) -> Racadm:
 def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
     """Create the job for the staged values. A setting that was not staged causes no power cycle."""
     state = observe(params)
-    for somebody in state.in_use:
-        raise somebody
+    for refusal in state.in_use:
+        raise refusal
     missing = _bios.unstaged(wish(params), state)
     if missing:
         raise Refusal(

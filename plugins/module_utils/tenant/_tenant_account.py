@@ -107,7 +107,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
     ]
     home = home_of(name)
     if os.path.lexists(_host.path(home)) and not _owns(home, uid):
-        texts.append(f"{home} belongs to somebody else")
+        texts.append(f"{home} belongs to another user")
     return [
         Refusal(
             "account_taken",
@@ -202,7 +202,7 @@ def remove_home(name: str) -> None:
             "home_has_mounts",
             expected=f"nothing mounted below {home}",
             found=", ".join(mounted),
-            remedy="unmount it first: what is mounted there may be somebody else's",
+            remedy="unmount it first: the mounted file system may belong to another owner",
         )
     target = _host.path(home)
     if target.is_symlink():

@@ -49,18 +49,16 @@ from reconciler.db.schema.nodes import (
     nodes,
     parities,
 )
-from reconciler.db.schema.record import (
+from reconciler.db.schema.work import (
     AuditEntry,
     OutboxEvent,
+    RecoveryCase,
     StateChange,
+    Task,
+    TaskEvent,
     audit_log,
     history,
     outbox,
-)
-from reconciler.db.schema.work import (
-    RecoveryCase,
-    Task,
-    TaskEvent,
     recovery_cases,
     task_events,
     tasks,

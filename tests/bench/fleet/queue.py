@@ -30,7 +30,7 @@ _ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.L
 def fill(engine: sa.Engine, count: int) -> list[str]:
     """Queue `count` tasks, spread over all nodes and due at the same instant; return their ids."""
     with transaction(engine) as conn:
-        image = images.find(conn, records.IMAGE, "")
+        image = next((row for row in images.every(conn) if row.name == records.IMAGE), None)
         if image is None:
             raise RuntimeError("the fleet has no image")
         hosts = list(conn.execute(sa.select(nodes.c.id).order_by(nodes.c.id)).scalars())

@@ -163,7 +163,7 @@ def ended(stack: Stack, evidence: dict[str, Any], **failed: Any) -> dict[str, An
     task = stack.lease()
     status = "failed" if failed else "successful"
     document = {"schema": 1, "ok": not failed, "step": "", "error": {}, "evidence": evidence}
-    outcome = Outcome("run", status, 0, document | failed, "", "", "", unreachable=False)
+    outcome = Outcome(status, document | failed)
     settle(stack.engine, stack.settings, HANDLERS[task.kind], task, outcome)
     found: dict[str, Any] = stack.client("admin").get(f"admin/tasks/{task.id}").json()
     return found

@@ -95,7 +95,8 @@ def told(stack: Stack, state: TaskState, folder: Path) -> str:
     with transaction(stack.engine) as conn:
         held = (task.id, task.lease_token)
         queue.progress(conn, *held, *lines, offset=offset)
-        queue.wait(conn, *held, "host_unreachable", seconds=0, act=ACT)
+        queue.wait_for_host(conn, *held, "host_unreachable", act=ACT)
+        queue.resume(conn, NODE)
     task = stack.lease()
     with transaction(stack.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None

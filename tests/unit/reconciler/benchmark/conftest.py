@@ -1,4 +1,4 @@
-"""Captures as a harness would print them, and tools that answer from recordings."""
+"""Captures in the form of the harness, and tools that answer from recordings."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def metric(name: str, samples: list[float]) -> dict[str, Any]:
 
 
 def probe(name: str, figures: Samples) -> dict[str, Any]:
-    own = [
+    metrics = [
         metric(each, samples) for each, samples in figures.items() if each.startswith(f"{name}.")
     ]
     reason = {"code": "tool_missing", "expected": "a tool", "found": "none", "remedy": "install it"}
     return {
         "probe": name,
-        "status": "ok" if own else "unavailable",
-        "reason": None if own else reason,
-        "tool": {"name": f"{name}-tool", "version": "1"} if own else None,
+        "status": "ok" if metrics else "unavailable",
+        "reason": None if metrics else reason,
+        "tool": {"name": f"{name}-tool", "version": "1"} if metrics else None,
         "subject": "",
-        "workload": {"steps": 1} if own else {},
-        "metrics": own,
+        "workload": {"steps": 1} if metrics else {},
+        "metrics": metrics,
         "deadline_s": 10,
         "seconds": 1.5,
     }
@@ -64,7 +64,7 @@ def probe(name: str, figures: Samples) -> dict[str, Any]:
 def made(
     label: str, figures: Samples, *, kind: str = "host", tuning: str = "off", vcpus: int = 24
 ) -> dict[str, Any]:
-    """A valid capture with these samples by metric; a probe without any was unavailable."""
+    """A valid capture with these samples by metric; probes without samples were unavailable."""
     text = dict.fromkeys(
         ("kernel", "kernel_arguments", "system", "governor", "transparent_hugepages"), ""
     )

@@ -1,4 +1,4 @@
-"""Machines that are reached over SSH: a real sshd each, on loopback, run by whoever tests."""
+"""Machines with a real SSH server each, on loopback, run by the user of the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USER = getpass.getuser()
 
 @dataclass(frozen=True)
 class Machine:
-    """key: its host key, `type base64`. log: what its sshd said."""
+    """key: its host key, `type base64`. log: the output of its sshd."""
 
     folder: Path
     port: int
@@ -31,9 +31,8 @@ class Machine:
     def log(self) -> str:
         return (self.folder / "log").read_text()
 
-    def known(self, *, key: str = "") -> str:
-        """A line for known_hosts."""
-        return f"[127.0.0.1]:{self.port} {key or self.key}\n"
+    def known_hosts_line(self) -> str:
+        return f"[127.0.0.1]:{self.port} {self.key}\n"
 
 
 Certify = Callable[[str], str]
@@ -49,8 +48,9 @@ class Boot:
     def __call__(
         self, name: str, *, login: str, settings: str = "", certify: Certify | None = None
     ) -> Machine:
-        made = machine(self._folder / name, login=login, settings=settings, certify=certify)
-        return self._running.enter_context(made)
+        folder = self._folder / name
+        server = machine(folder, login=login, settings=settings, certify=certify)
+        return self._running.enter_context(server)
 
 
 def new_key(path: Path) -> str:
@@ -83,23 +83,23 @@ def machine(
     config = folder / "sshd_config"
     config.write_text("\n".join(lines) + "\n")
     if os.geteuid() == 0:
-        # Packages leave making it to systemd, which is not everywhere.
+        # With the packages systemd creates it, but a container may have no systemd.
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     with (folder / "log").open("wb") as log:
         words = [str(SSHD), "-D", "-e", "-f", str(config)]
         with subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=log) as process:
             try:
-                found = Machine(folder, port, key)
-                _await(found, process)
-                yield found
+                server = Machine(folder, port, key)
+                _await(server, process)
+                yield server
             finally:
                 process.terminate()
 
 
-def _await(found: Machine, process: subprocess.Popen[bytes]) -> None:
+def _await(machine: Machine, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + 20
-    while "Server listening" not in found.log:
-        assert process.poll() is None and time.monotonic() < end, found.log
+    while "Server listening" not in machine.log:
+        assert process.poll() is None and time.monotonic() < end, machine.log
         time.sleep(0.02)
 
 

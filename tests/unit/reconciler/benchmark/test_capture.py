@@ -1,4 +1,4 @@
-"""The harness for real on this machine, over a stand-in for ssh, and against lying machines."""
+"""Real captures of this machine, a stand-in for ssh, and machines that send false captures."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ Tool = Callable[[str, str], Path]
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A capture of this machine; the fio target does not exist."""
     folder = tmp_path_factory.mktemp("capture")
-    told: list[str] = []
+    progress: list[str] = []
     before = Path.cwd()
     os.chdir(folder)
     try:
-        asked = dataclasses.replace(TINY, fio_target=str(folder / "none"))
-        found = capture(Target(), asked, told.append)
+        request = dataclasses.replace(TINY, fio_target=str(folder / "none"))
+        result = capture(Target(), request, progress.append)
     finally:
         os.chdir(before)
-    assert list(folder.iterdir()) == [], "nothing is left where it ran"
-    assert told[:2] == ["cpu: at most 30 s", "cpu: ok"]
-    return found
+    assert list(folder.iterdir()) == [], "the capture leaves no files"
+    assert progress[:2] == ["cpu: at most 30 s", "cpu: ok"]
+    return result
 
 
 def test_this_machine_is_measured(real: dict[str, Any]) -> None:
@@ -64,10 +64,10 @@ def test_this_machine_is_measured(real: dict[str, Any]) -> None:
     assert shared["workers"] == real["vcpus"] == len(os.sched_getaffinity(0))
     assert probes["cpu"]["tool"] == {"name": "cpython", "version": sys.version.split()[0]}
     assert real["host"]["kernel"] == os.uname().release
-    assert real["label"] == TINY.label, "a label is data on its whole way"
+    assert real["label"] == TINY.label, "a label is never code"
 
 
-def test_what_is_not_there_is_said(real: dict[str, Any]) -> None:
+def test_probes_without_figures_give_their_reason(real: dict[str, Any]) -> None:
     probes = {each["probe"]: each for each in real["probes"]}
     assert probes["rdma"]["reason"]["code"] == "not_requested"
     assert probes["disk"]["reason"]["code"] in ("tool_missing", "target_missing")
@@ -102,40 +102,40 @@ def test_the_harness_is_standard_library_and_old_python() -> None:
 
 def test_over_ssh_it_comes_by_standard_input(tool: Tool) -> None:
     arguments = tool("ssh", 'for last; do :; done; exec sh -c "$last"')
-    found = capture(HOST, TINY, lambda _line: None)
-    assert (found["label"], found["probes"][0]["status"]) == (TINY.label, "ok")
+    result = capture(HOST, TINY, lambda _line: None)
+    assert (result["label"], result["probes"][0]["status"]) == (TINY.label, "ok")
     words = arguments.read_text().splitlines()
     assert words[-4:] == ["gpuuser", "--", "10.100.0.10", "python3 -I -B -"]
     assert "StrictHostKeyChecking=yes" in words
 
 
 def _effective(target: Target) -> dict[str, str]:
-    """What the real ssh client makes of the words."""
+    """Settings of the real ssh client for this command."""
     text = subprocess.run(
         ["ssh", "-G", *command(target)[1:]], capture_output=True, text=True, check=True
     ).stdout
     return dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
 
 
-def test_no_configuration_makes_it_trust_a_stranger(tmp_path: Path) -> None:
+def test_no_configuration_makes_it_trust_an_unknown_host(tmp_path: Path) -> None:
     lax = tmp_path / "config"
     lax.write_text("Host *\nStrictHostKeyChecking no\nForwardAgent yes\nProxyJump j22u15\n")
-    found = _effective(dataclasses.replace(HOST, config=lax, key=tmp_path / "a key"))
-    assert found["stricthostkeychecking"] == "true"
-    assert (found["batchmode"], found["forwardagent"]) == ("yes", "no")
-    assert found["proxyjump"] == "j22u15", "the way there stays the operator's"
-    assert found["identityfile"] == str(tmp_path / "a key")
+    settings = _effective(dataclasses.replace(HOST, config=lax, key=tmp_path / "a key"))
+    assert settings["stricthostkeychecking"] == "true"
+    assert (settings["batchmode"], settings["forwardagent"]) == ("yes", "no")
+    assert settings["proxyjump"] == "j22u15", "the operator's route stays"
+    assert settings["identityfile"] == str(tmp_path / "a key")
 
 
-def test_an_enrolled_node_is_known_by_certificate(tmp_path: Path) -> None:
+def test_an_enrolled_node_needs_its_certificate(tmp_path: Path) -> None:
     access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
-    found = _effective(dataclasses.replace(HOST, access=access, alias="node-1"))
-    assert found["stricthostkeychecking"] == "true"
-    assert found["hostkeyalias"] == "node-1"
-    assert found["userknownhostsfile"] == str(tmp_path / "hosts")
+    settings = _effective(dataclasses.replace(HOST, access=access, alias="node-1"))
+    assert settings["stricthostkeychecking"] == "true"
+    assert settings["hostkeyalias"] == "node-1"
+    assert settings["userknownhostsfile"] == str(tmp_path / "hosts")
 
 
-def test_sudo_is_asked_without_a_terminal() -> None:
+def test_sudo_needs_no_terminal() -> None:
     assert command(dataclasses.replace(HOST, sudo=True))[-1] == "sudo -n python3 -I -B -"
     assert command(Target(sudo=True))[:2] == ["sudo", "-n"]
 
@@ -172,14 +172,14 @@ def test_a_host_that_does_not_answer() -> None:
         ('echo \'{"refusal": {"code": "vcpus_differ"}}\'; exit 3', "vcpus_differ"),
     ],
 )
-def test_a_machine_that_lies(tool: Tool, answer: str, code: str) -> None:
+def test_invalid_answers_are_refused(tool: Tool, answer: str, code: str) -> None:
     tool("ssh", answer)
     with pytest.raises(Problem) as caught:
         capture(HOST, TINY, lambda _line: None)
     assert caught.value.code == code
 
 
-def test_a_capture_is_of_what_was_asked(tool: Tool, real: dict[str, Any], tmp_path: Path) -> None:
+def test_a_capture_must_match_its_request(tool: Tool, real: dict[str, Any], tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     for change in ({"kind": "vm"}, {"harness": {"digest": f"sha256:{'0' * 64}", "python": "3"}}):
         other.write_text(json.dumps(real | change))
@@ -223,7 +223,7 @@ def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path) -> None:
         assert len(tree) == 1 + len(os.sched_getaffinity(0)), "a probe and its workers"
         process.terminate()
         assert process.wait(timeout=10) == 1
-    # Whoever adopts them reaps them.
+    # Their new parent reaps them.
     while any(_alive(pid) for pid in tree) and time.monotonic() < end:
         time.sleep(0.02)
     assert [pid for pid in tree if _alive(pid)] == []

@@ -1,4 +1,4 @@
-"""The chart and the page: well-formed, to scale, and inert whatever a capture holds."""
+"""Chart and page: well-formed, to scale, and inert with any text in a capture."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_bars_are_to_scale() -> None:
     assert len(dashed) == 4
 
 
-def test_a_missing_figure_is_words() -> None:
+def test_a_missing_figure_is_named() -> None:
     text = chart.svg(compare([made("a", {"gpu.fp64": [1.0]}), made("b", {})]))
     assert "missing unavailable: tool_missing" in text
     assert 'class="better"' not in text
 
 
-def test_a_chart_has_no_chance_in_it() -> None:
-    """The same captures make the same file, today and tomorrow."""
+def test_a_chart_is_reproducible() -> None:
+    """The same captures make the same file."""
     text = chart.svg(compare([BARE, SLICE]))
     assert text == chart.svg(compare([BARE, SLICE]))
     assert text.startswith("<svg")
@@ -101,7 +101,7 @@ def test_foreign_text_stays_text(count: int) -> None:
         assert not set(document) & set("\x00\x1b\u202e")
 
 
-def test_a_page_loads_nothing_and_says_everything() -> None:
+def test_a_page_is_complete_and_loads_nothing() -> None:
     text = chart.html(compare([BARE, SLICE]))
     assert "default-src 'none'" in text
     assert not re.search(r"(src|href)=|url\(|@import", text)

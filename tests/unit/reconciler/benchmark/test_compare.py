@@ -1,4 +1,4 @@
-"""Differences with the seed's figures, what is not comparable, and the gate for tuning."""
+"""Differences, figures that are not comparable, and the gate for tuning."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def rows(*captures: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
     }
 
 
-def test_the_losses_of_the_seed() -> None:
-    found = rows(BARE, SLICE)
-    assert found["gpu.fp64"] == (-2.1, "worse", "")
-    assert found["gpu.hbm_copy"] == (0.0, "same", "")
-    assert found["rdma.write"] == (-43.0, "worse", "")
-    assert found["vllm.throughput"] == (-17.0, "worse", "")
-    assert found["disk.read_random_p99"] == (25.0, "worse", ""), "lower is better"
-    assert found["cpu.integer"] == (0.0, "unclear", "spread 30 %"), "too noisy for a verdict"
+def test_the_losses_of_the_prototype() -> None:
+    differences = rows(BARE, SLICE)
+    assert differences["gpu.fp64"] == (-2.1, "worse", "")
+    assert differences["gpu.hbm_copy"] == (0.0, "same", "")
+    assert differences["rdma.write"] == (-43.0, "worse", "")
+    assert differences["vllm.throughput"] == (-17.0, "worse", "")
+    assert differences["disk.read_random_p99"] == (25.0, "worse", ""), "lower is better"
+    assert differences["cpu.integer"] == (0.0, "unclear", "spread 30 %"), "too noisy for a verdict"
     whole = compare([BARE, SLICE])
     assert {row["metric"]: row["reference_percent"] for row in whole["rows"]} == {
         "cpu.integer": None,
@@ -70,7 +70,7 @@ def test_the_losses_of_the_seed() -> None:
     assert all(row["reference_percent"] is None for row in compare([SLICE, BARE])["rows"])
 
 
-def test_what_was_not_measured_has_no_difference() -> None:
+def test_a_missing_figure_has_no_difference() -> None:
     bare = made("a", {"gpu.fp64": [30.0]})
     empty = made("b", {})
     assert rows(bare, empty)["gpu.fp64"] == (None, "missing", "unavailable: tool_missing")
@@ -92,7 +92,7 @@ def test_unlike_measurements_are_not_compared(part: str, change: dict[str, Any],
     assert rows(BARE, other)["cpu.integer"] == (None, "incomparable", note)
 
 
-def test_what_a_reader_must_know() -> None:
+def test_notes_name_different_conditions() -> None:
     other = copy.deepcopy(BARE) | {"label": "b", "tuning": "network"}
     other["probes"][0]["tool"]["version"] = "2"
     other["probes"][0]["metrics"][0]["workers"] = 24
@@ -121,90 +121,90 @@ def vm(tuning: str, vcpus: int = 24, **figures: list[float]) -> dict[str, Any]:
     return made(f"{tuning}-{vcpus}", FULL | named, kind="vm", tuning=tuning, vcpus=vcpus)
 
 
-def test_a_profile_that_gains_everywhere_it_counts() -> None:
+def test_a_profile_with_gains_passes() -> None:
     captures = [
         vm("off", 12),
         vm("network", 12),
         vm("off"),
         vm("network", rdma__write=[380.0, 385.0]),
     ]
-    (found,) = gate(captures)
-    assert (found["tuning"], found["passes"]) == ("network", True)
-    assert [cell["verdict"] for cell in found["cells"]] == ["same", "better"]
-    assert found["cells"][1]["better"] == ["rdma.write"]
+    (verdict,) = gate(captures)
+    assert (verdict["tuning"], verdict["passes"]) == ("network", True)
+    assert [cell["verdict"] for cell in verdict["cells"]] == ["same", "better"]
+    assert verdict["cells"][1]["better"] == ["rdma.write"]
 
 
-def test_a_profile_that_loses_anywhere() -> None:
-    (found,) = gate([vm("off"), vm("a+b", rdma__write=[380.0], vllm__throughput=[8000.0])])
-    assert not found["passes"]
-    assert found["cells"][0]["verdict"] == "worse"
-    assert found["cells"][0]["worse"] == ["vllm.throughput"]
+def test_a_profile_with_a_loss_fails() -> None:
+    (verdict,) = gate([vm("off"), vm("a+b", rdma__write=[380.0], vllm__throughput=[8000.0])])
+    assert not verdict["passes"]
+    assert verdict["cells"][0]["verdict"] == "worse"
+    assert verdict["cells"][0]["worse"] == ["vllm.throughput"]
 
 
-def test_nothing_gained_nothing_changed() -> None:
-    (found,) = gate([vm("off"), vm("network")])
-    assert (found["passes"], found["cells"][0]["verdict"]) == (False, "same")
+def test_a_profile_without_gains_fails() -> None:
+    (verdict,) = gate([vm("off"), vm("network")])
+    assert (verdict["passes"], verdict["cells"][0]["verdict"]) == (False, "same")
 
 
-def test_what_is_unproven_does_not_pass() -> None:
+def test_unproven_figures_fail() -> None:
     noisy = vm("network", rdma__write=[380.0], memory__copy=[5.0, 20.0])
-    (found,) = gate([vm("off"), noisy])
-    assert (found["passes"], found["cells"][0]["open"]) == (False, ["memory.copy"])
+    (verdict,) = gate([vm("off"), noisy])
+    assert (verdict["passes"], verdict["cells"][0]["open"]) == (False, ["memory.copy"])
     blind = [
         made(name, {"rdma.write": samples}, tuning=name)
         for name, samples in (("off", [200.0]), ("network", [300.0]))
     ]
     blind[1]["host"]["sysctls"] = {"net.core.rmem_max": "268435456"}
-    (found,) = gate(blind)
-    assert found["cells"][0]["verdict"] == "incomplete"
-    assert found["cells"][0]["open"] == ["cpu", "memory", "disk", "gpu", "vllm"]
-    (found,) = gate(blind, ["cpu", "memory", "disk", "gpu", "vllm"])
-    assert found["passes"], "waived by name"
+    (verdict,) = gate(blind)
+    assert verdict["cells"][0]["verdict"] == "incomplete"
+    assert verdict["cells"][0]["open"] == ["cpu", "memory", "disk", "gpu", "vllm"]
+    (verdict,) = gate(blind, ["cpu", "memory", "disk", "gpu", "vllm"])
+    assert verdict["passes"], "waived by name"
 
 
-def test_two_captures_that_differ_in_more_than_the_tuning_prove_nothing() -> None:
+def test_captures_that_differ_in_more_than_the_tuning_fail() -> None:
     def judged(**host: object) -> tuple[bool, str, list[str]]:
         tuned = vm("network", rdma__write=[380.0])
         tuned["host"] |= host
-        (found,) = gate([vm("off"), tuned])
-        return found["passes"], found["cells"][0]["verdict"], found["cells"][0]["open"]
+        (verdict,) = gate([vm("off"), tuned])
+        return verdict["passes"], verdict["cells"][0]["verdict"], verdict["cells"][0]["open"]
 
     assert judged() == (True, "better", [])
     passes, verdict, (why,) = judged(cpu_model="EPYC")
     assert (passes, verdict) == (False, "incomplete")
     assert "EPYC" in why
-    # A label is not a setting: on bare metal the machine itself shows whether it is tuned.
+    # A label is not a setting: on bare metal the machine shows whether it is tuned.
     host = [made(name, FULL, tuning=name) for name in ("off", "network")]
     host[1]["probes"][3]["metrics"][0] |= {"samples": [380.0], "median": 380.0}
-    (found,) = gate(host)
-    assert not found["passes"]
-    assert "no setting of the machine differs" in found["cells"][0]["open"][0]
+    (verdict,) = gate(host)
+    assert not verdict["passes"]
+    assert "no setting of the machine differs" in verdict["cells"][0]["open"][0]
     host[1]["host"]["sysctls"] = {"net.core.rmem_max": "268435456"}
-    (found,) = gate(host)
-    assert found["passes"]
+    (verdict,) = gate(host)
+    assert verdict["passes"]
 
 
-def test_a_matrix_as_large_as_was_asked_for() -> None:
+def test_the_matrix_has_the_requested_counts() -> None:
     captures = [vm("off"), vm("network", rdma__write=[380.0])]
-    (found,) = gate(captures, counts=[24])
-    assert found["passes"]
-    (found,) = gate(captures, counts=[12, 24])
-    assert not found["passes"]
-    assert [(cell["vcpus"], cell["verdict"]) for cell in found["cells"]] == [
+    (verdict,) = gate(captures, counts=[24])
+    assert verdict["passes"]
+    (verdict,) = gate(captures, counts=[12, 24])
+    assert not verdict["passes"]
+    assert [(cell["vcpus"], cell["verdict"]) for cell in verdict["cells"]] == [
         (12, "missing"),
         (24, "better"),
     ]
-    assert found["cells"][0]["open"] == [
+    assert verdict["cells"][0]["open"] == [
         "no capture with tuning off",
         "no capture with tuning network",
     ]
 
 
-def test_holes_in_the_matrix() -> None:
-    (found,) = gate([vm("off"), vm("network", rdma__write=[380.0]), vm("off", 12)])
-    assert not found["passes"]
-    assert [cell["verdict"] for cell in found["cells"]] == ["missing", "better"]
-    assert found["cells"][0]["open"] == ["no capture with tuning network"]
+def test_missing_captures_fail() -> None:
+    (verdict,) = gate([vm("off"), vm("network", rdma__write=[380.0]), vm("off", 12)])
+    assert not verdict["passes"]
+    assert [cell["verdict"] for cell in verdict["cells"]] == ["missing", "better"]
+    assert verdict["cells"][0]["open"] == ["no capture with tuning network"]
     assert gate([vm("off")]) == []
     with pytest.raises(Problem, match="capture_twice"):
         gate([vm("off"), vm("off")])

@@ -1,4 +1,4 @@
-"""Probes that hang, die or crash; no process of theirs is left."""
+"""Probes that hang, die or crash: no process of theirs is left."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from reconciler.benchmark.harness.compute import time_on_all_cpus
 from reconciler.benchmark.harness.main import within
 from reconciler.benchmark.harness.probe import Failed, Skipped
 
-# Only this process's main thread matters to what is forked here.
+# The forked processes use the main thread only.
 pytestmark = [
     pytest.mark.covers("HOST-12"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 
 
-def test_what_a_probe_says() -> None:
+def test_the_document_of_a_probe() -> None:
     assert within(10, lambda: {"metrics": [1]}) == {"status": "ok", "reason": None, "metrics": [1]}
     big = within(10, lambda: {"metrics": ["x" * 300_000]})
     assert len(big["metrics"][0]) == 300_000, "more than a pipe holds"
@@ -37,10 +37,10 @@ def test_a_probe_that_hangs_is_ended_with_its_tools(tmp_path: Path) -> None:
         return {}
 
     began = time.monotonic()
-    found = within(0.5, hang)
-    assert found["reason"]["code"] == "probe_deadline"
+    outcome = within(0.5, hang)
+    assert outcome["reason"]["code"] == "probe_deadline"
     assert time.monotonic() - began < 5
-    # Its parent is dead too: whoever adopts it reaps it.
+    # Its parent is dead too, so its new parent reaps it.
     end = time.monotonic() + 5
     while (state := _state(int(file.read_text()))) not in ("", "Z") and time.monotonic() < end:
         time.sleep(0.01)
@@ -66,13 +66,13 @@ def _raise(error: Exception) -> dict[str, Any]:
     ],
 )
 def test_a_probe_that_gives_up(error: Exception, status: str, code: str) -> None:
-    found = within(10, lambda: _raise(error))
-    assert (found["status"], found["reason"]["code"]) == (status, code)
+    outcome = within(10, lambda: _raise(error))
+    assert (outcome["status"], outcome["reason"]["code"]) == (status, code)
 
 
 def test_a_probe_that_dies() -> None:
-    found = within(10, lambda: os._exit(1))
-    assert found["reason"]["code"] == "probe_died"
+    outcome = within(10, lambda: os._exit(1))
+    assert outcome["reason"]["code"] == "probe_died"
 
 
 def test_all_cpus_work_at_the_same_time() -> None:

@@ -13,11 +13,11 @@ from reconciler.benchmark.harness.probe import Reason, Request
 
 pytestmark = pytest.mark.covers("HOST-12")
 
-ASKED = Request(label="a", kind="vm", repetitions=3)
+REQUEST = Request(label="a", kind="vm", repetitions=3)
 
 
 class Library:
-    """Answers like an H200 whose every queue takes 10 ms."""
+    """A driver library with an H200 that takes 10 ms for each measurement."""
 
     def __init__(self, init: int = 0, sum_of_chains: float = 16.0) -> None:
         self.results = {"cuInit": init}
@@ -61,14 +61,14 @@ class Library:
 
 def measured(monkeypatch: pytest.MonkeyPatch, library: Library) -> dict[str, Any]:
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
-    return gpu.measure(ASKED)
+    return gpu.measure(REQUEST)
 
 
 def test_rates_follow_from_work_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
-    found = measured(monkeypatch, library)
-    assert (found["subject"], found["tool"]["version"]) == ("NVIDIA H200", "12.8")
-    rates = {each["metric"]: each["median"] for each in found["metrics"]}
+    result = measured(monkeypatch, library)
+    assert (result["subject"], result["tool"]["version"]) == ("NVIDIA H200", "12.8")
+    rates = {each["metric"]: each["median"] for each in result["metrics"]}
     assert rates["gpu.fp64"] == pytest.approx(2 * 8 * 400_000 * 132 * 2048 / 0.01 / 1e12, rel=1e-5)
     assert rates["gpu.hbm_copy"] == pytest.approx(2 * (2 << 30) * 20 / 0.01 / 1e9, rel=1e-5)
     assert library.calls.count("cuLaunchKernel") == 4, "one to warm up"
@@ -114,5 +114,7 @@ def test_the_kernels_chains_meet_at_two() -> None:
     for start in (0.0, 7.0, 132 * 2048.0 + 7):
         value = start
         for _ in range(200):
-            value = value / 2 + 1  # exact: halving loses nothing, so this is the fused form
+            value = (
+                value / 2 + 1
+            )  # exact, because halving loses no bits: the same as the fused operation
         assert value == 2.0

@@ -1,4 +1,4 @@
-"""The way into a slice VM: two real SSH servers, one of them the host that leads to the other."""
+"""SSH access to a slice VM through its host, with two real SSH servers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOISE = "[    0.000000] Linux version 6.1\r\n\x1b[2J[  OK  ] Reached target\r\n"
 
 
 def console(*keys: str) -> str:
-    """As cloud-init's keys-to-console leaves it on a serial line."""
+    """Serial output of cloud-init's keys-to-console."""
     lines = ["-----BEGIN SSH HOST KEY KEYS-----", *keys, "-----END SSH HOST KEY KEYS-----", ""]
     return "\r\n".join(lines)
 
@@ -63,21 +63,23 @@ class Site:
     access: SshAccess
     allocation: dict[str, Any]
     node: dict[str, Any]
-    own: Target
+    caller: Target
     folder: Path
 
     def target(self, **changes: Any) -> Target:
-        own = dataclasses.replace(self.own, **changes)
-        return guest_target(self.allocation, self.node, own, access=self.access, folder=self.folder)
+        caller = dataclasses.replace(self.caller, **changes)
+        return guest_target(
+            self.allocation, self.node, caller, access=self.access, folder=self.folder
+        )
 
-    def shows(self, text: str) -> None:
-        """What the host has kept of the guest's console."""
+    def write_console(self, text: str) -> None:
+        """Write the console log that the host keeps of the guest."""
         (self.folder / f"{DOMAIN}-console.log").write_text(text, newline="")
 
 
 @pytest.fixture
 def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    # The console is root's. Whoever else runs the test becomes root on the host by this stand-in.
+    # Only root can read the console. This stand-in for sudo lets any user run the test.
     sudo = tmp_path / "bin" / "sudo"
     sudo.parent.mkdir()
     sudo.write_text('#!/bin/sh\nshift\nexec "$@"\n')
@@ -113,25 +115,25 @@ def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
             ],
         },
         node={"id": "node-1", "address": "127.0.0.1", "port": host.port, "ssh_user": USER},
-        own=Target(port=vm.port, key=tmp_path / "tenant_key"),
+        caller=Target(port=vm.port, key=tmp_path / "tenant_key"),
         folder=folder,
     )
 
 
 def test_a_guest_is_measured_through_its_host_by_the_key_on_its_console(site: Site) -> None:
-    site.shows(NOISE + console(f"{site.guest.key} root@slice"))
-    found = measured(site.target())
-    probes = {probe["probe"]: probe["status"] for probe in found["probes"]}
+    site.write_console(NOISE + console(f"{site.guest.key} root@slice"))
+    result = measured(site.target())
+    probes = {probe["probe"]: probe["status"] for probe in result["probes"]}
     assert (probes["cpu"], probes["memory"]) == ("ok", "ok")
-    # It was the guest that answered, and the host that carried it there.
+    # The guest answered, through the host.
     assert "Accepted publickey" in site.guest.log
     assert "Accepted publickey" in site.host.log and "gpuaas-operator" in site.host.log
     assert (site.folder / "known_hosts").read_text() == f"{DOMAIN} {site.guest.key}\n"
 
 
 def test_a_guest_with_another_key_is_not_measured(site: Site, tmp_path: Path) -> None:
-    """Somebody else answers at its address: a tenant before it, or after."""
-    site.shows(console(new_key(tmp_path / "another")))
+    """An earlier or later tenant of the address answers."""
+    site.write_console(console(new_key(tmp_path / "another")))
     problem = refused(site.target())
     assert problem.code == "target_unreachable"
     assert "Host key verification failed" in problem.found or "changed" in problem.found
@@ -139,17 +141,17 @@ def test_a_guest_with_another_key_is_not_measured(site: Site, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", NOISE, "-----BEGIN SSH HOST KEY KEYS-----\r\nssh-ed25519 "])
-def test_without_a_key_on_the_console_nobody_is_believed(site: Site, text: str) -> None:
-    site.shows(text)
+def test_without_a_key_on_the_console_no_guest_is_trusted(site: Site, text: str) -> None:
+    site.write_console(text)
     with pytest.raises(Problem) as caught:
         site.target()
     assert caught.value.code == "guest_key_unknown"
     assert "keys-to-console" in caught.value.remedy
-    assert site.guest.log.count("Connection") == 0, "it was not even asked"
+    assert site.guest.log.count("Connection") == 0, "no connection was tried"
 
 
-def test_a_host_without_the_nodes_certificate_is_not_asked(site: Site) -> None:
-    site.shows(console(site.guest.key))
+def test_a_host_without_the_nodes_certificate_is_not_trusted(site: Site) -> None:
+    site.write_console(console(site.guest.key))
     site.node["id"] = "node-2"
     with pytest.raises(Problem) as caught:
         site.target()
@@ -165,9 +167,9 @@ def test_a_console_that_is_not_there(site: Site) -> None:
 
 def test_a_known_guest_needs_no_console(site: Site, tmp_path: Path) -> None:
     file = tmp_path / "known"
-    file.write_text(site.guest.known())
+    file.write_text(site.guest.known_hosts_line())
     assert measured(site.target(known_hosts=file))["label"] == TINY.label
-    # The node's certificate is still what the host is known by.
+    # The host still needs the node's certificate.
     site.node["id"] = "node-2"
     assert refused(site.target(known_hosts=file)).code == "target_unreachable"
 
@@ -182,8 +184,8 @@ def test_only_a_running_slice_has_a_guest(change: dict[str, str]) -> None:
     assert caught.value.code == "no_slice_vm"
 
 
-def test_the_first_boot_is_what_counts() -> None:
-    """Later the tenant is root there, and may write whatever it likes on its console."""
+def test_only_keys_of_the_first_boot_count() -> None:
+    """The tenant is root later and can write anything to the console."""
     ours, theirs = "ssh-ed25519 " + "A" * 68, "ssh-ed25519 " + "B" * 68
     assert first_boot_keys(NOISE + console(ours) + console(theirs)) == [ours]
     torn = console(ours, f"[  OK  ] {theirs}", "ssh-ed25519 AAAA", "@cert-authority * " + theirs)
@@ -194,12 +196,12 @@ def test_the_first_boot_is_what_counts() -> None:
 @pytest.mark.parametrize(
     ("user", "front"), [("root", "head -c 1048576 -- "), ("ubuntu", "sudo -n head -c 1048576 -- ")]
 )
-def test_the_console_is_roots_to_read(
+def test_the_console_is_read_as_root(
     tool: Callable[[str, str], Path], tmp_path: Path, user: str, front: str
 ) -> None:
-    """Over a stand-in for ssh; the file's name is made of the allocation's id and nothing else."""
+    """Over a stand-in for ssh. The file's name depends only on the allocation's id."""
     (tmp_path / "console").write_text(console("ssh-ed25519 " + "A" * 68))
-    said = tool("ssh", f'cat "{tmp_path}/console"')
+    arguments = tool("ssh", f'cat "{tmp_path}/console"')
     access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
     node = {"id": "node-1", "address": "192.0.2.7", "port": 2222, "ssh_user": user}
     allocation = {
@@ -209,14 +211,14 @@ def test_the_console_is_roots_to_read(
         "username": "ada",
         "claims": [{"position": 0, "node_id": "node-1", "private_ip": "10.100.0.10"}],
     }
-    found = guest_target(allocation, node, Target(), access=access, folder=tmp_path)
-    assert (found.host, found.user, found.alias) == ("10.100.0.10", "ada", DOMAIN)
-    words = said.read_text().splitlines()
+    routed = guest_target(allocation, node, Target(), access=access, folder=tmp_path)
+    assert (routed.host, routed.user, routed.alias) == ("10.100.0.10", "ada", DOMAIN)
+    words = arguments.read_text().splitlines()
     assert words[-1] == f"{front}/var/log/libvirt/qemu/{DOMAIN}-console.log"
     assert {"HostKeyAlias=node-1", "2222", user, "192.0.2.7"} <= set(words)
 
 
-# By hand: no reconciler, two keys that a person knows.
+# By hand: no reconciler; the operator has both host keys.
 
 
 @pytest.fixture
@@ -228,36 +230,36 @@ def pair(boot: Boot, tmp_path: Path) -> tuple[Machine, Machine, Target]:
         f"Host *\n  IdentityFile {tmp_path}/key\n  StrictHostKeyChecking no\n"
         f"Host slice\n  HostName 127.0.0.1\n  Port {vm.port}\n"
     )
-    known = tmp_path / "known"
-    known.write_text(host.known() + vm.known())
+    known_hosts = tmp_path / "known"
+    known_hosts.write_text(host.known_hosts_line() + vm.known_hosts_line())
     via = dataclasses.replace(
-        jump(f"{USER}@127.0.0.1:{host.port}"), config=config, known_hosts=known
+        jump(f"{USER}@127.0.0.1:{host.port}"), config=config, known_hosts=known_hosts
     )
-    own = Target(
-        host="127.0.0.1", user=USER, port=vm.port, config=config, known_hosts=known, via=via
+    caller = Target(
+        host="127.0.0.1", user=USER, port=vm.port, config=config, known_hosts=known_hosts, via=via
     )
-    return host, vm, own
+    return host, vm, caller
 
 
 def test_through_a_host_by_hand(pair: tuple[Machine, Machine, Target]) -> None:
-    host, vm, own = pair
-    assert measured(own)["vcpus"] > 0
+    host, vm, caller = pair
+    assert measured(caller)["vcpus"] > 0
     assert "Accepted publickey" in host.log and "Accepted publickey" in vm.log
-    # Under the name that the caller's own configuration gives it.
-    assert measured(dataclasses.replace(own, host="slice", port=0))["vcpus"] > 0
+    # Under a name from the caller's SSH configuration.
+    assert measured(dataclasses.replace(caller, host="slice", port=0))["vcpus"] > 0
 
 
 @pytest.mark.parametrize("stranger", [0, 1])
-def test_neither_of_the_two_is_believed_at_first_sight(
+def test_neither_key_is_trusted_on_first_use(
     pair: tuple[Machine, Machine, Target], stranger: int
 ) -> None:
-    own = pair[2]
-    assert own.known_hosts
-    lines = own.known_hosts.read_text().splitlines(keepends=True)
+    caller = pair[2]
+    assert caller.known_hosts
+    lines = caller.known_hosts.read_text().splitlines(keepends=True)
     del lines[stranger]
-    own.known_hosts.write_text("".join(lines))
-    assert refused(own).code == "target_unreachable"
-    assert own.known_hosts.read_text() == "".join(lines), "and nothing is learnt from it"
+    caller.known_hosts.write_text("".join(lines))
+    assert refused(caller).code == "target_unreachable"
+    assert caller.known_hosts.read_text() == "".join(lines), "no key was added"
     assert "Accepted" not in pair[1].log
 
 
@@ -269,20 +271,20 @@ def test_neither_of_the_two_is_believed_at_first_sight(
         ("root@[2001:db8::1]:22", "2001:db8::1", "root", 22),
     ],
 )
-def test_the_machine_to_go_through(text: str, host: str, user: str, port: int) -> None:
-    found = jump(text)
-    assert (found.host, found.user, found.port) == (host, user, port)
+def test_parsing_the_jump_host(text: str, host: str, user: str, port: int) -> None:
+    hop = jump(text)
+    assert (hop.host, hop.user, hop.port) == (host, user, port)
 
 
 @pytest.mark.parametrize(
     "text", ["", "a:b", "a:22:22", "a b", "-oProxyCommand=id", "x@-oProxyCommand=id", "$(id)@a"]
 )
-def test_its_name_is_never_an_option(text: str) -> None:
+def test_a_jump_host_is_never_an_option(text: str) -> None:
     with pytest.raises(Problem):
         command(Target(host="10.100.0.10", via=jump(text)))
 
 
-def test_the_way_there_cannot_be_made_lax(tmp_path: Path) -> None:
+def test_the_configuration_cannot_weaken_the_jump(tmp_path: Path) -> None:
     lax = tmp_path / "100% mine"
     lax.write_text("Host *\nStrictHostKeyChecking no\nProxyJump elsewhere\n")
     via = dataclasses.replace(jump("j22u15"), config=lax)
@@ -290,8 +292,8 @@ def test_the_way_there_cannot_be_made_lax(tmp_path: Path) -> None:
     text = subprocess.run(
         ["ssh", "-G", *words[1:]], capture_output=True, text=True, check=True
     ).stdout
-    found = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
-    assert "proxyjump" not in found
-    assert "StrictHostKeyChecking=yes" in found["proxycommand"]
-    assert found["proxycommand"].endswith("-W '[%h]:%p' -- j22u15")
-    assert "100%% mine" in found["proxycommand"], "a token of ssh's otherwise"
+    settings = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+    assert "proxyjump" not in settings
+    assert "StrictHostKeyChecking=yes" in settings["proxycommand"]
+    assert settings["proxycommand"].endswith("-W '[%h]:%p' -- j22u15")
+    assert "100%% mine" in settings["proxycommand"], "else ssh would expand a token"

@@ -1,4 +1,4 @@
-"""Probes of the harness: tools from recordings, refusals, and results that are checked."""
+"""Probes with recorded tools, refusals, and checked results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.unit.reconciler.benchmark.conftest import DATA
 
 pytestmark = pytest.mark.covers("HOST-12")
 
-ASKED = Request(label="a", kind="host", repetitions=3, seconds=1)
-# Recorded from fio 3.33 with these very options on a file.
+REQUEST = Request(label="a", kind="host", repetitions=3, seconds=1)
+# Recorded from fio 3.33 with the same options on a file.
 RECORDED = DATA / "fio-3.33-randread.json"
 
 Tool = Callable[[str, str], Path]
 
 
 def test_series() -> None:
-    found = metric("cpu.integer", "Mstep/s", [9.0, 10.0, 12.0])
-    assert (found["median"], found["spread_percent"]) == (10.0, 30.0)
+    result = metric("cpu.integer", "Mstep/s", [9.0, 10.0, 12.0])
+    assert (result["median"], result["spread_percent"]) == (10.0, 30.0)
     for wrong in ([], [0.0], [-1.0], [float("nan")], [float("inf")]):
         with pytest.raises(Reason, match="measurement_invalid"):
             metric("cpu.integer", "Mstep/s", wrong)
@@ -47,8 +47,8 @@ def test_a_cpu_that_miscalculates(monkeypatch: pytest.MonkeyPatch) -> None:
         compute.integer(10)
 
 
-def test_memory_is_not_taken_from_others() -> None:
-    greedy = dataclasses.replace(ASKED, memory_bytes=1 << 50)
+def test_memory_must_be_available() -> None:
+    greedy = dataclasses.replace(REQUEST, memory_bytes=1 << 50)
     with pytest.raises(Reason, match="memory_short"):
         compute.measure_memory(greedy)
 
@@ -64,22 +64,22 @@ esac""",
     )
 
 
-def test_disk_reads_what_fio_says(tool: Tool, tmp_path: Path) -> None:
+def test_disk_figures_of_fio(tool: Tool, tmp_path: Path) -> None:
     arguments = _fio(tool)
     target = tmp_path / "pci-0000:01:00.0-nvme-1"
     target.write_bytes(b"precious")
-    found = disk.measure(dataclasses.replace(ASKED, fio_target=str(target)))
-    assert found["tool"] == {"name": "fio", "version": "fio-3.33"}
-    medians = {each["metric"]: (each["median"], each["unit"]) for each in found["metrics"]}
+    result = disk.measure(dataclasses.replace(REQUEST, fio_target=str(target)))
+    assert result["tool"] == {"name": "fio", "version": "fio-3.33"}
+    medians = {each["metric"]: (each["median"], each["unit"]) for each in result["metrics"]}
     assert medians["disk.read"] == (688.59, "MB/s")
     assert medians["disk.read_random"] == (168113.0, "IOPS")
     assert medians["disk.read_random_p99"][1] == "us"
-    assert found["metrics"][2]["better"] == "lower"
-    said = arguments.read_text().splitlines()
-    assert said.count("--readonly") == said.count("--allow_file_create=0") == 6
-    assert {word for word in said if "rw=" in word} == {"--rw=read", "--rw=randread"}
+    assert result["metrics"][2]["better"] == "lower"
+    words = arguments.read_text().splitlines()
+    assert words.count("--readonly") == words.count("--allow_file_create=0") == 6
+    assert {word for word in words if "rw=" in word} == {"--rw=read", "--rw=randread"}
     escaped = str(target).replace(":", "\\:")
-    assert f"--filename={escaped}" in said, "a colon would name two targets"
+    assert f"--filename={escaped}" in words, "a colon would name two targets"
     assert target.read_bytes() == b"precious"
 
 
@@ -97,7 +97,7 @@ def test_disk_never_writes(pattern: str) -> None:
         ('"error" : 0', "tool_failed"),
     ],
 )
-def test_disk_believes_no_run_that_wrote_or_failed(change: str, code: str) -> None:
+def test_disk_refuses_a_run_that_wrote_or_failed(change: str, code: str) -> None:
     text = RECORDED.read_text()
     assert text.count(change) == 1
     with pytest.raises(Reason, match=code):
@@ -124,18 +124,18 @@ def test_disk_targets(tool: Tool, tmp_path: Path) -> None:
         (str(missing), "target_missing"),
     ):
         with pytest.raises(Reason) as caught:
-            disk.measure(dataclasses.replace(ASKED, fio_target=name))
+            disk.measure(dataclasses.replace(REQUEST, fio_target=name))
         assert caught.value.code == code, name
     assert not missing.exists()
-    assert not arguments.exists(), "fio was not even started"
+    assert not arguments.exists(), "fio was not started"
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed here")
 def test_disk_with_the_real_fio(tmp_path: Path) -> None:
     target = tmp_path / "disk"
     target.write_bytes(bytes(range(256)) * 16384)
-    found = disk.measure(dataclasses.replace(ASKED, repetitions=1, fio_target=str(target)))
-    assert all(each["median"] > 0 for each in found["metrics"])
+    result = disk.measure(dataclasses.replace(REQUEST, repetitions=1, fio_target=str(target)))
+    assert all(each["median"] > 0 for each in result["metrics"])
     assert target.read_bytes() == bytes(range(256)) * 16384
 
 
@@ -149,33 +149,33 @@ TABLE = """ Data ex. method : Ethernet
 
 def test_rdma(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma, "DEVICES", tmp_path / "infiniband")
-    asked = dataclasses.replace(ASKED, rdma_peer="192.168.200.2", rdma_device="mlx5_0")
+    request = dataclasses.replace(REQUEST, rdma_peer="192.168.200.2", rdma_device="mlx5_0")
     for wrong in ({"rdma_peer": "--help"}, {"rdma_device": "-x"}):
         with pytest.raises(Reason, match="name_invalid"):
-            rdma.measure(dataclasses.replace(asked, **wrong))
+            rdma.measure(dataclasses.replace(request, **wrong))
     with monkeypatch.context() as bare, pytest.raises(Reason, match="tool_missing"):
         bare.setattr(probe, "_path", str)
-        rdma.measure(asked)
-    # The real one exits with 1 after it has said its version.
+        rdma.measure(request)
+    # The real program prints its version and exits with 1.
     arguments = tool(
         "ib_write_bw", f'[ "$1" = --version ] && echo "Version: 6.06" && exit 1; echo "{TABLE}"'
     )
     with pytest.raises(Reason, match="device_missing"):
-        rdma.measure(asked)
+        rdma.measure(request)
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    found = rdma.measure(asked)
-    assert [each["median"] for each in found["metrics"]] == [392.41]
-    assert found["subject"] == "mlx5_0 to 192.168.200.2"
-    assert found["tool"]["version"] == "Version: 6.06"
+    result = rdma.measure(request)
+    assert [each["median"] for each in result["metrics"]] == [392.41]
+    assert result["subject"] == "mlx5_0 to 192.168.200.2"
+    assert result["tool"]["version"] == "Version: 6.06"
     assert arguments.read_text().splitlines()[-2:] == ["192.168.200.2", "--version"]
     with pytest.raises(Reason, match="output_unreadable"):
         rdma.parse(TABLE.replace("Gb/sec", "MB/sec"))
 
 
-def test_rdma_waits_until_the_peer_has_started_its_server_again(
+def test_rdma_waits_for_the_restart_of_the_peers_server(
     tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """perftest's server serves one run: between two runs it is not there for a moment."""
+    """perftest's server serves one run and is then away for a moment."""
     monkeypatch.setattr(rdma, "DEVICES", tmp_path / "infiniband")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     # Refuses every other call.
@@ -186,24 +186,22 @@ def test_rdma_waits_until_the_peer_has_started_its_server_again(
 [ -e "$0.back" ] || {{ : >"$0.back"; {refusal}; }}
 rm "$0.back"; echo "{TABLE}\"""",
     )
-    asked = dataclasses.replace(ASKED, repetitions=2, rdma_peer="192.168.200.2")
-    assert rdma.measure(asked)["metrics"][0]["samples"] == [392.41, 392.41]
+    request = dataclasses.replace(REQUEST, repetitions=2, rdma_peer="192.168.200.2")
+    assert rdma.measure(request)["metrics"][0]["samples"] == [392.41, 392.41]
     tool("ib_write_bw", f"sleep 1.1; {refusal}")
     began = time.monotonic()
     with pytest.raises(Reason, match="tool_failed"):
-        rdma.measure(asked)
-    assert time.monotonic() - began < 5, "a run that broke in the middle is not tried again"
+        rdma.measure(request)
+    assert time.monotonic() - began < 5, "an interrupted run is not repeated"
 
 
-def test_a_tool_that_fails_says_why(
-    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_tools(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma, "DEVICES", tmp_path)
     monkeypatch.setattr(rdma, "_SERVER_BACK_S", 0)
     (tmp_path / "mlx5_0").mkdir()
     tool("ib_write_bw", "echo ' Unable to open file descriptor for socket connection' >&2; exit 1")
     with pytest.raises(Reason) as caught:
-        rdma.measure(dataclasses.replace(ASKED, rdma_peer="192.168.200.2"))
+        rdma.measure(dataclasses.replace(REQUEST, rdma_peer="192.168.200.2"))
     assert (caught.value.code, caught.value.status) == ("tool_failed", "failed")
     assert "Unable to open file descriptor" in caught.value.document["found"]
     tool("slow", "exec sleep 30")
@@ -214,19 +212,19 @@ def test_a_tool_that_fails_says_why(
 def test_vllm(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as bare, pytest.raises(Reason, match="tool_missing"):
         bare.setattr(probe, "_path", str)
-        gpu.measure_vllm(ASKED)
+        gpu.measure_vllm(REQUEST)
     line = "Throughput: 92.11 requests/s, 23580.83 total tokens/s, 11790.42 output tokens/s"
     tool(
         "vllm",
         f'[ "$1" = --version ] && echo 0.11.0 && exit; [ "$HF_HUB_OFFLINE" = 1 ] && echo "{line}"',
     )
-    found = gpu.measure_vllm(ASKED)
-    assert [each["median"] for each in found["metrics"]] == [11790.4]
-    assert found["workload"]["model"] == "facebook/opt-125m"
+    result = gpu.measure_vllm(REQUEST)
+    assert [each["median"] for each in result["metrics"]] == [11790.4]
+    assert result["workload"]["model"] == "facebook/opt-125m"
     with pytest.raises(Reason, match="output_unreadable"):
         gpu.parse_vllm("Throughput: unknown")
     with pytest.raises(Reason, match="name_invalid"):
-        gpu.measure_vllm(dataclasses.replace(ASKED, vllm_model="--trust-remote-code"))
+        gpu.measure_vllm(dataclasses.replace(REQUEST, vllm_model="--trust-remote-code"))
 
 
 def test_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,14 +248,14 @@ def test_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(facts, "ROOT", tmp_path)
-    found = facts.collect()
-    assert found["kernel_arguments"] == "intel_iommu=on hugepagesz=1G hugepages=0:256"
-    assert (found["sockets"], found["threads_per_core"], found["hypervisor"]) == (2, 3, True)
-    assert found["numa_nodes"] == [
+    host = facts.collect()
+    assert host["kernel_arguments"] == "intel_iommu=on hugepagesz=1G hugepages=0:256"
+    assert (host["sockets"], host["threads_per_core"], host["hypervisor"]) == (2, 3, True)
+    assert host["numa_nodes"] == [
         {"node": 2, "cpus": "0-23", "memory_bytes": 1 << 20},
         {"node": 10, "cpus": "24-47", "memory_bytes": 0},
     ]
-    assert found["hugepages"] == [{"size_kib": 1048576, "total": 512, "free": 448}]
-    assert (found["tuned_profile"], found["memory_bytes"]) == ("virtual-host", 64 << 20)
-    assert found["sysctls"]["net.ipv4.tcp_rmem"] == "4096 131072 6291456"
-    assert (found["governor"], found["transparent_hugepages"]) == ("", "madvise")
+    assert host["hugepages"] == [{"size_kib": 1048576, "total": 512, "free": 448}]
+    assert (host["tuned_profile"], host["memory_bytes"]) == ("virtual-host", 64 << 20)
+    assert host["sysctls"]["net.ipv4.tcp_rmem"] == "4096 131072 6291456"
+    assert (host["governor"], host["transparent_hugepages"]) == ("", "madvise")

@@ -129,7 +129,7 @@ def story(engine: sa.Engine, wrong: float) -> dict[str, Any]:
         told["an enrolment is good for it"] = redeemed(conn, enrolment)
         told["nothing is late for it"] = journal.overdue(conn) == []
         told["no host is due for it"] = drift.due(conn, every_s=3600, at_once=9) == []
-        task_queue.wait(conn, task.id, task.lease_token, "later", seconds=60, act=ADMIN)
+        task_queue.wait_for_host(conn, task.id, task.lease_token, "later", act=ADMIN)
         told["what waits, waits"] = leasing.lease(conn, "wrong") == []
     with transaction(engine) as conn:
         told["what it lets wait, waits"] = leasing.lease(conn, "right") == []

@@ -109,7 +109,7 @@ def test_events_of_real_acts_are_in_the_contract(engine: sa.Engine, site: Site) 
         launch.release(conn, active, site.act)
         (run,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_VM_RELEASE])
         queue.progress(conn, run.id, run.lease_token, {"step": "wipe", "percent": 10})
-        queue.wait(conn, run.id, run.lease_token, "no route", seconds=0, act=site.act)
+        queue.wait_for_host(conn, run.id, run.lease_token, "no route", act=site.act)
         proofs = site.proofs(conn, active)
         absence = {"absent": True}
         slices.release_succeeded(conn, active, site.act, proofs=proofs, absence=absence)

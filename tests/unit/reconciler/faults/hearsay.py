@@ -74,6 +74,9 @@ class Runs:
         if run.kind in WIPING:
             proofs = {slot["slot_id"]: _proof(slot) for slot in _disks_of(run.variables)}
             return {"proofs": proofs, "absence": ABSENCE, "drift": [], "compared": True}
+        if run.kind == TaskKind.SLICE_ABSENCE_VERIFY:
+            left = run.key in self._truth.bytes_of.values()
+            return {"absence": {"absent": not left, "checks": {}}}
         host, document = self._truth.hosts[run.node], self._documents[run.node]
         identity = {**document["identity"], "boot_id": host.boot}
         if run.kind == TaskKind.NODE_PARITY:
@@ -144,4 +147,4 @@ def _ended(
     touched: bool = True,
 ) -> Outcome:
     unreachable = problem.startswith("unreachable")
-    return Outcome(run.id, status, 0, result, problem, "", "", unreachable, touched)
+    return Outcome(status, result, problem, unreachable, touched)

@@ -31,8 +31,16 @@ from hypothesis.stateful import (
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
+from reconciler.db.journal import advance
 from reconciler.db.schema import Task
-from reconciler.lifecycle import baremetal, gate, invariants, recovery, task_failures
+from reconciler.lifecycle import (
+    baremetal,
+    gate,
+    invariants,
+    recovery,
+    recovery_cases,
+    task_failures,
+)
 from reconciler.lifecycle import host as host_life
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
@@ -162,6 +170,39 @@ class Story(RuleBasedStateMachine):
     def repair(self, pick: int) -> None:
         self._repair(_one(self._slots(BLOCKED), pick))
 
+    @precondition(lambda self: self._tenants("requested", "provisioning", "failed", "releasing"))
+    @rule(pick=PICK, leftovers=st.booleans())
+    def recover(self, pick: int, leftovers: bool) -> None:
+        """Open a recovery case, or get the open case."""
+        open_ = self._tenants("requested", "provisioning", "failed", "releasing")
+        key, act = _one(open_, pick), self.act
+        self._ask(
+            lambda conn: recovery_cases.open_case(conn, key, act, remove_leftovers=leftovers),
+            "allocation_baremetal",
+            "allocation_releasing",
+        )
+
+    @rule()
+    def leader_plays_the_cases(self) -> None:
+        """Each case that is due makes its next move, once."""
+        with reading(self.engine) as conn:
+            due = recovery_cases.due(conn)
+        for case_id in due:
+            with transaction(self.engine) as conn:
+                case = recovery_cases.play(conn, case_id)
+                statuses, states = pairs(conn, SLOTS), pairs(conn, STATES)
+            if case is None:
+                continue
+            key = case.allocation_id
+            if states[key] == "failed" and self.truth.tenants[key].state != "failed":
+                self.truth.end(key, "failed")
+            recovered = {name: statuses[name] for name in case.slot_ids if name in statuses}
+            self._recovered(recovered, "cleanup", BLOCKED)
+
+    @rule()
+    def pauses_end(self) -> None:
+        self._end_pauses()
+
     @precondition(lambda self: any(host.unclean for host in self.truth.hosts.values()))
     @rule(node=NODE)
     def clean_machine(self, node: str) -> None:
@@ -232,7 +273,7 @@ class Story(RuleBasedStateMachine):
             return
         with transaction(self.engine) as conn:
             if back:
-                host_life.conversion_reverted(conn, node, ADMIN)
+                advance(conn, "node_mode", node, "revert", ADMIN)
             elif mode == NodeMode.CONVERTING_TO_SLICE:
                 found = self.ground.documents[node]["identity"] | {"boot_id": host.boot}
                 host_life.bootstrapped(conn, node, ADMIN, identity=found)
@@ -422,11 +463,19 @@ class Story(RuleBasedStateMachine):
             with reading(self.engine) as conn:
                 if not any(task.state in OPEN for task in queue.every(conn)):
                     break
+            self._end_pauses()
             self.all_goes_well(1)
         for pick in range(len(self.truth.slots)):
             self.switch(pick, True)
 
     # How it is done.
+
+    def _end_pauses(self) -> None:
+        """Make every retry due. A request that meets a waiting retry gets that retry, so a look
+        that was lost comes after its pause (30 s, then 120 s) and not sooner.
+        """
+        with transaction(self.engine) as conn:
+            conn.execute(sa.update(tables.tasks).values(not_before=None))
 
     def _ask(self, ask: Callable[[sa.Connection], Any], *refusals: str) -> Any:
         """The answer; None when it was refused, for one of these reasons."""
@@ -507,14 +556,17 @@ class Story(RuleBasedStateMachine):
             return
         if self.truth.tenants[key].state != "failed":
             self.truth.end(key, "failed")
-        for row in answer["slots"]:
-            if row["slot_id"] not in self.truth.slots:
+        statuses = {row["slot_id"]: row["status"] for row in answer["slots"]}
+        self._recovered(statuses, "cleanup" if absent else BLOCKED)
+
+    def _recovered(self, statuses: dict[str, str], *allowed: str) -> None:
+        """Recovery has moved slots. The invariant checks the disks of those that are idle now."""
+        for slot_id, status in statuses.items():
+            if slot_id not in self.truth.slots:
                 continue  # withdrawn since
-            slot, status = self.truth.slots[row["slot_id"]], row["status"]
-            at_rest = status in ("available", "disabled")
-            # Whether it may be at rest is asked of its disk, after this step.
-            assert at_rest or status in ("cleanup" if absent else BLOCKED, slot.where)
-            slot.where = IDLE if at_rest else status
+            slot, idle = self.truth.slots[slot_id], status in ("available", "disabled")
+            assert idle or status in (*allowed, slot.where)
+            slot.where = IDLE if idle else status
 
     def _sellable(self, conn: sa.Connection) -> dict[str, int]:
         """By node that may be sold from now, how many slots are available."""

@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.journal import advance
 from reconciler.db.rows import Record
 from reconciler.db.schema import Slot, Task
 from reconciler.lifecycle import baremetal, host, invariants, launch, recovery, task_failures
@@ -185,7 +186,7 @@ class Crowd:
         if found is None:
             return False
         self._write(lambda conn: host.convert(conn, found["id"], NodeMode.SLICE, self.act))
-        return self._write(lambda conn: host.conversion_reverted(conn, found["id"], self.act))
+        return self._write(lambda conn: advance(conn, "node_mode", found["id"], "revert", self.act))
 
     def _work(self, chance: random.Random) -> bool:
         """Take a task and end it, well or badly; or die with it, and another takes it over."""

@@ -18,10 +18,11 @@ from reconciler.model.scheduler.explain import explain_machines
 from reconciler.model.scheduler.place import choose_machine
 from reconciler.model.scheduler.snapshot import NodeView, Want
 from reconciler.model.states import HealthState, NodeMode, TaskKind, TaskState
-from reconciler.records import allocations, claims, nodes, proofs, queue, reports
+from reconciler.records import allocations, claims, nodes, queue, reports
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import baremetal as kinds_baremetal
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines, exclusion_holds
 
@@ -89,7 +90,7 @@ def test_a_disk_that_nobody_took_over_stays_the_operators(site: Site) -> None:
         blank, elsewhere, taken = (f"eui.{name.removeprefix('disk-')}" for name in DISKS)
         machines.take_over(conn, "m1", taken)
         machines.take_over(conn, "m2", elsewhere)
-        proven = proofs.of_disk(conn, taken)[0]
+        proven = wipes.proofs_of_disk(conn, taken)[0]
         wiped = {**vars(proven), "id": "w", "kind": "wipe", "disk_identity": blank}
         before = {**vars(proven), "id": "o", "install_id": "before", "disk_identity": blank}
         conn.execute(sa.insert(tables.proofs), [wiped, before])
@@ -154,7 +155,7 @@ def test_a_released_machine_is_free_once_it_was_seen_again(machines: Machines) -
         assert machines.released(conn, allocation_id)
         ended = allocations.get(conn, allocation_id)
         assert (ended.state, ended.claims[0].state) == ("released", "released")
-        proof, _taken_over = proofs.of_disk(conn, "eui.5e0000000001a001")
+        proof, _taken_over = wipes.proofs_of_disk(conn, "eui.5e0000000001a001")
         # Newer than the claim's end: a slot on this disk needs no other proof after a conversion.
         assert proof.created_at >= claims.exclusive_ended_at(conn, "m1") > 0
         assert node(conn).health_state == HealthState.HEALTHY
@@ -264,7 +265,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         kinds_baremetal.release_succeeded(work(conn, held), evidence)
         machines.end(conn, held)
         assert node(conn).unclean_allocation_id == ""
-        kinds = {proof.kind for proof in proofs.of_disk(conn, gone)}
+        kinds = {proof.kind for proof in wipes.proofs_of_disk(conn, gone)}
         assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
         assert allocations.get(conn, key).state == "released"
 

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
+from reconciler.db.journal import advance
 from reconciler.db.schema import Allocation
 from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
@@ -134,7 +135,7 @@ def test_conversion_both_ways(sold: Site) -> None:
         node = host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
         assert (node.mode, node.slice_scheduling) == ("converting_to_baremetal", False)
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        assert host.conversion_reverted(conn, "n1", sold.act).mode == "slice"
+        assert advance(conn, "node_mode", "n1", "revert", sold.act).mode == "slice"
         host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
         assert host.converted(conn, "n1", sold.act).mode == "baremetal"
 

@@ -14,6 +14,9 @@ from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
 from tests.unit.reconciler.conftest import ADMIN, Site
 
+# The database's clock has whole milliseconds in SQLite: without this, a run and a restart may have
+# the same time.
+TICK_S = 0.001
 SECOND = "00000000-0000-4000-8000-000000000002"
 
 
@@ -38,7 +41,7 @@ LOOKS = [TaskKind.NODE_PARITY, TaskKind.SLICE_TOPOLOGY_DISCOVER]
 @pytest.mark.covers("CTRL-6", "I16", "I22")
 def test_what_was_seen_before_a_restart_is_not_known_again(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        began, first = clock.read(conn), nodes.get(conn, "n1").boot_id
+        began, first = clock.read(conn) - TICK_S, nodes.get(conn, "n1").boot_id
     with transaction(sold.engine) as conn:
         assert host.restarted(conn, "n1", ADMIN, since=first)
         assert see(sold, conn, first, began) == ["disabled", "disabled"]
@@ -53,7 +56,7 @@ def test_what_was_seen_before_a_restart_is_not_known_again(sold: Site) -> None:
 @pytest.mark.covers("CTRL-6", "I13", "I16", "I22")
 def test_of_two_looks_at_a_time_that_differ_none_is_believed(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        began, first = clock.read(conn), nodes.get(conn, "n1").boot_id
+        began, first = clock.read(conn) - TICK_S, nodes.get(conn, "n1").boot_id
     with transaction(sold.engine) as conn:
         assert see(sold, conn, SECOND, began) == ["available", "available"]
         assert queued(conn) == [], "the first to see it"

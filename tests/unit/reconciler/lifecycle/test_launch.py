@@ -168,7 +168,7 @@ def test_failure_before_the_clone_gives_the_slot_back(sold: Site) -> None:
             conn, allocation_id, sold.act, step="image_cache", error=error, untouched=untouched
         )
         assert sold.statuses(conn) == ["available", "cleanup_blocked"]
-        assert proofs.latest(conn, first).kind == "untouched"
+        assert proofs.of_slot(conn, first)[0].kind == "untouched"
         assert allocations.get(conn, allocation_id).state == "failed"
 
 
@@ -227,7 +227,7 @@ def test_a_disk_untouched_is_as_clean_as_it_was_sold_and_to_the_same_installatio
         slices.provision_failed(
             conn, key, sold.act, step="start the run", error=error, untouched=evidence
         )
-        assert proofs.latest(conn, slot_id).install_id == before
+        assert proofs.of_slot(conn, slot_id)[0].install_id == before
         assert "proof_stale" in {row.code for row in gate.gate(conn, slot_id)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock
+from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.rows import Page
@@ -114,7 +114,7 @@ def test_wait_retry_resume_abandon(sold: Site) -> None:
         conn.execute(sa.update(tables.tasks).values(max_attempts=2))
         (task,) = leasing.lease(conn, "w1")
         reason = "the node does not answer"
-        waiting = queue.wait(conn, task.id, task.lease_token, reason, seconds=60, act=sold.act)
+        waiting = queue.wait_for_host(conn, task.id, task.lease_token, reason, act=sold.act)
         assert (waiting.state, waiting.state_reason) == ("waiting", reason)
         assert lease(conn) == []
         assert queue.resume(conn, "n1") == 1
@@ -190,8 +190,7 @@ def test_a_run_is_taken_over_only_where_its_files_are(sold: Site) -> None:
         queue.abandon(conn, "w1")
         assert leasing.lease(conn, "w2", runner="there") == []
         (task,) = leasing.lease(conn, "w3", runner="here")
-        token = task.lease_token
-        queue.wait(conn, task.id, token, "the node rests", seconds=0, act=sold.act)
+        journal.advance(conn, "task", task.id, "wait", sold.act, columns={"lease_token": ""})
         assert leasing.lease(conn, "w2", runner="there") == [], "its run may still be alive"
         (task,) = leasing.lease(conn, "w3", runner="here")
         token = task.lease_token

@@ -19,12 +19,13 @@ from reconciler.lifecycle import baremetal, launch, recovery, slots
 from reconciler.lifecycle.task_failures import EFFECTS, Failure
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskKind
-from reconciler.records import allocations, leasing, nodes, proofs, queue
+from reconciler.records import allocations, leasing, nodes, queue
 from reconciler.runs.collect import Outcome
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.whole_machines import ABSENT, Machines
 from tests.unit.reconciler.work import test_unreadable
@@ -120,7 +121,7 @@ def test_a_disk_of_a_machine_that_is_let_is_not_taken_over_elsewhere(
         conn.execute(mode.values(mode="baremetal"))
         machines.begin(conn, machines.launch(conn))
         baremetal.entered(conn, "m1")
-        before = proofs.of_disk(conn, slot.nvme_identity)
+        before = wipes.proofs_of_disk(conn, slot.nvme_identity)
         nodes.change(conn, "n1", ADMIN, profile="lab")
         kind = TaskKind.NODE_STORAGE_TRANSITION
         queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
@@ -136,7 +137,7 @@ def test_a_disk_of_a_machine_that_is_let_is_not_taken_over_elsewhere(
         )
         assert error["found"] == "a disk under a live claim is not proven clean"
         assert error["evidence"] == said
-        assert proofs.of_disk(conn, slot.nvme_identity) == before
+        assert wipes.proofs_of_disk(conn, slot.nvme_identity) == before
 
 
 def test_who_was_only_slower_is_not_refused(sold: Site, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Login:
         self.key = folder / "controller"
         self._public = new_key(self.key)
         self.machine: Machine = boot("host", login=self.line(ends_in_s))
-        (folder / "known").write_text(self.machine.known())
+        (folder / "known").write_text(self.machine.known_hosts_line())
         self.known_hosts = folder / "known"
 
     def line(self, ends_in_s: int) -> str:
