@@ -165,7 +165,7 @@ def _outcome(run_id: str, found: dict[str, Any]) -> Outcome:
     return Outcome(**{"problem": "", "run_id": run_id, "started_at": "", "finished_at": ""} | known)
 
 
-class Stage:
+class ScriptedSite:
     """One scenario: a database and a host of its own, begun from a kept moment."""
 
     def __init__(self, site: Site, runner: Runner, settings: Settings) -> None:
@@ -255,13 +255,13 @@ class Stage:
             return set(conn.execute(sa.select(tables.images.c.digest)).scalars())
 
 
-def staged(
-    kind: type[Stage],
+def scripted_site(
+    kind: type[ScriptedSite],
     database: Database,
     moment: tuple[Path, Host],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Stage:
+) -> ScriptedSite:
     """A scenario at a kept moment."""
     template, host = moment
     engine = database.restore(template)
@@ -273,11 +273,11 @@ def staged(
     monkeypatch.setattr(worker, "launch", runner.launch)
     monkeypatch.setattr(worker, "_site", lambda *_: None)
     monkeypatch.setattr(collect, "observe", runner.observe)
-    stage = kind(site, runner, settings)
+    scripted = kind(site, runner, settings)
     with reading(engine) as conn:
         query = sa.select(tables.images.c.id)
         site.image = str(conn.execute(query).scalar_one())
-    return stage
+    return scripted
 
 
 def refused(call: Callable[[], Any]) -> str:
