@@ -43,6 +43,7 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **query: Any) -> Any:
+        """The document of a path. Empty values of the query are left out."""
         return self._send("GET", path, params=query)
 
     def items(self, path: str, **query: Any) -> Iterator[Any]:
@@ -133,8 +134,9 @@ class Client:
             raise _refusal(response) from None
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
         try:
-            response = self._http.request(method, API + path, **arguments)
+            response = self._http.request(method, API + path, params=params, **arguments)
         except httpx.TransportError as lost:
             raise self._unreachable(lost) from lost
         if response.is_error:
@@ -169,20 +171,11 @@ def _refusal(response: httpx.Response) -> Problem:
         document = response.json()
     except ValueError:
         document = None
-    if not isinstance(document, dict) or not document.keys() >= set(parts):
-        return _foreign_answer(response)
-    return Problem(
-        document["code"],
-        response.status_code,
-        expected=document["expected"],
-        found=document["found"],
-        remedy=document["remedy"],
-        detail={key: value for key, value in document.items() if key not in parts},
-    )
-
-
-def _foreign_answer(response: httpx.Response) -> Problem:
-    """An error without a code comes from a proxy in front of the service, not from the service."""
+    if isinstance(document, dict) and document.keys() >= set(parts):
+        code, expected, found, remedy = (document.pop(part) for part in parts)
+        status = response.status_code
+        return Problem(code, status, expected=expected, found=found, remedy=remedy, detail=document)
+    # An error without a code comes from a proxy in front of the service.
     kind = response.headers.get("Content-Type", "no type")
     text = " ".join(response.text.split())[:200]
     return Problem(

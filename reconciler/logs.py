@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from reconciler.settings import Settings
 
 # The ids in force where a line is written. Threads of a pool start without them.
-correlation_id: ContextVar[str] = ContextVar("correlation_id", default="")
-task_id: ContextVar[str] = ContextVar("task_id", default="")
+_ids: ContextVar[dict[str, str]] = ContextVar("ids", default={})  # noqa: B039 - never changed
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
 # Some log whole URLs, and the query of a download link is a key. Others log every step.
@@ -24,12 +23,12 @@ _QUIET = ("httpx", "uvicorn.access", "alembic")
 @contextmanager
 def about(*, task: str = "", correlation: str = "") -> Iterator[None]:
     """Add the ids of a task and of its request to the lines of this thread."""
-    tokens = ((task_id, task_id.set(task)), (correlation_id, correlation_id.set(correlation)))
+    values = {"correlation_id": correlation, "task_id": task}
+    token = _ids.set({name: value for name, value in values.items() if value})
     try:
         yield
     finally:
-        for variable, token in tokens:
-            variable.reset(token)
+        _ids.reset(token)
 
 
 def configure(settings: Settings) -> None:
@@ -44,8 +43,7 @@ def configure(settings: Settings) -> None:
 
 def ids() -> dict[str, str]:
     """The ids in force, without empty values."""
-    values = {"correlation_id": correlation_id.get(), "task_id": task_id.get()}
-    return {name: value for name, value in values.items() if value}
+    return _ids.get()
 
 
 class Json(logging.Formatter):

@@ -8,32 +8,28 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import output, session
+from reconciler.cli import output
 from reconciler.cli.projects import project_id, suggesting
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
 
-Project = Annotated[
-    str,
-    typer.Option(envvar="GPUAAS_PROJECT", callback=project_id, help="The project's id or name."),
-]
+
+def _project_option(text: str) -> Any:
+    return typer.Option(envvar="GPUAAS_PROJECT", callback=project_id, help=text)
+
+
+Project = Annotated[str, _project_option("The project's id or name.")]
 Allocation = Annotated[str, typer.Argument(help="The allocation's id.")]
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
 
+commands = typer.Typer()
 app = typer.Typer(no_args_is_help=True, help="One allocation: show it, or force its release.")
+commands.add_typer(app, name="allocation")
 
 
-def mount(parent: typer.Typer) -> None:
-    """Add the commands to the program."""
-    parent.add_typer(app, name="allocation")
-    parent.command("launch")(launch)
-    parent.command("release")(release)
-    parent.command("allocations")(list_allocations)
-    parent.command("explain")(explain)
-
-
+@commands.command()
 def launch(
-    context: typer.Context,
     *,
     project: Project,
     image: Annotated[str, typer.Option(help="Name of an image; required for a slice.")] = "",
@@ -51,7 +47,6 @@ def launch(
     wait: Annotated[bool, typer.Option(help="Wait until it can be used.")] = True,
 ) -> None:
     """Launch a virtual machine with whole GPUs, or a whole bare-metal machine."""
-    here = session.of(context)
     body: dict[str, Any] = {
         "capacity_shape": shape,
         "username": username,
@@ -66,92 +61,73 @@ def launch(
     if image:
         body["image"] = image
     try:
-        allocation = here.client.post(f"/projects/{project}/allocations", body)
+        allocation = client().post(f"/projects/{project}/allocations", body)
     except Problem as problem:
-        _explain_refusal(here, problem, gpus)
+        _explain_refusal(problem, gpus)
         raise
     if wait:
-        allocation = _wait_for(here, allocation, {"active", "failed"})
-    output.record(here, allocation)
+        allocation = _wait_for(allocation, "active")
+    output.record(allocation)
 
 
+@commands.command()
 def release(
-    context: typer.Context,
     allocation: Allocation,
     project: Project,
     wait: Annotated[bool, typer.Option(help="Wait until its disks are proven clean.")] = True,
 ) -> None:
     """Give an allocation back."""
-    here = session.of(context)
-    document = here.client.post(f"/projects/{project}/allocations/{allocation}/release")
+    document = client().post(f"/projects/{project}/allocations/{allocation}/release")
     if wait:
-        document = _wait_for(here, document, {"released", "failed"})
-    output.record(here, document)
+        document = _wait_for(document, "released")
+    output.record(document)
 
 
+@commands.command("allocations")
 def list_allocations(
-    context: typer.Context,
-    project: Annotated[
-        str,
-        typer.Option(
-            envvar="GPUAAS_PROJECT", callback=project_id, help="Default: all, for admins only."
-        ),
-    ] = "",
+    project: Annotated[str, _project_option("Default: all, for admins only.")] = "",
     state: Annotated[str, typer.Option(help="Only this state, such as active or failed.")] = "",
 ) -> None:
     """List the allocations of a project, or of all projects."""
-    here = session.of(context)
-    query = {"state": state} if state else {}
     if project:
-        allocations = list(here.client.items(f"/projects/{project}/allocations", **query))
-        output.rows(here, allocations, *COLUMNS)
+        output.rows(client().items(f"/projects/{project}/allocations", state=state), *COLUMNS)
         return
-    with suggesting():
-        allocations = list(here.client.items("/admin/allocations", **query))
     columns = ("id", "project_id", "state", "node_id", "gpu_count", "error.code")
-    output.rows(here, allocations, *columns)
+    with suggesting():
+        output.rows(client().items("/admin/allocations", state=state), *columns)
 
 
 @app.command("show")
 def show_allocation(
-    context: typer.Context,
     allocation: Allocation,
     project: Annotated[
-        str,
-        typer.Option(
-            envvar="GPUAAS_PROJECT",
-            callback=project_id,
-            help="Show what members see. Default: everything, for admins only.",
-        ),
+        str, _project_option("Show what members see. Default: everything, for admins only.")
     ] = "",
 ) -> None:
     """Show an allocation; admins also see its claims, tasks and history."""
-    here = session.of(context)
     path = f"/projects/{project}/allocations" if project else "/admin/allocations"
     with suggesting():
-        document = here.client.get(f"{path}/{allocation}")
-    if here.output == "json" or project:
-        output.record(here, document)
+        document = client().get(f"{path}/{allocation}")
+    if output.is_json() or project:
+        output.record(document)
         return
     # Lists get tables of their own: as JSON in a cell they would be unreadable.
     claims, tasks, events = (document.pop(name) for name in ("claims", "tasks", "timeline"))
     document.pop("task_ids", None)
-    output.record(here, document)
-    output.rows(here, claims, "slot_id", "state", "gpu_pci_address", "nvme_identity", "fence")
-    output.rows(here, tasks, "id", "kind", "state", "created_at", "error.code")
+    output.record(document)
+    output.rows(claims, "slot_id", "state", "gpu_pci_address", "nvme_identity", "fence")
+    output.rows(tasks, "id", "kind", "state", "created_at", "error.code")
     changes = [row for row in events if row["type"] == "state"]
-    output.rows(here, changes, "at", "entity", "source", "target", "actor", "reason")
+    output.rows(changes, "at", "entity", "source", "target", "actor", "reason")
 
 
 @app.command("force-release")
 def force_release(
-    context: typer.Context,
     allocation: Allocation,
     reason: Annotated[str, typer.Option(help="Kept in history and audit.")],
     yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
 ) -> None:
     """End use and billing although the host never answers; its slots stay blocked."""
-    here = session.of(context)
     if not yes:
         typer.confirm(
             f"{allocation} ends for its tenant, even if it still runs. Go on?",
@@ -159,28 +135,25 @@ def force_release(
             err=True,
         )
     path = f"/admin/allocations/{allocation}/force-release"
-    output.record(here, here.client.post(path, {"reason": reason}))
+    output.record(client().post(path, {"reason": reason}))
 
 
+@commands.command()
 def explain(
-    context: typer.Context,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the slice.")] = 1,
     region: str = "",
     pool: str = "",
     node: Annotated[str, typer.Option(help="Consider only this node.")] = "",
 ) -> None:
     """Explain where a launch would be placed, and why not elsewhere. Reserves nothing."""
-    here = session.of(context)
     filters = {"region": region, "pool": pool, "node_id": node}
-    query = {name: value for name, value in filters.items() if value}
-    document = here.client.get("/admin/placement/explain", gpus=gpus, **query)
-    if here.output == "json":
-        output.document(document)
+    document = client().get("/admin/placement/explain", gpus=gpus, **filters)
+    if output.in_json(document):
         return
     summary = dict(document["explanation"])
     nodes = summary.pop("nodes")
-    output.record(here, summary | (document["placement"] or {}))
-    output.rows(here, nodes, "node_id", "slots", "free", "largest", "reasons")
+    output.record(summary | (document["placement"] or {}))
+    output.rows(nodes, "node_id", "slots", "free", "largest", "reasons")
 
 
 def public_key(file: Path) -> str:
@@ -197,35 +170,40 @@ def public_key(file: Path) -> str:
     return text
 
 
-def _explain_refusal(here: session.Session, problem: Problem, gpus: int) -> None:
+def _explain_refusal(problem: Problem, gpus: int) -> None:
     """Print what holds the GPUs that are not free; JSON output contains it already."""
     why = problem.detail.get("explanation")
-    if here.output == "json" or not isinstance(why, dict) or not why.get("reasons"):
+    if output.is_json() or not isinstance(why, dict) or not why.get("reasons"):
         return
     output.line("not free: " + ", ".join(f"{n} {code}" for code, n in why["reasons"].items()))
     if "nodes" in why:
         output.line(f"`gpuaas explain --gpus {gpus}` shows it by node")
 
 
-def _wait_for(
-    here: session.Session, allocation: dict[str, Any], states: set[str]
-) -> dict[str, Any]:
+def _wait_for(allocation: dict[str, Any], expected: str) -> dict[str, Any]:
+    """The allocation in the expected state; a Problem when it fails or takes too long."""
     path = f"/projects/{allocation['project_id']}/allocations/{allocation['id']}"
     # As long as the service allows: eight disks are wiped one after another, some for hours.
     timeout, last_state = WaitTimeout(), ""
-    while allocation["state"] not in states:
+    while allocation["state"] not in (expected, "failed"):
         if allocation["state"] != last_state:
             last_state = allocation["state"]
             output.line(f"allocation {allocation['id']} {last_state}")
         _refuse_failed_release(allocation)
         if timeout.ends(allocation["state_since"], allocation["deadline_at"]):
-            raise _timed_out(allocation, states)
+            raise Problem(
+                "allocation_timeout",
+                504,
+                expected=f"allocation {allocation['id']} to be {expected} by now",
+                found=allocation["state"],
+                remedy="look again with `gpuaas allocations`; the service goes on by itself",
+            )
         time.sleep(1)
-        allocation = here.client.get(path)
+        allocation = client().get(path)
     if allocation["state"] == "failed":
         raise Problem(
             allocation["error_code"] or "allocation_failed",
-            expected=f"allocation {allocation['id']} to be {' or '.join(states - {'failed'})}",
+            expected=f"allocation {allocation['id']} to be {expected}",
             found="failed",
             remedy="launch again; an operator sees the cause in"
             f" `gpuaas tasks list --allocation {allocation['id']}`",
@@ -243,16 +221,6 @@ def _refuse_failed_release(allocation: dict[str, Any]) -> None:
             remedy="leave it to the operators, who finish it with"
             f" `gpuaas recover {allocation['id']} --reason WHY`; `gpuaas allocations` shows when",
         )
-
-
-def _timed_out(allocation: dict[str, Any], states: set[str]) -> Problem:
-    return Problem(
-        "allocation_timeout",
-        504,
-        expected=f"allocation {allocation['id']} to be {' or '.join(sorted(states))} by now",
-        found=allocation["state"],
-        remedy="look again with `gpuaas allocations`; the service goes on by itself",
-    )
 
 
 def _invalid_key(file: Path, found: str) -> Problem:

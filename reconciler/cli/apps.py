@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from reconciler.cli import output, session
+from reconciler.cli import output
 from reconciler.cli.allocations import Project, public_key
+from reconciler.cli.session import client
 
 app = typer.Typer(no_args_is_help=True, help="Applications on the allocations of a project.")
 Instance = Annotated[str, typer.Argument(help="The instance's id.")]
@@ -16,7 +18,6 @@ Instance = Annotated[str, typer.Argument(help="The instance's id.")]
 
 @app.command()
 def create(
-    context: typer.Context,
     name: str,
     *,
     project: Project,
@@ -28,7 +29,6 @@ def create(
     slug: Annotated[str, typer.Option(help="The application.")] = "slurm-reference",
 ) -> None:
     """Create an instance over active allocations; each of them gets the managed key."""
-    here = session.of(context)
     body = {
         "slug": slug,
         "name": name,
@@ -36,66 +36,58 @@ def create(
         "controller_allocation_id": controller,
         "worker_allocation_ids": worker or [],
     }
-    output.record(here, here.client.post(_path(project), body))
+    output.record(client().post(_path(project), body))
 
 
 @app.command("list")
-def list_instances(context: typer.Context, project: Project) -> None:
+def list_instances(project: Project) -> None:
     """List the project's instances."""
-    here = session.of(context)
-    instances = list(here.client.items(_path(project)))
-    output.rows(here, instances, "id", "slug", "name", "status", "status_reason", "created_at")
+    columns = ("id", "slug", "name", "status", "status_reason", "created_at")
+    output.rows(client().items(_path(project)), *columns)
 
 
 @app.command("show")
-def show_instance(context: typer.Context, instance: Instance, project: Project) -> None:
+def show_instance(instance: Instance, project: Project) -> None:
     """Show an instance, with the reason if it waits."""
-    here = session.of(context)
-    output.record(here, here.client.get(_path(project, instance)))
+    output.record(client().get(_path(project, instance)))
 
 
 @app.command()
-def members(context: typer.Context, instance: Instance, project: Project) -> None:
+def members(instance: Instance, project: Project) -> None:
     """List the members of an instance with their SSH address and key expiry."""
-    here = session.of(context)
     columns = ("role", "allocation_id", "status", "status_reason", "connection.host")
     detail = ("adapter_detail.hostname", "adapter_detail.bootstrap_ssh", "adapter_detail.phase")
-    rows = list(here.client.items(f"{_path(project, instance)}/members"))
-    output.rows(here, rows, *columns, *detail, "adapter_detail.key_expires_at")
+    members = client().items(f"{_path(project, instance)}/members")
+    output.rows(members, *columns, *detail, "adapter_detail.key_expires_at")
 
 
 @app.command()
-def operations(context: typer.Context, instance: Instance, project: Project) -> None:
+def operations(instance: Instance, project: Project) -> None:
     """List operations on members and their results."""
-    here = session.of(context)
-    rows = list(here.client.items(f"{_path(project, instance)}/member-operations"))
-    _print_operations(here, rows)
+    _print_operations(client().items(f"{_path(project, instance)}/member-operations"))
 
 
 @app.command("reconcile-ssh")
-def reconcile_ssh(context: typer.Context, instance: Instance, project: Project) -> None:
+def reconcile_ssh(instance: Instance, project: Project) -> None:
     """Install the managed key on every member again."""
-    here = session.of(context)
-    answer = here.client.post(f"{_path(project, instance)}/bootstrap-ssh/reconcile", {})
-    _print_operations(here, answer["operations"])
+    answer = client().post(f"{_path(project, instance)}/bootstrap-ssh/reconcile", {})
+    _print_operations(answer["operations"])
 
 
 @app.command()
 def stop(
-    context: typer.Context,
     instance: Instance,
     project: Project,
     reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
 ) -> None:
     """Stop an instance and remove its keys; its allocations stay."""
-    here = session.of(context)
-    output.record(here, here.client.post(f"{_path(project, instance)}/stop", {"reason": reason}))
+    output.record(client().post(f"{_path(project, instance)}/stop", {"reason": reason}))
 
 
 def _path(project: str, *instance: str) -> str:
     return "/".join((f"/projects/{project}/app-instances", *instance))
 
 
-def _print_operations(here: session.Session, operations: list[output.Record]) -> None:
+def _print_operations(operations: Iterable[output.Record]) -> None:
     columns = ("id", "kind", "status", "failure_code", "member_id", "task_id", "finished_at")
-    output.rows(here, operations, *columns)
+    output.rows(operations, *columns)

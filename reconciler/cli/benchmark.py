@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import string
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,9 @@ from reconciler.benchmark.compare import cell_text, percent
 from reconciler.benchmark.harness.main import PROBES
 from reconciler.benchmark.harness.probe import Request
 from reconciler.benchmark.target import Target, guest_place, guest_target, jump
-from reconciler.cli import output, session
+from reconciler.cli import output
+from reconciler.cli.options import with_options
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
 
@@ -31,16 +33,31 @@ Files = Annotated[list[Path], typer.Argument(help="Captures; the first is the re
 
 # Takes seconds instead of minutes; comparable only with other quick captures.
 _FULL = Request(label="", kind="auto")
-_QUICK = dataclasses.replace(
-    _FULL, repetitions=3, cpu_steps=500_000, memory_bytes=16 << 20, seconds=2
-)
+_QUICK = replace(_FULL, repetitions=3, cpu_steps=500_000, memory_bytes=16 << 20, seconds=2)
 
 _TUNING = re.compile(r"[a-z0-9][a-z0-9_.+-]{0,63}")
 
 
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """Options for the connection to the machine; the fields are those of `Target`."""
+
+    host: Annotated[str, typer.Option(help="The machine's address; default: this machine.")] = ""
+    user: Annotated[str, typer.Option(help="User of SSH.")] = ""
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of SSH.")] = 0
+    key: Annotated[
+        Path | None, typer.Option("--ssh-key", help="File with a private key for SSH.")
+    ] = None
+    config: Annotated[Path | None, typer.Option("--ssh-config", help="File for ssh -F.")] = None
+    known_hosts: Annotated[
+        Path | None, typer.Option(help="File of trusted host keys; default: your own.")
+    ] = None
+    sudo: Annotated[bool, typer.Option("--sudo", help="Measure as root.")] = False
+
+
 @app.command()
+@with_options(ConnectionOptions)
 def capture(
-    context: typer.Context,
     *,
     label: Annotated[str, typer.Option(help="Name of this capture.")],
     file: Annotated[Path, typer.Option("--output", help="The JSON file to write.")],
@@ -52,14 +69,6 @@ def capture(
     vcpus: Annotated[
         int, typer.Option(min=0, help="Refuse a machine with another number of CPUs.")
     ] = 0,
-    host: Annotated[str, typer.Option(help="The machine's address; default: this machine.")] = "",
-    user: Annotated[str, typer.Option(help="User of SSH.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of SSH.")] = 0,
-    ssh_key: Annotated[Path | None, typer.Option(help="File with a private key for SSH.")] = None,
-    ssh_config: Annotated[Path | None, typer.Option(help="File for ssh -F.")] = None,
-    known_hosts: Annotated[
-        Path | None, typer.Option(help="File of trusted host keys; default: your own.")
-    ] = None,
     node_id: Annotated[
         str,
         typer.Option(
@@ -72,7 +81,6 @@ def capture(
     allocation: Annotated[
         str, typer.Option(help="A slice VM, through its host, with the host key from its console.")
     ] = "",
-    sudo: Annotated[bool, typer.Option("--sudo", help="Measure as root.")] = False,
     fio_target: Annotated[
         str, typer.Option(help="An approved disk or file; it is only read.")
     ] = "",
@@ -84,20 +92,22 @@ def capture(
         str, typer.Option(help="A model that is already on the machine.")
     ] = Request.vllm_model,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a trial.")] = False,
+    **connection: Any,
 ) -> None:
     """Measure a machine. Nothing is installed, written or left there."""
     if not 1 <= len(label) <= 100 or not label.isprintable():
         raise _refused("label_invalid", "1 to 100 printable characters", repr(label), "--label")
     if not _TUNING.fullmatch(tuning):
         raise _refused("tuning_invalid", "off, or profile names joined by +", tuning, "--tuning")
-    if allocation and (host or via or node_id):
+    base = Target(**connection)
+    if allocation and (base.host or via or node_id):
         raise _refused(
             "way_ambiguous", "--allocation alone", "another address beside it", "--allocation"
         )
-    if (node_id or via) and not host:
+    if (node_id or via) and not base.host:
         raise _refused("host_missing", "the machine's address", "none", "--host")
     size = _QUICK if quick else _FULL
-    request = dataclasses.replace(
+    request = replace(
         size,
         label=label,
         kind=kind,
@@ -108,18 +118,9 @@ def capture(
         rdma_device=rdma_device,
         vllm_model=vllm_model,
     )
-    base = Target(
-        host=host,
-        user=user,
-        port=port,
-        key=ssh_key,
-        config=ssh_config,
-        known_hosts=known_hosts,
-        sudo=sudo,
-    )
     with tempfile.TemporaryDirectory(prefix="gpuaas-benchmark-") as folder:
         if allocation:
-            target = _guest(session.of(context), allocation, base, Path(folder))
+            target = _guest(allocation, base, Path(folder))
         else:
             target = _routed(base, via, node_id)
         result = measure(target, request, output.line)
@@ -133,14 +134,12 @@ def capture(
 
 @app.command()
 def compare(
-    context: typer.Context,
     files: Files,
     *,
     svg: Annotated[Path | None, typer.Option(help="Also write a chart.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
     """Compare captures with the first one, in percent."""
-    here = session.of(context)
     if len(files) < 2:
         raise _refused("captures_few", "two captures or more", str(len(files)), "the files")
     comparison = comparisons.compare([document.load(file) for file in files])
@@ -151,22 +150,20 @@ def compare(
             document.write(svg, chart.svg(comparison))
         if html:
             document.write(html, chart.html(comparison))
-    if here.output == "json":
-        output.document(comparison)
+    if output.in_json(comparison):
         return
     names = _names(len(files))
     legend = [{"": name} | row for name, row in zip(names, comparison["captures"], strict=True)]
-    output.rows(here, legend, "", "label", "kind", "tuning", "vcpus", "hostname")
-    output.rows(
-        here, [_line(names, row) for row in comparison["rows"]], *_columns(names, comparison)
-    )
+    output.rows(legend, "", "label", "kind", "tuning", "vcpus", "hostname")
+    figures = [_line(names, row) for row in comparison["rows"]]
+    prototype = ["prototype"] if any(line["prototype"] for line in figures) else []
+    output.rows(figures, "metric", "unit", *names, *prototype)
     for note in comparison["notes"]:
         output.line(f"note: {note}")
 
 
 @app.command()
 def gate(
-    context: typer.Context,
     files: Files,
     *,
     without: Annotated[
@@ -178,19 +175,17 @@ def gate(
     ] = None,
 ) -> None:
     """Judge whether a tuning profile may become the default; exit 0 only if all of them pass."""
-    here, waived = session.of(context), without or []
+    waived = without or []
     if unknown := sorted(set(waived) - set(PROBES)):
         raise _refused("probe_unknown", ", ".join(PROBES), ", ".join(unknown), "--without")
     verdicts = comparisons.gate([document.load(file) for file in files], waived, vcpus or [])
-    if here.output == "json":
-        output.document(verdicts)
-    else:
+    if not output.in_json(verdicts):
         rows = [
             cell | {"tuning": verdict["tuning"]} | {way: ", ".join(cell[way]) for way in _WAYS}
             for verdict in verdicts
             for cell in verdict["cells"]
         ]
-        output.rows(here, rows, "tuning", "kind", "vcpus", "verdict", *_WAYS)
+        output.rows(rows, "tuning", "kind", "vcpus", "verdict", *_WAYS)
     for verdict in verdicts:
         output.line(f"{verdict['tuning']}: {'passes' if verdict['passes'] else 'does not pass'}")
     if not verdicts or not all(verdict["passes"] for verdict in verdicts):
@@ -206,11 +201,6 @@ def _names(count: int) -> list[str]:
     return [letters[index] if index < len(letters) else f"Z{index}" for index in range(count)]
 
 
-def _columns(names: list[str], comparison: dict[str, Any]) -> list[str]:
-    referenced = any(row["reference_percent"] is not None for row in comparison["rows"])
-    return ["metric", "unit", *names, *(["prototype"] if referenced else [])]
-
-
 def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
     reference = row["reference_percent"]
     cells = {name: cell_text(value) for name, value in zip(names, row["cells"], strict=True)}
@@ -222,22 +212,22 @@ def _line(names: list[str], row: dict[str, Any]) -> dict[str, str]:
 def _routed(base: Target, via: str, node_id: str) -> Target:
     """The target, with the node's certified key for the machine that --node-id names."""
     if via:
-        hop = dataclasses.replace(jump(via), config=base.config, known_hosts=base.known_hosts)
-        return dataclasses.replace(base, via=_certified(hop, node_id))
+        hop = replace(jump(via), config=base.config, known_hosts=base.known_hosts)
+        return replace(base, via=_certified(hop, node_id))
     return _certified(base, node_id)
 
 
 def _certified(target: Target, node_id: str) -> Target:
     if not node_id:
         return target
-    return dataclasses.replace(target, user=target.user or "root", access=_access(), alias=node_id)
+    return replace(target, user=target.user or "root", access=_access(), alias=node_id)
 
 
-def _guest(here: session.Session, allocation_id: str, base: Target, folder: Path) -> Target:
+def _guest(allocation_id: str, base: Target, folder: Path) -> Target:
     """A tenant's machine, from the reconciler's records of it and of its host."""
-    allocation = here.client.get(f"/admin/allocations/{allocation_id}")
+    allocation = client().get(f"/admin/allocations/{allocation_id}")
     node_id, _address = guest_place(allocation)
-    node = here.client.get(f"/admin/nodes/{node_id}")
+    node = client().get(f"/admin/nodes/{node_id}")
     return guest_target(allocation, node, base, access=_access(), folder=folder)
 
 

@@ -8,29 +8,28 @@ from typing import Annotated, Literal
 
 import typer
 
-from reconciler.cli import output, session, tasks
+from reconciler.cli import output, tasks
 from reconciler.cli.nodes import Node, Wait
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Images for virtual machines.")
 
 
 @app.command("list")
-def list_images(context: typer.Context) -> None:
+def list_images() -> None:
     """List the images that a launch can name."""
-    here = session.of(context)
     columns = ("id", "name", "version", "size_bytes", "digest")
     try:
-        output.rows(here, list(here.client.items("/admin/images")), *columns, "compression")
+        output.rows(client().items("/admin/images"), *columns, "compression")
     except Problem as problem:
         if problem.code != "role_required":
             raise
-        output.rows(here, list(here.client.items("/images")), *columns)
+        output.rows(client().items("/images"), *columns)
 
 
 @app.command()
 def add(
-    context: typer.Context,
     source: Annotated[
         str, typer.Argument(help="An http(s) URL, or a file on the reconciler's machine.")
     ],
@@ -42,7 +41,6 @@ def add(
     compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
 ) -> None:
     """Register an image. For a raw file on this machine, digest and size are computed."""
-    here = session.of(context)
     file = None if "://" in source else Path(source).resolve()
     if file is not None and compression == "none" and not digest:
         digest, size = _measure(file)
@@ -56,27 +54,23 @@ def add(
         "url": source if file is None else file.as_uri(),
         "compression": compression,
     }
-    output.record(here, here.client.post("/admin/images", body))
+    output.record(client().post("/admin/images", body))
 
 
 @app.command()
 def cache(
-    context: typer.Context,
     node: Node,
     image: Annotated[str, typer.Argument(help="The image's id, or its name[:version].")],
     wait: Wait = True,
 ) -> None:
     """Copy an image into a host's cache in advance of a launch."""
-    here = session.of(context)
-    body = {"image_id": _image_id(here, image)}
-    queued = here.client.post(f"/admin/nodes/{node}/image-cache", body)
-    task = tasks.after(here, queued, wait=wait)
-    output.record(here, task["result"] if wait else task)
+    body = {"image_id": _image_id(image)}
+    tasks.run(f"/admin/nodes/{node}/image-cache", body, wait=wait)
 
 
-def _image_id(here: session.Session, image: str) -> str:
+def _image_id(image: str) -> str:
     """The id of an image. A name without version means the newest, as in a launch."""
-    catalogue = list(here.client.items("/admin/images"))
+    catalogue = list(client().items("/admin/images"))
     if any(row["id"] == image for row in catalogue):
         return image
     name, _, version = image.partition(":")

@@ -13,9 +13,6 @@ import typer
 from reconciler.cli import (
     allocations,
     apps,
-    audit,
-    backup,
-    doctor,
     failures,
     host,
     images,
@@ -24,10 +21,11 @@ from reconciler.cli import (
     projects,
     recovery,
     service,
+    session,
+    site,
     slots,
     tasks,
     tokens,
-    usage,
 )
 from reconciler.cli.session import Output, Session
 
@@ -44,14 +42,8 @@ app.add_typer(images.app, name="images")
 app.add_typer(projects.app, name="projects")
 app.add_typer(apps.app, name="apps")
 app.add_typer(tasks.app, name="tasks")
-service.mount(app)
-tokens.mount(app)
-allocations.mount(app)
-recovery.mount(app)
-audit.mount(app)
-usage.mount(app)
-doctor.mount(app)
-backup.mount(app)
+for module in (service, tokens, allocations, recovery, site):
+    app.add_typer(module.commands)
 
 # Options with a value, in the next word or after "=".
 SHARED = ("--api", "--token-file", "--output")
@@ -72,7 +64,6 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def shared(
-    context: typer.Context,
     api: Annotated[
         str,
         typer.Option(
@@ -96,7 +87,7 @@ def shared(
     ] = False,
 ) -> None:
     """Options of every command; they may stand anywhere on the command line."""
-    context.obj = Session(api, token_file, output_format)
+    session.begin(Session(api, token_file, output_format))
 
 
 @app.command(
@@ -144,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if problem is None:
             raise
         as_json = "--output=json" in line or ("--output", "json") in itertools.pairwise(line)
-        output.failure(Session(output="json" if as_json else "table"), problem)
+        output.failure(problem, as_json=as_json)
         raise SystemExit(1) from None
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from reconciler.cli.session import Session
+from reconciler.cli import session
 from reconciler.model.errors import Problem
 
 Record = Mapping[str, Any]
 
 
-def rows(session: Session, records: Sequence[Record], *columns: str) -> None:
+def rows(records: Iterable[Record], *columns: str) -> None:
     """A list as a table. A column may be a path such as `connection.host`."""
-    if session.output == "json":
-        document(records)
+    records = list(records)
+    if in_json(records):
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -30,16 +30,15 @@ def rows(session: Session, records: Sequence[Record], *columns: str) -> None:
     _out().print(table)
 
 
-def timeline(session: Session, newest_first: Sequence[Record]) -> None:
+def timeline(newest_first: Sequence[Record]) -> None:
     """Events in reading order, oldest first; JSON keeps the order of the service."""
-    if session.output == "json":
-        document(list(newest_first))
+    if in_json(newest_first):
         return
     lines = [
         {"at": row["at"], "what": row["type"], "happened": _description(row)}
         for row in reversed(newest_first)
     ]
-    rows(session, lines, "at", "what", "happened")
+    rows(lines, "at", "what", "happened")
 
 
 def _description(row: Record) -> str:
@@ -54,10 +53,9 @@ def _description(row: Record) -> str:
     return f"{change} ({row['event']} by {row['actor']}){reason}"
 
 
-def record(session: Session, item: Record) -> None:
+def record(item: Record) -> None:
     """A single record, field by field, without empty fields."""
-    if session.output == "json":
-        document(item)
+    if in_json(item):
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
@@ -68,9 +66,17 @@ def record(session: Session, item: Record) -> None:
     _out().print(table)
 
 
-def document(content: Any) -> None:
-    """JSON on standard output."""
+def is_json() -> bool:
+    """Whether the command's output is JSON."""
+    return session.current().output == "json"
+
+
+def in_json(content: Any) -> bool:
+    """Print the content if the command's output is JSON. Returns whether it is."""
+    if not is_json():
+        return False
     sys.stdout.write(json.dumps(content, indent=1) + "\n")
+    return True
 
 
 def line(text: str) -> None:
@@ -78,9 +84,9 @@ def line(text: str) -> None:
     sys.stderr.write(clean(text) + "\n")
 
 
-def failure(session: Session, problem: Problem) -> None:
+def failure(problem: Problem, *, as_json: bool) -> None:
     """An error with expectation, finding and remedy."""
-    if session.output == "json":
+    if as_json:
         sys.stderr.write(json.dumps(problem.document(), indent=1) + "\n")
         return
     console = Console(stderr=True, highlight=False)

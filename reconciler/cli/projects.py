@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
-from reconciler.cli import output, session
+from reconciler.cli import output
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Projects own allocations.")
 
 
-def project_id(context: typer.Context, name: str) -> str:
+def project_id(name: str) -> str:
     """The id of the project with this id or name; an unknown name is left for the service."""
-    if not name or context.resilient_parsing:
+    if not name:
         return name
-    projects = list(session.of(context).client.items("/projects", limit=1000))
+    projects = list(client().items("/projects", limit=1000))
     # Ids come first: the name of a project may be the id of another.
     if name in {row["id"] for row in projects}:
         return name
@@ -44,19 +45,16 @@ def suggesting(options: str = "--project P") -> Iterator[None]:
 
 
 @app.command("list")
-def list_projects(context: typer.Context) -> None:
+def list_projects() -> None:
     """List the caller's projects; admins see all projects."""
-    here = session.of(context)
-    output.rows(here, list(here.client.items("/projects")), "id", "name", "created_at")
+    output.rows(client().items("/projects"), "id", "name", "created_at")
 
 
 @app.command()
 def add(
-    context: typer.Context,
     name: str,
     key: Annotated[str, typer.Option("--id", help="Default: generated.")] = "",
 ) -> None:
     """Add a project. Commands accept its name as well as its id."""
-    here = session.of(context)
     body = {"name": name} | ({"id": key} if key else {})
-    output.record(here, here.client.post("/admin/projects", body))
+    output.record(client().post("/admin/projects", body))

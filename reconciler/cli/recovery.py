@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from reconciler.cli import output, session
-from reconciler.cli.session import Session
-from reconciler.cli.tasks import WORKER_S
+from reconciler.cli import output, tasks
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
 
@@ -20,14 +19,11 @@ Record = Mapping[str, Any]
 # Wait this long for the host to be asked. It usually waits because the host is unreachable.
 UNBEGUN_S = 300
 
-
-def mount(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("recover")(recover)
+commands = typer.Typer()
 
 
+@commands.command()
 def recover(
-    context: typer.Context,
     allocation: Annotated[str, typer.Argument(help="The allocation's id.")],
     reason: Annotated[
         str, typer.Option(help="For the audit log; without it, follow the newest recovery.")
@@ -39,61 +35,59 @@ def recover(
     The service does the work. A command that is interrupted stops nothing; the same command follows
     the recovery again.
     """
-    here = session.of(context)
-    case = _open(here, allocation, reason)
+    case = _open(allocation, reason)
     if not wait:
-        output.record(here, {name: value for name, value in case.items() if name != "steps"})
+        output.record({name: value for name, value in case.items() if name != "steps"})
         return
     try:
-        evidence = _follow(here, case)
+        evidence = _follow(case)
     except KeyboardInterrupt:
         output.line(f"the recovery goes on; `gpuaas recover {allocation}` follows it again")
         raise
-    if here.output == "json":
-        output.document(evidence)
+    if output.in_json(evidence):
         return
     # Each step was printed as it came; the slots are what counts at the end.
     after = [{"id": key, **slot} for key, slot in evidence["inventory_after"].items()]
-    output.rows(here, after, "slot_index", "id", "status", "health_state")
+    output.rows(after, "slot_index", "id", "status", "health_state")
 
 
-def _open(here: Session, allocation: str, reason: str) -> Record:
+def _open(allocation: str, reason: str) -> Record:
     """The open case, or a new one. Without a reason: the newest, whether or not it has ended."""
     path = f"/admin/allocations/{allocation}"
     if not reason:
         try:
-            newest: Record = here.client.get(f"{path}/recovery")
+            newest: Record = client().get(f"{path}/recovery")
         except Problem as problem:
             if problem.code != "recovery_case_not_found":
                 raise
         else:
             return newest
-    opened: Record = here.client.post(f"{path}/recover", {"reason": reason})
+    opened: Record = client().post(f"{path}/recover", {"reason": reason})
     return opened
 
 
-def _follow(here: Session, case: Record) -> dict[str, Any]:
+def _follow(case: Record) -> dict[str, Any]:
     """The evidence of each step by name, once the slots are back.
 
     Raises Problem with the evidence so far: the failure of the case, or why it does not go on.
     """
     evidence: dict[str, Any] = {}
-    timeout = _Timeout(here)
+    timeout = _Timeout()
     while True:
         for step in case["steps"][len(evidence) :]:
             evidence[step["step"]] = step["evidence"]
             output.line(f"  {step['step']}")
             for line in lines(step["step"], step["evidence"]):
                 output.line(f"    {line}")
-        problem = None if case["state"] == "recovered" else _failure(case) or timeout.over(case)
+        if case["state"] == "recovered":
+            return evidence
+        problem = _failure(case) or timeout.over(case)
         if problem is not None:
             # A person decides by what was seen.
             problem.detail["evidence"] = evidence
             raise problem
-        if case["state"] == "recovered":
-            return evidence
         time.sleep(1)
-        newest: Record = here.client.get(f"/admin/allocations/{case['allocation_id']}/recovery")
+        newest: Record = client().get(f"/admin/allocations/{case['allocation_id']}/recovery")
         if newest["id"] != case["id"]:
             output.line(f"recovery case {case['id']} has ended; {newest['id']} was opened since")
             evidence = {}
@@ -102,32 +96,26 @@ def _follow(here: Session, case: Record) -> dict[str, Any]:
 
 def _failure(case: Record) -> Problem | None:
     """Why it has failed, or what a person must do before it goes on."""
-    wait = case["waits_for"] or {}
     if case["state"] == "failed":
         error = case["failure"]
-    elif wait.get("remedy"):
-        error = {
-            "code": wait["code"],
-            "expected": f"recovery case {case['id']} to go on",
-            "found": wait["detail"],
-            "remedy": f"{wait['remedy']}; the case goes on then",
-        }
-    else:
+        parts = {part: error[part] for part in ("expected", "found", "remedy")}
+        return Problem(error["code"], 409, **parts)
+    wait = case["waits_for"] or {}
+    if not wait.get("remedy"):
         return None
     return Problem(
-        error["code"],
+        wait["code"],
         409,
-        expected=error["expected"],
-        found=error["found"],
-        remedy=error["remedy"],
+        expected=f"recovery case {case['id']} to go on",
+        found=wait["detail"],
+        remedy=f"{wait['remedy']}; the case goes on then",
     )
 
 
 class _Timeout:
     """How long the command follows a case: as long as its task or its clean-up may take."""
 
-    def __init__(self, here: Session) -> None:
-        self._here = here
+    def __init__(self) -> None:
         self._unbegun = WaitTimeout(UNBEGUN_S)
         self._slots: dict[str, WaitTimeout] = {}
         self._began = time.monotonic()
@@ -135,64 +123,54 @@ class _Timeout:
 
     def over(self, case: Record) -> Problem | None:
         """The refusal to follow it any longer. The case itself goes on."""
-        self._show(case)
-        if case["state"] == "cleaning":
-            return self._cleanup(case)
-        if case["state"] == "opened":
-            ended = self._unbegun.ends(None, None)
-        else:
-            task = self._here.client.get(f"/admin/tasks/{case['task_id']}")
-            ended = task["state"] in ("queued", "waiting", "running") and self._unbegun.ends_for(
-                task
-            )
-        return _unfinished_look(case) if ended else None
-
-    def _show(self, case: Record) -> None:
-        """Why it waits, once it does for longer than a free worker takes."""
-        wait = case["waits_for"]
-        text = f"waits for {wait['code']}: {wait['detail']}" if wait else ""
-        if text != self._shown and time.monotonic() - self._began > WORKER_S:
+        text = tasks.wait_text(case)
+        # A free worker takes a task sooner than this.
+        if text != self._shown and time.monotonic() - self._began > tasks.WORKER_S:
             self._shown = text
             if text:
                 output.line(f"    {text}")
+        again = f"`gpuaas recover {case['allocation_id']}` follows it again"
+        if case["state"] == "cleaning":
+            late = self._late_slots(case)
+            if not late:
+                return None
+            return Problem(
+                "cleanup_unfinished",
+                504,
+                expected="the clean-up of every slot to have ended by its deadline",
+                found=f"still in cleanup: {', '.join(late)}",
+                remedy="it goes on, and nothing is wrong with the slots yet: `gpuaas tasks list"
+                f" --node {case['node_id']}` shows the task and what it waits for, `gpuaas doctor`"
+                f" whether the service is well; {again}",
+            )
+        if not self._look_ended(case):
+            return None
+        return Problem(
+            "task_timeout",
+            504,
+            expected=f"recovery case {case['id']} to know by now what is left on the host",
+            found=", ".join(filter(None, (f"state {case['state']}", text))),
+            remedy="bring the host back; the case goes on by itself until"
+            f" {case['deadline_at']}, and {again}",
+        )
 
-    def _cleanup(self, case: Record) -> Problem | None:
-        path = f"/admin/nodes/{case['node_id']}/resource-slots"
-        slots = [slot for slot in self._here.client.items(path) if slot["id"] in case["slot_ids"]]
-        late = [
+    def _look_ended(self, case: Record) -> bool:
+        if case["state"] == "opened":
+            return self._unbegun.ends(None, None)
+        task = client().get(f"/admin/tasks/{case['task_id']}")
+        return task["state"] in ("queued", "waiting", "running") and self._unbegun.ends_for(task)
+
+    def _late_slots(self, case: Record) -> list[str]:
+        slots = client().items(f"/admin/nodes/{case['node_id']}/resource-slots")
+        return [
             f"slot {slot['slot_index']} ({slot['id']}), until {slot['deadline_at']}"
             for slot in slots
-            if slot["status"] == "cleanup"
+            if slot["id"] in case["slot_ids"]
+            and slot["status"] == "cleanup"
             and self._slots.setdefault(slot["id"], WaitTimeout()).ends(
                 slot["status_since"], slot["deadline_at"]
             )
         ]
-        return _unfinished_cleanup(case, late) if late else None
-
-
-def _unfinished_look(case: Record) -> Problem:
-    wait = case["waits_for"] or {}
-    why = f", waits for {wait['code']}: {wait['detail']}" if wait else ""
-    return Problem(
-        "task_timeout",
-        504,
-        expected=f"recovery case {case['id']} to know by now what is left on the host",
-        found=f"state {case['state']}{why}",
-        remedy=f"bring the host back; the case goes on by itself until {case['deadline_at']}, and"
-        f" `gpuaas recover {case['allocation_id']}` follows it again",
-    )
-
-
-def _unfinished_cleanup(case: Record, late: list[str]) -> Problem:
-    return Problem(
-        "cleanup_unfinished",
-        504,
-        expected="the clean-up of every slot to have ended by its deadline",
-        found=f"still in cleanup: {', '.join(late)}",
-        remedy="it goes on, and nothing is wrong with the slots yet: `gpuaas tasks list --node"
-        f" {case['node_id']}` shows the task and what it waits for, `gpuaas doctor` whether the"
-        f" service is well; `gpuaas recover {case['allocation_id']}` follows it again",
-    )
 
 
 # Hosts wrote parts of it, and a line of a host must not look like a step.
@@ -201,12 +179,9 @@ _LONGEST = 300
 
 def lines(step: str, evidence: Record) -> Iterator[str]:
     """A summary of a step's evidence, one line each; the whole is in the document at the end."""
-    for line in _SUMMARIES.get(step, _whole)(evidence):
+    summary = _SUMMARIES.get(step.removesuffix("_after"))
+    for line in summary(evidence) if summary else [json.dumps(evidence)]:
         yield " ".join(line.split())[:_LONGEST]
-
-
-def _whole(evidence: Record) -> Iterator[str]:
-    yield json.dumps(evidence)
 
 
 def _allocation(evidence: Record) -> Iterator[str]:
@@ -288,9 +263,6 @@ _SUMMARIES: dict[str, Callable[[Record], Iterator[str]]] = {
     "disk_evidence": _proofs,
     "force_cleanup": _forced,
     "repair": _repair,
-    "runtime_absence_after": _absence,
-    "inventory_after": _slots,
-    "disk_evidence_after": _proofs,
     "audit": _audit,
     "not_on_sale": _closed,
 }

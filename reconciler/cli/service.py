@@ -1,4 +1,5 @@
-"""`gpuaas serve`, `gpuaas worker`, `gpuaas migrate`, and the database that they open.
+"""Commands on the service's own machine: `serve`, `worker`, `migrate`, `backup`, `restore`,
+`doctor` and `check`.
 
 The imports are deferred: the database, the web server and Ansible's runner take seconds to load.
 """
@@ -8,7 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,38 +27,160 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaas")
 
+commands = typer.Typer()
 
-def mount(app: typer.Typer) -> None:
-    """Add the commands to the program."""
-    app.command("serve")(serve)
-    app.command("worker")(worker)
-    app.command("migrate")(migrate)
+# Time that open requests have after the signal to stop.
+GRACE_S = 10
 
 
+@commands.command()
 def serve(
     api_only: Annotated[
         bool, typer.Option("--api-only", help="Leave tasks and loops to `gpuaas worker`.")
     ] = False,
 ) -> None:
     """Run the API, its workers and the loops until interrupted. Runs on hosts outlive it."""
-    from reconciler.cli import server
-
     with failures.logged():
-        server.serve(api_only=api_only)
+        run_server(api_only=api_only)
 
 
+@commands.command()
 def worker() -> None:
     """Run tasks without an API. Several workers may run, on one machine or more."""
     with failures.logged():
         run_worker()
 
 
+@commands.command()
 def migrate() -> None:
     """Bring the database to this version's schema."""
     with failures.logged():
         engine, revision = open_migrated()
     engine.dispose()
     output.line(f"database at {revision}")
+
+
+@commands.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="A new file; it will contain private keys.")],
+) -> None:
+    """Save database, SSH authorities and settings in one file. The service may keep running."""
+    from reconciler.backup import archive
+    from reconciler.settings import Settings
+
+    output.record(archive.write(Settings(), file))
+
+
+@commands.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="A file of `gpuaas backup`.")],
+) -> None:
+    """Restore a backup into an empty state folder, with the service stopped.
+
+    Running and waiting tasks are ended, not repeated. Nothing is on sale until its host is proven
+    again. Tokens and host keys that were revoked after the backup are valid again: the answer lists
+    them with the steps to take.
+    """
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise Problem(
+            "backup_unreadable",
+            404 if isinstance(error, FileNotFoundError) else 422,
+            expected=f"a file that `gpuaas backup` made, at {file}",
+            found=error.strerror or type(error).__name__,
+            remedy="correct the path, or let this user read the file; nothing was restored",
+        ) from error
+    from reconciler.backup import restore
+    from reconciler.settings import Settings
+
+    output.record(restore.restore(Settings(), file))
+
+
+@commands.command()
+def doctor() -> None:
+    """Check settings, folders, keys, programs, database and processes; exit 1 on a failure.
+
+    Changes nothing. Run it as the service's user, with the service's settings.
+    """
+    from reconciler.doctor.examine import examine
+
+    findings = examine()
+    failed = sum(finding["status"] == "fail" for finding in findings)
+    warnings = sum(finding["status"] == "warn" for finding in findings)
+    if not output.in_json({"failures": failed, "warnings": warnings, "findings": findings}):
+        output.rows(findings, "status", "check", "found", "expected", "remedy")
+        output.line(f"{len(findings)} findings, {failed} failures, {warnings} warnings")
+    if failed:
+        raise typer.Exit(1)
+
+
+@commands.command()
+def check() -> None:
+    """Check every invariant of the database; exit 1 with a line for each violation.
+
+    Reads only. The service may run meanwhile, but need not.
+    """
+    from reconciler.backup import refuse_unfinished_restore
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.db.migrations import current, head
+    from reconciler.lifecycle import invariants
+    from reconciler.settings import Settings
+
+    settings = Settings()
+    refuse_unfinished_restore(settings)
+    with open_existing(settings) as engine:
+        revision = current(engine)
+        if revision != head():
+            # The checks query the tables of this version's schema.
+            raise _outdated(revision)
+        with reading(engine) as conn:
+            violations = invariants.check(conn)
+    output.rows([vars(row) for row in violations], "invariant", "subject", "found")
+    count = len(invariants.CHECKS)
+    output.line(f"database at {revision}: {count} checks, {len(violations)} violations")
+    if violations:
+        raise typer.Exit(1)
+
+
+def run_server(*, api_only: bool) -> None:
+    """Serve the API and the operators' listener, with workers and loops, until a signal."""
+    import uvicorn
+
+    from reconciler import logs
+    from reconciler.api.app import create_app
+    from reconciler.api.health import create_operator_app
+    from reconciler.service import listeners, process
+    from reconciler.settings import Settings
+
+    settings = Settings()
+    logs.configure(settings)
+    with listeners.api_sockets(settings) as sockets:
+        engine, revision = open_migrated(settings)
+        process.adopt(settings, engine)
+        app, operators = create_app(settings, engine), create_operator_app(settings, engine)
+        # /readyz of this process answers for the whole site.
+        app.state.needed = operators.state.needed = process.NEEDED
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        # uvicorn stops at a signal and then raises it again. Without this handler the process would
+        # end there, and its tasks would wait until their leases expire.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _stop)
+        try:
+            with (
+                listeners.serve_operators(settings, operators),
+                process.running(settings, engine, api=True, work=not api_only),
+            ):
+                log.info("database at %s, API on %s", revision, _listening(settings, sockets))
+                uvicorn.Server(config).run(sockets)
+        finally:
+            engine.dispose()
 
 
 def run_worker() -> None:
@@ -114,21 +240,8 @@ def open_unmigrated() -> Engine:
         migrate_schema(engine)
     elif revision != head():
         engine.dispose()
-        raise outdated(revision)
+        raise _outdated(revision)
     return engine
-
-
-def outdated(revision: str | None) -> Problem:
-    """The refusal of a database with another version's schema."""
-    from reconciler.db.migrations import head
-
-    return Problem(
-        "schema_outdated",
-        expected=f"the schema of this version, {head()}",
-        found=f"revision {revision or 'none'}",
-        remedy="take a backup with the version that runs, then `gpuaas migrate`; if a newer"
-        " version runs, use its `gpuaas`",
-    )
 
 
 def _open(settings: Settings) -> Engine:
@@ -150,6 +263,19 @@ def _open(settings: Settings) -> Engine:
     return open_engine(settings.database)
 
 
+def _outdated(revision: str | None) -> Problem:
+    """The refusal of a database with another version's schema."""
+    from reconciler.db.migrations import head
+
+    return Problem(
+        "schema_outdated",
+        expected=f"the schema of this version, {head()}",
+        found=f"revision {revision or 'none'}",
+        remedy="take a backup with the version that runs, then `gpuaas migrate`; if a newer"
+        " version runs, use its `gpuaas`",
+    )
+
+
 def _unusable(settings: Settings, found: str) -> Problem:
     return Problem(
         "state_dir_unusable",
@@ -159,3 +285,18 @@ def _unusable(settings: Settings, found: str) -> Problem:
         remedy="run it as the service's user (`runuser -u gpuaas -- gpuaas …`), or set another"
         " folder",
     )
+
+
+def _listening(settings: Settings, sockets: list[socket.socket]) -> str:
+    """The addresses that it listens on, and the public URL if it differs."""
+    from reconciler.service.listeners import host_port
+
+    urls = [f"http://{host_port(item.getsockname()[:2])}" for item in sockets]
+    text = " and ".join(urls)
+    if settings.public_url and settings.public_url.rstrip("/") not in urls:
+        return f"{text}, for others at {settings.public_url}"
+    return text
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import typer
 
 from reconciler.model.errors import Problem
 
@@ -35,19 +34,32 @@ class Session:
         # Importing the HTTP library takes longer than most commands.
         from reconciler.client import Client
 
-        return Client(self.url, self._secret())
+        file = self.token_file or default_token_file()
+        remedy = "`gpuaas token create --role platform-admin --name YOU --save`"
+        return Client(self.url, secret(file, f"{remedy}, or set GPUAAS_TOKEN_FILE"))
 
     @cached_property
     def url(self) -> str:
         """Address of the service."""
         return self.api or local_api()
 
-    def _secret(self) -> str:
-        return secret(
-            self.token_file or default_token_file(),
-            "`gpuaas token create --role platform-admin --name YOU --save`, "
-            "or set GPUAAS_TOKEN_FILE",
-        )
+
+_current: ContextVar[Session] = ContextVar("session")
+
+
+def begin(session: Session) -> None:
+    """Make it the session of the commands that follow."""
+    _current.set(session)
+
+
+def current() -> Session:
+    """The session of the running command."""
+    return _current.get()
+
+
+def client() -> Client:
+    """The connection of the running command."""
+    return current().client
 
 
 def secret(file: Path, remedy: str) -> str:
@@ -98,11 +110,3 @@ def default_token_file() -> Path:
     from reconciler.settings import Settings
 
     return Settings().state_dir / "token"
-
-
-def of(context: typer.Context) -> Session:
-    """The session of a command's context."""
-    session = context.obj
-    if not isinstance(session, Session):
-        raise TypeError("a command was called without its session")
-    return session

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reconciler.cli import output, session
-from reconciler.cli.session import Session
+from reconciler.cli import output
+from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
 if TYPE_CHECKING:
@@ -30,62 +31,49 @@ Task = Annotated[str, typer.Argument(help="The task's id.")]
 
 
 @app.command("list")
-def list_tasks(
-    context: typer.Context,
-    node: str = "",
-    allocation: str = "",
-    state: str = "",
-    limit: int = 30,
-) -> None:
+def list_tasks(node: str = "", allocation: str = "", state: str = "", limit: int = 30) -> None:
     """List the newest tasks."""
-    here = session.of(context)
     filters = {"node_id": node, "allocation_id": allocation, "state": state}
-    query = {name: value for name, value in filters.items() if value}
-    tasks = here.client.get("/admin/tasks", limit=limit, **query)["items"]
+    tasks = client().get("/admin/tasks", limit=limit, **filters)["items"]
     for row in tasks:
         row["why"] = (row["waits_for"] or row["error"]).get("code", "")
-    output.rows(here, tasks, "id", "kind", "state", "node_id", "attempt", "created_at", "why")
+    output.rows(tasks, "id", "kind", "state", "node_id", "attempt", "created_at", "why")
 
 
 @app.command("show")
-def show_task(context: typer.Context, task: Task) -> None:
+def show_task(task: Task) -> None:
     """Show a task and the end of its run's output."""
-    here = session.of(context)
-    document = here.client.get(f"/admin/tasks/{task}")
-    if here.output == "json":
-        output.document(document)
+    document = client().get(f"/admin/tasks/{task}")
+    if output.in_json(document):
         return
     text = document.pop("output", "")
     events = document.pop("events", [])
-    output.record(here, document)
+    output.record(document)
     for event in events:
         output.line(f"{event['at']}  {event['document']}")
     sys.stdout.write(output.clean(text))
 
 
 @app.command()
-def cancel(context: typer.Context, task: Task, reason: str = "") -> None:
+def cancel(task: Task, reason: str = "") -> None:
     """End a waiting task, or ask a running task to stop."""
-    here = session.of(context)
-    document = here.client.post(f"/admin/tasks/{task}/cancel", {"reason": reason})
-    output.record(here, document)
+    document = client().post(f"/admin/tasks/{task}/cancel", {"reason": reason})
+    output.record(document)
     if document["state"] not in ("canceled", "running"):
         output.line(f"nothing to cancel: it had {document['state']}")
 
 
 @app.command()
-def watch(context: typer.Context, task: Task) -> None:
+def watch(task: Task) -> None:
     """Wait for a task, and show its current step meanwhile."""
-    here = session.of(context)
-    output.record(here, wait_for(here, task)["result"])
+    output.record(wait_for(task)["result"])
 
 
 @app.command()
-def follow(context: typer.Context, task: Task) -> None:
+def follow(task: Task) -> None:
     """Print all events of a task, past and new, until it has ended."""
-    here = session.of(context)
-    for event in here.client.events(f"/admin/tasks/{task}/events"):
-        if here.output == "json":
+    for event in client().events(f"/admin/tasks/{task}/events"):
+        if output.is_json():
             sys.stdout.write(json.dumps({"event": event.name, **event.document}) + "\n")
             sys.stdout.flush()
         elif event.name != "end":
@@ -99,36 +87,48 @@ def follow(context: typer.Context, task: Task) -> None:
 
 @app.command("output")
 def task_output(
-    context: typer.Context,
     task: Task,
     limit: Annotated[int, typer.Option(help="At most this many bytes from its end.")] = 20_000,
 ) -> None:
     """Print the output of the task's run, with secrets removed."""
-    here = session.of(context)
-    document = here.client.get(f"/admin/tasks/{task}/output", limit=limit)
-    if here.output == "json":
-        output.document(document)
+    document = client().get(f"/admin/tasks/{task}/output", limit=limit)
+    if output.in_json(document):
         return
     if not document["here"]:
         output.line("nothing to show: no run has begun, or its files are on another machine")
     sys.stdout.write(output.clean(document["output"]))
 
 
-def after(here: Session, task: Record, *, wait: bool) -> Record:
-    """The queued task; with `wait` the task once it has succeeded, otherwise a Problem."""
+def queue(path: str, body: Record | None = None, *, wait: bool) -> Record | None:
+    """Queue the task of a request and return it once it has succeeded, or raise its Problem.
+
+    Without `wait`: print the queued task and return None.
+    """
+    task: Record = client().post(path, body)
     output.line(f"task {task['id']} {task['kind']} {task['state']}")
-    return wait_for(here, task["id"]) if wait else task
+    if wait:
+        return wait_for(task["id"])
+    output.record(task)
+    return None
 
 
-def wait_for(here: Session, task_id: str) -> Record:
+def run(path: str, body: Record | None = None, *, wait: bool) -> Record | None:
+    """The same, and print the result of the task."""
+    task = queue(path, body, wait=wait)
+    if task:
+        output.record(task["result"])
+    return task
+
+
+def wait_for(task_id: str) -> Record:
     """Wait for a task and its successors, showing their steps; returns the last task.
 
     Raises the error of the first task that does not succeed.
     """
-    task = _wait(here, task_id)
+    task = _wait(task_id)
     while successor := task["result"].get("next_task_id"):
         output.line(f"task {successor} follows")
-        task = _wait(here, successor)
+        task = _wait(successor)
     return task
 
 
@@ -144,18 +144,24 @@ def failed(task: Record) -> Problem:
     )
 
 
-def _wait(here: Session, task_id: str) -> Record:
-    began, last = time.monotonic(), ""
+def wait_text(row: Mapping[str, Any]) -> str:
+    """What a task or a recovery case waits for, "" if it does not wait."""
+    wait = row.get("waits_for") or {}
+    return f"waits for {wait['code']}: {wait.get('detail', '')}".rstrip(": ") if wait else ""
+
+
+def _wait(task_id: str) -> Record:
+    began, last_line = time.monotonic(), ""
 
     def report(task: Record) -> None:
-        nonlocal last
+        nonlocal last_line
         after_s = time.monotonic() - began
         line = f"{task['state']}  {_current_step(task, after_s)}".strip()
-        if line != last:
-            last = line
+        if line != last_line:
+            last_line = line
             output.line(f"  {after_s:6.1f} s  {line}")
 
-    task = here.client.wait(task_id, unbegun_s=UNBEGUN_S, on_progress=report)
+    task = client().wait(task_id, unbegun_s=UNBEGUN_S, on_progress=report)
     if task["state"] != "succeeded":
         raise failed(task)
     return task
@@ -164,7 +170,7 @@ def _wait(here: Session, task_id: str) -> Record:
 def _current_step(task: Record, after_s: float) -> str:
     waits = task.get("waits_for") or {}
     if waits and (waits["code"] != "worker" or after_s > WORKER_S):
-        return f"waits for {waits['code']}: {waits.get('detail', '')}".rstrip(": ")
+        return wait_text(task)
     return str((task.get("progress") or {}).get("task") or task.get("state_reason") or "")
 
 

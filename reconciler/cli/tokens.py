@@ -6,21 +6,19 @@ lists and revokes them.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from reconciler.cli import output, session
-from reconciler.cli.session import default_token_file
+from reconciler.cli import output
+from reconciler.cli.session import client, current, default_token_file
 from reconciler.model.errors import Problem
 
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
+commands = typer.Typer()
 app = typer.Typer(no_args_is_help=True, help="API tokens: create, list, revoke.")
+commands.add_typer(app, name="token")
 
 RoleName = Literal["platform-admin", "project-member", "node"]
 
@@ -30,12 +28,6 @@ _TIMEOUT_S = 10.0
 _INTERVAL_S = 5.0
 # Lower bound of the interval, whatever the provider answers.
 _LEAST_S = 1.0
-
-
-def mount(parent: typer.Typer) -> None:
-    """Add the commands to the program."""
-    parent.add_typer(app, name="token")
-    parent.command("login")(login)
 
 
 @app.command("create")
@@ -51,32 +43,26 @@ def create(
     """Print a new token; it is not shown again. Needs access to the database itself."""
     secret = _issue(role, name, project, node, days)
     if save:
-        file = default_token_file()
-        write_token(file, secret)
-        output.line(f"token saved in {file}")
+        _save(secret, default_token_file())
     else:
         typer.echo(secret)
 
 
 @app.command("list")
-def list_tokens(context: typer.Context) -> None:
+def list_tokens() -> None:
     """List all tokens, without their secrets."""
-    here = session.of(context)
     columns = ("id", "name", "role", "project_id", "node_id", "expires_at", "revoked_at")
-    output.rows(here, list(here.client.items("/admin/tokens")), *columns)
+    output.rows(client().items("/admin/tokens"), *columns)
 
 
 @app.command("revoke")
-def revoke(
-    context: typer.Context, token: Annotated[str, typer.Argument(help="The token's id.")]
-) -> None:
+def revoke(token: Annotated[str, typer.Argument(help="The token's id.")]) -> None:
     """Revoke a token at once."""
-    here = session.of(context)
-    output.record(here, here.client.delete(f"/admin/tokens/{token}"))
+    output.record(client().delete(f"/admin/tokens/{token}"))
 
 
+@commands.command()
 def login(
-    context: typer.Context,
     issuer: Annotated[str, typer.Option(envvar="GPUAAS_OIDC_ISSUER", help="The provider.")],
     client_id: Annotated[
         str,
@@ -91,17 +77,17 @@ def login(
 
     Shows a code to confirm in a browser, on this machine or another (device code, RFC 8628).
     """
-    file = session.of(context).token_file or default_token_file()
+    file = current().token_file or default_token_file()
     _save_login(issuer, {"client_id": client_id, "scope": scope}, f"{kind}_token", file)
 
 
-def write_token(file: Path, secret: str) -> None:
+def _save(secret: str, file: Path) -> None:
     """Save a token in a file that only its owner can read."""
+    from reconciler.runs.paths import write_text
+
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    # Created with the final mode: a later change of the mode would leave the file open meanwhile.
-    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as handle:
-        handle.write(secret + "\n")
+    write_text(file, secret + "\n")
+    output.line(f"token saved in {file}")
 
 
 def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str:
@@ -109,7 +95,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
     from reconciler.db.engine import transaction
     from reconciler.model.act import Act
     from reconciler.model.states import Role
-    from reconciler.records import nodes, tokens
+    from reconciler.records import nodes, projects, tokens
 
     if bool(project) is not (role == "project-member") or bool(node) is not (role == "node"):
         raise Problem(
@@ -122,7 +108,10 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
     engine = open_unmigrated()
     with transaction(engine) as conn:
         if project:
-            project = _project_id(conn, project)
+            ids = {row.name: row.id for row in projects.every(conn)}
+            # Ids come first: the name of a project may be the id of another.
+            project = project if project in ids.values() else ids.get(project, project)
+            projects.get(conn, project)
         if node:
             nodes.get(conn, node)
         _, secret = tokens.issue(
@@ -138,16 +127,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
     return secret
 
 
-def _project_id(conn: Connection, name: str) -> str:
-    from reconciler.records import projects
-
-    every = projects.every(conn)
-    if name not in {row.id for row in every}:
-        name = next((row.id for row in every if row.name == name), name)
-    return str(projects.get(conn, name).id)
-
-
-def _save_login(issuer: str, client: dict[str, str], token: str, file: Path) -> None:
+def _save_login(issuer: str, client: dict[str, str], token_name: str, file: Path) -> None:
     # Importing the HTTP library takes longer than most commands.
     import httpx
 
@@ -164,10 +144,10 @@ def _save_login(issuer: str, client: dict[str, str], token: str, file: Path) -> 
             url = grant.get("verification_uri_complete") or grant["verification_uri"]
             output.line(f"open {url} and confirm the code {grant['user_code']}")
             answer = _wait_for_tokens(http, str(provider["token_endpoint"]), client, grant)
-            write_token(file, str(answer[token]))
+            token = str(answer[token_name])
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _login_failed("an answer of the provider with a token", repr(error)) from error
-    output.line(f"token saved in {file}")
+    _save(token, file)
 
 
 def _wait_for_tokens(
@@ -187,7 +167,7 @@ def _wait_for_tokens(
             interval += _INTERVAL_S
         elif error != "authorization_pending":
             raise _login_failed("the login to be confirmed", str(error))
-    raise _login_failed("the code to be confirmed in time", "nobody did")
+    raise _login_failed("the code to be confirmed in time", "not confirmed")
 
 
 def _login_failed(expected: str, found: str) -> Problem:

@@ -8,81 +8,108 @@ from functools import partial
 
 from dotenv import dotenv_values
 from pydantic import ValidationError
+from sqlalchemy import Connection
 
+from reconciler.db.engine import open_engine, reading
 from reconciler.doctor import Finding, fail, installation, ok, services, warn
 from reconciler.service.configuration import OTHERS
 from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
 # Variables of other programs of this project: the lab, and scripts that run on hosts.
 _OTHER_PREFIXES = ("GPUAAS_LAB_", "GPUAAS_SLICE_", "GPUAAS_RUN_", "GPUAAS_MAAS_")
-_CHECKS = {
-    "listeners": installation.listeners,
+_CHECKS: dict[str, Callable[[Settings], Iterable[Finding]]] = {
+    "listen": installation.listen,
+    "operator_listen": installation.operator_listen,
+    "public_url": installation.public_url,
     "state_dir": installation.state_folder,
     "ssh_ca": installation.keys,
     "disk_space": installation.free_space,
-    "programs": installation.programs,
+    **{name: partial(installation.program, name) for name in installation.PROGRAMS},
+    "ansible_runner": installation.ansible_runner,
     "collection": installation.collection,
     "profiles": installation.profiles,
     "identity_provider": services.identity_provider,
     "awx": services.awx,
+    "database": services.database,
+}
+_RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] = {
+    "clock": services.same_clock,
+    "authorities": services.ssh_authorities,
+    "tokens": services.admin_tokens,
+    "host_certificates": services.host_certificates,
+    "processes": services.processes,
+    "leader": services.loops_leader,
+    "leases": services.leases,
+    "run_locks": services.run_locks,
+    "member_address": services.member_address,
 }
 
 
-def examine() -> list[Finding]:
-    """All findings. Checks that need settings or a database are left out without them."""
-    settings, findings = _settings()
-    if settings is None:
+def examine() -> list[dict[str, str]]:
+    """All findings, each with the name of its check.
+
+    Checks that need settings, a database or its schema are left out without them.
+    """
+    findings = list(_findings("settings", _settings))
+    if any(finding["status"] == "fail" for finding in findings):
         return findings
+    settings = Settings()
     for name, check in _CHECKS.items():
-        findings += _guarded(name, partial(check, settings))
-    engine, problems = services.database(settings)
-    findings += problems
-    if engine is not None:
-        findings += _guarded("records", partial(services.records, settings, engine))
+        findings += _findings(name, partial(check, settings))
+    if findings[-1]["status"] == "fail":
+        return findings
+    engine = open_engine(settings.database)
+    try:
+        findings += _findings("schema", partial(services.schema, engine))
+        if findings[-1]["status"] == "ok":
+            for name, record_check in _RECORD_CHECKS.items():
+                with reading(engine) as conn:
+                    findings += _findings(name, partial(record_check, settings, conn))
+    finally:
         engine.dispose()
     return findings
 
 
-def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def _findings(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[dict[str, str]]:
     """Findings of a check. An exception becomes a finding, so that the other checks still run."""
     try:
-        yield from check()
+        for finding in check():
+            yield {"check": name, **vars(finding)}
     except Exception as failure:
-        yield fail(
-            name,
+        finding = fail(
             f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}",
             expected="a check without an error",
             remedy="run the doctor as the service's user, then read the error",
         )
+        yield {"check": name, **vars(finding)}
 
 
-def _settings() -> tuple[Settings | None, list[Finding]]:
-    """The settings of the service, None when it could not start with them, and the findings."""
+def _settings() -> Iterator[Finding]:
     findings = list(file_mode())
     try:
-        settings = Settings()
+        Settings()
     except ValidationError as wrong:
         findings += [
             fail(
-                "settings",
                 f"{name}: {rule}",
                 expected="a value that docs/configuration.md allows",
                 remedy=f"correct {name} in the environment or in {config_file()}",
             )
             for name, rule in refused(wrong)
         ]
-        return None, findings
     except OSError as closed:
-        unreadable = fail(
-            "settings",
-            f"{config_file()} cannot be read: {closed.strerror}",
-            expected="a text file that the service's user can read",
-            remedy="give it the service's group and mode 640; if the file does not exist, correct"
-            f" {CONFIG_FILE_VARIABLE}",
+        text = f"{config_file()} cannot be read: {closed.strerror}"
+        remedy = "give it the service's group and mode 640; if the file does not exist, correct"
+        findings.append(
+            fail(
+                text,
+                expected="a text file that the service's user can read",
+                remedy=f"{remedy} {CONFIG_FILE_VARIABLE}",
+            )
         )
-        return None, [unreadable]
-    findings += _unknown_names()
-    return settings, findings or [ok("settings", f"environment and {config_file()}")]
+    else:
+        findings += _unknown_names()
+    yield from findings or [ok(f"environment and {config_file()}")]
 
 
 def file_mode() -> Iterator[Finding]:
@@ -90,7 +117,6 @@ def file_mode() -> Iterator[Finding]:
     file = config_file()
     if file.is_file() and file.stat().st_mode & 0o007:
         yield warn(
-            "settings",
             f"{file} is accessible to all users (mode {file.stat().st_mode & 0o777:03o})",
             expected="mode 640, because a database URL contains a password",
             remedy=f"chmod 640 {file}",
@@ -106,7 +132,6 @@ def _unknown_names() -> Iterator[Finding]:
     for name, source in sorted(sources.items()):
         if name.startswith(PREFIX) and name not in names and not name.startswith(_OTHER_PREFIXES):
             yield warn(
-                "settings",
                 f"{name} in {source}, which is the name of no setting",
                 expected="names of docs/configuration.md",
                 remedy="correct the name or remove it; it has no effect",

@@ -25,86 +25,88 @@ from reconciler.trust.keygen import public_key
 _GIB = 1 << 30
 # Below the first limit the disk is full within days, below the second within hours.
 _LITTLE_GIB, _LEAST_GIB = 5, 1
-# Programs on the search path of runs (runs.launch). Only the first is beside our interpreter.
-_PROGRAMS = {
+# Programs on the search path of runs (runs.launch), each with its remedy. Only the first is beside
+# our interpreter.
+PROGRAMS = {
     "ansible-playbook": "install the Python packages of requirements.lock into one environment",
     "ssh": "install openssh-client",
     "ssh-keygen": "install openssh-client",
 }
 
 
-def listeners(settings: Settings) -> Iterator[Finding]:
-    """The API, the operators' listener if there is one, and the URL for hosts."""
+def listen(settings: Settings) -> Iterator[Finding]:
+    """The API listens on loopback, behind a proxy."""
     try:
         address = api_address(settings)
-        local = is_local(address)
-        text = f"{host_port(address)}: API, with tokens"
-        yield warn(
-            "listen",
-            text if local else f"{text}, unencrypted on the network",
-            unless=local,
-            expected="a loopback address behind a proxy that terminates TLS",
-            remedy="GPUAAS_LISTEN=127.0.0.1:8080 and docs/operations.md, TLS; nothing if only"
-            " the service uses that network",
-        )
     except Problem as problem:
-        yield refused("listen", problem)
+        yield refused(problem)
+        return
+    local = is_local(address)
+    text = f"{host_port(address)}: API, with tokens"
+    yield warn(
+        text if local else f"{text}, unencrypted on the network",
+        unless=local,
+        expected="a loopback address behind a proxy that terminates TLS",
+        remedy="GPUAAS_LISTEN=127.0.0.1:8080 and docs/operations.md, TLS; nothing if only the"
+        " service uses that network",
+    )
+
+
+def operator_listen(settings: Settings) -> Iterator[Finding]:
+    """The operators' listener is off or on loopback."""
     try:
-        operators = operator_address(settings)
-        users = "operators on this machine, without a token"
-        text = f"{host_port(operators)}: {users}" if operators else "off"
-        yield ok("operator_listen", text)
+        address = operator_address(settings)
     except Problem as problem:
-        yield refused("operator_listen", problem)
+        yield refused(problem)
+        return
+    users = "operators on this machine, without a token"
+    yield ok(f"{host_port(address)}: {users}" if address else "off")
+
+
+def public_url(settings: Settings) -> Iterator[Finding]:
+    """Hosts have a URL of the API."""
     try:
-        yield ok("public_url", f"hosts reach the API at {settings.url_for_hosts}")
+        yield ok(f"hosts reach the API at {settings.url_for_hosts}")
     except Problem as missing:
-        yield warn(
-            "public_url",
-            f"{missing.found}: no host can enrol",
-            expected=missing.expected,
-            remedy=missing.remedy,
-        )
+        text = f"{missing.found}: no host can enrol"
+        yield warn(text, expected=missing.expected, remedy=missing.remedy)
 
 
 def state_folder(settings: Settings) -> Iterator[Finding]:
     """The folder exists, belongs to the service's user, is private and writable."""
-    folder, check = settings.state_dir, "state_dir"
+    folder = settings.state_dir
     if not folder.is_dir():
         yield fail(
-            check,
             f"no folder {folder}",
             expected="the state folder of the service",
             remedy="set GPUAAS_STATE_DIR, or start the service once: it creates the folder",
         )
         return
-    findings = list(_private(check, folder, 0o700))
+    findings = list(_private(folder, 0o700))
     if not os.access(folder, os.W_OK | os.X_OK):
-        findings.append(_other_owner(check, folder))
-    yield from findings or [ok(check, str(folder))]
+        findings.append(_other_owner(folder))
+    yield from findings or [ok(str(folder))]
 
 
 def keys(settings: Settings) -> Iterator[Finding]:
     """The keys of the authorities are complete and private: with them a reader can pose as any
     host, or as the reconciler.
     """
-    trust, check = Trust(settings.state_dir.resolve() / "trust"), "ssh_ca"
+    trust = Trust(settings.state_dir.resolve() / "trust")
     if not trust.directory.is_dir():
         yield warn(
-            check,
             "no authority yet",
             expected=f"keys in {trust.directory}",
             remedy="start the service, which creates them, or restore the backup that has them:"
             " with new keys every host must enrol again",
         )
         return
-    findings = list(_private(check, trust.directory, 0o700))
+    findings = list(_private(trust.directory, 0o700))
     for key in (trust.host_authority, trust.user_authority, trust.operator):
         public = key.with_name(f"{key.name}.pub")
         if not key.exists() or not public.exists():
             findings.append(
                 fail(
-                    check,
                     f"{key.name} or {public.name} is missing",
                     expected="a pair of keys",
                     remedy="restore the trust folder from a backup",
@@ -112,8 +114,8 @@ def keys(settings: Settings) -> Iterator[Finding]:
             )
             continue
         public_key(public.read_text())
-        findings += _private(check, key, 0o600)
-    yield from findings or [ok(check, str(trust.directory))]
+        findings += _private(key, 0o600)
+    yield from findings or [ok(str(trust.directory))]
 
 
 def free_space(settings: Settings) -> Iterator[Finding]:
@@ -122,7 +124,6 @@ def free_space(settings: Settings) -> Iterator[Finding]:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / _GIB
     yield (fail if free < _LEAST_GIB else warn)(
-        "disk_space",
         f"{free:.1f} GiB free in {folder}",
         unless=free >= _LITTLE_GIB,
         expected=f"at least {_LITTLE_GIB} GiB",
@@ -130,23 +131,22 @@ def free_space(settings: Settings) -> Iterator[Finding]:
     )
 
 
-def programs(_settings: Settings) -> Iterator[Finding]:
-    """The programs are on the search path of a run."""
+def program(name: str, _settings: Settings) -> Iterator[Finding]:
+    """The program is on the search path of a run."""
     bin_folder = str(Path(sys.executable).parent)
     path = f"{bin_folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    for name, remedy in _PROGRAMS.items():
-        program = shutil.which(name, path=path)
-        text = program or f"not in {path}"
-        yield fail(name, text, unless=bool(program), expected="the program", remedy=remedy)
+    file = shutil.which(name, path=path)
+    text = file or f"not in {path}"
+    yield fail(text, unless=bool(file), expected="the program", remedy=PROGRAMS[name])
+
+
+def ansible_runner(_settings: Settings) -> Iterator[Finding]:
+    """The package ansible-runner is installed."""
     try:
-        yield ok("ansible_runner", version("ansible-runner"))
+        yield ok(version("ansible-runner"))
     except PackageNotFoundError:
-        yield fail(
-            "ansible_runner",
-            "not installed",
-            expected="the package ansible-runner",
-            remedy=_PROGRAMS["ansible-playbook"],
-        )
+        remedy = PROGRAMS["ansible-playbook"]
+        yield fail("not installed", expected="the package ansible-runner", remedy=remedy)
 
 
 def collection(settings: Settings) -> Iterator[Finding]:
@@ -156,14 +156,13 @@ def collection(settings: Settings) -> Iterator[Finding]:
     missing = [name for name in contract.PLAYBOOKS if name not in playbooks]
     if missing:
         yield fail(
-            "collection",
             f"{folder} without {', '.join(missing) if playbooks else 'any playbook'}",
             expected="the collection gpuaas.slice of this version",
             remedy="ansible-galaxy collection install the archive there, or set"
             " GPUAAS_COLLECTIONS_PATH; in a checkout: scripts/collection-path",
         )
     else:
-        yield ok("collection", f"{folder}, {len(playbooks)} playbooks")
+        yield ok(f"{folder}, {len(playbooks)} playbooks")
 
 
 def profiles(settings: Settings) -> Iterator[Finding]:
@@ -173,7 +172,6 @@ def profiles(settings: Settings) -> Iterator[Finding]:
     files = sorted(settings.profiles_dir.glob("*.yml"))
     if not files:
         yield fail(
-            "profiles",
             f"none in {settings.profiles_dir}",
             expected="hardware profiles, each a YAML file",
             remedy="set GPUAAS_PROFILES_DIR to the folder with the profiles",
@@ -187,7 +185,6 @@ def profiles(settings: Settings) -> Iterator[Finding]:
         except yaml.YAMLError as unreadable:
             wrong = [" ".join(str(unreadable).split())[:200]]
         yield fail(
-            "profiles",
             f"{file.name}: {'; '.join(wrong[:3])}" if wrong else file.name,
             unless=not wrong,
             expected="linked_profile of contracts/runs/common.schema.json",
@@ -195,26 +192,24 @@ def profiles(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _private(check: str, path: Path, mode: int) -> Iterator[Finding]:
+def _private(path: Path, mode: int) -> Iterator[Finding]:
     status = path.stat()
     if status.st_uid != os.geteuid():
-        yield _other_owner(check, path)
+        yield _other_owner(path)
     elif status.st_mode & 0o077:
         yield fail(
-            check,
             f"{path} has mode {status.st_mode & 0o777:03o}",
             expected=f"mode {mode:03o}, for the service's user only",
             remedy=f"chmod {mode:03o} {path}",
         )
 
 
-def _other_owner(check: str, path: Path) -> Finding:
+def _other_owner(path: Path) -> Finding:
     try:
         owner = pwd.getpwuid(path.stat().st_uid).pw_name
     except KeyError:
         owner = str(path.stat().st_uid)
     return fail(
-        check,
         f"{path} belongs to {owner}, this is {pwd.getpwuid(os.geteuid()).pw_name}",
         expected="the same user for the service and its files",
         remedy=f"run as {owner} (`runuser -u {owner} -- gpuaas doctor`), or chown the folder",

@@ -12,7 +12,7 @@ from reconciler.api.security import provider
 from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import clock, leader, migrations, rows
 from reconciler.db import settings as site
-from reconciler.db.engine import open_engine, reading
+from reconciler.db.engine import open_engine
 from reconciler.db.schema import Task, api_tokens, slots, tasks
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
@@ -45,7 +45,6 @@ def identity_provider(settings: Settings) -> Iterator[Finding]:
     except oidc.UNREADABLE as failure:
         text = " ".join(str(failure).split())[:200]
         yield warn(
-            "identity_provider",
             f"{settings.oidc_issuer}: {text or type(failure).__name__}",
             expected="a provider that publishes its keys under this issuer",
             remedy="correct GPUAAS_OIDC_ISSUER, or GPUAAS_OIDC_CA_FILE for a private CA;"
@@ -53,7 +52,6 @@ def identity_provider(settings: Settings) -> Iterator[Finding]:
         )
         return
     yield warn(
-        "identity_provider",
         f"{settings.oidc_issuer}: {len(keys)} keys"
         if keys
         else f"{settings.oidc_issuer} publishes no usable key",
@@ -79,71 +77,61 @@ def awx(settings: Settings) -> Iterator[Finding]:
                         raise
                     wrong[playbook] = refusal
     except RunError as away:
-        yield refused("awx", away, f"{away.code}: {away.found}")
+        yield refused(away, f"{away.code}: {away.found}")
         return
     for playbook, problem in wrong.items():
-        yield refused("awx", problem, f"{playbook}: {problem.found}")
+        yield refused(problem, f"{playbook}: {problem.found}")
     if not wrong:
-        yield ok("awx", f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")
+        yield ok(f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")
 
 
-def database(settings: Settings) -> tuple[Engine | None, list[Finding]]:
-    """The engine, None when the database cannot be checked further, and the findings."""
+def database(settings: Settings) -> Iterator[Finding]:
+    """The database of the site exists, is private and answers."""
     try:
         refuse_unfinished_restore(settings)
     except Problem as problem:
-        return None, [refused("database", problem)]
+        yield refused(problem)
+        return
+    file = settings.state_dir / "reconciler.db"
     if not settings.database_url:
-        file = settings.state_dir / "reconciler.db"
         if not file.is_file():
-            return None, [_no_database(f"no file {file}")]
+            yield _no_database(f"no file {file}")
+            return
         mode = file.stat().st_mode & 0o777
         if mode & 0o077:
-            insecure = fail(
-                "database",
+            yield fail(
                 f"{file} has mode {mode:03o}",
                 expected="mode 600, because it contains hashes of tokens and keys",
                 remedy=f"chmod 600 {file}",
             )
-            return None, [insecure]
+            return
     engine = open_engine(settings.database)
     try:
-        revision = migrations.current(engine)
+        migrations.current(engine)
+        yield ok(engine.url.render_as_string(hide_password=True))
     except exc.DBAPIError as failure:
+        yield _no_database(" ".join(str(failure.orig).split())[:300])
+    finally:
         engine.dispose()
-        return None, [_no_database(" ".join(str(failure.orig).split())[:300])]
-    schema = fail(
-        "schema",
+
+
+def schema(engine: Engine) -> Iterator[Finding]:
+    """The schema is that of this version."""
+    revision = migrations.current(engine)
+    yield fail(
         f"revision {revision or 'none'}",
         unless=revision == migrations.head(),
         expected=f"revision {migrations.head()} of this version",
         remedy="make a backup, then `gpuaas migrate`; stop an older version of the service first",
     )
-    if schema.status == "fail":
-        engine.dispose()
-        return None, [schema]
-    return engine, [ok("database", engine.url.render_as_string(hide_password=True)), schema]
 
 
-def records(settings: Settings, engine: Engine) -> Iterator[Finding]:
-    """Checks of the database's content."""
-    with reading(engine) as conn:
-        yield _clock(conn)
-        yield from _authorities(settings, conn)
-        yield _tokens(conn)
-        yield from _hosts(conn)
-        yield from _processes(conn)
-        yield from _expired_leases(conn)
-        yield from run_locks(settings, conn)
-        yield _member_address(settings, conn)
-
-
-def _clock(conn: Connection) -> Finding:
+def same_clock(_settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """This machine and the database agree about the time."""
     before = time.time()
     theirs = clock.read(conn)
     ours = (before + time.time()) / 2
-    return fail(
-        "clock",
+    yield fail(
         f"{theirs - ours:+.1f} s between the database's clock and this machine's",
         unless=abs(theirs - ours) <= _SKEW_S,
         expected=f"less than {_SKEW_S:.0f} s, because both clocks check certificates",
@@ -151,14 +139,14 @@ def _clock(conn: Connection) -> Finding:
     )
 
 
-def _authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
+def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """The keys of this machine are those of the site."""
     trust = Trust(settings.state_dir.resolve() / "trust")
     recorded = site.read(conn, AUTHORITIES)
     if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
         return  # Missing keys are a finding of the check of the folder.
     equal = authorities(trust) == recorded
     yield fail(
-        "authorities",
         f"keys in {trust.directory} that are {'' if equal else 'not '}the site's",
         unless=equal,
         expected="the same SSH authorities on every machine",
@@ -166,15 +154,15 @@ def _authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     )
 
 
-def _tokens(conn: Connection) -> Finding:
+def admin_tokens(_settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """A platform admin has a token."""
     valid = sa.and_(
         api_tokens.c.role == Role.PLATFORM_ADMIN,
         api_tokens.c.revoked_at.is_(None),
         sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
     )
     count = conn.execute(sa.select(sa.func.count()).select_from(api_tokens).where(valid)).scalar()
-    return warn(
-        "tokens",
+    yield warn(
         f"{count or 'no'} valid tokens of platform admins",
         unless=bool(count),
         expected="a token, unless all admins use the OpenID provider",
@@ -182,7 +170,7 @@ def _tokens(conn: Connection) -> Finding:
     )
 
 
-def _hosts(conn: Connection) -> Iterator[Finding]:
+def host_certificates(_settings: Settings, conn: Connection) -> Iterator[Finding]:
     """Host certificates that have expired, or will expire because their renewal failed."""
     now = clock.read(conn)
     until = certificates.of_living(conn)
@@ -190,24 +178,23 @@ def _hosts(conn: Connection) -> Iterator[Finding]:
         if end <= now:
             refusal = certificates.expired(node_id, end)
             text = f"node {node_id}: host_certificate_expired, {refusal.found}"
-            yield refused("host_certificates", refusal, text)
+            yield refused(refusal, text)
         elif end <= now + _ENDING_S:
             yield warn(
-                "host_certificates",
                 f"node {node_id}: ends at {clock.iso(end)}",
                 expected="a certificate that was renewed when a third of its validity was left",
                 remedy=f"gpuaas nodes renew-certificate {node_id}; the node's tasks show why the"
                 " renewal failed",
             )
     if all(end > now + _ENDING_S for end in until.values()):
-        yield ok("host_certificates", f"{len(until)} hosts, all valid for two weeks or more")
+        yield ok(f"{len(until)} hosts, all valid for two weeks or more")
 
 
-def _processes(conn: Connection) -> Iterator[Finding]:
+def processes(_settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """A process of each role runs."""
     live = leader.live_roles(conn)
     for role in NEEDED:
         yield warn(
-            "processes",
             f"{live[role]} of the role {role}"
             if role in live
             else f"no heartbeat of the role {role} for {leader.STALE_S:.0f} s",
@@ -215,30 +202,33 @@ def _processes(conn: Connection) -> Iterator[Finding]:
             expected="a running process of this role",
             remedy="start gpuaas.service, or gpuaas-worker.service beside gpuaas-api.service",
         )
+
+
+def loops_leader(_settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """A process leads, if there are candidates."""
     leads = leader.read(conn, leader.LOOPS)
-    if live.get("loops") and not (leads and leads["live"]):
+    if leader.live_roles(conn).get("loops") and not (leads and leads["live"]):
         yield fail(
-            "leader",
             "candidates, but no leader",
             expected="a leader within two elections",
             remedy="search the workers' logs for `Leader DB connection lost`",
         )
 
 
-def _expired_leases(conn: Connection) -> Iterator[Finding]:
+def leases(_settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """Every running task has a worker."""
     silent = tasks.c.lease_expires_at < clock.now() - _FORGOTTEN_S
     query = sa.select(tasks).where(tasks.c.state == TaskState.RUNNING, silent)
     expired = rows.every(conn, query.limit(20), Task)
     for task in expired:
         yield warn(
-            "leases",
             f"task {task.id} ({task.kind}): the lease of {task.lease_owner} has expired",
             expected="a running worker that holds the lease",
             remedy="start a worker with the state folder of its run; without it the task is"
             f" given up at its deadline, {clock.iso(task.deadline_at)}",
         )
     if not expired:
-        yield ok("leases", "every running task has a worker")
+        yield ok("every running task has a worker")
 
 
 def run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
@@ -250,23 +240,22 @@ def run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
     stale = [run for run in locked if run.name not in run_ids]
     for run in stale:
         yield warn(
-            "run_locks",
             f"run {run.name} continues without a task",
             expected="runs of running tasks only",
             remedy=f"touch {RunPaths(run).cancel}: the run ends within a second or two",
         )
     if not stale:
-        yield ok("run_locks", f"{len(locked)} runs in progress")
+        yield ok(f"{len(locked)} runs in progress")
 
 
-def _member_address(settings: Settings, conn: Connection) -> Finding:
+def member_address(settings: Settings, conn: Connection) -> Iterator[Finding]:
     """Tenants of slices get an address to connect to."""
     if settings.member_address:
-        return ok("member_address", settings.member_address)
+        yield ok(settings.member_address)
+        return
     on_sale = sa.select(sa.func.count()).where(slots.c.status == SlotState.AVAILABLE)
     count = conn.execute(on_sale).scalar()
-    return warn(
-        "member_address",
+    yield warn(
         f"{count or 'no'} slots on sale, and GPUAAS_MEMBER_ADDRESS is not set",
         unless=not count,
         expected="the address for the tenants' SSH connections",
@@ -276,7 +265,6 @@ def _member_address(settings: Settings, conn: Connection) -> Finding:
 
 def _no_database(text: str) -> Finding:
     return fail(
-        "database",
         text,
         expected="a database that answers",
         remedy="set GPUAAS_STATE_DIR or GPUAAS_DATABASE_URL to the service's values, and check that"

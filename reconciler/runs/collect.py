@@ -9,7 +9,6 @@ import json
 import shutil
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,10 @@ class Outcome:
     touched: False when no module of the run can have begun on the host.
     """
 
-    run_id: str
     status: str
-    rc: int | None
     result: dict[str, Any] | None
-    problem: str
-    started_at: str
-    finished_at: str
-    unreachable: bool
+    problem: str = ""
+    unreachable: bool = False
     touched: bool = True
 
     @property
@@ -71,8 +66,8 @@ def observe(run_dir: Path) -> RunState:
         return RunState(Phase.ALIVE)
     if outcome := _outcome(paths):
         return RunState(Phase.FINISHED, outcome)
-    if identity := read_json(paths.process):
-        return _without_process(run_dir, identity)
+    if paths.process.exists():
+        return _without_process(run_dir)
     return RunState(Phase.PREPARED if paths.manifest.exists() else Phase.ABSENT)
 
 
@@ -139,7 +134,7 @@ def discard(run_dir: Path) -> None:
     shutil.rmtree(run_dir)
 
 
-def _without_process(run_dir: Path, identity: dict[str, Any]) -> RunState:
+def _without_process(run_dir: Path) -> RunState:
     """A killed process leaves Ansible running. Ansible is ended before the run counts as lost,
     because lost means that none of our processes acts on the host any more. A job of AWX goes on,
     and a new process follows it.
@@ -150,7 +145,7 @@ def _without_process(run_dir: Path, identity: dict[str, Any]) -> RunState:
     if lock.end_processes(run_dir):
         return RunState(Phase.ALIVE)
     RunPaths(run_dir).variables.unlink(missing_ok=True)
-    return RunState(Phase.LOST, _lost(run_dir, identity))
+    return RunState(Phase.LOST, Outcome("lost", None, "process_gone"))
 
 
 def _outcome(paths: RunPaths) -> Outcome | None:
@@ -169,16 +164,3 @@ def _line(text: bytes) -> dict[str, Any]:
     # The line is stored with its task, so every database must accept it.
     valid = isinstance(document, dict) and contract.unstorable(document) is None
     return document if valid else {}
-
-
-def _lost(run_dir: Path, identity: dict[str, Any]) -> Outcome:
-    return Outcome(
-        run_id=run_dir.name,
-        status="lost",
-        rc=None,
-        result=None,
-        problem="process_gone",
-        started_at=str(identity["started_at"]),
-        finished_at=datetime.now(UTC).isoformat(),
-        unreachable=False,
-    )

@@ -31,7 +31,7 @@ from reconciler.runs.paths import (
     write_json,
     write_text,
 )
-from reconciler.runs.spec import LauncherAway, RunError, RunSpec, SpecError
+from reconciler.runs.spec import PYTHON, LauncherAway, RunError, RunSpec, SpecError
 
 # An interpreter needs less time to start, even on a loaded machine.
 _START_LIMIT_S = 60
@@ -170,7 +170,7 @@ def _inventory(spec: RunSpec) -> dict[str, Any]:
         "ansible_host": node.address,
         "ansible_port": node.port,
         "ansible_user": node.user,
-        "ansible_python_interpreter": node.python,
+        "ansible_python_interpreter": PYTHON,
     }
     return {"all": {"hosts": {node.node_id: host}}}
 

@@ -19,7 +19,7 @@ _PLAYBOOK = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _HOST_KEY = re.compile(r"[a-z0-9@.-]{1,64} [A-Za-z0-9+/=]{1,8000}")
-_PYTHON = re.compile(r"/[A-Za-z0-9/._-]{1,200}")
+PYTHON = "/usr/bin/python3"
 # Longer than the longest useful run, which overwrites eight disks in turn. A run that
 # exceeds it is ended.
 LONGEST_S = 2 * 86_400
@@ -49,14 +49,12 @@ class NodeAccess:
     address: str
     port: int = 22
     user: str = "root"
-    python: str = "/usr/bin/python3"
     revoked: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _match("node_id", _IDENTIFIER, self.node_id)
         _match("address", _ADDRESS, self.address)
         _match("user", _USER, self.user)
-        _match("python", _PYTHON, self.python)
         for key in self.revoked:
             _match("revoked", _HOST_KEY, key)
         if not 1 <= self.port <= 65535:

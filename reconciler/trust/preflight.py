@@ -40,35 +40,21 @@ def parts(profile: Mapping[str, Any]) -> list[dict[str, str]]:
 
     Use each part as a whole or not at all: its settings depend on each other.
     """
-    gpu = profile["gpu"]
-    return [
-        {
-            "GPUAAS_SLICE_GPU_IDS": ",".join(gpu["ids"]),
-            "GPUAAS_SLICE_GPU_EXPECTED": str(gpu.get("expected") or ""),
-        },
-        _fabric(profile["fabric"]),
-        {"GPUAAS_SLICE_NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or [])},
-        {"GPUAAS_SLICE_NOT_APPLICABLE": ",".join(profile.get("not_applicable") or [])},
-        _racadm(profile.get("racadm") or {}),
-    ]
-
-
-def _fabric(fabric: Mapping[str, Any]) -> dict[str, str]:
-    """Ids of fabric cards need a link: with ids alone the script ends without any check."""
+    gpu, fabric, racadm = profile["gpu"], profile["fabric"], profile.get("racadm") or {}
     link = fabric.get("link") or ""
-    return {
-        "GPUAAS_SLICE_FABRIC_IDS": ",".join(fabric["pf_ids"]) if link else "",
-        "GPUAAS_SLICE_FABRIC_LINK": link,
-    }
-
-
-def _racadm(racadm: Mapping[str, Any]) -> dict[str, str]:
-    """Package repository of RACADM."""
-    return {
-        "GPUAAS_SLICE_RACADM_REPOSITORY": racadm.get("repository", ""),
-        "GPUAAS_SLICE_RACADM_SUITE": racadm.get("suite", ""),
-        "GPUAAS_SLICE_RACADM_COMPONENTS": ",".join(racadm.get("components") or []),
-        "GPUAAS_SLICE_RACADM_KEY_URL": racadm.get("key_url", ""),
-        "GPUAAS_SLICE_RACADM_FINGERPRINT": racadm.get("fingerprint", ""),
-        "GPUAAS_SLICE_RACADM_PACKAGES": ",".join(racadm.get("packages") or []),
-    }
+    settings = [
+        {"GPU_IDS": ",".join(gpu["ids"]), "GPU_EXPECTED": str(gpu.get("expected") or "")},
+        # Ids of fabric cards need a link: with ids alone the script ends without any check.
+        {"FABRIC_IDS": ",".join(fabric["pf_ids"]) if link else "", "FABRIC_LINK": link},
+        {"NVME_EXCLUDE": ",".join(profile["nvme"].get("exclude_models") or [])},
+        {"NOT_APPLICABLE": ",".join(profile.get("not_applicable") or [])},
+        {
+            "RACADM_REPOSITORY": racadm.get("repository", ""),
+            "RACADM_SUITE": racadm.get("suite", ""),
+            "RACADM_COMPONENTS": ",".join(racadm.get("components") or []),
+            "RACADM_KEY_URL": racadm.get("key_url", ""),
+            "RACADM_FINGERPRINT": racadm.get("fingerprint", ""),
+            "RACADM_PACKAGES": ",".join(racadm.get("packages") or []),
+        },
+    ]
+    return [{f"GPUAAS_SLICE_{name}": text for name, text in part.items()} for part in settings]

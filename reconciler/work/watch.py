@@ -62,22 +62,20 @@ class Watch:
     def look(self) -> list[str]:
         """Probe every silent host that is due; returns the ids of the nodes that answered."""
         with reading(self._engine) as conn:
-            found = {node.id: node for node in nodes.every(conn, state=NodeState.UNREACHABLE)}
+            silent = {node.id: node for node in nodes.every(conn, state=NodeState.UNREACHABLE)}
         now = self._clock()
-        self._plan = {
-            node_id: self._plan.get(node_id, (now + FIRST_S, FIRST_S)) for node_id in found
-        }
-        turn = [found[node_id] for node_id, (at, _) in self._plan.items() if at <= now]
+        first = (now + FIRST_S, FIRST_S)
+        self._plan = {node_id: self._plan.get(node_id, first) for node_id in silent}
+        turn = [silent[node_id] for node_id, (at, _) in self._plan.items() if at <= now]
         if not turn:
             return []
         access = self._access()
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
-            answers = list(pool.map(lambda node: self._ask(access, node), turn))
+            answers = list(pool.map(lambda node: self._probe(access, node), turn))
         return [node.id for node, answer in zip(turn, answers, strict=True) if answer]
 
-    def _ask(self, access: SshAccess, node: Node) -> bool:
-        to = NodeAccess(node.id, node.address, node.port, node.ssh_user)
-        reason = ssh.probe(access, to)
+    def _probe(self, access: SshAccess, node: Node) -> bool:
+        reason = ssh.probe(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
         if reason:
             pause = min(self._plan[node.id][1] * 2, LONGEST_S)
             self._plan[node.id] = (self._clock() + pause, pause)

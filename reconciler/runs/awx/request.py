@@ -18,7 +18,7 @@ import yaml
 from reconciler.runs import ssh
 from reconciler.runs.awx.client import AwxAccess, Client, results
 from reconciler.runs.paths import RunPaths, read_json, write_json
-from reconciler.runs.spec import NodeAccess, RunError, RunSpec
+from reconciler.runs.spec import PYTHON, NodeAccess, RunError, RunSpec
 
 # Required fields of a template. Without allow_simultaneous, nodes would wait for each other. Tags
 # and slices would carry out a part of the playbook, or several copies.
@@ -153,7 +153,7 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
         "ansible_host": node.address,
         "ansible_port": node.port,
         "ansible_user": node.user,
-        "ansible_python_interpreter": node.python,
+        "ansible_python_interpreter": PYTHON,
         "ansible_host_key_checking": True,
         "ansible_ssh_args": shlex.join([*words, *sharing]),
         # See runs/ssh.py: a retry would send the module again while the first copy still works.

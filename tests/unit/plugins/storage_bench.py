@@ -136,13 +136,13 @@ class Bench:
             handle.seek(offset)
             return handle.read(length)
 
-    def of(self, descriptor: int) -> Namespace:
+    def namespace_of(self, descriptor: int) -> Namespace:
         status = os.fstat(descriptor)
         return self.namespaces[status.st_dev, status.st_ino]
 
     def call(self, descriptor: int, request: int, buffer: bytearray) -> int:
         """Answer an ioctl as kernel and device would."""
-        namespace = self.of(descriptor)
+        namespace = self.namespace_of(descriptor)
         if request in namespace.unsupported:
             raise OSError(errno.EOPNOTSUPP, "not supported")
         if request == _device.BLKGETSIZE64:

@@ -67,7 +67,7 @@ def vendor(home: Path) -> Publisher:
 
 
 @pytest.fixture(scope="module")
-def stranger(home: Path) -> Publisher:
+def other_publisher(home: Path) -> Publisher:
     return Publisher(home / "stranger").make()
 
 
@@ -137,7 +137,7 @@ def apt_takes(tree: Path) -> bool:
 
 
 def test_apt_believes_the_repository_under_this_key_only(
-    tree: Path, vendor: Publisher, stranger: Publisher
+    tree: Path, vendor: Publisher, other_publisher: Publisher
 ) -> None:
     apt_params = params(tree, vendor, vendor.key())
     checked = drive(apt_params, check=True)
@@ -155,18 +155,18 @@ def test_apt_believes_the_repository_under_this_key_only(
     repository_file.unlink()
     assert not apt_takes(tree)
     release = str(repository_file.with_name("Release"))
-    stranger.gpg("--clear-sign", "--output", str(repository_file), release)
+    other_publisher.gpg("--clear-sign", "--output", str(repository_file), release)
     assert not apt_takes(tree)
 
 
 def test_a_key_with_another_fingerprint_is_not_trusted(
-    tree: Path, vendor: Publisher, stranger: Publisher
+    tree: Path, vendor: Publisher, other_publisher: Publisher
 ) -> None:
-    outcome = drive(params(tree, vendor, stranger.key()))
+    outcome = drive(params(tree, vendor, other_publisher.key()))
     assert code(outcome) == "key_fingerprint_mismatch"
     assert not (tree / KEYRING[1:]).exists() and not (tree / SOURCE[1:]).exists()
     # A second key in the file would be trusted along with the right key.
-    assert code(drive(params(tree, vendor, vendor.key() + stranger.key()))) == (
+    assert code(drive(params(tree, vendor, vendor.key() + other_publisher.key()))) == (
         "key_fingerprint_mismatch"
     )
     assert code(drive(params(tree, vendor, "<html>not a key</html>"))) == "key_fingerprint_mismatch"
@@ -194,11 +194,11 @@ def test_an_expired_key_signs_nothing(tree: Path, home: Path) -> None:
 
 
 def test_a_foreign_key_in_our_keyring_is_replaced(
-    tree: Path, vendor: Publisher, stranger: Publisher
+    tree: Path, vendor: Publisher, other_publisher: Publisher
 ) -> None:
     apt_params = params(tree, vendor, vendor.key())
     drive(apt_params)
-    (tree / KEYRING[1:]).write_text(vendor.key() + stranger.key())
+    (tree / KEYRING[1:]).write_text(vendor.key() + other_publisher.key())
     assert drive(apt_params).done == ["trust_key"]
     assert [key.fingerprint for key in _openpgp.keys(tree / KEYRING[1:])] == [vendor.fingerprint]
 
@@ -224,7 +224,7 @@ def test_no_source_may_go_unsigned(tree: Path, vendor: Publisher, file: str, tex
 
 
 def test_what_opens_our_own_file_is_rewritten_and_hides_no_strangers(
-    tree: Path, vendor: Publisher, stranger: Publisher
+    tree: Path, vendor: Publisher, other_publisher: Publisher
 ) -> None:
     apt_params = params(tree, vendor, vendor.key())
     drive(apt_params)
@@ -242,7 +242,7 @@ def test_what_opens_our_own_file_is_rewritten_and_hides_no_strangers(
     # The source is closed even if the key is not available.
     source.write_text(opened)
     (tree / KEYRING[1:]).unlink()
-    assert code(drive(params(tree, vendor, stranger.key()))) == "key_fingerprint_mismatch"
+    assert code(drive(params(tree, vendor, other_publisher.key()))) == "key_fingerprint_mismatch"
     assert source.read_text() == expected
 
 

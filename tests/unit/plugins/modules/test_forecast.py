@@ -100,13 +100,13 @@ class Units:
         return f"ActiveState={active}\nUnitFileState={enabled}\nActiveEnterTimestamp=@9999999999"
 
 
-def of(module: Any) -> _change.Subject:
+def subject_of(module: Any) -> _change.Subject:
     return _change.Subject(module.observe, module.plan, module.apply, module.facts)
 
 
 def ovs_nat(site: Site) -> Case:
     Host(site.tree, site.patch)
-    return of(_ovs_nat), NETWORK
+    return subject_of(_ovs_nat), NETWORK
 
 
 def ovs_nat_absent(site: Site) -> Case:
@@ -166,7 +166,7 @@ def slice_reservation_present(site: Site) -> Case:
     site.runs(lambda _argv: "")
     site.patch.setattr(_dnsmasq, "pid", lambda: 77)
     site.patch.setattr(_dnsmasq, "reload", lambda: None)
-    return of(slice_reservation), {
+    return subject_of(slice_reservation), {
         "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
         "mac": "52:54:00:64:00:0d",
         "ip": "10.100.0.13",
@@ -225,7 +225,7 @@ def tenant_disks_used(site: Site) -> Case:
         "nvme_eui": eui,
         "nvme_size_bytes": 48 * MIB,
     }
-    return of(tenant_disks), {"fence": 1, "disks": [disk]}
+    return subject_of(tenant_disks), {"fence": 1, "disks": [disk]}
 
 
 def host_packages(site: Site) -> Case:
@@ -247,7 +247,7 @@ def fstab_back(site: Site) -> Case:
     _host.write(_fstab_entries.FILE, f"UUID=root / ext4 defaults 0 1\n{line}\n")
     _fstab_entries.disable([line], backup="/etc/fstab.before")
     (site.tree / "sys/class/block/nvme1n1p1").mkdir(parents=True)
-    return of(fstab_entries), {}
+    return subject_of(fstab_entries), {}
 
 
 def image_present(site: Site) -> Case:

@@ -77,7 +77,7 @@ def code(state: str = "present", **more: Any) -> str:
     return failure.code
 
 
-def untouched(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     """Return everything below a folder: owner, kind and mode, content."""
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -173,9 +173,9 @@ def test_no_trap_in_the_home_is_walked_into(home: Home, roots: Path, trap: str, 
         home.ssh.rmdir()
         home.home.rmdir()
         home.home.symlink_to(roots.parent)
-    before = untouched(home.tree / "root"), untouched(home.tree / "home")
+    before = snapshot(home.tree / "root"), snapshot(home.tree / "home")
     assert code(state) == "home_unsafe"
-    assert (untouched(home.tree / "root"), untouched(home.tree / "home")) == before
+    assert (snapshot(home.tree / "root"), snapshot(home.tree / "home")) == before
 
 
 @pytest.mark.parametrize("owned", ["home", "ssh", "keys"])
@@ -183,9 +183,9 @@ def test_what_is_not_the_tenants_is_neither_read_nor_written(home: Home, owned: 
     """A hard link to another user's file, or a folder moved into the home."""
     home.holds(b"ssh-rsa AAAA alice\n")
     os.chown(getattr(home, owned), 0, 0)
-    before = untouched(home.tree / "home")
+    before = snapshot(home.tree / "home")
     assert code() == "home_unsafe"
-    assert untouched(home.tree / "home") == before
+    assert snapshot(home.tree / "home") == before
 
 
 def test_a_link_that_is_put_there_after_the_look_is_not_followed(

@@ -53,7 +53,7 @@ def code(*, fence: int = 3, **slot: Any) -> str:
 
 
 @pytest.fixture
-def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def bad_sectors(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Places on the disk that cannot be read or written until the next format."""
     places: set[int] = set()
     read, write, call = os.preadv, os.pwritev, _device.call
@@ -72,7 +72,7 @@ def bad(bench, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     def ioctl(descriptor: int, request: int, buffer: bytearray) -> int:
         result = call(descriptor, request, buffer)
-        if bench.of(descriptor).formats:
+        if bench.namespace_of(descriptor).formats:
             places.clear()
         return int(result)
 
@@ -152,10 +152,10 @@ def test_what_a_tenant_wrote_does_not_decide_whether_it_goes(bench) -> None:
 
 
 @pytest.mark.covers("I7", "HOST-9")
-def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, bad) -> None:
+def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, bad_sectors) -> None:
     bench.disk()
     bench.write("nvme1n1", 20 * MIB, b"tenant")
-    bad.add(0)
+    bad_sectors.add(0)
     refused = wipe()
     assert refused.failure is not None and refused.failure.code == "device_unreadable"
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"

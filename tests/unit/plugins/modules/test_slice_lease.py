@@ -90,7 +90,7 @@ def code(outcome: _change.Outcome) -> str:
     return outcome.failure.code if outcome.failure else ""
 
 
-def needing(**changes: Any) -> dict[str, Any]:
+def params_with(**changes: Any) -> dict[str, Any]:
     return {**PARAMS, "requirements": {**PARAMS["requirements"], **changes}}
 
 
@@ -150,10 +150,10 @@ def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> Non
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        (needing(vcpus=3), "cpus_unavailable"),
-        (needing(memory_mib=2048), "memory_unavailable"),
-        (needing(memory_mib=2048, hugepages=True), "hugepages_unavailable"),
-        (needing(bridge="br0"), "bridge_missing"),
+        (params_with(vcpus=3), "cpus_unavailable"),
+        (params_with(memory_mib=2048), "memory_unavailable"),
+        (params_with(memory_mib=2048, hugepages=True), "hugepages_unavailable"),
+        (params_with(bridge="br0"), "bridge_missing"),
     ],
 )
 def test_what_the_host_lacks(host: Path, params: dict[str, Any], expected: str) -> None:
@@ -223,7 +223,7 @@ def test_what_others_were_promised_is_not_free(host: Path) -> None:
 
 
 def test_shared_cpus_are_not_pinned(host: Path) -> None:
-    assert drive(needing(vcpus=64, shared_cpus=True)).facts["bundle"]["cpus"] == []
+    assert drive(params_with(vcpus=64, shared_cpus=True)).facts["bundle"]["cpus"] == []
 
 
 @pytest.mark.covers("I2")

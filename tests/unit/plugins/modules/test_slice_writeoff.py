@@ -82,16 +82,16 @@ def test_the_plan_stays_while_the_allocation_has_another_slot(host: Path) -> Non
     assert drive({"slots": [DEAD, fifth]}).done == ["give_up_lease", "forget_plan"]
 
 
-def named(**changes: Any) -> dict[str, Any]:
+def writeoff_params(**changes: Any) -> dict[str, Any]:
     return {"slots": [{**DEAD, **changes}]}
 
 
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        (named(fence=7), "stale_fence"),
-        (named(allocation_id=TWO), "slot_leased"),
-        (named(slot_id="slot-4"), "slot_leased"),
+        (writeoff_params(fence=7), "stale_fence"),
+        (writeoff_params(allocation_id=TWO), "slot_leased"),
+        (writeoff_params(slot_id="slot-4"), "slot_leased"),
     ],
 )
 def test_nothing_else_is_given_up(host: Path, given: dict[str, Any], refused: str) -> None:

@@ -19,7 +19,7 @@ UNIT = "/etc/systemd/system/gpuaas-slice-fabric.service"
 
 
 @pytest.fixture(autouse=True)
-def live(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def settled_cards(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards that are already in the requested state; test_sriov covers the cards."""
     state = _virtual_functions.State((), ())
     monkeypatch.setattr(_virtual_functions, "observe", lambda _params: state)

@@ -56,23 +56,6 @@ def refused(outcome: _change.Outcome) -> Refusal:
 
 
 @pytest.fixture
-def calls(bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Programs that ran; mounts follow them."""
-    invocations: list[str] = []
-
-    def run(argv: Any, **_how: Any) -> Any:
-        invocations.append(" ".join(argv))
-        if argv[0] == "umount":
-            bench.unmount(argv[-1])
-        elif argv[0] == "mount":
-            bench.mount("259:2", argv[-1], argv[-2])
-        return _command.Result(0, "", "")
-
-    monkeypatch.setattr(_command, "run", run)
-    return invocations
-
-
-@pytest.fixture
 def share(bench, calls: list[str]):
     """A disk with a partition that is mounted and in fstab."""
     bench.disk()

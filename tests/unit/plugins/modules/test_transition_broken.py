@@ -56,7 +56,7 @@ def code(outcome: _change.Outcome) -> str:
 
 
 @pytest.fixture
-def share(bench, monkeypatch: pytest.MonkeyPatch):
+def share(bench, calls: list[str]):
     """A mounted share with a file in it, and the programs that mount."""
     bench.disk()
     bench.partition("nvme1n1", MIB, 20 * MIB, minor=2)
@@ -67,15 +67,6 @@ def share(bench, monkeypatch: pytest.MonkeyPatch):
     _host.write(
         "/etc/fstab", "UUID=r / ext4 defaults 0 1\n/dev/nvme1n1p1 /share xfs defaults 0 2\n"
     )
-
-    def run(argv: Any, **_how: Any) -> Any:
-        if argv[0] == "umount":
-            bench.unmount(argv[-1])
-        elif argv[0] == "mount":
-            bench.mount("259:2", argv[-1], argv[-2])
-        return _command.Result(0, "", "")
-
-    monkeypatch.setattr(_command, "run", run)
     return bench
 
 

@@ -163,7 +163,7 @@ def ended(world: World, evidence: dict[str, Any], **failed: Any) -> dict[str, An
     task = world.lease()
     status = "failed" if failed else "successful"
     document = {"schema": 1, "ok": not failed, "step": "", "error": {}, "evidence": evidence}
-    outcome = Outcome("run", status, 0, document | failed, "", "", "", unreachable=False)
+    outcome = Outcome(status, document | failed)
     settle(world.engine, world.settings, HANDLERS[task.kind], task, outcome)
     found: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task.id}").json()
     return found

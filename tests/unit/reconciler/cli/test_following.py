@@ -10,7 +10,6 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.cli import tasks
-from reconciler.cli.session import Session
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
@@ -147,8 +146,7 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
                 on_progress(state)
             return states[-1]
 
-    here = Session()
-    here.__dict__["client"] = Played()
-    tasks.wait_for(here, "t-1")
+    monkeypatch.setattr(tasks, "client", Played)
+    tasks.wait_for("t-1")
     line = capsys.readouterr().err.splitlines()[0].split("s", 1)[1].strip()
     assert line == f"queued  waits for {told}".removesuffix("  waits for ")

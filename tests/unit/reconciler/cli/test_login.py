@@ -88,7 +88,7 @@ def test_what_is_kept_opens_the_service(
     ("answers", "client", "found"),
     [
         ([{"error": "access_denied"}], AUDIENCE, "access_denied"),
-        ([PENDING], AUDIENCE, "nobody did"),
+        ([PENDING], AUDIENCE, "not confirmed"),
         ([{}], AUDIENCE, "id_token"),
         ([{}], "another", "invalid_client"),
     ],

@@ -147,4 +147,4 @@ def _ended(
     touched: bool = True,
 ) -> Outcome:
     unreachable = problem.startswith("unreachable")
-    return Outcome(run.id, status, 0, result, problem, "", "", unreachable, touched)
+    return Outcome(status, result, problem, unreachable, touched)

@@ -104,19 +104,17 @@ class Runner:
             self._tell(run, "runner_on_unreachable", run.steps[-1], res={"msg": lost.said})
             run.phase = Phase.FINISHED
             found = judge(run.recorder, "failed", 4, 1.0)
-            run.outcome = _outcome(run.spec.run_id, found)
+            run.outcome = _outcome(found)
             return
         except Killed:
             run.phase = Phase.LOST
-            run.outcome = Outcome(
-                run.spec.run_id, "lost", None, None, "process_gone", "", "", False
-            )
+            run.outcome = Outcome("lost", None, "process_gone")
             raise
         data = {"artifact_data": {"slice_result": verdict["result"]}, "dark": {}}
         run.recorder({"event": "playbook_on_stats", "event_data": data})
         found = judge(run.recorder, "successful" if verdict["ok"] else "failed", 0, 1.0)
         run.phase = Phase.FINISHED
-        run.outcome = _outcome(run.spec.run_id, found)
+        run.outcome = _outcome(found)
 
     def _through(self, run: Run, decide: Decide | None) -> dict[str, Any]:
         how: How | None = None
@@ -159,10 +157,9 @@ class Runner:
         return RunState(run.phase, run.outcome)
 
 
-def _outcome(run_id: str, found: dict[str, Any]) -> Outcome:
-    names = set(Outcome.__dataclass_fields__) & set(found)
-    known = {name: found[name] for name in names}
-    return Outcome(**{"problem": "", "run_id": run_id, "started_at": "", "finished_at": ""} | known)
+def _outcome(verdict: dict[str, Any]) -> Outcome:
+    names = set(Outcome.__dataclass_fields__) & set(verdict)
+    return Outcome(**{name: verdict[name] for name in names})
 
 
 class ScriptedSite:

@@ -64,7 +64,7 @@ class Look:
 
     def tell(self) -> Record:
         """The records hear of it; what they made of it."""
-        outcome = Outcome("run", "successful", 0, self.result, "", "", "", unreachable=False)
+        outcome = Outcome("successful", self.result)
         scripted = self._scripted
         settle(scripted.engine, scripted.settings, DRIFT, self.task, outcome)
         with reading(scripted.engine) as conn:

@@ -16,7 +16,7 @@ from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess, is_unreachable
 
 FRONT = "unreachable: Failed to connect to the host via ssh: "
-ENDED = Outcome("r", "failed", 4, None, "", "", "", unreachable=True, touched=False)
+ENDED = Outcome("failed", None, unreachable=True, touched=False)
 
 
 @pytest.mark.parametrize(

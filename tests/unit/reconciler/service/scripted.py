@@ -21,9 +21,8 @@ from typing import Any
 import uvicorn
 from sqlalchemy import create_engine
 
-from reconciler.api.app import create_app
-from reconciler.cli import server
-from reconciler.cli.service import run_worker
+from reconciler.api import app as application
+from reconciler.cli.service import run_server, run_worker
 from reconciler.db import idempotency, migrations
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, run_directory
@@ -100,13 +99,13 @@ def _evidence(spec: RunSpec) -> dict[str, Any]:
 
 def main() -> None:
     settings = Settings()
-    app = create_app(settings, create_engine("sqlite://"))
+    app = application.create_app(settings, create_engine("sqlite://"))
 
     def prepared(own: Settings, engine: Any) -> Any:
         app.state.settings, app.state.engine = own, engine
         return app
 
-    server.create_app = prepared
+    application.create_app = prepared
     # As long as a caller that was killed keeps its key: nobody here wants to wait for that.
     idempotency.IN_FLIGHT_S = 1
     worker.launch = _launch
@@ -127,7 +126,7 @@ def main() -> None:
             if state_dir:
                 os.environ["GPUAAS_STATE_DIR"] = state_dir
             if what in {"serve", "api"}:
-                server.serve(api_only=what == "api")
+                run_server(api_only=what == "api")
             else:
                 run_worker()
             os._exit(0)

@@ -64,7 +64,7 @@ class Runs:
     def ends(self, status: str = "successful", **result: Any) -> None:
         document = {"schema": 1, "ok": status == "successful", "step": "", "error": {}, **result}
         known = document if status in ("successful", "failed") else None
-        self.outcome = Outcome("run", status, 0, known, "", 0.0, 1.0, False)
+        self.outcome = Outcome(status, known)
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_one_more_word_from_the_holder_after_the_deadline_counts(
     look()
     with transaction(sold.engine) as conn:
         assert queue.heartbeat(conn, task.id, task.lease_token).cancel_requested
-    ended = collect.Outcome("run", "canceled", None, None, "", "", "", False)
+    ended = collect.Outcome("canceled", None)
     handler = HANDLERS[task.kind]
     settle(sold.engine, settings, handler, task, ended)
     settled = current(sold, task)

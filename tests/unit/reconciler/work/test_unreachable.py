@@ -33,7 +33,7 @@ pytestmark = pytest.mark.covers("CTRL-8", "I13")
 __all__ = ["runs"]
 
 REFUSED = "unreachable: Failed to connect: ssh: connect to host n1 port 22: Connection refused"
-SILENT = Outcome("run", "failed", 4, None, REFUSED, "", "", unreachable=True, touched=False)
+SILENT = Outcome("failed", None, REFUSED, unreachable=True, touched=False)
 STRANGER = "unreachable: name is not a listed principal Host key verification failed."
 Attend = Callable[[], Task]
 

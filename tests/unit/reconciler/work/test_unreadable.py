@@ -45,7 +45,7 @@ def ended(ok: bool, evidence: dict[str, Any], **error: Any) -> Outcome:
     named = {} if ok else {"code": "x", "expected": "e", "found": "f", "remedy": "r", **error}
     result = {"schema": 1, "playbook": "p", "ok": ok, "step": "", "error": named}
     status = "successful" if ok else "failed"
-    return Outcome("r", status, 0, {**result, "evidence": evidence}, "", "", "", False)
+    return Outcome(status, {**result, "evidence": evidence})
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
@@ -75,7 +75,7 @@ def test_why_a_host_was_not_reached_can_always_be_kept(sold: Site, tmp_path: Pat
     with transaction(sold.engine) as conn:
         sold.allocate(conn)
     settings, task = begun(sold, tmp_path)
-    lost = Outcome("r", "failed", 4, None, "unreachable: \0 \ud800 who", "", "", True)
+    lost = Outcome("failed", None, "unreachable: \0 \ud800 who", unreachable=True)
     settle(sold.engine, settings, HANDLERS[task.kind], task, lost)
     with reading(sold.engine) as conn:
         error = queue.get(conn, task.id).error

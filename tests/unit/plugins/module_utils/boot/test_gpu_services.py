@@ -18,7 +18,7 @@ NAMES = ("a.service", "b.service", "c.service", "d.service")
 SHOW = ("systemctl", "show", "--property=ActiveState,UnitFileState", "--", *NAMES)
 
 
-def shown(*states: str) -> str:
+def systemctl_show(*states: str) -> str:
     pairs = (state.split("/") for state in states)
     return "\n\n".join(f"ActiveState={a}\nUnitFileState={f}" for a, f in pairs) + "\n"
 
@@ -45,8 +45,10 @@ def drive(**more: Any) -> _change.Outcome:
 
 
 def test_running_and_enabled_ones_are_quiesced_and_the_absent_left_alone(script: Any) -> None:
-    quiet = shown("inactive/masked", "failed/masked", "inactive/masked", "inactive/")
-    script.on(*SHOW, out=shown("active/enabled", "failed/enabled", "active/static", "inactive/"))
+    quiet = systemctl_show("inactive/masked", "failed/masked", "inactive/masked", "inactive/")
+    script.on(
+        *SHOW, out=systemctl_show("active/enabled", "failed/enabled", "active/static", "inactive/")
+    )
     script.on(*SHOW, out=quiet)
     expected = [
         ("disable_service", "a.service at boot", "enabled"),
@@ -68,7 +70,7 @@ def test_running_and_enabled_ones_are_quiesced_and_the_absent_left_alone(script:
 
 
 def test_a_service_that_stays_is_a_failure(script: Any) -> None:
-    script.on(*SHOW, out=shown("active/enabled", "inactive/", "inactive/", "inactive/"))
+    script.on(*SHOW, out=systemctl_show("active/enabled", "inactive/", "inactive/", "inactive/"))
     script.on("systemctl", "disable", "--runtime", "--", "a.service")
     for verb in ("disable", "stop", "mask"):
         script.on("systemctl", verb, "--", "a.service")
@@ -111,7 +113,7 @@ class Systemd:
             return _command.Result(0, "", "")
         verb, names = argv[1], argv[argv.index("--") + 1 :]
         if verb == "show":
-            return _command.Result(0, shown(*map(self._state, names)), "")
+            return _command.Result(0, systemctl_show(*map(self._state, names)), "")
         (name,) = names
         if verb == "start":
             assert not self._state(name).endswith(("masked", "masked-runtime"))

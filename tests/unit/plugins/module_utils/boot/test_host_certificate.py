@@ -30,7 +30,7 @@ def key(folder: Path) -> str:
 
 
 @pytest.fixture
-def old(trust: ca.Trust, tree: Path, tmp_path: Path, script: Any) -> str:
+def old_certificate(trust: ca.Trust, tree: Path, tmp_path: Path, script: Any) -> str:
     """An enrolled host: its key, and a certificate that is good for another day."""
     _host.write(_host_certificate.KEY, key(tmp_path))
     old = ca.certify_host(trust, _host.read(_host_certificate.KEY) or "", NODE, days=1)
@@ -53,11 +53,11 @@ def installed() -> str | None:
 
 
 def test_a_new_certificate_takes_the_place_of_the_old_once(
-    trust: ca.Trust, old: str, script: Any
+    trust: ca.Trust, old_certificate: str, script: Any
 ) -> None:
     new = renewed(trust)
     assert drive(new, check=True).changed
-    assert installed() == old
+    assert installed() == old_certificate
     script.on(*CHECK).on(*RELOAD)
     done = drive(new)
     assert (done.done, done.failure) == (["install_certificate"], None)
@@ -74,18 +74,18 @@ def test_a_new_certificate_takes_the_place_of_the_old_once(
 
 @pytest.mark.parametrize("refuses", [CHECK, RELOAD])
 def test_sshd_keeps_the_old_one_when_it_does_not_take_the_new(
-    trust: ca.Trust, old: str, script: Any, refuses: tuple[str, ...]
+    trust: ca.Trust, old_certificate: str, script: Any, refuses: tuple[str, ...]
 ) -> None:
     for command in (CHECK, RELOAD):
         script.on(*command, rc=1 if command == refuses else 0, err="line 3: bad")
     failed = drive(renewed(trust))
     assert failed.failure is not None and failed.failure.code == "certificate_not_taken"
     assert "line 3: bad" in failed.failure.found
-    assert installed() == old
+    assert installed() == old_certificate
 
 
 def test_only_this_hosts_own_certificate_is_taken(
-    trust: ca.Trust, old: str, script: Any, tmp_path: Path
+    trust: ca.Trust, old_certificate: str, script: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
     bad = {
@@ -99,10 +99,12 @@ def test_only_this_hosts_own_certificate_is_taken(
     user = ca.operator_identity(trust).certificate.read_text()
     failure = drive(user).failure
     assert failure is not None and failure.code == "certificate_unreadable"
-    assert installed() == old
+    assert installed() == old_certificate
 
 
-def test_a_host_that_never_enrolled_is_told_to(trust: ca.Trust, old: str, script: Any) -> None:
+def test_a_host_that_never_enrolled_is_told_to(
+    trust: ca.Trust, old_certificate: str, script: Any
+) -> None:
     script.answers[("sshd", "-T")] = []
     script.on("sshd", "-T", out="port 22\n")
     refused = drive(renewed(trust))
@@ -110,7 +112,7 @@ def test_a_host_that_never_enrolled_is_told_to(trust: ca.Trust, old: str, script
 
 
 def test_a_certificate_without_an_end_is_refused_and_replaced(
-    trust: ca.Trust, old: str, script: Any, tmp_path: Path
+    trust: ca.Trust, old_certificate: str, script: Any, tmp_path: Path
 ) -> None:
     """Its renewal would never be due. Such a certificate, once installed, can still be replaced."""
     (tmp_path / "subject.pub").write_text(_host.read(_host_certificate.KEY) or "")
@@ -120,7 +122,7 @@ def test_a_certificate_without_an_end_is_refused_and_replaced(
     refused = drive(endless)
     assert refused.failure is not None and refused.failure.code == "certificate_unreadable"
     assert "no date" in refused.failure.found
-    assert installed() == old
+    assert installed() == old_certificate
 
     _host.write(_host_certificate.FILE, endless + "\n")
     new = renewed(trust)

@@ -68,7 +68,7 @@ def drive(*profiles: str, check: bool = False, **more: Any) -> _change.Outcome:
     return _change.drive(_host_tuning.SUBJECT, params, check_mode=check)
 
 
-def ours(tree: Path) -> list[Path]:
+def written_files(tree: Path) -> list[Path]:
     """Return every file that the tuning code writes."""
     return [file for path in ("etc", "var") for file in (tree / path).rglob("*") if file.is_file()]
 
@@ -105,7 +105,7 @@ def test_what_was_there_before_comes_back(kernel: Kernel, tree: Path) -> None:
     assert drive(_tuning_profiles.NETWORK).done == ["set_sysctl"]
     assert drive().failure is None
     assert kernel.values() == before
-    assert ours(tree) == []
+    assert written_files(tree) == []
     assert not drive().changed
 
 
@@ -189,7 +189,7 @@ def test_what_is_opted_in_to_is_recorded_by_the_plan_that_applies_it(
     kernel: Kernel, tree: Path
 ) -> None:
     foretold = drive(opted_in=[_tuning_profiles.NETWORK], check=True)
-    assert (foretold.changed, ours(tree)) == (True, [])
+    assert (foretold.changed, written_files(tree)) == (True, [])
     outcome = drive(opted_in=[_tuning_profiles.NETWORK])
     assert outcome.failure is None
     assert outcome.plan == foretold.plan
@@ -261,7 +261,7 @@ def test_what_is_taken_back_leaves_nothing_whatever_the_record_names(
     outcome = drive(**back)
     assert (outcome.failure, outcome.plan) == (None, foretold.plan)
     assert outcome.plan.steps[0] == _change.Step("remove_file", _host_tuning.OPTED_IN, record, None)
-    assert (ours(tree), kernel.values()) == ([], before)
+    assert (written_files(tree), kernel.values()) == ([], before)
     assert not drive(**back).changed
 
 
@@ -269,7 +269,7 @@ def test_the_way_back_takes_what_is_named_as_well(kernel: Kernel, tree: Path) ->
     before = kernel.values()
     drive(_tuning_profiles.NETWORK)
     assert drive(_tuning_profiles.NETWORK, state="absent").failure is None
-    assert (ours(tree), kernel.values()) == ([], before)
+    assert (written_files(tree), kernel.values()) == ([], before)
 
 
 def test_another_word_takes_the_place_of_the_one_before(kernel: Kernel, tree: Path) -> None:
@@ -278,7 +278,7 @@ def test_another_word_takes_the_place_of_the_one_before(kernel: Kernel, tree: Pa
     kernel.write("proc/sys/kernel/osrelease", "6.8.0-51-generic\n")
     assert drive(opted_in=[_hugepages.PROFILE]).failure is None
     assert _tuning_opt_in.recorded() == (_hugepages.PROFILE,)
-    assert ours(tree) == [tree / _host_tuning.OPTED_IN.lstrip("/")]
+    assert written_files(tree) == [tree / _host_tuning.OPTED_IN.lstrip("/")]
     # The operator cannot take back a profile that the hardware profile requests.
     drive(_tuning_profiles.NETWORK, opted_in=[])
     assert _host_tuning.problems(ASKED) == {_tuning_profiles.NETWORK: []}
@@ -289,14 +289,14 @@ def test_a_recorded_name_that_means_nothing_here_is_refused_by_name(
 ) -> None:
     drive(opted_in=[_tuning_profiles.NETWORK])
     _host.write(_host_tuning.OPTED_IN, '{"profiles": ["network-buffers", "hugepages-2m"]}')
-    there = {file: file.read_text() for file in ours(tree)}
+    there = {file: file.read_text() for file in written_files(tree)}
     kernel.calls.clear()
     outcome = drive()
     assert outcome.failure is not None and outcome.failure.code == "tuning_unknown"
     assert (outcome.failure.found, _host_tuning.OPTED_IN in outcome.failure.expected) == (
         "hugepages-2m", True
     )  # fmt: skip
-    assert ({file: file.read_text() for file in ours(tree)}, kernel.calls) == (there, [])
+    assert ({file: file.read_text() for file in written_files(tree)}, kernel.calls) == (there, [])
     assert _host_tuning.problems({})["hugepages-2m"] == [
         "this collection has no tuned profile hugepages-2m"
     ]
@@ -309,7 +309,7 @@ def test_on_a_record_that_cannot_be_read_nothing_is_done(
 ) -> None:
     drive(opted_in=[_tuning_profiles.NETWORK])
     _host.write(_host_tuning.OPTED_IN, text)
-    there = ours(tree)
+    there = written_files(tree)
     kernel.calls.clear()
     looks = (
         drive,
@@ -322,7 +322,7 @@ def test_on_a_record_that_cannot_be_read_nothing_is_done(
             look()
         assert caught.value.code == "tuning_record_unreadable"
         assert _host_tuning.OPTED_IN in caught.value.found
-    assert (ours(tree), kernel.calls) == (there, [])
+    assert (written_files(tree), kernel.calls) == (there, [])
 
 
 @pytest.mark.covers("HOST-15")
@@ -335,7 +335,7 @@ def test_a_record_that_cannot_be_read_is_no_bar_to_who_wants_nothing_of_it(
     drive(opted_in=[_tuning_profiles.NETWORK])
     _host.write(_host_tuning.OPTED_IN, text)
     assert drive(**word).failure is None
-    assert ours(tree) == []
+    assert written_files(tree) == []
 
 
 @pytest.mark.parametrize("text", ["", "{"])
@@ -352,7 +352,7 @@ def test_pages_that_this_machine_cannot_give_are_not_recorded(kernel: Kernel, tr
     kernel.write("proc/cpuinfo", "flags : fpu\n")
     outcome = drive(opted_in=[_hugepages.PROFILE])
     assert outcome.failure is not None and outcome.failure.code == "hugepages_unsupported"
-    assert ours(tree) == []
+    assert written_files(tree) == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ SHOW = (
 )  # fmt: skip
 
 
-def shown(daemon: str, socket: str) -> str:
+def systemctl_show(daemon: str, socket: str) -> str:
     blocks = (name.split("/") for name in (daemon, socket))
     return "\n\n".join(f"ActiveState={a}\nUnitFileState={f}" for a, f in blocks)
 
@@ -38,8 +38,8 @@ def test_a_closed_directory_and_a_stopped_socket_are_repaired(tree: Path, script
     """Seen on a real host: with 0700, QEMU cannot read its own domain's key."""
     folder = tree / "var/lib/libvirt"
     folder.mkdir(parents=True, mode=0o700)
-    script.on(*SHOW, out=shown("inactive/disabled", "inactive/disabled"))
-    script.on(*SHOW, out=shown("inactive/enabled", "active/enabled"))
+    script.on(*SHOW, out=systemctl_show("inactive/disabled", "inactive/disabled"))
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
     script.on("systemctl", "enable", "libvirtd.service")
     script.on("systemctl", "enable", "--now", "libvirtd.socket")
     assert drive().done == [
@@ -50,7 +50,7 @@ def test_a_closed_directory_and_a_stopped_socket_are_repaired(tree: Path, script
 
 
 def test_an_idle_daemon_is_no_difference_and_check_mode_only_says(tree: Path, script: Any) -> None:
-    script.on(*SHOW, out=shown("inactive/enabled", "active/enabled"))
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
     outcome = drive(check=True)
     assert [step.name for step in outcome.plan.steps] == ["remember_before", "open_directory"]
     assert not (tree / "var/lib/libvirt").exists()
@@ -78,13 +78,13 @@ def test_libvirt_becomes_what_it_was(
     (tree / "var/lib/libvirt").mkdir(parents=True, mode=0o700)
     if packages:
         _host.write(_host_snapshot.file_of("packages"), json.dumps({packages: "installed"}))
-    running = shown("inactive/enabled", "active/enabled")
-    script.on(*SHOW, out=shown(*before.split())).on(*SHOW, out=running)
+    running = systemctl_show("inactive/enabled", "active/enabled")
+    script.on(*SHOW, out=systemctl_show(*before.split())).on(*SHOW, out=running)
     script.on("systemctl", "enable", "libvirtd.service").on(*STOP)
     script.on("systemctl", "enable", "--now", "libvirtd.socket")
     drive()
     if "stop_libvirt" in done:
-        stopped = shown("inactive/disabled", "inactive/disabled")
+        stopped = systemctl_show("inactive/disabled", "inactive/disabled")
         script.answers[SHOW] = []
         script.on(*SHOW, out=running).on(*SHOW, out=stopped)
     assert drive(state="absent").done == [*done, "forget_before"]
@@ -98,7 +98,7 @@ def test_drift_is_not_taken_for_what_was_before(tree: Path, script: Any) -> None
     """The first run changed nothing, so a repair months later must not close an open directory."""
     folder = tree / "var/lib/libvirt"
     folder.mkdir(parents=True, mode=0o755)
-    running, stopped = (shown(f"inactive/{f}", f"{a}/{f}") for a, f in (
+    running, stopped = (systemctl_show(f"inactive/{f}", f"{a}/{f}") for a, f in (
         ("active", "enabled"), ("inactive", "disabled"))
     )  # fmt: skip
     script.on(*SHOW, out=running)
@@ -118,5 +118,5 @@ def test_drift_is_not_taken_for_what_was_before(tree: Path, script: Any) -> None
 
 @pytest.mark.covers("HOST-15")
 def test_a_libvirt_of_which_nothing_is_remembered_is_left_alone(tree: Path, script: Any) -> None:
-    script.on(*SHOW, out=shown("inactive/enabled", "active/enabled"))
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
     assert not drive(state="absent").changed

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_block, "_PATIENCE_S", 0.3)
 
 

@@ -22,7 +22,7 @@ def wipe(methods: list[str]) -> dict[str, object]:
         return _nvme_wipe.erase(descriptor, disk, methods)
 
 
-def soil(bench) -> None:
+def write_canaries(bench) -> None:
     for offset in (0, 449, 20 * MIB + 7, SIZE - 20):
         bench.write("nvme1n1", offset, CANARY)
 
@@ -44,7 +44,7 @@ def test_a_wipe_leaves_zeros_and_says_how(
     bench, method: str, kind: str, settings: list[int]
 ) -> None:
     namespace = bench.disk(fna=CAN_CRYPTO_ERASE)
-    soil(bench)
+    write_canaries(bench)
     proof = wipe([method])
     assert is_clean(bench)
     assert [command >> 9 & 7 for command in namespace.formats] == settings
@@ -55,7 +55,7 @@ def test_a_wipe_leaves_zeros_and_says_how(
 
 def test_methods_that_the_controller_lacks_are_left_out(bench) -> None:
     namespace = bench.disk(oacs=0)
-    soil(bench)
+    write_canaries(bench)
     proof = wipe(["crypto_erase", "user_data_erase", "zero_fill"])
     assert proof["method"] == "zero_fill" and namespace.formats == []
     assert [attempt["method"] for attempt in proof["attempts"]] == [
@@ -66,7 +66,7 @@ def test_methods_that_the_controller_lacks_are_left_out(bench) -> None:
 
 def test_a_discard_that_leaves_bytes_is_made_good(bench) -> None:
     bench.disk(leaves={"discard"})
-    soil(bench)
+    write_canaries(bench)
     proof = wipe(["discard"])
     assert is_clean(bench)
     # The piece in the middle; both ends were overwritten with the signatures.
@@ -80,7 +80,7 @@ def test_an_erase_that_leaves_bytes_is_no_proof_and_the_next_method_is_tried(
     """The controller reports success. Only the read-back can tell, and the proof names the method
     used."""
     bench.disk(leaves={"format"}, fna=CAN_CRYPTO_ERASE)
-    soil(bench)
+    write_canaries(bench)
     bench.write("nvme1n1", 3 * MIB, CANARY)
     proof = wipe([method, "zero_fill"])
     assert is_clean(bench)
@@ -120,7 +120,7 @@ def test_a_refused_format_is_recorded_with_the_controllers_status(bench) -> None
 
 def test_zeros_are_written_where_the_driver_knows_no_request_for_them(bench) -> None:
     bench.disk(unsupported={_device.BLKZEROOUT, _device.BLKRRPART})
-    soil(bench)
+    write_canaries(bench)
     assert wipe(["zero_fill"])["controller_status"]["command"] == "writes"
     assert is_clean(bench)
 

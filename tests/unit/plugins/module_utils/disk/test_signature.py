@@ -28,7 +28,7 @@ def image(tmp_path: Path) -> Path:
     return made
 
 
-def put(image: Path, offset: int, magic: bytes) -> None:
+def write_magic(image: Path, offset: int, magic: bytes) -> None:
     with image.open("r+b") as handle:
         handle.seek(offset)
         handle.write(magic)
@@ -86,7 +86,7 @@ def test_a_partition_table_shows_at_both_ends(image: Path) -> None:
     ],
 )
 def test_members_of_bigger_things(image: Path, offset: int, magic: bytes, kind: str) -> None:
-    put(image, offset, magic)
+    write_magic(image, offset, magic)
     assert types(image) == [kind]
 
 
@@ -95,17 +95,17 @@ def test_ends_are_found_on_a_disk_of_any_size(image: Path, odd: int) -> None:
     """ZFS counts whole labels, md 0.90 whole 64 KiB, both from the start of the disk."""
     length = SIZE - odd
     labels = length - length % (256 * 1024)
-    put(image, labels - 256 * 1024 + 128 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
+    write_magic(image, labels - 256 * 1024 + 128 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0")
     assert types(image, 0, length) == ["zfs_member"]
-    put(image, length - length % 65536 - 65536, b"\xfc\x4e\x2b\xa9")
+    write_magic(image, length - length % 65536 - 65536, b"\xfc\x4e\x2b\xa9")
     assert types(image, 0, length)[0] == "linux_raid_member"
 
 
 def test_a_member_tells_more_than_what_is_mirrored_on_it(image: Path) -> None:
     """A mirror with its record at the end begins with the filesystem of the volume."""
-    put(image, 0, b"XFSB")
-    put(image, 512, b"EFI PART")
-    put(image, SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00")
+    write_magic(image, 0, b"XFSB")
+    write_magic(image, 512, b"EFI PART")
+    write_magic(image, SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00")
     assert types(image) == ["isw_raid_member", "xfs", "gpt"]
 
 
@@ -120,7 +120,7 @@ def test_a_filesystem_is_described_with_its_identifier(image: Path) -> None:
 
 
 def test_offsets_are_those_of_the_disk(image: Path) -> None:
-    put(image, 4 << 20, b"XFSB")
+    write_magic(image, 4 << 20, b"XFSB")
     descriptor = os.open(image, os.O_RDONLY)
     signatures = _signature.scan(descriptor, 4 << 20, 8 << 20)
     os.close(descriptor)
@@ -128,6 +128,6 @@ def test_offsets_are_those_of_the_disk(image: Path) -> None:
 
 
 def test_a_fat_boot_sector_is_no_partition_table(image: Path) -> None:
-    put(image, 82, b"FAT32   ")
-    put(image, 510, b"\x55\xaa")
+    write_magic(image, 82, b"FAT32   ")
+    write_magic(image, 510, b"\x55\xaa")
     assert types(image) == ["vfat"]

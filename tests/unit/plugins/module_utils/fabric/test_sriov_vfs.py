@@ -169,7 +169,7 @@ def infiniband(host: Host) -> Host:
     return host
 
 
-def shown(host: Host) -> dict[int, dict[str, str]]:
+def vf_identities(host: Host) -> dict[int, dict[str, str]]:
     every = _virtual_functions._shown("ens30")
     return {int(vf["vf"]): {key: vf[key] for key in OWNS[0]} for vf in every}
 
@@ -180,7 +180,7 @@ def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband:
     infiniband.has(2)
     infiniband.card.identities |= {index: dict(row) for index, row in OWNS.items()}
     assert drive(4, link="infiniband").failure is None
-    assert {row["link_state"] for row in shown(infiniband).values()} == {"auto"}
+    assert {row["link_state"] for row in vf_identities(infiniband).values()} == {"auto"}
     assert done(4, link="infiniband") == []
 
     before = files(infiniband.pci.root)
@@ -191,7 +191,7 @@ def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband:
     assert outcome.done == [
         "make_functions", "name_functions", "link_functions", "remove_service", "forget_before",
     ]  # fmt: skip
-    assert shown(infiniband) == OWNS
+    assert vf_identities(infiniband) == OWNS
     assert not drive(0, link="infiniband").changed
 
 
@@ -201,7 +201,7 @@ def test_functions_of_which_a_record_says_nothing_are_nobody(infiniband: Host) -
     done(4, link="infiniband")
     _host.write(RECORD, json.dumps({PF: {"count": 2, "autoprobe": True}}))
     done(0, link="infiniband")
-    assert shown(infiniband) == dict.fromkeys((0, 1), OWNS[1])
+    assert vf_identities(infiniband) == dict.fromkeys((0, 1), OWNS[1])
     assert not drive(0, link="infiniband").changed
 
 
@@ -343,7 +343,7 @@ def test_an_interrupted_way_forth_can_be_gone_back(host: Host, last: str) -> Non
     host.has(2)
     interrupted(4, last)
     done(0)
-    gone_back(host)
+    assert_restored(host)
 
 
 @pytest.mark.parametrize("last", BACK)
@@ -353,7 +353,7 @@ def test_an_interrupted_way_back_goes_on(host: Host, last: str) -> None:
     done(4)
     interrupted(0, last)
     done(0)
-    gone_back(host)
+    assert_restored(host)
 
 
 @pytest.mark.covers("I11", "I12")
@@ -364,7 +364,7 @@ def test_an_interrupted_way_either_way_may_be_turned(host: Host) -> None:
     interrupted(0, "make_functions")
     done(4)
     done(0)
-    gone_back(host)
+    assert_restored(host)
 
 
 def interrupted(count: int, last: str) -> None:
@@ -381,7 +381,7 @@ def interrupted(count: int, last: str) -> None:
     assert _change.drive(subject, params, check_mode=False).failed_step == last
 
 
-def gone_back(host: Host) -> None:
+def assert_restored(host: Host) -> None:
     assert host.state() == (2, "1")
     assert not _virtual_functions.card_at(PF).ours({})
     assert not _host.path(RECORD).exists() and not _host.path(_virtual_functions.SETTINGS).exists()

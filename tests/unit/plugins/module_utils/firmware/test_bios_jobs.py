@@ -9,7 +9,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios
 ID = "JID_763788807801"
 
 
-def silence(code: str) -> _errors.Refusal:
+def unavailable(code: str) -> _errors.Refusal:
     return _errors.Refusal(code, expected="", found="HTTP 503", remedy="")
 
 
@@ -28,7 +28,7 @@ class Looks:
 
 def test_a_silent_controller_is_looked_at_again_and_each_change_told_once() -> None:
     events: list[str] = []
-    looks = Looks("Scheduled", silence("bmc_unreachable"), "Scheduled", "Running", "Completed")
+    looks = Looks("Scheduled", unavailable("bmc_unreachable"), "Scheduled", "Running", "Completed")
     watch = _bios_jobs.Watch(looks, 5, 0, lambda job: events.append(job.status))
     assert [job.status for job in _bios_jobs.follow(watch, [ID])] == ["Completed"]
     assert events == ["Scheduled", "Running", "Completed"]
@@ -39,8 +39,12 @@ def test_a_silent_controller_is_looked_at_again_and_each_change_told_once() -> N
     [
         (Looks("Failed"), "bios_job_failed", ID),
         (Looks("Running"), "bios_job_timeout", f"{ID} is Running"),
-        (Looks(silence("bmc_busy")), "bios_job_timeout", f"{ID}; last look: bmc_busy: HTTP 503"),
-        (Looks(silence("bmc_login_refused")), "bmc_login_refused", "HTTP 503"),
+        (
+            Looks(unavailable("bmc_busy")),
+            "bios_job_timeout",
+            f"{ID}; last look: bmc_busy: HTTP 503",
+        ),
+        (Looks(unavailable("bmc_login_refused")), "bmc_login_refused", "HTTP 503"),
     ],
 )
 def test_what_does_not_end_well_says_so(looks: Looks, code: str, reason: str) -> None:

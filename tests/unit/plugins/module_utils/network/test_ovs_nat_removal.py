@@ -124,7 +124,7 @@ def remove(*, check: bool = False, **more: Any) -> _change.Outcome:
     return _change.drive(_ovs_nat_removal.SUBJECT, PARAMS | more, check_mode=check)
 
 
-def left(tree: Path) -> list[str]:
+def remaining_files(tree: Path) -> list[str]:
     """Return every file below the folders that the baseline writes to."""
     folders = [tree / name for name in ("etc", "usr", "var")]
     files = [file for folder in folders for file in folder.rglob("*") if not file.is_dir()]
@@ -145,7 +145,7 @@ def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert (host.bridges, host.rules) == ({}, ["-P POSTROUTING ACCEPT"])
     assert host.active == host.enabled == set()
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "0"
-    assert left(tree) == []
+    assert remaining_files(tree) == []
     assert not remove().changed
 
 
@@ -159,7 +159,7 @@ def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Pa
     assert ["systemctl", "restart", DHCP] in host.calls
     assert host.active == {DHCP, SWITCH}
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
-    assert left(tree) == ["etc/dnsmasq.d/site.conf"]
+    assert remaining_files(tree) == ["etc/dnsmasq.d/site.conf"]
 
 
 def test_a_service_becomes_what_it_was_for_each_of_now_and_the_next_boot(host: Host) -> None:
@@ -231,7 +231,7 @@ def test_it_goes_on_where_it_was_killed(host: Host, tree: Path) -> None:
             killed = replace(_ovs_nat_removal.SUBJECT, apply=apply)
             _change.drive(killed, PARAMS, check_mode=False)
         assert remove().failure is None
-        assert (host.bridges, host.active, left(tree)) == ({}, set(), []), stop
+        assert (host.bridges, host.active, remaining_files(tree)) == ({}, set(), []), stop
 
 
 def test_the_cards_link_loses_our_address_only(

@@ -65,7 +65,7 @@ def look(parity: Any, scope: str = "host") -> dict[str, Any]:
     return slice_remnants.look(params)
 
 
-def left(parity: Any, scope: str = "host") -> list[tuple[str, str, str]]:
+def remnant_items(parity: Any, scope: str = "host") -> list[tuple[str, str, str]]:
     report = look(parity, scope)
     items = [item for item in report["compared"] if not item["ok"]]
     assert report["remnants"] == len(items)
@@ -129,7 +129,7 @@ def test_each_file_is_found_by_itself(
     host: Any, machine: Any, check: str, path: str, text: str
 ) -> None:
     machine.file(path, text)
-    items = left(host)
+    items = remnant_items(host)
     # A reservation also means a folder that must be gone.
     assert {item[0] for item in items} - {"dnsmasq"} <= {check}
     assert check in {item[0] for item in items}
@@ -138,7 +138,7 @@ def test_each_file_is_found_by_itself(
 def test_a_dangling_link_of_enable_is_found(host: Any, machine: Any) -> None:
     wants = machine.folder(f"{UNITS}/multi-user.target.wants")
     (wants / "gpuaas-slice-host-net-baseline.service").symlink_to("/nowhere")
-    assert [item[0] for item in left(host)] == ["boot_services"]
+    assert [item[0] for item in remnant_items(host)] == ["boot_services"]
 
 
 def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any) -> None:
@@ -159,7 +159,7 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
         binding="loaded/inactive/disabled/success",
         claim="loaded/active/enabled/success",
     )
-    assert left(host) == [
+    assert remnant_items(host) == [
         ("vfio_binding", "0000:23:00.0", "is on vfio-pci"),
         ("vfio_binding", "0000:25:10.0", "is on vfio-pci"),
         ("vfio_binding", "gpuaas-slice-vfio.service", "is inactive"),
@@ -185,7 +185,9 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
     (folder / "sriov_numvfs").write_text("1\n")
     machine.pci("0000:25:10.0", "8086:10ca")
     machine.function(card, 0, "0000:25:10.0")
-    assert [item[2] for item in left(host)] == ["1 virtual functions, which nothing can name"]
+    assert [item[2] for item in remnant_items(host)] == [
+        "1 virtual functions, which nothing can name"
+    ]
 
     machine.folder(f"/sys/devices/pci0000:00/{card}/net/ens30")
     machine.file("/sys/class/net/ens30/address", "52:54:00:00:fa:01\n")
@@ -195,16 +197,16 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
         script.on(*ip, out=json.dumps([{"vfinfo_list": [{"vf": 0, "address": identity}]}]))
 
     named("0e:11:22:33:44:55")
-    assert left(host) == []
+    assert remnant_items(host) == []
     shown = {item["found"] for item in look(host)["compared"] if item["name"] == card}
     assert shown == {"1 virtual functions of the site's own"}
     (name,) = _virtual_functions.card_at(card).desired_identities({}, 1)
     named(name)
     ours = ("fabric_vfs", card, "1 virtual functions with identities of ours")
-    assert left(host) == [ours]
+    assert remnant_items(host) == [ours]
     named("0e:11:22:33:44:55")
     machine.file(_host_snapshot.file_of(_virtual_functions.RECORD), "{}")
-    assert [item[1] for item in left(host)] == [card, "fabric as before"]
+    assert [item[1] for item in remnant_items(host)] == [card, "fabric as before"]
 
 
 def test_every_kind_of_trace_is_looked_for() -> None:
@@ -220,21 +222,21 @@ def test_a_rate_limit_outlives_its_bridge(
     host: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_qos, "rows", lambda: {"row-1": ALLOCATION})
-    assert left(host) == [], "nobody can be asked"
+    assert remnant_items(host) == [], "nobody can be asked"
     machine.file("/run/openvswitch/db.sock")
-    assert left(host) == [("slice_limits", "rate limits of slices", "row-1")]
+    assert remnant_items(host) == [("slice_limits", "rate limits of slices", "row-1")]
 
 
 def test_slices_are_told_from_slice_mode(bench: Any, host: Any, machine: Any) -> None:
     bench.disk(eui="5e00000000000002")
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     _ledger.raise_fence("slot-0", fence=3)
-    assert left(host, "slices") == []
+    assert remnant_items(host, "slices") == []
     _ledger.hold("slot-0", fence=4, allocation_id="alloc-1", disk_identity="eui.1")
     _ledger.mark_dirty("slot-1", fence=1, disk_identity="eui.5e00000000000002")
     machine.file("/run/libvirt/qemu/gpuaas-slice-2.xml", "<domstatus/>")
     machine.file("/proc/77/cmdline", "/usr/bin/qemu-system-x86_64\0-name\0guest=gpuaas-slice-3\0")
-    assert left(host, "slices") == [
+    assert remnant_items(host, "slices") == [
         ("libvirt", "domains of slices", "gpuaas-slice-2"),
         ("libvirt", "QEMU of slices", "process 77"),
         ("nvme_ownership", "slot slot-0", "is leased by alloc-1"),
@@ -252,27 +254,27 @@ def test_a_disk_that_was_written_off_is_left_only_while_it_is_there(bench: Any, 
     _ledger.mark_dirty(f"disk-{eui}", fence=1, disk_identity=f"eui.{eui}")
     bench.disk("nvme1n1")
     leased = f"is leased by alloc-1, waits for the wipe of eui.{eui}"
-    assert left(host) == [("nvme_ownership", f"slot disk-{eui}", leased)]
+    assert remnant_items(host) == [("nvme_ownership", f"slot disk-{eui}", leased)]
 
     _ledger.release(f"disk-{eui}", fence=1)
-    assert left(host) == []
+    assert remnant_items(host) == []
     report = look(host)
     assert report["kept"]["disks_gone"] == [f"eui.{eui}"]
     assert f"eui.{eui}" in str([item["found"] for item in report["compared"]])
 
     waits = [("nvme_ownership", f"slot disk-{eui}", f"waits for the wipe of eui.{eui}")]
     silent = bench.disk("nvme2n1", eui="", nguid="", minor=2)
-    assert left(host) == waits, "a namespace that does not say who it is may be this disk"
+    assert remnant_items(host) == waits, "a namespace that does not say who it is may be this disk"
     silent.eui = eui
-    assert left(host) == waits
+    assert remnant_items(host) == waits
     assert look(host)["kept"]["disks_gone"] == []
     silent.eui = "5e0000000000beef"
-    assert left(host) == []
+    assert remnant_items(host) == []
 
 
 def test_the_mark_of_the_whole_machine_is_left_without_a_disk(host: Any) -> None:
     _ledger.mark_dirty(_ledger.MACHINE, fence=1, disk_identity="")
-    assert [item[:2] for item in left(host)] == [("nvme_ownership", "slot machine")]
+    assert [item[:2] for item in remnant_items(host)] == [("nvme_ownership", "slot machine")]
 
 
 def test_unknown_is_not_absent(host: Any, machine: Any, script: Any) -> None:
@@ -301,7 +303,7 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
         "packages": ["dnsmasq"],
         "apt_sources": ["/etc/apt/sources.list.d/dell-openmanage.sources"],
     }
-    assert left(host) == []
+    assert remnant_items(host) == []
 
 
 def test_the_names_are_the_writers(tree: Path) -> None:

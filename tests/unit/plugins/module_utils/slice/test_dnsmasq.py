@@ -24,7 +24,7 @@ duid 00:01:00:01
 """
 
 
-def put(tree: Path, path: str, text: str) -> Path:
+def write_file(tree: Path, path: str, text: str) -> Path:
     file = tree / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
@@ -59,24 +59,24 @@ def test_names_that_dnsmasq_would_read_as_something_else_are_refused(name: str) 
 
 
 def test_reservations_are_the_files_of_the_directory(tree: Path) -> None:
-    put(tree, f"{_dnsmasq.DIRECTORY}/{ALLOCATION}".lstrip("/"), RESERVATION.line() + "\n")
-    put(tree, f"{_dnsmasq.DIRECTORY}/.half-written".lstrip("/"), "x")
+    write_file(tree, f"{_dnsmasq.DIRECTORY}/{ALLOCATION}".lstrip("/"), RESERVATION.line() + "\n")
+    write_file(tree, f"{_dnsmasq.DIRECTORY}/.half-written".lstrip("/"), "x")
     assert _dnsmasq.reservations() == [RESERVATION]
 
 
 def test_leases_pass_over_what_is_not_ipv4(tree: Path) -> None:
-    put(tree, "var/lib/misc/dnsmasq.leases", LEASES)
+    write_file(tree, "var/lib/misc/dnsmasq.leases", LEASES)
     assert [lease.mac for lease in _dnsmasq.leases()] == ["52:54:00:64:00:0a", "52:54:00:64:00:0b"]
 
 
 def test_release_as_the_client_would(tree: Path, script: Script) -> None:
-    put(tree, "var/lib/misc/dnsmasq.leases", "")
+    write_file(tree, "var/lib/misc/dnsmasq.leases", "")
     script.on("dhcp_release", "ovsbr0", LEASE.ip, LEASE.mac)
     assert _dnsmasq.release("ovsbr0", LEASE) == "released"
 
 
 def test_release_that_nobody_heard_is_done_while_stopped(tree: Path, script: Script) -> None:
-    file = put(tree, "var/lib/misc/dnsmasq.leases", LEASES)
+    file = write_file(tree, "var/lib/misc/dnsmasq.leases", LEASES)
     script.on("dhcp_release", "ovsbr0", LEASE.ip, LEASE.mac)
     script.on("systemctl", "stop", "dnsmasq.service")
     script.on("systemctl", "start", "dnsmasq.service")
@@ -88,17 +88,17 @@ def test_release_that_nobody_heard_is_done_while_stopped(tree: Path, script: Scr
 @pytest.mark.parametrize(("flags", "state"), [("0x2", "52:54:00:64:00:0a"), ("0x0", "")])
 def test_neighbour(tree: Path, flags: str, state: str) -> None:
     head = "IP address HW type Flags HW address Mask Device\n"
-    put(tree, "proc/net/arp", f"{head}10.100.0.10 0x1 {flags} 52:54:00:64:00:0A * ovsbr0\n")
+    write_file(tree, "proc/net/arp", f"{head}10.100.0.10 0x1 {flags} 52:54:00:64:00:0A * ovsbr0\n")
     assert _dnsmasq.neighbour("ovsbr0", "10.100.0.10") == state
     assert _dnsmasq.neighbour("eth0", "10.100.0.10") == ""
 
 
 def test_pid_is_only_a_living_dnsmasq(tree: Path) -> None:
-    put(tree, "run/dnsmasq/dnsmasq.pid", "77\n")
+    write_file(tree, "run/dnsmasq/dnsmasq.pid", "77\n")
     assert _dnsmasq.pid() is None
-    put(tree, "proc/77/comm", "sleep\n")
+    write_file(tree, "proc/77/comm", "sleep\n")
     assert _dnsmasq.pid() is None
-    put(tree, "proc/77/comm", "dnsmasq\n")
+    write_file(tree, "proc/77/comm", "dnsmasq\n")
     assert _dnsmasq.pid() == 77
 
 

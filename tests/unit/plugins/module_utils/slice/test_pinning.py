@@ -13,7 +13,7 @@ ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
 
 
-def put(tree: Path, path: str, text: str) -> None:
+def write_file(tree: Path, path: str, text: str) -> None:
     file = tree / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
@@ -28,14 +28,14 @@ def test_numbers(text: str, expected: list[int]) -> None:
 
 
 def test_cores_keep_the_threads_of_one_together(tree: Path) -> None:
-    put(tree, "sys/devices/system/node/node1/cpulist", "2-3,6-7")
+    write_file(tree, "sys/devices/system/node/node1/cpulist", "2-3,6-7")
     for cpu, siblings in {2: "2,6", 3: "3,7", 6: "2,6", 7: "3,7"}.items():
-        put(tree, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
+        write_file(tree, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
     assert _pinning.cores(1) == [(2, 6), (3, 7)]
 
 
 def test_without_a_node_all_cpus_count(tree: Path) -> None:
-    put(tree, "sys/devices/system/cpu/online", "0-1")
+    write_file(tree, "sys/devices/system/cpu/online", "0-1")
     assert _pinning.cores(None) == [(0,), (1,)]
 
 
@@ -56,19 +56,19 @@ Node 0 SReclaimable:    102400 kB
 
 
 def test_memory_of_a_node_counts_what_can_be_had_back(tree: Path) -> None:
-    put(tree, "sys/devices/system/node/node0/meminfo", NODE)
+    write_file(tree, "sys/devices/system/node/node0/meminfo", NODE)
     assert _pinning.memory_free_mib(0, hugepages=False) == 1000 + 400 + 100
 
 
 def test_memory_of_the_host(tree: Path) -> None:
-    put(tree, "proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    2048000 kB\n")
+    write_file(tree, "proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    2048000 kB\n")
     assert _pinning.memory_free_mib(None, hugepages=False) == 2000
 
 
 def test_hugepages(tree: Path) -> None:
     pages = "hugepages/hugepages-1048576kB/free_hugepages"
-    put(tree, f"sys/devices/system/node/node0/{pages}", "3\n")
-    put(tree, f"sys/kernel/mm/{pages}", "7\n")
+    write_file(tree, f"sys/devices/system/node/node0/{pages}", "3\n")
+    write_file(tree, f"sys/kernel/mm/{pages}", "7\n")
     assert _pinning.memory_free_mib(0, hugepages=True) == 3072
     assert _pinning.memory_free_mib(None, hugepages=True) == 7168
     assert _pinning.memory_free_mib(5, hugepages=True) == 0
@@ -76,9 +76,9 @@ def test_hugepages(tree: Path) -> None:
 
 def qemu(tree: Path, pid: int, allocation_id: str, resident_mib: int, huge_mib: int = 0) -> None:
     name = f"guest=gpuaas-slice-{allocation_id.replace('-', '')},debug-threads=on"
-    put(tree, f"proc/{pid}/cmdline", f"/usr/bin/qemu-system-x86_64\0-name\0{name}\0")
+    write_file(tree, f"proc/{pid}/cmdline", f"/usr/bin/qemu-system-x86_64\0-name\0{name}\0")
     status = f"VmRSS:\t{resident_mib * 1024} kB\nHugetlbPages:\t{huge_mib * 1024} kB\n"
-    put(tree, f"proc/{pid}/status", status)
+    write_file(tree, f"proc/{pid}/status", status)
 
 
 def promised(node: int | None, *, hugepages: bool = False) -> int:

@@ -41,13 +41,13 @@ def rows(*queues: tuple[str, str], bits: str = "1000000") -> str:
     return f'{{"data":[{data}],"headings":["_uuid","type","other_config","external_ids"]}}'
 
 
-def seen(script: Any, *lines: str) -> _qos.State:
+def observed(script: Any, *lines: str) -> _qos.State:
     script.on(*LOOK, out="\n".join(lines) + "\n")
     return _qos.observe(ONE)
 
 
 def test_a_limited_port_is_read_back(script: Any) -> None:
-    state = seen(script, port(1000, 100, ROW), rows((ROW, ONE), (OTHER, OTHER)))
+    state = observed(script, port(1000, 100, ROW), rows((ROW, ONE), (OTHER, OTHER)))
     assert state.holds(LIMIT)
     assert state.document() == {
         "rate_kbps": 1000,
@@ -62,7 +62,7 @@ def test_a_limited_port_is_read_back(script: Any) -> None:
 def test_a_port_without_limit_and_none_at_all(script: Any) -> None:
     for first in (port(), NO_PORT):
         script.answers.clear()
-        state = seen(script, first, rows((OTHER, OTHER)))
+        state = observed(script, first, rows((OTHER, OTHER)))
         assert state.holds(None) and state.document() == {}
         assert not state.holds(LIMIT)
 
@@ -81,7 +81,7 @@ def test_a_port_without_limit_and_none_at_all(script: Any) -> None:
     ids=["rate", "burst", "not shaped", "shaped otherwise", "a row too many", "foreign", "no port"],
 )
 def test_what_differs_in_one_point_does_not_hold(script: Any, lines: tuple[str, str]) -> None:
-    state = seen(script, *lines)
+    state = observed(script, *lines)
     assert not state.holds(LIMIT) and not state.holds(None)
 
 

@@ -27,7 +27,7 @@ SLOT = {
 }
 
 
-def broken(*_: object, **__: object) -> Any:
+def unreadable(*_: object, **__: object) -> Any:
     raise Refusal("command_timeout", expected="", found="late", remedy="")
 
 
@@ -44,14 +44,14 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tree
 
 
-def left(checks: dict[str, Any]) -> set[str]:
+def not_absent(checks: dict[str, Any]) -> set[str]:
     return {name for name, check in checks.items() if not check["absent"]}
 
 
 @pytest.mark.covers("I17")
 def test_nothing_left(empty: Path) -> None:
     checks = _slice_absence.look(ONE, [SLOT], "ovsbr0")
-    assert left(checks) == set()
+    assert not_absent(checks) == set()
     assert all(check["known"] for check in checks.values())
 
 
@@ -80,7 +80,7 @@ def test_one_trace_is_enough(
     empty: Path, monkeypatch: pytest.MonkeyPatch, look: tuple[Any, str, Any], trace: str
 ) -> None:
     monkeypatch.setattr(*look)
-    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
+    assert not_absent(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
 
 
 @pytest.mark.covers("I17")
@@ -97,7 +97,7 @@ def test_a_file_left_behind(empty: Path, path: str, trace: str) -> None:
     file = empty / path.lstrip("/")
     file.parent.mkdir(parents=True)
     file.write_text("52:54:00:64:00:0d,10.100.0.13,a")
-    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
+    assert not_absent(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {trace}
 
 
 @pytest.mark.covers("I17")
@@ -105,11 +105,11 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
     leases = empty / _dnsmasq.LEASES.lstrip("/")
     leases.parent.mkdir(parents=True)
     leases.write_text("1 52:54:00:64:00:0d 10.100.0.13 a *\n")
-    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {"lease"}
+    assert not_absent(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == {"lease"}
     other = empty / _dnsmasq.file_of(TWO).lstrip("/")
     other.parent.mkdir(parents=True)
     other.write_text("52:54:00:64:00:0d,id:*,10.100.0.13,b,12h")
-    assert left(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == set()
+    assert not_absent(_slice_absence.look(ONE, [SLOT], "ovsbr0")) == set()
 
 
 @pytest.mark.covers("I13")
@@ -128,9 +128,9 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
 def test_a_look_that_fails_proves_nothing(
     empty: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, trace: str
 ) -> None:
-    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(owner, name, unreadable)
     checks = _slice_absence.look(ONE, [SLOT], "ovsbr0")
-    assert left(checks) == {trace}
+    assert not_absent(checks) == {trace}
     assert not checks[trace]["known"]
 
 

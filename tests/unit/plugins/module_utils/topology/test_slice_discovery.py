@@ -88,7 +88,7 @@ def fill(machine: Any) -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, _block.Usage]:
+def disk_usages(monkeypatch: pytest.MonkeyPatch) -> dict[str, _block.Usage]:
     """Uses of the disks, by kernel name; tests change them."""
     usages: dict[str, _block.Usage] = {}
     present = [disk(0), disk(1)]
@@ -128,7 +128,9 @@ def codes(blockers: list[dict[str, str]]) -> list[str]:
     return [blocker["code"] for blocker in blockers]
 
 
-def test_a_prepared_host_gives_complete_candidates(machine: Any, script: Any, looks: Any) -> None:
+def test_a_prepared_host_gives_complete_candidates(
+    machine: Any, script: Any, disk_usages: Any
+) -> None:
     fill(machine)
     prepared(machine, script)
     document = checked(_slice_discovery.discover(PROFILE))
@@ -155,7 +157,9 @@ def test_a_prepared_host_gives_complete_candidates(machine: Any, script: Any, lo
     assert document["reboot_required"] is False
 
 
-def test_before_bootstrap_it_works_and_says_why_not(machine: Any, script: Any, looks: Any) -> None:
+def test_before_bootstrap_it_works_and_says_why_not(
+    machine: Any, script: Any, disk_usages: Any
+) -> None:
     fill(machine)
     machine.file("/proc/cmdline", "root=/dev/x\n")
     script.on("ip", "-j", "address", "show", out="[]")
@@ -174,11 +178,11 @@ def test_before_bootstrap_it_works_and_says_why_not(machine: Any, script: Any, l
 
 
 def test_a_used_disk_blocks_its_candidate_and_no_other(
-    machine: Any, script: Any, looks: dict[str, _block.Usage]
+    machine: Any, script: Any, disk_usages: dict[str, _block.Usage]
 ) -> None:
     fill(machine)
     prepared(machine, script)
-    looks["nvme0n1"] = _block.Usage(
+    disk_usages["nvme0n1"] = _block.Usage(
         mounts=["/share0"], children=["nvme0n1p1"], filesystems={"nvme0n1p1": "ext4"}
     )
     document = checked(_slice_discovery.discover(PROFILE))
@@ -262,7 +266,7 @@ def test_a_boot_card_without_identity_is_excluded_by_the_kernels_word(machine: A
 
 
 def test_a_disk_behind_a_network_is_shown_without_a_place_on_the_host(
-    machine: Any, looks: Any
+    machine: Any, disk_usages: Any
 ) -> None:
     """Its controller's address is an address of NVMe over Fabrics."""
     fill(machine)
@@ -330,7 +334,7 @@ MIXED = {
 
 @pytest.mark.parametrize("driven", [True, False])
 def test_an_ethernet_port_is_no_fabric_of_infiniband(
-    machine: Any, script: Any, looks: Any, driven: bool
+    machine: Any, script: Any, disk_usages: Any, driven: bool
 ) -> None:
     """It is nearer to the second GPU, and its function would bypass the bridge's isolation."""
     fill(machine)
@@ -361,7 +365,9 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
     assert [candidate["complete"] for candidate in document["candidates"]] == [True, False]
 
 
-def test_a_profile_that_names_no_link_has_no_fabric(machine: Any, script: Any, looks: Any) -> None:
+def test_a_profile_that_names_no_link_has_no_fabric(
+    machine: Any, script: Any, disk_usages: Any
+) -> None:
     fill(machine)
     script.on("ip", "-j", "address", "show", out="[]")
     script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)

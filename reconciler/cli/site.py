@@ -1,42 +1,38 @@
-"""Commands for the whole site: `gpuaas audit`, `trace`, `scheduling` and `recovery-policy`."""
+"""Commands for the whole site: audit, trace, usage, scheduling, recovery policy."""
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Annotated, Literal
 
 import typer
 
-from reconciler.cli import output, session
+from reconciler.cli import output
+from reconciler.cli.projects import project_id, suggesting
+from reconciler.cli.session import client
+
+commands = typer.Typer()
 
 _RECOVERY_POLICY = "/admin/settings/recovery-policy"
 Limit = Annotated[int | None, typer.Option(min=1, help="Most recoveries begun within an hour.")]
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the commands to the program."""
-    app.command("audit")(audit)
-    app.command("trace")(trace)
-    app.command("scheduling")(scheduling)
-    app.command("recovery-policy")(recovery_policy)
-
-
+@commands.command()
 def audit(
-    context: typer.Context,
     action: str = "",
     subject: Annotated[str, typer.Option(help="Id of a node, slot, allocation, …")] = "",
     correlation: Annotated[str, typer.Option(help="X-Correlation-Id of a request.")] = "",
     limit: int = 50,
 ) -> None:
     """List administrative actions with actor and reason, newest first."""
-    here = session.of(context)
     filters = {"action": action, "subject_id": subject, "correlation_id": correlation}
-    query = {name: value for name, value in filters.items() if value}
-    events = here.client.get("/admin/audit", limit=limit, **query)["items"]
-    output.rows(here, events, "at", "actor", "action", "subject_id", "reason", "correlation_id")
+    events = client().get("/admin/audit", limit=limit, **filters)["items"]
+    output.rows(events, "at", "actor", "action", "subject_id", "reason", "correlation_id")
 
 
+@commands.command()
 def trace(
-    context: typer.Context,
     correlation: Annotated[str, typer.Argument(help="X-Correlation-Id of a request.")],
     limit: Annotated[int, typer.Option(help="At most this many entries.")] = 200,
 ) -> None:
@@ -44,31 +40,55 @@ def trace(
 
     They include allocation, claims, slots, tasks, steps of runs on hosts, and audit.
     """
-    here = session.of(context)
     path = f"/admin/correlations/{correlation}/timeline"
-    events = here.client.get(path, limit=limit)["items"]
-    output.timeline(here, events)
+    events = client().get(path, limit=limit)["items"]
+    output.timeline(events)
     if not events:
         output.line(f"nothing is known of {correlation}; `gpuaas audit` names such ids")
         raise typer.Exit(1)
 
 
+@commands.command()
+def usage(
+    start: Annotated[
+        str, typer.Option("--from", help="A date (from its beginning in UTC), or RFC 3339.")
+    ] = "",
+    end: Annotated[str, typer.Option("--to", help="The same, exclusive; default: now.")] = "",
+    project: Annotated[
+        str, typer.Option(callback=project_id, help="Only this project, by id or name.")
+    ] = "",
+    member: Annotated[bool, typer.Option(help="As a member of the project.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+) -> None:
+    """List the usage of every allocation that was active in the period."""
+    if member and not project:
+        raise typer.BadParameter("--member goes with --project")
+    query = {"from": _moment(start), "to": _moment(end), "project": "" if member else project}
+    path = f"/projects/{project}/usage" if member else "/admin/usage"
+    with suggesting("--member --project P"):
+        if csv:
+            sys.stdout.write(client().text(path, format="csv", **query))
+            return
+        rows = list(client().items(path, **query))
+    columns = ("allocation_id", "project_id", "capacity_shape", "sku", "gpu_count")
+    output.rows(rows, *columns, "started_at", "ended_at", "counted_seconds", "gpu_seconds")
+
+
+@commands.command()
 def scheduling(
-    context: typer.Context,
     switch: Annotated[Literal["show", "on", "off"], typer.Argument()] = "show",
     reason: Annotated[str, typer.Option(help="Kept in the audit log; required by on, off.")] = "",
 ) -> None:
     """Show or set whether this site sells slices. Each node has a switch of its own as well."""
-    here = session.of(context)
     if switch != "show" and not reason:
         raise typer.BadParameter("on and off need --reason")
     path = "/admin/settings/slice-scheduling"
     body = {"enabled": switch == "on", "reason": reason}
-    output.record(here, here.client.get(path) if switch == "show" else here.client.put(path, body))
+    output.record(client().get(path) if switch == "show" else client().put(path, body))
 
 
+@commands.command("recovery-policy")
 def recovery_policy(
-    context: typer.Context,
     switch: Annotated[
         Literal["show", "on", "off"], typer.Argument(help="Off by default.")
     ] = "show",
@@ -79,8 +99,7 @@ def recovery_policy(
     ] = None,
 ) -> None:
     """Show or set the automatic recovery of blocked slots, with its plan for each allocation."""
-    here = session.of(context)
-    policy = here.client.get(_RECOVERY_POLICY)
+    policy = client().get(_RECOVERY_POLICY)
     if switch != "show":
         options = {
             "per_node": per_node,
@@ -88,5 +107,10 @@ def recovery_policy(
             "remove_leftovers": remove_leftovers,
         }
         body = {name: policy[name] if value is None else value for name, value in options.items()}
-        policy = here.client.put(_RECOVERY_POLICY, body | {"enabled": switch == "on"})
-    output.record(here, policy)
+        policy = client().put(_RECOVERY_POLICY, body | {"enabled": switch == "on"})
+    output.record(policy)
+
+
+def _moment(text: str) -> str:
+    """A date as a moment in UTC, so that a bill does not depend on the local time zone."""
+    return f"{text}T00:00:00Z" if re.fullmatch(r"\d{4}-\d{2}-\d{2}", text) else text

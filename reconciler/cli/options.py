@@ -1,0 +1,62 @@
+"""Options that commands share, and documents in files that options name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from reconciler.model.errors import Problem
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def with_options(
+    group: type[Any], *, optional: bool = False, without: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Replace `**parameters` of a command by an option for each field of the dataclass.
+
+    The type of a field is Annotated with its typer.Option. optional: options that are left out are
+    None, whatever the default of the field.
+    """
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(group, include_extras=True)
+        signature = inspect.signature(command, eval_str=True)
+        *parameters, _rest = signature.parameters.values()
+        for field in fields(group):
+            if field.name in without:
+                continue
+            kind, option = get_args(hints[field.name])
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            if optional:
+                kind, default = kind | None, None
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=Annotated[kind, option],
+                )
+            )
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def read_json(file: Path, code: str, expected: str, remedy: str) -> Any:
+    """The JSON document in an operator's file; Problem `code` when it cannot be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Problem(
+            code,
+            422,
+            expected=f"{expected} in {file}",
+            found=f"{type(error).__name__}: {error}",
+            remedy=remedy,
+        ) from error
