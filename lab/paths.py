@@ -1,4 +1,4 @@
-"""Folders of the lab: the cache for whatever can be rebuilt, and a folder per lab."""
+"""Folders of the lab: a cache of rebuildable files, and a folder per lab."""
 
 from __future__ import annotations
 

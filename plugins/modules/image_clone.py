@@ -200,7 +200,7 @@ def _disk_blockers(params: _change.Params, state: State) -> Iterator[Refusal]:
             "unexpected_filesystem",
             expected=f"nothing on {state.disk.disk_identity}, as its wipe proof says",
             found=", ".join(state.written),
-            remedy="find out whose data it is, then wipe the slot's disk (`gpuaas recover`)",
+            remedy="find the owner of the data, then wipe the slot's disk (`gpuaas recover`)",
         )
     if not (state.proven or interrupted):
         yield Refusal(

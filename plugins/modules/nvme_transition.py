@@ -245,7 +245,7 @@ def _refuse_change(disk: _block.Disk, descriptor: int, seen: Sequence[str]) -> N
             "changed_since_plan",
             expected=f"{disk.disk_identity} with the content that was planned",
             found=", ".join(more),
-            remedy="find out who uses the disk; make a new plan and have it approved",
+            remedy="find the user of the disk; make a new plan and have it approved",
         )
 
 

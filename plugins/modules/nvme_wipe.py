@@ -167,7 +167,7 @@ def _unexpected(disk: _block.Disk, written: Sequence[str]) -> Refusal:
         "unexpected_filesystem",
         expected=f"nothing on {disk.disk_identity}, as when it was taken",
         found=", ".join(written),
-        remedy="find out who made it; discover the node again, which leaves the disk out",
+        remedy="find the origin of the data; discover the node again, which leaves the disk out",
     )
 
 

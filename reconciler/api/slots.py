@@ -308,7 +308,7 @@ def _capacity_metadata(profile: Record, bundle: Bundle) -> Record:
 
 def _changes(conn: Connection, slot_id: str, paging: PageRequest) -> PageOf[Change]:
     page = paging.page(journal.HISTORY_ORDER)
-    rows = journal.history_page(conn, "slot", slot_id, page)
+    rows = journal.history_of(conn, "slot", slot_id, page)
     return paging.answer(journal.HISTORY_ORDER, rows, Change.of)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
+import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,19 +25,17 @@ log = logging.getLogger("gpuaas")
 
 # Another process has the file, or it cannot be opened or written. Other errors of the same class,
 # such as a missing column, are defects.
-_SQLITE_AWAY = frozenset(
-    {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_CANTOPEN,
-    }
+_SQLITE_AWAY = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
 )
 # PostgreSQL's classes: no connection, operator intervention, no login.
 _AWAY_CLASSES = ("08", "57P", "28")
 # No such database, too many connections, lock not available, read-only server.
-_AWAY = frozenset({"3D000", "53300", "55P03", "25006"})
-_NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_AWAY = ("3D000", "53300", "55P03", "25006")
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
@@ -57,13 +57,8 @@ def as_problem(failure: Exception) -> Problem | None:
     if isinstance(failure, Problem):
         return failure
     if isinstance(failure, Refusal):
-        return Problem(
-            failure.code,
-            422,
-            expected=failure.expected,
-            found=failure.found,
-            remedy=failure.remedy,
-        )
+        parts = {name: getattr(failure, name) for name in ("expected", "found", "remedy")}
+        return Problem(failure.code, 422, **parts)
     return (
         _of_settings(failure) or _of_database(failure) or _of_program(failure) or _of_file(failure)
     )
@@ -142,7 +137,10 @@ def _is_away(failure: DBAPIError) -> bool:
 
 def _of_program(failure: Exception) -> Problem | None:
     # Programs are started by name. A name with a path is a missing file or folder instead.
-    if not isinstance(failure, FileNotFoundError) or not _starts_program(failure):
+    if not isinstance(failure, FileNotFoundError) or "/" in str(failure.filename):
+        return None
+    frames = traceback.extract_tb(failure.__traceback__)
+    if not frames or frames[-1].filename != subprocess.__file__:
         return None
     return Problem(
         "program_missing",
@@ -151,14 +149,6 @@ def _of_program(failure: Exception) -> Problem | None:
         found="none on PATH",
         remedy="install it, or correct PATH",
     )
-
-
-def _starts_program(failure: FileNotFoundError) -> bool:
-    trace = failure.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__") if trace else None
-    return module == "subprocess" and "/" not in str(failure.filename)
 
 
 def _of_file(failure: Exception) -> Problem | None:

@@ -10,9 +10,9 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -171,7 +171,7 @@ def run_server(*, api_only: bool) -> None:
         # uvicorn stops at a signal and then raises it again. Without this handler the process would
         # end there, and its tasks would wait until their leases expire.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _stop)
+            signal.signal(number, lambda *_: sys.exit(0))
         try:
             with (
                 listeners.serve_operators(settings, operators),
@@ -296,7 +296,3 @@ def _listening(settings: Settings, sockets: list[socket.socket]) -> str:
     if settings.public_url and settings.public_url.rstrip("/") not in urls:
         return f"{text}, for others at {settings.public_url}"
     return text
-
-
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)

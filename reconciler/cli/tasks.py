@@ -79,9 +79,8 @@ def follow(task: Task) -> None:
         elif event.name != "end":
             output.line(_event_line(event))
         if event.name == "end":
-            document = event.document
-            if document["state"] != "succeeded":
-                raise failed(document)
+            if event.document["state"] != "succeeded":
+                raise failed(event.document)
             return
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import Engine, event, exc, pool
+from sqlalchemy import event, exc, pool
 
 from reconciler.model.errors import Problem
 from reconciler.settings import Settings
@@ -45,7 +44,7 @@ def open_engine(url: str) -> sa.Engine:
     return engine
 
 
-@contextlib.contextmanager
+@contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A writing transaction, committed as a whole or rolled back."""
     with engine.connect() as conn, conn.begin():
@@ -63,7 +62,7 @@ def guarded(engine: sa.Engine, guard: Callable[[sa.Connection], None]) -> sa.Eng
     return engine.execution_options(**{_GUARD: guard})
 
 
-@contextlib.contextmanager
+@contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A reading transaction with a consistent snapshot; it blocks no writer."""
     with engine.connect() as conn:
@@ -74,14 +73,14 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
             yield conn
 
 
-@contextlib.contextmanager
+@contextmanager
 def asking(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Connection for a single reading statement, which is a consistent snapshot by itself."""
     with _alone(engine) if engine.dialect.name == "postgresql" else reading(engine) as conn:
         yield conn
 
 
-@contextlib.contextmanager
+@contextmanager
 def alone(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Connection for a single writing statement, which is a transaction by itself.
 
@@ -116,7 +115,7 @@ def _may_repeat(failure: Problem | exc.DBAPIError) -> bool:
     return getattr(failure.orig, "sqlstate", None) in _REPEATABLE
 
 
-@contextlib.contextmanager
+@contextmanager
 def _alone(engine: sa.Engine) -> Iterator[sa.Connection]:
     with engine.connect() as conn:
         yield conn.execution_options(isolation_level="AUTOCOMMIT")
@@ -164,7 +163,7 @@ def _sqlite_begin(conn: sa.Connection) -> None:
 
 
 @contextmanager
-def open_existing(settings: Settings) -> Iterator[Engine]:
+def open_existing(settings: Settings) -> Iterator[sa.Engine]:
     """The site's existing database. Problem `database_missing` instead of creating a new file."""
     if not settings.database_url and not (settings.state_dir / "reconciler.db").is_file():
         raise Problem(

@@ -210,23 +210,20 @@ def advance(
         raise _outpaced(entity, key, before.generation, None)
     # The row was locked before, so its other columns are unchanged.
     after = where.kind(**{**vars(before), **plain, **changed})
-    write_history(conn, entity, after, act, source=source, event=event, target=target)
-    _emit_change(conn, entity, after, act, change=(source, event, target))
+    _write_change(conn, entity, after, act, change=(source, event, target))
     return after
 
 
 def begin(conn: sa.Connection, entity: str, record: Row, act: Act) -> None:
     """Write history and outbox row for a row that was just inserted in its first state."""
     state = str(getattr(record, ENTITIES[entity].state))
-    write_history(conn, entity, record, act, source="", event="create", target=state)
-    _emit_change(conn, entity, record, act, change=("", "create", state))
+    _write_change(conn, entity, record, act, change=("", "create", state))
 
 
 def remark(conn: sa.Connection, entity: str, record: Row, act: Act, event: str) -> None:
     """Write history and outbox row for a change of a row that leaves its state unchanged."""
     state = str(getattr(record, ENTITIES[entity].state))
-    write_history(conn, entity, record, act, source=state, event=event, target=state)
-    _emit_change(conn, entity, record, act, change=(state, event, state))
+    _write_change(conn, entity, record, act, change=(state, event, state))
 
 
 @cache
@@ -267,10 +264,12 @@ def _update(
     return update.values(values | dict(made)).returning(*(where.table.c[name] for name in returned))
 
 
-def _emit_change(
+def _write_change(
     conn: sa.Connection, entity: str, record: Row, act: Act, *, change: tuple[str, str, str]
 ) -> None:
+    """Write history and outbox row. change: source, event and target."""
     source, event, target = change
+    write_history(conn, entity, record, act, source=source, event=event, target=target)
     payload = {
         "id": record.id,
         "from": source,
@@ -356,16 +355,13 @@ def write_history(
     )
 
 
-def history_of(conn: sa.Connection, entity: str, key: str) -> list[StateChange]:
-    """State changes of an entity, oldest first."""
+def history_of(
+    conn: sa.Connection, entity: str, key: str, page: Page | None = None
+) -> list[StateChange]:
+    """State changes of an entity: a page with the newest first, or all with the oldest first."""
     query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
-    return rows.every(conn, query.order_by(history.c.id), StateChange)
-
-
-def history_page(conn: sa.Connection, entity: str, key: str, page: Page) -> list[StateChange]:
-    """A page of an entity's state changes, newest first."""
-    query = sa.select(history).where(history.c.entity == entity, history.c.entity_id == key)
-    return rows.every(conn, part(query, HISTORY_ORDER, page), StateChange)
+    order = query.order_by(history.c.id) if page is None else part(query, HISTORY_ORDER, page)
+    return rows.every(conn, order, StateChange)
 
 
 def emit(

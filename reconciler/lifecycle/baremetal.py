@@ -12,8 +12,8 @@ from reconciler.db.schema import Allocation, Claim, Discovery, Node, Task, claim
 from reconciler.lifecycle import gate, host, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
+from reconciler.model.bundle import disk_identity
 from reconciler.model.errors import Problem
-from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.scheduler.explain import explain_machines
 from reconciler.model.scheduler.place import choose_machine

@@ -15,12 +15,12 @@ from reconciler.lifecycle import slots as slot_life
 from reconciler.model import transitions
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
-from reconciler.model.identity import install_id
 from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
 from reconciler.records.leasing import DUE
+from reconciler.records.reports import install_id
 from reconciler.settings import Settings
 from reconciler.trust import ca
 from reconciler.trust.certificates import read_certificate

@@ -16,11 +16,10 @@ from reconciler.lifecycle.gate import approved, gate, make_available
 from reconciler.model import approval
 from reconciler.model import discovery as seen
 from reconciler.model.act import Act, require_reason
-from reconciler.model.bundle import Bundle
+from reconciler.model.bundle import Bundle, disk_identity
 from reconciler.model.discovery import gpu as find_gpu
 from reconciler.model.discovery import pcie_switch
 from reconciler.model.errors import Problem
-from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.states import LIVE_CLAIMS, NodeMode, SlotState
 from reconciler.records import proofs, reports

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from reconciler.model.identity import disk_identity
+
+def disk_identity(hexadecimal: str) -> str:
+    """Canonical spelling of a disk's identity: eui.<16 or 32 lowercase hex digits>."""
+    return f"eui.{hexadecimal.lower()}"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Node, Proof, Slot, nodes, proofs, slots
 from reconciler.model import gate
 from reconciler.model.act import Act
+from reconciler.model.bundle import disk_identity
 from reconciler.model.errors import Problem
 from reconciler.model.gate import Failures
-from reconciler.model.identity import disk_identity
 from reconciler.model.proof import DEFAULT_POLICY, check_proof
 from reconciler.model.states import ProofKind, SlotState
 

@@ -35,6 +35,7 @@ SETTLE_S = 180
 GRACE_S = 300
 DEADLINE_PASSED = "deadline_passed"
 ORDER = Order(tasks, ("created_at", "id"), descending=True)
+OPEN = (*DUE, TaskState.RUNNING)
 _ENDS = {
     TaskState.SUCCEEDED: "succeed",
     TaskState.FAILED: "fail",
@@ -352,10 +353,7 @@ def every(
 
 def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Task]:
     """Tasks of an allocation that have not ended."""
-    query = sa.select(tasks).where(
-        tasks.c.allocation_id == allocation_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
-    )
-    return db_rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id), Task)
+    return _open(conn, tasks.c.allocation_id == allocation_id)
 
 
 def never_ran(task: Task) -> bool:
@@ -374,9 +372,11 @@ def may_have_begun(conn: sa.Connection, allocation_id: str) -> bool:
 
 def open_of_node(conn: sa.Connection, node_id: str) -> list[Task]:
     """Tasks of a node that have not ended."""
-    query = sa.select(tasks).where(
-        tasks.c.node_id == node_id, tasks.c.state.in_((*DUE, TaskState.RUNNING))
-    )
+    return _open(conn, tasks.c.node_id == node_id)
+
+
+def _open(conn: sa.Connection, which: sa.ColumnElement[bool]) -> list[Task]:
+    query = sa.select(tasks).where(which, tasks.c.state.in_(OPEN))
     return db_rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id), Task)
 
 
@@ -511,7 +511,6 @@ def _extend(
 
 # Most rows of each kind in a read, so that a long history is not read at once.
 _AT_ONCE = 500
-OPEN = (*DUE, TaskState.RUNNING)
 
 
 @dataclass(frozen=True)

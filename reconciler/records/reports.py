@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,6 @@ from reconciler.db.schema import (
     parities,
 )
 from reconciler.model.act import Act
-from reconciler.model.identity import install_id
 
 
 def latest_discovery(conn: sa.Connection, node_id: str) -> Discovery | None:
@@ -84,6 +84,15 @@ def baseline(conn: sa.Connection, allocation_id: str) -> dict[str, Any]:
     """State of the machine before the allocation; {} when it was not recorded."""
     query = sa.select(baselines.c.document).where(baselines.c.allocation_id == allocation_id)
     return dict(conn.execute(query.order_by(baselines.c.id).limit(1)).scalar() or {})
+
+
+def install_id(machine_id: str, host_key: str) -> str:
+    """Install id, a digest of machine-id and host key; "" while either is unknown."""
+    if not machine_id or not host_key:
+        return ""
+    # Only type and key, because the comment of a public key is free text.
+    key = " ".join(host_key.split()[:2])
+    return hashlib.sha256(f"{machine_id}\n{key}".encode()).hexdigest()[:32]
 
 
 def report_values(

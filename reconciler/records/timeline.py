@@ -5,7 +5,7 @@ The state changes include those of related entities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import sqlalchemy as sa
@@ -49,6 +49,17 @@ _ALL = sa.union_all(
     ),
 ).subquery("timeline")
 
+_BODIES: dict[str, tuple[sa.Table, sa.Select[Any]]] = {
+    STATE: (history, sa.select(history)),
+    PROGRESS: (
+        task_events,
+        sa.select(task_events, tasks.c.kind, tasks.c.node_id, tasks.c.allocation_id).join(
+            tasks, tasks.c.id == task_events.c.task_id
+        ),
+    ),
+    AUDIT: (audit_log, sa.select(audit_log)),
+}
+
 ORDER = Order(_ALL, ("at", "type", "id"), descending=True)
 
 
@@ -65,44 +76,20 @@ def of(
 
     types: some of STATE, PROGRESS and AUDIT; all by default.
     """
-    query = sa.select(_ALL)
+    page_query = sa.select(_ALL)
     if types is not None:
-        query = query.where(_ALL.c.type.in_(types))
+        page_query = page_query.where(_ALL.c.type.in_(types))
     for name, value in (
         ("node_id", node_id),
         ("allocation_id", allocation_id),
         ("correlation_id", correlation_id),
     ):
         if value is not None:
-            query = query.where(_ALL.c[name] == value)
-    places = rows.every(conn, part(query, ORDER, page))
-    bodies = {
-        kind: read(conn, [row["id"] for row in places if row["type"] == kind])
-        for kind, read in _BODIES.items()
-    }
-    return [{**bodies[row["type"]][row["id"]], "type": row["type"]} for row in places]
-
-
-def _changes(conn: sa.Connection, ids: list[int]) -> dict[int, Record]:
-    return _by_id(conn, sa.select(history).where(history.c.id.in_(ids)))
-
-
-def _steps(conn: sa.Connection, ids: list[int]) -> dict[int, Record]:
-    query = sa.select(task_events, tasks.c.kind, tasks.c.node_id, tasks.c.allocation_id)
-    query = query.join(tasks, tasks.c.id == task_events.c.task_id)
-    return _by_id(conn, query.where(task_events.c.id.in_(ids)))
-
-
-def _acts(conn: sa.Connection, ids: list[int]) -> dict[int, Record]:
-    return _by_id(conn, sa.select(audit_log).where(audit_log.c.id.in_(ids)))
-
-
-def _by_id(conn: sa.Connection, query: sa.Select[Any]) -> dict[int, Record]:
-    return {row["id"]: row for row in rows.every(conn, query)}
-
-
-_BODIES: dict[str, Callable[[sa.Connection, list[int]], dict[int, Record]]] = {
-    STATE: _changes,
-    PROGRESS: _steps,
-    AUDIT: _acts,
-}
+            page_query = page_query.where(_ALL.c[name] == value)
+    places = rows.every(conn, part(page_query, ORDER, page))
+    bodies: dict[tuple[str, int], Record] = {}
+    for kind, (table, query) in _BODIES.items():
+        ids = [row["id"] for row in places if row["type"] == kind]
+        for body in rows.every(conn, query.where(table.c.id.in_(ids))):
+            bodies[kind, body["id"]] = body
+    return [{**bodies[row["type"], row["id"]], "type": row["type"]} for row in places]

@@ -115,11 +115,11 @@ def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:
     began = time.monotonic()
     try:
         script = (HERE / "script.sh").read_text()
-        said = stage.on_host("sh", "-s", *words, stdin=script, limit_s=1200)
+        output = stage.on_host("sh", "-s", *words, stdin=script, limit_s=1200)
         seconds = time.monotonic() - began
     finally:
         undo(stage, plan)
-    return seconds, float(said.split("dd_seconds ")[1].split()[0])
+    return seconds, float(output.split("dd_seconds ")[1].split()[0])
 
 
 def undo(stage: Stage, plan: dict[str, Any]) -> None:

@@ -55,8 +55,8 @@ def main(words: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{problem}\n")
             return 1
     with running(fsync=True, options="-c max_connections=50") as server:
-        found = measure(server, given)
-    document.add(found, given.output)
+        figures = measure(server, given)
+    document.add(figures, given.output)
     return 0
 
 
@@ -114,11 +114,11 @@ def pgbench(server: Server, *, seconds: int) -> float:
     script.write_text("INSERT INTO bench_rows (name, at) VALUES ('a', 1.0);\n")
     script.chmod(0o644)
     words = ("-n", "-c", str(CLIENTS), "-j", str(CLIENTS), "-T", str(seconds), "-f", str(script))
-    said = server.run("pgbench", *where, *words, "postgres")
-    found = re.search(r"tps = ([\d.]+)", said)
-    if found is None:
-        raise RuntimeError(f"pgbench said: {said}")
-    return round(float(found[1]), 1)
+    output = server.run("pgbench", *where, *words, "postgres")
+    match = re.search(r"tps = ([\d.]+)", output)
+    if match is None:
+        raise RuntimeError(f"no figure in the output of pgbench: {output}")
+    return round(float(match[1]), 1)
 
 
 def clients(work: Callable[[int, int], list[float]], claims: int) -> Figures:
@@ -129,9 +129,11 @@ def clients(work: Callable[[int, int], list[float]], claims: int) -> Figures:
         # Importing, connecting and compiling statements are over before the clock starts.
         pool.starmap(work, [(client, WARM) for client in range(CLIENTS)], chunksize=1)
         began = time.monotonic()
-        found = pool.starmap(work, [(client, share) for client in range(CLIENTS)], chunksize=1)
+        times_by_client = pool.starmap(
+            work, [(client, share) for client in range(CLIENTS)], chunksize=1
+        )
         seconds = time.monotonic() - began
-    times = sorted(one for client in found for one in client)
+    times = sorted(seconds_of_claim for client in times_by_client for seconds_of_claim in client)
     return {
         "ours_per_s": round(len(times) / seconds, 1),
         "claims": len(times),
@@ -199,7 +201,7 @@ def profile(server: Server, nodes: int, launches: int) -> Figures:
     if len(requests) != launches:
         raise RuntimeError(f"{launches} launches, and times of {len(requests)} requests")
     whole = statistics.mean(seen)
-    parts = {name: statistics.mean(one[name] for one in requests) for name in timed.PARTS}
+    parts = {name: statistics.mean(request[name] for request in requests) for name in timed.PARTS}
     parts["wire"] = whole - sum(parts.values())
     where = {name: round(seconds * 1000, 2) for name, seconds in parts.items()}
     return {"alone_ms": round(whole * 1000, 2), "where_ms": where}
@@ -209,9 +211,9 @@ def _peer(server: Server, nodes: int, claims: int) -> Figures:
     name = "placement"
     server.database(name)
     with openstack.serving(server, name, nodes, SLOTS) as address:
-        found = clients(partial(openstack.claim, address), claims)
-    found["placement_per_s"] = found.pop("ours_per_s")
-    return found
+        figures = clients(partial(openstack.claim, address), claims)
+    figures["placement_per_s"] = figures.pop("ours_per_s")
+    return figures
 
 
 def _against(ours: Figures, peer: dict[str, Figures], name: str) -> Figures:

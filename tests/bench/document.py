@@ -10,9 +10,9 @@ from typing import Any
 PATH = Path(__file__).resolve().parents[2] / "build" / "bench.json"
 
 
-def add(found: dict[str, Any], path: Path = PATH) -> None:
+def add(figures: dict[str, Any], path: Path = PATH) -> None:
     """Save and print the measured figures."""
-    known = json.loads(path.read_text()) if path.exists() else {}
+    existing = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known | found, indent=1) + "\n")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(existing | figures, indent=1) + "\n")
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")

@@ -42,10 +42,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=document.PATH)
     given = parser.parse_args()
     with service.running("") as serving:
-        found = {"rest": _look(serving, given.settle)}
+        figures = {"rest": _look(serving, given.settle)}
     with running(fsync=False) as server:
-        found |= fleet(server, given.nodes, given.settle)
-    document.add({"memory_mib": _flat(found)}, given.output)
+        figures |= fleet(server, given.nodes, given.settle)
+    document.add({"memory_mib": _flat(figures)}, given.output)
     return 0
 
 
@@ -58,12 +58,12 @@ def fleet(server: Server, nodes: int, settle_s: float) -> dict[str, Figures]:
         tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as nothing,
         service.running(url, GPUAAS_COLLECTIONS_PATH=nothing) as serving,
     ):
-        found = {f"{name}_loops": _look(serving, settle_s)}
+        figures = {f"{name}_loops": _look(serving, settle_s)}
         together = Barrier(CLIENTS, timeout=_END_S)
         with ThreadPoolExecutor(CLIENTS) as clients:
             list(clients.map(partial(ask, serving.address, secret, together), range(CLIENTS)))
         idle(serving.address, secret)
-        return found | {name: _look(serving, settle_s)}
+        return figures | {name: _look(serving, settle_s)}
 
 
 def ask(address: str, secret: str, together: Barrier, client: int) -> None:
@@ -109,14 +109,14 @@ def _http(address: str, secret: str) -> httpx.Client:
 
 def _list(http: httpx.Client, path: str) -> list[dict[str, Any]]:
     """Read all pages."""
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     cursor = ""
     while True:
         page = _get(http, f"{API}{path}", limit=PAGE, cursor=cursor).json()
-        found += page["items"]
+        items += page["items"]
         cursor = page["next"] or ""
         if not cursor:
-            return found
+            return items
 
 
 def _get(http: httpx.Client, path: str, **query: str | int) -> httpx.Response:
@@ -125,10 +125,10 @@ def _get(http: httpx.Client, path: str, **query: str | int) -> httpx.Response:
     return answer
 
 
-def _flat(found: dict[str, Figures]) -> Figures:
+def _flat(figures: dict[str, Figures]) -> Figures:
     """Use the plain name for resident memory, and suffixes for the rest."""
     flat: Figures = {}
-    for name, sizes in found.items():
+    for name, sizes in figures.items():
         flat |= {name if key == "rss" else f"{name}_{key}": size for key, size in sizes.items()}
     return flat
 

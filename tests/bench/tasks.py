@@ -70,26 +70,26 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=document.PATH)
     given = parser.parse_args()
     with running(fsync=True, options="-c max_connections=100") as server:
-        found = measure(server, given)
-    document.add({"tasks": found}, given.output)
+        figures = measure(server, given)
+    document.add({"tasks": figures}, given.output)
     return 0
 
 
 def measure(server: Server, given: argparse.Namespace) -> Figures:
     """Measure all figures; each figure gets a new database and folder."""
-    found: Figures = {"processes": given.processes, "at_once": given.at_once}
+    results: Figures = {"processes": given.processes, "at_once": given.at_once}
     for launcher, count in (("noop", given.noop), ("runner", given.runner)):
         if not count:
             continue
         url = server.database(launcher)
         records.make(url, given.nodes, 1)
         with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as name:
-            figures = throughput(url, Path(name), launcher, count, given)
-        found |= {f"{launcher}_{key}": value for key, value in figures.items()}
+            measured = throughput(url, Path(name), launcher, count, given)
+        results |= {f"{launcher}_{key}": value for key, value in measured.items()}
     url = server.database("profile")
     records.make(url, given.nodes, 1)
     with tempfile.TemporaryDirectory(prefix="gpuaas-bench-") as name:
-        return found | profile(url, Path(name), given.profile)
+        return results | profile(url, Path(name), given.profile)
 
 
 def throughput(
@@ -125,14 +125,14 @@ def profile(url: str, folder: Path, count: int) -> Figures:
     """Return the time of a task by its parts, without a process of its run."""
     settings = Settings(state_dir=folder, database_url=url)
     engine = open_engine(url)
-    said: list[str] = []
-    event.listen(engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+    statements: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
     try:
         adopt(settings, engine)
         with noop():
             queue.fill(engine, WARM + count)
             _one_by_one(engine, settings, WARM)
-            said.clear()
+            statements.clear()
             profiler = cProfile.Profile()
             began = time.perf_counter()
             profiler.runcall(_one_by_one, engine, settings, count)
@@ -143,7 +143,7 @@ def profile(url: str, folder: Path, count: int) -> Figures:
     of_one = 1000 / count
     return {
         "profiled_ms": round(seconds * of_one, 1),
-        "statements": round(len(said) / count, 1),
+        "statements": round(len(statements) / count, 1),
         "where_ms": {name: round(stats.seconds(at) * of_one, 2) for name, at in PARTS.items()},
         "inside_ms": {name: round(stats.seconds(at) * of_one, 2) for name, at in INSIDE.items()},
         "inside_calls": {name: round(stats.calls(at) / count, 1) for name, at in INSIDE.items()},

@@ -30,7 +30,7 @@ def refusals() -> list[Refusal]:
             "host_in_use",
             expected="a host on which no virtual machine runs and of which nothing is leased",
             found=", ".join(in_use),
-            remedy="drain the node and release what is on it, then ask again",
+            remedy="drain the node and release its allocations, then run again",
         )
     ]
 

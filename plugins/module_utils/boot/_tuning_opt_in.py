@@ -22,7 +22,7 @@ NOTHING = "none"
 _UNREADABLE = "tuning_record_unreadable"
 _REPAIR = (
     "nothing was done; repair the file, or bootstrap the host again with"
-    f" {SETTING} naming what is wanted, or {NOTHING}"
+    f" {SETTING} naming the profiles, or {NOTHING}"
 )
 
 
@@ -59,7 +59,7 @@ def unknown(profiles: Sequence[str]) -> list[Refusal]:
             expected=f"{', '.join(PROFILES)} in the hardware profile and in {FILE}",
             found=", ".join(unknown_names),
             remedy="nothing was done; run a release that knows the name, or bootstrap the host"
-            f" with {SETTING} naming what is wanted, or {NOTHING}",
+            f" with {SETTING} naming the profiles, or {NOTHING}",
         )
     ]
 

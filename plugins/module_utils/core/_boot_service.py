@@ -148,7 +148,7 @@ def not_slice_mode() -> Refusal:
     return Refusal(
         "not_slice_mode",
         expected=f"a host put into slice mode ({SLICE_MODE})",
-        found="no such word on this host",
+        found="no such file on this host",
         remedy="run the bootstrap playbook, which puts the host into slice mode",
     )
 
@@ -324,9 +324,9 @@ def _notify_ready() -> None:
 def _unforeseen(broken: Exception) -> Refusal:
     return Refusal(
         "system_error",
-        expected="what is optional to be looked after",
+        expected="the optional steps to be carried out",
         found=f"{type(broken).__name__}: {broken}",
-        remedy="repair what the system names; all else of this service is there",
+        remedy="repair the named cause; all other parts of this service are in place",
     )
 
 

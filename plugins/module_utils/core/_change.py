@@ -176,7 +176,7 @@ def _unforeseen(step: Step, problem: Exception) -> Refusal:
         "system_error",
         expected=f"{step.name} of {step.subject} to be done",
         found=f"{type(problem).__name__}: {problem} ({where})",
-        remedy="repair what the system names, then run again",
+        remedy="repair the cause that the system names, then run again",
     )
 
 

@@ -97,7 +97,7 @@ def unreadable(absolute: str, broken: OSError) -> Refusal:
         "file_unreadable",
         expected=f"a readable {absolute}, or none",
         found=f"{absolute}: {_why(broken)}",
-        remedy="repair what keeps it from being read, then run again; nothing was changed",
+        remedy="make it readable, then run again; nothing was changed",
     )
 
 

@@ -30,7 +30,7 @@ def recall(subject: str) -> dict[str, Any] | None:
     return _host.document(
         file_of(subject),
         code="before_unreadable",
-        remedy="write down there by hand what the host was before, or remove the file: "
+        remedy="record the host's earlier state there by hand, or remove the file: "
         "the way back then takes the host for a freshly deployed one",
     )
 

@@ -140,7 +140,7 @@ def others_leased(allocation_id: str) -> list[Refusal]:
             "slot_leased",
             expected="a machine on which nothing is leased",
             found=f"{entry.slot_id} leased by {entry.allocation_id}",
-            remedy="release that allocation first, or repair what it left",
+            remedy="release that allocation first, or clean its traces up",
         )
         for entry in entries()
         if entry.allocation_id not in ("", allocation_id)

@@ -70,7 +70,7 @@ def identity(
             "approval_missing",
             expected=f"serial and eui of {path} in `expected`",
             found="none" if approved is None else f"serial {serial!r}, eui {identifier!r}",
-            remedy="make a dry run, let it be approved, and pass what it showed",
+            remedy="make a dry run, have it approved, and pass its approval",
         )
     try:
         _disk.require(disk, identifier=identifier, serial=serial)
@@ -87,7 +87,7 @@ def unusual(named: str, used: _block.Usage, approved: Approval) -> Iterator[Refu
                 _signature.MEMBERS.get(kind, "unexpected_filesystem"),
                 expected=f"on {named} nothing, or {', '.join(dict.fromkeys(allowed))}",
                 found=f"{kind} on {name}",
-                remedy="find out whose data it is; dissolve an array or volume group with its own "
+                remedy="find the owner of the data; dissolve an array or volume group with its own "
                 "tools, name any other type under `filesystems` in the approval",
             )
 
@@ -108,5 +108,5 @@ def exceeded(
             "changed_since_approval",
             expected=f"on {named} no more than was approved",
             found=", ".join(more),
-            remedy="find out who uses the disk; make a new dry run and have what it shows approved",
+            remedy="find the user of the disk; make a new dry run and have it approved",
         )

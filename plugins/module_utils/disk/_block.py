@@ -68,7 +68,7 @@ def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refus
             "os_disk" if "os_disk" in codes else "disk_in_use",
             expected=f"{disk.label} not in use by anything",
             found="; ".join(f"{code}: {text}" for code, text in findings),
-            remedy="stop what uses it, or choose another disk; nothing is taken away by force",
+            remedy="stop its users, or choose another disk; nothing is taken away by force",
         ),
     ]
 
@@ -128,9 +128,9 @@ def _refuse_change(descriptor: int, disk: Disk, seen: Collection[str]) -> None:
     if sorted(seen) != sorted(there):
         raise Refusal(
             "changed_since_plan",
-            expected=f"on {disk.disk_identity} what the plan saw: {', '.join(seen) or 'nothing'}",
+            expected=f"{disk.disk_identity} as planned, with {', '.join(seen) or 'no signature'}",
             found=", ".join(there) or "nothing",
-            remedy="find out who uses the disk; make a new plan and have it approved",
+            remedy="find the user of the disk; make a new plan and have it approved",
         )
 
 
@@ -163,7 +163,7 @@ def _patiently(act: Callable[[], Result]) -> Result:
 def _unreadable(disk: Disk, broken: OSError) -> Refusal:
     return Refusal(
         "device_unreadable",
-        expected=f"to read what is on {disk.label}",
+        expected=f"the content of {disk.label} readable",
         found=str(broken),
         remedy="read the kernel log; replace the disk, or have it formatted when nothing on it is "
         "needed, and run again; nothing was changed",

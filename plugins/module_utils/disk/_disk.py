@@ -178,7 +178,7 @@ def mismatch(named: str, expected: str, found: str, what: str) -> Refusal:
         "identity_mismatch",
         expected=f"{what} {expected!r} on {named}",
         found=f"{found!r}, read from the device",
-        remedy="discover the node again and approve what is there; do not touch this disk",
+        remedy="discover the node again and approve the new device; do not use this disk",
     )
 
 

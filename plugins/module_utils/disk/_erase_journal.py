@@ -21,7 +21,7 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
     record = _host.document(
         _file(disk.disk_identity),
         code="erase_record_unreadable",
-        remedy="remove the file; what is on the disk then needs an approval of its own",
+        remedy="remove the file; the content of the disk then needs its own approval",
     )
     if record is None or record.get("disk") != _who(disk):
         return None

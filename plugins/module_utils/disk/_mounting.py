@@ -99,7 +99,7 @@ def _exact(kept: str) -> str:
 def _covered(point: str, upper: _usage.Mount) -> Refusal:
     return Refusal(
         "mount_covered",
-        expected=f"nothing mounted over what the disk has on {point}",
+        expected=f"nothing mounted over the disk's mount on {point}",
         found=f"{upper.type} {upper.source}",
         remedy="unmount that first, or restart the machine; nothing is taken away by force",
     )

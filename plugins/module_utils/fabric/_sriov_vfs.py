@@ -141,7 +141,7 @@ def _prove_given_back(params: _change.Params) -> None:
             "vfs_not_restored",
             expected="the fabric cards with the virtual functions that they had before slice mode",
             found="; ".join(now),
-            remedy="see who else makes virtual functions on this host, then run again",
+            remedy="find the other program that makes virtual functions here, then run again",
         )
 
 
@@ -184,7 +184,7 @@ def _recalled() -> dict[str, Any] | None:
                 expected=f'cards like "0000:25:00.0": {{"count": 2, "autoprobe": true}} '
                 f"in {_host_snapshot.file_of(RECORD)}",
                 found=json.dumps({address: was}),
-                remedy="write down there by hand what the card was before",
+                remedy="record the earlier state of the card there by hand",
             )
     return before
 

@@ -175,7 +175,7 @@ def plan(params: Params, state: State) -> _change.Plan:
             "device_missing",
             expected=f"the fabric card {name}",
             found=reason,
-            remedy="check the card, what its port is set to, and the profile's fabric",
+            remedy="check the card, the link type of its port, and the profile's fabric",
         )
         for name, reason in state.missing
         # A missing card must not prevent the others from returning to plain use.

@@ -173,7 +173,7 @@ def plan(wish: Wish, state: State) -> Plan:
 
 
 def settled(wish: Wish, state: State) -> bool:
-    """Whether every wanted value is current and stays so, and no BIOS job is open."""
+    """Whether every requested value is current and stays so, and no BIOS job is open."""
     return not any(job.is_bios for job in state.open_jobs()) and all(
         name in state.attributes
         and state.attributes[name].current == value
@@ -214,7 +214,7 @@ def queued(jobs: Iterable[Job]) -> Refusal:
 
 
 def document(wish: Wish, state: State) -> dict[str, Any]:
-    """The module's result: each wanted setting, the jobs, and whether all settings are in force."""
+    """The module's result: requested settings, jobs, and whether all settings are current."""
     return {
         "settled": settled(wish, state),
         "attributes": [
@@ -300,7 +300,7 @@ def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> li
         blockers.append(
             Refusal(
                 "foreign_pending_values",
-                expected="no staged change beside the wanted ones: one job commits them all",
+                expected="no staged change beside the requested ones: one job commits them all",
                 found="; ".join(strangers),
                 remedy="commit them with a job of their own, or clear the pending BIOS values, then"
                 " ask again",

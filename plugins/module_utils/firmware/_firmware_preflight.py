@@ -166,7 +166,7 @@ def job_line(job: Mapping[str, Any]) -> str:
 
 
 def bios_settings(facts: Facts) -> Verdict:
-    """Every wanted value is current, and no job could change it."""
+    """Every requested value is current, and no job could change it."""
     bios = facts.bios
     problems = [
         f"{attribute['name']} is {attribute['current'] or 'not there'}, not {attribute['wanted']}"

@@ -212,7 +212,7 @@ def garbled(command: str, expected: str, found: str) -> Refusal:
         "racadm_garbled",
         expected=f"`racadm {command}` to answer with {expected}",
         found=shown,
-        remedy="run it by hand; reset the controller (`racadm racreset`) if it answers no better",
+        remedy="run it by hand; reset the controller (`racadm racreset`) if this does not help",
     )
 
 
@@ -229,9 +229,9 @@ def _commit(racadm: Racadm, params: _change.Params) -> list[str]:
     if missing:
         raise Refusal(
             "staging_failed",
-            expected="every wanted value staged before the job is made",
+            expected="every requested value staged before the job is made",
             found="; ".join(missing),
-            remedy="set it by hand and read what RACADM says; nothing was power-cycled",
+            remedy="set it by hand and read RACADM's message; nothing was power-cycled",
         )
     try:
         return racadm.commit()

@@ -85,7 +85,7 @@ def one_request(shared: _change.Plan) -> _change.Plan:
 
 
 def unfit(requested: Mapping[str, str], rules: Mapping[str, Rule]) -> list[Refusal]:
-    """The wanted values that the registry does not allow."""
+    """The requested values that the registry does not allow."""
     blockers = []
     for name, value in requested.items():
         rule = rules.get(name)

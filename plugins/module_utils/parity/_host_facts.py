@@ -149,7 +149,7 @@ class Facts:
                 "probe_failed",
                 expected=f"a stand-in for a guest on {probe.bridge}",
                 found=str(broken),
-                remedy="repair what the system names, then run parity again",
+                remedy="repair the cause that the system names, then run parity again",
             )
 
     @cached_property

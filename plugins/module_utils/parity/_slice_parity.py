@@ -227,7 +227,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         # No role: data on a disk is destroyed only with an approval, never by a repair.
         Remedy(
             f"run playbook {_STORAGE} for the disk, or approve the slot again; "
-            "wipe what a tenant left",
+            "wipe the tenant's data",
             _STORAGE,
         ),
         baremetal=_nothing_of("nvme_ownership"),

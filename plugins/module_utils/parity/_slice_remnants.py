@@ -334,7 +334,9 @@ def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
     # A mask without a record may be the site's. Only this collection creates the drop-in.
     bars = _host.path(_boot_files.UNITS).glob(f"*.d/{_gpu_services.BAR}")
-    yield _none("gpu_services_quiesced", "barred services", sorted(bar.parent.name for bar in bars))
+    yield _none(
+        "gpu_services_quiesced", "barred services", sorted(drop_in.parent.name for drop_in in bars)
+    )
 
 
 def _libvirt_service(_facts: Facts) -> Iterator[Item]:

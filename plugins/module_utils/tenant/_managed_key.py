@@ -208,5 +208,5 @@ def _invalid(name: str, expected: str, found: str) -> Refusal:
         "managed_key_invalid",
         expected=f"{name}: {expected}",
         found=repr(found)[:120],
-        remedy="pass what the reconciler shows",
+        remedy="pass the values that the reconciler shows",
     )

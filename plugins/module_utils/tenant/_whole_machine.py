@@ -148,8 +148,8 @@ def _written(disk: _block.Disk, used: _block.Usage) -> list[Refusal]:
             "unexpected_filesystem",
             expected=f"nothing on {disk.label}",
             found=", ".join(there),
-            remedy="find out whose data it is; discover the node again, which leaves the disk out, "
-            "or have the disk taken over under its identity (storage transition)",
+            remedy="find the owner of the data; discover the node again, which leaves the disk out,"
+            " or have the disk taken over under its identity (storage transition)",
         )
     ]
 

@@ -41,7 +41,7 @@ class NotInstalled(Exception):
     """The peer is missing and cannot be installed."""
 
 
-def there() -> bool:
+def is_installed() -> bool:
     """Return whether its environment is completely installed."""
     words = [str(HOME / "bin" / "python"), "-c", "import gunicorn, placement, psycopg2"]
     with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def there() -> bool:
 
 def install() -> None:
     """Create the environment if it is missing."""
-    if there():
+    if is_installed():
         return
     sys.stderr.write(f"installing OpenStack Placement in {HOME}\n")
     try:
@@ -59,10 +59,10 @@ def install() -> None:
         pip = [str(HOME / "bin" / "pip"), "install", "--quiet", *PACKAGES]
         subprocess.run(pip, check=True, stderr=subprocess.PIPE, text=True)
     except (OSError, subprocess.CalledProcessError) as failure:
-        said = getattr(failure, "stderr", "") or str(failure)
+        output = getattr(failure, "stderr", "") or str(failure)
         raise NotInstalled(
             f"expected {' '.join(PACKAGES)} from the package index, to measure against; found: "
-            f"{said.strip()[-500:]}. Run it where the index is reached, or without the peer: "
+            f"{output.strip()[-500:]}. Run it where the index is reached, or without the peer: "
             "--no-peer"
         ) from failure
 
@@ -131,8 +131,8 @@ def _try(wire: Wire, turn: int) -> bool:
 def _fleet(server: Server, database: str, nodes: int, slots: int) -> None:
     """Write the fleet into the database, because its API would take longer than all the rest."""
     with psycopg.connect(host=str(server.folder), user="gpuaas", dbname=database) as conn:
-        found = conn.execute("SELECT id FROM resource_classes WHERE name = %s", [CLASS]).fetchone()
-        if found is None:
+        row = conn.execute("SELECT id FROM resource_classes WHERE name = %s", [CLASS]).fetchone()
+        if row is None:
             raise RuntimeError(f"Placement does not know {CLASS}")
         provider = (
             "INSERT INTO resource_providers (id, uuid, name, generation, root_provider_id,"
@@ -152,7 +152,7 @@ def _fleet(server: Server, database: str, nodes: int, slots: int) -> None:
         with conn.cursor() as cursor:
             cursor.executemany(provider, roots)
             cursor.executemany(provider, children)
-            cursor.executemany(inventory, [(child[0], found[0]) for child in children])
+            cursor.executemany(inventory, [(child[0], row[0]) for child in children])
         conn.commit()
         conn.autocommit = True
         conn.execute("VACUUM ANALYZE")

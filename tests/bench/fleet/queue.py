@@ -65,15 +65,15 @@ def workers(
     with log.open("ab") as output:
         try:
             for _ in range(processes):
-                one = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
-                running.append(one)
-            yield [one.pid for one in running]
+                process = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+                running.append(process)
+            yield [process.pid for process in running]
         finally:
-            for one in running:
-                one.send_signal(signal.SIGTERM)
-            for one in running:
-                one.wait(timeout=60)
-    if any(one.returncode for one in running):
+            for process in running:
+                process.send_signal(signal.SIGTERM)
+            for process in running:
+                process.wait(timeout=60)
+    if any(process.returncode for process in running):
         raise RuntimeError(f"a worker failed:\n{log.read_text()[-3000:]}")
 
 
@@ -88,15 +88,15 @@ def wait(engine: sa.Engine, ids: Sequence[str], limit_s: float) -> None:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         with reading(engine) as conn:
-            found = {row.state: row.count for row in conn.execute(query)}
-        if found.get(TaskState.SUCCEEDED, 0) == len(ids):
+            counts = {row.state: row.count for row in conn.execute(query)}
+        if counts.get(TaskState.SUCCEEDED, 0) == len(ids):
             return
-        if any(state in _ENDED and state != TaskState.SUCCEEDED for state in found):
+        if any(state in _ENDED and state != TaskState.SUCCEEDED for state in counts):
             with reading(engine) as conn:
                 errors = conn.execute(sa.select(task_table.c.error).where(mine)).scalars()
-                raise RuntimeError(f"tasks failed: {next(filter(None, errors), found)}")
+                raise RuntimeError(f"tasks failed: {next(filter(None, errors), counts)}")
         time.sleep(0.25)
-    raise RuntimeError(f"after {limit_s:.0f} s: {found}")
+    raise RuntimeError(f"after {limit_s:.0f} s: {counts}")
 
 
 def phases(engine: sa.Engine, ids: Sequence[str]) -> dict[str, float]:
@@ -105,17 +105,17 @@ def phases(engine: sa.Engine, ids: Sequence[str]) -> dict[str, float]:
     """
     columns = (task_table.c.started_at, task_table.c.finished_at, task_table.c.run_directory)
     with reading(engine) as conn:
-        found = conn.execute(sa.select(*columns).where(task_table.c.id.in_(ids))).all()
+        rows = conn.execute(sa.select(*columns).where(task_table.c.id.in_(ids))).all()
     marks = []
-    for start, end, directory in found:
+    for start, end, directory in rows:
         run = RunPaths(Path(directory))
-        said = (
+        entries = (
             (run.manifest, "prepared_at"),
             (run.process, "started_at"),
             (run.outcome, "finished_at"),
         )
-        told = [datetime.fromisoformat(_read(path)[name]).timestamp() for path, name in said]
-        marks.append([start, *told, end])
+        moments = [datetime.fromisoformat(_read(path)[name]).timestamp() for path, name in entries]
+        marks.append([start, *moments, end])
     lasted = [[after - before for before, after in pairwise(mark)] for mark in marks]
     names = ("prepare", "start", "play", "notice")
     spread = zip(names, zip(*lasted, strict=True), strict=True)
@@ -123,16 +123,16 @@ def phases(engine: sa.Engine, ids: Sequence[str]) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, str]:
-    found = read_json(path)
-    if found is None:
+    document = read_json(path)
+    if document is None:
         raise FileNotFoundError(path)
-    return found
+    return document
 
 
 def times(engine: sa.Engine, ids: Sequence[str]) -> tuple[float, float]:
     """Return, by the database's clock, the seconds of all these tasks and the median of a task."""
     query = sa.select(task_table.c.started_at, task_table.c.finished_at)
     with reading(engine) as conn:
-        found = conn.execute(query.where(task_table.c.id.in_(ids))).all()
-    whole = max(end for _, end in found) - min(start for start, _ in found)
-    return whole, statistics.median(end - start for start, end in found)
+        rows = conn.execute(query.where(task_table.c.id.in_(ids))).all()
+    whole = max(end for _, end in rows) - min(start for start, _ in rows)
+    return whole, statistics.median(end - start for start, end in rows)

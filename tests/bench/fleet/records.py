@@ -83,8 +83,8 @@ def _rows(conn: sa.Connection, count: int, slots_each: int) -> None:
             proof, slot = _slot(node, number, index, slots_each, now)
             proven.append(proof)
             sold.append(slot)
-    for table, found in ((nodes, hosts), (proofs, proven), (slots, sold)):
-        conn.execute(sa.insert(table), found)
+    for table, rows in ((nodes, hosts), (proofs, proven), (slots, sold)):
+        conn.execute(sa.insert(table), rows)
 
 
 def _slot(

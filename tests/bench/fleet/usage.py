@@ -18,10 +18,14 @@ def cpu_s(pid: int) -> float:
 
 def memory_mib(pid: int) -> dict[str, float]:
     """rss: resident or swapped out. pss: shared pages in part. peak: largest resident size."""
-    said = _sizes(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    current = _sizes(Path(f"/proc/{pid}/smaps_rollup").read_text())
     peak = _sizes(Path(f"/proc/{pid}/status").read_text())["VmHWM"]
-    found = {"rss": said["Rss"] + said["Swap"], "pss": said["Pss"] + said["SwapPss"], "peak": peak}
-    return {name: round(kib / _KIB, 1) for name, kib in found.items()}
+    sizes = {
+        "rss": current["Rss"] + current["Swap"],
+        "pss": current["Pss"] + current["SwapPss"],
+        "peak": peak,
+    }
+    return {name: round(kib / _KIB, 1) for name, kib in sizes.items()}
 
 
 def _sizes(text: str) -> dict[str, int]:

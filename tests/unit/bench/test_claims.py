@@ -60,9 +60,9 @@ def test_a_missing_peer_is_installed_once(tmp_path: Path, index: Callable[[str],
         'printf \'#!/bin/sh\\n[ "$2" = "import gunicorn, placement, psycopg2" ]\\n\''
         ' > "${0%pip}python" && chmod +x "${0%pip}python"\n'
     )
-    assert not openstack.there()
+    assert not openstack.is_installed()
     openstack.install()
-    assert openstack.there()
+    assert openstack.is_installed()
     openstack.install()
     assert asked.read_text().split() == ["install", "--quiet", *openstack.PACKAGES]
 

@@ -1,4 +1,4 @@
-"""Which accelerator a lab runs with."""
+"""Choice of the lab's accelerator."""
 
 from __future__ import annotations
 

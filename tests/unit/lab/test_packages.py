@@ -13,19 +13,19 @@ from lab.command import LabError
 PROGRAMS = {
     "dpkg-query": 'echo "zstd installed"; exit 1',
     "sudo": 'exec env -i PATH="$PATH" "$@"',
-    "apt-get": 'echo "$1 ${DEBIAN_FRONTEND:-dialog}" >> "$(dirname "$0")/said"; test -n "$2"',
+    "apt-get": 'echo "$1 ${DEBIAN_FRONTEND:-dialog}" >> "$(dirname "$0")/calls"; test -n "$2"',
 }
 
 
 # The first attempt of each command meets a lock.
-LOCKED = """cd "$(dirname "$0")"; echo "$1" >> said
+LOCKED = """cd "$(dirname "$0")"; echo "$1" >> calls
 [ -e "$1" ] || { touch "$1"; echo "E: Could not get lock /x/lock" >&2; exit 100; }"""
 
 
 def stand_in(
     folder: Path, monkeypatch: pytest.MonkeyPatch, user: int, **programs: str
 ) -> list[str]:
-    """Install the missing packages with these programs; what apt-get wrote down."""
+    """Install the missing packages with these programs; return the calls of apt-get."""
     for name, line in (PROGRAMS | programs).items():
         program = folder / name
         program.write_text(f"#!/bin/sh\n{line}\n")
@@ -34,11 +34,13 @@ def stand_in(
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setenv("GPUAAS_CACHE", str(folder / "cache"))
     packages.ensure()
-    return (folder / "said").read_text().splitlines()
+    return (folder / "calls").read_text().splitlines()
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+def test_the_installation_is_not_interactive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int
+) -> None:
     calls = stand_in(tmp_path, monkeypatch, user)
     assert calls == ["update noninteractive", "install noninteractive"]
 

@@ -51,7 +51,7 @@ def test_the_answer_is_the_exit_code_and_the_output(
     assert answer == userdata.Answer(3, "#!/bin/sh\nexit 3\n")
 
 
-def test_the_rest_of_somebody_elses_answer_is_skipped(
+def test_the_rest_of_another_answer_is_skipped(
     channel: Callable[[Reply], Path],
 ) -> None:
     def reply(delivery: dict[str, str]) -> bytes:
@@ -67,6 +67,6 @@ def test_a_script_needs_its_interpreter(tmp_path: Path) -> None:
         userdata.deliver(tmp_path / "none", "echo hello", timeout=1)
 
 
-def test_a_lab_that_is_down_is_said_to_be_down(tmp_path: Path) -> None:
+def test_a_lab_that_is_down_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="is the lab up"):
         userdata.deliver(tmp_path / "none", "#!/bin/sh\n", timeout=1)

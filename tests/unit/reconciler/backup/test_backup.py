@@ -111,9 +111,9 @@ def test_the_same_allocations_and_nothing_done_twice(
     engine = open_engine(after.database)
     with reading(engine) as conn:
         assert invariants.check(conn) == []
-        known = set(conn.execute(sa.select(tables.projects.c.id)).scalars())
+        recorded = set(conn.execute(sa.select(tables.projects.c.id)).scalars())
         # One engine was copied beside the open transaction, the other after it.
-        assert known == ({"p1"} if urls[0] else {"p1", "late"})
+        assert recorded == ({"p1"} if urls[0] else {"p1", "late"})
         assert allocations.get(conn, before.active).state == "active"
         assert allocations.get(conn, before.building).state == "failed"
         assert queue.get(conn, before.task).state == "lost"
@@ -143,13 +143,13 @@ def test_what_was_still_to_begin_may_have_begun_since(
     machines = Machines(site)
     machines.machine()
     with transaction(before.engine) as conn:
-        asked = site.allocate(conn)
+        launching = site.allocate(conn)
         whole = machines.launch(conn).id
         reboot = queue.Enqueue(
             TaskKind.NODE_BOOTSTRAP, "n1", "node", "n1", parameters={"allow_reboot": True}
         )
         begins = queue.enqueue(conn, reboot, ADMIN)
-        held = {claim.slot_id for claim in claims.of_allocation(conn, asked)}
+        held = {claim.slot_id for claim in claims.of_allocation(conn, launching)}
     file = tmp_path / "site.tar.gz"
     archive.write(before.settings, file)
     after = settled(tmp_path / "after", urls[1])
@@ -164,7 +164,7 @@ def test_what_was_still_to_begin_may_have_begun_since(
         for task_id in done["canceled_tasks"]:
             task = queue.get(conn, task_id)
             assert (task.state, task.error["code"]) == ("canceled", "restored")
-        assert allocations.get(conn, asked).state == "failed"
+        assert allocations.get(conn, launching).state == "failed"
         blocked = {slot.id: slot for slot in slots.of_node(conn, "n1") if slot.id in held}
         assert [slot.status for slot in blocked.values()] == ["cleanup_blocked"]
         assert {slot.health_detail["code"] for slot in blocked.values()} == {"restored"}
@@ -371,7 +371,7 @@ def test_the_database_is_copied_the_way_that_the_service_goes(
 def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_on(
     tmp_path: Path,
 ) -> None:
-    said = []
+    received = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)
 
@@ -379,9 +379,9 @@ def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_o
             connection, _ = server.accept()
             with connection:
                 connection.settimeout(10)
-                said.append(connection.recv(100))
+                received.append(connection.recv(100))
                 connection.sendall(b"N")
-                said.append(connection.recv(100))
+                received.append(connection.recv(100))
 
         listener = threading.Thread(target=answer, daemon=True)
         listener.start()
@@ -391,7 +391,7 @@ def test_no_password_goes_to_a_server_without_the_tls_that_the_service_insists_o
             archive.copy_database(engine, tmp_path / "copy")
         listener.join(30)
     request_for_tls = bytes([0, 0, 0, 8, 4, 210, 22, 47])
-    assert said == [request_for_tls, b""]
+    assert received == [request_for_tls, b""]
 
 
 def test_a_strange_file_is_refused(tmp_path: Path) -> None:

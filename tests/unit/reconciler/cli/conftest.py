@@ -42,16 +42,16 @@ class Gpuaas:
         file = stack.settings.state_dir / f"{who}.token"
         file.write_text(stack.secrets[who] + "\n")
         self._patch.setenv("GPUAAS_TOKEN_FILE", str(file))
-        own = stack.client(who, base="/")
-        self._patch.setattr("reconciler.client.httpx.Client", lambda **_options: own)
+        http = stack.client(who, base="/")
+        self._patch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
         return self
 
     def ending(self, stack: Stack, act: Callable[[Any, Any], dict[str, Any]]) -> Gpuaas:
         """Tasks end at once: `act(conn, task)` gives the result, or the error under "error"."""
 
-        def wait(own: client.Client, task_id: str, **options: Any) -> Any:
+        def wait(api: client.Client, task_id: str, **options: Any) -> Any:
             if "on_progress" in options:
-                options["on_progress"](own.get(f"/admin/tasks/{task_id}"))
+                options["on_progress"](api.get(f"/admin/tasks/{task_id}"))
             task = stack.lease()
             with transaction(stack.engine) as conn:
                 result = act(conn, task)
@@ -59,7 +59,7 @@ class Gpuaas:
                 state = TaskState.FAILED if error else TaskState.SUCCEEDED
                 held = (task.id, task.lease_token)
                 queue.finish(conn, *held, state, ACT, result=result, error=error)
-            return own.get(f"/admin/tasks/{task_id}")
+            return api.get(f"/admin/tasks/{task_id}")
 
         self._patch.setattr(client.Client, "wait", wait)
         return self

@@ -232,7 +232,7 @@ def test_an_admin_reads_an_allocation_as_tables(
         gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json")
     )
     assert document["claims"] and document["tasks"] and document["timeline"]
-    told = gpuaas("allocation", "show", launched["id"])
-    assert all(task["id"] in told for task in document["tasks"])
-    assert all(claim["nvme_identity"] in told for claim in document["claims"])
-    assert "launched by its project" in told and '{"' not in told
+    answer = gpuaas("allocation", "show", launched["id"])
+    assert all(task["id"] in answer for task in document["tasks"])
+    assert all(claim["nvme_identity"] in answer for claim in document["claims"])
+    assert "launched by its project" in answer and '{"' not in answer

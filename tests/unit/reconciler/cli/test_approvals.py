@@ -27,8 +27,8 @@ def test_bytes_of_no_known_kind_are_approved_by_name_only() -> None:
 
 
 def test_who_is_asked_reads_what_is_lost() -> None:
-    said = nodes.approval_line("/dev/x", nodes.approval_of(SEEN, []))
-    assert said.endswith("mounted on /share0  carries ext4, gpt")
+    line = nodes.approval_line("/dev/x", nodes.approval_of(SEEN, []))
+    assert line.endswith("mounted on /share0  carries ext4, gpt")
     assert nodes.approval_line("/dev/x", {"serial": "A", "eui": "b"}).endswith(
         "mounted on nowhere  carries nothing"
     )

@@ -37,8 +37,8 @@ DAY = 86_400.0
 def enrolled(sound: Stack, tmp_path: Path) -> Stack:
     """The host has enrolled, by the API and with a key of its own."""
     keygen.new_key(tmp_path / "host", "root@host")
-    asked = sound.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
-    answer = enrol(sound, tmp_path, asked["token"])
+    accepted = sound.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
+    answer = enrol(sound, tmp_path, accepted["token"])
     assert answer.status_code == 200, answer.text
     return sound
 
@@ -58,10 +58,10 @@ def given(userdata: str) -> str:
 
 def discovered(stack: Stack, runs: Runs) -> dict[str, Any]:
     """A task of the node, leased and attended; its run finds the host as it was."""
-    asked = stack.client("admin").post(f"admin/nodes/{NODE}/slice-topology/discovery")
-    assert asked.status_code == 202, asked.text
+    accepted = stack.client("admin").post(f"admin/nodes/{NODE}/slice-topology/discovery")
+    assert accepted.status_code == 202, accepted.text
     task = stack.lease()
-    assert task.id == asked.json()["id"]
+    assert task.id == accepted.json()["id"]
     runs.ends(evidence={"discovery": discovery()})
     settings = stack.settings.model_copy(update={"poll_s": 0.01})
     worker.attend(stack.engine, settings, task, threading.Event())
@@ -95,9 +95,9 @@ def test_the_end_of_a_certificate_is_seen_before_it_comes(
     assert 89 * DAY < result["gpuaas_host_certificate_seconds"] < 90 * DAY
 
     left(enrolled, 10)
-    said = doctor()["host_certificates"]
-    assert (said["status"], NODE in said["found"]) == ("warn", True)
-    assert f"gpuaas nodes renew-certificate {NODE}" in said["remedy"]
+    finding = doctor()["host_certificates"]
+    assert (finding["status"], NODE in finding["found"]) == ("warn", True)
+    assert f"gpuaas nodes renew-certificate {NODE}" in finding["remedy"]
     assert 9 * DAY < metrics(enrolled)["gpuaas_host_certificate_seconds"] < 10 * DAY
     (listed,) = enrolled.client("admin").get("admin/nodes").json()["items"]
     shown = enrolled.client("admin").get(f"admin/nodes/{NODE}").json()
@@ -105,9 +105,9 @@ def test_the_end_of_a_certificate_is_seen_before_it_comes(
     assert listed["certificate_valid_until"] in gpuaas.at(enrolled)("nodes", "list")
 
     left(enrolled, -1)
-    said = doctor()["host_certificates"]
-    assert (said["status"], "host_certificate_expired" in said["found"]) == ("fail", True)
-    assert f"gpuaas nodes userdata {NODE}" in said["remedy"]
+    finding = doctor()["host_certificates"]
+    assert (finding["status"], "host_certificate_expired" in finding["found"]) == ("fail", True)
+    assert f"gpuaas nodes userdata {NODE}" in finding["remedy"]
     assert metrics(enrolled)['gpuaas_host_certificates{validity="expired"}'] == 1.0
 
 

@@ -70,7 +70,9 @@ def test_slices_on_sale_that_nobody_can_reach(
 ) -> None:
     monkeypatch.delenv("GPUAAS_MEMBER_ADDRESS")
     findings = doctor()
-    assert {name: one["status"] for name, one in findings.items()} == {"member_address": "warn"}
+    assert {name: finding["status"] for name, finding in findings.items()} == {
+        "member_address": "warn"
+    }
     assert findings["member_address"]["found"].startswith("2 slots on sale")
     with transaction(sound.engine) as conn:
         off = {"status": "disabled", "available_proof_id": None}
@@ -148,7 +150,7 @@ def test_a_fault_is_named(
 ) -> None:
     fault(sound)
     findings = doctor()
-    assert {name: one["status"] for name, one in findings.items()} == {check: status}
+    assert {name: finding["status"] for name, finding in findings.items()} == {check: status}
 
 
 @pytest.mark.parametrize(
@@ -179,9 +181,9 @@ def test_a_wrong_setting_is_named(
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv(variable, value.format(empty=empty))
-    said = doctor()
-    assert list(said) == [check]
-    assert found in said[check]["found"]
+    findings = doctor()
+    assert list(findings) == [check]
+    assert found in findings[check]["found"]
     assert "canary" not in gpuaas.out
 
 
@@ -206,7 +208,9 @@ def test_who_reaches_the_api_is_named(
     """No host, or everybody on the way to it: it speaks without TLS."""
     monkeypatch.delenv("GPUAAS_PUBLIC_URL")
     monkeypatch.setenv("GPUAAS_LISTEN", listen)
-    assert {name: one["status"] for name, one in doctor().items()} == dict.fromkeys(named, "warn")
+    assert {name: finding["status"] for name, finding in doctor().items()} == dict.fromkeys(
+        named, "warn"
+    )
 
 
 def test_what_only_commands_read_is_no_misspelt_setting(
@@ -223,7 +227,7 @@ def test_the_file_of_settings_is_looked_at(
     file.write_text("GPUAAS_WORKERS=7\nGPUAAS_WRKERS=3\n")
     monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
     file.chmod(0o644)
-    assert [one.found[-10:] for one in examine.file_mode()] == ["(mode 644)"]
+    assert [finding.found[-10:] for finding in examine.file_mode()] == ["(mode 644)"]
     assert Settings().workers == 7
     monkeypatch.setenv("GPUAAS_WORKERS", "1")
     assert Settings().workers == 1, "the environment goes before the file"
@@ -249,15 +253,15 @@ def test_a_broken_profile_is_named(sound: Stack, tmp_path: Path) -> None:
     del old["fabric"]["link"]
     (tmp_path / "old.yml").write_text(yaml.safe_dump(old))
     rows = list(installation.profiles(Settings(profiles_dir=tmp_path)))
-    assert [one.status for one in rows] == ["fail", "ok", "fail", "fail"]
+    assert [finding.status for finding in rows] == ["fail", "ok", "fail", "fail"]
     assert rows[2].found == "old.yml: fabric: 'link' is a required property"
 
 
 def test_little_room_is_said(sound: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "_LITTLE_GIB", 1 << 30)
-    assert [one.status for one in installation.free_space(sound.settings)] == ["warn"]
+    assert [finding.status for finding in installation.free_space(sound.settings)] == ["warn"]
     monkeypatch.setattr(installation, "_LEAST_GIB", 1 << 30)
-    assert [one.status for one in installation.free_space(sound.settings)] == ["fail"]
+    assert [finding.status for finding in installation.free_space(sound.settings)] == ["fail"]
 
 
 def test_another_user_is_told_whose_folder_it_is(
@@ -272,7 +276,11 @@ def test_forgotten_holds_are_named(sound: Stack) -> None:
     run = folder / "runs" / "nobodys-run"
     run.mkdir(parents=True)
     with transaction(sound.engine) as conn:
-        assert not [one for one in services.run_locks(sound.settings, conn) if one.status != "ok"]
+        assert not [
+            finding
+            for finding in services.run_locks(sound.settings, conn)
+            if finding.status != "ok"
+        ]
     with (run / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with transaction(sound.engine) as conn:

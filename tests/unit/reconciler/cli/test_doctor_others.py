@@ -80,7 +80,7 @@ def test_a_ca_of_the_sites_own(
 @pytest.mark.covers("CTRL-9")
 @pytest.mark.usefixtures("site")
 @pytest.mark.parametrize(
-    ("faults", "wanted"),
+    ("faults", "expected"),
     [
         ({}, [("ok", "17 job templates as required")]),
         ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
@@ -92,7 +92,7 @@ def test_awx(
     controller: Controller,
     monkeypatch: pytest.MonkeyPatch,
     faults: dict[str, Any],
-    wanted: list[tuple[str, str]],
+    expected: list[tuple[str, str]],
 ) -> None:
     controller.begin(**faults)
     monkeypatch.setenv("GPUAAS_LAUNCHER", "awx")
@@ -100,8 +100,10 @@ def test_awx(
     monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
     monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(controller.ca_file))
     result = findings(gpuaas, "awx")
-    assert [status for status, _ in result] == [status for status, _ in wanted]
-    assert all(part in told for (_, told), (_, part) in zip(result, wanted, strict=True)), result
+    assert [status for status, _ in result] == [status for status, _ in expected]
+    assert all(part in answer for (_, answer), (_, part) in zip(result, expected, strict=True)), (
+        result
+    )
 
 
 @pytest.mark.usefixtures("site")

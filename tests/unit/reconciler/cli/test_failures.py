@@ -58,9 +58,9 @@ def test_a_refused_setting_is_named_without_its_value(
     monkeypatch.setenv(name, value)
     gpuaas(*command, "--output", "json")
     assert (gpuaas.status, gpuaas.out) == (1, "")
-    told = json.loads(gpuaas.err)
-    assert told["code"] == "settings_invalid"
-    assert name in told["found"]
+    answer = json.loads(gpuaas.err)
+    assert answer["code"] == "settings_invalid"
+    assert name in answer["found"]
     assert SECRET not in gpuaas.err
     assert list(tmp_path.iterdir()) == []
 
@@ -69,9 +69,9 @@ def test_a_backup_that_is_not_there(gpuaas: Gpuaas, tmp_path: Path) -> None:
     missing = tmp_path / "none.tar.gz"
     for file, reason in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
         gpuaas("restore", str(file), "--output", "json")
-        told = json.loads(gpuaas.err)
-        assert (gpuaas.status, told["code"], told["found"]) == (1, "backup_unreadable", reason)
-        assert str(file) in told["expected"]
+        answer = json.loads(gpuaas.err)
+        assert (gpuaas.status, answer["code"], answer["found"]) == (1, "backup_unreadable", reason)
+        assert str(file) in answer["expected"]
 
 
 def test_a_file_of_settings_that_is_no_text(
@@ -93,9 +93,9 @@ def test_a_file_of_settings_that_is_named_and_not_there(
     """A slip in its name would else be another site, with a new database."""
     monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(tmp_path / "gpuass.env"))
     gpuaas("migrate", "--output", "json")
-    told = json.loads(gpuaas.err)
-    assert (gpuaas.status, told["code"]) == (1, "settings_invalid")
-    assert "gpuass.env, which GPUAAS_CONFIG_FILE names" in told["expected"]
+    answer = json.loads(gpuaas.err)
+    assert (gpuaas.status, answer["code"]) == (1, "settings_invalid")
+    assert "gpuass.env, which GPUAAS_CONFIG_FILE names" in answer["expected"]
     gpuaas("doctor")
     assert (gpuaas.status, "No such file" in gpuaas.out) == (1, True)
     assert list(tmp_path.iterdir()) == []
@@ -138,8 +138,8 @@ def test_a_database_that_is_away(
     gpuaas(*command, "--output", "json")
     assert gpuaas.status == 1
     # A service logs as well; the refusal is what it ends with.
-    told = json.loads(gpuaas.err[gpuaas.err.index("{\n") :])
-    assert told["code"] == "database_unavailable"
+    answer = json.loads(gpuaas.err[gpuaas.err.index("{\n") :])
+    assert answer["code"] == "database_unavailable"
     assert SECRET not in gpuaas.err + caplog.text
     assert ("connection" in caplog.text) == (command != ("check",))
 
@@ -225,16 +225,16 @@ def test_of_files_only_those_that_let_nobody_in() -> None:
     for number in (errno.ENOENT, errno.EEXIST, errno.ENOSPC):
         assert failures.as_problem(OSError(number, os.strerror(number), "/etc/x")) is None
     for number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        told = failures.as_problem(OSError(number, os.strerror(number), "/etc/x"))
-        assert told is not None and told.code == "file_unusable"
+        answer = failures.as_problem(OSError(number, os.strerror(number), "/etc/x"))
+        assert answer is not None and answer.code == "file_unusable"
 
 
 def test_a_program_that_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as program:
         subprocess.run(["no-such-program"], check=True)
-    told = failures.as_problem(program.value)
-    assert told is not None
-    assert (told.code, told.expected) == ("program_missing", "no-such-program on this machine")
+    answer = failures.as_problem(program.value)
+    assert answer is not None
+    assert (answer.code, answer.expected) == ("program_missing", "no-such-program on this machine")
     with pytest.raises(FileNotFoundError) as folder:
         subprocess.run(["true"], check=True, cwd=tmp_path / "none")
     assert failures.as_problem(folder.value) is None

@@ -45,10 +45,10 @@ def test_out_of_use_and_back(selling: Stack, gpuaas: Gpuaas) -> None:
         document = json.loads(gpuaas.out)
         assert (document["state"], document["state_reason"]) == (state, "a new disk")
         assert ("nothing is on it" in gpuaas.err) == (verb == "drain")
-    told = run("nodes", "timeline", NODE, "--limit", "20")
-    assert "draining -> maintenance (maintain by admin:admin): a new disk" in told
-    assert "maintenance -> ready (resume by admin:admin): a new disk" in told
-    assert told.index("available -> disabled") < told.rindex("disabled -> available")
+    text = run("nodes", "timeline", NODE, "--limit", "20")
+    assert "draining -> maintenance (maintain by admin:admin): a new disk" in text
+    assert "maintenance -> ready (resume by admin:admin): a new disk" in text
+    assert text.index("available -> disabled") < text.rindex("disabled -> available")
     run("nodes", "retire", NODE, "--reason", "sold", "--yes")
     assert "transition_refused" in gpuaas.err
 
@@ -67,8 +67,8 @@ def test_trace_tells_what_followed_from_a_request(prepared: Stack, gpuaas: Gpuaa
     prepared.lease()
     run = gpuaas.at(prepared)
     lines = run("trace", "asked-once").splitlines()[1:]
-    told = " ".join(lines)
-    assert f"task {answer.json()['id']}" in told and "queued -> running" in told
+    text = " ".join(lines)
+    assert f"task {answer.json()['id']}" in text and "queued -> running" in text
     run("audit", "--correlation", "asked-once", "--output", "json")
     assert {row["correlation_id"] for row in json.loads(gpuaas.out)} <= {"asked-once"}
     assert "asked-once" in gpuaas.out
@@ -80,8 +80,8 @@ def test_follow_tells_everything_and_fails_with_the_task(prepared: Stack, gpuaas
     task = ended(prepared)
     gpuaas.at(prepared)("tasks", "follow", task.id)
     assert gpuaas.status == 0, gpuaas.err
-    told = [line.split()[1:] for line in gpuaas.err.splitlines()]
-    assert [words[0].rstrip(":") for words in told] == ["queued", "running", "failed", "succeeded"]
+    text = [line.split()[1:] for line in gpuaas.err.splitlines()]
+    assert [words[0].rstrip(":") for words in text] == ["queued", "running", "failed", "succeeded"]
     assert "look  no_nat" in gpuaas.err
     gpuaas("tasks", "follow", task.id, "--output", "json")
     events = [json.loads(line)["event"] for line in gpuaas.out.splitlines()]
@@ -119,7 +119,7 @@ def test_check(
 
 
 @pytest.mark.parametrize(
-    ("waits", "after_s", "told"),
+    ("waits", "after_s", "text"),
     [
         ({"code": "host_unreachable", "detail": "no route"}, 0, "host_unreachable: no route"),
         ({"code": "worker", "detail": "a worker that is free"}, 0, ""),
@@ -131,7 +131,7 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
     capsys: pytest.CaptureFixture[str],
     waits: dict[str, str],
     after_s: float,
-    told: str,
+    text: str,
 ) -> None:
     moments = iter((100.0, 100.0 + after_s, 100.0 + after_s))
     monkeypatch.setattr("reconciler.cli.tasks.time.monotonic", lambda: next(moments))
@@ -149,4 +149,4 @@ def test_who_waits_for_a_task_reads_what_it_waits_for(
     monkeypatch.setattr(tasks, "client", Played)
     tasks.wait_for("t-1")
     line = capsys.readouterr().err.splitlines()[0].split("s", 1)[1].strip()
-    assert line == f"queued  waits for {told}".removesuffix("  waits for ")
+    assert line == f"queued  waits for {text}".removesuffix("  waits for ")

@@ -60,21 +60,23 @@ module.exit_json(parity=first)
 def liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The collection with a module that returns reports.json, and roles that only print."""
     reports = tmp_path / "reports.json"
-    own = tmp_path / "collections" / "ansible_collections" / "gpuaas" / "slice"
-    (own / "plugins" / "modules").mkdir(parents=True)
-    (own / "plugins" / "modules" / "slice_parity.py").write_text(MODULE.format(reports=reports))
-    (own / "roles").mkdir()
+    collection = tmp_path / "collections" / "ansible_collections" / "gpuaas" / "slice"
+    (collection / "plugins" / "modules").mkdir(parents=True)
+    (collection / "plugins" / "modules" / "slice_parity.py").write_text(
+        MODULE.format(reports=reports)
+    )
+    (collection / "roles").mkdir()
     for part in ("galaxy.yml", "meta", "playbooks"):
-        (own / part).symlink_to(ROOT / part)
-    (own / "roles" / "slice_parity").symlink_to(ROOT / "roles" / "slice_parity")
+        (collection / part).symlink_to(ROOT / part)
+    (collection / "roles" / "slice_parity").symlink_to(ROOT / "roles" / "slice_parity")
     for role, does in (
         ("slice_packages", {"ansible.builtin.fail": {"msg": "no mirror"}}),
         ("libvirt_host", {"ansible.builtin.debug": {"msg": "done"}}),
         ("slice_network", {"ansible.builtin.file": {"path": f"{tmp_path}/ran", "state": "touch"}}),
     ):
-        (own / "roles" / role / "tasks").mkdir(parents=True)
+        (collection / "roles" / role / "tasks").mkdir(parents=True)
         text = json.dumps([{"name": f"Stand in for {role}", **does}])
-        (own / "roles" / role / "tasks" / "main.yml").write_text(text)
+        (collection / "roles" / role / "tasks" / "main.yml").write_text(text)
     monkeypatch.setenv("GPUAAS_COLLECTIONS_PATH", str(tmp_path / "collections"))
     return reports
 
@@ -129,8 +131,8 @@ def test_remediation_runs_the_roles_that_failed_checks_name_and_looks_again(
     assert (gpuaas.status, out.splitlines()) == (1, after["lines"]), gpuaas.err
     assert (tmp_path / "ran").exists()
     assert not canary.exists()
-    told = gpuaas.err.splitlines()[-3:]
-    assert told == [
+    shown = gpuaas.err.splitlines()[-3:]
+    assert shown == [
         "repaired: libvirt_host",
         "repaired: slice_network",
         "not repaired: slice_packages (task_failed)",
@@ -212,8 +214,8 @@ def test_the_reconcilers_evidence_goes_to_the_host(
 def test_what_is_the_hosts_own_and_its_tags_go_along(
     selling: Stack, gpuaas: Gpuaas, played: Played
 ) -> None:
-    own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
-    selling.client("admin").patch(f"admin/nodes/{NODE}", json=own)
+    fabric = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+    selling.client("admin").patch(f"admin/nodes/{NODE}", json=fabric)
     played.evidence = [PASSING, PASSING, {}, PASSING, PASSING]
     token = str(selling.settings.state_dir / "admin.token")
     words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
@@ -230,12 +232,12 @@ def test_what_is_the_hosts_own_and_its_tags_go_along(
         assert (fabric["interface"], fabric["site_address"]) == ("ibp1s0", "10.20.0.9/16")
     # Nothing said is not the same as no tags, which is a failed check.
     assert "slice_maas_tags" not in played.works[1].variables
-    known = {"maas_tags": ["gpuaas-profile-baremetal"]}
-    selling.client("admin").patch(f"admin/nodes/{NODE}", json=known)
+    recorded = {"maas_tags": ["gpuaas-profile-baremetal"]}
+    selling.client("admin").patch(f"admin/nodes/{NODE}", json=recorded)
     gpuaas("host", "parity", *words)
     gpuaas("host", "parity", *words, *tags)
-    told = [work.variables["slice_maas_tags"] for work in played.works[3:]]
-    assert told == [["gpuaas-profile-baremetal"], tags[1::2]]
+    shown = [work.variables["slice_maas_tags"] for work in played.works[3:]]
+    assert shown == [["gpuaas-profile-baremetal"], tags[1::2]]
 
 
 @pytest.mark.covers("HOST-10")
@@ -372,6 +374,6 @@ def test_the_scripts_are_a_line(script: str, command: str) -> None:
     text = (SCRIPTS / script).read_text()
     assert f'exec gpuaas host {command} "$@"' in text
     assert command in {
-        one.callback.__name__ for one in host.app.registered_commands if one.callback
+        item.callback.__name__ for item in host.app.registered_commands if item.callback
     }
     assert (SCRIPTS / script).stat().st_mode & 0o111

@@ -57,8 +57,8 @@ def test_a_transition_may_take_as_long_as_all_of_its_wipes(
         wipe = act.variables["slice_profile"]["deadlines"]["wipe"]
         assert LONGEST_S > act.deadline_s > disks * wipe
         rows.append(act.deadline_s)
-    one, two, four, eight = rows
-    assert (one > wipe, two - one, four - two) == (True, wipe, 2 * wipe)
+    single, two, four, eight = rows
+    assert (single > wipe, two - single, four - two) == (True, wipe, 2 * wipe)
     # All that one machine has.
     assert eight - four == 4 * wipe
 

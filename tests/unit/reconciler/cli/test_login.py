@@ -73,15 +73,17 @@ def test_what_is_kept_opens_the_service(
     with serving(new.settings.state_dir, **environment) as service:
         service.start("api")
         until(service.alive)
-        told = []
+        results = []
         # The same, but for who has signed it.
         for key in ("rsa", "stranger"):
             provider.set(device=[both(provider, groups=[ADMINS], key=key)])
             gpuaas(*words(provider))
             assert gpuaas.status == 0, gpuaas.err
-            told.append(service.gpuaas("nodes", "list", GPUAAS_TOKEN_FILE=str(file)))
-    assert (told[0].returncode, NODE in told[0].stdout) == (0, True), told[0].stderr
-    assert (told[1].returncode, "unauthenticated" in told[1].stderr) == (1, True), told[1].stderr
+            results.append(service.gpuaas("nodes", "list", GPUAAS_TOKEN_FILE=str(file)))
+    assert (results[0].returncode, NODE in results[0].stdout) == (0, True), results[0].stderr
+    assert (results[1].returncode, "unauthenticated" in results[1].stderr) == (1, True), results[
+        1
+    ].stderr
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("nodes list", "nodes list"),
         ("nodes list --output json", "--output json nodes list"),
@@ -31,8 +31,8 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
         ("nodes list --output", "--output nodes list"),
     ],
 )
-def test_shared_options_stand_anywhere(line: str, told: str) -> None:
-    assert hoist(line.split()) == told.split()
+def test_shared_options_stand_anywhere(line: str, expected: str) -> None:
+    assert hoist(line.split()) == expected.split()
 
 
 def test_a_command_loads_only_what_it_needs() -> None:
@@ -147,8 +147,8 @@ def test_what_stands_before_the_service_is_no_traceback(
     def portal(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(status, text=text, headers=kind)
 
-    own = httpx.Client(base_url="http://api.example", transport=httpx.MockTransport(portal))
-    monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: own)
+    http = httpx.Client(base_url="http://api.example", transport=httpx.MockTransport(portal))
+    monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
     (tmp_path / "token").write_text("x")
     gpuaas("nodes", "list", "--token-file", str(tmp_path / "token"), "--output", "json")
     document = json.loads(gpuaas.err)

@@ -27,8 +27,8 @@ def test_add_and_look(new: Stack, gpuaas: Gpuaas) -> None:
 
 @pytest.mark.covers("HOST-7")
 def test_what_is_known_of_a_machine_can_be_changed(new: Stack, gpuaas: Gpuaas) -> None:
-    own = ["--fabric-interface", "ibp65s0", "--fabric-address", "10.20.0.7/16"]
-    gpuaas.at(new)("nodes", "add", "n2", "--address", "192.0.2.8", "--profile", "lab", *own)
+    fabric = ["--fabric-interface", "ibp65s0", "--fabric-address", "10.20.0.7/16"]
+    gpuaas.at(new)("nodes", "add", "n2", "--address", "192.0.2.8", "--profile", "lab", *fabric)
     assert gpuaas.status == 0, gpuaas.err
     words = ["--fabric-address", "10.20.0.8/16", "--region", "", "--output", "json"]
     gpuaas("nodes", "change", "n2", *words)
@@ -100,8 +100,13 @@ def test_work_can_be_left_alone(
 
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_drift_names_what_differs_and_fails(prepared: Stack, gpuaas: Gpuaas, output: str) -> None:
-    one = {"severity": "failed", "slot_id": "s1", "code": "orphan_domain", "found": "machine x"}
-    result = {"differences": [one], "unknown": {"ports": "unknown: late"}, "skipped": ["s2"]}
+    difference = {
+        "severity": "failed",
+        "slot_id": "s1",
+        "code": "orphan_domain",
+        "found": "machine x",
+    }
+    result = {"differences": [difference], "unknown": {"ports": "unknown: late"}, "skipped": ["s2"]}
     gpuaas.at(prepared).ending(prepared, lambda _conn, _task: dict(result))
     gpuaas("nodes", "drift", NODE, "--output", output)
     assert gpuaas.status == 1

@@ -82,15 +82,15 @@ class Host:
         """Go on with the case before every answer about it."""
         get, post = Client.get, Client.post
 
-        def answer(own: Client, path: str, **query: Any) -> Any:
+        def answer(api: Client, path: str, **query: Any) -> Any:
             if path.endswith("/recovery"):
                 self.go_on()
-            return get(own, path, **query)
+            return get(api, path, **query)
 
-        def opened(own: Client, path: str, *words: Any, **options: Any) -> Any:
-            case = post(own, path, *words, **options)
+        def opened(api: Client, path: str, *words: Any, **options: Any) -> Any:
+            case = post(api, path, *words, **options)
             return (
-                own.get(f"{path.removesuffix('/recover')}/recovery") if "recover" in path else case
+                api.get(f"{path.removesuffix('/recover')}/recovery") if "recover" in path else case
             )
 
         patch.setattr(Client, "get", answer)
@@ -144,7 +144,7 @@ def stuck(stack: Stack) -> str:
     return allocation_id
 
 
-def said(err: str) -> dict[str, list[str]]:
+def printed(err: str) -> dict[str, list[str]]:
     """The lines of each step, until a refusal comes."""
     steps: dict[str, list[str]] = {}
     for line in err.splitlines():
@@ -183,7 +183,7 @@ def test_recover_does_the_whole_runbook(
     assert gpuaas.status == 0, gpuaas.err
     evidence = json.loads(gpuaas.out)
     order = ["allocation", "inventory", *steps, "inventory_after", "disk_evidence_after", "audit"]
-    assert list(evidence) == order == list(said(gpuaas.err)), "one JSON, and progress beside it"
+    assert list(evidence) == order == list(printed(gpuaas.err)), "one JSON, and progress beside it"
     (after,) = evidence["inventory_after"].values()
     assert (after["status"], after["health_state"], after["health_detail"]) == (
         "available",
@@ -193,24 +193,26 @@ def test_recover_does_the_whole_runbook(
     (event,) = evidence["audit"]["events"]
     assert event["detail"]["runtime_verified_absent"] is looks[0]
     with reading(selling.engine) as conn:
-        asked = queue.every(conn, allocation_id=allocation_id, kind=TaskKind.SLICE_ABSENCE_VERIFY)
-        begun = [journal.history_of(conn, "task", task.id)[0] for task in asked]
+        absence_checks = queue.every(
+            conn, allocation_id=allocation_id, kind=TaskKind.SLICE_ABSENCE_VERIFY
+        )
+        begun = [journal.history_of(conn, "task", task.id)[0] for task in absence_checks]
         acts = [*begun, *journal.audit_rows(conn, action="admin.slot.repair")]
     assert {row.reason for row in acts} == {"demo"}
     # Each step said what it found as it found it, not at the end.
-    told = said(gpuaas.err)
-    assert [step for step, lines in told.items() if not lines] == []
+    summaries = printed(gpuaas.err)
+    assert [step for step, lines in summaries.items() if not lines] == []
     (slot_id,) = evidence["inventory_after"]
-    assert "cleanup_blocked, failed" in told["inventory"][0]
-    assert told["runtime_absence"][0].startswith("absent" if looks[0] else "not absent")
+    assert "cleanup_blocked, failed" in summaries["inventory"][0]
+    assert summaries["runtime_absence"][0].startswith("absent" if looks[0] else "not absent")
     before, after_it = (
         evidence[name][slot_id] for name in ("disk_evidence", "disk_evidence_after")
     )
-    assert before["id"] in told["disk_evidence"][0]
-    assert after_it["id"] in told["disk_evidence_after"][0]
+    assert before["id"] in summaries["disk_evidence"][0]
+    assert after_it["id"] in summaries["disk_evidence_after"][0]
     assert before["id"] != after_it["id"]
-    assert "available, healthy" in told["inventory_after"][0]
-    assert event["reason"] in told["audit"][0]
+    assert "available, healthy" in summaries["inventory_after"][0]
+    assert event["reason"] in summaries["audit"][0]
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-9")
@@ -263,10 +265,10 @@ def test_recover_succeeds_where_the_gate_is_shut_and_says_what_comes_next(
     gpuaas("recover", allocation_id, "--reason", "rebooted", "--output", "json")
     assert gpuaas.status == 0, gpuaas.err
     evidence = json.loads(gpuaas.out)
-    ((slot_id, told),) = evidence["not_on_sale"].items()
+    ((slot_id, gate),) = evidence["not_on_sale"].items()
     assert evidence["inventory_after"][slot_id]["status"] == "disabled"
-    assert {row["code"] for row in told["gate"]} == {"discovery_stale", "parity_stale"}
-    assert told["next"] == f"gpuaas nodes discover {NODE} && gpuaas nodes parity {NODE}"
+    assert {row["code"] for row in gate["gate"]} == {"discovery_stale", "parity_stale"}
+    assert gate["next"] == f"gpuaas nodes discover {NODE} && gpuaas nodes parity {NODE}"
 
 
 @pytest.mark.covers("CTRL-7")
@@ -314,14 +316,14 @@ def test_recover_stops_where_a_person_must_decide(
     gpuaas("recover", allocation_id, "--reason", "x", "--output", "json")
     assert (gpuaas.status, "slots_not_recovered" in gpuaas.err) == (1, True)
     assert gpuaas.out == ""
-    told = said(gpuaas.err)
-    (proven,) = told["disk_evidence"]
-    assert told["runtime_absence"] == ["absent: nothing is left on the host by 0 checks"]
-    assert "nvme_wipe, command_failed, I/O error" in told["inventory_after"][0]
+    summaries = printed(gpuaas.err)
+    (proven,) = summaries["disk_evidence"]
+    assert summaries["runtime_absence"] == ["absent: nothing is left on the host by 0 checks"]
+    assert "nvme_wipe, command_failed, I/O error" in summaries["inventory_after"][0]
     # What a person decides on stays with the refusal.
     refusal = json.loads(gpuaas.err[gpuaas.err.index("{") :])
     evidence = refusal["evidence"]
-    assert list(evidence) == list(told)
+    assert list(evidence) == list(summaries)
     assert evidence["runtime_absence"]["absent"] is True
     (proof,) = evidence["disk_evidence"].values()
     assert proof["id"] in proven

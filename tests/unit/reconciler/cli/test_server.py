@@ -24,25 +24,25 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 @pytest.fixture
 def story(new: Stack, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Events in order; the environment configures the service, as in real life."""
-    told: list[str] = []
+    events: list[str] = []
 
     class Worker:
         def __init__(self, settings: Any, _engine: Any) -> None:
-            told.append(f"worker of {settings.state_dir.name}")
+            events.append(f"worker of {settings.state_dir.name}")
 
         def looking(self) -> bool:
             return True
 
         def start(self) -> None:
-            told.append("start")
+            events.append("start")
 
         def stop(self) -> None:
-            told.append("stop")
+            events.append("stop")
 
-    def run(own: uvicorn.Server, sockets: list[socket.socket]) -> None:
-        places = " ".join(one.getsockname()[0] for one in sockets)
-        told.append(f"serve {places} {own.config.access_log}")
-        told.append(f"ready {new.client().get('http://test/readyz').status_code}")
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        places = " ".join(item.getsockname()[0] for item in sockets)
+        events.append(f"serve {places} {server.config.access_log}")
+        events.append(f"ready {new.client().get('http://test/readyz').status_code}")
         # As uvicorn does at its end when a signal made it stop.
         signal.raise_signal(signal.SIGTERM)
 
@@ -52,7 +52,7 @@ def story(new: Stack, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
     monkeypatch.setenv("GPUAAS_LISTEN", "127.0.0.1:0")
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield told
+    yield events
     for number, handler in kept.items():
         signal.signal(number, handler)
 
@@ -60,8 +60,8 @@ def story(new: Stack, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_worker_and_api(new: Stack, gpuaas: Gpuaas, story: list[str]) -> None:
     gpuaas("serve")
     folder = new.settings.state_dir.name
-    told = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
-    assert (gpuaas.status, story) == (0, told)
+    events = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
+    assert (gpuaas.status, story) == (0, events)
     assert not {"worker", "heartbeat", "loops"} & {thread.name for thread in threading.enumerate()}
 
 
@@ -157,8 +157,8 @@ def test_worker_alone(new: Stack, gpuaas: Gpuaas, story: list[str], monkeypatch:
 
     monkeypatch.setattr(service.threading, "Event", Event)
     gpuaas("worker")
-    told = [f"worker of {new.settings.state_dir.name}", "start", "stop"]
-    assert (gpuaas.status, story) == (0, told)
+    events = [f"worker of {new.settings.state_dir.name}", "start", "stop"]
+    assert (gpuaas.status, story) == (0, events)
     monkeypatch.setenv("GPUAAS_WORKERS", "0")
     gpuaas("worker")
     assert (gpuaas.status, "workers_missing" in gpuaas.err) == (1, True)

@@ -43,7 +43,7 @@ def test_approve_a_file(prepared: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None
 def test_what_keeps_a_gate_closed(prepared: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(prepared)("slots", "approve", NODE, "--from-candidates", "1", *REASON)
     gpuaas("slots", "show", NODE, "1", "--output", "json")
-    codes = [one["code"] for one in json.loads(gpuaas.out)["gate"]]
+    codes = [item["code"] for item in json.loads(gpuaas.out)["gate"]]
     gpuaas("slots", "show", NODE, "1")
     assert gpuaas.status == 0, gpuaas.err
     assert codes and all(code in gpuaas.out for code in codes)

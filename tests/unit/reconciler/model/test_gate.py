@@ -13,8 +13,8 @@ from reconciler.model import discovery, gate
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.gate import DiskProof, Failures, GateEvidence, Sighting, blockers
-from reconciler.model.identity import install_id
 from reconciler.model.proof import accepts, check_proof, nothing_written
+from reconciler.records.reports import install_id
 from reconciler.runs import contract
 
 PROFILES = Path(__file__).resolve().parents[4] / "profiles"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from reconciler.model.diagram import markdown, mermaid
 from reconciler.model.states import LIVE_CLAIMS, Role, TaskKind
 from reconciler.model.transitions import DEADLINES, ENTITIES, TABLE, events, target
+from scripts.state_diagram import markdown, mermaid
 
 STABLE = {
     "node": {"ready", "maintenance", "retired"},

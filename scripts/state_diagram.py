@@ -1,6 +1,6 @@
 """State diagrams of the transition table (Mermaid).
 
-`python -m reconciler.model.diagram` writes the slot's diagram into ARCHITECTURE.md and all diagrams
+`python -m scripts.state_diagram` writes the slot's diagram into ARCHITECTURE.md and all diagrams
 into docs/states.md. A test compares both files with the table.
 """
 
@@ -48,7 +48,7 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).resolve().parent.parent
     architecture = root / "ARCHITECTURE.md"
     architecture.write_text(page(architecture.read_text()))
     (root / "docs" / "states.md").write_text(f"# States\n\n{markdown()}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reconciler.model.diagram import markdown, page
+from scripts.state_diagram import markdown, page
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_documents_show_the_states_of_the_code() -> None:
-    """When this fails: python -m reconciler.model.diagram."""
+    """When this fails: python -m scripts.state_diagram."""
     architecture = (ROOT / "ARCHITECTURE.md").read_text()
     assert page(architecture) == architecture
     assert (ROOT / "docs" / "states.md").read_text() == f"# States\n\n{markdown()}"
