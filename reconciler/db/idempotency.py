@@ -41,6 +41,15 @@ class Call:
         text = json.dumps(self.body, sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def columns(self, holder: str) -> dict[str, str]:
+        """Columns of the row of the key, while this holder works on the request."""
+        return {
+            "scope": self.scope,
+            "key": self.key,
+            "fingerprint": self.fingerprint,
+            "holder": holder,
+        }
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -77,29 +86,20 @@ def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer])
         return retrying(engine, act)
     except BaseException:
         with transaction(engine) as conn:
-            conn.execute(sa.delete(table).where(*_mine(call, holder)))
+            conn.execute(sa.delete(table).where(*_MINE), _mine(call, holder))
         raise
 
 
 def _new(engine: sa.Engine, call: Call, holder: str) -> bool:
     """Take an unused key; False when the key was used before."""
-    values = {
-        "scope": call.scope,
-        "key": call.key,
-        "fingerprint": call.fingerprint,
-        "holder": holder,
-        **_NOTHING_YET,
-    }
+    values = {**call.columns(holder), **_NOTHING_YET}
     with alone(engine) as conn:
         return conn.execute(_insert(engine.dialect.name), values).first() is not None
 
 
 @cache
 def _insert(dialect: str) -> sa.Insert:
-    made = {
-        "expires_at": clock.now() + IN_FLIGHT_S,
-        "created_at": clock.now(),
-    }
+    made = {"expires_at": clock.now() + IN_FLIGHT_S, "created_at": clock.now()}
     plain = ("scope", "key", "fingerprint", "holder", *_NOTHING_YET)
     insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
     statement = insert(table).values({**made, **{name: sa.bindparam(name) for name in plain}})
@@ -131,17 +131,8 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
     same = (table.c.scope == call.scope, table.c.key == call.key)
     row = rows.first(conn, sa.select(table).where(*same).with_for_update())
     if row is None:
-        rows.insert(
-            conn,
-            table,
-            {
-                "scope": call.scope,
-                "key": call.key,
-                "fingerprint": call.fingerprint,
-                "holder": holder,
-                "expires_at": clock.now() + IN_FLIGHT_S,
-            },
-        )
+        expires_at = clock.now() + IN_FLIGHT_S
+        rows.insert(conn, table, {**call.columns(holder), "expires_at": expires_at})
         return None
     if row["fingerprint"] != call.fingerprint:
         raise Problem(
@@ -165,31 +156,27 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
 
 def _complete(conn: sa.Connection, call: Call, holder: str, answer: Answer) -> None:
     values = {"status": answer.status, "body": answer.body}
-    only = {"is_scope": call.scope, "is_key": call.key, "is_holder": holder}
-    if not conn.execute(_COMPLETE, values | only).rowcount:
+    if not conn.execute(_COMPLETE, values | _mine(call, holder)).rowcount:
         # Another request took the key over after it had expired, so this transaction rolls back.
         raise _in_flight()
 
 
-def _mine(call: Call, holder: str) -> tuple[sa.ColumnElement[bool], ...]:
-    return (
-        table.c.scope == call.scope,
-        table.c.key == call.key,
-        table.c.holder == holder,
-        table.c.completed_at.is_(None),
-    )
-
-
+# The request under the key, while it has no answer and its holder has not changed.
+_MINE = (
+    table.c.scope == sa.bindparam("is_scope"),
+    table.c.key == sa.bindparam("is_key"),
+    table.c.holder == sa.bindparam("is_holder"),
+    table.c.completed_at.is_(None),
+)
 _COMPLETE = (
     sa.update(table)
-    .where(
-        table.c.scope == sa.bindparam("is_scope"),
-        table.c.key == sa.bindparam("is_key"),
-        table.c.holder == sa.bindparam("is_holder"),
-        table.c.completed_at.is_(None),
-    )
+    .where(*_MINE)
     .values(completed_at=clock.now(), status=sa.bindparam("status"), body=sa.bindparam("body"))
 )
+
+
+def _mine(call: Call, holder: str) -> dict[str, str]:
+    return {"is_scope": call.scope, "is_key": call.key, "is_holder": holder}
 
 
 def _in_flight() -> Problem:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from reconciler.model.states import Described, RecoveryState
 
 HOUR_S = 3600.0
-_BUSY = "a task of the allocation has not ended"
 
 
 @dataclass(frozen=True)
@@ -113,22 +112,18 @@ def policy_move(policy: Policy, seen: Blocked) -> tuple[Move, str]:
     """Whether the policy opens a case. It tries each allocation once; slots that are blocked again
     are left to people.
     """
-    for holds, move, why in (
-        (seen.kept, Move.WAIT, f"kept for inspection: {seen.kept}"),
-        (seen.case, Move.WAIT, f"its recovery case is {seen.case}"),
-        (seen.tried, Move.STOP, f"it did not come back: {seen.reason}"),
-        (seen.busy, Move.WAIT, _BUSY),
-        (
-            seen.node_begun >= policy.per_node,
-            Move.WAIT,
-            f"{seen.node_begun} begun on the node in an hour",
-        ),
-        (
-            seen.site_begun >= policy.per_hour,
-            Move.WAIT,
-            f"{seen.site_begun} begun on the site in an hour",
-        ),
+    if seen.kept:
+        return Move.WAIT, f"kept for inspection: {seen.kept}"
+    if seen.case:
+        return Move.WAIT, f"its recovery case is {seen.case}"
+    if seen.tried:
+        return Move.STOP, f"it did not come back: {seen.reason}"
+    if seen.busy:
+        return Move.WAIT, "a task of the allocation has not ended"
+    for begun, limit, place in (
+        (seen.node_begun, policy.per_node, "node"),
+        (seen.site_begun, policy.per_hour, "site"),
     ):
-        if holds:
-            return move, why
+        if begun >= limit:
+            return Move.WAIT, f"{begun} begun on the {place} in an hour"
     return Move.LOOK, "slots are blocked"

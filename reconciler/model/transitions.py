@@ -55,8 +55,13 @@ ENTITIES: dict[str, type[Described]] = {
 }
 
 
-def _rows(entity: str, *rows: tuple[str, str, str]) -> tuple[Transition, ...]:
-    return tuple(Transition(entity, source, event, target) for source, event, target in rows)
+def _rows(entity: str, *rows: tuple[str | tuple[str, ...], str, str]) -> tuple[Transition, ...]:
+    """Transitions of an entity. Several sources of a row have the same event and target."""
+    return tuple(
+        Transition(entity, source, event, target)
+        for sources, event, target in rows
+        for source in ((sources,) if isinstance(sources, str) else sources)
+    )
 
 
 TABLE: tuple[Transition, ...] = (
@@ -65,25 +70,17 @@ TABLE: tuple[Transition, ...] = (
         (N.ENROLLING, "enrol", N.BOOTSTRAPPING),
         (N.BOOTSTRAPPING, "bootstrap", N.READY),
         # A reimage or a new host key invalidates the earlier bootstrap.
-        (N.READY, "enrol", N.BOOTSTRAPPING),
-        (N.DRAINING, "enrol", N.BOOTSTRAPPING),
-        (N.MAINTENANCE, "enrol", N.BOOTSTRAPPING),
-        (N.UNREACHABLE, "enrol", N.BOOTSTRAPPING),
+        ((N.READY, N.DRAINING, N.MAINTENANCE, N.UNREACHABLE), "enrol", N.BOOTSTRAPPING),
         (N.READY, "drain", N.DRAINING),
         (N.DRAINING, "resume", N.READY),
-        (N.DRAINING, "maintain", N.MAINTENANCE),
-        (N.BOOTSTRAPPING, "maintain", N.MAINTENANCE),
+        ((N.DRAINING, N.BOOTSTRAPPING), "maintain", N.MAINTENANCE),
         (N.MAINTENANCE, "resume", N.READY),
-        (N.BOOTSTRAPPING, "lose", N.UNREACHABLE),
-        (N.READY, "lose", N.UNREACHABLE),
-        (N.DRAINING, "lose", N.UNREACHABLE),
-        (N.MAINTENANCE, "lose", N.UNREACHABLE),
+        ((N.BOOTSTRAPPING, N.READY, N.DRAINING, N.MAINTENANCE), "lose", N.UNREACHABLE),
         (N.UNREACHABLE, "regain_bootstrapping", N.BOOTSTRAPPING),
         (N.UNREACHABLE, "regain_ready", N.READY),
         (N.UNREACHABLE, "regain_draining", N.DRAINING),
         (N.UNREACHABLE, "regain_maintenance", N.MAINTENANCE),
-        (N.ENROLLING, "retire", N.RETIRED),
-        (N.MAINTENANCE, "retire", N.RETIRED),
+        ((N.ENROLLING, N.MAINTENANCE), "retire", N.RETIRED),
         # The host will not answer again; everything on it is given up with it.
         (N.UNREACHABLE, "retire", N.RETIRED),
     ),
@@ -105,10 +102,8 @@ TABLE: tuple[Transition, ...] = (
         (S.PROVISIONING, "activate", S.ACTIVE),
         (S.ACTIVE, "release", S.RELEASING),
         # The host's ledger shows that nothing was written and nothing is left.
-        (S.RESERVED, "return", S.AVAILABLE),
-        (S.PROVISIONING, "return", S.AVAILABLE),
-        (S.RESERVED, "park", S.DISABLED),
-        (S.PROVISIONING, "park", S.DISABLED),
+        ((S.RESERVED, S.PROVISIONING), "return", S.AVAILABLE),
+        ((S.RESERVED, S.PROVISIONING), "park", S.DISABLED),
         # Proven clean: available, or parked when the node's gate is closed.
         (S.RELEASING, "return", S.AVAILABLE),
         (S.RELEASING, "park", S.DISABLED),
@@ -119,17 +114,13 @@ TABLE: tuple[Transition, ...] = (
         (S.CLEANUP_BLOCKED, "clean", S.CLEANUP),
         # A device of the slot has died, so evidence cannot come and the slot is given up.
         (S.CLEANUP_BLOCKED, "withdraw", S.DISABLED),
-        (S.RESERVED, "clean", S.CLEANUP),
-        (S.PROVISIONING, "clean", S.CLEANUP),
-        (S.RELEASING, "clean", S.CLEANUP),
+        ((S.RESERVED, S.PROVISIONING, S.RELEASING), "clean", S.CLEANUP),
         # No allocation has the slot, but its host still has traces of the last tenant.
-        (S.DISABLED, "block", S.CLEANUP_BLOCKED),
-        (S.AVAILABLE, "block", S.CLEANUP_BLOCKED),
-        (S.RESERVED, "block", S.CLEANUP_BLOCKED),
-        (S.PROVISIONING, "block", S.CLEANUP_BLOCKED),
-        (S.ACTIVE, "block", S.CLEANUP_BLOCKED),
-        (S.RELEASING, "block", S.CLEANUP_BLOCKED),
-        (S.CLEANUP, "block", S.CLEANUP_BLOCKED),
+        (
+            (S.DISABLED, S.AVAILABLE, S.RESERVED, S.PROVISIONING, S.ACTIVE, S.RELEASING, S.CLEANUP),
+            "block",
+            S.CLEANUP_BLOCKED,
+        ),
     ),
     *_rows(
         "allocation",
@@ -144,8 +135,7 @@ TABLE: tuple[Transition, ...] = (
         (A.RELEASING, "strand", A.RELEASING),
         (A.RELEASING, "fail", A.FAILED),
         # The host does not answer. Use and billing end, and the slots stay blocked.
-        (A.ACTIVE, "force_release", A.RELEASED),
-        (A.RELEASING, "force_release", A.RELEASED),
+        ((A.ACTIVE, A.RELEASING), "force_release", A.RELEASED),
     ),
     *_rows(
         "claim",
@@ -155,14 +145,12 @@ TABLE: tuple[Transition, ...] = (
         (C.PROVISIONING, "activate", C.ACTIVE),
         (C.PROVISIONING, "fail", C.FAILED),
         (C.ACTIVE, "release", C.RELEASING),
-        (C.ACTIVE, "finish", C.RELEASED),
-        (C.RELEASING, "finish", C.RELEASED),
+        ((C.ACTIVE, C.RELEASING), "finish", C.RELEASED),
         (C.RELEASING, "fail", C.FAILED),
     ),
     *_rows(
         "task",
-        (T.QUEUED, "lease", T.RUNNING),
-        (T.WAITING, "lease", T.RUNNING),
+        ((T.QUEUED, T.WAITING), "lease", T.RUNNING),
         # The worker's lease expired: another worker attaches to its run.
         (T.RUNNING, "lease", T.RUNNING),
         (T.RUNNING, "wait", T.WAITING),
@@ -170,24 +158,18 @@ TABLE: tuple[Transition, ...] = (
         (T.RUNNING, "succeed", T.SUCCEEDED),
         (T.RUNNING, "fail", T.FAILED),
         (T.RUNNING, "lose", T.LOST),
-        (T.RUNNING, "cancel", T.CANCELED),
-        (T.QUEUED, "cancel", T.CANCELED),
-        (T.WAITING, "cancel", T.CANCELED),
+        ((T.RUNNING, T.QUEUED, T.WAITING), "cancel", T.CANCELED),
     ),
     *_rows(
         "app_instance",
         (P.DEPLOYING, "run", P.RUNNING),
-        (P.DEPLOYING, "fail", P.FAILED),
-        (P.RUNNING, "fail", P.FAILED),
-        (P.DEPLOYING, "stop", P.STOPPED),
-        (P.RUNNING, "stop", P.STOPPED),
-        (P.FAILED, "stop", P.STOPPED),
+        ((P.DEPLOYING, P.RUNNING), "fail", P.FAILED),
+        ((P.DEPLOYING, P.RUNNING, P.FAILED), "stop", P.STOPPED),
     ),
     *_rows(
         "app_member",
         (B.RECONCILING, "prepare", B.READY),
-        (B.RECONCILING, "fail", B.FAILED),
-        (B.READY, "fail", B.FAILED),
+        ((B.RECONCILING, B.READY), "fail", B.FAILED),
         (B.FAILED, "reconcile", B.RECONCILING),
     ),
     *_rows(
@@ -203,12 +185,8 @@ TABLE: tuple[Transition, ...] = (
         (R.VERIFYING, "clean", R.CLEANING),
         # Only after traces were left on the host, or after a forced release.
         (R.CLEANING, "verify", R.CONFIRMING),
-        (R.CLEANING, "recover", R.RECOVERED),
-        (R.CONFIRMING, "recover", R.RECOVERED),
-        (R.OPENED, "fail", R.FAILED),
-        (R.VERIFYING, "fail", R.FAILED),
-        (R.CLEANING, "fail", R.FAILED),
-        (R.CONFIRMING, "fail", R.FAILED),
+        ((R.CLEANING, R.CONFIRMING), "recover", R.RECOVERED),
+        ((R.OPENED, R.VERIFYING, R.CLEANING, R.CONFIRMING), "fail", R.FAILED),
         # The case cannot go on yet; the reason of the transition says why.
         (R.OPENED, "wait", R.OPENED),
         (R.VERIFYING, "wait", R.VERIFYING),

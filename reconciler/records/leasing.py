@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.db import clock, rows
+from reconciler.db import clock, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.schema import Node, Task, nodes, tasks
 from reconciler.model.act import Act
@@ -46,11 +46,11 @@ def lease(
             break
         # The node's row is the lock for leasing tasks of this node. The same query under the lock
         # has an answer that stays true.
-        rows.get(conn, Node, candidate.node_id, lock=True)
-        mine = query.where(tasks.c.id == candidate.id)
-        task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks), Task)
-        if task is not None:
-            taken.append(_take(conn, task, owner, runner, seconds))
+        with locks.node(conn, candidate.node_id):
+            mine = query.where(tasks.c.id == candidate.id)
+            task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks), Task)
+            if task is not None:
+                taken.append(_take(conn, task, owner, runner, seconds))
     return taken
 
 

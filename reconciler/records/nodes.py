@@ -103,8 +103,8 @@ def every(
 def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
     """Change the fields that an operator may set: address, placement, profile, health."""
     _require_changeable(values)
-    before = rows.get(conn, Node, id, lock=True)
-    update(conn, id, **values)
+    with locks.node(conn, id) as before:
+        update(conn, id, **values)
     detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
     journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
     return get(conn, id)

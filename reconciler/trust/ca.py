@@ -44,12 +44,11 @@ class Trust:
 
 @dataclass(frozen=True)
 class Identity:
-    """Files of the reconciler's SSH identity, and the end of its certificate."""
+    """Files of the reconciler's SSH identity."""
 
     key: Path
     certificate: Path
     known_hosts: Path
-    valid_before: datetime
 
 
 def open_trust(state_dir: Path) -> Trust:
@@ -107,22 +106,23 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
     path = trust.directory / "operator-cert.pub"
     now = datetime.now(UTC)
     needed = now + timedelta(seconds=valid_s)
+    identity = Identity(trust.operator, path, known_hosts(trust))
     with _locked(trust):
         if path.exists():
             present = read_certificate(path.read_text())
             if present.valid_before > needed and present.principals == (OPERATOR,):
-                return Identity(trust.operator, path, known_hosts(trust), present.valid_before)
+                return identity
         signature = Signature(
             key_id=OPERATOR,
             principals=(OPERATOR,),
             valid_after=now - _BACKDATE,
             # Longer than needed, so that the next launch can use the same certificate.
-            valid_before=(needed + timedelta(minutes=30)).replace(microsecond=0),
+            valid_before=needed + timedelta(minutes=30),
             serial=secrets.randbits(63),
             host=False,
         )
         _write(path, certify(trust.user_authority, _public(trust.operator), signature) + "\n")
-    return Identity(trust.operator, path, known_hosts(trust), signature.valid_before)
+    return identity
 
 
 def user_ca(trust: Trust) -> str:

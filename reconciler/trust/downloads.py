@@ -50,7 +50,7 @@ def local(text: str) -> Path | None:
 
 
 def refuse(text: str, size: int | None) -> None:
-    """Raise unless the URL can be served: a plain file of the right size, or somebody's http."""
+    """Raise unless the URL can be served: a plain file of the right size, or an http URL."""
     try:
         path = local(text)
     except ValueError as error:

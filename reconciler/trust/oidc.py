@@ -89,11 +89,11 @@ class Verifier:
         provider: Provider,
         *,
         fetch: Fetch | None = None,
-        now: Callable[[], float] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._provider = provider
         self._fetch = fetch or partial(_get, provider.ca_file)
-        self._now = now or time.monotonic
+        self._now = now
         self._lock = threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
         self._read_at: float | None = None

@@ -35,7 +35,7 @@ from reconciler.runs.paths import run_directory, runner_id
 from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
-from reconciler.trust.ca import known_hosts, open_trust, operator_identity, revoke_host
+from reconciler.trust.ca import open_trust, operator_identity, revoke_host
 from reconciler.trust.keygen import TrustError
 from reconciler.work.handler import Handler, canceled, open_work
 from reconciler.work.kinds import HANDLERS
@@ -355,4 +355,4 @@ def _access(engine: Engine, settings: Settings, valid_s: int) -> SshAccess:
         revoked = tokens.revoked_host_keys(conn)
     revoke_host(trust, *revoked)
     identity = operator_identity(trust, valid_s=valid_s)
-    return SshAccess(identity.key, identity.certificate, known_hosts(trust))
+    return SshAccess(identity.key, identity.certificate, identity.known_hosts)

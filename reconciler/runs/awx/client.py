@@ -7,7 +7,6 @@ import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -110,9 +109,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def get(self, path: str, **query: str | int) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
 from reconciler.records import claims, queue
-from tests.unit.reconciler.api.conftest import new, prepared, selling, stages
+from tests.unit.reconciler.api.conftest import databases, new, prepared, selling
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_allocations import failed
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
-__all__ = ["new", "prepared", "selling", "stages"]
+__all__ = ["databases", "new", "prepared", "selling"]
 
 SLOTS = """curl -sS \\
   -H "Authorization: Bearer $TOKEN" \\
@@ -81,7 +81,7 @@ class Operator:
 
 
 @pytest.fixture
-def base_url(selling: World) -> Iterator[str]:
+def base_url(selling: Stack) -> Iterator[str]:
     """The service, listening."""
     app = create_app(selling.settings, selling.engine)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
@@ -97,7 +97,7 @@ def base_url(selling: World) -> Iterator[str]:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_the_commands_work_as_written(selling: World, base_url: str, tmp_path: Path) -> None:
+def test_the_commands_work_as_written(selling: Stack, base_url: str, tmp_path: Path) -> None:
     stuck = failed(selling)
     operator = Operator(
         tmp_path,
@@ -142,12 +142,12 @@ def test_the_commands_work_as_written(selling: World, base_url: str, tmp_path: P
     ]
 
 
-def _clean(world: World, allocation_id: str) -> None:
-    with transaction(world.engine) as conn:
+def _clean(stack: Stack, allocation_id: str) -> None:
+    with transaction(stack.engine) as conn:
         # The run that failed has ended by now.
         conn.exec_driver_sql("UPDATE tasks SET state = 'canceled' WHERE state = 'running'")
-    task = world.lease()
-    with transaction(world.engine) as conn:
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         (claim,) = claims.of_allocation(conn, allocation_id)
         proof = {
             "disk": claim.nvme_identity,

@@ -1,7 +1,6 @@
-"""A client that holds every answer against what the service says of itself.
+"""A client that checks every answer against the OpenAPI document of the service.
 
-The service's document is compared with the written contract elsewhere, so what passes here is in
-the contract.
+Another test compares that document with the written contract.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
 with warnings.catch_warnings():
-    # Starlette asks for httpx2, which is no dependency of ours; httpx serves as well.
+    # Starlette warns that it prefers httpx2, which is not a dependency here.
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
@@ -36,27 +35,31 @@ class Conformity:
             (re.compile(re.sub(r"\\{[^}]*\\}", "[^/]+", re.escape(path))), path)
             for path in self.document["paths"]
         ]
-        # The more exact path first, as the service matches it.
+        # Paths with fewer variables first, as the service matches them.
         return sorted(patterns, key=lambda pair: pair[1].count("{"))
 
     def check(self, answer: httpx.Response) -> None:
         """Fail unless the contract allows this answer to this request."""
-        path = next((path for one, path in self._paths if one.fullmatch(answer.url.path)), None)
+        path = next(
+            (path for pattern, path in self._paths if pattern.fullmatch(answer.url.path)), None
+        )
         verb = answer.request.method.lower()
         if path is None or verb not in self.document["paths"][path]:
             return
         responses = self.document["paths"][path][verb]["responses"]
-        named = str(answer.status_code)
-        where = f"{answer.request.method} {path} {named}"
-        assert named in responses or not answer.is_success, f"{where} is not in the contract"
-        told = self._told(responses.get(named) or responses["default"])
-        for name, header in told.get("headers", {}).items():
-            if self._told(header).get("required"):
+        status = str(answer.status_code)
+        where = f"{answer.request.method} {path} {status}"
+        assert status in responses or not answer.is_success, f"{where} is not in the contract"
+        response = self._resolve(responses.get(status) or responses["default"])
+        for name, header in response.get("headers", {}).items():
+            if self._resolve(header).get("required"):
                 assert name in answer.headers, f"{where} without {name}"
         media = answer.headers.get("content-type", "").partition(";")[0]
-        assert media in told["content"], f"{where}: {media}"
+        assert media in response["content"], f"{where}: {media}"
         if media.endswith("json"):
-            self._validate((path, verb, named), told["content"][media]["schema"], answer, where)
+            self._validate(
+                (path, verb, status), response["content"][media]["schema"], answer, where
+            )
 
     def _validate(
         self, key: tuple[str, str, str], schema: Document, answer: httpx.Response, where: str
@@ -71,14 +74,14 @@ class Conformity:
         ]
         assert not wrong, f"{where}: {wrong}; see the answer's model in reconciler/api"
 
-    def _told(self, part: Document) -> Document:
+    def _resolve(self, part: Document) -> Document:
         reference = part.get("$ref")
         if reference is None:
             return part
-        found: Any = self.document
+        target: Any = self.document
         for name in reference.removeprefix("#/").split("/"):
-            found = found[name]
-        return dict(found)
+            target = target[name]
+        return dict(target)
 
 
 class Client(TestClient):

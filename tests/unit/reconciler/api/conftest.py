@@ -1,4 +1,4 @@
-"""Services at three stages: empty but for tokens and a node, discovered, selling two slots."""
+"""Services in three states: empty but for tokens and a node, discovered, selling two slots."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.reconciler.api.world import World, migrated, snapshot, world_in
+from tests.unit.reconciler.api.stack import Stack, copy_database, migrated, stack_in
 
-Stage = tuple[Path, dict[str, str]]
+Saved = tuple[Path, dict[str, str]]
 
 
 @pytest.fixture(scope="session")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stage]:
-    """The databases of the stages, made once."""
-    folder = tmp_path_factory.mktemp("stages")
-    made: dict[str, Stage] = {}
-    world = world_in(folder, migrated(tmp_path_factory.mktemp("empty")))
-    steps = {"new": (world.add_node, world.issue), "prepared": (world.prepare,)}
-    for name, acts in {**steps, "selling": (world.sell,)}.items():
+def databases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    """The database and the tokens of each state, made once."""
+    folder = tmp_path_factory.mktemp("databases")
+    made: dict[str, Saved] = {}
+    stack = stack_in(folder, migrated(tmp_path_factory.mktemp("empty")))
+    steps = {"new": (stack.add_node, stack.issue), "prepared": (stack.prepare,)}
+    for name, acts in {**steps, "selling": (stack.sell,)}.items():
         for act in acts:
             act()
-        made[name] = (snapshot(world, tmp_path_factory.mktemp(name)), dict(world.secrets))
-    world.engine.dispose()
+        made[name] = (copy_database(stack, tmp_path_factory.mktemp(name)), dict(stack.secrets))
+    stack.engine.dispose()
     return made
 
 
-def _at(stage: Stage, folder: Path) -> Iterator[World]:
-    world = world_in(folder, *stage)
-    yield world
-    world.engine.dispose()
+def _at(saved: Saved, folder: Path) -> Iterator[Stack]:
+    stack = stack_in(folder, *saved)
+    yield stack
+    stack.engine.dispose()
 
 
 @pytest.fixture
-def new(stages: dict[str, Stage], tmp_path: Path) -> Iterator[World]:
-    """A node that has not enrolled, and a token for everybody."""
-    yield from _at(stages["new"], tmp_path)
+def new(databases: dict[str, Saved], tmp_path: Path) -> Iterator[Stack]:
+    """A node that has not enrolled, and a token for each role."""
+    yield from _at(databases["new"], tmp_path)
 
 
 @pytest.fixture
-def prepared(stages: dict[str, Stage], tmp_path: Path) -> Iterator[World]:
+def prepared(databases: dict[str, Saved], tmp_path: Path) -> Iterator[Stack]:
     """The node is discovered; nothing is approved."""
-    yield from _at(stages["prepared"], tmp_path)
+    yield from _at(databases["prepared"], tmp_path)
 
 
 @pytest.fixture
-def selling(stages: dict[str, Stage], tmp_path: Path) -> Iterator[World]:
+def selling(databases: dict[str, Saved], tmp_path: Path) -> Iterator[Stack]:
     """Two slots are available and scheduling is on."""
-    yield from _at(stages["selling"], tmp_path)
+    yield from _at(databases["selling"], tmp_path)

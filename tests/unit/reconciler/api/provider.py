@@ -1,8 +1,8 @@
 """An OpenID provider as a process of its own: discovery, keys, and tokens signed on request.
 
-`POST /sign` is the test's hand on it: claims, algorithm and key of the next token. `POST /set`
-says which keys are published, whether it answers at all, and what is given to a device: tokens
-there are orders too, which it signs when the device asks.
+Tests control it: `POST /sign` takes claims, algorithm and key of a token; `POST /set` takes the
+published keys, whether it answers, and the answers for a device login, whose tokens are signed
+when the device asks for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARED = b"a secret that is no secret, for it is published as a key of the type 
 
 
 class State:
-    """What the provider has and shows."""
+    """Keys and behaviour of the provider."""
 
     def __init__(self) -> None:
         self.keys: dict[str, Any] = {
@@ -44,7 +44,7 @@ class State:
         self.published = ["rsa", "ec", "ed"]
         self.down = False
         self.issuer = ""
-        self.asked = 0
+        self.requests = 0
         self.device: list[dict[str, Any]] = []
 
     def jwks(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class State:
         elif algorithm == "HS256":
             key = SHARED
             if name != "oct":
-                # The public key as if it were a shared secret: anybody has it.
+                # The public key used as a shared secret.
                 form = serialization.PublicFormat.SubjectPublicKeyInfo
                 key = self.keys[name].public_key().public_bytes(serialization.Encoding.PEM, form)
         return _token(order["claims"], key, algorithm, {"kid": name, **order["headers"]})
@@ -74,7 +74,7 @@ class State:
 
 def _token(claims: dict[str, Any], key: Any, algorithm: str, headers: dict[str, Any]) -> str:
     if algorithm == "HS256":
-        # By hand: the library refuses to do what an attacker does.
+        # By hand, because the library refuses to make such a token.
         parts = [{"alg": "HS256", "typ": "JWT", **headers}, claims]
         text = b".".join(_encoded(json.dumps(part).encode()) for part in parts)
         return (text + b"." + _encoded(hmac.digest(key, text, hashlib.sha256))).decode()
@@ -86,16 +86,16 @@ def _encoded(data: bytes) -> bytes:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """state: of the one provider in this process."""
+    """HTTP handler; state: of the provider in this process."""
 
     state: State
 
     def do_GET(self) -> None:
         state = self.state
         here = f"http://{self.headers['Host']}"
-        state.asked += self.path != "/asked"
-        if self.path == "/asked":
-            self._answer(200, {"asked": state.asked})
+        state.requests += self.path != "/requests"
+        if self.path == "/requests":
+            self._answer(200, {"requests": state.requests})
         elif state.down:
             self._answer(503, {})
         elif self.path == "/.well-known/openid-configuration":
@@ -123,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {})
 
     def _device(self, form: dict[str, str]) -> None:
-        """RFC 8628, with the answers that the test has laid out for `/token`."""
+        """RFC 8628, with the answers that the test set for `/token`."""
         codes = {"device_code": "d-1", "user_code": "ABCD-EFGH", "interval": 0, "expires_in": 2}
         if form["client_id"] != AUDIENCE:
             self._answer(400, {"error": "invalid_client"})
@@ -132,11 +132,11 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, codes | place if "openid" in form["scope"] else {})
         elif form["device_code"] == "d-1" and form["grant_type"].endswith(":device_code"):
             answers = self.state.device
-            told = answers.pop(0) if len(answers) > 1 else answers[0]
-            if "error" in told:
-                self._answer(400, told)
+            answer = answers.pop(0) if len(answers) > 1 else answers[0]
+            if "error" in answer:
+                self._answer(400, answer)
             else:
-                self._answer(200, {name: self.state.sign(order) for name, order in told.items()})
+                self._answer(200, {name: self.state.sign(order) for name, order in answer.items()})
 
     def log_message(self, *_arguments: object) -> None:
         """Quiet."""
@@ -152,31 +152,31 @@ class Handler(BaseHTTPRequestHandler):
 
 @dataclass(frozen=True)
 class Provider:
-    """The test's side."""
+    """Client with which tests control the provider."""
 
     url: str
 
     def token(self, **wishes: Any) -> str:
-        """A token that counts, but for what is given; a claim that is None is left out."""
+        """A valid token, changed by the given values; a claim that is None is left out."""
         order = self.order(**wishes)
         return str(httpx.post(f"{self.url}/sign", json=order).json()["token"])
 
     def order(
         self, *, key: str = "rsa", alg: str = "RS256", headers: Any = None, **claims: Any
     ) -> dict[str, Any]:
-        """What such a token is signed by."""
+        """The body of a request to sign such a token."""
         now = int(time.time())
         usual = {"iss": self.url, "aud": AUDIENCE, "sub": "u-1", "iat": now, "exp": now + 300}
-        told = {name: value for name, value in (usual | claims).items() if value is not None}
-        return {"key": key, "alg": alg, "headers": headers or {}, "claims": told}
+        signed = {name: value for name, value in (usual | claims).items() if value is not None}
+        return {"key": key, "alg": alg, "headers": headers or {}, "claims": signed}
 
     def set(self, **values: Any) -> None:
-        """Publish other keys, stop answering, call yourself something else."""
+        """Change published keys, availability or issuer."""
         httpx.post(f"{self.url}/set", json=values)
 
-    def asked(self) -> int:
-        """How often somebody has asked for anything that is public."""
-        return int(httpx.get(f"{self.url}/asked").json()["asked"])
+    def requests(self) -> int:
+        """Number of requests for public documents."""
+        return int(httpx.get(f"{self.url}/requests").json()["requests"])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What every refusal has in common: a code, three texts, and a database as it was."""
+"""Checks of refusals: a code, three texts, and an unchanged database."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import sqlalchemy as sa
 
 from reconciler.db.engine import reading
 from reconciler.db.schema import metadata
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 
 
-def kept(world: World) -> dict[str, list[Any]]:
+def kept(stack: Stack) -> dict[str, list[Any]]:
     """Every row of every table: slots, claims, allocations, tasks, history, outbox, audit."""
-    with reading(world.engine) as conn:
+    with reading(stack.engine) as conn:
         return {
             table.name: list(conn.execute(sa.select(table).order_by(*table.primary_key)))
             for table in metadata.sorted_tables
         }
 
 
-def refused(world: World, ask: Callable[[], Any]) -> dict[str, Any]:
+def refused(stack: Stack, ask: Callable[[], Any]) -> dict[str, Any]:
     """The document with which the request is refused; it must have changed nothing."""
-    before = kept(world)
+    before = kept(stack)
     answer = ask()
     document: dict[str, Any] = answer.json()
     assert HTTPStatus.BAD_REQUEST <= answer.status_code < HTTPStatus.INTERNAL_SERVER_ERROR
     assert all(document[name] for name in ("code", "expected", "found", "remedy")), document
-    assert kept(world) == before, document["code"]
+    assert kept(stack) == before, document["code"]
     return document

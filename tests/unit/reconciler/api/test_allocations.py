@@ -10,39 +10,39 @@ import pytest
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import host, slices
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
 ERROR = {"code": "readiness_failed", "expected": "a lease", "found": "none", "remedy": "recover"}
 
 
-def failed(world: World) -> str:
-    allocation_id = str(launch(world).json()["id"])
-    task = world.lease()
-    with transaction(world.engine) as conn:
+def failed(stack: Stack) -> str:
+    allocation_id = str(launch(stack).json()["id"])
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_failed(conn, allocation_id, ACT, step="ready", error=ERROR, untouched=None)
-    world.client("admin").post(f"admin/tasks/{task.id}/cancel")
+    stack.client("admin").post(f"admin/tasks/{task.id}/cancel")
     return allocation_id
 
 
-def clean(world: World, allocation_id: str, *, key: str = "c", **body: Any) -> Any:
+def clean(stack: Stack, allocation_id: str, *, key: str = "c", **body: Any) -> Any:
     headers = {"X-Idempotency-Key": key}
-    return world.client("admin").post(
+    return stack.client("admin").post(
         f"admin/allocations/{allocation_id}/force-cleanup",
         json={"reason": "test", "runtime_verified_absent": False} | body,
         headers=headers,
     )
 
 
-def slot_of(world: World, allocation_id: str) -> Any:
-    admin = world.client("admin")
+def slot_of(stack: Stack, allocation_id: str) -> Any:
+    admin = stack.client("admin")
     (claim,) = admin.get(f"admin/allocations/{allocation_id}").json()["claims"]
     return admin.get(f"admin/nodes/{NODE}/resource-slots/{claim['slot_id']}").json()
 
 
 @pytest.mark.covers("CTRL-7")
-def test_without_absence_the_slot_stays_blocked(selling: World) -> None:
+def test_without_absence_the_slot_stays_blocked(selling: Stack) -> None:
     stuck = failed(selling)
     assert slot_of(selling, stuck)["health_detail"]["allocation_id"] == stuck
     answer = clean(selling, stuck)
@@ -55,7 +55,7 @@ def test_without_absence_the_slot_stays_blocked(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_with_absence_it_passes_through_cleanup(selling: World) -> None:
+def test_with_absence_it_passes_through_cleanup(selling: Stack) -> None:
     stuck = failed(selling)
     (slot,) = clean(selling, stuck, runtime_verified_absent=True).json()["slots"]
     assert slot["status"] == "cleanup"
@@ -64,7 +64,7 @@ def test_with_absence_it_passes_through_cleanup(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_what_must_not_be_forced(selling: World) -> None:
+def test_what_must_not_be_forced(selling: Stack) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     for asked, body, status, code in (
@@ -79,7 +79,7 @@ def test_what_must_not_be_forced(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_force_release_keeps_the_slot_blocked(selling: World) -> None:
+def test_force_release_keeps_the_slot_blocked(selling: Stack) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     path = f"admin/allocations/{allocation_id}/force-release"
@@ -94,7 +94,7 @@ def test_force_release_keeps_the_slot_blocked(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_verify_absent_queues_a_look(selling: World) -> None:
+def test_verify_absent_queues_a_look(selling: Stack) -> None:
     stuck = failed(selling)
     answer = selling.client("admin").post(f"admin/allocations/{stuck}/verify-absent")
     assert answer.status_code == 202, answer.text
@@ -104,14 +104,14 @@ def test_verify_absent_queues_a_look(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_repair_from_the_slot(selling: World) -> None:
+def test_repair_from_the_slot(selling: Stack) -> None:
     slot = slot_of(selling, failed(selling))
     admin = selling.client("admin")
     answer = admin.post(f"admin/nodes/{NODE}/resource-slots/{slot['id']}/repair")
     assert (answer.status_code, answer.json()["kind"]) == (202, "slice.wipe")
 
 
-def test_the_list_can_be_narrowed(selling: World) -> None:
+def test_the_list_can_be_narrowed(selling: Stack) -> None:
     allocation_id = launch(selling).json()["id"]
     admin = selling.client("admin")
     for query, found in (
@@ -125,6 +125,6 @@ def test_the_list_can_be_narrowed(selling: World) -> None:
     assert admin.get("admin/allocations?state=none").json()["code"] == "request_invalid"
 
 
-def _audit(world: World) -> Any:
+def _audit(stack: Stack) -> Any:
     query = {"action": "admin.allocation.force_cleanup.applied"}
-    return world.client("admin").get("admin/audit", params=query).json()["items"]
+    return stack.client("admin").get("admin/audit", params=query).json()["items"]

@@ -11,10 +11,10 @@ from reconciler.lifecycle import app_operations, apps
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, KEY, Stack
 from tests.unit.reconciler.api.test_baremetal import launch as launch_metal
 from tests.unit.reconciler.api.test_baremetal import let_in, metal
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, KEY, World
 
 pytestmark = pytest.mark.covers("APP-4")
 __all__ = ["metal"]
@@ -25,7 +25,7 @@ PLANTED = {"phase": "slurm_ready", "slurmctld_state": "up", "host": "192.0.2.9",
 
 
 @pytest.fixture
-def allocation(metal: World) -> str:
+def allocation(metal: Stack) -> str:
     """A whole machine that its tenant can use."""
     mine = str(launch_metal(metal).json()["id"])
     let_in(metal, mine)
@@ -42,14 +42,14 @@ def body(allocation: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def create(world: World, allocation: str, key: str = "k", who: str = "member", **more: Any) -> Any:
+def create(stack: Stack, allocation: str, key: str = "k", who: str = "member", **more: Any) -> Any:
     headers = {"X-Idempotency-Key": key}
-    return world.client(who).post(PATH, json=body(allocation, **more), headers=headers)
+    return stack.client(who).post(PATH, json=body(allocation, **more), headers=headers)
 
 
-def put_there(world: World) -> None:
+def put_there(stack: Stack) -> None:
     """A worker ends what is queued of keys."""
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         for task in leasing.lease(conn, "w", kinds=[KIND], limit=9):
             given = task.parameters
             app_operations.began(conn, given["operation_id"], ACT)
@@ -59,7 +59,7 @@ def put_there(world: World) -> None:
 
 
 @pytest.mark.covers("CTRL-1")
-def test_the_paths_of_the_runbook(metal: World, allocation: str) -> None:
+def test_the_paths_of_the_runbook(metal: Stack, allocation: str) -> None:
     answer = create(metal, allocation)
     assert answer.status_code == 201, answer.text
     made, member = answer.json(), metal.client("member")
@@ -86,7 +86,7 @@ def test_the_paths_of_the_runbook(metal: World, allocation: str) -> None:
 
 
 def test_reconcile_answers_with_operations_whose_tasks_are_queued(
-    metal: World, allocation: str
+    metal: Stack, allocation: str
 ) -> None:
     at = f"{PATH}/{create(metal, allocation).json()['id']}/bootstrap-ssh/reconcile"
     put_there(metal)
@@ -109,7 +109,7 @@ def test_reconcile_answers_with_operations_whose_tasks_are_queued(
 
 @pytest.mark.covers("CTRL-10", "APP-5")
 def test_a_member_dials_its_tenants_address_and_an_admin_sees_the_transports(
-    metal: World, allocation: str
+    metal: Stack, allocation: str
 ) -> None:
     made = create(metal, allocation).json()
     with transaction(metal.engine) as conn:
@@ -129,7 +129,7 @@ def test_a_member_dials_its_tenants_address_and_an_admin_sees_the_transports(
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_failure_shows_its_code_and_no_address(metal: World, allocation: str) -> None:
+def test_a_failure_shows_its_code_and_no_address(metal: Stack, allocation: str) -> None:
     made = create(metal, allocation).json()
     at = f"{PATH}/{made['id']}"
     found = {"code": "host_unreachable", "found": "ssh: connect to host 192.0.2.9 port 22"}
@@ -147,7 +147,7 @@ def test_a_failure_shows_its_code_and_no_address(metal: World, allocation: str) 
     assert [one for one in shown if "192.0.2.9" in one.text] == []
 
 
-def test_stop_is_guarded_and_frees_the_allocation(metal: World, allocation: str) -> None:
+def test_stop_is_guarded_and_frees_the_allocation(metal: Stack, allocation: str) -> None:
     made = create(metal, allocation).json()
     member, at = metal.client("member"), f"{PATH}/{made['id']}/stop"
     old = refused(metal, lambda: member.post(at, headers={"If-Match": '"7"'}))
@@ -165,7 +165,7 @@ def test_stop_is_guarded_and_frees_the_allocation(metal: World, allocation: str)
     assert create(metal, allocation, key="k2").status_code == 201
 
 
-def test_in_a_slice_the_operation_fails_by_name(selling: World) -> None:
+def test_in_a_slice_the_operation_fails_by_name(selling: Stack) -> None:
     mine = launch(selling).json()["id"]
     waits = refused(selling, lambda: create(selling, mine, key="early"))
     assert (waits["status"], waits["code"]) == (409, "allocation_not_active")
@@ -182,7 +182,7 @@ def test_in_a_slice_the_operation_fails_by_name(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_another_project_has_none_of_it(metal: World, allocation: str) -> None:
+def test_another_project_has_none_of_it(metal: Stack, allocation: str) -> None:
     made, stranger = create(metal, allocation).json(), metal.client("stranger")
     for project in ("demo", "other"):
         at = f"projects/{project}/app-instances/{made['id']}"
@@ -217,11 +217,11 @@ def test_another_project_has_none_of_it(metal: World, allocation: str) -> None:
         ({"host": "192.0.2.9"}, "request_invalid"),
     ],
 )
-def test_bad_wishes(metal: World, allocation: str, wrong: dict[str, Any], code: str) -> None:
+def test_bad_wishes(metal: Stack, allocation: str, wrong: dict[str, Any], code: str) -> None:
     assert refused(metal, lambda: create(metal, allocation, **wrong))["code"] == code
 
 
-def test_lists_are_paged(metal: World, allocation: str) -> None:
+def test_lists_are_paged(metal: Stack, allocation: str) -> None:
     made = create(metal, allocation).json()
     put_there(metal)
     member, at = metal.client("member"), f"{PATH}/{made['id']}"

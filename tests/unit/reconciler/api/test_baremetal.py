@@ -11,7 +11,7 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.records import nodes, queue
-from tests.unit.reconciler.api.world import ACT, KEY, World, discovery
+from tests.unit.reconciler.api.stack import ACT, KEY, Stack, discovery
 
 PATH = "projects/demo/allocations"
 ADMIN = "admin/nodes/metal"
@@ -28,7 +28,7 @@ NODE = {
 
 
 @pytest.fixture
-def metal(new: World) -> World:
+def metal(new: Stack) -> Stack:
     """A machine that is enrolled and discovered as what it is."""
     assert new.client("admin").post("admin/nodes", json=NODE).status_code == 201
     with transaction(new.engine) as conn:
@@ -39,14 +39,14 @@ def metal(new: World) -> World:
     return new
 
 
-def launch(world: World, **changes: Any) -> Any:
+def launch(stack: Stack, **changes: Any) -> Any:
     headers = {"Idempotency-Key": "k"}
-    return world.client("member").post(PATH, json=BODY | changes, headers=headers)
+    return stack.client("member").post(PATH, json=BODY | changes, headers=headers)
 
 
-def let_in(world: World, allocation_id: str) -> None:
-    task = world.lease()
-    with transaction(world.engine) as conn:
+def let_in(stack: Stack, allocation_id: str) -> None:
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         before = {"accounts": {"root": "1"}}
         baremetal.provision_succeeded(conn, allocation_id, ACT, baseline=before, task_id="t")
@@ -54,7 +54,7 @@ def let_in(world: World, allocation_id: str) -> None:
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-10")
-def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: World) -> None:
+def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: Stack) -> None:
     answer = launch(metal)
     assert answer.status_code == 201, answer.text
     mine = answer.json()
@@ -79,7 +79,7 @@ def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: World
     ],
 )
 def test_wishes_that_a_whole_machine_does_not_grant(
-    metal: World, wish: dict[str, Any], code: str
+    metal: Stack, wish: dict[str, Any], code: str
 ) -> None:
     answer = launch(metal, **wish)
     assert answer.json()["code"] == code, answer.text
@@ -87,7 +87,7 @@ def test_wishes_that_a_whole_machine_does_not_grant(
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-7")
-def test_force_release_and_cleaning(metal: World) -> None:
+def test_force_release_and_cleaning(metal: Stack) -> None:
     admin, mine = metal.client("admin"), launch(metal).json()
     let_in(metal, mine["id"])
     at = f"admin/allocations/{mine['id']}"
@@ -114,20 +114,20 @@ def test_force_release_and_cleaning(metal: World) -> None:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_only_admins_clean(metal: World) -> None:
+def test_only_admins_clean(metal: Stack) -> None:
     for who in ("member", "node"):
         for act in ("clean-machine", "accept-drift"):
             assert metal.client(who).post(f"{ADMIN}/{act}", json={}).status_code in (403, 404)
 
 
 @pytest.mark.parametrize("wrong", ["a b", "-x", "203.0.113.9\n", "{{ x }}"])
-def test_a_tenants_address_is_an_address(metal: World, wrong: str) -> None:
+def test_a_tenants_address_is_an_address(metal: Stack, wrong: str) -> None:
     answer = metal.client("admin").patch(ADMIN, json={"tenant_address": wrong})
     assert answer.json()["code"] == "request_invalid"
 
 
 @pytest.mark.covers("CTRL-15", "I21")
-def test_a_release_that_failed_is_news_to_who_would_force_it(metal: World) -> None:
+def test_a_release_that_failed_is_news_to_who_would_force_it(metal: Stack) -> None:
     mine, admin = launch(metal).json()["id"], metal.client("admin")
     let_in(metal, mine)
     metal.client("member").post(f"{PATH}/{mine}/release")
@@ -147,7 +147,7 @@ def test_a_release_that_failed_is_news_to_who_would_force_it(metal: World) -> No
 
 
 @pytest.mark.covers("CTRL-15")
-def test_drift_is_accepted_as_it_was_read(metal: World) -> None:
+def test_drift_is_accepted_as_it_was_read(metal: Stack) -> None:
     admin = metal.client("admin")
     _leaves(metal, "ours")
     seen = admin.get(ADMIN)
@@ -161,29 +161,29 @@ def test_drift_is_accepted_as_it_was_read(metal: World) -> None:
     assert admin.post(f"{ADMIN}/accept-drift", **fresh).status_code == 200
 
 
-def _leaves(world: World, what: str) -> None:
+def _leaves(stack: Stack, what: str) -> None:
     """A tenant comes, goes, and leaves a difference."""
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         host.record_discovery(conn, "metal", discovery(), ACT)
-    if world.client("admin").get(ADMIN).json()["health_detail"]:
-        world.client("admin").post(f"{ADMIN}/accept-drift", json={"reason": "it is ours"})
-    member, headers = world.client("member"), {"Idempotency-Key": what}
+    if stack.client("admin").get(ADMIN).json()["health_detail"]:
+        stack.client("admin").post(f"{ADMIN}/accept-drift", json={"reason": "it is ours"})
+    member, headers = stack.client("member"), {"Idempotency-Key": what}
     mine = member.post(PATH, json=BODY, headers=headers).json()["id"]
-    let_in(world, mine)
+    let_in(stack, mine)
     assert member.post(f"{PATH}/{mine}/release").status_code == 200
-    task = world.lease()
+    task = stack.lease()
     while task.kind != "baremetal.release":
-        _finished(world, task)
-        task = world.lease()
+        _finished(stack, task)
+        task = stack.lease()
     absence = {"absent": True, "checks": {}}
     drift = [{"access": True, "what": what}]
     evidence = {"absence": absence, "proofs": {}, "drift": drift, "compared": True}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         fence = nodes.get(conn, "metal").fence
         assert baremetal.release_succeeded(conn, mine, ACT, fence=fence, evidence=evidence)
-    _finished(world, task)
+    _finished(stack, task)
 
 
-def _finished(world: World, task: Task) -> None:
-    with transaction(world.engine) as conn:
+def _finished(stack: Stack, task: Task) -> None:
+    with transaction(stack.engine) as conn:
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)

@@ -19,8 +19,8 @@ from reconciler.lifecycle import apps, host, slices
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskState
 from reconciler.records import queue
+from tests.unit.reconciler.api.stack import ACT, IMAGE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_launches import BODY, PATH, activate, launch
-from tests.unit.reconciler.api.world import ACT, IMAGE, KEY, NODE, World, discovery
 
 PLANTED = {
     "address": "canary-transport.invalid",
@@ -40,9 +40,9 @@ ERROR = {
 }
 
 
-def canaries(world: World) -> set[str]:
+def canaries(stack: Stack) -> set[str]:
     """Every text of the node and its slots, and what was planted where texts are kept."""
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         found = {"bmc": {"address": BMC}, **discovery()}
         host.record_discovery(conn, NODE, found, ACT)
         conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**PLANTED))
@@ -60,8 +60,8 @@ def canaries(world: World) -> set[str]:
 class Watch:
     """Everything that one member was ever answered."""
 
-    def __init__(self, world: World) -> None:
-        self.client = world.client("member")
+    def __init__(self, stack: Stack) -> None:
+        self.client = stack.client("member")
         self.answers: list[httpx.Response] = []
 
     def ask(self, verb: str, path: str, **options: Any) -> Any:
@@ -76,16 +76,16 @@ class Watch:
         return self.ask("GET", f"{PATH}/{allocation_id}")
 
 
-def fail(world: World, allocation_id: str) -> None:
-    task = world.lease()
-    with transaction(world.engine) as conn:
+def fail(stack: Stack, allocation_id: str) -> None:
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_failed(conn, allocation_id, ACT, step="slice_ready", error=ERROR)
         queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=ERROR)
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_member_is_told_nothing_of_the_host(selling: World) -> None:
+def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
     planted, member = canaries(selling), Watch(selling)
     first, second = (launch(selling, key).json()["id"] for key in ("a", "b"))
     for keyed in ("a", "c"):
@@ -115,14 +115,14 @@ def test_a_member_is_told_nothing_of_the_host(selling: World) -> None:
     assert used(member.answers) == permitted()
 
 
-def deploy(world: World, member: Watch, allocation_id: str) -> None:
+def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
     """An application on it, whose controller and whose operations say what no tenant is told."""
     at = "projects/demo/app-instances"
     body = {"slug": "slurm-reference", "name": "s", "managed_key": KEY}
     body["controller_allocation_id"] = allocation_id
     made = member.ask("POST", at, json=body, headers={"Idempotency-Key": "app"})
     planted = {"phase": "up", "host": PLANTED["address"], "bmc": BMC, "gpu": ERROR["expected"]}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         (row,) = apps.members(conn, made["id"])
         apps.reported(conn, row["id"], planted, ACT, ready=False)
         failure = sa.update(tables.app_operations).values(failure=ERROR)

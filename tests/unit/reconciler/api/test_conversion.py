@@ -18,8 +18,8 @@ from reconciler.runs.collect import Outcome
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_launches import launch
-from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
 pytestmark = pytest.mark.covers("HOST-15")
 
@@ -29,19 +29,19 @@ IDENTITY = {"identity": discovery()["identity"]}
 REPORT = {"intent": "slice", "warnings": 0, "checks": [], **IDENTITY}
 
 
-def mode(world: World) -> str:
-    return str(world.client("admin").get(f"admin/nodes/{NODE}").json()["mode"])
+def mode(stack: Stack) -> str:
+    return str(stack.client("admin").get(f"admin/nodes/{NODE}").json()["mode"])
 
 
-def finish(world: World) -> dict[str, Any]:
+def finish(stack: Stack) -> dict[str, Any]:
     """The node's task ends well, as its handler records it."""
-    task = world.lease()
-    with transaction(world.engine) as conn:
-        work = open_work(conn, world.settings, task)
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
+        work = open_work(conn, stack.settings, task)
         return HANDLERS[task.kind].succeed(work, {"identity": discovery()["identity"]})
 
 
-def test_a_slice_host_becomes_bare_metal_and_a_slice_host_again(selling: World) -> None:
+def test_a_slice_host_becomes_bare_metal_and_a_slice_host_again(selling: Stack) -> None:
     admin = selling.client("admin")
     answer = admin.post(
         PATH, json={"to": "baremetal", "allow_reboot": True, "reason": "sold whole"}
@@ -63,7 +63,7 @@ def test_a_slice_host_becomes_bare_metal_and_a_slice_host_again(selling: World) 
         assert (node.mode, node.slice_scheduling) == ("converting_to_slice", False)
 
 
-def test_asking_again_goes_on_with_the_conversion(selling: World) -> None:
+def test_asking_again_goes_on_with_the_conversion(selling: Stack) -> None:
     """A conversion that failed half way is asked for again; the node never left it."""
     admin = selling.client("admin")
     first = admin.post(PATH, json={"to": "baremetal"}).json()
@@ -73,7 +73,7 @@ def test_asking_again_goes_on_with_the_conversion(selling: World) -> None:
     assert (other.status_code, other.json()["code"]) == (409, "transition_refused")
 
 
-def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> None:
+def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: Stack) -> None:
     """Its last tenant never gave its lease back: nothing there can be wiped any more."""
     key = launch(selling).json()["id"]
     why = ACT.because("{{ lookup('pipe', 'id') }}: given up")
@@ -107,7 +107,7 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: World) -> Non
     ]
 
 
-def test_a_canceled_conversion_is_asked_for_again(selling: World) -> None:
+def test_a_canceled_conversion_is_asked_for_again(selling: Stack) -> None:
     admin = selling.client("admin")
     for kind, to in (("node.convert", "baremetal"), ("node.bootstrap", "slice")):
         first = admin.post(PATH, json={"to": to}).json()
@@ -119,11 +119,11 @@ def test_a_canceled_conversion_is_asked_for_again(selling: World) -> None:
             finish(selling)
 
 
-def on_the_way(world: World, state: SlotState) -> None:
+def on_the_way(stack: Stack, state: SlotState) -> None:
     """A slot of the node in a state in which it holds, or may hold, something of a tenant."""
-    key = launch(world).json()["id"]
+    key = launch(stack).json()["id"]
     error = {"code": "readiness_failed", "found": "no lease"}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         if state != SlotState.RESERVED:
             slices.provision_started(conn, key, ACT)
         if state in (SlotState.ACTIVE, SlotState.RELEASING):
@@ -137,7 +137,7 @@ def on_the_way(world: World, state: SlotState) -> None:
 
 
 @pytest.mark.parametrize("state", nodes.BUSY)
-def test_not_while_somebody_is_on_the_node(selling: World, state: SlotState) -> None:
+def test_not_while_somebody_is_on_the_node(selling: Stack, state: SlotState) -> None:
     on_the_way(selling, state)
     admin, before = selling.client("admin"), mode(selling)
     asked = len(admin.get("admin/tasks").json()["items"])
@@ -158,24 +158,24 @@ def test_every_busy_state_is_one_that_the_requirement_names() -> None:
     }
 
 
-def ended(world: World, evidence: dict[str, Any], **failed: Any) -> dict[str, Any]:
+def ended(stack: Stack, evidence: dict[str, Any], **failed: Any) -> dict[str, Any]:
     """The next task's run has ended: settled as the worker does it, the task afterwards."""
-    task = world.lease()
+    task = stack.lease()
     status = "failed" if failed else "successful"
     document = {"schema": 1, "ok": not failed, "step": "", "error": {}, "evidence": evidence}
     outcome = Outcome(status, document | failed)
-    settle(world.engine, world.settings, HANDLERS[task.kind], task, outcome)
-    found: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task.id}").json()
+    settle(stack.engine, stack.settings, HANDLERS[task.kind], task, outcome)
+    found: dict[str, Any] = stack.client("admin").get(f"admin/tasks/{task.id}").json()
     return found
 
 
-def bare_again(world: World) -> None:
-    world.client("admin").post(PATH, json={"to": "baremetal"})
-    assert ended(world, IDENTITY)["state"] == "succeeded"
-    assert mode(world) == "baremetal"
+def bare_again(stack: Stack) -> None:
+    stack.client("admin").post(PATH, json={"to": "baremetal"})
+    assert ended(stack, IDENTITY)["state"] == "succeeded"
+    assert mode(stack) == "baremetal"
 
 
-def test_one_call_leads_to_slots_on_sale(selling: World) -> None:
+def test_one_call_leads_to_slots_on_sale(selling: Stack) -> None:
     bare_again(selling)
     admin = selling.client("admin")
     headers = {"X-Correlation-Id": "back-to-slices"}
@@ -203,7 +203,7 @@ def test_one_call_leads_to_slots_on_sale(selling: World) -> None:
     assert f"follows node.bootstrap {first['id']}" in {row.get("reason") for row in told}
 
 
-def test_a_step_that_fails_ends_the_way_and_a_person_goes_on_from_there(selling: World) -> None:
+def test_a_step_that_fails_ends_the_way_and_a_person_goes_on_from_there(selling: Stack) -> None:
     bare_again(selling)
     admin = selling.client("admin")
     admin.post(PATH, json={"to": "slice"})
@@ -220,7 +220,7 @@ def test_a_step_that_fails_ends_the_way_and_a_person_goes_on_from_there(selling:
     assert "next_task_id" not in ended(selling, {"bound": []})["result"]
 
 
-def test_checks_that_fail_at_the_end_keep_the_slots_off_sale(selling: World) -> None:
+def test_checks_that_fail_at_the_end_keep_the_slots_off_sale(selling: Stack) -> None:
     bare_again(selling)
     selling.client("admin").post(PATH, json={"to": "slice"})
     for evidence in (IDENTITY, {"bound": []}, {"discovery": discovery()}):
@@ -231,7 +231,7 @@ def test_checks_that_fail_at_the_end_keep_the_slots_off_sale(selling: World) -> 
     assert {slot["status"] for slot in slots} == {"disabled"}
 
 
-def test_without_approved_slots_there_is_nothing_to_prove(prepared: World) -> None:
+def test_without_approved_slots_there_is_nothing_to_prove(prepared: Stack) -> None:
     bare_again(prepared)
     prepared.client("admin").post(PATH, json={"to": "slice"})
     only = ended(prepared, IDENTITY)

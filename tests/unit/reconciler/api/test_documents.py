@@ -15,9 +15,9 @@ from reconciler.lifecycle import host
 from reconciler.model.act import Act
 from reconciler.model.states import TaskState
 from reconciler.records import queue, slots
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.test_stream import sent
-from tests.unit.reconciler.api.world import ACT, NODE, World, discovery
 
 pytestmark = pytest.mark.covers("CTRL-1")
 
@@ -49,7 +49,7 @@ def drop_triggers(conn: sa.Connection, *names: str) -> None:
             conn.exec_driver_sql(f'DROP TRIGGER "{trigger}"')
 
 
-def test_reports_of_hosts(prepared: World) -> None:
+def test_reports_of_hosts(prepared: Stack) -> None:
     admin = prepared.client("admin")
     found = {**discovery(), **DOCUMENT}
     report = {"failures": 0, "warnings": 0, "identity": discovery()["identity"], **DOCUMENT}
@@ -61,7 +61,7 @@ def test_reports_of_hosts(prepared: World) -> None:
     assert same(admin.get(f"admin/nodes/{NODE}/parity").json()["document"], report)
 
 
-def test_tasks(prepared: World) -> None:
+def test_tasks(prepared: Stack) -> None:
     admin = prepared.client("admin")
     admin.post(f"admin/nodes/{NODE}/parity")
     task = prepared.lease()
@@ -82,7 +82,7 @@ def test_tasks(prepared: World) -> None:
     assert same(events["end"]["error"])
 
 
-def test_history_audit_and_timeline(selling: World) -> None:
+def test_history_audit_and_timeline(selling: Stack) -> None:
     admin = selling.client("admin")
     slot = admin.get(slots_path()).json()["items"][0]
     act = Act("test", "documents", "one-request", DOCUMENT)
@@ -101,7 +101,7 @@ def test_history_audit_and_timeline(selling: World) -> None:
         assert any(same(entry.get("detail", {})) for entry in entries), path
 
 
-def test_nodes_slots_and_allocations(selling: World) -> None:
+def test_nodes_slots_and_allocations(selling: Stack) -> None:
     admin = selling.client("admin")
     allocation = launch(selling).json()["id"]
     with transaction(selling.engine) as conn:

@@ -14,19 +14,19 @@ from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
 from reconciler.trust.keygen import TrustError
 from reconciler.work import worker
-from tests.unit.reconciler.api.world import NODE, World, discovery
+from tests.unit.reconciler.api.stack import NODE, Stack, discovery
 
 pytestmark = pytest.mark.covers("HOST-13")
 
 PATH = f"nodes/{NODE}/enrol"
 
 
-def body(world: World) -> dict[str, Any]:
-    token = world.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()["token"]
+def body(stack: Stack) -> dict[str, Any]:
+    token = stack.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()["token"]
     return {**discovery()["identity"], "token": token, "node_id": NODE, "hostname": "lab"}
 
 
-def test_enrolment(new: World) -> None:
+def test_enrolment(new: Stack) -> None:
     admin = new.client("admin")
     answer = admin.post(f"admin/nodes/{NODE}/enrollment-token")
     assert answer.status_code == 201
@@ -52,7 +52,7 @@ def test_enrolment(new: World) -> None:
 
 
 @pytest.mark.covers("HOST-7")
-def test_a_place_on_the_fabric_is_learned_once_and_never_over_an_operators(new: World) -> None:
+def test_a_place_on_the_fabric_is_learned_once_and_never_over_an_operators(new: Stack) -> None:
     admin = new.client("admin")
     fabric = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
     assert new.client().post(PATH, json=body(new) | fabric).status_code == 200
@@ -69,7 +69,7 @@ def test_a_place_on_the_fabric_is_learned_once_and_never_over_an_operators(new: 
 
 
 def test_a_pinned_ca_goes_into_the_userdata(
-    new: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=private"]
     files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "ca.pem")]
@@ -84,7 +84,7 @@ def test_a_pinned_ca_goes_into_the_userdata(
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:8080", "0.0.0.0:8080", "[::]:8080"])
-def test_no_userdata_with_an_address_that_only_this_machine_has(new: World, listen: str) -> None:
+def test_no_userdata_with_an_address_that_only_this_machine_has(new: Stack, listen: str) -> None:
     new.settings = new.settings.model_copy(update={"public_url": "", "listen": listen})
     refused = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
     assert (refused.status_code, refused.json()["code"]) == (409, "public_url_missing")
@@ -94,7 +94,7 @@ def test_no_userdata_with_an_address_that_only_this_machine_has(new: World, list
     assert f"http://{listen}" in meant.json()["userdata"], "said outright, it is meant"
 
 
-def test_a_token_is_good_once(new: World) -> None:
+def test_a_token_is_good_once(new: Stack) -> None:
     sent = body(new)
     with ThreadPoolExecutor(4) as pool:
         codes = [
@@ -104,7 +104,7 @@ def test_a_token_is_good_once(new: World) -> None:
     assert sorted(codes) == [200, 401, 401, 401]
 
 
-def test_a_token_belongs_to_its_node(new: World) -> None:
+def test_a_token_belongs_to_its_node(new: Stack) -> None:
     sent = body(new) | {"node_id": "other"}
     answer = new.client().post("nodes/other/enrol", json=sent)
     assert (answer.status_code, answer.json()["code"]) == (401, "token_invalid")
@@ -125,7 +125,7 @@ def test_a_token_belongs_to_its_node(new: World) -> None:
         ("fabric_address", "fe80::1/64"),
     ],
 )
-def test_hostile_hosts_get_nothing(new: World, field: str, value: str) -> None:
+def test_hostile_hosts_get_nothing(new: Stack, field: str, value: str) -> None:
     sent = body(new)
     answer = new.client().post(PATH, json=sent | {field: value})
     assert answer.status_code == 422
@@ -165,16 +165,16 @@ def keys(folder: Path, *names: str) -> list[str]:
     return [keygen.public_key((folder / f"{name}.pub").read_text()) for name in names]
 
 
-def revoked(world: World) -> list[str]:
+def revoked(stack: Stack) -> list[str]:
     """What ssh-keygen finds revoked for the node in the file that connections are judged by."""
-    path = ca.known_hosts(ca.open_trust(world.settings.state_dir))
+    path = ca.known_hosts(ca.open_trust(stack.settings.state_dir))
     lines = keygen.run("-F", NODE, "-f", str(path)).splitlines()
     marked = [line for line in lines if line.startswith("@revoked ")]
     assert sum("REVOKED" in line for line in lines) == len(marked)
     return [line.split(maxsplit=2)[2] for line in marked]
 
 
-def test_another_host_key_revokes_the_one_before(new: World, tmp_path: Path) -> None:
+def test_another_host_key_revokes_the_one_before(new: Stack, tmp_path: Path) -> None:
     first, second = keys(tmp_path, "first", "second")
     assert new.client().post(PATH, json=body(new) | {"host_key": first}).status_code == 200
     assert new.client().post(PATH, json=body(new) | {"host_key": first}).status_code == 200
@@ -194,7 +194,7 @@ def test_another_host_key_revokes_the_one_before(new: World, tmp_path: Path) -> 
 
 
 def test_a_launch_makes_up_for_a_revocation_that_was_cut_short(
-    new: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service was killed between the records and the file."""
     first, second = keys(tmp_path, "first", "second")
@@ -207,7 +207,7 @@ def test_a_launch_makes_up_for_a_revocation_that_was_cut_short(
     assert revoked(new) == [first]
 
 
-def test_a_host_cannot_take_its_neighbours_key(new: World, tmp_path: Path) -> None:
+def test_a_host_cannot_take_its_neighbours_key(new: Stack, tmp_path: Path) -> None:
     """It would be revoked for both as soon as the host enrols with another."""
     (theirs,) = keys(tmp_path, "theirs")
     assert new.client().post(PATH, json=body(new) | {"host_key": theirs}).status_code == 200
@@ -221,7 +221,7 @@ def test_a_host_cannot_take_its_neighbours_key(new: World, tmp_path: Path) -> No
 
 
 def test_a_token_survives_a_certificate_that_could_not_be_made(
-    new: World, monkeypatch: pytest.MonkeyPatch
+    new: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = body(new)
 

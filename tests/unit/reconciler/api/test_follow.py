@@ -23,39 +23,39 @@ from reconciler.db.schema import Task
 from reconciler.model.states import Role, TaskState
 from reconciler.records import queue, tokens
 from reconciler.runs.paths import RunPaths
-from tests.unit.reconciler.api.world import ACT, NODE, World
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 
 pytestmark = pytest.mark.covers("CTRL-8")
 
 
-def running(world: World) -> Task:
+def running(stack: Stack) -> Task:
     """A task with a run that has said one thing."""
-    world.client("admin").post(f"admin/nodes/{NODE}/parity")
-    task = world.lease()
-    with transaction(world.engine) as conn:
-        queue.started(conn, task.id, task.lease_token, run_id="r", run_directory=str(folder(world)))
-    say(world, task, "look")
+    stack.client("admin").post(f"admin/nodes/{NODE}/parity")
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
+        queue.started(conn, task.id, task.lease_token, run_id="r", run_directory=str(folder(stack)))
+    say(stack, task, "look")
     return task
 
 
-def folder(world: World) -> Path:
-    return world.settings.state_dir / "runs" / "r"
+def folder(stack: Stack) -> Path:
+    return stack.settings.state_dir / "runs" / "r"
 
 
-def say(world: World, task: Task, *names: str) -> None:
-    with transaction(world.engine) as conn:
+def say(stack: Stack, task: Task, *names: str) -> None:
+    with transaction(stack.engine) as conn:
         lines = [{"at": "2026-01-01T00:00:00", "event": "ok", "task": name} for name in names]
         queue.progress(conn, task.id, task.lease_token, *lines)
 
 
-def end(world: World, task: Task, state: TaskState = TaskState.SUCCEEDED) -> None:
-    with transaction(world.engine) as conn:
+def end(stack: Stack, task: Task, state: TaskState = TaskState.SUCCEEDED) -> None:
+    with transaction(stack.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
         queue.finish(conn, task.id, task.lease_token, state, ACT, error=error)
 
 
 @pytest.fixture
-def service(prepared: World) -> Iterator[str]:
+def service(prepared: Stack) -> Iterator[str]:
     """The API on a real socket."""
     settings = prepared.settings.model_copy(update={"poll_s": 0.02})
     app = create_app(settings, prepared.engine)
@@ -79,7 +79,7 @@ def told(event: Event) -> str:
     return str(event.document.get("task") or event.document.get("target") or event.name)
 
 
-def test_events_come_while_the_task_runs_and_end_with_it(prepared: World, service: str) -> None:
+def test_events_come_while_the_task_runs_and_end_with_it(prepared: Stack, service: str) -> None:
     task = running(prepared)
     reader = Client(service, prepared.secrets["admin"])
     stream = reader.events(f"/admin/tasks/{task.id}/events")
@@ -95,7 +95,7 @@ def test_events_come_while_the_task_runs_and_end_with_it(prepared: World, servic
 
 
 def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
-    prepared: World, service: str, monkeypatch: pytest.MonkeyPatch
+    prepared: Stack, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = running(prepared)
     path = f"/admin/tasks/{task.id}/events"
@@ -124,7 +124,7 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
 @pytest.mark.covers("CTRL-1")
 @pytest.mark.parametrize("how", ["revoked", "ended"])
 def test_a_stream_ends_with_its_token(
-    prepared: World, service: str, monkeypatch: pytest.MonkeyPatch, how: str
+    prepared: Stack, service: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(tasks, "_CHECK_S", 0.05)
     task = running(prepared)
@@ -156,7 +156,7 @@ def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def test_what_is_asked_wrongly(prepared: World) -> None:
+def test_what_is_asked_wrongly(prepared: Stack) -> None:
     admin = prepared.client("admin")
     assert admin.get("admin/tasks/none/events").json()["code"] == "task_not_found"
     task = running(prepared)
@@ -167,7 +167,7 @@ def test_what_is_asked_wrongly(prepared: World) -> None:
     assert member.status_code == 403
 
 
-def test_each_event_is_one_line_of_data(prepared: World) -> None:
+def test_each_event_is_one_line_of_data(prepared: Stack) -> None:
     task = running(prepared)
     say(prepared, task, "two\nlines\r\nid: 9.9")
     end(prepared, task, TaskState.FAILED)
@@ -178,7 +178,7 @@ def test_each_event_is_one_line_of_data(prepared: World) -> None:
     assert json.loads(blocks[-1][2].removeprefix("data: "))["error"] == {"code": "no_kvm"}
 
 
-def test_output_without_secrets(prepared: World) -> None:
+def test_output_without_secrets(prepared: Stack) -> None:
     admin = prepared.client("admin")
     task = running(prepared)
     path = f"admin/tasks/{task.id}/output"

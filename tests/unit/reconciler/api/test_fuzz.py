@@ -19,9 +19,9 @@ from reconciler.db.migrations import migrate
 from reconciler.settings import Settings
 from tests.postgresql import running
 from tests.unit.reconciler.api.conformity import Client
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.api.test_security import app_instance
-from tests.unit.reconciler.api.world import NODE, World
 
 # Of every operation as every role. More find more; these take seconds.
 EXAMPLES = {"admin": 8, "member": 3, "node": 1, "": 1}
@@ -33,7 +33,7 @@ STREAMS = {"tasks_events"}
 # Its 503 is what it is for: no worker lives here.
 SAYS_UNREADY = {"/readyz"}
 # A service, and objects in it.
-Known = tuple[World, dict[str, str]]
+Known = tuple[Stack, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     """The service that sells two slots, on PostgreSQL, and what is there."""
     with running(fsync=False) as server:
         state = Settings(state_dir=tmp_path_factory.mktemp("state"), database_url=server.url)
-        world = World(state, open_engine(server.url))
-        migrate(world.engine)
-        for act in (world.add_node, world.issue, world.prepare, world.sell):
+        stack = Stack(state, open_engine(server.url))
+        migrate(stack.engine)
+        for act in (stack.add_node, stack.issue, stack.prepare, stack.sell):
             act()
-        yield world, known_in(world)
-        world.engine.dispose()
+        yield stack, known_in(stack)
+        stack.engine.dispose()
 
 
-def known_in(selling: World) -> dict[str, str]:
+def known_in(selling: Stack) -> dict[str, str]:
     """Objects that are there, so that more than 404 is reached."""
     made = launch(selling).json()
     admin = selling.client("admin")
@@ -78,7 +78,7 @@ def repeat(client: Client, asked: dict[str, Any]) -> str:
 
 @pytest.mark.covers("CTRL-1", "CTRL-10")
 @pytest.mark.parametrize("role", EXAMPLES)
-def test_no_request_breaks_the_service(selling: World, role: str) -> None:
+def test_no_request_breaks_the_service(selling: Stack, role: str) -> None:
     fuzz((selling, known_in(selling)), role, EXAMPLES[role])
 
 

@@ -20,8 +20,8 @@ from tests.unit.plugins.module_utils.topology.test_slice_discovery import (
     prepared,
 )
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_slots import approve
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-3")
 
@@ -41,18 +41,18 @@ def machine(tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch) -> Machine
     return machine
 
 
-def discovered(world: World) -> list[dict[str, Any]]:
+def discovered(stack: Stack) -> list[dict[str, Any]]:
     """Look at the host and record it as the node's; the bundles that it suggests."""
     document = _slice_discovery.discover(PROFILE)
     identity = document["identity"] | {"host_key": "ssh-ed25519 AAAA"}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         host.enrolled(conn, NODE, ACT, **identity)
         host.bootstrapped(conn, NODE, ACT, identity=identity)
         host.record_discovery(conn, NODE, document | {"identity": identity}, ACT)
     return [candidate["bundle"] for candidate in document["candidates"]]
 
 
-def test_groups_of_their_own_are_approved(new: World, machine: Machine) -> None:
+def test_groups_of_their_own_are_approved(new: Stack, machine: Machine) -> None:
     assert approve(new, *discovered(new)).status_code == 201
 
 
@@ -66,7 +66,7 @@ def test_groups_of_their_own_are_approved(new: World, machine: Machine) -> None:
     ],
 )
 def test_a_neighbour_in_the_gpus_group_is_refused(
-    new: World, machine: Machine, neighbour: tuple[str, str, str], code: str
+    new: Stack, machine: Machine, neighbour: tuple[str, str, str], code: str
 ) -> None:
     address, id_, driver = neighbour
     machine.pci(address, id_, above=LEFT, node=0, group=10, driver=driver)

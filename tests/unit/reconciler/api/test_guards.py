@@ -14,17 +14,17 @@ from reconciler.api.app import MUTATING
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import PATH as MINE
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.test_security import app_instance
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-1")
 PATH = f"admin/nodes/{NODE}"
 SLOTS = f"{PATH}/resource-slots"
 
 
-def test_a_node_changes_only_as_it_was_read(new: World) -> None:
+def test_a_node_changes_only_as_it_was_read(new: Stack) -> None:
     admin = new.client("admin")
     tag = admin.get(PATH).headers["ETag"]
     changed = admin.patch(PATH, json={"region": "eu"}, headers={"If-Match": tag})
@@ -42,13 +42,13 @@ def test_a_node_changes_only_as_it_was_read(new: World) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "3", '"x"', '""', '"-1"', '"99999999999999999999"'])
-def test_what_is_no_tag_matches_nothing(new: World, given: str) -> None:
+def test_what_is_no_tag_matches_nothing(new: Stack, given: str) -> None:
     admin = new.client("admin")
     answer = admin.patch(PATH, json={"region": "eu"}, headers={"If-Match": given})
     assert (answer.status_code, answer.json()["code"]) == (412, "precondition_failed")
 
 
-def test_a_weak_tag_matches_nothing(new: World) -> None:
+def test_a_weak_tag_matches_nothing(new: Stack) -> None:
     admin = new.client("admin")
     weak = "W/" + admin.get(PATH).headers["ETag"]
     answer = admin.patch(PATH, json={"region": "eu"}, headers={"If-Match": weak})
@@ -56,7 +56,7 @@ def test_a_weak_tag_matches_nothing(new: World) -> None:
 
 
 @pytest.mark.parametrize("act", ["disable", "enable", "withdraw", "repair"])
-def test_acts_on_slots_are_guarded(selling: World, act: str) -> None:
+def test_acts_on_slots_are_guarded(selling: Stack, act: str) -> None:
     admin = selling.client("admin")
     slot = admin.get(SLOTS).json()["items"][0]["id"]
     tag = admin.get(f"{SLOTS}/{slot}").headers["ETag"]
@@ -68,7 +68,7 @@ def test_acts_on_slots_are_guarded(selling: World, act: str) -> None:
     assert stale["code"] == "precondition_failed"
 
 
-def test_an_allocation_changes_only_as_it_was_read(selling: World) -> None:
+def test_an_allocation_changes_only_as_it_was_read(selling: Stack) -> None:
     member, made = selling.client("member"), launch(selling)
     at = f"{MINE}/{made.json()['id']}"
     requested = made.headers["ETag"]
@@ -100,7 +100,7 @@ def test_an_allocation_changes_only_as_it_was_read(selling: World) -> None:
     ],
 )
 def test_what_is_forced_on_an_allocation_is_guarded(
-    selling: World, act: str, told: tuple[int, str | None]
+    selling: Stack, act: str, told: tuple[int, str | None]
 ) -> None:
     """That its release has failed is news as well, although its state is the same."""
     admin, made = selling.client("admin"), launch(selling).json()["id"]
@@ -123,7 +123,7 @@ def test_what_is_forced_on_an_allocation_is_guarded(
     assert (answer.status_code, answer.json().get("code")) == told
 
 
-def test_of_two_at_once_one_wins(new: World) -> None:
+def test_of_two_at_once_one_wins(new: Stack) -> None:
     tag = new.client("admin").get(PATH).headers["ETag"]
 
     def change(region: str) -> int:
@@ -173,7 +173,7 @@ def test_whatever_changes_a_record_with_a_tag_is_guarded() -> None:
     assert [name for name, headers in answers.items() if "ETag" in headers] == []
 
 
-def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: World) -> None:
+def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: Stack) -> None:
     """From the contract, so that no operation is forgotten. New records are at generation 0."""
     app = app_instance(selling)
     admin = selling.client("admin", base="/")
@@ -202,7 +202,7 @@ def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: World) -> None:
     assert unused == set(), "these are guarded no more, or gone"
 
 
-def test_a_task_is_canceled_only_as_it_was_read(selling: World) -> None:
+def test_a_task_is_canceled_only_as_it_was_read(selling: Stack) -> None:
     """What was queued runs by now: another decision."""
     admin = selling.client("admin")
     allocation = launch(selling).json()["id"]

@@ -14,21 +14,21 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, transaction
 from reconciler.service import process
 from reconciler.settings import Settings
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 
 
-def test_ready_needs_a_schema(new: World, tmp_path: Path) -> None:
+def test_ready_needs_a_schema(new: Stack, tmp_path: Path) -> None:
     client = new.client()
     assert client.get("http://test/healthz").json() == {"status": "ok"}
     assert client.get("http://test/readyz").json()["schema"]
 
-    empty = World(Settings(state_dir=tmp_path), open_engine(f"sqlite:///{tmp_path / 'empty.db'}"))
+    empty = Stack(Settings(state_dir=tmp_path), open_engine(f"sqlite:///{tmp_path / 'empty.db'}"))
     answer = empty.client().get("http://test/readyz")
     assert (answer.status_code, answer.json()["code"]) == (503, "schema_missing")
     empty.engine.dispose()
 
 
-def test_ready_needs_this_version_of_the_schema(new: World) -> None:
+def test_ready_needs_this_version_of_the_schema(new: Stack) -> None:
     with transaction(new.engine) as conn:
         conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
     answer = new.client().get("http://test/readyz")
@@ -37,7 +37,7 @@ def test_ready_needs_this_version_of_the_schema(new: World) -> None:
 
 
 @pytest.mark.covers("I22")
-def test_a_site_is_ready_when_somebody_works_and_leads(new: World) -> None:
+def test_a_site_is_ready_when_somebody_works_and_leads(new: Stack) -> None:
     app = create_app(new.settings, new.engine)
     app.state.needed = process.NEEDED
     client = TestClient(app, base_url="http://test")
@@ -60,7 +60,7 @@ def test_a_site_is_ready_when_somebody_works_and_leads(new: World) -> None:
     assert client.get("/healthz").status_code == 200, "the process itself lives"
 
 
-def test_numbers_are_for_admins_and_name_nobody(selling: World) -> None:
+def test_numbers_are_for_admins_and_name_nobody(selling: Stack) -> None:
     assert selling.client().get("http://test/metrics").status_code == 401
     assert selling.client("member").get("http://test/metrics").status_code == 403
     admin = selling.client("admin")

@@ -6,7 +6,7 @@ import pytest
 
 from reconciler.api.http import idempotency_key as key
 from reconciler.model.errors import Problem
-from tests.unit.reconciler.api.world import IMAGE, NODE, World
+from tests.unit.reconciler.api.stack import IMAGE, NODE, Stack
 
 
 def test_both_headers_mean_the_same() -> None:
@@ -31,7 +31,7 @@ def test_unclear_keys_are_refused(headers: dict[str, str]) -> None:
 
 
 @pytest.mark.covers("I21")
-def test_a_repeated_act_is_done_once(new: World) -> None:
+def test_a_repeated_act_is_done_once(new: Stack) -> None:
     admin = new.client("admin")
     first = admin.post("admin/projects", json={"name": "p"}, headers={"Idempotency-Key": "k"})
     again = admin.post("admin/projects", json={"name": "p"}, headers={"X-Idempotency-Key": "k"})
@@ -47,7 +47,7 @@ def test_a_repeated_act_is_done_once(new: World) -> None:
     assert admin.post("admin/projects", json={"name": "p"}).json()["code"] == "project_exists"
 
 
-def test_secrets_are_not_remembered(new: World) -> None:
+def test_secrets_are_not_remembered(new: Stack) -> None:
     admin, header = new.client("admin"), {"Idempotency-Key": "k"}
     path = f"admin/nodes/{NODE}/enrollment-token"
     secret = admin.post(path, headers=header).json()["token"]

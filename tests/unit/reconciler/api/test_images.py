@@ -11,7 +11,7 @@ import pytest
 
 from reconciler.settings import Settings
 from reconciler.trust.downloads import url as download_url
-from tests.unit.reconciler.api.world import IMAGE, World
+from tests.unit.reconciler.api.stack import IMAGE, Stack
 
 CONTENT = b"raw image" * 1000
 
@@ -28,7 +28,7 @@ def registration(file: Path, **changes: Any) -> dict[str, Any]:
     return {**IMAGE, "digest": digest, "size_bytes": len(CONTENT), "url": file.as_uri(), **changes}
 
 
-def test_a_host_fetches_with_its_link(new: World, file: Path) -> None:
+def test_a_host_fetches_with_its_link(new: Stack, file: Path) -> None:
     image = new.client("admin").post("admin/images", json=registration(file)).json()
     link = download_url(new.settings, image)
     assert link == download_url(new.settings, image), "a run's variables may not change"
@@ -37,7 +37,7 @@ def test_a_host_fetches_with_its_link(new: World, file: Path) -> None:
     assert (answer.status_code, answer.content) == (200, CONTENT)
 
 
-def test_a_link_opens_nothing_else(new: World, file: Path) -> None:
+def test_a_link_opens_nothing_else(new: Stack, file: Path) -> None:
     admin = new.client("admin")
     image = admin.post("admin/images", json=registration(file)).json()
     other = admin.post("admin/images", json=IMAGE | {"name": "other"}).json()
@@ -54,7 +54,7 @@ def test_a_link_opens_nothing_else(new: World, file: Path) -> None:
     assert download_url(new.settings, other) == IMAGE["url"]
 
 
-def test_what_was_registered_is_what_is_sent(new: World, file: Path, tmp_path: Path) -> None:
+def test_what_was_registered_is_what_is_sent(new: Stack, file: Path, tmp_path: Path) -> None:
     image = new.client("admin").post("admin/images", json=registration(file)).json()
     file.unlink()
     secret = tmp_path / "secret"
@@ -81,19 +81,19 @@ def test_what_was_registered_is_what_is_sent(new: World, file: Path, tmp_path: P
         ({"minimum_disk_bytes": 1 << 30}, "field_without_effect"),
     ],
 )
-def test_bad_images(new: World, file: Path, change: dict[str, Any], code: str) -> None:
+def test_bad_images(new: Stack, file: Path, change: dict[str, Any], code: str) -> None:
     admin = new.client("admin")
     assert admin.post("admin/images", json=registration(file, **change)).json()["code"] == code
     assert admin.get("admin/images").json()["items"] == []
 
 
-def test_a_compressed_file_has_its_own_size(new: World, file: Path) -> None:
+def test_a_compressed_file_has_its_own_size(new: Stack, file: Path) -> None:
     body = registration(file, compression="zstd", size_bytes=1 << 30)
     assert new.client("admin").post("admin/images", json=body).status_code == 201
 
 
 def test_every_machine_of_a_site_makes_the_same_link(
-    new: World, file: Path, tmp_path: Path
+    new: Stack, file: Path, tmp_path: Path
 ) -> None:
     """A worker makes it, the API of another machine is asked."""
     image = new.client("admin").post("admin/images", json=registration(file)).json()
@@ -109,7 +109,7 @@ def test_every_machine_of_a_site_makes_the_same_link(
 
 
 def test_a_member_sees_what_a_launch_can_name_and_not_where_it_comes_from(
-    new: World, file: Path
+    new: Stack, file: Path
 ) -> None:
     made = new.client("admin").post("admin/images", json=registration(file)).json()
     found = new.client("member").get("images").json()

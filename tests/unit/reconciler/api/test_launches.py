@@ -17,7 +17,7 @@ from reconciler.model.states import TaskState
 from reconciler.profiles import hardware_profile, profile_skus
 from reconciler.records import queue
 from tests.unit.reconciler.api.refusals import refused
-from tests.unit.reconciler.api.world import ACT, KEY, NODE, World, bundle
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, bundle
 
 PATH = "projects/demo/allocations"
 PROFILES = Path(__file__).resolve().parents[4] / "profiles"
@@ -31,22 +31,22 @@ BODY = {
 }
 
 
-def launch(world: World, key: str = "k", **changes: Any) -> Any:
+def launch(stack: Stack, key: str = "k", **changes: Any) -> Any:
     headers = {"Idempotency-Key": key}
-    return world.client("member").post(PATH, json=BODY | changes, headers=headers)
+    return stack.client("member").post(PATH, json=BODY | changes, headers=headers)
 
 
-def activate(world: World, allocation_id: str) -> None:
-    task = world.lease()
+def activate(stack: Stack, allocation_id: str) -> None:
+    task = stack.lease()
     connection = {"host": "gate.example", "port": 2200, "username": "tenant", "node": NODE}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_succeeded(conn, allocation_id, ACT, connection=connection)
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
 
 @pytest.mark.covers("CTRL-4")
-def test_launch_claims_and_queues(selling: World) -> None:
+def test_launch_claims_and_queues(selling: Stack) -> None:
     answer = launch(selling, parameters={"ready_deadline_s": 20})
     assert answer.status_code == 201, answer.text
     mine = answer.json()
@@ -60,7 +60,7 @@ def test_launch_claims_and_queues(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_tenant_never_sees_where_it_is(selling: World) -> None:
+def test_a_tenant_never_sees_where_it_is(selling: Stack) -> None:
     mine = launch(selling).json()
     activate(selling, mine["id"])
     member = selling.client("member")
@@ -75,7 +75,7 @@ def test_a_tenant_never_sees_where_it_is(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_failure_shows_its_code_only(selling: World) -> None:
+def test_a_failure_shows_its_code_only(selling: Stack) -> None:
     mine = launch(selling).json()
     selling.lease()
     error = {"code": "readiness_failed", "found": bundle(1)["gpu_pci_address"]}
@@ -88,7 +88,7 @@ def test_a_failure_shows_its_code_only(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-5")
-def test_too_many_gpus_for_one_node(selling: World) -> None:
+def test_too_many_gpus_for_one_node(selling: Stack) -> None:
     found = refused(selling, lambda: launch(selling, gpu_count=3))
     assert (found["status"], found["code"]) == (409, "no_capacity")
     explanation = found["explanation"]
@@ -101,7 +101,7 @@ def test_too_many_gpus_for_one_node(selling: World) -> None:
 
 @pytest.mark.covers("CTRL-5")
 def test_room_that_is_there_a_moment_later_is_given(
-    selling: World, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look for a reason finds a place: nobody is refused for what another did meanwhile."""
     look, blind = placement.likely, iter([True, True])
@@ -116,7 +116,7 @@ def test_room_that_is_there_a_moment_later_is_given(
 
 @pytest.mark.covers("CTRL-5")
 def test_a_refusal_is_explained_while_others_write(
-    selling: World, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes as long as the fleet is large: with the launch's transaction it would lock all."""
     judge = placement.judge
@@ -131,7 +131,7 @@ def test_a_refusal_is_explained_while_others_write(
 
 
 @pytest.mark.covers("CTRL-5")
-def test_nothing_is_sold_while_switched_off(selling: World) -> None:
+def test_nothing_is_sold_while_switched_off(selling: Stack) -> None:
     admin = selling.client("admin")
     admin.put("admin/settings/slice-scheduling", json={"enabled": False})
     answer = launch(selling)
@@ -139,7 +139,7 @@ def test_nothing_is_sold_while_switched_off(selling: World) -> None:
     assert NODE not in answer.text
 
 
-def test_release(selling: World) -> None:
+def test_release(selling: Stack) -> None:
     mine = launch(selling).json()
     member, at = selling.client("member"), f"{PATH}/{mine['id']}"
     activate(selling, mine["id"])
@@ -151,7 +151,7 @@ def test_release(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_other_tenants_are_not_there(selling: World) -> None:
+def test_other_tenants_are_not_there(selling: Stack) -> None:
     mine = launch(selling).json()
     stranger = selling.client("stranger")
     for path in (
@@ -186,12 +186,12 @@ def test_other_tenants_are_not_there(selling: World) -> None:
         ({"parameters": {"ready_deadline_s": 0}}, "request_invalid"),
     ],
 )
-def test_bad_wishes(selling: World, wrong: dict[str, Any], code: str) -> None:
+def test_bad_wishes(selling: Stack, wrong: dict[str, Any], code: str) -> None:
     assert refused(selling, lambda: launch(selling, **wrong))["code"] == code
 
 
 @pytest.mark.covers("CTRL-14")
-def test_only_what_is_sold_can_be_named(selling: World) -> None:
+def test_only_what_is_sold_can_be_named(selling: Stack) -> None:
     found = refused(selling, lambda: launch(selling, sku="free-of-charge"))
     assert (found["status"], found["code"]) == (422, "sku_unknown")
     assert "lab-edu-slice" in found["expected"] and "/" not in found["expected"]
@@ -220,7 +220,7 @@ def test_a_profile_that_is_broken_or_sells_nothing_is_in_nobodys_way(tmp_path: P
         hardware_profile(tmp_path, "broken")
 
 
-def test_a_runtime_profile_is_refused_by_name(selling: World) -> None:
+def test_a_runtime_profile_is_refused_by_name(selling: Stack) -> None:
     answer = refused(selling, lambda: launch(selling, runtime_profile="tuned"))
     assert (answer["status"], answer["code"]) == (422, "field_without_effect")
     assert "runtime_profile" in answer["found"]

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from reconciler.runs import contract
-from tests.unit.reconciler.api.world import NODE, World
+from tests.unit.reconciler.api.stack import NODE, Stack
 
 BODY = {"id": "n2", "name": "Rack 2", "address": "192.0.2.8", "profile": "lab"}
 
 
 @pytest.mark.covers("CTRL-10")
-def test_add_show_change(new: World) -> None:
+def test_add_show_change(new: Stack) -> None:
     admin = new.client("admin")
     made = admin.post("admin/nodes", json={**BODY, "reason": "second host"})
     assert made.status_code == 201
@@ -36,7 +36,7 @@ def test_add_show_change(new: World) -> None:
 
 @pytest.mark.covers("HOST-7")
 @pytest.mark.covers("CTRL-1")
-def test_a_change_of_nothing_is_none(new: World) -> None:
+def test_a_change_of_nothing_is_none(new: Stack) -> None:
     """Its ETag stays good for whoever decided on it."""
     admin = new.client("admin")
     before = admin.get(f"admin/nodes/{NODE}").json()
@@ -49,7 +49,7 @@ def test_a_change_of_nothing_is_none(new: World) -> None:
     assert set(told["detail"]) == {"pool"}
 
 
-def test_a_nodes_own_place_on_the_fabric(new: World) -> None:
+def test_a_nodes_own_place_on_the_fabric(new: Stack) -> None:
     admin = new.client("admin")
     own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
     made = admin.post("admin/nodes", json=BODY | own).json()
@@ -60,7 +60,7 @@ def test_a_nodes_own_place_on_the_fabric(new: World) -> None:
 
 
 @pytest.mark.covers("HOST-10", "CTRL-10")
-def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: World) -> None:
+def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: Stack) -> None:
     admin = new.client("admin")
     assert admin.post("admin/nodes", json=BODY).json()["maas_tags"] is None
     other = {**BODY, "id": "n3", "name": "Rack 3", "maas_tags": ["virtual", "a_B-1", "virtual"]}
@@ -84,7 +84,7 @@ def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: World) -> None:
 
 
 @pytest.mark.covers("HOST-10", "CTRL-5")
-def test_tags_put_nothing_on_sale_and_take_nothing_off(selling: World) -> None:
+def test_tags_put_nothing_on_sale_and_take_nothing_off(selling: Stack) -> None:
     admin, path = selling.client("admin"), f"admin/nodes/{NODE}"
 
     def statuses() -> list[str]:
@@ -113,7 +113,7 @@ def test_tags_put_nothing_on_sale_and_take_nothing_off(selling: World) -> None:
         [f"t{number}" for number in range(65)],
     ],
 )
-def test_what_maas_would_not_call_a_tag_is_refused(new: World, tags: Any) -> None:
+def test_what_maas_would_not_call_a_tag_is_refused(new: Stack, tags: Any) -> None:
     admin = new.client("admin")
     for answer in (
         admin.post("admin/nodes", json={**BODY, "maas_tags": tags}),
@@ -125,7 +125,7 @@ def test_what_maas_would_not_call_a_tag_is_refused(new: World, tags: Any) -> Non
 
 
 @pytest.mark.covers("HOST-10")
-def test_the_most_and_longest_tags_are_let_through_to_the_host(new: World) -> None:
+def test_the_most_and_longest_tags_are_let_through_to_the_host(new: Stack) -> None:
     """What a node may have and a run may not would keep the node from parity for ever."""
     tags = sorted(f"{number:064d}" for number in range(64))
     answer = new.client("admin").patch(f"admin/nodes/{NODE}", json={"maas_tags": tags})
@@ -136,7 +136,7 @@ def test_the_most_and_longest_tags_are_let_through_to_the_host(new: World) -> No
     contract.check_vars("parity", {**given, "slice_maas_tags": tags})
 
 
-def test_an_id_is_made_when_none_is_given(new: World) -> None:
+def test_an_id_is_made_when_none_is_given(new: Stack) -> None:
     body = {name: value for name, value in BODY.items() if name != "id"}
     assert len(new.client("admin").post("admin/nodes", json=body).json()["id"]) == 36
 
@@ -158,21 +158,21 @@ def test_an_id_is_made_when_none_is_given(new: World) -> None:
         ({"state": "ready"}, "request_invalid"),
     ],
 )
-def test_bad_nodes_are_refused(new: World, wrong: dict[str, Any], code: str) -> None:
+def test_bad_nodes_are_refused(new: Stack, wrong: dict[str, Any], code: str) -> None:
     admin = new.client("admin")
     assert admin.post("admin/nodes", json=BODY | wrong).json()["code"] == code
     assert len(admin.get("admin/nodes").json()["items"]) == 1
 
 
 @pytest.mark.covers("HOST-7")
-def test_no_node_takes_up_a_profile_that_leaves_its_fabric_open(new: World, tmp_path: Path) -> None:
+def test_no_node_takes_up_a_profile_that_leaves_its_fabric_open(new: Stack, tmp_path: Path) -> None:
     """A node that has it from before is changed in everything else."""
     lab = yaml.safe_load((new.settings.profiles_dir / "lab.yml").read_text())
     del lab["fabric"]["link"]
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "lab.yml").write_text(yaml.safe_dump(lab))
     settings = new.settings.model_copy(update={"profiles_dir": tmp_path / "profiles"})
-    admin = World(settings, new.engine, new.secrets).client("admin")
+    admin = Stack(settings, new.engine, new.secrets).client("admin")
     for answer in (
         admin.post("admin/nodes", json=BODY),
         admin.patch(f"admin/nodes/{NODE}", json={"profile": "lab"}),
@@ -182,7 +182,7 @@ def test_no_node_takes_up_a_profile_that_leaves_its_fabric_open(new: World, tmp_
 
 
 @pytest.mark.covers("CTRL-5")
-def test_nothing_is_sold_before_it_is_proven(new: World) -> None:
+def test_nothing_is_sold_before_it_is_proven(new: Stack) -> None:
     admin = new.client("admin")
     answer = admin.put(f"admin/nodes/{NODE}/scheduling", json={"enabled": True})
     assert (answer.status_code, answer.json()["code"]) == (409, "scheduling_not_ready")
@@ -191,7 +191,7 @@ def test_nothing_is_sold_before_it_is_proven(new: World) -> None:
 
 
 @pytest.mark.covers("CTRL-5")
-def test_the_site_sells_nothing_until_switched_on(new: World) -> None:
+def test_the_site_sells_nothing_until_switched_on(new: Stack) -> None:
     admin, path = new.client("admin"), "admin/settings/slice-scheduling"
     assert admin.get(path).json() == {"enabled": False}
     assert admin.put(path, json={"enabled": True}).json() == {"enabled": True}

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_launches import launch
-from tests.unit.reconciler.api.world import NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-12")
 
 PATH = f"admin/nodes/{NODE}"
 
 
-def move(world: World, verb: str, **headers: str) -> Any:
+def move(stack: Stack, verb: str, **headers: str) -> Any:
     body = {"reason": f"because of {verb}"}
-    return world.client("admin").post(f"{PATH}/{verb}", json=body, headers=headers)
+    return stack.client("admin").post(f"{PATH}/{verb}", json=body, headers=headers)
 
 
-def test_a_draining_node_sells_nothing_and_goes_on_selling_after_it(selling: World) -> None:
+def test_a_draining_node_sells_nothing_and_goes_on_selling_after_it(selling: Stack) -> None:
     assert move(selling, "drain").json()["state"] == "draining"
     refused = launch(selling)
     assert (refused.status_code, refused.json()["code"]) == (409, "no_capacity")
@@ -31,7 +31,7 @@ def test_a_draining_node_sells_nothing_and_goes_on_selling_after_it(selling: Wor
     assert told["admin.node.resume"] == "because of resume"
 
 
-def test_out_of_use_only_when_drained_and_empty(selling: World) -> None:
+def test_out_of_use_only_when_drained_and_empty(selling: Stack) -> None:
     assert move(selling, "maintain").json()["code"] == "transition_refused"
     assert launch(selling).status_code == 201
     move(selling, "drain")
@@ -40,7 +40,7 @@ def test_out_of_use_only_when_drained_and_empty(selling: World) -> None:
     assert move(selling, "retire").json()["code"] == "transition_refused"
 
 
-def test_who_is_refused_reads_what_can_be_asked_for(selling: World) -> None:
+def test_who_is_refused_reads_what_can_be_asked_for(selling: Stack) -> None:
     """Commands, and never the events that only the service brings about."""
     found = move(selling, "maintain").json()
     assert found["remedy"].startswith(f"drain first: `gpuaas nodes drain {NODE} --reason WHY`")
@@ -55,20 +55,20 @@ def test_who_is_refused_reads_what_can_be_asked_for(selling: World) -> None:
     assert (again["found"].count("gpuaas nodes"), "lose" in str(again)) == (2, False)
 
 
-def test_the_way_to_the_end(selling: World) -> None:
+def test_the_way_to_the_end(selling: Stack) -> None:
     for verb, state in (("drain", "draining"), ("maintain", "maintenance"), ("retire", "retired")):
         assert move(selling, verb).json()["state"] == state
     assert move(selling, "resume").json()["code"] == "transition_refused"
 
 
-def test_without_a_reason_nothing_moves(selling: World) -> None:
+def test_without_a_reason_nothing_moves(selling: Stack) -> None:
     admin = selling.client("admin")
     for body in ({}, {"reason": ""}, {"reason": "  "}):
         assert admin.post(f"{PATH}/drain", json=body).json()["code"] == "request_invalid"
     assert admin.get(PATH).json()["state"] == "ready"
 
 
-def test_whoever_decided_on_an_old_picture_is_refused(selling: World) -> None:
+def test_whoever_decided_on_an_old_picture_is_refused(selling: Stack) -> None:
     seen = selling.client("admin").get(PATH).headers["ETag"]
     assert move(selling, "drain", **{"If-Match": seen}).status_code == 200
     late = move(selling, "resume", **{"If-Match": seen})

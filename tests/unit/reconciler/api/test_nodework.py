@@ -12,8 +12,8 @@ from reconciler.model.errors import Problem
 from reconciler.records import queue
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
+from tests.unit.reconciler.api.stack import ACT, IMAGE, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, IMAGE, NODE, World, discovery
 
 DISK = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
 IDENTITY = {"serial": "LABNVME0", "eui": "5e0000000000a000"}
@@ -55,7 +55,7 @@ APPROVAL = IDENTITY | {
     ],
 )
 def test_queues_one_task(
-    prepared: World, noun: str, body: Any, kind: str, parameters: dict[str, Any]
+    prepared: Stack, noun: str, body: Any, kind: str, parameters: dict[str, Any]
 ) -> None:
     admin = prepared.client("admin")
     answer = admin.post(f"admin/nodes/{NODE}/{noun}", json=body, headers={"X-Correlation-Id": "c"})
@@ -71,7 +71,7 @@ def test_queues_one_task(
 
 @pytest.mark.covers("HOST-13")
 @pytest.mark.parametrize("noun", ["bootstrap", "slice-topology/discovery", "parity"])
-def test_nothing_is_queued_for_a_host_that_never_enrolled(new: World, noun: str) -> None:
+def test_nothing_is_queued_for_a_host_that_never_enrolled(new: Stack, noun: str) -> None:
     """No run could reach it: its task would only wait there, or fail at SSH's words."""
     admin = new.client("admin")
     answer = admin.post(f"admin/nodes/{NODE}/{noun}")
@@ -81,7 +81,7 @@ def test_nothing_is_queued_for_a_host_that_never_enrolled(new: World, noun: str)
 
 
 @pytest.mark.covers("CTRL-12", "HOST-1")
-def test_a_host_is_not_restarted_under_its_tenants(selling: World) -> None:
+def test_a_host_is_not_restarted_under_its_tenants(selling: Stack) -> None:
     admin, path = selling.client("admin"), f"admin/nodes/{NODE}/bootstrap"
     early = admin.post(path, json={"allow_reboot": True}).json()
     allocation_id = launch(selling).json()["id"]
@@ -98,7 +98,7 @@ def test_a_host_is_not_restarted_under_its_tenants(selling: World) -> None:
 
 
 @pytest.mark.covers("HOST-9")
-def test_a_dry_run_that_waits_is_not_the_transition(prepared: World) -> None:
+def test_a_dry_run_that_waits_is_not_the_transition(prepared: Stack) -> None:
     admin, path = prepared.client("admin"), f"admin/nodes/{NODE}/storage-transition"
     dry = admin.post(path, json={"devices": [DISK]}).json()
     body = {"devices": [DISK], "apply": True, "expected": {DISK: IDENTITY}}
@@ -108,7 +108,7 @@ def test_a_dry_run_that_waits_is_not_the_transition(prepared: World) -> None:
 
 
 @pytest.mark.covers("HOST-9")
-def test_nothing_is_wiped_without_an_identity(new: World) -> None:
+def test_nothing_is_wiped_without_an_identity(new: Stack) -> None:
     body = {"devices": [DISK, "/dev/nvme1n1"], "apply": True, "expected": {DISK: IDENTITY}}
     answer = new.client("admin").post(f"admin/nodes/{NODE}/storage-transition", json=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "expected_identity_missing")
@@ -117,13 +117,13 @@ def test_nothing_is_wiped_without_an_identity(new: World) -> None:
 
 
 @pytest.mark.parametrize("device", ["nvme0n1", "/dev/sda; reboot", "/dev/$(id)", ""])
-def test_device_names_are_paths(new: World, device: str) -> None:
+def test_device_names_are_paths(new: Stack, device: str) -> None:
     path = f"admin/nodes/{NODE}/storage-transition"
     answer = new.client("admin").post(path, json={"devices": [device]})
     assert answer.json()["code"] == "request_invalid"
 
 
-def test_caches_only_known_images_on_known_nodes(prepared: World) -> None:
+def test_caches_only_known_images_on_known_nodes(prepared: Stack) -> None:
     admin = prepared.client("admin")
     image = admin.post("admin/images", json=IMAGE).json()["id"]
     path = f"admin/nodes/{NODE}/image-cache"
@@ -134,7 +134,7 @@ def test_caches_only_known_images_on_known_nodes(prepared: World) -> None:
 
 
 @pytest.mark.covers("HOST-11")
-def test_before_the_first_report(new: World) -> None:
+def test_before_the_first_report(new: Stack) -> None:
     admin = new.client("admin")
     with transaction(new.engine) as conn:
         host.enrolled(conn, NODE, ACT, **discovery()["identity"])
@@ -147,7 +147,7 @@ def test_before_the_first_report(new: World) -> None:
 
 
 @pytest.mark.covers("HOST-10", "HOST-11")
-def test_a_bare_metal_nodes_report_is_the_one_that_it_was_asked_for(new: World) -> None:
+def test_a_bare_metal_nodes_report_is_the_one_that_it_was_asked_for(new: Stack) -> None:
     admin = new.client("admin")
     body = {"id": "m1", "address": "192.0.2.8", "profile": "lab", "mode": "baremetal"}
     assert admin.post("admin/nodes", json=body).status_code == 201
@@ -160,7 +160,7 @@ def test_a_bare_metal_nodes_report_is_the_one_that_it_was_asked_for(new: World) 
 
 
 @pytest.mark.covers("HOST-11")
-def test_the_latest_report(selling: World) -> None:
+def test_the_latest_report(selling: Stack) -> None:
     admin = selling.client("admin")
     found = admin.get(f"admin/nodes/{NODE}/slice-topology/discovery").json()
     assert found["document"] == discovery()

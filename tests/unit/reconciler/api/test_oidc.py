@@ -14,7 +14,7 @@ from reconciler.settings import Settings
 from reconciler.trust import oidc
 from reconciler.trust.oidc import FRESH_S, QUIET_S, STALE_S, Identity, Verifier
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 
 pytestmark = pytest.mark.covers("CTRL-10")
 DEMO = ["staff", "gpuaas-project-demo"]
@@ -34,7 +34,7 @@ def provider(process: Provider) -> Iterator[Provider]:
 
 
 @pytest.fixture
-def site(new: World, provider: Provider) -> World:
+def site(new: Stack, provider: Provider) -> Stack:
     new.settings = new.settings.model_copy(
         update={
             "oidc_issuer": provider.url,
@@ -46,13 +46,13 @@ def site(new: World, provider: Provider) -> World:
     return new
 
 
-def opens(world: World, token: str, path: str = "projects/demo/allocations") -> int:
-    answer = world.client().get(path, headers={"Authorization": f"Bearer {token}"})
+def opens(stack: Stack, token: str, path: str = "projects/demo/allocations") -> int:
+    answer = stack.client().get(path, headers={"Authorization": f"Bearer {token}"})
     return answer.status_code
 
 
 @pytest.mark.parametrize(("key", "alg"), [("rsa", "RS256"), ("ec", "ES256"), ("ed", "EdDSA")])
-def test_groups_give_role_and_projects(site: World, provider: Provider, key: str, alg: str) -> None:
+def test_groups_give_role_and_projects(site: Stack, provider: Provider, key: str, alg: str) -> None:
     member = provider.token(key=key, alg=alg, groups=[*DEMO, "gpuaas-project-other"])
     assert opens(site, member) == 200
     assert opens(site, member, "projects/other/allocations") == 200
@@ -65,12 +65,12 @@ def test_groups_give_role_and_projects(site: World, provider: Provider, key: str
     assert opens(site, nobody, "admin/nodes") == 403
 
 
-def test_groups_in_one_text_and_an_access_token(site: World, provider: Provider) -> None:
+def test_groups_in_one_text_and_an_access_token(site: Stack, provider: Provider) -> None:
     token = provider.token(groups=" ".join(DEMO), headers={"typ": "at+jwt"}, aud=["x", AUDIENCE])
     assert opens(site, token) == 200
 
 
-def test_audit_names_the_person_and_where_the_name_is_from(site: World, provider: Provider) -> None:
+def test_audit_names_the_person_and_where_the_name_is_from(site: Stack, provider: Provider) -> None:
     token = provider.token(groups=["gpuaas-admins"], sub="admin")
     headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": "one"}
     body = {"name": "made", "id": "made"}
@@ -115,7 +115,7 @@ def soon(seconds: int) -> int:
     # Workers of pytest-xdist must agree on the names, and collect at different times.
     ids=lambda wrong: re.sub(r"\d{10}", "...", str(wrong)),
 )
-def test_what_opens_nothing(site: World, provider: Provider, wrong: dict[str, Any]) -> None:
+def test_what_opens_nothing(site: Stack, provider: Provider, wrong: dict[str, Any]) -> None:
     assert opens(site, provider.token(groups=DEMO)) == 200
     token = provider.token(**{"groups": DEMO, **wrong})
     answer = site.client().get(
@@ -124,7 +124,7 @@ def test_what_opens_nothing(site: World, provider: Provider, wrong: dict[str, An
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated")
 
 
-def test_a_changed_token_and_no_token(site: World, provider: Provider) -> None:
+def test_a_changed_token_and_no_token(site: Stack, provider: Provider) -> None:
     head, claims, signature = provider.token(groups=DEMO).split(".")
     other = provider.token(groups=["gpuaas-admins"]).split(".")[1]
     for text in (f"{head}.{other}.{signature}", f"{head}.{claims}.", "a.b.c", "..", "é.b.c"):
@@ -133,19 +133,19 @@ def test_a_changed_token_and_no_token(site: World, provider: Provider) -> None:
         assert site.client().get("admin/nodes", headers=header).status_code == 401
 
 
-def test_clocks_may_be_apart_a_little(site: World, provider: Provider) -> None:
+def test_clocks_may_be_apart_a_little(site: Stack, provider: Provider) -> None:
     assert opens(site, provider.token(groups=DEMO, exp=soon(-10))) == 200
     assert opens(site, provider.token(groups=DEMO, exp=soon(-60))) == 401
     assert opens(site, provider.token(groups=DEMO, iat=soon(10))) == 200
 
 
-def test_without_a_provider_its_tokens_are_nothing(new: World, provider: Provider) -> None:
-    asked = provider.asked()
+def test_without_a_provider_its_tokens_are_nothing(new: Stack, provider: Provider) -> None:
+    requests = provider.requests()
     assert opens(new, provider.token(groups=["gpuaas-admins"]), "admin/nodes") == 401
-    assert provider.asked() == asked
+    assert provider.requests() == requests
 
 
-def test_our_own_tokens_work_while_the_provider_does_not(site: World, provider: Provider) -> None:
+def test_our_own_tokens_work_while_the_provider_does_not(site: Stack, provider: Provider) -> None:
     token = provider.token(groups=DEMO)
     provider.set(down=True)
     answer = site.client().get("admin/nodes", headers={"Authorization": f"Bearer {token}"})
@@ -174,18 +174,18 @@ def test_keys_are_read_once_and_anew_for_an_unknown_one(
     provider: Provider, verifier: Verifier, clock: Clock
 ) -> None:
     assert isinstance(verifier.identity(provider.token()), Identity)
-    asked = provider.asked()
+    requests = provider.requests()
     assert verifier.identity(provider.token())
-    assert provider.asked() == asked
+    assert provider.requests() == requests
     provider.set(published=["rsa", "next"])
     token = provider.token(key="next")
     assert verifier.identity(token) is None  # too soon after the last look
     clock.now += QUIET_S
     assert verifier.identity(token)
-    assert provider.asked() == asked + 2
+    assert provider.requests() == requests + 2
     for _ in range(20):
         assert verifier.identity(provider.token(key="stranger")) is None
-    assert provider.asked() == asked + 2
+    assert provider.requests() == requests + 2
 
 
 def test_a_key_that_was_withdrawn_stops_counting(
@@ -221,18 +221,18 @@ def test_a_provider_that_calls_itself_something_else_is_not_believed(
 
 
 def test_keys_come_over_tls_or_from_this_machine(clock: Clock) -> None:
-    told = {"issuer": "https://id.example", "jwks_uri": "http://id.example/jwks"}
-    asked: list[str] = []
+    configuration = {"issuer": "https://id.example", "jwks_uri": "http://id.example/jwks"}
+    urls: list[str] = []
 
     def fetch(url: str) -> Any:
-        asked.append(url)
-        return told
+        urls.append(url)
+        return configuration
 
     verifier = Verifier(oidc.Provider("https://id.example", AUDIENCE), fetch=fetch, now=clock)
     token = "eyJhbGciOiJSUzI1NiIsImtpZCI6ImsifQ.e30.c2ln"
     with pytest.raises(oidc.Problem):
         verifier.identity(token)
-    assert asked == ["https://id.example/.well-known/openid-configuration"]
+    assert urls == ["https://id.example/.well-known/openid-configuration"]
 
 
 @pytest.mark.parametrize(

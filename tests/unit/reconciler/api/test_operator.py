@@ -20,22 +20,22 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.service import listeners, process
 from reconciler.settings import Settings
-from tests.unit.reconciler.api.world import World, _judge
+from tests.unit.reconciler.api.stack import Stack, _judge
 
 pytestmark = pytest.mark.covers("CTRL-10")
 
 ROUTES = ("/health", "/status/leader", "/metrics")
 
 
-def working(world: World) -> None:
+def working(stack: Stack) -> None:
     """A process that works and leads."""
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         leader.record_process(conn, "p1", ["worker", "loops"], host="h1", pid=7, version="1")
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
 
 
 @pytest.fixture
-def local(new: World) -> Iterator[httpx.Client]:
+def local(new: Stack) -> Iterator[httpx.Client]:
     """A program on the same machine, and the listener of a whole site on a real socket."""
     app = create_operator_app(new.settings, new.engine)
     app.state.needed = process.NEEDED
@@ -60,14 +60,14 @@ def local(new: World) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_the_main_listener_wants_a_token(new: World) -> None:
+def test_the_main_listener_wants_a_token(new: Stack) -> None:
     working(new)
     for route in ROUTES:
         answers = [new.client(who).get(f"http://test{route}") for who in ("", "member", "admin")]
         assert [answer.status_code for answer in answers] == [401, 403, 200], route
 
 
-def test_who_is_on_the_machine_needs_none(new: World, local: httpx.Client) -> None:
+def test_who_is_on_the_machine_needs_none(new: Stack, local: httpx.Client) -> None:
     nobody = local.get("/status/leader")
     assert (nobody.json()["live"], nobody.json()["epoch"]) == (False, 0)
     away = local.get("/health")
@@ -97,7 +97,7 @@ def test_the_rest_of_the_api_is_not_there(local: httpx.Client) -> None:
         assert local.get(path).status_code == 404
 
 
-def test_acts_are_recorded_as_the_local_operators(new: World, local: httpx.Client) -> None:
+def test_acts_are_recorded_as_the_local_operators(new: Stack, local: httpx.Client) -> None:
     answer = local.post("/acts", headers={"Idempotency-Key": "k1", "X-Correlation-Id": "c1"})
     assert answer.status_code == 200, answer.text
     seen = new.client("admin").get("admin/audit", params={"action": "test.act"}).json()["items"]
@@ -145,7 +145,7 @@ def test_which_addresses_are_taken() -> None:
         assert listeners.host_port(found) == text
 
 
-def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
+def test_off_there_is_no_listener_and_a_taken_port_is_said(new: Stack) -> None:
     app = create_operator_app(new.settings, new.engine)
     with listeners.serve_operators(new.settings, app) as address:
         assert address == ""
@@ -159,7 +159,7 @@ def test_off_there_is_no_listener_and_a_taken_port_is_said(new: World) -> None:
             pass
 
 
-def test_it_ends_with_the_process(new: World) -> None:
+def test_it_ends_with_the_process(new: Stack) -> None:
     settings = new.settings.model_copy(update={"operator_listen": "127.0.0.1:0"})
     app = create_operator_app(settings, new.engine)
     with listeners.serve_operators(settings, app) as address:

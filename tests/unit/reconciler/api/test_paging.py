@@ -12,7 +12,7 @@ from reconciler.api import contract
 from reconciler.db.engine import transaction
 from reconciler.records import nodes, projects
 from tests.unit.reconciler.api.conformity import Client
-from tests.unit.reconciler.api.world import ACT, NODE, World
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 
 pytestmark = pytest.mark.covers("CTRL-1")
 
@@ -22,12 +22,12 @@ def cursor(*place: object) -> str:
 
 
 def pages(client: Client, path: str, **query: Any) -> list[list[dict[str, Any]]]:
-    found = []
+    read: list[list[dict[str, Any]]] = []
     while True:
         page = client.get(path, params=query).json()
-        found.append(page["items"])
+        read.append(page["items"])
         if page["next"] is None:
-            return found
+            return read
         query["cursor"] = page["next"]
 
 
@@ -47,14 +47,14 @@ def test_every_list_is_paged() -> None:
     assert len(lists) >= 10
 
 
-def test_pages_hold_every_row_once(new: World) -> None:
+def test_pages_hold_every_row_once(new: Stack) -> None:
     with transaction(new.engine) as conn:
         for index in range(7):
             projects.create(conn, f"project-{index}", ACT, id=f"p{index}")
     admin = new.client("admin")
-    found = pages(admin, "admin/projects", limit=4)
-    assert [len(page) for page in found] == [4, 4, 1]
-    names = [row["name"] for page in found for row in page]
+    read = pages(admin, "admin/projects", limit=4)
+    assert [len(page) for page in read] == [4, 4, 1]
+    names = [row["name"] for page in read for row in page]
     assert names == sorted(names)
     assert len(set(names)) == 9
     log = [row["id"] for page in pages(admin, "admin/audit", limit=3) for row in page]
@@ -62,7 +62,7 @@ def test_pages_hold_every_row_once(new: World) -> None:
     assert len(log) == len(admin.get("admin/audit", params={"limit": 1000}).json()["items"])
 
 
-def test_what_is_added_meanwhile_repeats_and_hides_nothing(new: World) -> None:
+def test_what_is_added_meanwhile_repeats_and_hides_nothing(new: Stack) -> None:
     admin = new.client("admin")
     before = [row["id"] for row in admin.get("admin/tokens").json()["items"]]
     first = admin.get("admin/tokens", params={"limit": 2}).json()
@@ -74,12 +74,12 @@ def test_what_is_added_meanwhile_repeats_and_hides_nothing(new: World) -> None:
     ] == before
 
 
-def test_a_page_of_filtered_rows_goes_on_among_them(new: World) -> None:
+def test_a_page_of_filtered_rows_goes_on_among_them(new: Stack) -> None:
     with transaction(new.engine) as conn:
         for index in range(3):
             nodes.create(conn, ACT, id=f"n{index}", address="192.0.2.9", profile="lab")
-    found = pages(new.client("admin"), "admin/nodes", limit=1, state="enrolling")
-    assert [page[0]["id"] for page in found] == [NODE, "n0", "n1", "n2"]
+    read = pages(new.client("admin"), "admin/nodes", limit=1, state="enrolling")
+    assert [page[0]["id"] for page in read] == [NODE, "n0", "n1", "n2"]
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_a_page_of_filtered_rows_goes_on_among_them(new: World) -> None:
         base64.urlsafe_b64encode(b'["nodes", NaN]').decode(),
     ],
 )
-def test_what_is_no_cursor_of_the_list_is_refused(new: World, text: str) -> None:
+def test_what_is_no_cursor_of_the_list_is_refused(new: Stack, text: str) -> None:
     answer = new.client("admin").get("admin/nodes", params={"cursor": text})
     assert (answer.status_code, answer.json()["code"]) == (400, "cursor_invalid")
 
 
-def test_numbers_that_no_database_takes_are_no_place(new: World) -> None:
+def test_numbers_that_no_database_takes_are_no_place(new: Stack) -> None:
     admin = new.client("admin")
     for place in (cursor("audit_log", 1 << 63), cursor("audit_log", True), cursor("tasks", 1, "a")):
         path = "admin/tasks" if "tasks" in str(base64.b64decode(place + "==")) else "admin/audit"

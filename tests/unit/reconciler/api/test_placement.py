@@ -10,14 +10,14 @@ import yaml
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import gate, host
 from reconciler.model.states import SlotState
+from tests.unit.reconciler.api.stack import ACT, FREE, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.api.test_launches import BODY, PATH, launch
-from tests.unit.reconciler.api.world import ACT, FREE, NODE, World, bundle, discovery
 
 EXPLAIN = "admin/placement/explain"
 
 
 @pytest.mark.covers("CTRL-5")
-def test_where_it_would_go(selling: World) -> None:
+def test_where_it_would_go(selling: Stack) -> None:
     admin = selling.client("admin")
     found = admin.get(EXPLAIN, params={"gpus": 1}).json()
     assert found["placement"]["node_id"] == NODE
@@ -40,7 +40,7 @@ def test_where_it_would_go(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-5")
-def test_filters(selling: World) -> None:
+def test_filters(selling: Stack) -> None:
     admin = selling.client("admin")
     for query, reason in (
         ({"region": "moon"}, "other_region"),
@@ -57,7 +57,7 @@ def test_filters(selling: World) -> None:
 
 @pytest.mark.covers("CTRL-5", "CTRL-10")
 @pytest.mark.covers("CTRL-5")
-def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: World) -> None:
+def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: Stack) -> None:
     body = BODY | {"gpu_count": 3}
     told = {}
     for who in ("admin", "member"):
@@ -76,7 +76,7 @@ def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: World
 
 
 @pytest.mark.covers("CTRL-5")
-def test_slots_know_where_their_gpu_sits(selling: World) -> None:
+def test_slots_know_where_their_gpu_sits(selling: Stack) -> None:
     slots = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
     assert [slot["capacity_metadata"]["pcie_switch"] for slot in slots] == [
         "pci0000:20",
@@ -85,7 +85,7 @@ def test_slots_know_where_their_gpu_sits(selling: World) -> None:
 
 
 def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
-    selling: World, tmp_path: Path
+    selling: Stack, tmp_path: Path
 ) -> None:
     """Approved again under a profile that knows the board; two GPUs of no common set do not fit."""
     lab = yaml.safe_load((selling.settings.profiles_dir / "lab.yml").read_text())
@@ -95,8 +95,8 @@ def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "lab.yml").write_text(yaml.safe_dump(lab))
     settings = selling.settings.model_copy(update={"profiles_dir": tmp_path / "profiles"})
-    world = World(settings, selling.engine, selling.secrets)
-    admin, path = world.client("admin"), f"admin/nodes/{NODE}/resource-slots"
+    stack = Stack(settings, selling.engine, selling.secrets)
+    admin, path = stack.client("admin"), f"admin/nodes/{NODE}/resource-slots"
     for slot in admin.get(path).json()["items"]:
         for act in ("disable", "withdraw"):
             assert admin.post(f"{path}/{slot['id']}/{act}").status_code == 200
@@ -106,7 +106,7 @@ def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
     assert [one["gpu_module_id"] for one in told] == [1, 3]
     assert told[0]["nvlink_sets"] == [[1, 2], [3, 4]]
     report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         host.record_discovery(conn, NODE, discovery(), ACT)
         host.record_parity(conn, NODE, report, ACT)
         assert len(gate.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)

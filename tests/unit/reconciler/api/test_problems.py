@@ -15,7 +15,7 @@ from sqlalchemy.exc import (
 )
 
 from reconciler.records import nodes
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 
 FIELDS = {
     "type",
@@ -32,7 +32,7 @@ FIELDS = {
 
 
 @pytest.mark.covers("CTRL-1")
-def test_form_of_a_problem(new: World) -> None:
+def test_form_of_a_problem(new: Stack) -> None:
     answer = new.client("admin").get("admin/nodes/none", headers={"X-Correlation-Id": "abc-1"})
     assert answer.headers["Content-Type"] == "application/problem+json"
     assert answer.headers["X-Correlation-Id"] == "abc-1"
@@ -42,7 +42,7 @@ def test_form_of_a_problem(new: World) -> None:
     assert document["correlation_id"] == "abc-1"
 
 
-def test_a_bad_request_names_fields_but_not_values(new: World) -> None:
+def test_a_bad_request_names_fields_but_not_values(new: Stack) -> None:
     body = {"name": "x", "role": "canary-4711", "tokn": "canary-4711"}
     answer = new.client("admin").post("admin/tokens", json=body)
     assert answer.status_code == 422
@@ -62,7 +62,7 @@ def test_a_bad_request_names_fields_but_not_values(new: World) -> None:
     ],
     ids=["cut", "no utf-8", "deep", "long number"],
 )
-def test_a_body_that_is_no_json_is_called_that(new: World, content: bytes, status: int) -> None:
+def test_a_body_that_is_no_json_is_called_that(new: Stack, content: bytes, status: int) -> None:
     headers = {"Content-Type": "application/json"}
     answer = new.client("admin").post("admin/projects", content=content, headers=headers)
     assert (answer.status_code, answer.json()["code"]) == (status, "request_invalid")
@@ -75,7 +75,7 @@ def test_a_body_that_is_no_json_is_called_that(new: World, content: bytes, statu
     ids=["as curl sends it", "without a type", "no JSON"],
 )
 def test_a_body_that_was_not_read_is_not_blamed_on_its_fields(
-    new: World, content: bytes, headers: dict[str, str] | None
+    new: Stack, content: bytes, headers: dict[str, str] | None
 ) -> None:
     typed = {"Content-Type": "application/json"} if headers is None else headers
     found = new.client("admin").post("admin/projects", content=content, headers=typed).json()
@@ -86,13 +86,13 @@ def test_a_body_that_was_not_read_is_not_blamed_on_its_fields(
     assert "/api/v1/openapi.json" in text["remedy"], "JSON it was, and no object"
 
 
-def test_unknown_routes_and_verbs(new: World) -> None:
+def test_unknown_routes_and_verbs(new: Stack) -> None:
     admin = new.client("admin")
     assert admin.get("nothing").json()["code"] == "route_not_found"
     assert admin.delete("admin/nodes").json()["code"] == "method_not_allowed"
 
 
-def test_a_body_without_limit_is_refused_unread(new: World) -> None:
+def test_a_body_without_limit_is_refused_unread(new: Stack) -> None:
     client = new.client()
     large = client.post("nodes/lab-host/enrol", content=b" " * (1 << 20) + b"{}")
     chunked = client.post("nodes/lab-host/enrol", content=iter([b"{}"]))
@@ -101,13 +101,13 @@ def test_a_body_without_limit_is_refused_unread(new: World) -> None:
         assert answer.headers["X-Correlation-Id"]
 
 
-def test_a_correlation_id_that_could_do_harm_is_replaced(new: World) -> None:
+def test_a_correlation_id_that_could_do_harm_is_replaced(new: Stack) -> None:
     given = "a{{ lookup('pipe','id') }}"
     answer = new.client().get("http://test/healthz", headers={"X-Correlation-Id": given})
     assert len(answer.headers["X-Correlation-Id"]) == 36
 
 
-def test_the_request_log_has_no_query(new: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_request_log_has_no_query(new: Stack, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gpuaas.api.request")
     new.client().get("images/abc/content?token=canary-4711")
     assert "GET /api/v1/images/abc/content 401" in caplog.text
@@ -127,7 +127,7 @@ def test_the_request_log_has_no_query(new: World, caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_errors_of_our_own_stay_in_the_log(
-    new: World, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
+    new: Stack, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
 ) -> None:
     def broken(*_arguments: object, **_options: object) -> None:
         raise error
@@ -140,7 +140,7 @@ def test_errors_of_our_own_stay_in_the_log(
 
 
 def test_a_statement_that_sqlite_cannot_read_is_our_error(
-    new: World, monkeypatch: pytest.MonkeyPatch
+    new: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(conn: sa.Connection, **_options: object) -> None:
         conn.exec_driver_sql("SELECT canary FROM nowhere")
@@ -152,7 +152,7 @@ def test_a_statement_that_sqlite_cannot_read_is_our_error(
 
 
 @pytest.mark.covers("CTRL-1")
-def test_the_contract_names_operations_and_problems(new: World) -> None:
+def test_the_contract_names_operations_and_problems(new: Stack) -> None:
     document = new.client().get("openapi.json").json()
     operations = [one for verbs in document["paths"].values() for one in verbs.values()]
     names = [one["operationId"] for one in operations]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.reconciler.api.world import NODE, World
+from tests.unit.reconciler.api.stack import NODE, Stack
 
 pytestmark = pytest.mark.covers("CTRL-10")
 
@@ -16,7 +16,7 @@ def names(answer: Any) -> list[str]:
     return [row["name"] for row in answer.json()["items"]]
 
 
-def test_members_see_their_own_and_admins_all(new: World) -> None:
+def test_members_see_their_own_and_admins_all(new: Stack) -> None:
     assert names(new.client("member").get("projects")) == ["demo"]
     assert names(new.client("stranger").get("projects")) == ["other"]
     assert names(new.client("admin").get("projects")) == ["demo", "other"]
@@ -25,7 +25,7 @@ def test_members_see_their_own_and_admins_all(new: World) -> None:
     assert new.client().get("http://test/api/v1/projects").status_code == 401
 
 
-def test_page_after_page(new: World) -> None:
+def test_page_after_page(new: Stack) -> None:
     admin = new.client("admin")
     first = admin.get("projects", params={"limit": 1}).json()
     assert [row["id"] for row in first["items"]] == ["demo"]
@@ -35,7 +35,7 @@ def test_page_after_page(new: World) -> None:
     assert mine["next"] is None
 
 
-def test_a_token_opens_its_project(new: World) -> None:
+def test_a_token_opens_its_project(new: Stack) -> None:
     admin = new.client("admin")
     project = admin.post("admin/projects", json={"name": "fresh"}).json()
     body = {"role": "project-member", "name": "ann", "project_id": project["id"], "ttl_s": 600}
@@ -60,12 +60,12 @@ def test_a_token_opens_its_project(new: World) -> None:
         ({"role": "platform-admin", "ttl_s": 1}, "request_invalid"),
     ],
 )
-def test_bad_tokens(new: World, body: dict[str, Any], code: str) -> None:
+def test_bad_tokens(new: Stack, body: dict[str, Any], code: str) -> None:
     answer = new.client("admin").post("admin/tokens", json={"name": "x"} | body)
     assert answer.json()["code"] == code
 
 
-def test_ids_and_names_are_their_own(new: World) -> None:
+def test_ids_and_names_are_their_own(new: Stack) -> None:
     admin = new.client("admin")
     again = admin.post("admin/projects", json={"name": "new", "id": "demo"})
     assert (again.status_code, again.json()["code"]) == (409, "project_exists")

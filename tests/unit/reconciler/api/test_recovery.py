@@ -11,26 +11,26 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import host, recovery_cases
 from reconciler.work.loops import play_recovery_cases
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-7")
 
 
-def recover(world: World, key: str, *, once: str = "r", **headers: str) -> Any:
-    return world.client("admin").post(
+def recover(stack: Stack, key: str, *, once: str = "r", **headers: str) -> Any:
+    return stack.client("admin").post(
         f"admin/allocations/{key}/recover",
         json={"reason": "test"},
         headers={"X-Idempotency-Key": once, **headers},
     )
 
 
-def newest(world: World, key: str) -> Any:
-    return world.client("admin").get(f"admin/allocations/{key}/recovery")
+def newest(stack: Stack, key: str) -> Any:
+    return stack.client("admin").get(f"admin/allocations/{key}/recovery")
 
 
-def test_a_case_is_opened_once_and_followed(selling: World) -> None:
+def test_a_case_is_opened_once_and_followed(selling: Stack) -> None:
     stuck = failed(selling)
     none = newest(selling, stuck)
     assert (none.status_code, none.json()["code"]) == (404, "recovery_case_not_found")
@@ -59,7 +59,7 @@ def test_a_case_is_opened_once_and_followed(selling: World) -> None:
     assert event["detail"] == {"recovery_case_id": case["id"]}
 
 
-def test_it_is_part_of_the_timeline(selling: World) -> None:
+def test_it_is_part_of_the_timeline(selling: Stack) -> None:
     stuck = failed(selling)
     recover(selling, stuck)
     play_recovery_cases(selling.engine, selling.settings)
@@ -69,7 +69,7 @@ def test_it_is_part_of_the_timeline(selling: World) -> None:
     assert moves == ["verifying", "opened"]
 
 
-def test_a_failed_case_says_what_to_do(selling: World) -> None:
+def test_a_failed_case_says_what_to_do(selling: Stack) -> None:
     stuck = failed(selling)
     recover(selling, stuck)
     play_recovery_cases(selling.engine, selling.settings)
@@ -82,7 +82,7 @@ def test_a_failed_case_says_what_to_do(selling: World) -> None:
     assert recover(selling, stuck, once="again").json()["id"] != case["id"]
 
 
-def test_what_is_refused(selling: World) -> None:
+def test_what_is_refused(selling: Stack) -> None:
     stuck = failed(selling)
     stale = {"If-Match": '"999"'}
     guarded = refused(selling, lambda: recover(selling, stuck, once="g", **stale))
@@ -107,7 +107,7 @@ def test_what_is_refused(selling: World) -> None:
 POLICY = "admin/settings/recovery-policy"
 
 
-def test_off_until_switched_on(selling: World) -> None:
+def test_off_until_switched_on(selling: Stack) -> None:
     admin = selling.client("admin")
     assert admin.get(POLICY).json() == {
         "enabled": False,
@@ -127,7 +127,7 @@ def test_off_until_switched_on(selling: World) -> None:
     assert (entry["reason"], entry["detail"]["value"]["per_hour"]) == ("nights", 2)
 
 
-def test_bad_wishes(new: World) -> None:
+def test_bad_wishes(new: Stack) -> None:
     admin = new.client("admin")
     for body in ({}, {"enabled": "yes"}, {"enabled": True, "per_hour": 0}, {"on": True}):
         assert admin.put(POLICY, json=body).json()["code"] == "request_invalid"

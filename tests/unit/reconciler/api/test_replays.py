@@ -18,6 +18,7 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import host
 from reconciler.records import proofs
 from tests.unit.reconciler.api.refusals import kept, refused
+from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, NODE, Stack, bundle
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_apps import body as app_body
 from tests.unit.reconciler.api.test_apps import create, put_there
@@ -28,59 +29,58 @@ from tests.unit.reconciler.api.test_enrolment import body as enrol_body
 from tests.unit.reconciler.api.test_launches import BODY as LAUNCH
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.test_nodework import DISK
-from tests.unit.reconciler.api.world import ACT, FREE, IMAGE, NODE, World, bundle
 
 __all__ = ["metal"]
 
-# Its credential is a token that serves once, which the host cannot use a second time.
+# The credential is a single-use token, so the host cannot repeat the request.
 KEYLESS = {"enrolment_enrol"}
-# Another answer for another body needs a body.
+# Requests without a body.
 BODILESS = {"tokens_revoke"}
-# Their first answer has a secret, which is kept nowhere: the repetition is told so.
+# The first answer has a secret, which is not stored: a repetition is refused.
 SECRET = {"enrolment_issue", "tokens_issue"}
 # Refused without a key, because repeating them unnoticed does harm.
 KEY_REQUIRED = {
     *("allocations_create", "apps_create", "apps_reconcile"),
     *("recovery_force_cleanup", "recovery_recover"),
 }
-# What is no other wish by another reason, for it takes none.
+# Bodies without a reason: another field makes the body different.
 OTHER = {"allocations_create": {"hostname": "other"}, "apps_create": {"name": "other"}}
 
 Names = dict[str, str]
 Body = dict[str, Any]
-Prepare = Callable[[World], tuple[Names, Body]]
+Prepare = Callable[[Stack], tuple[Names, Body]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """stage: the fixture to begin from. prepare: to where the request succeeds, and the request."""
+    """fixture: the state to begin from. prepare: makes the request possible and returns it."""
 
-    stage: str
+    fixture: str
     prepare: Prepare
 
 
-def on(stage: str = "selling", names: Names | None = None, **body: Any) -> Row:
-    """At this stage nothing is to be prepared."""
-    return Row(stage, lambda _world: (names or {}, body))
+def on(fixture: str = "selling", names: Names | None = None, **body: Any) -> Row:
+    """A request that needs no preparation."""
+    return Row(fixture, lambda _stack: (names or {}, body))
 
 
-def _slot(world: World) -> str:
-    listed = world.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()
+def _slot(stack: Stack) -> str:
+    listed = stack.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()
     return str(listed["items"][0]["id"])
 
 
-def _enrolled(world: World) -> tuple[Names, Body]:
-    answer = world.client().post(f"nodes/{NODE}/enrol", json=enrol_body(world))
+def _enrolled(stack: Stack) -> tuple[Names, Body]:
+    answer = stack.client().post(f"nodes/{NODE}/enrol", json=enrol_body(stack))
     assert answer.is_success, answer.text
     return {}, {}
 
 
-def _image(world: World) -> tuple[Names, Body]:
-    return {}, {"image_id": world.client("admin").get("admin/images").json()["items"][0]["id"]}
+def _image(stack: Stack) -> tuple[Names, Body]:
+    return {}, {"image_id": stack.client("admin").get("admin/images").json()["items"][0]["id"]}
 
 
-def _approval(world: World) -> tuple[Names, Body]:
-    with transaction(world.engine) as conn:
+def _approval(stack: Stack) -> tuple[Names, Body]:
+    with transaction(stack.engine) as conn:
         for index in FREE:
             disk = f"eui.{bundle(index)['nvme_eui']}"
             proof = {"disk": disk, "verified": True, "method": "discard"}
@@ -88,95 +88,95 @@ def _approval(world: World) -> tuple[Names, Body]:
     return {}, {"slots": [bundle(index) for index in FREE], "reason": "test"}
 
 
-def _blocked(world: World) -> tuple[Names, Body]:
-    failed(world)
-    listed = world.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
-    (slot,) = [one["id"] for one in listed if one["status"] == "cleanup_blocked"]
+def _blocked(stack: Stack) -> tuple[Names, Body]:
+    failed(stack)
+    listed = stack.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    (slot,) = [row["id"] for row in listed if row["status"] == "cleanup_blocked"]
     return {"slot_id": slot}, {}
 
 
-def _orphan(world: World) -> tuple[Names, Body]:
-    slot = _slot(world)
-    world.client("admin").post(f"admin/nodes/{NODE}/resource-slots/{slot}/disable")
+def _orphan(stack: Stack) -> tuple[Names, Body]:
+    slot = _slot(stack)
+    stack.client("admin").post(f"admin/nodes/{NODE}/resource-slots/{slot}/disable")
     unknown = "23bd713b-6073-4ef7-8a51-2897e902365d"
     return {"slot_id": slot}, {"allocation_id": unknown, "reason": "restored"}
 
 
 def _failed(**body: Any) -> Row:
-    return Row("selling", lambda world: ({"allocation_id": failed(world)}, body))
+    return Row("selling", lambda stack: ({"allocation_id": failed(stack)}, body))
 
 
-def _active(world: World) -> str:
-    made = str(launch(world).json()["id"])
-    activate(world, made)
+def _active(stack: Stack) -> str:
+    made = str(launch(stack).json()["id"])
+    activate(stack, made)
     return made
 
 
-def _lost(world: World) -> tuple[Names, Body]:
-    made = _active(world)
-    with transaction(world.engine) as conn:
+def _lost(stack: Stack) -> tuple[Names, Body]:
+    made = _active(stack)
+    with transaction(stack.engine) as conn:
         host.lost(conn, NODE, ACT)
     return {"allocation_id": made}, {"reason": "the host is gone"}
 
 
-def _task(world: World) -> tuple[Names, Body]:
-    task = world.client("admin").post(f"admin/nodes/{NODE}/parity").json()
+def _task(stack: Stack) -> tuple[Names, Body]:
+    task = stack.client("admin").post(f"admin/nodes/{NODE}/parity").json()
     return {"task_id": task["id"]}, {}
 
 
-def _token(world: World) -> tuple[Names, Body]:
+def _token(stack: Stack) -> tuple[Names, Body]:
     body = {"role": "platform-admin", "name": "spare"}
-    made = world.client("admin").post("admin/tokens", json=body).json()
+    made = stack.client("admin").post("admin/tokens", json=body).json()
     return {"token_id": made["id"]}, {}
 
 
 def _after(*verbs: str) -> Row:
-    """The node has gone this way."""
+    """A request after these transitions of the node."""
 
-    def prepare(world: World) -> tuple[Names, Body]:
+    def prepare(stack: Stack) -> tuple[Names, Body]:
         for verb in verbs:
-            answer = world.client("admin").post(f"admin/nodes/{NODE}/{verb}", json={"reason": "x"})
+            answer = stack.client("admin").post(f"admin/nodes/{NODE}/{verb}", json={"reason": "x"})
             assert answer.is_success, answer.text
         return {}, {"reason": "test"}
 
     return Row("selling", prepare)
 
 
-def _unclean(world: World) -> tuple[Names, Body]:
-    made, admin = launch_metal(world).json()["id"], world.client("admin")
-    let_in(world, made)
-    with transaction(world.engine) as conn:
+def _unclean(stack: Stack) -> tuple[Names, Body]:
+    made, admin = launch_metal(stack).json()["id"], stack.client("admin")
+    let_in(stack, made)
+    with transaction(stack.engine) as conn:
         host.lost(conn, MACHINE["id"], ACT)
     admin.post(f"admin/allocations/{made}/force-release", json={"reason": "the host is gone"})
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         host.regained(conn, MACHINE["id"], ACT)
     return {"node_id": MACHINE["id"]}, {}
 
 
-def _drifted(world: World) -> tuple[Names, Body]:
-    found = {"health_state": "degraded", "health_detail": {"code": "machine_drifted"}}
-    with transaction(world.engine) as conn:
+def _drifted(stack: Stack) -> tuple[Names, Body]:
+    drifted = {"health_state": "degraded", "health_detail": {"code": "machine_drifted"}}
+    with transaction(stack.engine) as conn:
         here = tables.nodes.c.id == MACHINE["id"]
-        conn.execute(sa.update(tables.nodes).where(here).values(found))
+        conn.execute(sa.update(tables.nodes).where(here).values(drifted))
     return {"node_id": MACHINE["id"]}, {"reason": "known"}
 
 
-def _machine(world: World) -> str:
-    made = str(launch_metal(world).json()["id"])
-    let_in(world, made)
+def _machine(stack: Stack) -> str:
+    made = str(launch_metal(stack).json()["id"])
+    let_in(stack, made)
     return made
 
 
-def _app(world: World) -> tuple[Names, Body]:
-    made = create(world, _machine(world)).json()["id"]
-    put_there(world)
+def _app(stack: Stack) -> tuple[Names, Body]:
+    made = create(stack, _machine(stack)).json()["id"]
+    put_there(stack)
     return {"app_instance_id": made}, {}
 
 
 ROWS = {
     "allocations_create": on(**LAUNCH),
-    "allocations_release": Row("selling", lambda world: ({"allocation_id": _active(world)}, {})),
-    "apps_create": Row("metal", lambda world: ({}, app_body(_machine(world)))),
+    "allocations_release": Row("selling", lambda stack: ({"allocation_id": _active(stack)}, {})),
+    "apps_create": Row("metal", lambda stack: ({}, app_body(_machine(stack)))),
     "apps_reconcile": Row("metal", _app),
     "apps_stop": Row("metal", _app),
     "bare_metal_accept_drift": Row("metal", _drifted),
@@ -206,7 +206,7 @@ ROWS = {
     "slots_approve": Row("prepared", _approval),
     "slots_remove_orphan": Row("selling", _orphan),
     "slots_repair": Row("selling", _blocked),
-    "slots_switch": Row("selling", lambda world: ({"slot_id": _slot(world)}, {})),
+    "slots_switch": Row("selling", lambda stack: ({"slot_id": _slot(stack)}, {})),
     "tasks_cancel": Row("selling", _task),
     "tokens_issue": on(role="project-member", name="spare", project_id="demo"),
     "tokens_revoke": Row("selling", _token),
@@ -229,23 +229,25 @@ def mutating() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 def test_no_operation_is_without_a_key() -> None:
     keys = {"#/components/parameters/IdempotencyKey", "#/components/parameters/XIdempotencyKey"}
-    told = {name: operation for name, (_, _, operation) in mutating().items()}
-    assert set(told) == set(ROWS) | KEYLESS
-    for name, operation in told.items():
-        named = {one.get("$ref") for one in operation["parameters"]}
-        assert name in KEYLESS or keys <= named, name
-    assert {name for name, one in told.items() if "requestBody" not in one} == BODILESS
+    operations = {name: operation for name, (_, _, operation) in mutating().items()}
+    assert set(operations) == set(ROWS) | KEYLESS
+    for name, operation in operations.items():
+        references = {part.get("$ref") for part in operation["parameters"]}
+        assert name in KEYLESS or keys <= references, name
+    assert {
+        name for name, operation in operations.items() if "requestBody" not in operation
+    } == BODILESS
 
 
 @pytest.mark.covers("I21", "CTRL-1")
 @pytest.mark.parametrize("name", ROWS)
 def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, name: str) -> None:
     verb, path, operation = mutating()[name]
-    world: World = request.getfixturevalue(ROWS[name].stage)
-    names, body = ROWS[name].prepare(world)
+    stack: Stack = request.getfixturevalue(ROWS[name].fixture)
+    names, body = ROWS[name].prepare(stack)
     at = path.format(**{"node_id": NODE, "project_id": "demo", "action": "disable"} | names)
     roles = operation["security"][0]["token"]
-    client = world.client("member" if "project-member" in roles else "admin")
+    client = stack.client("member" if "project-member" in roles else "admin")
 
     def ask(key: str = "one", **changes: Any) -> Any:
         sent = {} if name in BODILESS else {"json": body | changes}
@@ -253,21 +255,21 @@ def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, na
         return client.request(verb, f"http://test{at}", headers=headers, **sent)
 
     if name in KEY_REQUIRED:
-        keyless = refused(world, lambda: ask(key=""))
+        keyless = refused(stack, lambda: ask(key=""))
         assert (keyless["status"], keyless["code"]) == (400, "idempotency_key_required")
-    before = kept(world)
+    before = kept(stack)
     first = ask()
     assert first.is_success, first.text
-    done = kept(world)
+    done = kept(stack)
     assert {table for table in done if done[table] != before[table]} > {"idempotency_keys"}
     again = ask()
     if name in SECRET:
-        told = again.json()
-        assert (again.status_code, told["code"]) == (HTTPStatus.CONFLICT, "secret_shown_once")
+        problem = again.json()
+        assert (again.status_code, problem["code"]) == (HTTPStatus.CONFLICT, "secret_shown_once")
     else:
         assert again.headers["Idempotency-Replayed"] == "true"
         assert (again.status_code, again.json()) == (first.status_code, first.json())
     if name not in BODILESS:
-        other = refused(world, lambda: ask(**OTHER.get(name, {"reason": "another"})))
+        other = refused(stack, lambda: ask(**OTHER.get(name, {"reason": "another"})))
         assert (other["status"], other["code"]) == (422, "idempotency_key_reused")
-    assert kept(world) == done
+    assert kept(stack) == done

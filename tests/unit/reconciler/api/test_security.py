@@ -16,8 +16,8 @@ from reconciler.lifecycle import apps
 from reconciler.model.states import Role
 from reconciler.records import tokens
 from tests.unit.reconciler.api.refusals import kept
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-10")
 
@@ -40,7 +40,7 @@ CLOSED = [one for one in operations() if one[2]["operationId"] not in OPEN]
 
 
 @pytest.fixture
-def names(selling: World) -> dict[str, str]:
+def names(selling: Stack) -> dict[str, str]:
     """An existing object for every name in a path, so that it is not missing that denies."""
     made = launch(selling).json()
     admin = selling.client("admin")
@@ -59,11 +59,11 @@ def names(selling: World) -> dict[str, str]:
     }
 
 
-def app_instance(world: World) -> str:
+def app_instance(stack: Stack) -> str:
     """Over an allocation of its own, which the project can use."""
-    mine = launch(world, "for-an-app").json()["id"]
-    activate(world, mine)
-    with transaction(world.engine) as conn:
+    mine = launch(stack, "for-an-app").json()["id"]
+    activate(stack, mine)
+    with transaction(stack.engine) as conn:
         wish = apps.NewApp(
             project_id="demo", slug="slurm-reference", name="s", managed_key="k", controller_id=mine
         )
@@ -71,7 +71,7 @@ def app_instance(world: World) -> str:
 
 
 @pytest.fixture
-def nobodies(selling: World) -> dict[str, str]:
+def nobodies(selling: Stack) -> dict[str, str]:
     """What is no valid credential, as the header says it."""
     made = {}
     with transaction(selling.engine) as conn:
@@ -107,7 +107,7 @@ def test_the_contract_names_who_may_use_what() -> None:
 
 
 def test_no_valid_credential_opens_anything(
-    selling: World, names: dict[str, str], nobodies: dict[str, str]
+    selling: Stack, names: dict[str, str], nobodies: dict[str, str]
 ) -> None:
     before, client = kept(selling), selling.client()
     for verb, path, _ in CLOSED:
@@ -120,7 +120,7 @@ def test_no_valid_credential_opens_anything(
     assert kept(selling) == before
 
 
-def test_no_other_role_opens_anything(selling: World, names: dict[str, str]) -> None:
+def test_no_other_role_opens_anything(selling: Stack, names: dict[str, str]) -> None:
     before = kept(selling)
     callers = {"member": "project-member", "node": "node", "admin": "platform-admin"}
     tried = 0
@@ -136,7 +136,7 @@ def test_no_other_role_opens_anything(selling: World, names: dict[str, str]) -> 
     assert kept(selling) == before
 
 
-def test_the_right_role_opens_what_there_is_to_read(selling: World, names: dict[str, str]) -> None:
+def test_the_right_role_opens_what_there_is_to_read(selling: Stack, names: dict[str, str]) -> None:
     for verb, path, operation in CLOSED:
         if verb == "get" and "events" not in path:
             for who in ("admin", "member") if "project-member" in roles(operation) else ("admin",):
@@ -147,7 +147,7 @@ def test_the_right_role_opens_what_there_is_to_read(selling: World, names: dict[
                 assert answer.status_code in allowed, (path, who, answer.text)
 
 
-def test_other_projects_are_not_there(selling: World, names: dict[str, str]) -> None:
+def test_other_projects_are_not_there(selling: Stack, names: dict[str, str]) -> None:
     before, stranger = kept(selling), selling.client("stranger")
     missing = names | {"project_id": "none"}
     unknown = names | {"project_id": "other", "allocation_id": "none", "app_instance_id": "none"}
@@ -178,7 +178,7 @@ def ask(send: Callable[[str], Any], path: str, names: dict[str, str]) -> tuple[i
     return answer.status_code, answer.json().get("code", "")
 
 
-def test_a_revoked_token_opens_nothing(new: World) -> None:
+def test_a_revoked_token_opens_nothing(new: Stack) -> None:
     admin, member = new.client("admin"), new.client("member")
     assert member.get("projects/demo/allocations").status_code == 200
     found = admin.get("admin/tokens").json()["items"]

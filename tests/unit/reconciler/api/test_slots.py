@@ -14,20 +14,20 @@ from reconciler.records import proofs
 from reconciler.records import slots as slot_records
 from reconciler.settings import Settings
 from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.api.test_paging import pages
-from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
 
 PATH = f"admin/nodes/{NODE}/resource-slots"
 OS_DISK = "/dev/disk/by-id/nvme-eui.5e000000000000ff"
 
 
-def approve(world: World, *bundles: dict[str, Any]) -> Any:
+def approve(stack: Stack, *bundles: dict[str, Any]) -> Any:
     body = {"slots": bundles, "reason": "test"}
-    return world.client("admin").post(PATH, json=body)
+    return stack.client("admin").post(PATH, json=body)
 
 
 @pytest.mark.covers("CTRL-3")
-def test_approved_slots_stay_disabled(prepared: World) -> None:
+def test_approved_slots_stay_disabled(prepared: Stack) -> None:
     answer = approve(prepared, bundle(1), bundle(3))
     assert answer.status_code == 201, answer.text
     slots = answer.json()["items"]
@@ -69,7 +69,7 @@ def test_approved_slots_stay_disabled(prepared: World) -> None:
         (1, {"fence": 7}, "request_invalid"),
     ],
 )
-def test_bad_bundles(prepared: World, index: int, change: dict[str, Any], code: str) -> None:
+def test_bad_bundles(prepared: Stack, index: int, change: dict[str, Any], code: str) -> None:
     document = refused(prepared, lambda: approve(prepared, bundle(3), bundle(index) | change))
     assert (document["status"], document["code"]) == (422, code), document
     if code != "request_invalid":
@@ -80,7 +80,7 @@ def test_bad_bundles(prepared: World, index: int, change: dict[str, Any], code: 
 @pytest.mark.parametrize(
     "code", ["swap_in_use", "lvm_member", "md_member", "unexpected_filesystem"]
 )
-def test_disks_in_use(prepared: World, code: str) -> None:
+def test_disks_in_use(prepared: Stack, code: str) -> None:
     document = discovery()
     disk = next(row for row in document["nvme"] if row["by_id"] == bundle(1)["nvme_device"])
     disk["blockers"] = [{"code": code, "detail": "nvme2n1"}]
@@ -89,7 +89,7 @@ def test_disks_in_use(prepared: World, code: str) -> None:
 
 
 @pytest.mark.covers("CTRL-3")
-def test_a_gpu_that_shares_its_group(prepared: World) -> None:
+def test_a_gpu_that_shares_its_group(prepared: Stack) -> None:
     document = discovery()
     document["gpu"][1]["blockers"] = [{"code": "group_not_viable", "detail": "0000:24:00.1 igb"}]
     _rediscover(prepared, document)
@@ -108,7 +108,7 @@ def test_a_gpu_that_shares_its_group(prepared: World) -> None:
         ("private_ip", "duplicate_ip"),
     ],
 )
-def test_nothing_is_in_two_slots(prepared: World, field: str, code: str) -> None:
+def test_nothing_is_in_two_slots(prepared: Stack, field: str, code: str) -> None:
     first = bundle(1)
     second = bundle(3) | {field: first[field]}
     if field == "gpu_pci_address":
@@ -118,7 +118,7 @@ def test_nothing_is_in_two_slots(prepared: World, field: str, code: str) -> None
 
 
 @pytest.mark.covers("CTRL-3")
-def test_no_disk_is_in_two_slots(prepared: World) -> None:
+def test_no_disk_is_in_two_slots(prepared: Stack) -> None:
     first = bundle(1)
     disk = {name: first[name] for name in first if name.startswith("nvme_")}
     found = refused(prepared, lambda: approve(prepared, first, bundle(3) | disk))
@@ -130,7 +130,7 @@ def test_no_disk_is_in_two_slots(prepared: World) -> None:
 
 
 @pytest.mark.covers("CTRL-3")
-def test_an_approval_needs_a_reason_and_a_discovery(new: World) -> None:
+def test_an_approval_needs_a_reason_and_a_discovery(new: Stack) -> None:
     admin = new.client("admin")
     silent = admin.post(PATH, json={"slots": [bundle(1)], "reason": " "})
     assert silent.json()["code"] == "request_invalid"
@@ -139,7 +139,7 @@ def test_an_approval_needs_a_reason_and_a_discovery(new: World) -> None:
 
 
 @pytest.mark.covers("CTRL-3", "CTRL-6")
-def test_disable_enable_withdraw(selling: World) -> None:
+def test_disable_enable_withdraw(selling: Stack) -> None:
     admin = selling.client("admin")
     slot = admin.get(PATH).json()["items"][0]
     at = f"{PATH}/{slot['id']}"
@@ -158,7 +158,7 @@ def test_disable_enable_withdraw(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-6", "I20")
-def test_who_gives_no_reason_is_named(selling: World) -> None:
+def test_who_gives_no_reason_is_named(selling: Stack) -> None:
     admin, nobody = selling.client("admin"), "no reason given by admin:admin"
     slot = admin.get(PATH).json()["items"][0]["id"]
     for act in ("disable", "enable", "disable", "withdraw"):
@@ -184,7 +184,7 @@ def test_who_gives_no_reason_is_named(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_a_machine_that_no_record_knows_goes_on_an_admins_word(selling: World) -> None:
+def test_a_machine_that_no_record_knows_goes_on_an_admins_word(selling: Stack) -> None:
     admin = selling.client("admin")
     at = f"{PATH}/{admin.get(PATH).json()['items'][0]['id']}"
     body = {"allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d", "reason": "restored"}
@@ -214,7 +214,7 @@ def test_a_machine_that_no_record_knows_goes_on_an_admins_word(selling: World) -
     assert slot["id"] not in {row["id"] for row in admin.get(PATH).json()["items"]}
 
 
-def test_a_slot_is_found_only_under_its_node(selling: World) -> None:
+def test_a_slot_is_found_only_under_its_node(selling: Stack) -> None:
     admin = selling.client("admin")
     slot = admin.get(PATH).json()["items"][0]["id"]
     body = {"id": "n2", "address": "192.0.2.8", "profile": "lab"}
@@ -229,7 +229,7 @@ def test_a_slot_is_found_only_under_its_node(selling: World) -> None:
 
 
 @pytest.mark.covers("CTRL-1")
-def test_a_slot_is_shown_with_the_newest_of_lists_that_only_grow(prepared: World) -> None:
+def test_a_slot_is_shown_with_the_newest_of_lists_that_only_grow(prepared: Stack) -> None:
     slot = approve(prepared, bundle(1)).json()["items"][0]["id"]
     admin, at = prepared.client("admin"), f"{PATH}/{slot}"
     few = admin.get(at).json()
@@ -251,10 +251,10 @@ def test_a_slot_is_shown_with_the_newest_of_lists_that_only_grow(prepared: World
     assert wrong.json()["code"] == "cursor_invalid"
 
 
-def grow(world: World, slot_id: str, *, proven: int, changes: int) -> None:
+def grow(stack: Stack, slot_id: str, *, proven: int, changes: int) -> None:
     """The past of a slot that was taken over, blocked and taken back again and again."""
     proof = {"disk": f"eui.{bundle(1)['nvme_eui']}", "verified": True, "method": "discard"}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         for _ in range(proven):
             proofs.record_transition(conn, NODE, proof, ACT)
         for _ in range(changes // 2):
@@ -263,6 +263,6 @@ def grow(world: World, slot_id: str, *, proven: int, changes: int) -> None:
             journal.advance(conn, "slot", slot_id, "park", ACT)
 
 
-def _rediscover(world: World, document: dict[str, Any]) -> None:
-    with transaction(world.engine) as conn:
+def _rediscover(stack: Stack, document: dict[str, Any]) -> None:
+    with transaction(stack.engine) as conn:
         host.record_discovery(conn, NODE, document, ACT)

@@ -19,7 +19,7 @@ from reconciler.records import queue
 from reconciler.runs import collect, events
 from reconciler.runs.paths import RunPaths
 from reconciler.settings import PROJECT
-from tests.unit.reconciler.api.world import ACT, NODE, World
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 
 pytestmark = pytest.mark.covers("CTRL-1", "CTRL-8")
 Record = dict[str, Any]
@@ -70,9 +70,9 @@ def problems(name: str, place: str, document: Record) -> list[str]:
     return wrong
 
 
-def sent(world: World, task_id: str) -> list[tuple[str, str, Record]]:
+def sent(stack: Stack, task_id: str) -> list[tuple[str, str, Record]]:
     """Name, place and document of each event of a task that has ended."""
-    answer = world.client("admin").get(f"admin/tasks/{task_id}/events")
+    answer = stack.client("admin").get(f"admin/tasks/{task_id}/events")
     assert answer.headers["Content-Type"].startswith(EVENTS)
     found = []
     for block in filter(None, answer.text.split("\n\n")):
@@ -82,23 +82,23 @@ def sent(world: World, task_id: str) -> list[tuple[str, str, Record]]:
     return found
 
 
-def told(world: World, state: TaskState, folder: Path) -> str:
+def told(stack: Stack, state: TaskState, folder: Path) -> str:
     """A task with a run that said everything a run can say, was taken over, and ended."""
-    world.client("admin").post(f"admin/nodes/{NODE}/parity")
-    task = world.lease()
+    stack.client("admin").post(f"admin/nodes/{NODE}/parity")
+    task = stack.lease()
     paths = RunPaths(folder)
     paths.progress.parent.mkdir(parents=True, exist_ok=True)
     recorder = events.Recorder(paths.progress)
     for kind, data in TOLD:
         recorder({"event": kind, "event_data": data})
     lines, offset = collect.progress(folder)
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         held = (task.id, task.lease_token)
         queue.progress(conn, *held, *lines, offset=offset)
         queue.wait_for_host(conn, *held, "host_unreachable", act=ACT)
         queue.resume(conn, NODE)
-    task = world.lease()
-    with transaction(world.engine) as conn:
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         error = {"code": "no_kvm"} if state is TaskState.FAILED else None
         queue.cancel(conn, task.id, ACT)
         queue.finish(conn, task.id, task.lease_token, state, ACT, error=error)
@@ -106,7 +106,7 @@ def told(world: World, state: TaskState, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("state", [TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED])
-def test_what_is_sent_is_in_the_contract(prepared: World, tmp_path: Path, state: TaskState) -> None:
+def test_what_is_sent_is_in_the_contract(prepared: Stack, tmp_path: Path, state: TaskState) -> None:
     found = sent(prepared, told(prepared, state, tmp_path / "run"))
     wrong = {place: said for name, place, row in found if (said := problems(name, place, row))}
     assert wrong == {}
@@ -120,7 +120,7 @@ def test_what_is_sent_is_in_the_contract(prepared: World, tmp_path: Path, state:
     assert set(found[-1][2]) == set(schema(messages()["end"]["payload"])["properties"])
 
 
-def test_a_task_that_never_began_ends_by_the_contract(prepared: World) -> None:
+def test_a_task_that_never_began_ends_by_the_contract(prepared: Stack) -> None:
     admin = prepared.client("admin")
     task = admin.post(f"admin/nodes/{NODE}/parity").json()
     admin.post(f"admin/tasks/{task['id']}/cancel", json={"reason": "no"})
@@ -141,7 +141,7 @@ def test_the_words_are_the_codes() -> None:
     assert set(ended) == states - sources
 
 
-def test_its_address_is_a_route_that_answers_with_events(prepared: World) -> None:
+def test_its_address_is_a_route_that_answers_with_events(prepared: Stack) -> None:
     channel = contract()["channels"]["taskStream"]
     paths = prepared.client("admin", base="/").get(f"{PREFIX}/openapi.json").json()["paths"]
     answers = paths[channel["address"]]["get"]["responses"]
@@ -149,7 +149,7 @@ def test_its_address_is_a_route_that_answers_with_events(prepared: World) -> Non
     assert set(channel["parameters"]) == {"task_id"}
 
 
-def test_what_is_not_in_the_contract_is_seen(prepared: World, tmp_path: Path) -> None:
+def test_what_is_not_in_the_contract_is_seen(prepared: Stack, tmp_path: Path) -> None:
     found = sent(prepared, told(prepared, TaskState.FAILED, tmp_path / "run"))
     assert problems("news", "1.1", {}) == ["unknown event news"]
     for name, place, document in found:

@@ -9,12 +9,12 @@ import pytest
 from reconciler.db.engine import transaction
 from reconciler.records import queue
 from reconciler.runs import collect
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_launches import launch
-from tests.unit.reconciler.api.world import NODE, World
 
 
 @pytest.mark.covers("CTRL-8")
-def test_read(prepared: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_read(prepared: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     admin = prepared.client("admin")
     queued = admin.post(f"admin/nodes/{NODE}/parity").json()
     assert admin.get(f"admin/tasks/{queued['id']}").json()["output"] == ""
@@ -34,7 +34,7 @@ def test_read(prepared: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.covers("CTRL-8")
-def test_list_and_cancel(prepared: World) -> None:
+def test_list_and_cancel(prepared: Stack) -> None:
     admin = prepared.client("admin")
     made = [admin.post(f"admin/nodes/{NODE}/{noun}").json() for noun in ("parity", "bootstrap")]
     assert len(admin.get("admin/tasks", params={"node_id": NODE}).json()["items"]) == 2
@@ -50,7 +50,7 @@ def test_list_and_cancel(prepared: World) -> None:
 
 
 @pytest.mark.covers("CTRL-8")
-def test_a_canceled_provision_ends_its_allocation(selling: World) -> None:
+def test_a_canceled_provision_ends_its_allocation(selling: Stack) -> None:
     allocation = launch(selling).json()
     admin = selling.client("admin")
     (task,) = admin.get("admin/tasks", params={"kind": "slice.vm_provision"}).json()["items"]

@@ -10,23 +10,23 @@ from reconciler.db import journal
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import launch
 from reconciler.records import images, queue
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_launches import BODY, PATH
 from tests.unit.reconciler.api.test_paging import pages
-from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 
 pytestmark = pytest.mark.covers("CTRL-8")
 
 
-def launched(world: World) -> str:
+def launched(stack: Stack) -> str:
     """An allocation whose run has said two things."""
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         wanted = launch.Launch(
             project_id="demo", gpu_count=1, username="u", ssh_keys=[KEY], hostname="h",
             image_id=images.every(conn)[0].id,
         )  # fmt: skip
         allocation = launch.allocate(conn, wanted, ACT)
-    task = world.lease()
-    with transaction(world.engine) as conn:
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         held = (task.id, task.lease_token)
         queue.started(conn, *held, run_id="r", run_directory="r")
         lines = ({"event": "started", "task": "one"}, {"event": "ok", "task": "one"})
@@ -34,14 +34,14 @@ def launched(world: World) -> str:
     return str(allocation.id)
 
 
-def read(world: World, path: str, limit: int) -> list[dict[str, Any]]:
+def read(stack: Stack, path: str, limit: int) -> list[dict[str, Any]]:
     """The whole list, by pages of this size."""
-    read_pages = pages(world.client("admin"), path, limit=limit)
+    read_pages = pages(stack.client("admin"), path, limit=limit)
     assert all(len(page) <= limit for page in read_pages)
     return [row for page in read_pages for row in page]
 
 
-def test_of_an_allocation(selling: World) -> None:
+def test_of_an_allocation(selling: Stack) -> None:
     key = launched(selling)
     path = f"admin/allocations/{key}/timeline"
     whole = read(selling, path, 1000)
@@ -54,7 +54,7 @@ def test_of_an_allocation(selling: World) -> None:
     assert lines == ["ok", "started"]
 
 
-def test_of_a_node_with_who_did_what(selling: World) -> None:
+def test_of_a_node_with_who_did_what(selling: Stack) -> None:
     launched(selling)
     admin = selling.client("admin")
     admin.post(f"admin/nodes/{NODE}/drain", json={"reason": "new firmware"})
@@ -66,7 +66,7 @@ def test_of_a_node_with_who_did_what(selling: World) -> None:
     )
 
 
-def test_of_a_request(selling: World) -> None:
+def test_of_a_request(selling: Stack) -> None:
     """Decision 3: one id through allocation, task, run, events and audit."""
     admin, once = selling.client("admin"), {"X-Correlation-Id": "asked-once"}
     member = selling.client("member")
@@ -95,7 +95,7 @@ def test_of_a_request(selling: World) -> None:
     assert member.get(path).status_code == 403
 
 
-def test_of_nobody(selling: World) -> None:
+def test_of_nobody(selling: Stack) -> None:
     admin = selling.client("admin")
     assert admin.get("admin/nodes/none/timeline").json()["code"] == "node_not_found"
     assert admin.get("admin/allocations/none/timeline").json()["code"] == "allocation_not_found"

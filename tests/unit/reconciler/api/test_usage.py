@@ -17,14 +17,14 @@ from reconciler.api.app import PREFIX
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import host, recovery
 from reconciler.records import allocations
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 
 SITE, OWN = "admin/usage", "projects/demo/usage"
 
 
 @pytest.fixture
-def used(selling: World) -> tuple[World, list[str]]:
+def used(selling: Stack) -> tuple[Stack, list[str]]:
     """One allocation that was forced to its end, one that runs, both of one GPU."""
     made = []
     for key in ("a", "b"):
@@ -38,9 +38,9 @@ def used(selling: World) -> tuple[World, list[str]]:
 
 
 @pytest.mark.covers("CTRL-14")
-def test_every_allocation_and_the_sums(used: tuple[World, list[str]]) -> None:
-    world, made = used
-    admin = world.client("admin")
+def test_every_allocation_and_the_sums(used: tuple[Stack, list[str]]) -> None:
+    stack, made = used
+    admin = stack.client("admin")
     found = admin.get(SITE).json()
     over, running = found["items"]
     assert [over["allocation_id"], running["allocation_id"]] == made
@@ -54,9 +54,9 @@ def test_every_allocation_and_the_sums(used: tuple[World, list[str]]) -> None:
 
 
 @pytest.mark.covers("CTRL-14")
-def test_pages_show_all_and_the_sums_are_of_the_whole(used: tuple[World, list[str]]) -> None:
-    world, made = used
-    admin = world.client("admin")
+def test_pages_show_all_and_the_sums_are_of_the_whole(used: tuple[Stack, list[str]]) -> None:
+    stack, made = used
+    admin = stack.client("admin")
     first = admin.get(SITE, params={"limit": 1}).json()
     rest = admin.get(SITE, params={"limit": 1, "cursor": first["next"]}).json()
     assert [page["items"][0]["allocation_id"] for page in (first, rest)] == made
@@ -65,10 +65,10 @@ def test_pages_show_all_and_the_sums_are_of_the_whole(used: tuple[World, list[st
 
 
 @pytest.mark.covers("CTRL-14")
-def test_a_period_of_the_past_stays_as_it_is(used: tuple[World, list[str]]) -> None:
-    world, made = used
-    admin = world.client("admin")
-    with transaction(world.engine) as conn:
+def test_a_period_of_the_past_stays_as_it_is(used: tuple[Stack, list[str]]) -> None:
+    stack, made = used
+    admin = stack.client("admin")
+    with transaction(stack.engine) as conn:
         since = allocations.get(conn, made[1]).activated_at
     end = datetime.fromtimestamp(since, UTC) + timedelta(milliseconds=1)
     query = {"from": "2020-01-01T00:00:00Z", "to": end.isoformat()}
@@ -90,61 +90,61 @@ def test_a_period_of_the_past_stays_as_it_is(used: tuple[World, list[str]]) -> N
 
 
 @pytest.mark.covers("CTRL-14")
-def test_csv_says_the_same(used: tuple[World, list[str]]) -> None:
-    world, made = used
-    answer = world.client("admin").get(SITE, params={"format": "csv"})
+def test_csv_says_the_same(used: tuple[Stack, list[str]]) -> None:
+    stack, made = used
+    answer = stack.client("admin").get(SITE, params={"format": "csv"})
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     over, running = _table(answer.text)
     assert [over["allocation_id"], running["allocation_id"]] == made
     assert (running["ended_at"], running["gpu_count"], running["node_id"]) == ("", "1", NODE)
-    shown = world.client("admin").get(SITE).json()["items"][0]
+    shown = stack.client("admin").get(SITE).json()["items"][0]
     assert float(over["gpu_seconds"]) == shown["gpu_seconds"]
     assert (over["started_at"], over["ended_at"]) == (shown["started_at"], shown["ended_at"])
 
 
 @pytest.mark.covers("CTRL-14", "CTRL-10")
 @pytest.mark.covers("CTRL-14")
-def test_a_member_sees_its_own_and_not_where(used: tuple[World, list[str]]) -> None:
-    world, made = used
-    member = world.client("member")
+def test_a_member_sees_its_own_and_not_where(used: tuple[Stack, list[str]]) -> None:
+    stack, made = used
+    member = stack.client("member")
     for text in (member.get(OWN).text, member.get(OWN, params={"format": "csv"}).text):
         assert all(allocation_id in text for allocation_id in made)
         assert NODE not in text
         assert "slot" not in text
     assert member.get(SITE).status_code == 403
-    assert world.client("stranger").get(OWN).status_code == 404
-    assert world.client("stranger").get("projects/other/usage").json()["items"] == []
+    assert stack.client("stranger").get(OWN).status_code == 404
+    assert stack.client("stranger").get("projects/other/usage").json()["items"] == []
 
 
 @pytest.mark.covers("CTRL-14", "CTRL-10")
 def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
-    used: tuple[World, list[str]], monkeypatch: pytest.MonkeyPatch
+    used: tuple[Stack, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, made = used
+    stack, made = used
     monkeypatch.setattr(usage_routes, "_AT_ONCE", 1)
     told: list[dict[str, Any]] = []
 
     def rests() -> None:
         """The reader has the heading and the first record, and takes no more for a while."""
-        pool = world.engine.pool
+        pool = stack.engine.pool
         assert isinstance(pool, QueuePool) and pool.checkedout() == 0
         # What ends now, and what begins, is of the time after the period that was asked for.
-        told.extend(world.client("admin").get(SITE).json()["items"])
-        with transaction(world.engine) as conn:
+        told.extend(stack.client("admin").get(SITE).json()["items"])
+        with transaction(stack.engine) as conn:
             host.lost(conn, NODE, ACT)
             recovery.force_release(conn, made[1], ACT)
             host.regained(conn, NODE, ACT)
 
-    over, running = _table(_read_slowly(world, f"{PREFIX}/{SITE}", rests))
+    over, running = _table(_read_slowly(stack, f"{PREFIX}/{SITE}", rests))
     assert [over["allocation_id"], running["allocation_id"]] == made
     assert float(over["gpu_seconds"]) == told[0]["gpu_seconds"]
     # Counted to the moment of the question, which was before the other one.
     assert 0 <= float(running["gpu_seconds"]) <= told[1]["gpu_seconds"]
 
 
-def _read_slowly(world: World, path: str, rests: Callable[[], None]) -> str:
+def _read_slowly(stack: Stack, path: str, rests: Callable[[], None]) -> str:
     """The CSV as a connection takes it whose reader rests behind the second part."""
-    application = world.client("admin").app
+    application = stack.client("admin").app
     request: list[dict[str, Any]] = [{"type": "http.request", "body": b"", "more_body": False}]
     parts: list[bytes] = []
 
@@ -163,7 +163,7 @@ def _read_slowly(world: World, path: str, rests: Callable[[], None]) -> str:
         "method": "GET",
         "path": path,
         "query_string": b"format=csv",
-        "headers": [(b"authorization", f"Bearer {world.secrets['admin']}".encode())],
+        "headers": [(b"authorization", f"Bearer {stack.secrets['admin']}".encode())],
     }
 
     async def answer() -> None:

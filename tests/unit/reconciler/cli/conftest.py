@@ -12,10 +12,10 @@ from reconciler.cli.main import main
 from reconciler.db.engine import transaction
 from reconciler.model.states import TaskState
 from reconciler.records import queue
-from tests.unit.reconciler.api.conftest import new, prepared, selling, stages
-from tests.unit.reconciler.api.world import ACT, World
+from tests.unit.reconciler.api.conftest import databases, new, prepared, selling
+from tests.unit.reconciler.api.stack import ACT, Stack
 
-__all__ = ["Gpuaas", "gpuaas", "new", "prepared", "selling", "stages"]
+__all__ = ["Gpuaas", "databases", "gpuaas", "new", "prepared", "selling"]
 
 
 class Gpuaas:
@@ -37,23 +37,23 @@ class Gpuaas:
         self.out, self.err = self._capsys.readouterr()
         return self.out
 
-    def at(self, world: World, who: str = "admin") -> Gpuaas:
+    def at(self, stack: Stack, who: str = "admin") -> Gpuaas:
         """Talk to this service, as this caller."""
-        file = world.settings.state_dir / f"{who}.token"
-        file.write_text(world.secrets[who] + "\n")
+        file = stack.settings.state_dir / f"{who}.token"
+        file.write_text(stack.secrets[who] + "\n")
         self._patch.setenv("GPUAAS_TOKEN_FILE", str(file))
-        http = world.client(who, base="/")
+        http = stack.client(who, base="/")
         self._patch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
         return self
 
-    def ending(self, world: World, act: Callable[[Any, Any], dict[str, Any]]) -> Gpuaas:
+    def ending(self, stack: Stack, act: Callable[[Any, Any], dict[str, Any]]) -> Gpuaas:
         """Tasks end at once: `act(conn, task)` gives the result, or the error under "error"."""
 
         def wait(api: client.Client, task_id: str, **options: Any) -> Any:
             if "on_progress" in options:
                 options["on_progress"](api.get(f"/admin/tasks/{task_id}"))
-            task = world.lease()
-            with transaction(world.engine) as conn:
+            task = stack.lease()
+            with transaction(stack.engine) as conn:
                 result = act(conn, task)
                 error = result.pop("error", None)
                 state = TaskState.FAILED if error else TaskState.SUCCEEDED

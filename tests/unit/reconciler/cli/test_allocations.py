@@ -14,13 +14,13 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
 from reconciler.records import queue
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, KEY, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
 @pytest.fixture
-def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
+def launched(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     """An image, and an allocation from it whose run has not begun."""
     image, key = tmp_path / "image.raw", tmp_path / "key.pub"
     image.write_bytes(b"raw")
@@ -48,7 +48,7 @@ def launched(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("launched")
-def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: World) -> None:
+def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: Stack) -> None:
     run = gpuaas.at(selling)
     tasks = set()
     for image in ("base", "base:2"):
@@ -61,7 +61,7 @@ def test_an_image_is_cached_by_what_people_call_it(gpuaas: Gpuaas, selling: Worl
     assert "gpuaas images list" in gpuaas.err
 
 
-def test_launch_and_release(selling: World, gpuaas: Gpuaas, launched: dict[str, Any]) -> None:
+def test_launch_and_release(selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any]) -> None:
     assert (launched["state"], launched["capacity_shape"]) == ("requested", "gpu_slice")
     assert launched["id"] in gpuaas("allocations", "--project", "demo")
     assert launched["id"] in gpuaas.at(selling)("allocations")
@@ -70,7 +70,7 @@ def test_launch_and_release(selling: World, gpuaas: Gpuaas, launched: dict[str, 
 
 
 def test_a_failed_launch_is_an_error(
-    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
     error = {"code": "readiness_failed"}
@@ -84,14 +84,14 @@ def test_a_failed_launch_is_an_error(
     assert "it has ended; launch again" in gpuaas.err and "wait until" not in gpuaas.err
 
 
-def test_launch_without_a_key(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
+def test_launch_without_a_key(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None:
     words = ("launch", "--project", "demo", "--image", "x", "--key", str(tmp_path / "none"))
     gpuaas.at(selling, "member")(*words)
     assert (gpuaas.status, "file_invalid" in gpuaas.err) == (1, True)
 
 
 @pytest.mark.covers("CTRL-8")
-def test_tasks_and_audit(selling: World, gpuaas: Gpuaas, launched: dict[str, Any]) -> None:
+def test_tasks_and_audit(selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any]) -> None:
     gpuaas.at(selling)("tasks", "list", "--allocation", launched["id"], "--output", "json")
     (task,) = json.loads(gpuaas.out)
     assert task["kind"] == "slice.vm_provision"
@@ -105,7 +105,7 @@ def test_tasks_and_audit(selling: World, gpuaas: Gpuaas, launched: dict[str, Any
 
 @pytest.mark.covers("CTRL-7")
 def test_one_allocation(
-    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = launched["id"]
     assert NODE in gpuaas.at(selling)("allocation", "show", key)
@@ -123,7 +123,7 @@ def test_one_allocation(
 
 
 def test_a_launch_says_where_and_from_what(
-    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
 ) -> None:
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(tmp_path / "key.pub"))
     gpuaas.at(selling, "member")(*words, "--pool", "elsewhere", "--no-wait", "--output", "json")
@@ -141,7 +141,7 @@ def test_a_launch_says_where_and_from_what(
 
 
 def test_a_project_by_its_name(
-    selling: World, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
 ) -> None:
     made = gpuaas.at(selling)("projects", "add", "team-a", "--output", "json")
     key = json.loads(made)["id"]
@@ -163,19 +163,19 @@ def test_a_project_by_its_name(
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_members_projects(new: World, gpuaas: Gpuaas) -> None:
+def test_a_members_projects(new: Stack, gpuaas: Gpuaas) -> None:
     document = json.loads(gpuaas.at(new, "member")("projects", "list", "--output", "json"))
     assert [row["name"] for row in document] == ["demo"]
 
 
-def test_projects(new: World, gpuaas: Gpuaas) -> None:
+def test_projects(new: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(new)("projects", "add", "fresh", "--id", "p-1")
     assert gpuaas.status == 0, gpuaas.err
     assert "p-1" in gpuaas("projects", "list")
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_member_is_told_to_name_a_project(selling: World, gpuaas: Gpuaas) -> None:
+def test_a_member_is_told_to_name_a_project(selling: Stack, gpuaas: Gpuaas) -> None:
     for words in (("allocations",), ("allocation", "show", "a-1"), ("usage",)):
         gpuaas.at(selling, "member")(*words)
         assert (gpuaas.status, "role_required" in gpuaas.err) == (1, True)
@@ -193,7 +193,7 @@ def test_a_member_is_told_to_name_a_project(selling: World, gpuaas: Gpuaas) -> N
     ],
 )
 def test_what_is_no_public_key_is_never_sent(
-    tmp_path: Path, gpuaas: Gpuaas, selling: World, text: str, found: str
+    tmp_path: Path, gpuaas: Gpuaas, selling: Stack, text: str, found: str
 ) -> None:
     key = tmp_path / "key"
     key.write_text(text)
@@ -205,7 +205,7 @@ def test_what_is_no_public_key_is_never_sent(
 
 @pytest.mark.covers("CTRL-7")
 def test_nobody_waits_for_a_release_that_has_failed(
-    selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = launch(selling).json()["id"]
     activate(selling, key)
@@ -226,7 +226,7 @@ def test_nobody_waits_for_a_release_that_has_failed(
 
 @pytest.mark.covers("CTRL-7")
 def test_an_admin_reads_an_allocation_as_tables(
-    selling: World, gpuaas: Gpuaas, launched: dict[str, Any]
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any]
 ) -> None:
     document = json.loads(
         gpuaas.at(selling)("allocation", "show", launched["id"], "--output", "json")

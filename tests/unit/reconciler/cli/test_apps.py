@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.reconciler.api.stack import KEY, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import KEY, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("APP-4")
@@ -22,7 +22,7 @@ def key(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_life_of_an_instance(selling: World, gpuaas: Gpuaas, key: Path) -> None:
+def test_the_life_of_an_instance(selling: Stack, gpuaas: Gpuaas, key: Path) -> None:
     mine = launch(selling).json()["id"]
     activate(selling, mine)
     gpuaas.at(selling, "member")
@@ -40,7 +40,7 @@ def test_the_life_of_an_instance(selling: World, gpuaas: Gpuaas, key: Path) -> N
     assert gpuaas.status == 0
 
 
-def test_a_key_that_is_not_there(selling: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
+def test_a_key_that_is_not_there(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None:
     none = str(tmp_path / "none")
     gpuaas.at(selling, "member")("apps", "create", "s", "--controller", "x", "--key", none, *AT)
     assert (gpuaas.status, "file_invalid" in gpuaas.err) == (1, True)

@@ -14,8 +14,8 @@ import pytest
 from reconciler.benchmark import document
 from reconciler.cli import benchmark
 from reconciler.cli.main import hoist
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import NODE, World
 from tests.unit.reconciler.benchmark.conftest import made, tree
 from tests.unit.reconciler.benchmark.test_compare import BARE, SLICE, vm
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -215,7 +215,7 @@ def test_through_another_machine(
 
 
 def test_the_machine_of_an_allocation(
-    selling: World, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection comes from the reconciler's records, the host key from the console."""
     monkeypatch.setattr(benchmark, "_QUICK", TINY)

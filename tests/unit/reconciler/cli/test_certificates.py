@@ -22,7 +22,7 @@ from reconciler.trust.certificates import read_certificate
 from reconciler.work import worker
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
-from tests.unit.reconciler.api.world import NODE, World, discovery
+from tests.unit.reconciler.api.stack import NODE, Stack, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_doctor import Doctor, doctor, sound
 from tests.unit.reconciler.work.test_attend import Runs, runs
@@ -34,7 +34,7 @@ DAY = 86_400.0
 
 
 @pytest.fixture
-def enrolled(sound: World, tmp_path: Path) -> World:
+def enrolled(sound: Stack, tmp_path: Path) -> Stack:
     """The host has enrolled, by the API and with a key of its own."""
     keygen.new_key(tmp_path / "host", "root@host")
     accepted = sound.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
@@ -43,11 +43,11 @@ def enrolled(sound: World, tmp_path: Path) -> World:
     return sound
 
 
-def enrol(world: World, folder: Path, token: str) -> httpx.Response:
+def enrol(stack: Stack, folder: Path, token: str) -> httpx.Response:
     """The request of the userdata script, from the host that has the key in this folder."""
     key = keygen.public_key((folder / "host.pub").read_text())
     body = discovery()["identity"] | {"host_key": key, "token": token, "node_id": NODE}
-    return world.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
+    return stack.client().post(f"nodes/{NODE}/enrol", json=body | {"hostname": "lab"})
 
 
 def given(userdata: str) -> str:
@@ -56,34 +56,34 @@ def given(userdata: str) -> str:
     return str(token)
 
 
-def discovered(world: World, runs: Runs) -> dict[str, Any]:
+def discovered(stack: Stack, runs: Runs) -> dict[str, Any]:
     """A task of the node, leased and attended; its run finds the host as it was."""
-    accepted = world.client("admin").post(f"admin/nodes/{NODE}/slice-topology/discovery")
+    accepted = stack.client("admin").post(f"admin/nodes/{NODE}/slice-topology/discovery")
     assert accepted.status_code == 202, accepted.text
-    task = world.lease()
+    task = stack.lease()
     assert task.id == accepted.json()["id"]
     runs.ends(evidence={"discovery": discovery()})
-    settings = world.settings.model_copy(update={"poll_s": 0.01})
-    worker.attend(world.engine, settings, task, threading.Event())
-    ended: dict[str, Any] = world.client("admin").get(f"admin/tasks/{task.id}").json()
+    settings = stack.settings.model_copy(update={"poll_s": 0.01})
+    worker.attend(stack.engine, settings, task, threading.Event())
+    ended: dict[str, Any] = stack.client("admin").get(f"admin/tasks/{task.id}").json()
     return ended
 
 
-def left(world: World, days: float) -> None:
+def left(stack: Stack, days: float) -> None:
     """Of the certificate's time, so much is left."""
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         until = clock.now() + days * DAY
         conn.execute(sa.update(tables.node_certificates).values(valid_until=until))
 
 
-def metrics(world: World) -> dict[str, float]:
-    lines = world.client("admin").get("http://test/metrics").text.splitlines()
+def metrics(stack: Stack) -> dict[str, float]:
+    lines = stack.client("admin").get("http://test/metrics").text.splitlines()
     pairs = (line.rpartition(" ") for line in lines if line.startswith("gpuaas_host_certificate"))
     return {name: float(value) for name, _space, value in pairs}
 
 
 def test_the_end_of_a_certificate_is_seen_before_it_comes(
-    enrolled: World, doctor: Doctor, gpuaas: Gpuaas
+    enrolled: Stack, doctor: Doctor, gpuaas: Gpuaas
 ) -> None:
     assert "host_certificates" not in doctor()
     valid = {
@@ -111,7 +111,7 @@ def test_the_end_of_a_certificate_is_seen_before_it_comes(
     assert metrics(enrolled)['gpuaas_host_certificates{validity="expired"}'] == 1.0
 
 
-def test_a_certificate_is_renewed_on_request(enrolled: World, gpuaas: Gpuaas) -> None:
+def test_a_certificate_is_renewed_on_request(enrolled: Stack, gpuaas: Gpuaas) -> None:
     left(enrolled, 10)
 
     def act(conn: Any, task: Task) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_a_certificate_is_renewed_on_request(enrolled: World, gpuaas: Gpuaas) ->
 
 
 def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(
-    enrolled: World, gpuaas: Gpuaas, runs: Runs, tmp_path: Path
+    enrolled: Stack, gpuaas: Gpuaas, runs: Runs, tmp_path: Path
 ) -> None:
     admin, run = enrolled.client("admin"), gpuaas.at(enrolled)
     first, second = (admin.post(f"admin/nodes/{NODE}/certificate") for _ in range(2))

@@ -11,7 +11,7 @@ from reconciler.model.states import TaskKind
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import queue_next_step
-from tests.unit.reconciler.api.world import NODE, World, discovery
+from tests.unit.reconciler.api.stack import NODE, Stack, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("HOST-15")
@@ -21,7 +21,7 @@ IDENTITY = {"identity": discovery()["identity"]}
 
 @pytest.mark.parametrize(("failures", "status"), [(0, 0), (1, 1)])
 def test_one_command_is_followed_to_its_end(
-    selling: World, gpuaas: Gpuaas, failures: int, status: int
+    selling: Stack, gpuaas: Gpuaas, failures: int, status: int
 ) -> None:
     report = {"intent": "slice", "warnings": 0, "checks": [], **IDENTITY, "failures": failures}
     evidence: dict[str, dict[str, Any]] = {

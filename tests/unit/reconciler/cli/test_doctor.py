@@ -22,14 +22,14 @@ from reconciler.doctor import examine, installation, services
 from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, open_trust
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 Doctor = Callable[[], dict[str, Any]]
 
 
 @pytest.fixture
-def sound(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> World:
+def sound(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Stack:
     """An installation in which everything is as it should be."""
     folder = selling.settings.state_dir
     folder.chmod(0o700)
@@ -60,13 +60,13 @@ def doctor(gpuaas: Gpuaas) -> Doctor:
     return ask
 
 
-def test_nothing_is_wrong(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
+def test_nothing_is_wrong(sound: Stack, doctor: Doctor, gpuaas: Gpuaas) -> None:
     assert doctor() == {}
     assert "collection" in gpuaas("doctor")
 
 
 def test_slices_on_sale_that_nobody_can_reach(
-    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GPUAAS_MEMBER_ADDRESS")
     findings = doctor()
@@ -80,52 +80,52 @@ def test_slices_on_sale_that_nobody_can_reach(
     assert doctor() == {}, "nothing is on sale"
 
 
-def _open_folder(world: World) -> None:
-    world.settings.state_dir.chmod(0o755)
+def _open_folder(stack: Stack) -> None:
+    stack.settings.state_dir.chmod(0o755)
 
 
-def _open_database(world: World) -> None:
-    (world.settings.state_dir / "reconciler.db").chmod(0o644)
+def _open_database(stack: Stack) -> None:
+    (stack.settings.state_dir / "reconciler.db").chmod(0o644)
 
 
-def _no_database(world: World) -> None:
-    (world.settings.state_dir / "reconciler.db").unlink()
+def _no_database(stack: Stack) -> None:
+    (stack.settings.state_dir / "reconciler.db").unlink()
 
 
-def _old_schema(world: World) -> None:
-    with transaction(world.engine) as conn:
+def _old_schema(stack: Stack) -> None:
+    with transaction(stack.engine) as conn:
         conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
 
 
-def _open_key(world: World) -> None:
-    Trust(world.settings.state_dir / "trust").host_authority.chmod(0o640)
+def _open_key(stack: Stack) -> None:
+    Trust(stack.settings.state_dir / "trust").host_authority.chmod(0o640)
 
 
-def _no_key(world: World) -> None:
-    Trust(world.settings.state_dir / "trust").user_authority.unlink()
+def _no_key(stack: Stack) -> None:
+    Trust(stack.settings.state_dir / "trust").user_authority.unlink()
 
 
-def _no_trust(world: World) -> None:
-    shutil.rmtree(world.settings.state_dir / "trust")
+def _no_trust(stack: Stack) -> None:
+    shutil.rmtree(stack.settings.state_dir / "trust")
 
 
-def _other_authorities(world: World) -> None:
-    shutil.rmtree(world.settings.state_dir / "trust")
-    open_trust(world.settings.state_dir)
+def _other_authorities(stack: Stack) -> None:
+    shutil.rmtree(stack.settings.state_dir / "trust")
+    open_trust(stack.settings.state_dir)
 
 
-def _no_admin(world: World) -> None:
-    with transaction(world.engine) as conn:
+def _no_admin(stack: Stack) -> None:
+    with transaction(stack.engine) as conn:
         conn.execute(sa.update(tables.api_tokens).values(revoked_at=1))
 
 
-def _nobody_works(world: World) -> None:
-    with transaction(world.engine) as conn:
+def _nobody_works(stack: Stack) -> None:
+    with transaction(stack.engine) as conn:
         leader.record_process(conn, "p1", ["api"], host="h", pid=1, version="1")
 
 
-def _nobody_leads(world: World) -> None:
-    with transaction(world.engine) as conn:
+def _nobody_leads(stack: Stack) -> None:
+    with transaction(stack.engine) as conn:
         conn.execute(sa.update(tables.leaders).values(expires_at=0))
 
 
@@ -146,7 +146,7 @@ def _nobody_leads(world: World) -> None:
     ],
 )
 def test_a_fault_is_named(
-    sound: World, doctor: Doctor, fault: Callable[[World], None], check: str, status: str
+    sound: Stack, doctor: Doctor, fault: Callable[[Stack], None], check: str, status: str
 ) -> None:
     fault(sound)
     findings = doctor()
@@ -168,7 +168,7 @@ def test_a_fault_is_named(
     ],
 )
 def test_a_wrong_setting_is_named(
-    sound: World,
+    sound: Stack,
     doctor: Doctor,
     gpuaas: Gpuaas,
     monkeypatch: pytest.MonkeyPatch,
@@ -199,7 +199,7 @@ def test_a_wrong_setting_is_named(
     ],
 )
 def test_who_reaches_the_api_is_named(
-    sound: World,
+    sound: Stack,
     doctor: Doctor,
     monkeypatch: pytest.MonkeyPatch,
     listen: str,
@@ -214,14 +214,14 @@ def test_who_reaches_the_api_is_named(
 
 
 def test_what_only_commands_read_is_no_misspelt_setting(
-    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUAAS_OIDC_CLIENT_ID", "gpuaas-cli")
     assert doctor() == {}
 
 
 def test_the_file_of_settings_is_looked_at(
-    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "gpuaas.env"
     file.write_text("GPUAAS_WORKERS=7\nGPUAAS_WRKERS=3\n")
@@ -235,7 +235,7 @@ def test_the_file_of_settings_is_looked_at(
     assert f"GPUAAS_WRKERS in {file}" in doctor()["settings"]["found"]
 
 
-def test_a_restore_that_was_cut_off_is_named(sound: World, doctor: Doctor, gpuaas: Gpuaas) -> None:
+def test_a_restore_that_was_cut_off_is_named(sound: Stack, doctor: Doctor, gpuaas: Gpuaas) -> None:
     """The records of such a site describe the past."""
     (sound.settings.state_dir / MARK).write_text("0" * 64)
     finding = doctor()["database"]
@@ -244,7 +244,7 @@ def test_a_restore_that_was_cut_off_is_named(sound: World, doctor: Doctor, gpuaa
     assert (gpuaas.status, "restore_unfinished" in gpuaas.err) == (1, True)
 
 
-def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:
+def test_a_broken_profile_is_named(sound: Stack, tmp_path: Path) -> None:
     good = next(Settings().profiles_dir.glob("*.yml"))
     (tmp_path / "bad.yml").write_text("name: bad\nname2: [")
     (tmp_path / "short.yml").write_text("name: short\n")
@@ -257,7 +257,7 @@ def test_a_broken_profile_is_named(sound: World, tmp_path: Path) -> None:
     assert rows[2].found == "old.yml: fabric: 'link' is a required property"
 
 
-def test_little_room_is_said(sound: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_room_is_said(sound: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "_LITTLE_GIB", 1 << 30)
     assert [finding.status for finding in installation.free_space(sound.settings)] == ["warn"]
     monkeypatch.setattr(installation, "_LEAST_GIB", 1 << 30)
@@ -265,13 +265,13 @@ def test_little_room_is_said(sound: World, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_another_user_is_told_whose_folder_it_is(
-    sound: World, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1)
     assert doctor()["state_dir"]["remedy"].startswith("run as ")
 
 
-def test_forgotten_holds_are_named(sound: World) -> None:
+def test_forgotten_holds_are_named(sound: Stack) -> None:
     folder = sound.settings.state_dir
     run = folder / "runs" / "nobodys-run"
     run.mkdir(parents=True)

@@ -22,7 +22,7 @@ from reconciler.db.engine import open_engine, transaction
 from reconciler.settings import Settings
 from reconciler.trust.keygen import TrustError
 from tests.postgresql import running
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 SECRET = "s3cret-canary"
@@ -255,7 +255,7 @@ def test_the_log_keeps_where_it_came_from(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.covers("CTRL-2")
 def test_a_token_does_not_bring_a_database_to_another_schema(
-    new: World, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a backup there would be no way back to the version that runs."""
     url = f"sqlite:///{tmp_path / 'older.db'}"

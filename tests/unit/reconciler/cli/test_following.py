@@ -15,18 +15,18 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.model.states import TaskState
 from reconciler.records import queue
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("CTRL-8", "CTRL-12")
 
 
-def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> Task:
+def ended(stack: Stack, state: TaskState = TaskState.SUCCEEDED) -> Task:
     """An ended task with a single event."""
-    world.client("admin").post(f"admin/nodes/{NODE}/parity")
-    task = world.lease()
-    with transaction(world.engine) as conn:
+    stack.client("admin").post(f"admin/nodes/{NODE}/parity")
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         held = (task.id, task.lease_token)
         queue.progress(
             conn, *held, {"at": "now", "event": "failed", "task": "look", "code": "no_nat"}
@@ -36,7 +36,7 @@ def ended(world: World, state: TaskState = TaskState.SUCCEEDED) -> Task:
     return task
 
 
-def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
+def test_out_of_use_and_back(selling: Stack, gpuaas: Gpuaas) -> None:
     run = gpuaas.at(selling)
     run("nodes", "drain", NODE)
     assert (gpuaas.status, "--reason" in gpuaas.err) == (2, True)
@@ -53,7 +53,7 @@ def test_out_of_use_and_back(selling: World, gpuaas: Gpuaas) -> None:
     assert "transition_refused" in gpuaas.err
 
 
-def test_who_drains_a_node_reads_what_it_waits_for(selling: World, gpuaas: Gpuaas) -> None:
+def test_who_drains_a_node_reads_what_it_waits_for(selling: Stack, gpuaas: Gpuaas) -> None:
     allocation_id = launch(selling).json()["id"]
     gpuaas.at(selling)("nodes", "drain", NODE, "--reason", "a new disk", "--output", "json")
     assert json.loads(gpuaas.out)["state"] == "draining"
@@ -61,7 +61,7 @@ def test_who_drains_a_node_reads_what_it_waits_for(selling: World, gpuaas: Gpuaa
     assert f"when these are gone: `gpuaas nodes maintain {NODE}" in gpuaas.err
 
 
-def test_trace_tells_what_followed_from_a_request(prepared: World, gpuaas: Gpuaas) -> None:
+def test_trace_tells_what_followed_from_a_request(prepared: Stack, gpuaas: Gpuaas) -> None:
     admin = prepared.client("admin")
     answer = admin.post(f"admin/nodes/{NODE}/parity", headers={"X-Correlation-Id": "asked-once"})
     prepared.lease()
@@ -76,7 +76,7 @@ def test_trace_tells_what_followed_from_a_request(prepared: World, gpuaas: Gpuaa
     assert (gpuaas.status, "nothing is known of never-asked" in gpuaas.err) == (1, True)
 
 
-def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas: Gpuaas) -> None:
+def test_follow_tells_everything_and_fails_with_the_task(prepared: Stack, gpuaas: Gpuaas) -> None:
     task = ended(prepared)
     gpuaas.at(prepared)("tasks", "follow", task.id)
     assert gpuaas.status == 0, gpuaas.err
@@ -92,7 +92,7 @@ def test_follow_tells_everything_and_fails_with_the_task(prepared: World, gpuaas
     assert (gpuaas.status, "no_nat" in gpuaas.err) == (1, True)
 
 
-def test_output_and_why_a_task_waits(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
+def test_output_and_why_a_task_waits(prepared: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None:
     gpuaas.at(prepared)("tasks", "output", ended(prepared).id)
     assert (gpuaas.status, gpuaas.out, "no run has begun" in gpuaas.err) == (0, "", True)
     gpuaas("tasks", "cancel", ended(prepared).id)
@@ -102,7 +102,7 @@ def test_output_and_why_a_task_waits(prepared: World, gpuaas: Gpuaas, tmp_path: 
 
 
 def test_check(
-    selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(selling.settings.state_dir))
     gpuaas("check")

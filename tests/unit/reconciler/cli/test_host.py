@@ -17,7 +17,7 @@ from reconciler.runs import byhand, contract
 from reconciler.runs.byhand import Work
 from reconciler.runs.spec import RunError
 from reconciler.runs.ssh import Reach
-from tests.unit.reconciler.api.world import NODE, World, bundle, discovery
+from tests.unit.reconciler.api.stack import NODE, Stack, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("HOST-9", "HOST-10", "HOST-11")
@@ -188,7 +188,7 @@ PASSING = {"parity": report(("nat", "PASS", "fine", ""))}
 
 @pytest.mark.covers("HOST-10")
 def test_the_reconcilers_evidence_goes_to_the_host(
-    selling: World, gpuaas: Gpuaas, played: Played
+    selling: Stack, gpuaas: Gpuaas, played: Played
 ) -> None:
     gpuaas.at(selling)
     played.evidence = [PASSING]
@@ -212,7 +212,7 @@ def test_the_reconcilers_evidence_goes_to_the_host(
 
 @pytest.mark.covers("HOST-7", "HOST-10")
 def test_what_is_the_hosts_own_and_its_tags_go_along(
-    selling: World, gpuaas: Gpuaas, played: Played
+    selling: Stack, gpuaas: Gpuaas, played: Played
 ) -> None:
     fabric = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
     selling.client("admin").patch(f"admin/nodes/{NODE}", json=fabric)
@@ -250,7 +250,7 @@ def test_a_machine_without_tags_can_be_said_to_be_so(gpuaas: Gpuaas, played: Pla
 
 @pytest.mark.covers("HOST-10")
 def test_a_refused_token_is_a_failed_check_and_no_token_a_warning(
-    selling: World, gpuaas: Gpuaas, played: Played, tmp_path: Path
+    selling: Stack, gpuaas: Gpuaas, played: Played, tmp_path: Path
 ) -> None:
     gpuaas.at(selling, "member")
     played.evidence = [PASSING, PASSING]

@@ -12,7 +12,7 @@ import pytest
 
 from reconciler.cli import tokens
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
-from tests.unit.reconciler.api.world import NODE, World
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.service.service import serving, until
 
@@ -65,7 +65,7 @@ def test_the_token_is_kept_once_somebody_confirms(
 
 
 def test_what_is_kept_opens_the_service(
-    new: World, provider: Provider, gpuaas: Gpuaas, file: Path
+    new: Stack, provider: Provider, gpuaas: Gpuaas, file: Path
 ) -> None:
     """From the code on the screen to an answer: provider and service are processes of their own."""
     site = {"ISSUER": provider.url, "AUDIENCE": AUDIENCE, "ADMIN_GROUP": ADMINS}

@@ -15,7 +15,7 @@ import lab.cli
 from reconciler.cli.main import hoist
 from reconciler.cli.output import clean
 from reconciler.cli.session import DEFAULT_API, Session
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
@@ -50,7 +50,7 @@ def test_which_version_it_is(gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) ->
     assert (gpuaas("--version"), gpuaas.status) == (f"gpuaas {version('gpuaas-slice')}\n", 0)
 
 
-def test_an_error_says_what_to_do(new: World, gpuaas: Gpuaas) -> None:
+def test_an_error_says_what_to_do(new: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(new)("nodes", "show", "none")
     assert (gpuaas.status, gpuaas.out) == (1, "")
     for word in ("node_not_found", "expected", "found", "what to do"):

@@ -12,11 +12,11 @@ from reconciler.db.engine import reading
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.records import queue
-from tests.unit.reconciler.api.world import ACT, NODE, World, bundle, discovery
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
-def test_add_and_look(new: World, gpuaas: Gpuaas) -> None:
+def test_add_and_look(new: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(new)("nodes", "add", "n2", "--address", "192.0.2.8", "--profile", "lab")
     assert (gpuaas.status, "enrolling" in gpuaas.out) == (0, True)
     table = gpuaas("nodes", "list")
@@ -26,7 +26,7 @@ def test_add_and_look(new: World, gpuaas: Gpuaas) -> None:
 
 
 @pytest.mark.covers("HOST-7")
-def test_what_is_known_of_a_machine_can_be_changed(new: World, gpuaas: Gpuaas) -> None:
+def test_what_is_known_of_a_machine_can_be_changed(new: Stack, gpuaas: Gpuaas) -> None:
     fabric = ["--fabric-interface", "ibp65s0", "--fabric-address", "10.20.0.7/16"]
     gpuaas.at(new)("nodes", "add", "n2", "--address", "192.0.2.8", "--profile", "lab", *fabric)
     assert gpuaas.status == 0, gpuaas.err
@@ -38,7 +38,7 @@ def test_what_is_known_of_a_machine_can_be_changed(new: World, gpuaas: Gpuaas) -
 
 
 @pytest.mark.covers("HOST-10")
-def test_tags_of_maas_are_said_one_by_one_or_none_or_taken_back(new: World, gpuaas: Gpuaas) -> None:
+def test_tags_of_maas_are_said_one_by_one_or_none_or_taken_back(new: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(new)
 
     def tags(verb: str, node: str, *words: str) -> Any:
@@ -60,13 +60,13 @@ def test_tags_of_maas_are_said_one_by_one_or_none_or_taken_back(new: World, gpua
     assert tags("show", "n4") == ["c"]
 
 
-def test_userdata_is_a_script(new: World, gpuaas: Gpuaas) -> None:
+def test_userdata_is_a_script(new: Stack, gpuaas: Gpuaas) -> None:
     script = gpuaas.at(new)("nodes", "userdata", NODE)
     assert script.startswith("#!/bin/sh")
     assert "good until" in gpuaas.err
 
 
-def test_discover_shows_candidates(prepared: World, gpuaas: Gpuaas) -> None:
+def test_discover_shows_candidates(prepared: Stack, gpuaas: Gpuaas) -> None:
     def act(conn: Any, task: Task) -> dict[str, Any]:
         host.record_discovery(conn, NODE, discovery(), ACT, task_id=task.id)
         return {}
@@ -91,7 +91,7 @@ def test_discover_shows_candidates(prepared: World, gpuaas: Gpuaas) -> None:
     ],
 )
 def test_work_can_be_left_alone(
-    prepared: World, gpuaas: Gpuaas, words: list[str], kind: str, parameters: dict[str, Any]
+    prepared: Stack, gpuaas: Gpuaas, words: list[str], kind: str, parameters: dict[str, Any]
 ) -> None:
     gpuaas.at(prepared)("nodes", *words, "--no-wait", "--output", "json")
     task = json.loads(gpuaas.out)
@@ -99,7 +99,7 @@ def test_work_can_be_left_alone(
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_drift_names_what_differs_and_fails(prepared: World, gpuaas: Gpuaas, output: str) -> None:
+def test_drift_names_what_differs_and_fails(prepared: Stack, gpuaas: Gpuaas, output: str) -> None:
     difference = {
         "severity": "failed",
         "slot_id": "s1",
@@ -119,13 +119,13 @@ def test_drift_names_what_differs_and_fails(prepared: World, gpuaas: Gpuaas, out
     assert "work in progress, not judged: s2" in gpuaas.err
 
 
-def test_no_drift_is_no_failure(prepared: World, gpuaas: Gpuaas) -> None:
+def test_no_drift_is_no_failure(prepared: Stack, gpuaas: Gpuaas) -> None:
     nothing: dict[str, Any] = {"differences": [], "unknown": {}, "skipped": []}
     gpuaas.at(prepared).ending(prepared, lambda _conn, _task: dict(nothing))("nodes", "drift", NODE)
     assert (gpuaas.status, "differences 0" in gpuaas.err) == (0, True)
 
 
-def test_a_failed_task_tells_its_error(prepared: World, gpuaas: Gpuaas) -> None:
+def test_a_failed_task_tells_its_error(prepared: Stack, gpuaas: Gpuaas) -> None:
     error = {"code": "no_kvm", "expected": "KVM", "found": "none", "remedy": "BIOS", "step": "kvm"}
     gpuaas.at(prepared).ending(prepared, lambda _conn, _task: {"error": error})(
         "nodes", "bootstrap", NODE
@@ -135,7 +135,7 @@ def test_a_failed_task_tells_its_error(prepared: World, gpuaas: Gpuaas) -> None:
         assert word in gpuaas.err
 
 
-def test_parity_shows_what_is_open(prepared: World, gpuaas: Gpuaas) -> None:
+def test_parity_shows_what_is_open(prepared: Stack, gpuaas: Gpuaas) -> None:
     checks = [
         {"check": "kvm", "status": "PASS", "detail": "", "remediation": ""},
         {"check": "nat", "status": "FAIL", "detail": "no rule", "remediation": "bootstrap"},
@@ -150,7 +150,7 @@ def test_parity_shows_what_is_open(prepared: World, gpuaas: Gpuaas) -> None:
     assert (gpuaas.status, "nat" in gpuaas.out, "kvm" in gpuaas.out) == (1, True, False)
 
 
-def test_a_transition_names_the_identities(prepared: World, gpuaas: Gpuaas) -> None:
+def test_a_transition_names_the_identities(prepared: Stack, gpuaas: Gpuaas) -> None:
     disk = bundle(0)["nvme_device"]
     words = ("nodes", "transition", NODE, "--device", disk, "--no-wait", "--output", "json")
     gpuaas.at(prepared)(*words)
@@ -164,7 +164,7 @@ def test_a_transition_names_the_identities(prepared: World, gpuaas: Gpuaas) -> N
 
 
 def test_a_transition_asks_before_it_wipes(
-    prepared: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    prepared: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     gpuaas.at(prepared)(
@@ -175,7 +175,7 @@ def test_a_transition_asks_before_it_wipes(
         assert queue.every(conn) == []
 
 
-def test_switches(selling: World, gpuaas: Gpuaas) -> None:
+def test_switches(selling: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("nodes", "scheduling", NODE, "off", "--reason", "why")
     assert "slice_scheduling" in gpuaas.out
     assert json.loads(gpuaas("scheduling", "off", "--reason", "why", "--output", "json")) == {

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
 @pytest.mark.covers("CTRL-5")
-def test_explain(selling: World, gpuaas: Gpuaas) -> None:
+def test_explain(selling: Stack, gpuaas: Gpuaas) -> None:
     out = gpuaas.at(selling)("explain", "--gpus", "3")
     assert "2 GPUs free, no 3 on one node" in out
     assert NODE in out
@@ -23,7 +23,7 @@ def test_explain(selling: World, gpuaas: Gpuaas) -> None:
 
 
 @pytest.mark.covers("CTRL-7")
-def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
+def test_recovery_policy(selling: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("recovery-policy", "on", "--per-hour", "9", "--output", "json")
     assert json.loads(gpuaas.out)["per_hour"] == 9
     gpuaas("recovery-policy", "off", "--output", "json")
@@ -31,7 +31,7 @@ def test_recovery_policy(selling: World, gpuaas: Gpuaas) -> None:
     assert (document["enabled"], document["per_hour"]) == (False, 9), "limits stay"
 
 
-def test_the_switch_of_the_site_is_shown(selling: World, gpuaas: Gpuaas) -> None:
+def test_the_switch_of_the_site_is_shown(selling: Stack, gpuaas: Gpuaas) -> None:
     for switch, enabled in (("show", True), ("off", False), ("show", False)):
         gpuaas.at(selling)("scheduling", switch, "--reason", "why", "--output", "json")
         assert json.loads(gpuaas.out) == {"enabled": enabled}
@@ -39,7 +39,7 @@ def test_the_switch_of_the_site_is_shown(selling: World, gpuaas: Gpuaas) -> None
 
 
 @pytest.mark.covers("CTRL-14")
-def test_usage(selling: World, gpuaas: Gpuaas) -> None:
+def test_usage(selling: Stack, gpuaas: Gpuaas) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     assert allocation_id in gpuaas.at(selling)("usage", "--from", "2020-01-01T00:00:00Z")

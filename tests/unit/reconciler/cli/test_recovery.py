@@ -20,9 +20,9 @@ from reconciler.records import leasing, queue, reports
 from reconciler.records import slots as slot_records
 from reconciler.records.claims import held_slots, of_allocation
 from reconciler.work.loops import play_recovery_cases
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.wipes import proofs
 
@@ -72,8 +72,8 @@ class Host:
     error: how each look ends instead. before_look: what happens before the host is asked.
     """
 
-    def __init__(self, world: World, *absent: bool) -> None:
-        self.world = world
+    def __init__(self, stack: Stack, *absent: bool) -> None:
+        self.stack = stack
         self.absent = list(absent)
         self.error: dict[str, Any] = {}
         self.before_look: Callable[[], None] = lambda: None
@@ -100,9 +100,9 @@ class Host:
     def go_on(self) -> None:
         """What needs no wipe is done at once."""
         for _ in range(3):
-            play_recovery_cases(self.world.engine, self.world.settings)
+            play_recovery_cases(self.stack.engine, self.stack.settings)
             self.before_look()
-            with transaction(self.world.engine) as conn:
+            with transaction(self.stack.engine) as conn:
                 for task in leasing.lease(conn, "test", kinds=[TaskKind.SLICE_ABSENCE_VERIFY]):
                     self.look(conn, task)
 
@@ -117,9 +117,9 @@ class Host:
         queue.finish(conn, *held, TaskState.SUCCEEDED, ACT, result={"absence": report})
 
     def wipe(self, _seconds: float = 0) -> None:
-        task = self.world.lease()
+        task = self.stack.lease()
         assert task.kind == TaskKind.SLICE_WIPE
-        with transaction(self.world.engine) as conn:
+        with transaction(self.stack.engine) as conn:
             allocation_id = task.allocation_id
             given = proofs(conn, allocation_id)
             slices.cleanup_succeeded(
@@ -129,7 +129,7 @@ class Host:
 
 
 @pytest.fixture
-def host(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
+def host(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
     gpuaas.at(selling)
     host = Host(selling)
     # What the command waits for happens while it waits.
@@ -137,9 +137,9 @@ def host(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Hos
     return host.attend(monkeypatch)
 
 
-def stuck(world: World) -> str:
-    allocation_id = failed(world)
-    with transaction(world.engine) as conn:
+def stuck(stack: Stack) -> str:
+    allocation_id = failed(stack)
+    with transaction(stack.engine) as conn:
         conn.exec_driver_sql("UPDATE tasks SET state = 'canceled'")
     return allocation_id
 
@@ -175,7 +175,7 @@ def printed(err: str) -> dict[str, list[str]]:
     ],
 )
 def test_recover_does_the_whole_runbook(
-    selling: World, gpuaas: Gpuaas, host: Host, looks: tuple[bool, ...], steps: list[str]
+    selling: Stack, gpuaas: Gpuaas, host: Host, looks: tuple[bool, ...], steps: list[str]
 ) -> None:
     host.absent = list(looks)
     allocation_id = stuck(selling)
@@ -216,7 +216,7 @@ def test_recover_does_the_whole_runbook(
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-9")
-def test_recover_first_ends_a_run_that_is_alive(selling: World, gpuaas: Gpuaas, host: Host) -> None:
+def test_recover_first_ends_a_run_that_is_alive(selling: Stack, gpuaas: Gpuaas, host: Host) -> None:
     """Behind a run that lives nothing can be asked of the host."""
     allocation_id = launch(selling).json()["id"]
     task = selling.lease()
@@ -245,7 +245,7 @@ def test_recover_first_ends_a_run_that_is_alive(selling: World, gpuaas: Gpuaas, 
 
 
 @pytest.mark.covers("CTRL-7")
-def test_recover_does_not_disturb_a_release(selling: World, gpuaas: Gpuaas) -> None:
+def test_recover_does_not_disturb_a_release(selling: Stack, gpuaas: Gpuaas) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     member = selling.client("member")
@@ -256,7 +256,7 @@ def test_recover_does_not_disturb_a_release(selling: World, gpuaas: Gpuaas) -> N
 
 @pytest.mark.covers("CTRL-7", "I16")
 def test_recover_succeeds_where_the_gate_is_shut_and_says_what_comes_next(
-    selling: World, gpuaas: Gpuaas, host: Host
+    selling: Stack, gpuaas: Gpuaas, host: Host
 ) -> None:
     allocation_id = stuck(selling)
     with transaction(selling.engine) as conn:
@@ -272,7 +272,7 @@ def test_recover_succeeds_where_the_gate_is_shut_and_says_what_comes_next(
 
 
 @pytest.mark.covers("CTRL-7")
-def test_recover_after_a_forced_release(selling: World, gpuaas: Gpuaas, host: Host) -> None:
+def test_recover_after_a_forced_release(selling: Stack, gpuaas: Gpuaas, host: Host) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
     with transaction(selling.engine) as conn:
@@ -289,7 +289,7 @@ def test_recover_after_a_forced_release(selling: World, gpuaas: Gpuaas, host: Ho
 
 @pytest.mark.covers("CTRL-7")
 def test_recover_stops_where_a_person_must_decide(
-    selling: World, gpuaas: Gpuaas, host: Host, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = launch(selling).json()["id"]
     activate(selling, running)
@@ -331,7 +331,7 @@ def test_recover_stops_where_a_person_must_decide(
 
 @pytest.mark.covers("CTRL-7", "I13")
 def test_recover_knows_nothing_from_a_host_that_is_silent(
-    selling: World, gpuaas: Gpuaas, host: Host
+    selling: Stack, gpuaas: Gpuaas, host: Host
 ) -> None:
     allocation_id = stuck(selling)
     host.error = {"code": "host_unreachable", "found": "no route to host"}
@@ -341,12 +341,12 @@ def test_recover_knows_nothing_from_a_host_that_is_silent(
     assert sorted(slot["status"] for slot in slots) == ["available", "cleanup_blocked"]
 
 
-def stuck_beside(world: World) -> str:
+def stuck_beside(stack: Stack) -> str:
     """As `stuck`, with another allocation running."""
-    allocation_id = str(launch(world, key="second").json()["id"])
-    task = world.lease()
+    allocation_id = str(launch(stack, key="second").json()["id"])
+    task = stack.lease()
     error: dict[str, Any] = {"code": "readiness_failed"}
-    with transaction(world.engine) as conn:
+    with transaction(stack.engine) as conn:
         slices.provision_started(conn, allocation_id, ACT)
         slices.provision_failed(conn, allocation_id, ACT, step="ready", error=error, untouched=None)
         assert task.allocation_id == allocation_id
@@ -355,7 +355,7 @@ def stuck_beside(world: World) -> str:
 
 
 def test_the_slots_at_the_end_or_the_whole_evidence(
-    selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     after = {
@@ -384,7 +384,7 @@ def test_the_slots_at_the_end_or_the_whole_evidence(
 
 
 def test_an_interrupted_command_stops_nothing(
-    selling: World, gpuaas: Gpuaas, host: Host, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocation_id = stuck(selling)
     host.absent = [True]
@@ -409,7 +409,7 @@ def test_an_interrupted_command_stops_nothing(
         assert len(journal.audit_rows(conn, action=recovery.FORCE_CLEANUP)) == 1
 
 
-def test_a_second_command_joins_the_first(selling: World, gpuaas: Gpuaas) -> None:
+def test_a_second_command_joins_the_first(selling: Stack, gpuaas: Gpuaas) -> None:
     allocation_id = stuck(selling)
     cases = []
     for reason in ("one", "two"):
@@ -421,13 +421,13 @@ def test_a_second_command_joins_the_first(selling: World, gpuaas: Gpuaas) -> Non
     assert (cases[0]["reason"], cases[0]["state"]) == ("one", "opened")
 
 
-def test_without_a_case_a_reason_is_needed(selling: World, gpuaas: Gpuaas) -> None:
+def test_without_a_case_a_reason_is_needed(selling: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("recover", stuck(selling))
     assert (gpuaas.status, "reason_required" in gpuaas.err) == (1, True)
 
 
 def test_what_waits_for_a_person_is_said_and_goes_on_later(
-    selling: World, gpuaas: Gpuaas, host: Host
+    selling: Stack, gpuaas: Gpuaas, host: Host
 ) -> None:
     allocation_id = stuck(selling)
     host.absent = [True]
@@ -443,7 +443,7 @@ def test_what_waits_for_a_person_is_said_and_goes_on_later(
 
 
 def test_a_host_that_says_nothing_is_not_followed_for_ever(
-    selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocation_id = stuck(selling)
     seconds = [0.0]

@@ -17,12 +17,12 @@ from reconciler.cli import service
 from reconciler.db import leader
 from reconciler.db.engine import reading
 from reconciler.service import process
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
 @pytest.fixture
-def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def story(new: Stack, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Events in order; the environment configures the service, as in real life."""
     events: list[str] = []
 
@@ -57,7 +57,7 @@ def story(new: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         signal.signal(number, handler)
 
 
-def test_worker_and_api(new: World, gpuaas: Gpuaas, story: list[str]) -> None:
+def test_worker_and_api(new: Stack, gpuaas: Gpuaas, story: list[str]) -> None:
     gpuaas("serve")
     folder = new.settings.state_dir.name
     events = [f"worker of {folder}", "start", "serve 127.0.0.1 False", "ready 200", "stop"]
@@ -91,7 +91,7 @@ def test_api_alone(gpuaas: Gpuaas, story: list[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("words", [("serve",), ("serve", "--api-only")])
 def test_nothing_begins_where_the_port_is_taken(
-    new: World,
+    new: Stack,
     gpuaas: Gpuaas,
     story: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -148,7 +148,7 @@ def test_operators_are_served_on_loopback_or_not_at_all(
     assert (gpuaas.status, "operator_listen_invalid" in gpuaas.err, story) == (1, True, [])
 
 
-def test_worker_alone(new: World, gpuaas: Gpuaas, story: list[str], monkeypatch: Any) -> None:
+def test_worker_alone(new: Stack, gpuaas: Gpuaas, story: list[str], monkeypatch: Any) -> None:
     class Event(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             if timeout is None:  # the one that waits for the end of the process

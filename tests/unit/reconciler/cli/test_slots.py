@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.reconciler.api.stack import NODE, Stack, bundle
 from tests.unit.reconciler.api.test_slots import grow
-from tests.unit.reconciler.api.world import NODE, World, bundle
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("CTRL-3")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.covers("CTRL-3")
 REASON = ("--reason", "first two")
 
 
-def test_approve_candidates(prepared: World, gpuaas: Gpuaas) -> None:
+def test_approve_candidates(prepared: Stack, gpuaas: Gpuaas) -> None:
     words = ("slots", "approve", NODE, "--from-candidates", "1,3", *REASON)
     gpuaas.at(prepared)(*words)
     assert gpuaas.status == 0, gpuaas.err
@@ -25,7 +25,7 @@ def test_approve_candidates(prepared: World, gpuaas: Gpuaas) -> None:
     assert (gpuaas.status, "candidate_not_found" in gpuaas.err) == (1, True)
 
 
-def test_approve_a_file(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None:
+def test_approve_a_file(prepared: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None:
     file = tmp_path / "slots.json"
     file.write_text(json.dumps(bundle(0)))
     gpuaas.at(prepared)("slots", "approve", NODE, str(file), *REASON)
@@ -40,7 +40,7 @@ def test_approve_a_file(prepared: World, gpuaas: Gpuaas, tmp_path: Path) -> None
     assert gpuaas.status == 2
 
 
-def test_what_keeps_a_gate_closed(prepared: World, gpuaas: Gpuaas) -> None:
+def test_what_keeps_a_gate_closed(prepared: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(prepared)("slots", "approve", NODE, "--from-candidates", "1", *REASON)
     gpuaas("slots", "show", NODE, "1", "--output", "json")
     codes = [item["code"] for item in json.loads(gpuaas.out)["gate"]]
@@ -53,7 +53,7 @@ def test_what_keeps_a_gate_closed(prepared: World, gpuaas: Gpuaas) -> None:
     assert f"gate closed by {len(codes)}" in gpuaas.err
 
 
-def test_a_long_past_is_told_in_short_and_whole_as_json(prepared: World, gpuaas: Gpuaas) -> None:
+def test_a_long_past_is_told_in_short_and_whole_as_json(prepared: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(prepared)("slots", "approve", NODE, "--from-candidates", "1", *REASON)
     gpuaas("slots", "list", NODE, "--output", "json")
     grow(prepared, json.loads(gpuaas.out)[0]["id"], proven=23, changes=24)
@@ -67,13 +67,13 @@ def test_a_long_past_is_told_in_short_and_whole_as_json(prepared: World, gpuaas:
     assert not {"history_next", "proofs_next"} & set(document)
 
 
-def test_an_open_gate(selling: World, gpuaas: Gpuaas) -> None:
+def test_an_open_gate(selling: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("slots", "show", NODE, "1")
     assert "gate open" in gpuaas.err
     assert "available" in gpuaas.out, "its record and its history"
 
 
-def test_switch_by_index(selling: World, gpuaas: Gpuaas) -> None:
+def test_switch_by_index(selling: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(selling)("slots", "disable", NODE, "3", "--reason", "fan")
     assert "disabled" in gpuaas.out
     slots = json.loads(gpuaas("slots", "list", NODE, "--output", "json"))

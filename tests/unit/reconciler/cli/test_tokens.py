@@ -9,11 +9,11 @@ import pytest
 
 from reconciler.db.engine import reading
 from reconciler.records import tokens
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
-def test_the_first_token(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
     gpuaas("token", "create", "--role", "platform-admin", "--name", "me", "--days", "1")
     with reading(new.engine) as conn:
@@ -33,7 +33,7 @@ def test_the_first_token(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
 
 
 def test_tokens_belong_to_somebody(
-    new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
     gpuaas("token", "create", "--role", "project-member", "--name", "m")
@@ -44,7 +44,7 @@ def test_tokens_belong_to_somebody(
 
 @pytest.mark.covers("CTRL-10")
 def test_a_leaked_token_is_found_and_revoked(
-    new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = json.loads(gpuaas.at(new)("token", "list", "--output", "json"))
     (leaked,) = [row["id"] for row in document if row["name"] == "member"]
@@ -57,7 +57,7 @@ def test_a_leaked_token_is_found_and_revoked(
 
 
 def test_a_members_token_by_the_projects_name(
-    new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = json.loads(gpuaas.at(new)("projects", "add", "team-a", "--output", "json"))["id"]
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
@@ -70,7 +70,7 @@ def test_a_members_token_by_the_projects_name(
     assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True)
 
 
-def test_migrate(new: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_migrate(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
     gpuaas("migrate")
     assert (gpuaas.status, "database at" in gpuaas.err) == (0, True)

@@ -13,8 +13,8 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
 from reconciler.records import queue
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.api.world import ACT, NODE, World
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_recovery import Host, stuck
 from tests.unit.reconciler.wipes import proofs
@@ -46,14 +46,14 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Passing:
 
 
 @pytest.fixture
-def host(selling: World, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
+def host(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
     """It is looked at within no time."""
     gpuaas.at(selling)
     return Host(selling, True).attend(monkeypatch)
 
 
 def test_recover_waits_for_a_wipe_of_hours(
-    selling: World, gpuaas: Gpuaas, host: Host, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, host: Host, hours: Passing
 ) -> None:
     hours.then[4 * HOUR] = host.wipe
     gpuaas("recover", stuck(selling), "--reason", "x", "--output", "json")
@@ -63,7 +63,7 @@ def test_recover_waits_for_a_wipe_of_hours(
 
 
 def test_recover_says_of_what_goes_on_that_it_goes_on(
-    selling: World, gpuaas: Gpuaas, host: Host, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, host: Host, hours: Passing
 ) -> None:
     gpuaas("recover", stuck(selling), "--reason", "x", "--output", "json")
     refusal = json.loads(gpuaas.err[gpuaas.err.index("{") :])
@@ -74,7 +74,7 @@ def test_recover_says_of_what_goes_on_that_it_goes_on(
 
 
 def test_release_waits_as_long_as_its_run_may_take(
-    selling: World, gpuaas: Gpuaas, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, hours: Passing
 ) -> None:
     key = launch(selling).json()["id"]
     activate(selling, key)
@@ -96,7 +96,7 @@ def test_release_waits_as_long_as_its_run_may_take(
 
 
 def test_release_gives_up_when_its_time_is_over(
-    selling: World, gpuaas: Gpuaas, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, hours: Passing
 ) -> None:
     key = launch(selling).json()["id"]
     activate(selling, key)
@@ -106,7 +106,7 @@ def test_release_gives_up_when_its_time_is_over(
 
 
 def test_a_task_that_runs_has_its_own_deadline(
-    selling: World, gpuaas: Gpuaas, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, hours: Passing
 ) -> None:
     tasks: list[Task] = []
 
@@ -124,7 +124,7 @@ def test_a_task_that_runs_has_its_own_deadline(
 
 
 def test_a_task_that_cannot_begin_is_not_waited_for_all_day(
-    selling: World, gpuaas: Gpuaas, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, hours: Passing
 ) -> None:
     follow(selling, gpuaas)
     assert (gpuaas.status, hours.seconds) == (1, 3 * HOUR)
@@ -132,7 +132,7 @@ def test_a_task_that_cannot_begin_is_not_waited_for_all_day(
 
 
 def test_a_task_waits_its_turn_behind_one_of_hours(
-    selling: World, gpuaas: Gpuaas, hours: Passing
+    selling: Stack, gpuaas: Gpuaas, hours: Passing
 ) -> None:
     bootstrap = selling.client("admin").post(f"admin/nodes/{NODE}/bootstrap").json()
     before = begun(selling, deadline_s=14_400)
@@ -152,15 +152,15 @@ def test_a_task_waits_its_turn_behind_one_of_hours(
     assert (gpuaas.status, "its_turn" in gpuaas.err) == (1, True), gpuaas.err
 
 
-def begun(world: World, *, deadline_s: int) -> Task:
+def begun(stack: Stack, *, deadline_s: int) -> Task:
     """The next task, with a run that may take so long."""
-    task = world.lease()
-    with transaction(world.engine) as conn:
+    task = stack.lease()
+    with transaction(stack.engine) as conn:
         held = (task.id, task.lease_token)
         begun = queue.started(conn, *held, run_id="r", run_directory="", deadline_s=deadline_s)
         queue.extend_deadlines(conn, begun)
     return begun
 
 
-def follow(world: World, gpuaas: Gpuaas) -> None:
-    gpuaas.at(world)("nodes", "parity", NODE)
+def follow(stack: Stack, gpuaas: Gpuaas) -> None:
+    gpuaas.at(stack)("nodes", "parity", NODE)

@@ -97,9 +97,9 @@ def off_by(seconds: float) -> Iterator[None]:
         yield
 
 
-def story(engine: sa.Engine, wrong: float) -> dict[str, Any]:
-    """What two machines are told that share a database; only one of them has the right time."""
-    told: dict[str, Any] = {}
+def observe(engine: sa.Engine, wrong: float) -> dict[str, Any]:
+    """What two machines are results that share a database; only one of them has the right time."""
+    results: dict[str, Any] = {}
 
     def queue(conn: sa.Connection, kind: TaskKind) -> None:
         task_queue.enqueue(conn, task_queue.Enqueue(kind, "n1", "test", kind.value), ADMIN)
@@ -113,27 +113,29 @@ def story(engine: sa.Engine, wrong: float) -> dict[str, Any]:
         _, token = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="t", ttl_s=60)
         _, enrolment = tokens.issue_enrolment(conn, "n1", ADMIN, ttl_s=60)
     with transaction(engine) as conn:
-        told["its lease stands"] = leasing.lease(conn, "right") == []
-        told["its leadership stands"] = leader.campaign(conn, "by wrong", "right", 60) is None
-        told["it lives"] = [row["live"] for row in leader.processes(conn)]
-        told["its token opens"] = tokens.authenticate(conn, token) is not None
-        told["its enrolment is good"] = redeemed(conn, enrolment)
-        told["nothing of it is late"] = journal.overdue(conn) == []
+        results["its lease stands"] = leasing.lease(conn, "right") == []
+        results["its leadership stands"] = leader.campaign(conn, "by wrong", "right", 60) is None
+        results["it lives"] = [row["live"] for row in leader.processes(conn)]
+        results["its token opens"] = tokens.authenticate(conn, token) is not None
+        results["its enrolment is good"] = redeemed(conn, enrolment)
+        results["nothing of it is late"] = journal.overdue(conn) == []
         leader.campaign(conn, "by right", "right", 60)
         _, token = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="t", ttl_s=60)
         _, enrolment = tokens.issue_enrolment(conn, "n1", ADMIN, ttl_s=60)
     with off_by(wrong), transaction(engine) as conn:
-        told["a lease stands for it"] = leasing.lease(conn, "other") == []
-        told["a leadership stands for it"] = leader.campaign(conn, "by right", "wrong", 60) is None
-        told["a token opens for it"] = tokens.authenticate(conn, token) is not None
-        told["an enrolment is good for it"] = redeemed(conn, enrolment)
-        told["nothing is late for it"] = journal.overdue(conn) == []
-        told["no host is due for it"] = drift.due(conn, every_s=3600, at_once=9) == []
+        results["a lease stands for it"] = leasing.lease(conn, "other") == []
+        results["a leadership stands for it"] = (
+            leader.campaign(conn, "by right", "wrong", 60) is None
+        )
+        results["a token opens for it"] = tokens.authenticate(conn, token) is not None
+        results["an enrolment is good for it"] = redeemed(conn, enrolment)
+        results["nothing is late for it"] = journal.overdue(conn) == []
+        results["no host is due for it"] = drift.due(conn, every_s=3600, at_once=9) == []
         task_queue.wait_for_host(conn, task.id, task.lease_token, "later", act=ADMIN)
-        told["what waits, waits"] = leasing.lease(conn, "wrong") == []
+        results["what waits, waits"] = leasing.lease(conn, "wrong") == []
     with transaction(engine) as conn:
-        told["what it lets wait, waits"] = leasing.lease(conn, "right") == []
-    return told
+        results["what it lets wait, waits"] = leasing.lease(conn, "right") == []
+    return results
 
 
 def redeemed(conn: sa.Connection, secret: str) -> bool:
@@ -158,9 +160,9 @@ def site(request: pytest.FixtureRequest) -> Site:
 
 @pytest.mark.parametrize("wrong", [YEAR, -YEAR], ids=["ahead", "behind"])
 def test_a_machine_with_another_time_does_no_harm(site: Site, wrong: float) -> None:
-    told = story(site.engine, wrong)
-    assert told.pop("it lives") == [True]
-    assert [what for what, holds in told.items() if not holds] == []
+    results = observe(site.engine, wrong)
+    assert results.pop("it lives") == [True]
+    assert [what for what, holds in results.items() if not holds] == []
 
 
 @pytest.mark.parametrize("wrong", [YEAR, -YEAR], ids=["ahead", "behind"])
@@ -169,8 +171,8 @@ def test_on_the_machines_own_clocks_the_same_story_goes_wrong(
 ) -> None:
     """The test above could not fail otherwise."""
     monkeypatch.setattr(clock, "now", lambda: sa.literal(time.time()))
-    told = story(sold.engine, wrong)
-    lies = {what for what, holds in told.items() if not holds}
+    results = observe(sold.engine, wrong)
+    lies = {what for what, holds in results.items() if not holds}
     # A clock that is behind writes what is over at once; one that is ahead ends what others hold.
     said = "its leadership stands" if wrong < 0 else "a leadership stands for it"
     assert said in lies and len(lies) >= 3, lies

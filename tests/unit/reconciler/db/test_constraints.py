@@ -51,18 +51,18 @@ def claimed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[s
 
 @pytest.fixture
 def conn(claimed: sa.Engine) -> Iterator[sa.Connection]:
-    """A transaction that is taken back."""
+    """A transaction that is rolled back."""
     with claimed.connect() as conn, conn.begin() as work:
         yield conn
         work.rollback()
 
 
 @contextlib.contextmanager
-def refused(conn: sa.Connection, *told: str) -> Iterator[None]:
+def refused(conn: sa.Connection, *words: str) -> Iterator[None]:
     """The statement breaks a rule of the schema: the one that the engine's own words name."""
     with pytest.raises(sa.exc.IntegrityError) as caught, conn.begin_nested():
         yield
-    assert any(word in str(caught.value.orig) for word in told), caught.value.orig
+    assert any(word in str(caught.value.orig) for word in words), caught.value.orig
 
 
 def stored(conn: sa.Connection, slot_id: str) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def stored(conn: sa.Connection, slot_id: str) -> dict[str, Any]:
     return dict(conn.execute(query).mappings().one())
 
 
-def another(conn: sa.Connection, **same: Any) -> dict[str, Any]:
-    """A second claim that has nothing in common with the first but what is asked for."""
+def second_claim(conn: sa.Connection, **same: Any) -> dict[str, Any]:
+    """A second claim that has nothing in common with the first but the given values."""
     (first,) = rows.every(conn, sa.select(tables.claims))
     query = sa.select(tables.slots).where(tables.slots.c.id != first["slot_id"])
     (slot,) = rows.every(conn, query)
@@ -99,7 +99,7 @@ def insert(conn: sa.Connection, claim: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", EXCLUSIVE)
 def test_no_two_live_claims_have_it_in_common(conn: sa.Connection, name: str) -> None:
     column, on_node = EXCLUSIVE[name]
-    claim = another(conn, **{column: None})
+    claim = second_claim(conn, **{column: None})
     for state in LIVE_CLAIMS:
         with refused(conn, f"uq_claims_live_{name}", f"claims.{column}"):
             insert(conn, claim | {"state": state.value})
@@ -115,13 +115,13 @@ def test_no_two_live_claims_have_it_in_common(conn: sa.Connection, name: str) ->
 @pytest.mark.parametrize("name", EXCLUSIVE)
 def test_an_ended_claim_is_in_nobodys_way(conn: sa.Connection, name: str) -> None:
     for state in ENDED:
-        claim = another(conn, **{EXCLUSIVE[name][0]: None})
+        claim = second_claim(conn, **{EXCLUSIVE[name][0]: None})
         # A claim cannot be deleted, only never have been.
         with conn.begin_nested() as attempt:
             insert(conn, claim | {"state": state.value})
             attempt.rollback()
     # Nor is a live one that has everything of its own.
-    insert(conn, another(conn))
+    insert(conn, second_claim(conn))
 
 
 def second(conn: sa.Connection) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def test_no_claim_goes_in_at_a_generation_that_is_proven(conn: sa.Connection) ->
     told = "a claim needs a disk generation of which there is no proof yet"
     slot = second(conn)
     with conn.begin_nested() as attempt:
-        claim = another(conn)
+        claim = second_claim(conn)
         attempt.rollback()
     # The slot is on sale, at the generation of its proof; the claim says so, or it lies.
     for generation in (slot["disk_generation"], claim["disk_generation"]):
@@ -232,7 +232,7 @@ def test_no_claim_goes_in_at_a_generation_that_is_proven(conn: sa.Connection) ->
 def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
     told = "a slot under a live claim is not available"
     slot = second(conn)
-    claim = another(conn) | {"nvme_identity": slot["nvme_identity"]}
+    claim = second_claim(conn) | {"nvme_identity": slot["nvme_identity"]}
     generation = claim["disk_generation"]
     insert(conn, claim)
     # The trigger speaks before the key does: which proof it would be is all the same.
@@ -257,7 +257,7 @@ def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
 def test_no_disk_is_proven_under_a_live_claim(conn: sa.Connection, by: str) -> None:
     """What its tenant may still write on is not proven; once he has left, that would count."""
     slot = second(conn)
-    claim = another(conn)
+    claim = second_claim(conn)
     if by == "disk":
         claim["nvme_identity"] = slot["nvme_identity"]
     insert(conn, claim)

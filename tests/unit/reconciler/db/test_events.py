@@ -34,7 +34,7 @@ def contract() -> dict[str, Any]:
 @lru_cache
 def channels() -> dict[str, str]:
     """topic → the name of its message. The stream of a task is none (api/test_stream.py)."""
-    found = {}
+    schemas = {}
     for name, channel in contract()["channels"].items():
         if name == "taskStream":
             continue
@@ -42,9 +42,9 @@ def channels() -> dict[str, str]:
         states = channel.get("parameters", {}).get("state", {}).get("enum", [""])
         for state in states:
             topic = channel["address"].replace("{state}", state)
-            assert topic not in found
-            found[topic] = message["$ref"].rpartition("/")[2]
-    return found
+            assert topic not in schemas
+            schemas[topic] = message["$ref"].rpartition("/")[2]
+    return schemas
 
 
 @lru_cache
@@ -60,7 +60,7 @@ def problems(event: Event) -> list[str]:
     return [error.message for error in validator(channels()[event["topic"]]).iter_errors(event)]
 
 
-def told(engine: sa.Engine) -> list[Event]:
+def published(engine: sa.Engine) -> list[Event]:
     with reading(engine) as conn:
         rows = journal.pending_events(conn, 10_000)
     return [
@@ -79,7 +79,7 @@ def test_topics_are_the_codes() -> None:
 
 def literal_topics() -> set[str]:
     """Topics that stand in calls which emit an event."""
-    found = set()
+    topics = set()
     for file in (PROJECT / "reconciler").rglob("*.py"):
         text = file.read_text()
         if "emit" not in text:
@@ -90,13 +90,15 @@ def literal_topics() -> set[str]:
             if ast.unparse(node.func).rpartition(".")[2] in ("emit", "emit_report"):
                 topic = node.args[1]
                 if isinstance(topic, ast.Constant) and "." in str(topic.value):
-                    found.add(str(topic.value))
-    assert len(found) >= 4
-    return found
+                    topics.add(str(topic.value))
+    assert len(topics) >= 4
+    return topics
 
 
 def test_every_channel_is_sent_on() -> None:
-    sent = {one["channel"]["$ref"].rpartition("/")[2] for one in contract()["operations"].values()}
+    sent = {
+        item["channel"]["$ref"].rpartition("/")[2] for item in contract()["operations"].values()
+    }
     assert sent == set(contract()["channels"])
 
 
@@ -123,8 +125,8 @@ def test_events_of_real_acts_are_in_the_contract(engine: sa.Engine, site: Site) 
         host.lost(conn, "n1", site.act)
         host.regained(conn, "n1", site.act)
         host.drain(conn, "n1", site.act)
-    events = told(engine)
-    wrong = {event["topic"]: found for event in events if (found := problems(event))}
+    events = published(engine)
+    wrong = {event["topic"]: reasons for event in events if (reasons := problems(event))}
     assert not wrong
     seen = {event["topic"] for event in events}
     for needed in ("node.discovered", "node.parity", "allocation.absence", "task.progress"):
@@ -136,7 +138,7 @@ def test_events_of_real_acts_are_in_the_contract(engine: sa.Engine, site: Site) 
 
 def test_what_is_not_in_the_contract_is_seen(engine: sa.Engine, site: Site) -> None:
     site.node()
-    event = next(one for one in told(engine) if one["topic"] == "slot.available")
+    event = next(item for item in published(engine) if item["topic"] == "slot.available")
     assert not problems(event)
     for change in (
         {"topic": "slot.sold"},

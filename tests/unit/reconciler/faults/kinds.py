@@ -14,13 +14,13 @@ from reconciler.records import allocations, nodes, slots
 from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults.playing import How, Step
-from tests.unit.reconciler.faults.stage import Run, Stage
+from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite
 from tests.unit.reconciler.whole_machines import Machines
 
 OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING, AllocationState.FAILED)
 
 
-class Slice(Stage):
+class Slice(ScriptedSite):
     """Two slots of node n1; a tenant gets one."""
 
     def launch(self, *, everything: bool = False) -> str:
@@ -65,7 +65,7 @@ class Slice(Stage):
             assert self.site.statuses(conn) == ["available", "available"], where
 
 
-class Whole(Stage):
+class Whole(ScriptedSite):
     """Node m1; a tenant gets all of it."""
 
     def launch(self, *, everything: bool = False) -> str:
@@ -100,29 +100,29 @@ class Whole(Stage):
         return found
 
 
-Prepare = Callable[[Stage], None]
+Prepare = Callable[[ScriptedSite], None]
 
 
-def _launched(stage: Stage) -> None:
-    stage.launch()
+def _launched(scripted: ScriptedSite) -> None:
+    scripted.launch()
 
 
-def _releasing(stage: Stage) -> None:
-    key = stage.launch()
-    stage.work()
-    stage.release(key)
+def _releasing(scripted: ScriptedSite) -> None:
+    key = scripted.launch()
+    scripted.work()
+    scripted.release(key)
 
 
-def _cleaning(stage: Stage) -> None:
+def _cleaning(scripted: ScriptedSite) -> None:
     """The tenant's machine ran and never became ready."""
 
     def at_the_end(_run: Run, _index: int, step: Step) -> How | None:
         return fail_before if step.module == "slice_ready" else None
 
-    stage.runner.faults[TaskKind.SLICE_VM_PROVISION] = at_the_end
-    key = stage.launch()
-    stage.work()
-    with transaction(stage.engine) as conn:
+    scripted.runner.faults[TaskKind.SLICE_VM_PROVISION] = at_the_end
+    key = scripted.launch()
+    scripted.work()
+    with transaction(scripted.engine) as conn:
         recovery.force_cleanup(conn, key, ADMIN, runtime_verified_absent=True)
 
 
@@ -133,7 +133,7 @@ def fail_before(_do: object) -> dict[str, object]:
 
 
 # Everything in the registry that provisions or releases must be here: a test compares.
-MOMENTS: dict[str, tuple[type[Stage], Prepare]] = {
+MOMENTS: dict[str, tuple[type[ScriptedSite], Prepare]] = {
     TaskKind.SLICE_VM_PROVISION: (Slice, _launched),
     TaskKind.SLICE_VM_RELEASE: (Slice, _releasing),
     TaskKind.SLICE_WIPE: (Slice, _cleaning),

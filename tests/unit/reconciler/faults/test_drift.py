@@ -23,7 +23,7 @@ from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults.kinds import MOMENTS, Slice
 from tests.unit.reconciler.faults.playing import How, Step, play
-from tests.unit.reconciler.faults.stage import Run, Stage
+from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite
 from tests.unit.reconciler.faults.test_steps import (
     Healthy,
     Open,
@@ -44,9 +44,9 @@ Record = dict[str, Any]
 class Look:
     """One look at the host: its task is taken, its playbook is played, its result may wait."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        with transaction(stage.engine) as conn:
+    def __init__(self, scripted: ScriptedSite) -> None:
+        self._scripted = scripted
+        with transaction(scripted.engine) as conn:
             drift.queue_comparison(conn, "n1", ADMIN)
             kinds = [TaskKind.SLICE_DRIFT_RECONCILE]
             (self.task,) = leasing.lease(conn, "looker", kinds=kinds)
@@ -55,7 +55,7 @@ class Look:
         self.result: Record = {}
 
     def take(self) -> None:
-        playing = play("reconcile_drift", self._given, self._stage.host.act)
+        playing = play("reconcile_drift", self._given, self._scripted.host.act)
         try:
             while True:
                 next(playing)
@@ -65,18 +65,18 @@ class Look:
     def tell(self) -> Record:
         """The records hear of it; what they made of it."""
         outcome = Outcome("successful", self.result)
-        stage = self._stage
-        settle(stage.engine, stage.settings, DRIFT, self.task, outcome)
-        with reading(stage.engine) as conn:
+        scripted = self._scripted
+        settle(scripted.engine, scripted.settings, DRIFT, self.task, outcome)
+        with reading(scripted.engine) as conn:
             task = queue.get(conn, self.task.id)
         assert task.state == "succeeded", task.error
         result: Record = task.result
         return result
 
 
-def statuses(stage: Stage) -> list[str]:
-    with reading(stage.engine) as conn:
-        return stage.site.statuses(conn)
+def statuses(scripted: ScriptedSite) -> list[str]:
+    with reading(scripted.engine) as conn:
+        return scripted.site.statuses(conn)
 
 
 def nothing_came_of_it(result: Record, where: str) -> None:
@@ -92,24 +92,24 @@ def test_a_look_at_any_step_changes_nothing(
 ) -> None:
     for index, step in enumerate(healthy[kind].steps):
         where = f"{kind}: {step.name}, looked {moment}, told {told}"
-        stage = at(kind)
+        scripted = at(kind)
         found: list[Record] = []
         looks: list[Look] = []
 
-        def look(stage: Stage = stage, looks: list[Look] = looks) -> None:
-            looks.append(Look(stage))
+        def look(scripted: ScriptedSite = scripted, looks: list[Look] = looks) -> None:
+            looks.append(Look(scripted))
             looks[0].take()
 
         def tell(looks: list[Look] = looks, found: list[Record] = found) -> None:
             found.append(looks[0].tell())
 
-        stage.runner.faults[kind] = beside(index, look, tell, moment, told)
-        stage.work()
+        scripted.runner.faults[kind] = beside(index, look, tell, moment, told)
+        scripted.work()
         if told == "at the end":
             tell()
         nothing_came_of_it(found[0], where)
-        stage.sound(where)
-        assert stage.host.seen() == healthy[kind].host, where
+        scripted.sound(where)
+        assert scripted.host.seen() == healthy[kind].host, where
 
 
 def beside(
@@ -132,19 +132,19 @@ def beside(
 
 def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     """The host's own word after all: a machine of which the records think that it is gone."""
-    stage = at(TaskKind.SLICE_VM_RELEASE)
-    (key,) = stage.host.running
-    seen = stage.host.copied()
-    stage.work()
-    assert statuses(stage) == ["available", "available"]
+    scripted = at(TaskKind.SLICE_VM_RELEASE)
+    (key,) = scripted.host.running
+    seen = scripted.host.copied()
+    scripted.work()
+    assert statuses(scripted) == ["available", "available"]
     # As if somebody had started it again, through what writes the ledger before the disk.
-    stage.host.running, stage.host.disks = seen.running, seen.disks
+    scripted.host.running, scripted.host.disks = seen.running, seen.disks
     entries = {entry.disk_identity: entry for entry in seen.ledger()}
-    with stage.host.at():
+    with scripted.host.at():
         for disk in seen.running[key]:
             slot_id, fence = entries[disk].slot_id, _ledger.load(entries[disk].slot_id).fence
             _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk)
-    look = Look(stage)
+    look = Look(scripted)
     look.take()
     result = look.tell()
     assert {(one["code"], one["allocation_id"]) for one in result["differences"]} >= {
@@ -152,18 +152,18 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
         ("orphan_port", key),
     }
     assert len(result["blocked"]) == 1
-    assert sorted(statuses(stage)) == ["available", "cleanup_blocked"]
-    assert stage.host.running == seen.running, "a comparison touches nothing on the host"
-    with transaction(stage.engine) as conn:
+    assert sorted(statuses(scripted)) == ["available", "cleanup_blocked"]
+    assert scripted.host.running == seen.running, "a comparison touches nothing on the host"
+    with transaction(scripted.engine) as conn:
         (slot,) = [s for s in slots.of_node(conn, "n1") if s.status != SlotState.AVAILABLE]
         assert (slot.health_detail["step"], slot.health_detail["allocation_id"]) == (
             "drift",
             key,
         )
         recovery.repair(conn, slot.id, ADMIN)
-    stage.work()
-    stage.pristine("after the repair")
+    scripted.work()
+    scripted.pristine("after the repair")
 
 
 def test_every_slice_kind_is_here() -> None:
-    assert set(KINDS) == {kind for kind, (stage, _) in MOMENTS.items() if stage is Slice}
+    assert set(KINDS) == {kind for kind, (scripted, _) in MOMENTS.items() if scripted is Slice}

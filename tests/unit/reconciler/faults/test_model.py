@@ -1,10 +1,10 @@
-"""Anything that can happen to a site, in any order, against a model of what is true.
+"""Model-based test of a site: random events in any order, compared with an independent model.
 
-The records, the workers and the ends of runs are the real ones; hosts are hearsay. After each step
-the records say what the model says, `gpuaas check` finds nothing, no disk that is dirty is sold and
-none is anybody's beside its owner. In the end an operator brings everything back, without SQL.
+The records, the workers and the ends of runs are real; hosts and their runs are fake. After each
+step the records agree with the model, `gpuaas check` finds nothing, no dirty disk is sold and no
+disk belongs to two tenants. In the end an operator brings everything back, without SQL.
 
-GPUAAS_MODEL=20000x80 sets how many stories of how many steps the long test tells.
+GPUAAS_MODEL=20000x80 sets the number of stories and their steps in the long test.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from reconciler.runs import collect
 from reconciler.work import worker
 from reconciler.work.loops import end_overdue
 from tests.unit.reconciler.conftest import ADMIN, Database
-from tests.unit.reconciler.faults import account
-from tests.unit.reconciler.faults.ground import (
+from tests.unit.reconciler.faults import expected_effects
+from tests.unit.reconciler.faults.fake_runs import ENDS, FakeRuns
+from tests.unit.reconciler.faults.prepared_site import (
     FENCES,
     FREE,
     LIVE,
     SLOTS,
     STATES,
     UNCLEAN,
-    Ground,
+    PreparedSite,
     pairs,
     written,
 )
-from tests.unit.reconciler.faults.hearsay import ENDS, Runs
-from tests.unit.reconciler.faults.truth import (
+from tests.unit.reconciler.faults.site_model import (
     BLOCKED,
     BUILDING,
     IDLE,
@@ -75,22 +75,22 @@ from tests.unit.reconciler.faults.truth import (
 )
 from tests.unit.reconciler.whole_machines import Machines
 
-# A story costs a second of processor time: these take a minute and a half, 500 of them nine.
+# A story takes a second of processor time: these take 90 s, 500 stories take 9 minutes.
 STORIES, STEPS = 80, 50
 COVERED = ("CTRL-4", "I1", "I2", "I3", "I4", "I6", "I10", "I12", "I13", "I16")
 OPEN = (TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING)
 LOOKS = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
-# One of as many as there are.
+# The index of a candidate, modulo their number.
 PICK = st.integers(0, 7)
 NODE = st.sampled_from(("n1", "m1"))
 EFFECT = st.sampled_from(("nothing", "done", "later"))
 
 
 @pytest.fixture
-def ground(
+def prepared(
     database: Database, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Ground:
-    made = Ground(database, template, tmp_path)
+) -> PreparedSite:
+    made = PreparedSite(database, template, tmp_path)
     monkeypatch.setattr(worker, "_site", lambda *_: None)
     monkeypatch.setattr(worker, "launch", made.launch)
     monkeypatch.setattr(collect, "observe", made.observe)
@@ -98,25 +98,25 @@ def ground(
 
 
 class Story(RuleBasedStateMachine):
-    """One site and what happens to it."""
+    """A site and a sequence of events."""
 
-    ground: Ground
+    prepared: PreparedSite
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = self.ground.database.restore(self.ground.kept)
-        self.site, self.settings = self.ground.site, self.ground.settings
-        self.truth = self.ground.truth()
-        self.runs = Runs(self.truth, self.ground.documents)
-        self.ground.runs = self.runs
-        # By task, what this worker holds.
+        self.engine = self.prepared.database.restore(self.prepared.kept)
+        self.site, self.settings = self.prepared.site, self.prepared.settings
+        self.model = self.prepared.model()
+        self.runs = FakeRuns(self.model, self.prepared.documents)
+        self.prepared.runs = self.runs
+        # The tasks that this worker holds, by id.
         self.held: dict[str, Task] = {}
         self.stopping = threading.Event()
         self.stopping.set()
         self.act = ADMIN.because("the model says so")
         self.wrote = (0, -1)
 
-    # What people and tenants ask for.
+    # Requests of people and tenants.
 
     @rule(gpus=st.sampled_from((1, 1, 2, 3)))
     def launch(self, gpus: int) -> None:
@@ -129,7 +129,7 @@ class Story(RuleBasedStateMachine):
                 return
             own = {row.slot_id: row.nvme_identity for row in made.claims}
         assert len(own) == gpus
-        self.truth.promise(made.id, made.node_id, tuple(own.values()), tuple(own))
+        self.model.promise(made.id, made.node_id, tuple(own.values()), tuple(own))
 
     @rule()
     def launch_whole(self) -> None:
@@ -137,8 +137,8 @@ class Story(RuleBasedStateMachine):
             made = Machines(self.site).launch(conn)
             disks = baremetal.claim_of(conn, made.id).disks
             given = tuple(f"eui.{disk['nvme_eui']}" for disk in disks)
-            assert not self.truth.hosts[made.node_id].sliced
-            self.truth.promise(made.id, made.node_id, given, ())
+            assert not self.model.hosts[made.node_id].sliced
+            self.model.promise(made.id, made.node_id, given, ())
 
         self._ask(ask, "no_capacity")
 
@@ -158,12 +158,12 @@ class Story(RuleBasedStateMachine):
     def force_release(self, pick: int) -> None:
         key = _one(self._tenants("active", "releasing"), pick)
         if self._ask(lambda conn: recovery.force_release(conn, key, self.act), "node_reachable"):
-            tenant = self.truth.tenants[key]
+            tenant = self.model.tenants[key]
             for name in tenant.slots:
-                self.truth.slots[name].where = BLOCKED
+                self.model.slots[name].where = BLOCKED
             if not tenant.slots:
-                self.truth.hosts[tenant.node].unclean = key
-            self.truth.end(key, "released")
+                self.model.hosts[tenant.node].unclean = key
+            self.model.end(key, "released")
 
     @precondition(lambda self: self._slots(BLOCKED))
     @rule(pick=PICK)
@@ -194,8 +194,8 @@ class Story(RuleBasedStateMachine):
             if case is None:
                 continue
             key = case.allocation_id
-            if states[key] == "failed" and self.truth.tenants[key].state != "failed":
-                self.truth.end(key, "failed")
+            if states[key] == "failed" and self.model.tenants[key].state != "failed":
+                self.model.end(key, "failed")
             recovered = {name: statuses[name] for name in case.slot_ids if name in statuses}
             self._recovered(recovered, "cleanup", BLOCKED)
 
@@ -203,7 +203,7 @@ class Story(RuleBasedStateMachine):
     def pauses_end(self) -> None:
         self._end_pauses()
 
-    @precondition(lambda self: any(host.unclean for host in self.truth.hosts.values()))
+    @precondition(lambda self: any(host.unclean for host in self.model.hosts.values()))
     @rule(node=NODE)
     def clean_machine(self, node: str) -> None:
         self._ask(lambda conn: baremetal.clean(conn, node, ADMIN), "machine_clean", "node_in_use")
@@ -211,10 +211,10 @@ class Story(RuleBasedStateMachine):
     @rule(pick=PICK, wanted=st.booleans())
     def switch(self, pick: int, wanted: bool) -> None:
         """Enable or disable a slot."""
-        if not self.truth.slots:
+        if not self.model.slots:
             return
-        name = _one(list(self.truth.slots), pick)
-        self.truth.slots[name].wanted = wanted
+        name = _one(list(self.model.slots), pick)
+        self.model.slots[name].wanted = wanted
         with transaction(self.engine) as conn:
             (slot_life.enable if wanted else slot_life.disable)(conn, name, ADMIN)
 
@@ -223,17 +223,17 @@ class Story(RuleBasedStateMachine):
     def withdraw(self, pick: int) -> None:
         name = _one(self._slots(IDLE), pick)
         if self._ask(lambda conn: slot_life.withdraw(conn, name, self.act), "slot_in_use"):
-            del self.truth.slots[name]
+            del self.model.slots[name]
 
     @rule(node=NODE, pick=PICK)
     def approve(self, node: str, pick: int) -> None:
         """A disk is taken over, which wipes it, and a slot is made with it."""
         bundle = Bundle.of(
-            self.ground.documents[node]["candidates"][FREE[pick % len(FREE)]]["bundle"]
+            self.prepared.documents[node]["candidates"][FREE[pick % len(FREE)]]["bundle"]
         )
-        if any(slot.disk == bundle.identity for slot in self.truth.slots.values()):
+        if any(slot.disk == bundle.identity for slot in self.model.slots.values()):
             return
-        if self.truth.owner.get(bundle.identity) or self.truth.hosts[node].unclean:
+        if self.model.owner.get(bundle.identity) or self.model.hosts[node].unclean:
             return
 
         def ask(conn: sa.Connection) -> str:
@@ -243,8 +243,8 @@ class Story(RuleBasedStateMachine):
 
         refusals = ("node_not_slice", "discovery_stale", "discovery_missing", "disk_not_found")
         if made := self._ask(ask, *refusals):
-            self.truth.bytes_of[bundle.identity] = ""
-            self.truth.slots[made] = Slot(node, bundle.identity)
+            self.model.bytes_of[bundle.identity] = ""
+            self.model.slots[made] = Slot(node, bundle.identity)
 
     @rule(node=NODE, event=st.sampled_from((host_life.drain, host_life.maintain, host_life.resume)))
     def operate(self, node: str, event: Callable[..., Any]) -> None:
@@ -257,7 +257,7 @@ class Story(RuleBasedStateMachine):
 
     @rule(node=NODE)
     def convert(self, node: str) -> None:
-        host = self.truth.hosts[node]
+        host = self.model.hosts[node]
         to = NodeMode.BAREMETAL if host.sliced else NodeMode.SLICE
         refusals = ("node_in_use", "transition_refused", "machine_not_clean")
         if self._ask(lambda conn: host_life.convert(conn, node, to, ADMIN), *refusals):
@@ -265,17 +265,17 @@ class Story(RuleBasedStateMachine):
 
     @rule(node=NODE, back=st.booleans())
     def conversion_ends(self, node: str, back: bool) -> None:
-        """Well, or with everything as it was."""
+        """The conversion succeeds, or the host reverts it."""
         with reading(self.engine) as conn:
             mode = nodes.get(conn, node).mode
-        host = self.truth.hosts[node]
+        host = self.model.hosts[node]
         if not mode.startswith("converting"):
             return
         with transaction(self.engine) as conn:
             if back:
                 advance(conn, "node_mode", node, "revert", ADMIN)
             elif mode == NodeMode.CONVERTING_TO_SLICE:
-                found = self.ground.documents[node]["identity"] | {"boot_id": host.boot}
+                found = self.prepared.documents[node]["identity"] | {"boot_id": host.boot}
                 host_life.bootstrapped(conn, node, ADMIN, identity=found)
                 host.known = host.boot
             else:
@@ -300,11 +300,11 @@ class Story(RuleBasedStateMachine):
         if task.state != TaskState.RUNNING:
             self._dropped(task, ours, "before" if task.attempt <= 1 else "lost")
 
-    # What workers and hosts do.
+    # Events of workers and hosts.
 
     @rule()
     def work(self) -> None:
-        """Take the next task: begin its run, or attend to the one that somebody left."""
+        """Take the next task: begin its run, or attend to an abandoned run."""
         with transaction(self.engine) as conn:
             leased = leasing.lease(conn, "worker")
         for task in leased:
@@ -330,8 +330,8 @@ class Story(RuleBasedStateMachine):
 
     @precondition(lambda self: self._going())
     @rule(pick=PICK)
-    def is_given_up(self, pick: int) -> None:
-        """The task's deadline passes; its run goes on, and nobody can tell."""
+    def run_is_given_up(self, pick: int) -> None:
+        """The deadline of the task passes, and its run goes on unobserved."""
         run = _one(self._going(), pick)
         with reading(self.engine) as conn:
             ours = self._ours(queue.get(conn, run.task))
@@ -345,14 +345,14 @@ class Story(RuleBasedStateMachine):
             assert queue.get(conn, run.task).state == TaskState.LOST
         self.held.pop(run.task, None)
         run.told = "given up"
-        account.ended(self.truth, run, "lost", ours)
+        expected_effects.ended(self.model, run, "lost", ours)
 
     @precondition(lambda self: self._late())
     @rule(pick=PICK)
     def late_run_acts(self, pick: int) -> None:
-        """What is given up wakes up; the truth itself says when that does harm."""
+        """A run that was given up has its late effect; the model asserts that it does no harm."""
         run = _one(self._late(), pick)
-        self.truth.act(run)
+        self.model.act(run)
         run.acting = False
 
     @rule()
@@ -363,7 +363,7 @@ class Story(RuleBasedStateMachine):
 
     @rule(node=NODE)
     def host_restarts(self, node: str) -> None:
-        self.truth.restart(node)
+        self.model.restart(node)
         for run in self.runs.known.values():
             if run.node == node:
                 run.acting = False
@@ -376,24 +376,24 @@ class Story(RuleBasedStateMachine):
     @rule(node=NODE, broken=st.booleans())
     def host_drifts(self, node: str, broken: bool) -> None:
         """Parity will fail, or pass again."""
-        self.truth.hosts[node].broken = broken
+        self.model.hosts[node].broken = broken
 
     @rule(node=NODE, pick=PICK, there=st.booleans())
     def disk_is_pulled(self, node: str, pick: int, there: bool) -> None:
-        """Or put back; a discovery will tell."""
-        disks = [self.ground.documents[node]["candidates"][one]["bundle"] for one in FREE]
+        """A disk is pulled or put back; the next discovery shows it."""
+        disks = [self.prepared.documents[node]["candidates"][one]["bundle"] for one in FREE]
         disk = f"eui.{_one(disks, pick)['nvme_eui']}"
-        hidden = self.truth.hosts[node].hidden
+        hidden = self.model.hosts[node].hidden
         (hidden.discard if there else hidden.add)(disk)
 
-    # What must hold after each of them.
+    # Invariants after each event.
 
     @invariant()
-    def the_records_are_true(self) -> None:
-        truth = self.truth
+    def records_agree_with_model(self) -> None:
+        model = self.model
         with reading(self.engine) as conn:
             wrote = written(conn)
-            # Where nothing was written since, the answer is the same, and it is the dear part.
+            # Skip this expensive check when nothing was written since the last check.
             found = invariants.check(conn) if wrote != self.wrote else []
             self.wrote = wrote
             states = pairs(conn, STATES)
@@ -401,51 +401,51 @@ class Story(RuleBasedStateMachine):
             live = conn.execute(LIVE).all()
             unclean = pairs(conn, UNCLEAN)
         assert found == [], found
-        assert states == {key: tenant.state for key, tenant in truth.tenants.items()}
-        assert unclean == {name: host.unclean for name, host in truth.hosts.items()}
-        assert {slot["id"] for slot in sold} == set(truth.slots)
+        assert states == {key: tenant.state for key, tenant in model.tenants.items()}
+        assert unclean == {name: host.unclean for name, host in model.hosts.items()}
+        assert {slot["id"] for slot in sold} == set(model.slots)
         for row in sold:
-            slot = truth.slots[row["id"]]
+            slot = model.slots[row["id"]]
             idle = row["status"] in ("available", "disabled")
             assert (IDLE if idle else row["status"]) == slot.where, (row["id"], row["status"])
             if row["status"] == "available":
-                assert truth.may_be_sold(slot) == "", row["id"]
+                assert model.may_be_sold(slot) == "", row["id"]
             elif idle:
-                whose = truth.bytes_of.get(slot.disk, "")
-                there = truth.hosts[slot.node].unclean, truth.owner.get(slot.disk, "")
+                whose = model.bytes_of.get(slot.disk, "")
+                there = model.hosts[slot.node].unclean, model.owner.get(slot.disk, "")
                 assert whose in ("", *there), f"{row['id']} is at rest with {whose} on it"
         claimed = {(key, disk) for key, disk in live if disk}
-        owned = {(key, disk) for disk, key in truth.owner.items() if key}
-        assert {pair for pair in owned if truth.tenants[pair[0]].slots} == claimed
-        for key, tenant in truth.tenants.items():
+        owned = {(key, disk) for disk, key in model.owner.items() if key}
+        assert {pair for pair in owned if model.tenants[pair[0]].slots} == claimed
+        for key, tenant in model.tenants.items():
             if tenant.state == "active":
-                theirs = {truth.bytes_of.get(disk) for disk in tenant.disks}
+                theirs = {model.bytes_of.get(disk) for disk in tenant.disks}
                 assert theirs <= {key}, f"{key} has {theirs}"
 
     def teardown(self) -> None:
-        """An operator asks for what an operator may ask for, and all of it comes back."""
+        """An operator brings everything back with ordinary requests."""
         if sys.exc_info()[0] is not None:
-            return  # the story has failed already
-        for host in self.truth.hosts.values():
+            return  # The story has already failed.
+        for host in self.model.hosts.values():
             host.broken = False
             host.hidden.clear()
         for _ in range(4):
             self._bring_back()
-        # What was given up long ago wakes up now, and is let do no harm.
+        # Runs that were given up act now. They must do no harm.
         for run in self._late():
-            self.truth.act(run)
-        self.the_records_are_true()
-        truth = self.truth
-        assert {tenant.state for tenant in truth.tenants.values()} <= {"released", "failed"}
-        assert not any(truth.bytes_of.values()), truth.bytes_of
+            self.model.act(run)
+        self.records_agree_with_model()
+        model = self.model
+        assert {tenant.state for tenant in model.tenants.values()} <= {"released", "failed"}
+        assert not any(model.bytes_of.values()), model.bytes_of
         with reading(self.engine) as conn:
             for row in conn.execute(SLOTS).mappings():
-                sliced = truth.hosts[truth.slots[row["id"]].node].sliced
+                sliced = model.hosts[model.slots[row["id"]].node].sliced
                 told = gate.gate(conn, row["id"])
                 assert row["status"] == ("available" if sliced else "disabled"), told
 
     def _bring_back(self) -> None:
-        for node in self.truth.hosts:
+        for node in self.model.hosts:
             self.host_answers(node)
             self.operate(node, host_life.resume)
             self.conversion_ends(node, back=True)
@@ -465,10 +465,10 @@ class Story(RuleBasedStateMachine):
                     break
             self._end_pauses()
             self.all_goes_well(1)
-        for pick in range(len(self.truth.slots)):
+        for pick in range(len(self.model.slots)):
             self.switch(pick, True)
 
-    # How it is done.
+    # Helpers.
 
     def _end_pauses(self) -> None:
         """Make every retry due. A request that meets a waiting retry gets that retry, so a look
@@ -478,7 +478,7 @@ class Story(RuleBasedStateMachine):
             conn.execute(sa.update(tables.tasks).values(not_before=None))
 
     def _ask(self, ask: Callable[[sa.Connection], Any], *refusals: str) -> Any:
-        """The answer; None when it was refused, for one of these reasons."""
+        """The result; None when the request was refused with one of these codes."""
         try:
             with transaction(self.engine) as conn:
                 return ask(conn)
@@ -500,25 +500,25 @@ class Story(RuleBasedStateMachine):
             state = queue.get(conn, task.id).state
         if state == TaskState.RUNNING:
             assert run is not None
-            account.begun(self.truth, run)
+            expected_effects.begun(self.model, run)
             return
         self.held.pop(task.id, None)
         if run is None:
             self._dropped(task, ours, "before")
         elif state != TaskState.WAITING:
-            account.ended(self.truth, run, run.told, ours)
+            expected_effects.ended(self.model, run, run.told, ours)
 
     def _dropped(self, task: Task, ours: list[str], told: str) -> None:
         """A task has ended without a run."""
         kind, key = task.kind, task.allocation_id or ""
         if kind in BUILDING:
-            account.built(self.truth, key, told)
+            expected_effects.built(self.model, key, told)
         elif kind not in LOOKS:
             none = Run("", task.id, kind, task.node_id, key, (), (), {}, "", {})
-            account.ended(self.truth, none, "lost", ours)
+            expected_effects.ended(self.model, none, "lost", ours)
 
     def _ours(self, task: Task) -> list[str]:
-        """The fences of a task that nobody has raised since it was given them."""
+        """The fences of the task that were not raised since."""
         given = {slot["slot_id"]: slot["fence"] for slot in task.parameters.get("slots", ())}
         with reading(self.engine) as conn:
             known = pairs(conn, FENCES)
@@ -530,17 +530,17 @@ class Story(RuleBasedStateMachine):
         refused = "allocation_not_releasable"
         if not self._ask(lambda conn: launching.release(conn, key, ADMIN), refused):
             return
-        tenant, at_once = self.truth.tenants[key], self.truth.tenants[key].state == "requested"
+        tenant, at_once = self.model.tenants[key], self.model.tenants[key].state == "requested"
         if at_once:
-            self.truth.end(key, "released")
+            self.model.end(key, "released")
         else:
             tenant.state = "releasing"
         for name in tenant.slots:
-            self.truth.slots[name].where = IDLE if at_once else "releasing"
+            self.model.slots[name].where = IDLE if at_once else "releasing"
 
     def _repair(self, name: str) -> None:
         if self._ask(lambda conn: recovery.repair(conn, name, self.act), "claim_live"):
-            self.truth.slots[name].where = "cleanup"
+            self.model.slots[name].where = "cleanup"
 
     def _force_cleanup(self, key: str, absent: bool) -> None:
         answer = self._ask(
@@ -554,22 +554,22 @@ class Story(RuleBasedStateMachine):
         )
         if answer is None:
             return
-        if self.truth.tenants[key].state != "failed":
-            self.truth.end(key, "failed")
+        if self.model.tenants[key].state != "failed":
+            self.model.end(key, "failed")
         statuses = {row["slot_id"]: row["status"] for row in answer["slots"]}
         self._recovered(statuses, "cleanup" if absent else BLOCKED)
 
     def _recovered(self, statuses: dict[str, str], *allowed: str) -> None:
         """Recovery has moved slots. The invariant checks the disks of those that are idle now."""
         for slot_id, status in statuses.items():
-            if slot_id not in self.truth.slots:
+            if slot_id not in self.model.slots:
                 continue  # withdrawn since
-            slot, idle = self.truth.slots[slot_id], status in ("available", "disabled")
+            slot, idle = self.model.slots[slot_id], status in ("available", "disabled")
             assert idle or status in (*allowed, slot.where)
             slot.where = IDLE if idle else status
 
     def _sellable(self, conn: sa.Connection) -> dict[str, int]:
-        """By node that may be sold from now, how many slots are available."""
+        """The number of available slots of each node that sells slices."""
         count: dict[str, int] = {}
         for node in nodes.every(conn, state=NodeState.READY, mode=NodeMode.SLICE):
             if node.slice_scheduling:
@@ -578,10 +578,10 @@ class Story(RuleBasedStateMachine):
         return count
 
     def _tenants(self, *states: str) -> list[str]:
-        return [key for key, one in self.truth.tenants.items() if one.state in states]
+        return [key for key, one in self.model.tenants.items() if one.state in states]
 
     def _slots(self, where: str) -> list[str]:
-        return [name for name, slot in self.truth.slots.items() if slot.where == where]
+        return [name for name, slot in self.model.slots.items() if slot.where == where]
 
     def _going(self) -> list[Run]:
         return [run for run in self.runs.known.values() if not run.told]
@@ -594,8 +594,8 @@ def _one(found: list[Any], pick: int) -> Any:
     return found[pick % len(found)]
 
 
-def _tell(ground: Ground, stories: int, steps: int, *, derandomize: bool) -> None:
-    told = settings(
+def _play_stories(prepared: PreparedSite, stories: int, steps: int, *, derandomize: bool) -> None:
+    hypothesis_settings = settings(
         max_examples=stories,
         stateful_step_count=steps,
         derandomize=derandomize,
@@ -606,18 +606,20 @@ def _tell(ground: Ground, stories: int, steps: int, *, derandomize: bool) -> Non
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(type("Told", (Story,), {"ground": ground}), settings=told)
+    run_state_machine_as_test(
+        type("PlayedStory", (Story,), {"prepared": prepared}), settings=hypothesis_settings
+    )
 
 
 @pytest.mark.covers(*COVERED)
-def test_any_story_of_a_site_is_one_that_the_model_tells(ground: Ground) -> None:
+def test_any_story_of_a_site_is_one_that_the_model_tells(prepared: PreparedSite) -> None:
     """The same stories every time."""
-    _tell(ground, STORIES, STEPS, derandomize=True)
+    _play_stories(prepared, STORIES, STEPS, derandomize=True)
 
 
 @pytest.mark.covers(*COVERED)
 @pytest.mark.long
-def test_other_stories_every_time(ground: Ground) -> None:
-    """One that fails is shown with what repeats it."""
+def test_other_stories_every_time(prepared: PreparedSite) -> None:
+    """A failure prints how to repeat its story."""
     stories, _, steps = os.environ.get("GPUAAS_MODEL", "500x50").partition("x")
-    _tell(ground, int(stories), int(steps), derandomize=False)
+    _play_stories(prepared, int(stories), int(steps), derandomize=False)

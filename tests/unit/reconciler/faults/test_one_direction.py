@@ -26,7 +26,7 @@ from reconciler.runs.ssh import SshAccess
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults import test_steps
 from tests.unit.reconciler.faults.playing import How, Step
-from tests.unit.reconciler.faults.stage import Run, Stage, Unanswered, refused
+from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite, Unanswered, refused
 from tests.unit.reconciler.faults.test_steps import (
     KINDS,
     UNDOING,
@@ -119,28 +119,28 @@ def test_each_step_with_each_of_the_clean_up(
             _both(at(kind), kind, way, (first, second))
 
 
-def _both(stage: Stage, kind: str, way: str, numbers: tuple[int, int]) -> None:
+def _both(scripted: ScriptedSite, kind: str, way: str, numbers: tuple[int, int]) -> None:
     where = f"{kind}: {way} lost at step {numbers[0]}, then the other way at {numbers[1]}"
     line, (first, second) = Line(), WAYS[way]
-    stage.runner.faults[kind] = first(line, numbers[0])
-    stage.work()
-    task = ended(stage, kind)
+    scripted.runner.faults[kind] = first(line, numbers[0])
+    scripted.work()
+    task = ended(scripted, kind)
     assert (task.state, task.error["code"]) == ("failed", "host_unreachable"), where
-    _nothing_is_freed(stage, where)
+    _nothing_is_freed(scripted, where)
     # Before anything was heard, these words could be those of a host that refuses us.
-    assert _unreachable(stage, task.node_id) == (numbers[0] > 0), where
+    assert _unreachable(scripted, task.node_id) == (numbers[0] > 0), where
     line.goes_on()
-    _answers(stage, task.node_id)
-    _nothing_is_freed(stage, where)
+    _answers(scripted, task.node_id)
+    _nothing_is_freed(scripted, where)
     for undo in UNDOING:
-        stage.runner.faults[undo] = second(line, numbers[1])
-    stage.recover()
-    _nothing_is_freed(stage, where)
+        scripted.runner.faults[undo] = second(line, numbers[1])
+    scripted.recover()
+    _nothing_is_freed(scripted, where)
     line.goes_on()
-    _answers(stage, task.node_id)
-    _nothing_is_freed(stage, where)
-    stage.runner.faults.clear()
-    come_back(stage, where)
+    _answers(scripted, task.node_id)
+    _nothing_is_freed(scripted, where)
+    scripted.runner.faults.clear()
+    come_back(scripted, where)
 
 
 @KINDS
@@ -148,39 +148,39 @@ def test_a_task_whose_host_was_never_reached_waits_and_goes_on(
     at: Open, healthy: dict[str, Healthy], kind: str
 ) -> None:
     """Whichever packet of the connection was lost: nothing has begun, so nothing is unknown."""
-    stage = at(kind)
+    scripted = at(kind)
     for times in (1, 2):
-        stage.runner.faults[kind] = _no_way
-        stage.work()
-        with reading(stage.engine) as conn:
+        scripted.runner.faults[kind] = _no_way
+        scripted.work()
+        with reading(scripted.engine) as conn:
             (task,) = (one for one in queue.every(conn) if one.kind == kind)
         assert (task.state, task.unreached) == (TaskState.WAITING, times)
-        assert _unreachable(stage, task.node_id)
-        _nothing_is_freed(stage, kind)
-        _answers(stage, task.node_id)
-    stage.work()
-    assert ended(stage, kind).state == TaskState.SUCCEEDED
-    assert stage.host.seen() == healthy[kind].host
-    stage.sound(kind)
+        assert _unreachable(scripted, task.node_id)
+        _nothing_is_freed(scripted, kind)
+        _answers(scripted, task.node_id)
+    scripted.work()
+    assert ended(scripted, kind).state == TaskState.SUCCEEDED
+    assert scripted.host.seen() == healthy[kind].host
+    scripted.sound(kind)
 
 
 def _no_way(_run: Run, _now: int, _step: Step) -> How | None:
     raise Unanswered(NO_WAY)
 
 
-def _nothing_is_freed(stage: Stage, where: str) -> None:
+def _nothing_is_freed(scripted: ScriptedSite, where: str) -> None:
     """All of the site would be wanted, and not all of it is there."""
-    assert refused(lambda: stage.launch(everything=True)) == "no_capacity", where
-    stage.sound(where)
+    assert refused(lambda: scripted.launch(everything=True)) == "no_capacity", where
+    scripted.sound(where)
 
 
-def _unreachable(stage: Stage, node_id: str) -> bool:
-    with reading(stage.engine) as conn:
+def _unreachable(scripted: ScriptedSite, node_id: str) -> bool:
+    with reading(scripted.engine) as conn:
         return bool(nodes.get(conn, node_id).state == "unreachable")
 
 
-def _answers(stage: Stage, node_id: str) -> None:
-    with transaction(stage.engine) as conn:
+def _answers(scripted: ScriptedSite, node_id: str) -> None:
+    with transaction(scripted.engine) as conn:
         host.record_answer(conn, node_id, ADMIN)
 
 

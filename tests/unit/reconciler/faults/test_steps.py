@@ -22,13 +22,19 @@ from tests.unit.reconciler.conftest import ADMIN, Database, Site
 from tests.unit.reconciler.faults.host import Host
 from tests.unit.reconciler.faults.kinds import MOMENTS, REGISTERED, fail_before
 from tests.unit.reconciler.faults.playing import How, Killed, Step, rescue_of, steps_of
-from tests.unit.reconciler.faults.stage import Run, Runner, Stage, Stopped, staged
+from tests.unit.reconciler.faults.scripted_site import (
+    Run,
+    Runner,
+    ScriptedSite,
+    Stopped,
+    scripted_site,
+)
 from tests.unit.reconciler.whole_machines import Machines
 
 pytestmark = pytest.mark.covers("CTRL-9", "I6", "I10", "I11", "I12", "I13")
 
 Moment = tuple[Path, Host]
-Open = Callable[[str], Stage]
+Open = Callable[[str], ScriptedSite]
 Decide = Callable[[Run, int, Step], How | None]
 
 
@@ -60,12 +66,14 @@ def moments(
     """Just before each kind of task is taken."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        for kind, (stage_of, prepare) in MOMENTS.items():
+        for kind, (scenario, prepare) in MOMENTS.items():
             folder = tmp_path_factory.mktemp("moment")
-            stage = staged(stage_of, database, beginnings[stage_of.__name__], folder, patch)
-            prepare(stage)
+            scripted = scripted_site(
+                scenario, database, beginnings[scenario.__name__], folder, patch
+            )
+            prepare(scripted)
             name = f"faults-{kind}.db"
-            made[kind] = (database.keep(name), stage.host)
+            made[kind] = (database.keep(name), scripted.host)
     yield made
 
 
@@ -76,9 +84,9 @@ def at(
     """A scenario that begins before this kind of task; as many as wanted, one after the other."""
     count = iter(range(10_000))
 
-    def opened(kind: str) -> Stage:
+    def opened(kind: str) -> ScriptedSite:
         folder = tmp_path / str(next(count))
-        return staged(MOMENTS[kind][0], database, moments[kind], folder, monkeypatch)
+        return scripted_site(MOMENTS[kind][0], database, moments[kind], folder, monkeypatch)
 
     return opened
 
@@ -98,15 +106,15 @@ def healthy(
     """By kind of task."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        for kind, (stage_of, _) in MOMENTS.items():
+        for kind, (scenario, _) in MOMENTS.items():
             folder = tmp_path_factory.mktemp("healthy")
-            stage = staged(stage_of, database, moments[kind], folder, patch)
-            stage.work()
-            stage.sound(f"{kind}, nothing wrong")
-            assert ended(stage, kind).state == TaskState.SUCCEEDED
-            runs = stage.runner.runs.values()
+            scripted = scripted_site(scenario, database, moments[kind], folder, patch)
+            scripted.work()
+            scripted.sound(f"{kind}, nothing wrong")
+            assert ended(scripted, kind).state == TaskState.SUCCEEDED
+            runs = scripted.runner.runs.values()
             (run,) = [r for r in runs if r.spec.variables["slice_run"]["kind"] == kind]
-            made[kind] = Healthy(tuple(run.steps), stage.host.seen())
+            made[kind] = Healthy(tuple(run.steps), scripted.host.seen())
     return made
 
 
@@ -132,25 +140,25 @@ def stop() -> How:
     raise Stopped
 
 
-def come_back(stage: Stage, where: str) -> None:
+def come_back(scripted: ScriptedSite, where: str) -> None:
     """An operator asks until nothing is left to be asked for, at most three times."""
-    for key in active(stage):
-        stage.release(key)
-    stage.work()
+    for key in active(scripted):
+        scripted.release(key)
+    scripted.work()
     for _ in range(3):
-        if not stage.recover():
+        if not scripted.recover():
             break
-    stage.pristine(where)
+    scripted.pristine(where)
 
 
-def active(stage: Stage) -> list[str]:
-    with reading(stage.engine) as conn:
+def active(scripted: ScriptedSite) -> list[str]:
+    with reading(scripted.engine) as conn:
         return [row.id for row in allocations.every(conn) if row.state == "active"]
 
 
-def ended(stage: Stage, kind: str) -> Task:
+def ended(scripted: ScriptedSite, kind: str) -> Task:
     """The task that the fault was in."""
-    with reading(stage.engine) as conn:
+    with reading(scripted.engine) as conn:
         return min(
             (task for task in queue.every(conn) if task.kind == kind),
             key=lambda task: (task.finished_at or 0, task.created_at),
@@ -180,10 +188,10 @@ def test_every_step_of_the_playbook_is_played(
     seen = {(step.name, step.module) for step in steps}
     # Once when hardly anything was done, once when nearly all was.
     for number in (1, len(steps) - 1):
-        stage = at(kind)
-        stage.runner.faults[kind] = at_step(number, lambda: fail_before)
-        stage.work()
-        (run, *_) = stage.runner.runs.values()
+        scripted = at(kind)
+        scripted.runner.faults[kind] = at_step(number, lambda: fail_before)
+        scripted.work()
+        (run, *_) = scripted.runner.runs.values()
         seen |= {(step.name, step.module) for step in run.steps}
     assert seen == steps_of(HANDLERS[kind].playbook)
 
@@ -193,12 +201,12 @@ def test_every_step_of_the_playbook_is_played(
 def test_a_step_fails(at: Open, healthy: dict[str, Healthy], kind: str, how: How) -> None:
     for number, step in enumerate(healthy[kind].steps):
         where = f"{kind}: {how.__name__} at {step.name!r}"
-        stage = at(kind)
-        stage.runner.faults[kind] = at_step(number, lambda: how)
-        stage.work()
-        assert ended(stage, kind).state == TaskState.FAILED, where
-        stage.sound(where)
-        come_back(stage, where)
+        scripted = at(kind)
+        scripted.runner.faults[kind] = at_step(number, lambda: how)
+        scripted.work()
+        assert ended(scripted, kind).state == TaskState.FAILED, where
+        scripted.sound(where)
+        come_back(scripted, where)
 
 
 @KINDS
@@ -208,13 +216,13 @@ def test_run_and_reconciler_are_killed(
 ) -> None:
     for number, step in enumerate(healthy[kind].steps):
         where = f"{kind}: {how.__name__} at {step.name!r}"
-        stage = at(kind)
-        stage.runner.faults[kind] = at_step(number, lambda: how)
-        stage.die()
-        assert ended(stage, kind).state == TaskState.LOST, where
-        assert active(stage) == [], where
-        stage.sound(where)
-        come_back(stage, where)
+        scripted = at(kind)
+        scripted.runner.faults[kind] = at_step(number, lambda: how)
+        scripted.die()
+        assert ended(scripted, kind).state == TaskState.LOST, where
+        assert active(scripted) == [], where
+        scripted.sound(where)
+        come_back(scripted, where)
 
 
 @RESCUED
@@ -227,18 +235,18 @@ def test_the_rescue_itself_goes_wrong(
     for number, step in enumerate(healthy[kind].steps):
         for second in range(4):
             where = f"{kind}: {step.name!r} fails, then {how.__name__} at rescue {second}"
-            stage = at(kind)
+            scripted = at(kind)
             rescue = Rescue(number, second, how)
-            stage.runner.faults[kind] = rescue
+            scripted.runner.faults[kind] = rescue
             try:
-                stage.work()
+                scripted.work()
             except Killed:
-                stage.restart()
+                scripted.restart()
             if len(rescue.steps) <= second:
                 break
             tried |= {(step.name, step.module) for step in rescue.steps[second:]}
-            stage.sound(where)
-            come_back(stage, where)
+            scripted.sound(where)
+            come_back(scripted, where)
     assert tried == rescue_of(HANDLERS[kind].playbook)
 
 
@@ -263,12 +271,12 @@ def test_the_reconciler_is_killed_before_it_records_the_end(
     at: Open, healthy: dict[str, Healthy], kind: str
 ) -> None:
     wanted = healthy[kind].host
-    stage = at(kind)
-    stage.runner.dies_before_recording = True
-    stage.die()
-    assert ended(stage, kind).state == TaskState.SUCCEEDED
-    assert stage.host.seen() == wanted
-    come_back(stage, kind)
+    scripted = at(kind)
+    scripted.runner.dies_before_recording = True
+    scripted.die()
+    assert ended(scripted, kind).state == TaskState.SUCCEEDED
+    assert scripted.host.seen() == wanted
+    come_back(scripted, kind)
 
 
 @KINDS
@@ -277,13 +285,13 @@ def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -
     wanted = healthy[kind].host
     for number, step in enumerate(healthy[kind].steps):
         where = f"{kind}: a second run after {step.name!r}"
-        stage = at(kind)
-        stage.runner.faults[kind] = lambda run, now, _step, last=number, on=stage: (
+        scripted = at(kind)
+        scripted.runner.faults[kind] = lambda run, now, _step, last=number, on=scripted: (
             again(on.runner, run) if now == last else None
         )
-        stage.work()
-        stage.sound(where)
-        task = ended(stage, kind)
+        scripted.work()
+        scripted.sound(where)
+        task = ended(scripted, kind)
         told = (task.state, task.error.get("code", ""))
         # The tenant whom the second one let in uses the disks that the first one would wipe.
         entered = kind == TaskKind.BAREMETAL_PROVISION and any(
@@ -291,8 +299,8 @@ def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -
         )
         refused = (TaskState.FAILED, "disk_in_use") if entered else (TaskState.SUCCEEDED, "")
         assert told == refused, where
-        assert stage.host.seen() == wanted, where
-        come_back(stage, where)
+        assert scripted.host.seen() == wanted, where
+        come_back(scripted, where)
 
 
 def again(runner: Runner, run: Run) -> How:
@@ -311,13 +319,13 @@ def again(runner: Runner, run: Run) -> How:
 def test_undone_twice_is_undone_once(at: Open, healthy: dict[str, Healthy], kind: str) -> None:
     for number, step in enumerate(healthy[kind].steps):
         where = f"{kind}: undone twice after {step.name!r}"
-        stage = at(kind)
-        stage.runner.faults[kind] = at_step(number, lambda: fail_after)
-        stage.work()
-        twice = Twice(stage.runner)
+        scripted = at(kind)
+        scripted.runner.faults[kind] = at_step(number, lambda: fail_after)
+        scripted.work()
+        twice = Twice(scripted.runner)
         for undo in UNDOING:
-            stage.runner.faults[undo] = twice
-        come_back(stage, where)
+            scripted.runner.faults[undo] = twice
+        come_back(scripted, where)
         assert twice.once == twice.again, where
 
 
@@ -353,15 +361,15 @@ def test_the_undoing_fails_too(at: Open, healthy: dict[str, Healthy], kind: str)
     undoing = 0
     for number, step in enumerate(steps):
         where = f"{kind}: not undone after {step.name!r}, at step {undoing}"
-        stage = at(kind)
-        stage.runner.faults[kind] = at_step(number, lambda: fail_after)
-        stage.work()
+        scripted = at(kind)
+        scripted.runner.faults[kind] = at_step(number, lambda: fail_after)
+        scripted.work()
         for undo in UNDOING:
-            stage.runner.faults[undo] = at_step(undoing, lambda: fail_before)
-        stage.recover()
-        stage.sound(where)
-        stage.runner.faults.clear()
-        come_back(stage, where)
+            scripted.runner.faults[undo] = at_step(undoing, lambda: fail_before)
+        scripted.recover()
+        scripted.sound(where)
+        scripted.runner.faults.clear()
+        come_back(scripted, where)
         undoing = (undoing + 1) % len(steps)
 
 
@@ -374,17 +382,17 @@ def test_every_pair_of_steps(at: Open, healthy: dict[str, Healthy], kind: str, h
     for number, step in enumerate(healthy[kind].steps):
         for second, undone in enumerate(healthy[undo].steps):
             where = f"{kind}: not undone after {step.name!r}, {how.__name__} at {undone.name!r}"
-            stage = at(kind)
-            stage.runner.faults[kind] = at_step(number, lambda: fail_after)
-            stage.work()
-            stage.runner.faults[undo] = at_step(second, lambda: how)
+            scripted = at(kind)
+            scripted.runner.faults[kind] = at_step(number, lambda: fail_after)
+            scripted.work()
+            scripted.runner.faults[undo] = at_step(second, lambda: how)
             try:
-                stage.recover()
+                scripted.recover()
             except Killed:
-                stage.restart()
-            stage.sound(where)
-            stage.runner.faults.clear()
-            come_back(stage, where)
+                scripted.restart()
+            scripted.sound(where)
+            scripted.runner.faults.clear()
+            come_back(scripted, where)
 
 
 @KINDS
@@ -395,26 +403,26 @@ def test_a_late_run_does_no_harm(
     """It stands still before each step, counts as lost, and goes on when the slot is sold again."""
     for number, step in enumerate(healthy[kind].steps):
         where = f"{kind}: late at {step.name!r}, the next tenant comes {next_tenant}"
-        stage = at(kind)
-        stage.runner.faults[kind] = at_step(number, stop)
-        stage.work()
-        (late,) = [run for run in stage.runner.runs.values() if run.pending]
-        stage.deadlines_pass()
-        stage.sound(where)
-        assert ended(stage, kind).state == TaskState.LOST, where
+        scripted = at(kind)
+        scripted.runner.faults[kind] = at_step(number, stop)
+        scripted.work()
+        (late,) = [run for run in scripted.runner.runs.values() if run.pending]
+        scripted.deadlines_pass()
+        scripted.sound(where)
+        assert ended(scripted, kind).state == TaskState.LOST, where
         for _ in range(3):
-            if not stage.recover():
+            if not scripted.recover():
                 break
-        stage.pristine(where)
+        scripted.pristine(where)
         if next_tenant == "after":
-            stage.runner.go_on(late)
-        key = stage.launch(everything=True)
-        stage.work()
-        assert stage.state(key) == "active", where
+            scripted.runner.go_on(late)
+        key = scripted.launch(everything=True)
+        scripted.work()
+        assert scripted.state(key) == "active", where
         if next_tenant == "before":
-            stage.runner.go_on(late)
+            scripted.runner.go_on(late)
         # The wait for a slice's guest knows no fence; giving back after it is what is refused.
         if kind.startswith("baremetal."):
             assert late.outcome and late.outcome.result, f"{where}: it does not say how it ended"
-        stage.sound(where)
-        come_back(stage, where)
+        scripted.sound(where)
+        come_back(scripted, where)

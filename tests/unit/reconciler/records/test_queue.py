@@ -84,24 +84,26 @@ def test_only_the_holder_decides_and_only_once(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         put(conn, sold, TaskKind.NODE_PARITY)
         (task,) = leasing.lease(conn, "w1")
-        token, own = task.lease_token, task.id
-        queue.started(conn, own, token, run_id="r1", run_directory="runs/r1")
-        queue.progress(conn, own, token, {"step": "look", "percent": 10})
-        assert code(queue.heartbeat, conn, own, "other") == "stale_lease"
-        assert code(queue.heartbeat, conn, own, "") == "stale_lease"
+        token, task_id = task.lease_token, task.id
+        queue.started(conn, task_id, token, run_id="r1", run_directory="runs/r1")
+        queue.progress(conn, task_id, token, {"step": "look", "percent": 10})
+        assert code(queue.heartbeat, conn, task_id, "other") == "stale_lease"
+        assert code(queue.heartbeat, conn, task_id, "") == "stale_lease"
         conn.execute(sa.update(tables.tasks).values(lease_expires_at=clock.now() - 1))
         (again,) = leasing.lease(conn, "w2")
-        assert (again.id, again.run_directory) == (own, "runs/r1")
+        assert (again.id, again.run_directory) == (task_id, "runs/r1")
         assert (again.started_at, again.deadline_at) == (
             task.started_at,
             task.deadline_at,
         )
         finish = queue.finish
-        assert code(finish, conn, own, token, TaskState.FAILED, sold.act) == "stale_lease"
-        done = finish(conn, own, again.lease_token, TaskState.SUCCEEDED, sold.act, result={"a": 1})
+        assert code(finish, conn, task_id, token, TaskState.FAILED, sold.act) == "stale_lease"
+        done = finish(
+            conn, task_id, again.lease_token, TaskState.SUCCEEDED, sold.act, result={"a": 1}
+        )
         assert (done.state, done.result, done.lease_owner) == ("succeeded", {"a": 1}, "")
-        assert code(finish, conn, own, "", TaskState.SUCCEEDED, sold.act) == "stale_lease"
-        assert [row.document["step"] for row in queue.events(conn, own)] == ["look"]
+        assert code(finish, conn, task_id, "", TaskState.SUCCEEDED, sold.act) == "stale_lease"
+        assert [row.document["step"] for row in queue.events(conn, task_id)] == ["look"]
         types = [row["type"] for row in timeline.of(conn, node_id="n1", page=Page(10))]
         assert "progress" in types
         assert "state" in types
@@ -143,8 +145,10 @@ def test_cancel(sold: Site) -> None:
         assert queue.heartbeat(conn, task.id, task.lease_token).cancel_requested
 
 
-def crowd(conn: sa.Connection, site: Site, state: TaskState = TaskState.QUEUED) -> None:
-    """More work for a node that does not answer than is looked at in one go."""
+def queue_unreachable_work(
+    conn: sa.Connection, site: Site, state: TaskState = TaskState.QUEUED
+) -> None:
+    """Queue more tasks for an unreachable node than a lease reads at once."""
     nodes.create(conn, site.act, id="n2")
     conn.execute(
         sa.update(tables.nodes).where(tables.nodes.c.id == "n2").values(state="unreachable")
@@ -160,7 +164,7 @@ def crowd(conn: sa.Connection, site: Site, state: TaskState = TaskState.QUEUED) 
 @pytest.mark.parametrize("state", [TaskState.QUEUED, TaskState.WAITING])
 def test_a_node_that_does_not_answer_starves_no_other(sold: Site, state: TaskState) -> None:
     with transaction(sold.engine) as conn:
-        crowd(conn, sold, state)
+        queue_unreachable_work(conn, sold, state)
         put(conn, sold, TaskKind.NODE_PARITY)
         assert lease(conn) == ["node.parity"]
 

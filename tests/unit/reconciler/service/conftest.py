@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.postgresql import Server, running
-from tests.unit.reconciler.api.conftest import selling, stages
+from tests.unit.reconciler.api.conftest import databases, selling
 
-__all__ = ["selling", "stages"]
+__all__ = ["databases", "selling"]
 
 
 @pytest.fixture(scope="session")

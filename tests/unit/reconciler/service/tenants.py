@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from tests.unit.reconciler.api.world import KEY
+from tests.unit.reconciler.api.stack import KEY
 
 BODY = {
     "capacity_shape": "gpu_slice",

@@ -14,7 +14,7 @@ from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading
 from reconciler.model.states import TaskState
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.service.service import Service, alive, pauses, serving, until
 from tests.unit.reconciler.service.tenants import Tenants
 
@@ -23,7 +23,7 @@ from tests.unit.reconciler.service.tenants import Tenants
 @pytest.mark.parametrize(
     "kills", [50, pytest.param(1000, marks=pytest.mark.long)], ids=["some", "many"]
 )
-def test_killed_under_load_it_loses_and_repeats_nothing(selling: World, kills: int) -> None:
+def test_killed_under_load_it_loses_and_repeats_nothing(selling: Stack, kills: int) -> None:
     with serving(selling.settings.state_dir) as service:
         service.start()
         until(service.ready)
@@ -41,7 +41,7 @@ def test_killed_under_load_it_loses_and_repeats_nothing(selling: World, kills: i
 
 
 @pytest.mark.covers("CTRL-9")
-def test_told_to_end_it_leaves_nothing_behind(selling: World) -> None:
+def test_told_to_end_it_leaves_nothing_behind(selling: Stack) -> None:
     with serving(selling.settings.state_dir) as service:
         pid = service.start()
         until(service.ready)
@@ -57,27 +57,27 @@ def test_told_to_end_it_leaves_nothing_behind(selling: World) -> None:
         assert "Traceback" not in service.log()
 
 
-def _lives(world: World, role: str) -> bool:
-    with reading(world.engine) as conn:
+def _lives(stack: Stack, role: str) -> bool:
+    with reading(stack.engine) as conn:
         return role in leader.live_roles(conn)
 
 
-def _comes_to_rest(world: World, service: Service) -> None:
+def _comes_to_rest(stack: Stack, service: Service) -> None:
     """Every task ends by itself; nobody needs SQL."""
     open_states = [TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING]
     query = sa.select(sa.func.count()).select_from(tables.tasks)
 
     def at_rest() -> bool:
-        with reading(world.engine) as conn:
+        with reading(stack.engine) as conn:
             return not conn.execute(query.where(tables.tasks.c.state.in_(open_states))).scalar()
 
     until(at_rest)
     until(service.ready)
 
 
-def _kept(world: World, service: Service, tenants: Tenants) -> None:
+def _kept(stack: Stack, service: Service, tenants: Tenants) -> None:
     service.check()
-    with reading(world.engine) as conn:
+    with reading(stack.engine) as conn:
         known = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
         ends = Counter(conn.execute(sa.select(tables.tasks.c.state)).scalars())
         runs = set(conn.execute(sa.select(tables.tasks.c.run_id)).scalars()) - {""}

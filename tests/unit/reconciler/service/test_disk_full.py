@@ -29,8 +29,8 @@ from reconciler.runs.ssh import SshAccess
 from reconciler.settings import PROJECT, Settings
 from reconciler.trust.ca import open_trust
 from reconciler.work import worker
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_launches import BODY, PATH
-from tests.unit.reconciler.api.world import World
 
 LIMIT_S = 120
 
@@ -47,7 +47,7 @@ def full(room: int) -> Iterator[None]:
 
 
 @pytest.mark.covers("I3", "I12", "I21")
-def test_a_launch_that_cannot_be_stored_is_refused_and_can_be_repeated(selling: World) -> None:
+def test_a_launch_that_cannot_be_stored_is_refused_and_can_be_repeated(selling: Stack) -> None:
     member = selling.client("member", raise_server_exceptions=False)
 
     def launch_with(key: str) -> httpx.Response:
@@ -102,7 +102,7 @@ def test_a_run_whose_files_have_no_room_is_not_begun(tmp_path: Path) -> None:
 
 @pytest.mark.covers("CTRL-8", "CTRL-9")
 def test_its_task_waits_and_says_why(
-    selling: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The allocation is not lost, and its slot is not given to anybody else."""
     made = selling.client("member").post(PATH, json=BODY, headers={"Idempotency-Key": "k"}).json()
@@ -131,7 +131,7 @@ def test_its_task_waits_and_says_why(
 @pytest.mark.covers("CTRL-8", "CTRL-9", "I12")
 @pytest.mark.parametrize("known", [False, True], ids=["no keys yet", "keys"])
 def test_so_does_one_for_which_no_identity_can_be_made(
-    selling: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+    selling: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """Our list of revoked keys is written anew before each run, before there is a folder of it."""
     made = selling.client("member").post(PATH, json=BODY, headers={"Idempotency-Key": "k"}).json()

@@ -25,7 +25,7 @@ from reconciler.db.migrations import migrate
 from reconciler.service.process import Heartbeat
 from reconciler.settings import Settings
 from reconciler.work.loops import Loop, Loops
-from tests.unit.reconciler.service.postgres import Postgres
+from tests.postgresql import Server as Postgres
 from tests.unit.reconciler.service.writer import LEASE_S
 
 PAUSES = 20

@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 from reconciler import logs
 from reconciler.db import migrations
 from reconciler.settings import Settings
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 
 log = logging.getLogger("gpuaas.test")
 
@@ -49,7 +49,7 @@ def test_a_line_is_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_request_keeps_its_id_where_it_is_worked_on(
-    selling: World, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handlers run in threads of a pool."""
     seen: list[dict[str, str]] = []

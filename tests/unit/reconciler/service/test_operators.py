@@ -9,13 +9,13 @@ import socket
 import httpx
 import pytest
 
-from tests.unit.reconciler.api.world import World
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.service.service import alive, serving, until
 
 pytestmark = pytest.mark.covers("CTRL-10")
 
 
-def test_it_lives_and_ends_with_the_service(selling: World) -> None:
+def test_it_lives_and_ends_with_the_service(selling: Stack) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

@@ -24,8 +24,8 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import AllocationState, Role, TaskState
 from reconciler.records import allocations, nodes, tokens
 from reconciler.trust.ca import open_trust
+from tests.postgresql import Server as Postgres
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.service.postgres import Postgres
 from tests.unit.reconciler.service.service import Service, pauses, serving, until
 from tests.unit.reconciler.service.tenants import LIMIT_S, Tenants
 

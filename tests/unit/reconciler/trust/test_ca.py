@@ -98,11 +98,14 @@ def test_known_hosts_holds_the_authority_and_what_was_revoked(
 
 def test_the_operator_has_a_short_certificate_that_is_renewed_in_time(trust: ca.Trust) -> None:
     first = ca.operator_identity(trust, valid_s=600)
-    read = read_certificate(first.certificate.read_text())
+    text = first.certificate.read_text()
+    read = read_certificate(text)
     assert (read.kind, read.principals) == ("user", (ca.OPERATOR,))
     left = read.valid_before - datetime.now(UTC)
     assert timedelta(seconds=600) < left < timedelta(hours=1)
     assert ca.operator_identity(trust, valid_s=600) == first
+    assert first.certificate.read_text() == text
     later = ca.operator_identity(trust, valid_s=7200)
-    assert later.valid_before - datetime.now(UTC) > timedelta(seconds=7200)
+    read = read_certificate(later.certificate.read_text())
+    assert read.valid_before - datetime.now(UTC) > timedelta(seconds=7200)
     assert later.key == first.key

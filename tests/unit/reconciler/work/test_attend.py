@@ -25,8 +25,8 @@ from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
+from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_stream import sent
-from tests.unit.reconciler.api.world import World
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 READINESS = {
@@ -146,11 +146,11 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
     runs.during.append(lambda: say("Wait until it is reachable"))
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
     settings = Settings(state_dir=tmp_path, poll_s=0.01)
-    world = World(settings, sold.engine)
+    stack = Stack(settings, sold.engine)
     with transaction(sold.engine) as conn:
-        _, world.secrets["admin"] = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="a")
+        _, stack.secrets["admin"] = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="a")
     task = attend()
-    found = [row["task"] for name, _, row in sent(world, task.id) if name == "progress"]
+    found = [row["task"] for name, _, row in sent(stack, task.id) if name == "progress"]
     assert heard == [["Clone the image"]]
     assert found == ["Clone the image", "Wait until it is reachable"]
 

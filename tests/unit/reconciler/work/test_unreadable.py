@@ -22,10 +22,14 @@ from reconciler.work import worker
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work import test_cancel
+from tests.unit.reconciler.lifecycle import test_task_failures
 
 pytestmark = pytest.mark.covers("CTRL-8", "CTRL-9", "I13")
-engine, sold, postgresql = test_cancel.engine, test_cancel.sold, test_cancel.postgresql
+engine, sold, postgresql = (
+    test_task_failures.engine,
+    test_task_failures.sold,
+    test_task_failures.postgresql,
+)
 
 # No row may be kept of these: neither as text, nor in a document, nor as a number.
 REFUSED = {"nul": "serial ABC\0", "half a pair": "half \ud800", "no number": float("nan")}

@@ -1,7 +1,7 @@
-"""What is true of hosts, disks and tenants, in plain dictionaries: nothing here asks the records.
+"""Model of hosts, disks and tenants in plain dictionaries. It never reads the records.
 
-Hosts keep the highest fence that they have seen, as theirs do, and refuse every run with less. A
-run that was given up may still be at work; what it does then is judged here like everything else.
+Hosts keep the highest fence that they have seen, like real hosts, and refuse every run with a lower
+fence. A run that was given up may still be at work; its late acts are judged here too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from reconciler.model.states import TaskKind
 
-IDLE = "idle"  # available or disabled: nobody has it, and it is clean
+IDLE = "idle"  # available or disabled: without a tenant, and clean
 BLOCKED = "cleanup_blocked"
 MACHINE = "machine"
 BUILDING = (TaskKind.SLICE_VM_PROVISION, TaskKind.BAREMETAL_PROVISION)
@@ -21,8 +21,8 @@ WIPING = (TaskKind.SLICE_VM_RELEASE, TaskKind.SLICE_WIPE, TaskKind.BAREMETAL_REL
 
 @dataclass
 class Host:
-    """boot: the present one. seen, passed: the boots of the last discovery and parity that were
-    recorded; known: the one the reconciler believes in, "" when it was told of a restart.
+    """boot: the current boot. seen, passed: the boots of the last recorded discovery and parity.
+    known: the boot in the records, "" after a reported restart.
     """
 
     number: int
@@ -30,9 +30,9 @@ class Host:
     known: str
     seen: str
     passed: str
-    broken: bool = False  # what parity would find now
-    hidden: set[str] = field(default_factory=set)  # disks that discovery would not find now
-    missing: set[str] = field(default_factory=set)  # those that the last one did not find
+    broken: bool = False  # parity would fail now
+    hidden: set[str] = field(default_factory=set)  # disks that a discovery would miss now
+    missing: set[str] = field(default_factory=set)  # disks that the last discovery missed
     ledger: dict[str, int] = field(default_factory=dict)
     unclean: str = ""
     sliced: bool = True
@@ -50,7 +50,7 @@ class Slot:
 
 @dataclass
 class Tenant:
-    """One allocation."""
+    """An allocation."""
 
     state: str
     node: str
@@ -60,10 +60,7 @@ class Tenant:
 
 @dataclass
 class Run:
-    """What a process works at. fences: by slot, or for the machine. told: how it says it ended.
-
-    ours: where a clean-up still has a say when its end is recorded.
-    """
+    """A run. fences: by slot, or for the machine. told: its reported end."""
 
     id: str
     task: str
@@ -81,8 +78,10 @@ class Run:
     result: dict[str, Any] = field(default_factory=dict)
 
 
-class Truth:
-    """owner: to whom a disk is promised. bytes_of: whose bytes are on it. "" is nobody."""
+class SiteModel:
+    """owner: the allocation to which each disk is promised, or "". bytes_of: the allocation whose
+    bytes are on each disk, or "".
+    """
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -92,7 +91,7 @@ class Truth:
         self.bytes_of: dict[str, str] = {}
 
     def promise(self, key: str, node: str, disks: tuple[str, ...], slots: tuple[str, ...]) -> None:
-        """A launch was answered: these disks are a tenant's from now on."""
+        """A launch has succeeded: these disks belong to the tenant from now on."""
         for slot_id in slots:
             assert self.may_be_sold(self.slots[slot_id]) == "", slot_id
             self.slots[slot_id].where = "reserved"
@@ -103,7 +102,7 @@ class Truth:
         self.tenants[key] = Tenant("requested", node, disks, slots)
 
     def end(self, key: str, state: str) -> None:
-        """The promise is over; what is on the disks is another matter."""
+        """The allocation has ended. The bytes on its disks stay."""
         self.tenants[key].state = state
         for disk, owner in self.owner.items():
             if owner == key:
@@ -127,7 +126,7 @@ class Truth:
         return ""
 
     def begin(self, run: Run) -> None:
-        """The host hears of a run: it takes note of its fences, or refuses it."""
+        """A run reaches the host, which records its fences or refuses the run."""
         host = self.hosts[run.node]
         if self._stale(run):
             run.refused = "stale_fence"
@@ -137,7 +136,7 @@ class Truth:
             host.ledger.update(run.fences)
 
     def act(self, run: Run) -> bool:
-        """The run does what it is for, however late; False when the host does not let it."""
+        """The run has its effect, however late. False when the host refuses the run."""
         if run.refused or not run.acting or self._stale(run):
             return False
         for disk in run.disks:
@@ -152,7 +151,7 @@ class Truth:
         return True
 
     def restart(self, node: str) -> None:
-        """The host is restarted: nothing of before runs on, and nobody is told."""
+        """The host restarts. Its earlier runs end without a report."""
         host = self.hosts[node]
         first, _, number = host.boot.partition("+")
         host.boot = f"{first}+{int(number or 0) + 1}"

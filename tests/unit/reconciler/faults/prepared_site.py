@@ -1,4 +1,4 @@
-"""What every story of the model begins with, and what it asks the records."""
+"""The site with which every story of the model begins, and queries on its records."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from reconciler.runs.collect import RunState
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from tests.unit.reconciler.conftest import ADMIN, Database, Site
-from tests.unit.reconciler.faults.hearsay import Runs
-from tests.unit.reconciler.faults.truth import Host, Slot, Truth
+from tests.unit.reconciler.faults.fake_runs import FakeRuns
+from tests.unit.reconciler.faults.site_model import Host, SiteModel, Slot
 from tests.unit.reconciler.whole_machines import Machines
 
 FREE = (0, 1, 3)  # disk 2 of the prepared host is in use
@@ -36,13 +36,13 @@ def pairs(conn: sa.Connection, query: sa.Select[Any]) -> dict[str, Any]:
 
 
 def written(conn: sa.Connection) -> tuple[int, int]:
-    """Which connection, and how many rows it has changed."""
+    """The connection, and the number of rows that it has changed."""
     driver: Any = conn.connection.driver_connection
     return id(driver), driver.total_changes
 
 
-class Ground:
-    """What every story begins with: a slice host with three slots on sale, and a machine."""
+class PreparedSite:
+    """A slice host with three slots on sale, and a bare-metal machine."""
 
     def __init__(self, database: Database, template: Path, state_dir: Path) -> None:
         self.database = database
@@ -56,8 +56,8 @@ class Ground:
         self.site = site
         self.documents = {"n1": site.document(0), "m1": site.document(1)}
         self.kept = database.keep("model.db")
-        # Of the story that is told now.
-        self.runs = Runs(Truth(), {})
+        # The runs of the current story.
+        self.runs = FakeRuns(SiteModel(), {})
 
     def launch(self, site: object, spec: RunSpec) -> Path:
         return self.runs.launch(site, spec)
@@ -65,14 +65,14 @@ class Ground:
     def observe(self, directory: Path) -> RunState:
         return self.runs.observe(directory)
 
-    def truth(self) -> Truth:
-        """Of that beginning."""
-        truth = Truth()
+    def model(self) -> SiteModel:
+        """The model of the site at the beginning of a story."""
+        model = SiteModel()
         for number, (name, document) in enumerate(self.documents.items()):
             boot = document["identity"]["boot_id"]
             passed = boot if name == "n1" else ""
-            truth.hosts[name] = Host(number, boot, boot, boot, passed, sliced=name == "n1")
+            model.hosts[name] = Host(number, boot, boot, boot, passed, sliced=name == "n1")
         with reading(self.site.engine) as conn:
             for row in slots.of_node(conn, "n1"):
-                truth.slots[row.id] = Slot("n1", row.nvme_identity)
-        return truth
+                model.slots[row.id] = Slot("n1", row.nvme_identity)
+        return model

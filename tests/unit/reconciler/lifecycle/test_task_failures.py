@@ -1,4 +1,4 @@
-"""A task that ends before its run began: what it was about does not wait for it any more."""
+"""Cancellation of a task before its run began: its subject no longer waits for it."""
 
 from __future__ import annotations
 

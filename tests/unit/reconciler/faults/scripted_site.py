@@ -162,7 +162,7 @@ def _outcome(verdict: dict[str, Any]) -> Outcome:
     return Outcome(**{name: verdict[name] for name in names})
 
 
-class Stage:
+class ScriptedSite:
     """One scenario: a database and a host of its own, begun from a kept moment."""
 
     def __init__(self, site: Site, runner: Runner, settings: Settings) -> None:
@@ -252,13 +252,13 @@ class Stage:
             return set(conn.execute(sa.select(tables.images.c.digest)).scalars())
 
 
-def staged(
-    kind: type[Stage],
+def scripted_site(
+    kind: type[ScriptedSite],
     database: Database,
     moment: tuple[Path, Host],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Stage:
+) -> ScriptedSite:
     """A scenario at a kept moment."""
     template, host = moment
     engine = database.restore(template)
@@ -270,11 +270,11 @@ def staged(
     monkeypatch.setattr(worker, "launch", runner.launch)
     monkeypatch.setattr(worker, "_site", lambda *_: None)
     monkeypatch.setattr(collect, "observe", runner.observe)
-    stage = kind(site, runner, settings)
+    scripted = kind(site, runner, settings)
     with reading(engine) as conn:
         query = sa.select(tables.images.c.id)
         site.image = str(conn.execute(query).scalar_one())
-    return stage
+    return scripted
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -1,4 +1,4 @@
-"""A reconciler with its API, at the stages of a node's life that tests begin from."""
+"""A service with its database and clients, in the states that tests begin from."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def discovery() -> dict[str, Any]:
 
 def bundle(index: int) -> dict[str, Any]:
     """The bundle that the discovery suggests for a slot."""
-    found: dict[str, Any] = discovery()["candidates"][index]["bundle"]
-    return found
+    suggested: dict[str, Any] = discovery()["candidates"][index]["bundle"]
+    return suggested
 
 
 @dataclass
-class World:
+class Stack:
     """One service on a database of its own, and a client for each kind of caller."""
 
     settings: Settings
@@ -91,7 +91,7 @@ class World:
 
     def client(self, who: str = "", *, base: str = f"{PREFIX}/", **options: Any) -> Client:
         headers = {"Authorization": f"Bearer {self.secrets[who]}"} if who else {}
-        # One application serves all worlds, one test after the other: building it takes a while.
+        # One application serves all tests, one after the other, because building it takes seconds.
         app = _application()
         app.state.settings, app.state.engine = self.settings, self.engine
         return client(app, _judge(), base_url=f"http://test{base}", headers=headers, **options)
@@ -101,7 +101,7 @@ class World:
             nodes.create(conn, ACT, id=NODE, address="192.0.2.7", profile="lab")
 
     def issue(self) -> None:
-        """Two projects and a token for everybody."""
+        """Two projects and a token for each role."""
         with transaction(self.engine) as conn:
             for project in ("demo", "other"):
                 projects.create(conn, project, ACT, id=project)
@@ -121,8 +121,8 @@ class World:
         with transaction(self.engine) as conn:
             images.register(conn, ACT, **IMAGE)
             for index in FREE:
-                found = bundle(index)
-                proof = {"disk": f"eui.{found['nvme_eui']}", "verified": True, "method": "discard"}
+                disk = bundle(index)["nvme_eui"]
+                proof = {"disk": f"eui.{disk}", "verified": True, "method": "discard"}
                 proofs.record_transition(conn, NODE, proof, ACT)
         body = {"slots": [bundle(index) for index in FREE], "reason": "test"}
         admin = self.client("admin")
@@ -152,10 +152,10 @@ def migrated(folder: Path) -> Path:
     return file
 
 
-def snapshot(world: World, folder: Path) -> Path:
-    """The world's database as one file."""
+def copy_database(stack: Stack, folder: Path) -> Path:
+    """Copy the database to one file."""
     target = folder / "reconciler.db"
-    source = sqlite3.connect(world.settings.state_dir / "reconciler.db")
+    source = sqlite3.connect(stack.settings.state_dir / "reconciler.db")
     copied = sqlite3.connect(target)
     source.backup(copied)
     source.close()
@@ -163,8 +163,8 @@ def snapshot(world: World, folder: Path) -> Path:
     return target
 
 
-def world_in(folder: Path, database: Path, secrets: dict[str, str] | None = None) -> World:
-    """A world on its own copy of a database."""
+def stack_in(folder: Path, database: Path, secrets: dict[str, str] | None = None) -> Stack:
+    """A service on its own copy of a database."""
     shutil.copy(database, folder / "reconciler.db")
     settings = Settings(state_dir=folder, public_url="http://198.51.100.1:8080")
-    return World(settings, open_engine(settings.database), dict(secrets or {}))
+    return Stack(settings, open_engine(settings.database), dict(secrets or {}))

@@ -1,6 +1,6 @@
-"""Runs that only say how they ended; what they did meanwhile is theirs and the host's to know.
+"""Fake runs that report an end. Their effect on the host is recorded in the model only.
 
-Stands where ansible-runner does, behind the real worker: launched once, observed from outside.
+They replace ansible-runner behind the real worker: launched once, observed from outside.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from reconciler.model.states import TaskKind
 from reconciler.runs.collect import Outcome, Phase, RunState
 from reconciler.runs.paths import run_directory
 from reconciler.runs.spec import RunSpec
-from tests.unit.reconciler.faults.truth import BUILDING, MACHINE, WIPING, Run, Truth
+from tests.unit.reconciler.faults.site_model import BUILDING, MACHINE, WIPING, Run, SiteModel
 
 ABSENCE = {"absent": True, "checks": {}}
 REFUSED = "unreachable: ssh: connect to host n1 port 22: Connection refused"
 CUT = "unreachable: Timeout, server 10.0.2.15 not responding."
-# What can be said of every kind of run, and what only of those that change something.
+# Reported ends. "lie" reports success without proof, for runs that wipe only.
 ENDS = ("ok", "ok", "ok", "silent", "cut", "lost", "canceled", "before", "after", "lie")
 
 
-class Runs:
-    """By run id. documents: the healthy discovery of each host."""
+class FakeRuns:
+    """Fake runs by run id. documents: the healthy discovery of each host."""
 
-    def __init__(self, truth: Truth, documents: Mapping[str, dict[str, Any]]) -> None:
+    def __init__(self, model: SiteModel, documents: Mapping[str, dict[str, Any]]) -> None:
         self.known: dict[str, Run] = {}
-        self._truth, self._documents = truth, documents
+        self._model, self._documents = model, documents
 
     def launch(self, _site: object, spec: RunSpec) -> Path:
         if spec.run_id not in self.known:
             run = _run_of(spec)
             self.known[spec.run_id] = run
-            self._truth.begin(run)
+            self._model.begin(run)
         return run_directory(Path("unused"), spec.run_id)
 
     def observe(self, directory: Path) -> RunState:
@@ -47,17 +47,17 @@ class Runs:
         return RunState(phase, _outcome(run))
 
     def end(self, run: Run, how: str, effect: str) -> None:
-        """The run is over, or so it is said.
+        """Report the end of a run.
 
-        effect: what it did before contact was lost: nothing, all, or what it has yet to do.
+        effect: its effect before contact was lost: none, all, or an effect that is still to come.
         """
         if run.kind not in WIPING and how == "lie":
             how = "ok"
-        if how in ("ok", "after") and not self._truth.act(run):
-            # The host let it do nothing; or it was restarted under the run.
+        if how in ("ok", "after") and not self._model.act(run):
+            # The host refused the run, or was restarted during the run.
             how = "before" if run.acting else "cut"
         elif how in ("cut", "lost", "canceled") and effect == "done":
-            self._truth.act(run)
+            self._model.act(run)
         run.acting = run.acting and effect == "later" and how in ("cut", "lost")
         run.told = how
         if how == "ok":
@@ -68,16 +68,16 @@ class Runs:
                 proof["verified"] = False
 
     def _evidence(self, run: Run) -> dict[str, Any]:
-        """What a host says that did all it was told."""
+        """The evidence of a run that did all its work."""
         if run.kind in BUILDING:
             return {"readiness": {}, "account": "alice", "baseline": {"accounts": {"root": "1"}}}
         if run.kind in WIPING:
             proofs = {slot["slot_id"]: _proof(slot) for slot in _disks_of(run.variables)}
             return {"proofs": proofs, "absence": ABSENCE, "drift": [], "compared": True}
         if run.kind == TaskKind.SLICE_ABSENCE_VERIFY:
-            left = run.key in self._truth.bytes_of.values()
+            left = run.key in self._model.bytes_of.values()
             return {"absence": {"absent": not left, "checks": {}}}
-        host, document = self._truth.hosts[run.node], self._documents[run.node]
+        host, document = self._model.hosts[run.node], self._documents[run.node]
         identity = {**document["identity"], "boot_id": host.boot}
         if run.kind == TaskKind.NODE_PARITY:
             intent = run.variables["slice_intent"]
