@@ -21,7 +21,7 @@ from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
 from reconciler.records import slots as slot_records
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.db.test_events import problems, told
+from tests.unit.reconciler.db.test_events import problems, published
 from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, tenant, unknown
 
 STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
@@ -107,7 +107,7 @@ def test_a_host_as_the_records_say_changes_nothing(compare: Compared, active: st
     assert compare.slots() == before
     with reading(compare.engine) as conn:
         (event,) = [e for e in journal.pending_events(conn, 10_000) if e.topic == "node.drift"]
-        assert [found for one in told(compare.engine) if (found := problems(one))] == []
+        assert [found for one in published(compare.engine) if (found := problems(one))] == []
     assert event.payload == {"differences": 0, "skipped": 0, "unknown": 0}
 
 
