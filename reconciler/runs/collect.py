@@ -18,6 +18,8 @@ from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text
 from reconciler.runs.spec import RunError
 
+_PROCESS_GONE = "process_gone"
+
 
 class Phase(StrEnum):
     """State of a run."""
@@ -33,7 +35,8 @@ class Phase(StrEnum):
 class Outcome:
     """End of a run. result is the checked slice_result; without it `problem` gives the reason.
 
-    touched: False when no module of the run can have begun on the host.
+    touched: False when no module of the run can have begun on the host. begun: False when the
+    launcher never began the run.
     """
 
     status: str
@@ -41,6 +44,14 @@ class Outcome:
     problem: str = ""
     unreachable: bool = False
     touched: bool = True
+    begun: bool = True
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether parts of the run may still act: AWX lost the job. The processes of a run that is
+        lost on this machine were ended.
+        """
+        return self.status == "lost" and self.problem != _PROCESS_GONE
 
     @property
     def ok(self) -> bool:
@@ -145,7 +156,7 @@ def _without_process(run_dir: Path) -> RunState:
     if lock.end_processes(run_dir):
         return RunState(Phase.ALIVE)
     RunPaths(run_dir).variables.unlink(missing_ok=True)
-    return RunState(Phase.LOST, Outcome("lost", None, "process_gone"))
+    return RunState(Phase.LOST, Outcome("lost", None, _PROCESS_GONE))
 
 
 def _outcome(paths: RunPaths) -> Outcome | None:
