@@ -18,8 +18,6 @@ from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text
 from reconciler.runs.spec import RunError
 
-_PROCESS_GONE = "process_gone"
-
 
 class Phase(StrEnum):
     """State of a run."""
@@ -48,10 +46,10 @@ class Outcome:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether parts of the run may still act: AWX lost the job. The processes of a run that is
-        lost on this machine were ended.
+        """Whether the playbook may still act: AWX lost the job. The processes of a run that is lost
+        on this machine were ended.
         """
-        return self.status == "lost" and self.problem != _PROCESS_GONE
+        return self.status == "lost" and self.problem.startswith("awx_")
 
     @property
     def ok(self) -> bool:
@@ -156,7 +154,7 @@ def _without_process(run_dir: Path) -> RunState:
     if lock.end_processes(run_dir):
         return RunState(Phase.ALIVE)
     RunPaths(run_dir).variables.unlink(missing_ok=True)
-    return RunState(Phase.LOST, Outcome("lost", None, _PROCESS_GONE))
+    return RunState(Phase.LOST, Outcome("lost", None, "process_gone"))
 
 
 def _outcome(paths: RunPaths) -> Outcome | None:

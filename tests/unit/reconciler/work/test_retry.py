@@ -62,7 +62,7 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
     assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
 
 
-@pytest.mark.parametrize("problem", ["awx_failed: Job reaped", "awx_silent: HTTP 502", ""])
+@pytest.mark.parametrize("problem", ["awx_failed: Job reaped", "awx_silent: HTTP 502"])
 def test_what_awx_lost_may_go_on_and_is_not_tried_again(
     sold: Site, runs: Runs, attend: Attend, problem: str
 ) -> None:
