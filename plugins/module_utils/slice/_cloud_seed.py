@@ -39,6 +39,9 @@ def files(
     user_data: Mapping[str, Any], meta_data: Mapping[str, Any], network: Mapping[str, Any]
 ) -> dict[str, str]:
     """The files of the seed by name."""
+    for field, names in (("hostname", user_data), ("local-hostname", meta_data)):
+        if field in names:
+            _object_names.check_hostname(field, str(names[field]))
     contents = {
         "user-data": f"#cloud-config\n{yaml(user_data)}\n",
         "meta-data": f"{yaml(meta_data)}\n",
