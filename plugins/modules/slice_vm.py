@@ -76,6 +76,10 @@ options:
         default: -1
       firmware: {description: Firmware., type: str, choices: [bios, uefi], default: bios}
       hugepages: {description: Memory from 1 GiB pages., type: bool, default: false}
+      nested:
+        description: Whether the guest may itself run virtual machines.
+        type: bool
+        default: false
       gpus: {description: PCI addresses of the GPUs., type: list, elements: str, required: true}
       fabric_vfs:
         description: PCI addresses of the fabric virtual functions.
@@ -256,6 +260,9 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 def _plan_running(params: _change.Params, state: State) -> _change.Plan:
     domain = _spec(params)
     want = _domain.describe(domain)
+    if state.active and state.definition and not state.definition["seed"]:
+        # The seed is detached as soon as the guest has read it.
+        want["seed"] = ""
     different = _domain.differences(want, state.definition) if state.definition else None
     blockers = [*_unsupported(params), *_obstacles(domain, state, different)]
     steps = []
@@ -478,6 +485,7 @@ SPEC: dict[str, Any] = {
     "numa_node": {"type": "int", "default": -1},
     "firmware": {"type": "str", "choices": ["bios", "uefi"], "default": "bios"},
     "hugepages": {"type": "bool", "default": False},
+    "nested": {"type": "bool", "default": False},
     "gpus": _strings(required=True),
     "fabric_vfs": _strings(),
     "disks": _strings(required=True),

@@ -18,6 +18,7 @@ from reconciler.api.models import (
     Body,
     Document,
     Id,
+    Integer,
     Label,
     Moment,
     Name,
@@ -47,7 +48,7 @@ router = APIRouter(prefix="/admin", tags=["nodes"])
 enrolment_router = APIRouter(tags=["enrolment"])
 
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[Integer, Field(ge=1, le=65535)]
 # Where the tenant of the whole machine connects. Members see it, so it is never derived from
 # `address`. Empty: the machine is not sold as a whole.
 TenantAddress = Annotated[

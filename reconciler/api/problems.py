@@ -55,6 +55,7 @@ _NODES = """
 """
 _SLOTS = """
     bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present
+    disk_too_small
     disk_not_by_identity duplicate_disk duplicate_fabric_vf duplicate_gpu duplicate_ip
     duplicate_mac duplicate_slot_index fabric_not_vf gate_closed identity_mismatch ip_invalid
     mac_invalid numa_mismatch proof_class_refused proof_mismatch proof_missing proof_unverified
@@ -64,7 +65,7 @@ _ALLOCATIONS = """
     absence_unproven allocation_active allocation_baremetal allocation_not_baremetal
     allocation_not_releasable allocation_released allocation_releasing attempts_exhausted
     claim_live digest_invalid gpu_count_invalid image_exists image_file_invalid no_capacity
-    scheduling_off shape_not_schedulable sku_unknown stale_lease
+    ready_deadline_too_short scheduling_off shape_not_schedulable sku_unknown stale_lease
 """
 _APPS = """
     allocation_in_app allocation_not_active app_instance_ended app_instance_exists

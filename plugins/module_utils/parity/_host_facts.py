@@ -158,6 +158,12 @@ class Facts:
         keys = ("gpu_pci_address", "fabric_vf_pci_address")
         return [str(slot[key]) for slot in self.slots for key in keys if slot.get(key)]
 
+    @cached_property
+    def dead_gpus(self) -> list[str]:
+        """GPUs of approved slots that are missing or silent. Only their own slots are blocked."""
+        gpus = [str(slot["gpu_pci_address"]) for slot in self.slots if slot.get("gpu_pci_address")]
+        return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
+
     def unit(self, name: str) -> Unit:
         return self._units.get(name, _ABSENT)
 

@@ -26,10 +26,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _basel
 DIRECTORY, LEASES = _baseline_files.RESERVATIONS, _baseline_files.LEASES
 PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 
-# dnsmasq distinguishes fields by their form: a name like `12h` would be taken for a lease time.
-_WORDS = r"\d+[smhdw]?|infinite|ignore"
-_HOSTNAME = re.compile(rf"(?!({_WORDS})\Z)[a-z0-9]([a-z0-9-]{{0,61}}[a-z0-9])?")
-
 
 @dataclass(frozen=True)
 class Reservation:
@@ -59,7 +55,7 @@ def check(reservation: Reservation) -> Reservation:
     """The same reservation, or a refusal that names the field."""
     _object_names.hexadecimal(reservation.name)
     _object_names.check_mac(reservation.mac)
-    _object_names.match("hostname", _HOSTNAME, reservation.hostname, "a lower-case DNS label")
+    _object_names.check_hostname("hostname", reservation.hostname)
     try:
         ipaddress.IPv4Address(reservation.ip)
     except ValueError as error:
@@ -75,7 +71,7 @@ def parse(name: str, text: str) -> Reservation:
             mac = field.lower()
         elif re.fullmatch(r"[0-9.]{7,15}", field):
             ip = field
-        elif ":" not in field and not re.fullmatch(_WORDS, field):
+        elif ":" not in field and not _object_names.RESERVED_HOSTNAME.fullmatch(field):
             hostname = field
     return Reservation(name, mac, ip, hostname)
 
