@@ -445,7 +445,7 @@ def _coloured(event: dict[str, Any]) -> dict[str, Any]:
     text = str(event.get("stdout", ""))
     if text and "\x1b" not in text:
         text = f"\x1b[0;32m{text}\x1b[0m".replace("\n", "\r\n")
-    return {**event, "stdout": text}
+    return {**event, "id": event["counter"], "stdout": text}
 
 
 def _due(times: dict[str, int], asked: str) -> bool:
