@@ -18,7 +18,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import 
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import Facts
 
-_LIBVIRT_FILES = "qemu.conf and virtlogd.conf in /etc/libvirt"
 _BOOTSTRAP = "gpuaas.slice.bootstrap"
 _BIND = "gpuaas.slice.bind_topology"
 _STORAGE = "gpuaas.slice.transition_storage"
@@ -219,20 +218,6 @@ CHECKS: tuple[Check[Facts], ...] = (
         restore=Remedy("release or recover the slices of this host first"),
     ),
     Check("libvirt_directory", runtime.libvirt_directory, _role("libvirt_host")),
-    Check(
-        "vm_confined",
-        runtime.vm_confined,
-        _role(
-            "libvirt_host",
-            before="enable AppArmor or SELinux in the kernel, ",
-            after="; a guest that was started before is confined from its next start",
-        ),
-    ),
-    Check(
-        "console_limit",
-        runtime.console_limit,
-        _role("libvirt_host", before=f"remove the named settings from {_LIBVIRT_FILES}, "),
-    ),
     Check("ovmf", runtime.ovmf, _role("slice_packages")),
     Check("cloud_init_tools", runtime.cloud_init_tools, _role("slice_packages")),
     Check("rdma_tools", runtime.rdma_tools, _role("slice_packages")),
