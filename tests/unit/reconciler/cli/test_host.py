@@ -105,7 +105,7 @@ def test_a_report_of_this_machine_is_a_line_for_each_check(gpuaas: Gpuaas) -> No
     assert (gpuaas.status, len(lines)) == (1, 36), gpuaas.err
     assert all(LINE.fullmatch(line) for line in lines[:-1])
     failed = sum(" status=FAIL " in line for line in lines[:-1])
-    assert f" checks=37 failures={failed} " in lines[-1]
+    assert f" checks=35 failures={failed} " in lines[-1]
     assert lines[0].startswith("GPUAAS_SLICE_PARITY status=FAIL check=node_agent detail=")
     assert "status=WARN check=api_topology detail=not\\ proven" in lines[-2]
     assert "Check every target condition in one pass" in gpuaas.err

@@ -21,9 +21,8 @@ DECIDED = """
 node_agent name_resolution maas_intent firmware_virtualization kvm kernel_cmdline iommu_groups
 vfio_modules vfio_binding gpu_services_quiesced fabric_vfs ipoib_netplan fabric_address fabric_route
 ovs_bridge dnsmasq dnsmasq_config nat ip_forwarding guest_egress network_service
-historical_network_service tmfifo rshim_peer libvirt libvirt_directory vm_confined
-console_limit ovmf cloud_init_tools rdma_tools nvme_ownership image_cache hugepages tuning
-reboot_required api_topology
+historical_network_service tmfifo rshim_peer libvirt libvirt_directory ovmf cloud_init_tools
+rdma_tools nvme_ownership image_cache hugepages tuning reboot_required api_topology
 """
 REPAIRS = ("gpuaas.slice.bootstrap", "gpuaas.slice.bind_topology")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
@@ -75,9 +74,9 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
     monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
     report = run(parity, "slice")
     passed = {check["check"] for check in report["checks"] if check["status"] == "PASS"}
-    assert passed <= {"console_limit", "nvme_ownership", "hugepages", "tuning", "image_cache"}
+    assert passed <= {"nvme_ownership", "hugepages", "tuning", "image_cache"}
     assert report["lines"][-1] == report["summary"]
-    assert len(report["lines"]) == 38
+    assert len(report["lines"]) == 36
 
 
 @pytest.mark.parametrize("intent", ["slice", "baremetal"])
