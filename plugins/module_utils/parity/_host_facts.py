@@ -134,9 +134,7 @@ class Facts:
     def _guest(self) -> _guest_probe.Finding | Refusal:
         target = str(self.network.get("egress_probe") or "") or _slice_network.gateway()
         probe = _guest_probe.Probe(
-            bridge=self.network["bridge"],
-            bridge_address=str(self.network["address"]).partition("/")[0],
-            subnet=self.network["subnet"],
+            network=self.network,
             target=target,
         )
         try:
