@@ -33,6 +33,17 @@ REQUIRED: dict[str, Any] = {
     "skip_tags": "",
     "job_slice_count": 1,
 }
+# Variables of the connection that Ansible would take from the facts that a host answers, where
+# facts become variables. A variable of the launch wins over every fact.
+_PINNED: dict[str, Any] = {
+    "ansible_sftp_executable": "sftp",
+    "ansible_scp_executable": "scp",
+    "ansible_private_key": "",
+    "ansible_private_key_passphrase": "",
+    "ansible_sshpass_prompt": "",
+    "ansible_sftp_batch_mode": True,
+    "ansible_ssh_host_key_checking": True,
+}
 # As a limit these do not name a single host.
 _GROUPS = frozenset({"all", "ungrouped"})
 
@@ -148,14 +159,14 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
             **ssh.refusing(node.revoked),
         }
     )
-    sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60s"]
     return {
+        **_PINNED,
         "ansible_host": node.address,
         "ansible_port": node.port,
         "ansible_user": node.user,
         "ansible_python_interpreter": PYTHON,
         "ansible_host_key_checking": True,
-        "ansible_ssh_args": shlex.join([*words, *sharing]),
+        "ansible_ssh_args": shlex.join([*words, *ssh.sharing("/tmp/gpuaas-ssh-%C")]),  # noqa: S108
         # See runs/ssh.py: a retry would send the module again while the first copy still works.
         "ansible_ssh_retries": 0,
         "ansible_ssh_timeout": 90,
