@@ -12,10 +12,10 @@ from reconciler.db.journal import advance
 from reconciler.db.schema import Allocation, Discovery, Node, Parity, Task, nodes, slots, tasks
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import slots as slot_life
-from reconciler.model import transitions
+from reconciler.model import discovery, transitions
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.model.states import HealthState, NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
@@ -27,6 +27,8 @@ from reconciler.trust.certificates import read_certificate
 
 # Steps after the bootstrap of a node whose slots were approved when it was a slice host before.
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+# Step in the health detail of a node with a fault that its discovery shows.
+_DISCOVERY = "discovery"
 
 
 def enrolled(
@@ -265,9 +267,25 @@ def record_discovery(
     values = reports.report_values(node_id, document, task_id, observed_at)
     row = rows.add(conn, Discovery, {**values, "reboot_required": reboot})
     gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row.id}))
+    _degrade(conn, node_id, document, act)
     summary = dict(document.get("candidate_summary") or {})
     reports.emit_report(conn, "node.discovered", node_id, summary, act)
     return row
+
+
+def _degrade(conn: sa.Connection, node_id: str, document: Mapping[str, Any], act: Act) -> None:
+    """Record faults of single GPUs as node health, unless the node has another fault."""
+    node = rows.get(conn, Node, node_id)
+    faults = discovery.degraded(document)
+    ours = node.health_detail.get("step") == _DISCOVERY
+    if faults and (ours or not node.health_detail):
+        reason = "; ".join(row.detail for row in faults)[:2000]
+        detail = {"step": _DISCOVERY, "code": faults[0].code, "reason": reason}
+        if detail != node.health_detail:
+            node_records.set_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
+    elif ours and not faults:
+        act = act.because("every GPU is present and answers")
+        node_records.set_health(conn, node, HealthState.HEALTHY, {}, act)
 
 
 def record_parity(
@@ -296,6 +314,8 @@ def record_parity(
     if failures and row.intent == "slice":
         why = act.because(f"gate closed: {failures} parity checks fail", {"parity_id": row.id})
         gate.close(conn, node_id, why)
+    elif report.get("dead_gpus"):
+        gate.review(conn, node_id, act.because(act.reason, {"parity_id": row.id}))
     counts = {"failures": failures, "warnings": row.warnings}
     reports.emit_report(conn, "node.parity", node_id, counts, act)
     return row

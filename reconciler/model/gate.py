@@ -100,6 +100,9 @@ def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
     blockers.extend(_sighting("parity", evidence.parity, evidence))
     if evidence.parity is not None and evidence.parity.failures:
         blockers.append(Blocker("parity_failed", f"{evidence.parity.failures} checks fail"))
+    gpu = evidence.bundle.gpu_pci_address
+    if evidence.parity is not None and gpu in evidence.parity.document.get("dead_gpus", ()):
+        blockers.append(Blocker("gpu_dead", f"{gpu} is missing or does not answer"))
     return tuple(blockers)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reconciler.runs.paths import socket_directory
-from reconciler.runs.spec import NodeAccess
+from reconciler.runs.spec import BY_HAND, NodeAccess
 
 _CERTIFIED = (
     "ssh-ed25519-cert-v01@openssh.com",
@@ -77,7 +77,7 @@ class Reach:
 
     def access(self) -> NodeAccess:
         """The target of the run; SpecError when a value is not a plain name."""
-        name = self.node_id or "by-hand"
+        name = self.node_id or BY_HAND
         if not self.host:
             return NodeAccess(name, "localhost", user=getpass.getuser())
         return NodeAccess(name, self.host, port=self.port, user=self.user)

@@ -19,6 +19,7 @@ _FILES = {
     "seed": (SEEDS, ".iso"),
     "nvram": ("/var/lib/libvirt/qemu/nvram", "_VARS.fd"),
     "console": ("/var/log/libvirt/qemu", "-console.log"),
+    "guard": (f"{_host.STATE_DIRECTORY}/guards", ".json"),
 }
 
 _ID = re.compile(PREFIX + "".join(f"([0-9a-f]{{{size}}})" for size in (8, 4, 4, 4, 12)))
@@ -86,13 +87,17 @@ def console_path(allocation_id: str) -> str:
     return _path("console", allocation_id)
 
 
+def guard_path(allocation_id: str) -> str:
+    return _path("guard", allocation_id)
+
+
 def console_files(allocation_id: str) -> list[str]:
     """The current console log, and its older parts that virtlogd rotated."""
     return [path for path in files("console") if owner(path) == allocation_id]
 
 
 def files(kind: str) -> list[str]:
-    """Files of every slice on this host. kind: seed, nvram or console."""
+    """Files of every slice on this host. kind: seed, nvram, console or guard."""
     folder, end = _FILES[kind]
     pattern = f"{PREFIX}*{end}" + ("*" if kind == "console" else "")
     return sorted(f"{folder}/{file.name}" for file in _host.path(folder).glob(pattern))

@@ -29,16 +29,18 @@ PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 
 @dataclass(frozen=True)
 class Reservation:
-    """An address reserved for a MAC. name: file name, which is the allocation id."""
+    """An address reserved for a MAC. name: file name, which is the allocation id.
+
+    It has no host name: dnsmasq would tell it to every guest. A guest has its name from its seed.
+    """
 
     name: str
     mac: str
     ip: str
-    hostname: str
 
     def line(self) -> str:
         """`id:*`: a reinstalled guest shows another client id and must still get its address."""
-        return f"{self.mac},id:*,{self.ip},{self.hostname},12h"
+        return f"{self.mac},id:*,{self.ip},12h"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,6 @@ def check(reservation: Reservation) -> Reservation:
     """The same reservation, or a refusal that names the field."""
     _object_names.hexadecimal(reservation.name)
     _object_names.check_mac(reservation.mac)
-    _object_names.check_hostname("hostname", reservation.hostname)
     try:
         ipaddress.IPv4Address(reservation.ip)
     except ValueError as error:
@@ -65,15 +66,13 @@ def check(reservation: Reservation) -> Reservation:
 
 def parse(name: str, text: str) -> Reservation:
     """A reservation file; fields are distinguished by their form, as in dnsmasq."""
-    mac = ip = hostname = ""
+    mac = ip = ""
     for field in (part.strip() for part in text.strip().split(",")):
         if re.fullmatch(r"([0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}", field):
             mac = field.lower()
         elif re.fullmatch(r"[0-9.]{7,15}", field):
             ip = field
-        elif ":" not in field and not _object_names.RESERVED_HOSTNAME.fullmatch(field):
-            hostname = field
-    return Reservation(name, mac, ip, hostname)
+    return Reservation(name, mac, ip)
 
 
 def reservations() -> list[Reservation]:

@@ -14,6 +14,8 @@ from reconciler.records import slots as slot_records
 from reconciler.trust.downloads import url as download_url
 from reconciler.work.handler import Handler, Work, canceled
 
+_KEPT = "/etc/cloud/cloud.cfg.d/99-gpuaas-seed.cfg"
+
 
 def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str, Any]:
     """Cloud-init documents user_data, meta_data and network_config, which the host renders."""
@@ -30,6 +32,9 @@ def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str,
             "users": [user],
             "disable_root": True,
             "ssh_pwauth": False,
+            # The seed is destroyed once the guest is ready. Later boots use what cloud-init has
+            # kept, so that they do not look like a new instance with new host keys.
+            "write_files": [{"path": _KEPT, "content": "manual_cache_clean: true\n"}],
         },
         "meta_data": {
             "instance-id": allocation["id"],
@@ -108,6 +113,7 @@ def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
         "memory_mib": vm["memory_mib_per_gpu"] * gpus,
         "firmware": vm["firmware"],
         "hugepages": vm["hugepages"],
+        "nested": vm.get("nested", False),
         "qemu_arguments": vm["qemu_arguments"][vm["firmware"]],
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from reconciler.runs.spec import NodeAccess, RunSpec
 from reconciler.runs.ssh import Reach, SshAccess
 from reconciler.trust import ca
 from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot, new_key
+from tests.unit.reconciler.runs.conftest import ROOT
 
 __all__ = ["boot"]
 pytestmark = pytest.mark.covers("HOST-13", "CTRL-9")
@@ -208,6 +210,53 @@ def test_no_answer_puts_another_node_behind_the_path_of_a_connection(pair: Pair,
 
     assert evidence["answers"] == ["pong"] * 3
     assert (pair.commands(pair.a), pair.commands(pair.b)) == (3, 6)
+
+
+# Runs the command of the controller on a machine that enrolled as this node.
+ENROLLED = """
+etc = folder + "/etc"
+if not os.path.exists(etc):
+    os.makedirs(etc + "/gpuaas")
+    os.system(f"cp /etc/passwd /etc/group /etc/nsswitch.conf /etc/ld.so.cache {{etc}}")
+    with open(etc + "/gpuaas/enrolment.env", "w") as file:
+        file.write("GPUAAS_NODE_ID={node}\\nGPUAAS_API_URL=https://example\\n")
+inside = f"mount --bind {{etc}} /etc && mount -t tmpfs none /var/lib && exec sh -c \\"$0\\""
+words = ["unshare", "-m", "sh", "-c", inside, os.environ["SSH_ORIGINAL_COMMAND"]]
+os.execvp(words[0], words)
+"""
+IMAGE = {
+    "name": "ubuntu",
+    "version": "1",
+    "digest": "sha256:" + "0" * 64,
+    "size_bytes": 1024,
+    "url": "http://127.0.0.1:9/image",
+}
+
+
+@pytest.mark.covers("I4")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount namespace")
+def test_a_module_refuses_the_run_of_another_node(pair: Pair) -> None:
+    """The host that answers for node A enrolled as node B: readings and changes are refused."""
+    (pair.a.folder / "answer.py").write_text(ENROLLED.format(node="node-b"))
+    profile = yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text())
+    site = dataclasses.replace(pair.site, playbooks=None)
+    for playbook, more in {"discover": {}, "cache_image": {"slice_image": IMAGE}}.items():
+        spec = pair.spec(pair.a, f"run-{playbook}", playbook)
+        run = {**spec.variables["slice_run"], "task_id": "t", "kind": "k"}
+        variables = {"slice_run": run, "slice_profile": profile, **more}
+        outcome = pair.run(site, dataclasses.replace(spec, variables=variables))
+        assert outcome.result is not None and not outcome.ok, outcome
+        error = outcome.result["error"]
+        assert (error["code"], error["found"]) == ("wrong_node", "a run for node-a")
+        assert "node-b" in error["expected"] and error["remedy"]
+
+
+@pytest.mark.covers("I4")
+def test_an_outcome_of_another_node_does_not_count(pair: Pair) -> None:
+    pair.answer({"answered_by": "node-b"})
+    outcome = pair.run(pair.site, pair.spec(pair.a, "run-a"))
+    assert (outcome.status, outcome.result, outcome.touched) == ("failed", None, True)
+    assert outcome.problem == "wrong_node: node-b answered for node-a"
 
 
 def test_a_job_of_awx_leaves_no_variable_of_the_connection_to_a_host() -> None:
