@@ -371,6 +371,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
             user=node.ssh_user,
             ca=enrolment.read_pin(context.settings.enrolment_ca_file),
             address=str(context.settings.public_address or ""),
+            insecure=context.settings.enrolment_insecure,
         )
         return IssuedEnrolment.of(record, token=secret, userdata=script)
 
@@ -406,6 +407,11 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
             remedy="run the enrolment script as it was generated",
         )
     configuration: Settings = request.app.state.settings
+    engine = request.app.state.engine
+    # Before anything is written: callers without a token must not keep the database or the disk
+    # busy.
+    with reading(engine) as conn:
+        tokens.require_enrolment(conn, node_id, parsed.token)
     trust = ca.open_trust(configuration.state_dir)
     act = Act(f"node:{node_id}", "node certificate enrolled", correlation_id(request), role="node")
     used_by = {"address": request.client.host if request.client else "", "host": parsed.hostname}
@@ -428,7 +434,6 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
         host.learn_fabric(conn, node_id, act, **fabric)
         return answer
 
-    engine = request.app.state.engine
     answer = retrying(engine, work)
     # After the transaction: an enrolment that failed must not revoke a key. If the service ends
     # between the two, the next run revokes it.

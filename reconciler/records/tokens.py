@@ -122,25 +122,41 @@ def redeem_enrolment(
     table = enrolment_tokens
     update = (
         sa.update(table)
-        .where(
-            table.c.hash == _hash(secret),
-            table.c.node_id == node_id,
-            table.c.used_at.is_(None),
-            table.c.expires_at > clock.now(),
-        )
+        .where(*_usable(node_id, secret))
         .values(used_at=clock.now(), used_by=dict(used_by))
         .returning(table)
     )
     row = conn.execute(update).mappings().first()
     if row is None:
-        raise Problem(
-            "token_invalid",
-            401,
-            expected="an unused enrolment token of this node, at most 15 minutes old",
-            found="a token that is none of it",
-            remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
-        )
+        raise _invalid_enrolment(node_id)
     return _without_hash(EnrolmentToken(**row))
+
+
+def require_enrolment(conn: sa.Connection, node_id: str, secret: str) -> None:
+    """Problem `token_invalid` unless the enrolment token can be redeemed."""
+    query = sa.select(enrolment_tokens.c.id).where(*_usable(node_id, secret))
+    if conn.execute(query).first() is None:
+        raise _invalid_enrolment(node_id)
+
+
+def _usable(node_id: str, secret: str) -> tuple[sa.ColumnElement[bool], ...]:
+    columns = enrolment_tokens.c
+    return (
+        columns.hash == _hash(secret),
+        columns.node_id == node_id,
+        columns.used_at.is_(None),
+        columns.expires_at > clock.now(),
+    )
+
+
+def _invalid_enrolment(node_id: str) -> Problem:
+    return Problem(
+        "token_invalid",
+        401,
+        expected="an unused enrolment token of this node, at most 15 minutes old",
+        found="a token that is none of it",
+        remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
+    )
 
 
 def end_enrolments(conn: sa.Connection) -> None:
