@@ -146,7 +146,8 @@ class Awx:
         looks = self.looks[job["id"]] = self.looks.get(job["id"], 0) + 1
         if job["status"] not in ACTIVE:
             return
-        job.update(status="running", started="2026-11-21T10:00:00Z")
+        unit = self.faults.unit
+        job.update(status="running", started="2026-11-21T10:00:00Z", work_unit_id=unit)
         if job["id"] in self.canceled:
             self.end(job, "canceled")
         elif looks > self.faults.steps and self.faults.lost:
@@ -157,7 +158,6 @@ class Awx:
                 artifacts=self.faults.artifacts,
                 job_explanation=self.faults.explanation,
                 result_traceback=self.faults.traceback,
-                work_unit_id=self.faults.unit,
             )
         if job["status"] not in ACTIVE:
             self.looks[job["id"]] = 0

@@ -329,8 +329,9 @@ def _end_is_known(job: dict[str, Any], feed: Feed) -> bool:
     reaped = any(text in explanation for text in _REAPED)
     if job.get("event_processing_finished") is not True or (reaped and not feed.recorder.over):
         return False
-    # Without events, only a worker that gave a reason has seen the end.
-    return feed.counter > 0 or (job["status"] != "canceled" and _reason(job) != "")
+    # Without events: AWX handed nothing to receptor, or says itself that it ended the playbook.
+    ended = not _handed_over(job) or explanation.startswith(_TIMED_OUT)
+    return feed.counter > 0 or (ended and job["status"] != "canceled")
 
 
 def _never_began(job: dict[str, Any], feed: Feed) -> bool:
@@ -342,10 +343,15 @@ def _never_began(job: dict[str, Any], feed: Feed) -> bool:
     if feed.missing or feed.recorder.began or job.get("event_processing_finished") is not True:
         return False
     if feed.counter == 0:
-        handed_over = job.get("work_unit_id", "?") not in (None, "")
-        return job.get("started", "") is None or (job["status"] == "error" and not handed_over)
+        refused = job["status"] == "error" and not _handed_over(job)
+        return refused or job.get("started", "") is None
     unexplained = not job.get("job_explanation") and not feed.recorder.over
     return job["status"] == "failed" and unexplained
+
+
+def _handed_over(job: dict[str, Any]) -> bool:
+    """Whether AWX gave the job to receptor, which runs its container."""
+    return job.get("work_unit_id", "?") not in (None, "")
 
 
 def _artifacts(job: dict[str, Any]) -> dict[str, Any]:
