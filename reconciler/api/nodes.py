@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from sqlalchemy import Connection
 from typing_extensions import TypeAliasType
 
@@ -183,6 +183,14 @@ class Node(Answer):
     install_id: str
     boot_learned_at: Moment | None
     reboot_required: bool
+    reinstall_required: Annotated[
+        bool,
+        BeforeValidator(bool),
+        Field(
+            validation_alias="tenant_machine_ids",
+            description="A tenant was root on it: it needs a new installation and a new host key.",
+        ),
+    ]
     last_contact_at: Moment | None
     created_at: Moment
 
@@ -417,10 +425,11 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
         profile = hardware_profile(configuration.profiles_dir, node.profile)
         answer = enrolment.answer(trust, parsed, preflight=preflight.document(profile))
         key, certificate = parsed.host_key, answer["certificate"]
-        host.record_certificate(conn, node_id, act, certificate=certificate, public_key=key)
-        tokens.replace_certificates(conn, node_id, parsed.host_key, act)
         identity = {"machine_id": parsed.machine_id, "boot_id": parsed.boot_id}
-        host.enrolled(conn, node_id, act, host_key=parsed.host_key, **identity)
+        host.enrolled(conn, node_id, act, host_key=key, **identity)
+        host.record_certificate(conn, node_id, act, certificate=certificate, public_key=key)
+        replaced = act.because("the host enrolled with another key")
+        tokens.replace_certificates(conn, node_id, key, replaced)
         fabric = {"interface": parsed.fabric_interface, "address": parsed.fabric_address}
         host.learn_fabric(conn, node_id, act, **fabric)
         return answer

@@ -52,7 +52,7 @@ _NODES = """
     machine_not_clean
     mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
     node_not_enrolled node_not_slice node_reachable node_unhealthy node_unreachable project_exists
-    public_url_missing scheduling_not_ready
+    public_url_missing reinstall_required scheduling_not_ready
 """
 _SLOTS = """
     bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present

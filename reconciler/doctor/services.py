@@ -69,9 +69,11 @@ def awx(settings: Settings) -> Iterator[Finding]:
     wrong: dict[str, RunError] = {}
     try:
         with Client(access) as client:
+            templates = request.list_templates(client, access)
+            setting = request.jinja_setting(client)
             for playbook in contract.PLAYBOOKS:
                 try:
-                    request.find_template(client, access, playbook)
+                    request.find_template(templates, access, playbook)
                 except RunError as refusal:
                     if not refusal.code.startswith("awx_template_"):
                         raise
@@ -83,6 +85,13 @@ def awx(settings: Settings) -> Iterator[Finding]:
         yield refused(problem, f"{playbook}: {problem.found}")
     if not wrong:
         yield ok(f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")
+    if not setting:
+        yield warn(
+            "the token's user may not read whether AWX expands templates in variables",
+            expected="ALLOW_JINJA_IN_EXTRA_VARS to be template or never",
+            remedy="look at it in AWX's job settings; until the user is a system auditor, text with"
+            " marks of a template is not launched",
+        )
 
 
 def database(settings: Settings) -> Iterator[Finding]:

@@ -9,13 +9,31 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.schema import Allocation, Discovery, Node, Parity, Task, nodes, slots, tasks
+from reconciler.db.schema import (
+    Allocation,
+    Discovery,
+    Node,
+    Parity,
+    Task,
+    claims,
+    nodes,
+    slots,
+    tasks,
+)
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model import discovery, transitions
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
-from reconciler.model.states import HealthState, NodeMode, NodeState, TaskKind, TaskState
+from reconciler.model.states import (
+    ClaimKind,
+    ClaimState,
+    HealthState,
+    NodeMode,
+    NodeState,
+    TaskKind,
+    TaskState,
+)
 from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
@@ -40,8 +58,14 @@ def enrolled(
     host_key: str,
     boot_id: str = "",
 ) -> Node:
-    """Record that the host's key is certified. A new installation must be bootstrapped again."""
+    """Record that the host's key is certified. A new installation must be bootstrapped again.
+
+    Call this before the certificate is recorded: a new installation has a key that was never
+    certified.
+    """
     before = rows.get(conn, Node, id, lock=True)
+    if before.tenant_machine_ids:
+        _installed_anew(conn, before, act, machine_id=machine_id, host_key=host_key)
     identity = {"machine_id": machine_id, "host_key": host_key, "boot_id": boot_id}
     observed(conn, id, act, identity=identity)
     node = node_records.get(conn, id)
@@ -53,6 +77,32 @@ def enrolled(
     if renewed and before.state == NodeState.UNREACHABLE:
         return regained(conn, id, act)
     return advance(conn, "node", id, "enrol", act.because("enrolled", {"identity": identity}))
+
+
+def _installed_anew(
+    conn: sa.Connection, node: Node, act: Act, *, machine_id: str, host_key: str
+) -> None:
+    """Lift `reinstall_required` from a node that enrols under a new machine id and host key.
+
+    A node with its tenant, or with the clean-up still to come, may enrol again and stays marked.
+    The same installation after the release is refused.
+    """
+    held = sa.select(claims.c.id).where(
+        claims.c.node_id == node.id,
+        claims.c.kind == ClaimKind.NODE_EXCLUSIVE,
+        claims.c.state.in_((ClaimState.RESERVED, ClaimState.PROVISIONING, ClaimState.ACTIVE)),
+    )
+    known = machine_id in node.tenant_machine_ids
+    if known or tokens.known_host_key(conn, node.id, host_key) or rows.first(conn, held):
+        if certificates.cut_off(conn, node.id):
+            node_records.require_installed(node)
+        return
+    values: dict[str, Any] = {"tenant_machine_ids": []}
+    if node.health_detail.get("code") == node_records.DRIFT:
+        # Drift of the previous installation.
+        values |= gate.HEALTHY
+    node_records.update(conn, node.id, **values)
+    journal.audit(conn, act, "node.reinstalled", "node", node.id, detail={"machine_id": machine_id})
 
 
 def bootstrapped(
@@ -152,6 +202,8 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
     node_records.require_clean(node)
     gate.close(conn, id, act.because(f"conversion to {to} begins"))
     node_records.refuse_in_use(conn, id)
+    if to == NodeMode.SLICE:
+        node_records.require_installed(node)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     journal.audit(conn, act, "admin.node.converted", "node", id, detail={"to": to})
     return advance(conn, "node_mode", id, f"to_{to}", act)
@@ -237,6 +289,10 @@ def observed(
     values: dict[str, Any] = {**identifiers, "install_id": install, "last_contact_at": clock.now()}
     if changed:
         values["boot_learned_at"] = clock.now()
+    if node.tenant_machine_ids:
+        # The tenant can change the machine id, and change it back later.
+        ids = {*node.tenant_machine_ids, identifiers["machine_id"]}
+        values["tenant_machine_ids"] = sorted(ids)
     if reboot_required is not None:
         values["reboot_required"] = reboot_required
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**values))

@@ -194,6 +194,21 @@ def by_admin(
 
 
 NOT_CLEAN = "machine_not_clean"
+DRIFT = "machine_drifted"
+REINSTALL = "reinstall_required"
+
+
+def require_installed(node: Node) -> None:
+    """Problem `reinstall_required` for a machine on which a tenant was root."""
+    if node.tenant_machine_ids:
+        raise Problem(
+            REINSTALL,
+            409,
+            expected="a machine that was installed anew after its tenant, with a new SSH host key",
+            found="the installation on which a tenant was root",
+            remedy="install the machine anew, then run the script that"
+            f" `gpuaas nodes userdata {node.id}` prints on it as root",
+        )
 
 
 def require_clean(node: Node) -> None:

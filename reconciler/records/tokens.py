@@ -223,7 +223,10 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
 
 
 def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act: Act) -> list[str]:
-    """Revoke the node's certificates of any other host key; returns their serials."""
+    """Revoke the node's certificates of any other host key; returns their serials.
+
+    public_key: the host key that stays, or "" for none.
+    """
     table = node_certificates
     update = (
         sa.update(table)
@@ -237,10 +240,18 @@ def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act
     )
     serials = sorted(conn.execute(update).scalars())
     if serials:
-        why = act.because("the host enrolled with another key")
         detail = {"serials": serials}
-        journal.audit(conn, why, "node.certificate.revoked", "node", node_id, detail=detail)
+        journal.audit(conn, act, "node.certificate.revoked", "node", node_id, detail=detail)
     return serials
+
+
+def known_host_key(conn: sa.Connection, node_id: str, public_key: str) -> bool:
+    """Whether the node had a certificate of this host key."""
+    table = node_certificates
+    query = sa.select(table.c.id).where(
+        table.c.node_id == node_id, table.c.public_key == public_key
+    )
+    return conn.execute(query.limit(1)).first() is not None
 
 
 def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[str]:

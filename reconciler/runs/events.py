@@ -75,6 +75,11 @@ class Recorder:
         """
         return self._answered or len(self._begun) > 1
 
+    @property
+    def began(self) -> bool:
+        """Whether a task for the host began."""
+        return self._answered or self.unreachable or bool(self._begun)
+
     def __call__(self, event: Mapping[str, Any]) -> bool:
         """Take an event. False tells the runner not to store it: it holds arguments and results."""
         kind = str(event.get("event", ""))

@@ -104,7 +104,7 @@ def _play(
     paths: RunPaths, manifest: dict[str, Any], stop_requested: Callable[[], bool]
 ) -> dict[str, Any] | None:
     if stop_requested():
-        return {"status": "canceled", "rc": None, "problem": "never_began"}
+        return {"status": "canceled", "rc": None, "problem": "never_began", "begun": False}
     recorder = Recorder(paths.progress)
     begun = time.monotonic()
     try:
