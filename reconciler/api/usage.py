@@ -200,6 +200,10 @@ def _table(
         # period do not change in between.
         rows = read(Page(_AT_ONCE))
         while rows:
+            if not context.allowed():
+                # The connection ends without the end of the body, so the file is not taken for
+                # complete.
+                raise ConnectionAbortedError("the token of this download is no longer valid")
             documents = [encode(item(row)) for row in rows]
             yield _csv([document[name] for name in columns] for document in documents)
             rows = read(Page(_AT_ONCE, usage.ORDER.keys(rows[-1])))

@@ -37,7 +37,7 @@ def create(
     name: Annotated[str, typer.Option(help="Name of the holder, for audit.")],
     project: Annotated[str, typer.Option(help="For project-member, by id or name.")] = "",
     node: Annotated[str, typer.Option(help="For node.")] = "",
-    days: Annotated[int, typer.Option(min=0, help="Days until it ends; 0: no end.")] = 0,
+    days: Annotated[int, typer.Option(min=0, help="Days until it ends; 0: no end.")] = 90,
     save: Annotated[bool, typer.Option(help="Save it for this machine's `gpuaas`.")] = False,
 ) -> None:
     """Print a new token; it is not shown again. Needs access to the database itself."""

@@ -16,7 +16,7 @@ from reconciler.api import usage as usage_routes
 from reconciler.api.app import PREFIX
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import host, recovery
-from reconciler.records import allocations
+from reconciler.records import allocations, tokens
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
 
@@ -140,6 +140,24 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
     assert float(over["gpu_seconds"]) == told[0]["gpu_seconds"]
     # Counted to the moment of the question, which was before the other one.
     assert 0 <= float(running["gpu_seconds"]) <= told[1]["gpu_seconds"]
+
+
+@pytest.mark.covers("CTRL-10")
+def test_a_download_breaks_off_with_its_token(
+    used: tuple[Stack, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no proper end, so that nobody takes the part for the whole."""
+    stack, _made = used
+    monkeypatch.setattr(usage_routes, "_AT_ONCE", 1)
+
+    def revoke() -> None:
+        with transaction(stack.engine) as conn:
+            caller = tokens.authenticate(conn, stack.secrets["admin"])
+            assert caller is not None
+            tokens.revoke(conn, caller.id, ACT)
+
+    with pytest.raises(ConnectionAbortedError):
+        _read_slowly(stack, f"{PREFIX}/{SITE}", revoke)
 
 
 def _read_slowly(stack: Stack, path: str, rests: Callable[[], None]) -> str:

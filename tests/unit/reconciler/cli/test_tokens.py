@@ -30,6 +30,7 @@ def test_the_first_token(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
     with reading(new.engine) as conn:
         member = tokens.authenticate(conn, file.read_text().strip())
     assert member is not None and member.project_id == "demo"
+    assert member.expires_at - member.created_at == pytest.approx(90 * 86_400, abs=60)
 
 
 def test_tokens_belong_to_somebody(
