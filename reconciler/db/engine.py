@@ -27,8 +27,31 @@ _REST_S = 10
 # a site together exceed the server's limit.
 _CONNECTIONS = 15
 _SINCE = "gpuaas_rests_since"
-# serialization_failure and deadlock_detected: the transaction had no effect and may be repeated.
-_REPEATABLE = frozenset({"40001", "40P01"})
+# idle_in_transaction_session_timeout: the server ended the session, because the process was paused.
+_PAUSED = "25P03"
+# The transaction had no effect and may be repeated. The others are serialization_failure,
+# deadlock_detected and lock_not_available.
+_REPEATABLE = frozenset({"40001", "40P01", "55P03", _PAUSED})
+# Limits of a session of PostgreSQL. A process that is paused or cut off in the middle of a
+# transaction keeps its row locks until the server ends its session. The attempts of `retrying`
+# together outlast that.
+_LIMITS = {
+    "lock_timeout": "3s",
+    "idle_in_transaction_session_timeout": "10s",
+    "statement_timeout": "60s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "25s",
+}
+# The same of our side of the connection, for a server that does not answer.
+_LINK = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
 
 
 def open_engine(url: str) -> sa.Engine:
@@ -38,7 +61,9 @@ def open_engine(url: str) -> sa.Engine:
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)
     else:
-        engine = sa.create_engine(url, pool_size=_CONNECTIONS, max_overflow=0)
+        limits = _limits(sa.make_url(url))
+        engine = sa.create_engine(url, pool_size=_CONNECTIONS, max_overflow=0, connect_args=limits)
+        event.listen(engine, "handle_error", _was_ended)
         event.listen(engine, "checkout", partial(_still_there, engine.dialect))
         event.listen(engine, "checkin", _rests)
     return engine
@@ -113,6 +138,30 @@ def _may_repeat(failure: Problem | exc.DBAPIError) -> bool:
     if isinstance(failure, exc.IntegrityError):
         return True
     return getattr(failure.orig, "sqlstate", None) in _REPEATABLE
+
+
+def without_limits(conn: sa.Connection) -> None:
+    """Let the statements of this transaction last and wait as long as they need.
+
+    For migrations and sweeps, whose statements grow with the database.
+    """
+    if conn.dialect.name == "postgresql":
+        conn.exec_driver_sql("SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0")
+
+
+def _limits(url: sa.URL) -> dict[str, Any]:
+    """Connection arguments with the limits of a session; those in the URL itself prevail."""
+    options = [f"-c {name}={value}" for name, value in _LIMITS.items()]
+    given = url.query.get("options", ())
+    options += [given] if isinstance(given, str) else given
+    link = {name: value for name, value in _LINK.items() if name not in url.query}
+    return {**link, "options": " ".join(options)}
+
+
+def _was_ended(context: sa.ExceptionContext) -> None:
+    """Mark a connection whose session the server has ended; the driver calls that internal."""
+    if getattr(context.original_exception, "sqlstate", None) == _PAUSED:
+        context.is_disconnect = True
 
 
 @contextmanager
