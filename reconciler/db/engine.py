@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ _REST_S = 10
 # Connections that stay open. With fewer, requests wait for each other; with more, the processes of
 # a site together exceed the server's limit.
 _CONNECTIONS = 15
+# Of them, so many may write. Writers may all wait for a lock, and readers must not wait for them.
+_WRITERS = 10
+_TURNS = "gpuaas_turns"
 _SINCE = "gpuaas_rests_since"
 # idle_in_transaction_session_timeout: the server ended the session, because the process was paused.
 _PAUSED = "25P03"
@@ -61,8 +65,13 @@ def open_engine(url: str) -> sa.Engine:
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)
     else:
-        limits = _limits(sa.make_url(url))
-        engine = sa.create_engine(url, pool_size=_CONNECTIONS, max_overflow=0, connect_args=limits)
+        engine = sa.create_engine(
+            url,
+            pool_size=_CONNECTIONS,
+            max_overflow=0,
+            connect_args=_limits(sa.make_url(url)),
+            execution_options={_TURNS: threading.Semaphore(_WRITERS)},
+        )
         event.listen(engine, "handle_error", _was_ended)
         event.listen(engine, "checkout", partial(_still_there, engine.dialect))
         event.listen(engine, "checkin", _rests)
@@ -72,7 +81,8 @@ def open_engine(url: str) -> sa.Engine:
 @contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A writing transaction, committed as a whole or rolled back."""
-    with engine.connect() as conn, conn.begin():
+    turn = engine.get_execution_options().get(_TURNS) or nullcontext()
+    with turn, engine.connect() as conn, conn.begin():
         guard = conn.get_execution_options().get(_GUARD)
         if guard is not None:
             guard(conn)
