@@ -10,7 +10,10 @@ from reconciler.model.errors import Problem
 
 @dataclass(frozen=True)
 class Act:
-    """actor: "admin:alice#<id of the token>", "task:<id>", "local-operator"; role: the token's role, if any."""
+    """actor: "admin:alice#<id of the token>", "task:<id>", "local-operator".
+
+    role: the token's role, if any.
+    """
 
     actor: str
     reason: str = ""
