@@ -55,7 +55,7 @@ def up(*, fresh: bool = False) -> state.Lab:
     lab = _start(machine, qemu, image)
     lab.save()
     with step(f"lab host boot ({machine.accel})"):
-        _admit(lab)
+        admit(lab)
     return lab
 
 
@@ -143,7 +143,7 @@ def _start(machine: topology.Machine, qemu: Qemu, image: Path) -> state.Lab:
     )
 
 
-def _admit(lab: state.Lab) -> None:
+def admit(lab: state.Lab) -> None:
     """Give the host the operator's key and read its host key, both over the trusted channel."""
     key = Path(lab.key)
     if not key.exists():

@@ -17,6 +17,7 @@ from reconciler.wait_timeout import WaitTimeout
 
 API = "/api/v1"
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
+_TIMEOUT_S = 60.0
 # About a minute, in which a service can restart.
 _RECONNECTS = 15
 
@@ -37,7 +38,7 @@ class Client:
         headers = {"Authorization": f"Bearer {token}"}
         if correlation_id:
             headers["X-Correlation-Id"] = correlation_id
-        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=60)
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S)
 
     def close(self) -> None:
         self._http.close()
@@ -56,11 +57,17 @@ class Client:
             query["cursor"] = page["next"]
 
     def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = ""
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        key: str | None = "",
+        timeout_s: float = _TIMEOUT_S,
     ) -> Any:
         """POST with an idempotency key: a new key, `key` to repeat a request, None for no key."""
+        wait = {"timeout": httpx.Timeout(timeout_s).as_dict()}
         headers = {} if key is None else {"Idempotency-Key": key or str(uuid.uuid4())}
-        return self._send("POST", path, json=body or {}, headers=headers)
+        return self._send("POST", path, json=body or {}, headers=headers, extensions=wait)
 
     def put(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._send("PUT", path, json=body)

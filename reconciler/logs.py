@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Any
 
 from reconciler.settings import Settings
 
@@ -16,6 +17,8 @@ from reconciler.settings import Settings
 _ids: ContextVar[dict[str, str]] = ContextVar("ids", default={})  # noqa: B039 - never changed
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
+# The longest line. A path has up to 64 KiB, a host's answer more.
+_LONGEST = 16_000
 # Some log whole URLs, and the query of a download link is a key. Others log every step.
 _QUIET = ("httpx", "uvicorn.access", "alembic")
 
@@ -35,7 +38,7 @@ def configure(settings: Settings) -> None:
     """Log to standard error as the settings say, in place of any earlier configuration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_with_ids)
-    handler.setFormatter(Json() if settings.log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(Json() if settings.log_format == "json" else Text(_TEXT))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -44,6 +47,21 @@ def configure(settings: Settings) -> None:
 def ids() -> dict[str, str]:
     """The ids in force, without empty values."""
     return _ids.get()
+
+
+class Text(logging.Formatter):
+    """A line per event, which no path, name or output of a host can end or colour.
+
+    Lines of a traceback are indented, so that none of them looks like an event.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        # Not splitlines(), which also splits at characters that a terminal does not.
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {_printable(line)}" for line in lines)
 
 
 class Json(logging.Formatter):
@@ -61,6 +79,18 @@ class Json(logging.Formatter):
             line["error"] = self.formatException(record.exc_info)
         # ASCII, so that a line end or a terminal sequence from a host is escaped.
         return json.dumps(line)
+
+
+def _printable(text: str) -> str:
+    """The text with every control, separator and direction character escaped, and cut if long."""
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} [{len(text) - _LONGEST} more characters]"
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def _with_ids(record: logging.LogRecord) -> bool:

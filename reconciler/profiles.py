@@ -38,7 +38,17 @@ def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
 
 def profile_skus(folder: Path) -> dict[str, str]:
     """SKU by name of the hardware profile; "" for a profile without a SKU."""
-    return dict(_skus(folder, tuple(sorted(_states(folder).items()))))
+    return {name: sku for name, sku, _ in _offers(folder, tuple(sorted(_states(folder).items())))}
+
+
+def ready_minimum_s(folder: Path, sku: str = "") -> int:
+    """Least seconds that a member may leave a slice of this SKU to become reachable; "": of any.
+
+    A guest that had no time to boot leaves its slots blocked, so the limit of the profile is also
+    the minimum unless the profile has `deadlines.ready_minimum`.
+    """
+    offers = _offers(folder, tuple(sorted(_states(folder).items())))
+    return max((least for _, offered, least in offers if sku in ("", offered)), default=0)
 
 
 def _states(folder: Path) -> dict[str, _State]:
@@ -72,10 +82,15 @@ def _read(file: Path, _state: _State) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _skus(folder: Path, states: tuple[tuple[str, _State], ...]) -> tuple[tuple[str, str], ...]:
-    skus = []
+def _offers(
+    folder: Path, states: tuple[tuple[str, _State], ...]
+) -> tuple[tuple[str, str, int], ...]:
+    offers = []
     for name, state in states:
         # A broken profile is reported where it is used; it must not stop other launches.
-        with contextlib.suppress(Problem):
-            skus.append((name, str(_read(folder / f"{name}.yml", state).get("sku") or "")))
-    return tuple(skus)
+        with contextlib.suppress(Problem, AttributeError, TypeError, ValueError):
+            profile = _read(folder / f"{name}.yml", state)
+            deadlines = profile.get("deadlines") or {}
+            least = int(deadlines.get("ready_minimum", deadlines.get("ready", 0)))
+            offers.append((name, str(profile.get("sku") or ""), least))
+    return tuple(offers)

@@ -68,6 +68,9 @@ class Settings(BaseSettings):
     public_address: IPvAnyAddress | None = None
     """IP address behind the name in public_url, for a site whose DNS lacks the name. Hosts use
     it to enrol, and bootstrap writes it into their /etc/hosts."""
+    enrolment_insecure: bool = False
+    """Accept a public_url of plain http:// for enrolment. Anybody between a host and the API can
+    then run commands as root on that host; for networks of the service alone."""
     enrolment_ca_file: Path | None = None
     """PEM of the only CA that hosts accept for the API when they enrol over HTTPS. Unset: the
     CAs that the host itself trusts."""
@@ -75,6 +78,9 @@ class Settings(BaseSettings):
     """Ansible collections path that holds gpuaas.slice."""
     profiles_dir: Path = PROJECT / "profiles"
     """Folder of hardware profiles, one YAML file each."""
+    images_dir: Path = Path("/srv/images")
+    """Folder of the image files that this service hands to hosts; nothing outside of it is served.
+    It and the state folder may not contain each other."""
     workers: int = Field(2, ge=0)
     """Tasks that a process runs at the same time."""
     task_lease_s: int = Field(30, ge=5)
@@ -174,6 +180,10 @@ class Settings(BaseSettings):
     def _companions_are_set(self) -> Settings:
         if self.oidc_issuer and not self.oidc_audience:
             raise ValueError("GPUAAS_OIDC_AUDIENCE goes with GPUAAS_OIDC_ISSUER")
+        images = self.images_dir.resolve()
+        for other in (self.state_dir.resolve(), *map(Path, ("/proc", "/sys", "/dev"))):
+            if images.is_relative_to(other) or other.is_relative_to(images):
+                raise ValueError(f"GPUAAS_IMAGES_DIR: a folder outside of {other}, not above it")
         if self.launcher == "awx" and not (self.awx_url and self.awx_token_file):
             raise ValueError("GPUAAS_LAUNCHER=awx needs GPUAAS_AWX_URL and GPUAAS_AWX_TOKEN_FILE")
         return self
@@ -201,19 +211,29 @@ class Settings(BaseSettings):
 
     @property
     def url_for_hosts(self) -> str:
-        """URL of the API for hosts; Problem `public_url_missing` when only this machine reaches it.
+        """URL of the API for hosts; Problem `public_url_missing` when only this machine reaches it,
+        `enrolment_without_tls` when others can change what a host gets from it.
 
         A local address in public_url is accepted: a tunnel may end there, or the host is this
         machine.
         """
         name = self.listen.rpartition(":")[0].strip("[]")
-        if not self.public_url and (name == "localhost" or _is_local(name)):
+        if not self.public_url and _is_local(name):
             raise Problem(
                 "public_url_missing",
                 expected="GPUAAS_PUBLIC_URL, the URL under which hosts reach this API",
                 found=f"none, and {self.listen} is no address for another machine",
                 remedy="set it, such as https://gpuaas.example; for a host that reaches the API"
                 f" at this very address set GPUAAS_PUBLIC_URL=http://{self.listen}",
+            )
+        if is_exposed(self.api_url) and not self.enrolment_insecure:
+            raise Problem(
+                "enrolment_without_tls",
+                expected="an https URL in GPUAAS_PUBLIC_URL, because hosts carry out the answer as"
+                " root",
+                found=self.api_url,
+                remedy="put a proxy with TLS before the API (docs/operations.md, TLS), or set"
+                " GPUAAS_ENROLMENT_INSECURE=1 if nobody else uses the network",
             )
         return self.api_url
 
@@ -224,11 +244,17 @@ class Settings(BaseSettings):
         return {name: str(self.public_address)} if name and self.public_address else {}
 
 
+def is_exposed(url: str) -> bool:
+    """Whether a URL leads over the network without TLS."""
+    parts = urlsplit(url)
+    return parts.scheme != "https" and not _is_local(parts.hostname or "")
+
+
 def _is_local(name: str) -> bool:
     try:
         address = ip_address(name)
     except ValueError:
-        return False
+        return name == "localhost"
     return address.is_loopback or address.is_unspecified
 
 

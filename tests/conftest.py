@@ -30,6 +30,7 @@ SLOW = (
     "unit/reconciler/faults/",
     "unit/reconciler/lifecycle/test_concurrent_clients.py",
     "unit/reconciler/runs/awx/test_process.py",
+    "unit/reconciler/runs/test_hostile_host.py",
     "unit/reconciler/runs/test_run.py",
     "unit/reconciler/service/test_crashes.py",
     "unit/reconciler/service/test_leader.py",

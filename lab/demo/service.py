@@ -15,6 +15,7 @@ from types import MappingProxyType
 import httpx
 
 from lab.command import LabError
+from lab.paths import cache_folder
 
 START_DEADLINE_S = 60
 
@@ -39,6 +40,10 @@ class Service:
             "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
             "GPUAAS_PUBLIC_URL": f"http://{gateway}:{self.port}",
             "GPUAAS_PROFILES_DIR": str(profiles),
+            # The network between the lab host and this machine is a pair of sockets.
+            "GPUAAS_ENROLMENT_INSECURE": "1",
+            # The guest image of the lab, in the cache of built parts.
+            "GPUAAS_IMAGES_DIR": str(cache_folder()),
             "GPUAAS_API": self.url,
             **settings,
         }

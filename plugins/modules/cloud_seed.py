@@ -21,9 +21,13 @@ options:
     type: str
     required: true
   state:
-    description: Whether the seed exists.
+    description:
+      - Whether the seed exists.
+      - With V(detached) it is removed from the definition of the allocation's domain, overwritten,
+        deleted, and unplugged from the running guest. A guest that does not take part in the
+        unplugging is a warning and keeps a disk of zeros until it is powered off.
     type: str
-    choices: [present, absent]
+    choices: [present, detached, absent]
     default: present
   user_data:
     description:
@@ -58,6 +62,11 @@ EXAMPLES = r"""
       version: 2
       ethernets: {management: {match: {macaddress: "52:54:00:64:00:0a"}, dhcp4: true}}
 
+- name: Destroy it once the guest has read it
+  gpuaas.slice.cloud_seed:
+    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    state: detached
+
 - name: Remove it
   gpuaas.slice.cloud_seed:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
@@ -74,10 +83,16 @@ present:
   description: Whether the seed exists.
   returned: always
   type: bool
+seed:
+  description: Whether the file is gone, and whether a restart or the running guest has the disk.
+  returned: with O(state=detached)
+  type: dict
+  sample: {destroyed: true, in_definition: false, in_guest: false}
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -87,30 +102,65 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _ledger,
     _object_names,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _cloud_seed
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _cloud_seed,
+    _domain,
+    _libvirt,
+)
 
 
-def observe(params: _change.Params) -> str | None:
-    """Digest of the existing seed; None without a seed."""
+@dataclass(frozen=True)
+class State:
+    """digest: of the existing seed, None without a seed. defined, plugged: whether the domain's
+    definition and the running guest have it; read for `detached` only.
+    """
+
+    digest: str | None
+    defined: bool = False
+    plugged: bool = False
+
+
+def observe(params: _change.Params) -> State:
     _not_late(params)
-    return _cloud_seed.present(_object_names.seed_path(params["allocation_id"]))
-
-
-def plan(params: _change.Params, state: str | None) -> _change.Plan:
     path = _object_names.seed_path(params["allocation_id"])
-    if params["state"] == "absent":
-        steps = [_change.Step("remove_seed", path, state, None)] if state is not None else []
-        return _change.Plan(tuple(steps))
-    digest = _cloud_seed.digest(_content(params))
-    if state == digest:
-        return _change.Plan()
-    return _change.Plan((_change.Step("write_seed", path, state, digest),))
+    digest = _cloud_seed.present(path)
+    name = _object_names.domain_name(params["allocation_id"])
+    life = _libvirt.states().get(name) if params["state"] == "detached" else None
+    if life is None:
+        return State(digest)
+    live = life.active and path in _domain.parse(_libvirt.definition(name, live=True))["seed"]
+    return State(digest, path in _domain.parse(_libvirt.definition(name))["seed"], live)
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    path = _object_names.seed_path(params["allocation_id"])
+    if params["state"] == "present":
+        digest = _cloud_seed.digest(_content(params))
+        steps = [_change.Step("write_seed", path, state.digest, digest)]
+        return _change.Plan(tuple(steps) if state.digest != digest else ())
+    name = _object_names.domain_name(params["allocation_id"])
+    steps = []
+    if state.defined:
+        steps.append(_change.Step("forget_seed", f"{name} definition", path, ""))
+    if state.digest is not None:
+        remove = "remove_seed" if params["state"] == "absent" else "destroy_seed"
+        steps.append(_change.Step(remove, path, state.digest, None))
+    if state.plugged:
+        steps.append(_change.Step("unplug_seed", f"{name} disks", path, "", soft=True))
+    return _change.Plan(tuple(steps))
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     _not_late(params)
+    name = _object_names.domain_name(params["allocation_id"])
     if step.name == "write_seed":
         _cloud_seed.make(step.subject, _content(params))
+    elif step.name == "forget_seed":
+        _libvirt.forget_disk(name, step.before)
+    elif step.name == "unplug_seed":
+        _libvirt.unplug_disk(name, step.before)
+    elif step.name == "destroy_seed":
+        _cloud_seed.destroy(step.subject)
     else:
         _host.remove(step.subject)
     return None
@@ -118,13 +168,18 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 def _not_late(params: _change.Params) -> None:
     # A seed that a late run leaves behind belongs to no allocation, so it would never be removed.
-    if params["state"] == "present":
+    if params["state"] != "absent":
         _ledger.check_each(params.get("slots") or ())
 
 
-def facts(params: _change.Params, state: str | None) -> dict[str, Any]:
-    path = _object_names.seed_path(params["allocation_id"])
-    return {"path": path, "present": state is not None}
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    gone = state.digest is None
+    evidence = {"destroyed": gone, "in_definition": state.defined, "in_guest": state.plugged}
+    return {
+        "path": _object_names.seed_path(params["allocation_id"]),
+        "present": not gone,
+        **({"seed": evidence} if params["state"] == "detached" else {}),
+    }
 
 
 def _content(params: _change.Params) -> dict[str, str]:
@@ -142,7 +197,11 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "allocation_id": {"type": "str", "required": True},
-            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+            "state": {
+                "type": "str",
+                "choices": ["present", "detached", "absent"],
+                "default": "present",
+            },
             "user_data": {"type": "json", "no_log": True},
             "meta_data": {"type": "dict", "default": {}},
             "network_config": {"type": "dict", "default": {}},

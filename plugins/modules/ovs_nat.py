@@ -12,6 +12,11 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Runs Open vSwitch, gives its bridge an address, switches IPv4 forwarding on, masquerades the
     slice subnet and has dnsmasq serve reservations only (C(/var/lib/gpuaas/dnsmasq/hosts.d)).
+  - The bridge fails closed. Guests reach public addresses, O(allowed_networks), and of the host
+    DHCP, DNS and ping; nothing but answers and managed ingress reaches a guest. Open vSwitch and
+    the host's firewall (table C(inet gpuaas_slice)) both hold that.
+  - C(gpuaas-slice-network-baseline.service) keeps running, compares the bridge's fail mode, every
+    flow and the firewall with the guards of the slices, and restores them within seconds.
   - C(gpuaas-slice-network-baseline.service) repairs the same at boot and restarts dnsmasq after
     itself, never from inside.
   - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale
@@ -22,7 +27,8 @@ description:
   - The card's management link is optional and comes last. C(rshim.service) is started and enabled
     for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
     nor at boot, where the service waits for it after everything else.
-  - Refuses with C(network_invalid), C(bridge_name_taken) and, on the way back, with
+  - Refuses with C(network_invalid), C(bridge_name_taken),
+    C(connection_tracking_missing) and, on the way back, with
     C(network_in_use). A configuration that dnsmasq does not accept is never installed.
 options:
   bridge:
@@ -42,6 +48,24 @@ options:
       rshim).
     type: bool
     default: false
+  allowed_networks:
+    description: >-
+      Private IPv4 networks that guests may reach. Without it they reach public addresses only. A
+      network that contains an address of the host is refused.
+    type: list
+    elements: str
+    default: []
+  denied_networks:
+    description: Public IPv4 networks of the site that guests must not reach.
+    type: list
+    elements: str
+    default: []
+  egress_probe:
+    description: >-
+      Address, or C(address:port), that parity contacts as a guest, also where it is private; the
+      default gateway if empty.
+    type: str
+    default: ""
   state:
     description: Whether the baseline exists or is fully removed.
     type: str
@@ -92,6 +116,9 @@ def main() -> None:
             "address": {"type": "str", "default": "10.100.0.1/24"},
             "subnet": {"type": "str", "default": "10.100.0.0/24"},
             "tmfifo": {"type": "bool", "default": False},
+            "allowed_networks": {"type": "list", "elements": "str", "default": []},
+            "denied_networks": {"type": "list", "elements": "str", "default": []},
+            "egress_probe": {"type": "str", "default": ""},
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
         },
         supports_check_mode=True,

@@ -107,15 +107,17 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
         api_topology=params["api_topology"],
         maas_tags=params["maas_tags"],
     )
+    facts = _host_facts.Facts(request)
     outcomes = _check.evaluate(
         _slice_parity.CHECKS,
-        _host_facts.Facts(request),
+        facts,
         intent=request.intent,
         not_applicable=request.profile.get("not_applicable", []),
     )
     header = {"schema": 1, "intent": request.intent, "profile": str(request.profile["name"])}
     when = {"collected_at": _host.now(), "identity": _host.identity()}
-    return {"parity": {**header, **when, **_check.report(outcomes)}}
+    report = {**_check.report(outcomes), "dead_gpus": facts.dead_gpus}
+    return {"parity": {**header, **when, **report}}
 
 
 def main() -> None:

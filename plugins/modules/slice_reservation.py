@@ -30,9 +30,6 @@ options:
     description: The IPv4 address.
     type: str
     required: true
-  hostname:
-    description: The guest's name, a lower-case DNS label. Required with O(state=present).
-    type: str
   bridge:
     description: The interface that dnsmasq serves.
     type: str
@@ -58,7 +55,6 @@ EXAMPLES = r"""
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
     mac: "52:54:00:64:00:0a"
     ip: 10.100.0.10
-    hostname: trainer
 
 - name: Give it back
   gpuaas.slice.slice_reservation:
@@ -76,7 +72,6 @@ reservation:
   sample:
     mac: "52:54:00:64:00:0a"
     ip: 10.100.0.10
-    hostname: trainer
     lease_ip: ""
     connections: 0
 """
@@ -207,7 +202,6 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
         "reservation": {
             "mac": reservation.mac if reservation else "",
             "ip": reservation.ip if reservation else "",
-            "hostname": reservation.hostname if reservation else "",
             "lease_ip": state.leases[0].ip if state.leases else "",
             "connections": state.tracked,
         }
@@ -220,7 +214,6 @@ def _requested(params: _change.Params) -> _dnsmasq.Reservation:
             name=params["allocation_id"],
             mac=params["mac"],
             ip=params["ip"],
-            hostname=params["hostname"],
         )
     )
 
@@ -240,12 +233,10 @@ def main() -> None:
             "allocation_id": {"type": "str", "required": True},
             "mac": {"type": "str", "required": True},
             "ip": {"type": "str", "required": True},
-            "hostname": {"type": "str"},
             "bridge": {"type": "str", "default": "ovsbr0"},
             "slots": {"type": "list", "elements": "dict", "default": []},
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
         },
-        required_if=[("state", "present", ("hostname",))],
         supports_check_mode=True,
     )
     _change.run(module, _change.Subject(observe, plan, apply, facts))

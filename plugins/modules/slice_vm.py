@@ -12,6 +12,7 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Defines the libvirt domain, starts it paused, guards its Open vSwitch port with flows, and
     only then lets it run.
+  - The guard is kept in C(/var/lib/gpuaas/guards) and restored after a restart of the switch.
   - The guard lets the guest use its own MAC and IPv4 address only. A guest serves no DHCP, sends
     no IPv6, reaches no other slice, and of the host only DHCP, DNS and ping. The host reaches the
     guest by SSH.
@@ -50,11 +51,6 @@ options:
   ip:
     description: The guest's IPv4 address. Required with O(state=running).
     type: str
-  denied_networks:
-    description: Further destinations that the guest must not reach, such as a BMC network.
-    type: list
-    elements: str
-    default: []
   shutdown_deadline:
     description: Seconds that the guest gets to power off by itself.
     type: int
@@ -76,6 +72,10 @@ options:
         default: -1
       firmware: {description: Firmware., type: str, choices: [bios, uefi], default: bios}
       hugepages: {description: Memory from 1 GiB pages., type: bool, default: false}
+      nested:
+        description: Whether the guest may itself run virtual machines.
+        type: bool
+        default: false
       gpus: {description: PCI addresses of the GPUs., type: list, elements: str, required: true}
       fabric_vfs:
         description: PCI addresses of the fabric virtual functions.
@@ -153,6 +153,7 @@ domain:
     pid: 4711
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +165,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _libvirt,
@@ -184,8 +185,8 @@ _STUCK = {
 @dataclass(frozen=True)
 class State:
     """definition: None without a domain. port: number on the bridge, None without one.
-    wanted_flows: expected guard of that port. qos: limit of the port. left: files
-    that outlived the VM.
+    wanted_flows: expected guard of that port. qos: limit of the port. left: files that outlived the
+    VM. kept: the guard that the host restores after a restart of the switch.
     """
 
     life: _libvirt.State | None
@@ -198,6 +199,7 @@ class State:
     fences: dict[str, int]
     left: tuple[str, ...]
     qos: _qos.State = _qos.UNLIMITED
+    kept: _flows.Guard | None = None
 
     @property
     def active(self) -> bool:
@@ -219,19 +221,23 @@ def observe(params: _change.Params) -> State:
             e.disk_identity for e in _ledger.entries() if e.allocation_id == allocation
         )
         if active and port:
-            flows = _flows.rules(guard, port, _flows.host_addresses())
-    files = [_object_names.nvram_path(allocation), *_object_names.console_files(allocation)]
+            flows = _guard_flows(guard, port)
+    files = [
+        *(_object_names.nvram_path(allocation), _object_names.guard_path(allocation)),
+        *_object_names.console_files(allocation),
+    ]
     return State(
         life=life,
         definition=_domain.parse(_libvirt.definition(name)) if life else None,
         pids=tuple(_libvirt.processes(name)),
         port=port,
-        flows=_flows.installed(params["bridge"], allocation),
+        flows=_flows.installed(params["bridge"], _object_names.cookie(allocation)),
         wanted_flows=flows,
         held=held,
         fences={str(s["slot_id"]): _ledger.load(str(s["slot_id"])).fence for s in slots},
         left=tuple(path for path in files if _host.path(path).exists()),
         qos=_qos.observe(allocation),
+        kept=_guards.saved(allocation),
     )
 
 
@@ -256,6 +262,9 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 def _plan_running(params: _change.Params, state: State) -> _change.Plan:
     domain = _spec(params)
     want = _domain.describe(domain)
+    if state.active and state.definition and not state.definition["seed"]:
+        # The seed is detached as soon as the guest has read it.
+        want["seed"] = ""
     different = _domain.differences(want, state.definition) if state.definition else None
     blockers = [*_unsupported(params), *_obstacles(domain, state, different)]
     steps = []
@@ -265,7 +274,8 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("define_domain", domain.name, before, after))
     if not state.active:
         steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
-    if not state.active or state.flows != state.wanted_flows:
+    unguarded = state.flows != state.wanted_flows or state.kept != _guard(params)
+    if not state.active or unguarded:
         before_flows = sorted(flow.text() for flow in state.flows)
         after_flows: Any = sorted(flow.text() for flow in state.wanted_flows)
         after_flows = after_flows or "the guard of the port that it gets"
@@ -335,15 +345,15 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("stop_domain", f"{name} power", state.life.name, "off"))
     elif state.pids:
         blockers.append(_orphan(name, state.pids))
-    # A remaining flow would apply to the next port that gets this number.
-    if state.flows:
-        flows = sorted(flow.text() for flow in state.flows)
-        steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
     # It outlives the port and would limit a later VM of this allocation.
     if state.qos.rows:
         steps.append(_change.Step("remove_limit", f"{port} QoS", state.qos.document(), {}))
     if state.port is not None:
         steps.append(_change.Step("remove_port", port, state.port, None))
+    # After the port, because the guard of a port that is there would be restored.
+    if state.flows:
+        flows = sorted(flow.text() for flow in state.flows)
+        steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
     if params["state"] == "absent":
         if state.definition is not None:
             steps.append(_change.Step("undefine_domain", name, state.definition, None))
@@ -366,7 +376,13 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _libvirt.start_paused(name, timeout=180 + spec["memory_mib"] / 256 + 60 * len(spec["gpus"]))
     elif step.name == "guard_port":
         number = _flows.await_port(port)
-        count = _flows.install(_guard(params), number, _flows.host_addresses())
+        guard = _guard(params)
+        _guards.save(guard)
+        _guards.reload_firewall()
+        if not _flows.installed(guard.bridge, guard.cookie):
+            _flows.forget_connections(number)
+        rule = _guards.egress_of(_guards.recorded(), guard)
+        count = _flows.install(guard, number, _flows.local_addresses(), rule)
         return {"ofport": number, "flows": count}
     elif step.name == "limit_port":
         _qos.install(allocation, _qos.limit(params["spec"].get("mgmt_qos")))
@@ -376,15 +392,17 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "stop_domain":
         return _stop(name, step.before, params["shutdown_deadline"])
     else:
-        _remove(params, step.name)
+        _remove(params, step.name, step.before)
     return None
 
 
-def _remove(params: _change.Params, name: str) -> None:
+def _remove(params: _change.Params, name: str, before: Any) -> None:
     """One step of removing the traces of a VM that is off."""
     allocation, bridge = params["allocation_id"], params["bridge"]
     if name == "remove_flows":
-        _flows.remove(bridge, allocation)
+        _flows.remove(bridge, _object_names.cookie(allocation))
+        for number in sorted({int(n) for n in re.findall(r"in_port=([0-9]+)", str(before))}):
+            _flows.forget_connections(number)
     elif name == "remove_limit":
         _qos.install(allocation, None)
     elif name == "remove_port":
@@ -392,6 +410,8 @@ def _remove(params: _change.Params, name: str) -> None:
     elif name == "undefine_domain":
         _undefine(_object_names.domain_name(allocation))
     elif name == "remove_files":
+        _guards.forget(allocation)
+        _guards.reload_firewall()
         _host.remove(_object_names.nvram_path(allocation))
         for path in _object_names.console_files(allocation):
             _host.remove(path)
@@ -448,9 +468,13 @@ def _guard(params: _change.Params) -> _flows.Guard:
             mac=params["spec"]["mac"],
             ip=params["ip"],
             address=params["bridge_address"],
-            denied=tuple(params["denied_networks"]),
         )
     )
+
+
+def _guard_flows(guard: _flows.Guard, port: int) -> frozenset[_flows.Flow]:
+    rule = _guards.egress_of(_guards.recorded(), guard)
+    return _flows.rules(guard, port, _flows.local_addresses(), rule)
 
 
 def _orphan(name: str, pids: tuple[int, ...]) -> Refusal:
@@ -478,6 +502,7 @@ SPEC: dict[str, Any] = {
     "numa_node": {"type": "int", "default": -1},
     "firmware": {"type": "str", "choices": ["bios", "uefi"], "default": "bios"},
     "hugepages": {"type": "bool", "default": False},
+    "nested": {"type": "bool", "default": False},
     "gpus": _strings(required=True),
     "fabric_vfs": _strings(),
     "disks": _strings(required=True),
@@ -500,7 +525,6 @@ OPTIONS: dict[str, Any] = {
     "bridge": {"type": "str", "default": "ovsbr0"},
     "bridge_address": {"type": "str"},
     "ip": {"type": "str"},
-    "denied_networks": _strings(),
     "shutdown_deadline": {"type": "int", "default": 60},
     "spec": {"type": "dict", "options": SPEC},
 }

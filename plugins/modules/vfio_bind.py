@@ -117,7 +117,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     for unit, installed in zip(_units(params, state.live), state.installed, strict=True):
         kept = bool(unit.settings["devices"])
         steps += (_boot_service.plan if kept else _boot_service.plan_removal)(unit, installed)
-    return _change.Plan(tuple(steps), live.blockers)
+    return _change.Plan(tuple(steps), live.blockers, live.doubts)
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from reconciler.api.models import (
     Filter,
     Hostname,
     Id,
+    Integer,
     Label,
     Moment,
     Name,
@@ -44,7 +45,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import AllocationState, CapacityShape, ClaimKind, ClaimState, Role
-from reconciler.profiles import profile_skus
+from reconciler.profiles import profile_skus, ready_minimum_s
 from reconciler.records import allocations, queue, timeline
 from reconciler.settings import Settings
 
@@ -56,9 +57,13 @@ _TIMELINE_LIMIT = 200
 
 
 class LaunchParameters(Body):
-    """Limits of this launch; they can be tighter than the profile's, never wider."""
+    """Limits of this launch; they can be tighter than the profile's, never wider.
 
-    ready_deadline_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    A member's `ready_deadline_s` is not below the profile's `deadlines.ready_minimum`, whose
+    default is its `deadlines.ready`.
+    """
+
+    ready_deadline_s: Annotated[Integer, Field(ge=1, le=86_400)] | None = None
 
 
 class NewAllocation(Body):
@@ -68,7 +73,7 @@ class NewAllocation(Body):
     """
 
     capacity_shape: CapacityShape = CapacityShape.BAREMETAL
-    gpu_count: Annotated[int, Field(ge=1, le=1024)] | None = None
+    gpu_count: Annotated[Integer, Field(ge=1, le=1024)] | None = None
     username: Username
     ssh_keys: Annotated[list[PublicKey], Field(min_length=1, max_length=16)]
     hostname: Hostname
@@ -231,6 +236,8 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
     """Claim capacity and queue its provisioning, all or nothing."""
     profiles = "hardware profiles define no runtime profiles"
     problems.require_default(body, "runtime_profile", profiles)
+    if context.caller.role != Role.PLATFORM_ADMIN:
+        _require_time_to_boot(context.settings, body)
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
         launch = launching.Launch(
@@ -331,6 +338,23 @@ def show_all(allocation_id: Id, context: Admin) -> JSONResponse:
         )
 
     return tagged(context.read(read))
+
+
+def _require_time_to_boot(settings: Settings, body: NewAllocation) -> None:
+    """Problem `ready_deadline_too_short` for a deadline that a healthy guest may miss.
+
+    A slice that is not reachable in time leaves its slots blocked until an operator acts.
+    """
+    wanted = body.parameters.ready_deadline_s
+    least = ready_minimum_s(settings.profiles_dir, body.sku)
+    if wanted is not None and wanted < least:
+        raise Problem(
+            "ready_deadline_too_short",
+            422,
+            expected=f"parameters.ready_deadline_s of at least {least}",
+            found=str(wanted),
+            remedy="leave it out, and the limit of the hardware profile applies",
+        )
 
 
 def _redact(problem: Problem, role: str) -> Problem:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from io import BufferedReader
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, StringConstraints
-from sqlalchemy import Connection
+from starlette.types import Receive, Scope, Send
 
 from reconciler.api import problems
 from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Bytes, Id, Label, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
-from reconciler.db import schema
+from reconciler.db import clock
+from reconciler.db import settings as site
 from reconciler.db.engine import reading
 from reconciler.model.errors import Problem, not_found
 from reconciler.records import images
@@ -70,12 +73,35 @@ class Image(MemberImage):
     guest_profile: str
 
 
+class OpenFile(FileResponse):
+    """The content of an open file, whatever its name leads to meanwhile."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        self._file = file
+        number = file.fileno()
+        super().__init__(
+            f"/proc/self/fd/{number}",
+            stat_result=os.fstat(number),
+            media_type="application/octet-stream",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
 @router.post("/admin/images", status_code=201, response_model=Image)
 def register(body: NewImage, context: Admin) -> JSONResponse:
     """Register an image; this record is the authority for its digest."""
     problems.require_default(body, "minimum_disk_bytes", "launches do not compare it with a disk")
     values = body.model_dump(exclude={"reason", "minimum_disk_bytes"})
-    downloads.refuse(body.url, body.size_bytes if body.compression == "none" else None)
+    images.require_digest(body.digest)
+    # Before the transaction, and in a thread of its own: reading a large file takes minutes.
+    names = ("digest", "size_bytes", "compression", "url_digest")
+    described = {name: values[name] for name in names}
+    values["url_digest"] = downloads.check_source(
+        context.settings.images_dir, body.url, **described
+    )
     return context.write(
         lambda conn, act: Image.of(images.register(conn, act, **values)), body=body, status=201
     )
@@ -100,25 +126,20 @@ def content(
     """The bytes of a registered file, for a host that holds its download token."""
     settings = request.app.state.settings
     digest = f"sha256:{digest.removeprefix('sha256:')}"
-    # Checked before the look-up: callers without the token must not learn which images exist.
-    if not downloads.allowed(settings, digest, token):
-        raise Problem(
-            "token_invalid",
-            401,
-            expected="the download token of this image",
-            found="none, or another one",
-            remedy="start the task again; its run gets a valid link",
-        )
     with reading(request.app.state.engine) as conn:
-        image = _local_image(conn, digest)
-    return FileResponse(
-        downloads.file_of(image.url, image.digest), media_type="application/octet-stream"
-    )
-
-
-def _local_image(conn: Connection, digest: str) -> schema.Image:
-    # The same bytes may be registered under several names; any local file of them serves.
-    for image in images.every(conn):
-        if image.digest == digest and downloads.local(image.url) is not None:
-            return image
-    raise not_found("image_file", digest)
+        key = site.read(conn, images.LINK_KEY)
+        # Checked before the look-up: callers without the token must not learn which images exist.
+        image_id = key and downloads.image_of(bytes.fromhex(key), digest, token, clock.read(conn))
+        if not image_id:
+            raise Problem(
+                "token_invalid",
+                401,
+                expected="the download token of this image",
+                found="none, another one, or one that has expired",
+                remedy="start the task again; its run gets a valid link",
+            )
+        image = images.get(conn, image_id)
+    file = downloads.open_file(settings.images_dir, image.url)
+    if file is None:
+        raise not_found("image_file", digest)
+    return OpenFile(file)

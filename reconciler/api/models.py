@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -61,8 +62,22 @@ Label = TypeAliasType(
     "Label",
     Annotated[str, StringConstraints(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")],
 )
+# Names that a DHCP server reads as a lease time or a command. The host refuses them as well
+# (contracts/runs/common.schema.json and plugins/module_utils/core/_object_names.py).
+RESERVED_HOSTNAMES = r"^([0-9]+[smhdw]?|infinite|ignore)$"
+
+
+def _unreserved(name: str) -> str:
+    if re.fullmatch(RESERVED_HOSTNAMES, name):
+        raise ValueError("a number, a duration such as 12h, infinite or ignore is no host name")
+    return name
+
+
 Hostname = Annotated[
-    str, StringConstraints(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    str,
+    StringConstraints(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"),
+    AfterValidator(_unreserved),
+    Field(json_schema_extra={"not": {"pattern": RESERVED_HOSTNAMES}}),
 ]
 Address = TypeAliasType(
     "Address",
@@ -71,8 +86,10 @@ Address = TypeAliasType(
 Username = TypeAliasType(
     "Username", Annotated[str, StringConstraints(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
 )
+# Integers of request bodies: neither `true` nor a text is a number.
+Integer = Annotated[int, Field(strict=True)]
 # Every JSON reader keeps integers up to this limit exact.
-Bytes = Annotated[int, Field(ge=0, le=(1 << 53) - 1)]
+Bytes = Annotated[Integer, Field(ge=0, le=(1 << 53) - 1)]
 StrictFlag = Annotated[bool, Field(strict=True)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from sqlalchemy import Connection
 from typing_extensions import TypeAliasType
 
@@ -18,6 +18,7 @@ from reconciler.api.models import (
     Body,
     Document,
     Id,
+    Integer,
     Label,
     Moment,
     Name,
@@ -47,7 +48,7 @@ router = APIRouter(prefix="/admin", tags=["nodes"])
 enrolment_router = APIRouter(tags=["enrolment"])
 
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[Integer, Field(ge=1, le=65535)]
 # Where the tenant of the whole machine connects. Members see it, so it is never derived from
 # `address`. Empty: the machine is not sold as a whole.
 TenantAddress = Annotated[
@@ -182,6 +183,14 @@ class Node(Answer):
     install_id: str
     boot_learned_at: Moment | None
     reboot_required: bool
+    reinstall_required: Annotated[
+        bool,
+        BeforeValidator(bool),
+        Field(
+            validation_alias="tenant_machine_ids",
+            description="A tenant was root on it: it needs a new installation and a new host key.",
+        ),
+    ]
     last_contact_at: Moment | None
     created_at: Moment
 
@@ -362,6 +371,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
             user=node.ssh_user,
             ca=enrolment.read_pin(context.settings.enrolment_ca_file),
             address=str(context.settings.public_address or ""),
+            insecure=context.settings.enrolment_insecure,
         )
         return IssuedEnrolment.of(record, token=secret, userdata=script)
 
@@ -397,6 +407,11 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
             remedy="run the enrolment script as it was generated",
         )
     configuration: Settings = request.app.state.settings
+    engine = request.app.state.engine
+    # Before anything is written: callers without a token must not keep the database or the disk
+    # busy.
+    with reading(engine) as conn:
+        tokens.require_enrolment(conn, node_id, parsed.token)
     trust = ca.open_trust(configuration.state_dir)
     act = Act(f"node:{node_id}", "node certificate enrolled", correlation_id(request), role="node")
     used_by = {"address": request.client.host if request.client else "", "host": parsed.hostname}
@@ -410,15 +425,15 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
         profile = hardware_profile(configuration.profiles_dir, node.profile)
         answer = enrolment.answer(trust, parsed, preflight=preflight.document(profile))
         key, certificate = parsed.host_key, answer["certificate"]
-        host.record_certificate(conn, node_id, act, certificate=certificate, public_key=key)
-        tokens.replace_certificates(conn, node_id, parsed.host_key, act)
         identity = {"machine_id": parsed.machine_id, "boot_id": parsed.boot_id}
-        host.enrolled(conn, node_id, act, host_key=parsed.host_key, **identity)
+        host.enrolled(conn, node_id, act, host_key=key, **identity)
+        host.record_certificate(conn, node_id, act, certificate=certificate, public_key=key)
+        replaced = act.because("the host enrolled with another key")
+        tokens.replace_certificates(conn, node_id, key, replaced)
         fabric = {"interface": parsed.fabric_interface, "address": parsed.fabric_address}
         host.learn_fabric(conn, node_id, act, **fabric)
         return answer
 
-    engine = request.app.state.engine
     answer = retrying(engine, work)
     # After the transaction: an enrolment that failed must not revoke a key. If the service ends
     # between the two, the next run revokes it.

@@ -37,6 +37,7 @@ _REQUEST = """
 """
 _ACCESS = """
     certificate_invalid enrolment_ca_unreadable enrolment_invalid enrolment_pin_without_tls
+    enrolment_without_tls
     host_certificate_expired host_certificate_missing host_key_invalid host_key_not_accepted
     identity_provider_unavailable keygen_failed node_id_invalid origin_refused role_required
     token_invalid unauthenticated
@@ -51,10 +52,11 @@ _NODES = """
     machine_not_clean
     mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
     node_not_enrolled node_not_slice node_reachable node_unhealthy node_unreachable project_exists
-    public_url_missing scheduling_not_ready
+    public_url_missing reinstall_required scheduling_not_ready
 """
 _SLOTS = """
     bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present
+    disk_too_small
     disk_not_by_identity duplicate_disk duplicate_fabric_vf duplicate_gpu duplicate_ip
     duplicate_mac duplicate_slot_index fabric_not_vf gate_closed identity_mismatch ip_invalid
     mac_invalid numa_mismatch proof_class_refused proof_mismatch proof_missing proof_unverified
@@ -63,8 +65,9 @@ _SLOTS = """
 _ALLOCATIONS = """
     absence_unproven allocation_active allocation_baremetal allocation_not_baremetal
     allocation_not_releasable allocation_released allocation_releasing attempts_exhausted
-    claim_live digest_invalid gpu_count_invalid image_exists image_file_invalid no_capacity
-    scheduling_off shape_not_schedulable sku_unknown stale_lease
+    claim_live digest_invalid gpu_count_invalid image_check_busy image_exists
+    image_file_invalid no_capacity
+    ready_deadline_too_short scheduling_off shape_not_schedulable sku_unknown stale_lease
 """
 _APPS = """
     allocation_in_app allocation_not_active app_instance_ended app_instance_exists

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
-from reconciler.api.models import Answer, Id, Moment, Name, Reasoned
+from reconciler.api.models import Answer, Id, Integer, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -76,7 +76,7 @@ class NewToken(Reasoned):
     name: Name
     project_id: Name | None = None
     node_id: Name | None = None
-    ttl_s: Annotated[int, Field(ge=60, le=10 * 365 * 86_400)] | None = None
+    ttl_s: Annotated[Integer, Field(ge=60, le=10 * 365 * 86_400)] | None = None
 
     @model_validator(mode="after")
     def _names_its_owner(self) -> Self:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from reconciler.api.allocations import Allocation
 from reconciler.api.http import IfMatch
-from reconciler.api.models import Answer, Document, Id, Moment, Reasoned, StrictFlag
+from reconciler.api.models import Answer, Document, Id, Integer, Moment, Reasoned, StrictFlag
 from reconciler.api.security import Admin
 from reconciler.api.tasks import Task
 from reconciler.db import schema
@@ -120,8 +120,8 @@ class PolicyBody(Reasoned):
     """The limits count recoveries that began within an hour."""
 
     enabled: StrictFlag
-    per_node: Annotated[int, Field(ge=1, le=64)] = Policy.per_node
-    per_hour: Annotated[int, Field(ge=1, le=1000)] = Policy.per_hour
+    per_node: Annotated[Integer, Field(ge=1, le=64)] = Policy.per_node
+    per_hour: Annotated[Integer, Field(ge=1, le=1000)] = Policy.per_hour
     remove_leftovers: StrictFlag = Policy.remove_leftovers
 
 

@@ -148,6 +148,8 @@ class Context:
             call = idempotency.Call(scope, key, body.model_dump(mode="json"))
             answer = idempotency.once(self.engine, call, done)
         headers = etag(answer.body)
+        if secrets:
+            headers["Cache-Control"] = "no-store"
         if answer.replayed:
             if secrets:
                 raise _shown_once(answer.body)

@@ -17,6 +17,7 @@ from reconciler.api.models import (
     Devices,
     Document,
     Id,
+    Integer,
     Moment,
     Reasoned,
     Record,
@@ -53,7 +54,7 @@ _ACTIONS = {
 class BundleBody(Body):
     """The devices and addresses of one slot. An incomplete bundle is refused."""
 
-    slot_index: Annotated[int, Field(ge=0, le=255)]
+    slot_index: Annotated[Integer, Field(ge=0, le=255)]
     gpu_pci_address: Text = ""
     nvme_device: Text = ""
     nvme_serial: Text = ""
@@ -62,7 +63,7 @@ class BundleBody(Body):
     management_mac: Text = ""
     private_ip: Text = ""
     fabric_vf_pci_address: Text = ""
-    numa_node: Annotated[int, Field(ge=-1, le=1023)] = -1
+    numa_node: Annotated[Integer, Field(ge=-1, le=1023)] = -1
 
 
 class Orphan(Body):

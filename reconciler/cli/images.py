@@ -31,7 +31,8 @@ def list_images() -> None:
 @app.command()
 def add(
     source: Annotated[
-        str, typer.Argument(help="An http(s) URL, or a file on the reconciler's machine.")
+        str,
+        typer.Argument(help="An http(s) URL, or a file in GPUAAS_IMAGES_DIR of the reconciler."),
     ],
     *,
     name: Annotated[str, typer.Option()],
@@ -54,7 +55,8 @@ def add(
         "url": source if file is None else file.as_uri(),
         "compression": compression,
     }
-    output.record(client().post("/admin/images", body))
+    # The service reads the whole file before it answers.
+    output.record(client().post("/admin/images", body, timeout_s=3600))
 
 
 @app.command()

@@ -165,6 +165,8 @@ def show_candidates(discovery: dict[str, Any]) -> None:
     output.rows(rows, "slot_index", *(f"bundle.{name}" for name in BUNDLE), "codes")
     blockers = discovery["candidate_summary"]["blockers"]
     output.line(f"node blockers: {', '.join(blockers) or 'none'}")
+    for fault in discovery["candidate_summary"].get("degraded", []):
+        output.line(f"degraded: {fault['code']}, {fault['detail']}")
 
 
 @app.command()

@@ -37,6 +37,7 @@ _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] =
     "authorities": services.ssh_authorities,
     "tokens": services.admin_tokens,
     "host_certificates": services.host_certificates,
+    "images": services.image_files,
     "processes": services.processes,
     "leader": services.loops_leader,
     "leases": services.leases,

@@ -18,7 +18,7 @@ from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.runs import contract
 from reconciler.service.listeners import api_address, host_port, is_local, operator_address
-from reconciler.settings import Settings
+from reconciler.settings import Settings, is_exposed
 from reconciler.trust.ca import Trust
 from reconciler.trust.keygen import public_key
 
@@ -66,10 +66,18 @@ def operator_listen(settings: Settings) -> Iterator[Finding]:
 def public_url(settings: Settings) -> Iterator[Finding]:
     """Hosts have a URL of the API."""
     try:
-        yield ok(f"hosts reach the API at {settings.url_for_hosts}")
-    except Problem as missing:
-        text = f"{missing.found}: no host can enrol"
-        yield warn(text, expected=missing.expected, remedy=missing.remedy)
+        url = settings.url_for_hosts
+    except Problem as problem:
+        finding = warn if problem.code == "public_url_missing" else fail
+        text = f"{problem.found}: no host can enrol"
+        yield finding(text, expected=problem.expected, remedy=problem.remedy)
+        return
+    yield warn(
+        f"hosts reach the API at {url}",
+        unless=not is_exposed(url),
+        expected="an https URL, because hosts carry out the answer to an enrolment as root",
+        remedy="a proxy with TLS before the API, then unset GPUAAS_ENROLMENT_INSECURE",
+    )
 
 
 def state_folder(settings: Settings) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from reconciler.db.schema import Task, api_tokens, slots, tasks
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, SlotState, TaskState
-from reconciler.records import certificates
+from reconciler.records import certificates, images
 from reconciler.runs import contract, lock
 from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
@@ -25,7 +25,7 @@ from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.runs.spec import RunError
 from reconciler.service.process import AUTHORITIES, NEEDED
 from reconciler.settings import Settings
-from reconciler.trust import oidc
+from reconciler.trust import downloads, oidc
 from reconciler.trust.ca import Trust, authorities
 
 # Certificates and tokens are checked by several clocks; a smaller difference has no effect.
@@ -69,9 +69,11 @@ def awx(settings: Settings) -> Iterator[Finding]:
     wrong: dict[str, RunError] = {}
     try:
         with Client(access) as client:
+            templates = request.list_templates(client, access)
+            setting = request.jinja_setting(client)
             for playbook in contract.PLAYBOOKS:
                 try:
-                    request.find_template(client, access, playbook)
+                    request.find_template(templates, access, playbook)
                 except RunError as refusal:
                     if not refusal.code.startswith("awx_template_"):
                         raise
@@ -83,6 +85,13 @@ def awx(settings: Settings) -> Iterator[Finding]:
         yield refused(problem, f"{playbook}: {problem.found}")
     if not wrong:
         yield ok(f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")
+    if not setting:
+        yield warn(
+            "the token's user may not read whether AWX expands templates in variables",
+            expected="ALLOW_JINJA_IN_EXTRA_VARS to be template or never",
+            remedy="look at it in AWX's job settings; until the user is a system auditor, text with"
+            " marks of a template is not launched",
+        )
 
 
 def database(settings: Settings) -> Iterator[Finding]:
@@ -188,6 +197,21 @@ def host_certificates(_settings: Settings, conn: Connection) -> Iterator[Finding
             )
     if all(end > now + _ENDING_S for end in until.values()):
         yield ok(f"{len(until)} hosts, all valid for two weeks or more")
+
+
+def image_files(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """The files of registered images can be served."""
+    files = [image for image in images.every(conn) if downloads.local(image.url)]
+    for image in files:
+        file = downloads.open_file(settings.images_dir, image.url)
+        if file is None:
+            yield warn(
+                f"{image.name} {image.version}: {image.url} cannot be served",
+                expected=f"a plain file in {settings.images_dir} that the service's user can read",
+                remedy="put the file there, or set GPUAAS_IMAGES_DIR to its folder",
+            )
+        else:
+            file.close()
 
 
 def processes(_settings: Settings, conn: Connection) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from reconciler.model.states import (
     TaskKind,
 )
 from reconciler.records import nodes as node_records
-from reconciler.records import proofs, queue, reports
+from reconciler.records import proofs, queue, reports, tokens
 from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_allocation
 
 # Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
@@ -105,7 +105,8 @@ def _refusal(conn: sa.Connection, node: Node) -> str:
     ):
         if wrong:
             return reason
-    return _in_use(conn, node.id) or _unknown(conn, node)
+    reinstall = node_records.REINSTALL if node.tenant_machine_ids else ""
+    return _in_use(conn, node.id) or reinstall or _unknown(conn, node)
 
 
 def _in_use(conn: sa.Connection, node_id: str) -> str:
@@ -130,9 +131,20 @@ def _unknown(conn: sa.Connection, node: Node) -> str:
     return "discovery_stale" if before else ""
 
 
-DRIFT = "machine_drifted"
 IN_SLICE_MODE = "node_in_slice_mode"
-OURS = (node_records.NOT_CLEAN, DRIFT, IN_SLICE_MODE)
+OURS = (node_records.NOT_CLEAN, node_records.DRIFT, IN_SLICE_MODE)
+# Steps of a provision before its tenant can enter. Reports of later steps may be the tenant's.
+BEFORE_THE_TENANT = frozenset(
+    {
+        "deadline",
+        "start the run",
+        "wait for its run",
+        "Take the machine under the fence of the claim",
+        "Look whether the account can be made",
+        "Wipe the disks that are not proven clean",
+        "Remember what the machine is like before the tenant",
+    }
+)
 # Differences kept in the node's health detail. The result of the task has all of them.
 _SHOWN = 50
 
@@ -180,10 +192,14 @@ def queue_release(
 
 
 def entered(conn: sa.Connection, node_id: str) -> None:
-    """Advance the generation of every disk, because a tenant gets root on the machine.
+    """Mark the installation and void all proofs, because a tenant gets root on the machine.
 
-    This voids all earlier proofs, so the schema refuses to sell a slot on these disks (I4).
+    A new generation of every disk makes the schema refuse to sell a slot on these disks (I4). The
+    mark stays until a new installation enrols.
     """
+    node = rows.get(conn, Node, node_id, lock=True)
+    ids = {*node.tenant_machine_ids, node.machine_id}
+    node_records.update(conn, node_id, tenant_machine_ids=sorted(ids))
     there = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     conn.execute(sa.update(slots).where(*there).values(disk_generation=slots.c.disk_generation + 1))
 
@@ -228,6 +244,8 @@ def provision_failed(
     reports.record_baseline(
         conn, allocation.node_id, allocation_id, baseline or {}, task_id=task_id
     )
+    if untouched and _never_in(conn, allocation_id, step):
+        node_records.update(conn, allocation.node_id, tenant_machine_ids=[])
     if not untouched:
         left_behind(conn, allocation_id, act, step=step, error=error)
     elif error.get("code") == IN_SLICE_MODE:
@@ -237,6 +255,14 @@ def provision_failed(
     else:
         host.reverify_allocation(conn, allocation_id, act)
     return True
+
+
+def _never_in(conn: sa.Connection, allocation_id: str, step: str) -> bool:
+    """Whether a provision failed before its tenant can have entered. An earlier attempt may have
+    let the tenant in, and then every report of the host is in doubt.
+    """
+    tasks = queue.every(conn, allocation_id=allocation_id)
+    return step in BEFORE_THE_TENANT and all(task.attempt <= 1 for task in tasks)
 
 
 def release_succeeded(
@@ -250,8 +276,10 @@ def release_succeeded(
     policy: str = DEFAULT_POLICY,
     task_id: str | None = None,
 ) -> bool:
-    """Finish a release: with no traces left and every disk proven clean, the machine is free.
+    """Finish a release, with no traces left and every disk proven clean.
 
+    The report is that of a system on which a tenant was root, so the machine is not sold again
+    until it is installed anew. Its host keys are revoked, because the tenant could copy them.
     Raises when the evidence falls short. Returns False and changes nothing when the fence is old.
     """
     allocation = rows.get(conn, Allocation, allocation_id, lock=True)
@@ -276,7 +304,11 @@ def release_succeeded(
         )
     node_records.update(conn, node.id, unclean_allocation_id="")
     _name_drift(conn, node.id, allocation_id, evidence)
-    host.reverify(conn, node, act)
+    if node.tenant_machine_ids:
+        why = act.because("a tenant was root on the host")
+        tokens.replace_certificates(conn, node.id, "", why)
+    else:
+        host.reverify(conn, node, act)
     return True
 
 
@@ -339,6 +371,9 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
         if node.health_detail.get("code") in OURS
         else ""
     )
+    if not node.unclean_allocation_id and allocation_id:
+        # Its release has revoked the host's keys, so no run can reach it.
+        node_records.require_installed(node)
     if not allocation_id:
         raise Problem(
             "machine_clean",
@@ -390,7 +425,7 @@ def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:
     node = rows.get(conn, Node, node_id, lock=True)
     require_reason(act, "say why the differences may stay")
     detail = node.health_detail
-    if detail.get("code") != DRIFT:
+    if detail.get("code") != node_records.DRIFT:
         raise Problem(
             "no_drift",
             409,
@@ -418,7 +453,7 @@ def _name_drift(
         _set_health(conn, node_id, HealthState.HEALTHY, {})
         return
     detail = {
-        "code": DRIFT,
+        "code": node_records.DRIFT,
         "allocation_id": allocation_id,
         "reason": f"{len(serious)} differences"
         if evidence["compared"]

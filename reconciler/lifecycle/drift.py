@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -286,7 +285,9 @@ def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
     """Clear the drift of a node that is no longer a slice host."""
     node = rows.get(conn, Node, node_id, lock=True)
     if node.health_detail.get("step") == STEP:
-        _node_health(conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more"))
+        node_records.set_health(
+            conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more")
+        )
 
 
 def _asked_at() -> sa.ColumnElement[Any]:
@@ -398,22 +399,7 @@ def _of_node(conn: sa.Connection, node: Node, findings: Findings, act: Act) -> N
         reason = "; ".join(reasons)[:2000]
         detail = {"step": STEP, "code": loose[0].code if loose else "unknown", "reason": reason}
         if node.health_detail != detail:
-            _node_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
+            node_records.set_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
     elif ours and not reasons:
         act = act.because("the host is as the records say")
-        _node_health(conn, node, HealthState.HEALTHY, {}, act)
-
-
-def _node_health(
-    conn: sa.Connection, node: Node, health: HealthState, detail: dict[str, Any], act: Act
-) -> None:
-    node_records.update(conn, node.id, health_state=health.value, health_detail=detail)
-    journal.write_history(
-        conn,
-        "node_health",
-        replace(node, generation=node.generation + 1),
-        act.because(act.reason, {**act.evidence, "detail": detail}),
-        source=node.health_state,
-        event="observe",
-        target=health.value,
-    )
+        node_records.set_health(conn, node, HealthState.HEALTHY, {}, act)

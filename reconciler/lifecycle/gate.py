@@ -69,6 +69,7 @@ def judge(
             boot_id=seen.node.boot_id,
             install_id=seen.node.install_id,
             reboot_required=seen.node.reboot_required,
+            reinstall_required=bool(seen.node.tenant_machine_ids),
             discovery=seen.discovery,
             parity=seen.parity,
             proof=_proof(proof),

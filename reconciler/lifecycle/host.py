@@ -9,13 +9,31 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.schema import Allocation, Discovery, Node, Parity, Task, nodes, slots, tasks
+from reconciler.db.schema import (
+    Allocation,
+    Discovery,
+    Node,
+    Parity,
+    Task,
+    claims,
+    nodes,
+    slots,
+    tasks,
+)
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import slots as slot_life
-from reconciler.model import transitions
+from reconciler.model import discovery, transitions
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.model.states import (
+    ClaimKind,
+    ClaimState,
+    HealthState,
+    NodeMode,
+    NodeState,
+    TaskKind,
+    TaskState,
+)
 from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
@@ -27,6 +45,8 @@ from reconciler.trust.certificates import read_certificate
 
 # Steps after the bootstrap of a node whose slots were approved when it was a slice host before.
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+# Step in the health detail of a node with a fault that its discovery shows.
+_DISCOVERY = "discovery"
 
 
 def enrolled(
@@ -38,8 +58,14 @@ def enrolled(
     host_key: str,
     boot_id: str = "",
 ) -> Node:
-    """Record that the host's key is certified. A new installation must be bootstrapped again."""
+    """Record that the host's key is certified. A new installation must be bootstrapped again.
+
+    Call this before the certificate is recorded: a new installation has a key that was never
+    certified.
+    """
     before = rows.get(conn, Node, id, lock=True)
+    if before.tenant_machine_ids:
+        _installed_anew(conn, before, act, machine_id=machine_id, host_key=host_key)
     identity = {"machine_id": machine_id, "host_key": host_key, "boot_id": boot_id}
     observed(conn, id, act, identity=identity)
     node = node_records.get(conn, id)
@@ -51,6 +77,32 @@ def enrolled(
     if renewed and before.state == NodeState.UNREACHABLE:
         return regained(conn, id, act)
     return advance(conn, "node", id, "enrol", act.because("enrolled", {"identity": identity}))
+
+
+def _installed_anew(
+    conn: sa.Connection, node: Node, act: Act, *, machine_id: str, host_key: str
+) -> None:
+    """Lift `reinstall_required` from a node that enrols under a new machine id and host key.
+
+    A node with its tenant, or with the clean-up still to come, may enrol again and stays marked.
+    The same installation after the release is refused.
+    """
+    held = sa.select(claims.c.id).where(
+        claims.c.node_id == node.id,
+        claims.c.kind == ClaimKind.NODE_EXCLUSIVE,
+        claims.c.state.in_((ClaimState.RESERVED, ClaimState.PROVISIONING, ClaimState.ACTIVE)),
+    )
+    known = machine_id in node.tenant_machine_ids
+    if known or tokens.known_host_key(conn, node.id, host_key) or rows.first(conn, held):
+        if certificates.cut_off(conn, node.id):
+            node_records.require_installed(node)
+        return
+    values: dict[str, Any] = {"tenant_machine_ids": []}
+    if node.health_detail.get("code") == node_records.DRIFT:
+        # Drift of the previous installation.
+        values |= gate.HEALTHY
+    node_records.update(conn, node.id, **values)
+    journal.audit(conn, act, "node.reinstalled", "node", node.id, detail={"machine_id": machine_id})
 
 
 def bootstrapped(
@@ -150,6 +202,8 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
     node_records.require_clean(node)
     gate.close(conn, id, act.because(f"conversion to {to} begins"))
     node_records.refuse_in_use(conn, id)
+    if to == NodeMode.SLICE:
+        node_records.require_installed(node)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     journal.audit(conn, act, "admin.node.converted", "node", id, detail={"to": to})
     return advance(conn, "node_mode", id, f"to_{to}", act)
@@ -235,6 +289,10 @@ def observed(
     values: dict[str, Any] = {**identifiers, "install_id": install, "last_contact_at": clock.now()}
     if changed:
         values["boot_learned_at"] = clock.now()
+    if node.tenant_machine_ids:
+        # The tenant can change the machine id, and change it back later.
+        ids = {*node.tenant_machine_ids, identifiers["machine_id"]}
+        values["tenant_machine_ids"] = sorted(ids)
     if reboot_required is not None:
         values["reboot_required"] = reboot_required
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**values))
@@ -265,9 +323,25 @@ def record_discovery(
     values = reports.report_values(node_id, document, task_id, observed_at)
     row = rows.add(conn, Discovery, {**values, "reboot_required": reboot})
     gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row.id}))
+    _degrade(conn, node_id, document, act)
     summary = dict(document.get("candidate_summary") or {})
     reports.emit_report(conn, "node.discovered", node_id, summary, act)
     return row
+
+
+def _degrade(conn: sa.Connection, node_id: str, document: Mapping[str, Any], act: Act) -> None:
+    """Record faults of single GPUs as node health, unless the node has another fault."""
+    node = rows.get(conn, Node, node_id)
+    faults = discovery.degraded(document)
+    ours = node.health_detail.get("step") == _DISCOVERY
+    if faults and (ours or not node.health_detail):
+        reason = "; ".join(row.detail for row in faults)[:2000]
+        detail = {"step": _DISCOVERY, "code": faults[0].code, "reason": reason}
+        if detail != node.health_detail:
+            node_records.set_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
+    elif ours and not faults:
+        act = act.because("every GPU is present and answers")
+        node_records.set_health(conn, node, HealthState.HEALTHY, {}, act)
 
 
 def record_parity(
@@ -296,6 +370,8 @@ def record_parity(
     if failures and row.intent == "slice":
         why = act.because(f"gate closed: {failures} parity checks fail", {"parity_id": row.id})
         gate.close(conn, node_id, why)
+    elif report.get("dead_gpus"):
+        gate.review(conn, node_id, act.because(act.reason, {"parity_id": row.id}))
     counts = {"failures": failures, "warnings": row.warnings}
     reports.emit_report(conn, "node.parity", node_id, counts, act)
     return row

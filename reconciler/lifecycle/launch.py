@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Record, batch_insert
-from reconciler.db.schema import Allocation, Claim, Image, Task, nodes
+from reconciler.db.schema import Allocation, Claim, Image, Slot, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
 from reconciler.lifecycle import baremetal, gate, placement
@@ -91,6 +91,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     # The slots are locked and available, so the node's boot id is the boot that opened their gate
     # (I16).
     image, node = _named(conn, launch, node_id)
+    _require_room(image, chosen[0])
     with batch_insert(conn):
         allocation = _record(conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image.id)
         slot_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
@@ -249,6 +250,21 @@ def _check(launch: Launch) -> None:
             expected="at least one GPU",
             found=str(launch.gpu_count),
             remedy="ask for one GPU or more",
+        )
+
+
+def _require_room(image: Image, boot_slot: Slot) -> None:
+    """Problem `disk_too_small` for an image that is larger than the disk of the first slot.
+
+    The host refuses it too, but it would count as a failure of the slot, which two of them disable.
+    """
+    if image.size_bytes > boot_slot.nvme_size_bytes:
+        raise Problem(
+            "disk_too_small",
+            409,
+            expected=f"a disk of at least {image.size_bytes} bytes for the image {image.name}",
+            found=f"{boot_slot.nvme_size_bytes} bytes in the slot that is free",
+            remedy="choose a smaller image, or another SKU",
         )
 
 

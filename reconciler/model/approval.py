@@ -33,6 +33,7 @@ REMEDIES = {
     "group_shared": "split the IOMMU group (ACS in the firmware, another place for the card) and"
     " discover again, or withdraw the slot that has its other device",
     "iommu_group_missing": "run the bootstrap (kernel arguments, reboot), then discover again",
+    "device_not_answering": "reset or reboot the host and discover again; the GPU may be dead",
     "boot_vga": "choose another GPU: this one drives the host's console",
     "wrong_link": "choose a function of a card with the fabric's link, or correct fabric.link of"
     " the hardware profile, then discover again",

@@ -113,6 +113,15 @@ def node_blockers(document: Document) -> tuple[Blocker, ...]:
     return tuple(details[code] for code in sorted(details))
 
 
+def degraded(document: Document) -> tuple[Blocker, ...]:
+    """Faults of single GPUs, which degrade the node and block only their own slots."""
+    summary = document.get("candidate_summary", {})
+    return tuple(
+        Blocker(str(row.get("code", "")), str(row.get("detail", "")))
+        for row in section(summary, "degraded")
+    )
+
+
 def group_blockers(
     document: Document, bundle: Bundle, others: Iterable[Bundle]
 ) -> tuple[Blocker, ...]:

@@ -75,6 +75,7 @@ class GateEvidence:
     discovery: Sighting | None
     parity: Sighting | None
     proof: DiskProof | None
+    reinstall_required: bool = False
     exclusive_ended_at: float = 0.0
     restored_at: float = 0.0
     wipe_policy: str = DEFAULT_POLICY
@@ -100,6 +101,9 @@ def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
     blockers.extend(_sighting("parity", evidence.parity, evidence))
     if evidence.parity is not None and evidence.parity.failures:
         blockers.append(Blocker("parity_failed", f"{evidence.parity.failures} checks fail"))
+    gpu = evidence.bundle.gpu_pci_address
+    if evidence.parity is not None and gpu in evidence.parity.document.get("dead_gpus", ()):
+        blockers.append(Blocker("gpu_dead", f"{gpu} is missing or does not answer"))
     return tuple(blockers)
 
 
@@ -111,6 +115,9 @@ def _node(evidence: GateEvidence) -> list[Blocker]:
         blockers.append(Blocker("node_not_ready", f"the node is {evidence.node_state}"))
     if evidence.reboot_required:
         blockers.append(Blocker("reboot_required", "the host must be rebooted first"))
+    if evidence.reinstall_required:
+        text = "a tenant was root on it: install it anew, then enrol it (`gpuaas nodes userdata`)"
+        blockers.append(Blocker("reinstall_required", text))
     return blockers
 
 

@@ -8,9 +8,10 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, rows
 from reconciler.db.rows import Record
-from reconciler.db.schema import NodeCertificate, node_certificates, nodes
+from reconciler.db.schema import Node, NodeCertificate, node_certificates, nodes
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeState
+from reconciler.records.nodes import require_installed
 
 
 def ends(conn: sa.Connection, node_ids: Iterable[str]) -> dict[str, float]:
@@ -69,13 +70,24 @@ def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
 
 
 def require_valid(conn: sa.Connection, node_id: str) -> None:
-    """Problem `host_certificate_expired` when all certificates of the host have expired.
+    """Problem `host_certificate_expired` when all certificates of the host have expired, and
+    `reinstall_required` when they were revoked after a tenant had the machine.
 
-    A node without any certificate passes, because SSH refuses it by itself.
+    Any other node without a certificate passes, because SSH refuses it by itself.
     """
     until = ends(conn, [node_id]).get(node_id)
+    if cut_off(conn, node_id):
+        require_installed(rows.get(conn, Node, node_id))
     if until is not None and until <= clock.read(conn):
         raise expired(node_id, until)
+
+
+def cut_off(conn: sa.Connection, node_id: str) -> bool:
+    """Whether every certificate that the host had is revoked."""
+    table = node_certificates
+    query = sa.select(sa.func.count(), sa.func.count(table.c.revoked_at))
+    every, revoked = conn.execute(query.where(table.c.node_id == node_id)).one()
+    return bool(every and every == revoked)
 
 
 def expired(node_id: str, until: float, message: str = "") -> Problem:

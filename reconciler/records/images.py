@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import secrets
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
-from reconciler.db import journal, rows
+from reconciler.db import clock, journal, rows
 from reconciler.db.rows import Order, Page, part
-from reconciler.db.schema import Image, images
+from reconciler.db.schema import Image, images, settings
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 
+# Name of the stored setting with the key of image links.
+LINK_KEY = "image_link_key"
 ORDER = Order(images, ("name", "version"))
 
 
@@ -29,6 +33,36 @@ def register(
     url_digest: str = "",
 ) -> Image:
     """Add an image. The bytes of a version never change: another digest needs another version."""
+    require_digest(digest)
+    same = sa.select(images).where(images.c.name == name, images.c.version == version)
+    values = {
+        "digest": digest,
+        "size_bytes": size_bytes,
+        "url": url,
+        "url_digest": url_digest,
+        "compression": compression,
+        "guest_profile": guest_profile,
+    }
+    existing = rows.first(conn, same, Image)
+    if existing is not None:
+        others = [field for field, value in values.items() if getattr(existing, field) != value]
+        if not others:
+            return existing
+        raise Problem(
+            "image_exists",
+            409,
+            expected=f"{name} {version} as it is registered, with digest {existing.digest}",
+            found=f"another {', '.join(others)}",
+            remedy="register it under a new version",
+        )
+    values |= {"name": name, "version": version, "minimum_disk_bytes": size_bytes}
+    record = rows.add(conn, Image, {"id": rows.new_id(), **values})
+    journal.audit(conn, act, "admin.image.registered", "image", record.id, detail={"name": name})
+    return record
+
+
+def require_digest(digest: str) -> None:
+    """Problem `digest_invalid` for a text that is no SHA-256."""
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise Problem(
             "digest_invalid",
@@ -37,36 +71,22 @@ def register(
             found=repr(digest),
             remedy="give the SHA-256 of the raw image",
         )
-    same = sa.select(images).where(images.c.name == name, images.c.version == version)
-    existing = rows.first(conn, same, Image)
-    if existing is not None and existing.digest == digest:
-        return existing
-    if existing is not None:
-        raise Problem(
-            "image_exists",
-            409,
-            expected=f"{name} {version} with digest {existing.digest}",
-            found=digest,
-            remedy="register the new bytes under a new version",
-        )
-    record = rows.add(
-        conn,
-        Image,
-        {
-            "id": rows.new_id(),
-            "name": name,
-            "version": version,
-            "digest": digest,
-            "size_bytes": size_bytes,
-            "minimum_disk_bytes": size_bytes,
-            "url": url,
-            "url_digest": url_digest,
-            "compression": compression,
-            "guest_profile": guest_profile,
-        },
-    )
-    journal.audit(conn, act, "admin.image.registered", "image", record.id, detail={"name": name})
-    return record
+
+
+def link_key(conn: sa.Connection) -> bytes:
+    """Key that signs the links of images, the same for every machine of the site.
+
+    It opens image files and nothing else, so it is stored in the database, in no audit entry.
+    """
+    query = sa.select(settings.c.value).where(settings.c.name == LINK_KEY)
+    value = conn.execute(query).scalar_one_or_none()
+    if value is None:
+        insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
+        row = {"name": LINK_KEY, "value": secrets.token_hex(32), "changed_at": clock.now()}
+        # Two workers can make the first link at the same time; the first key counts.
+        conn.execute(insert(settings).values(**row).on_conflict_do_nothing())
+        value = conn.execute(query).scalar_one()
+    return bytes.fromhex(value)
 
 
 def get(conn: sa.Connection, id: str) -> Image:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,7 +14,7 @@ from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Node, claims, nodes, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import LIVE_CLAIMS, NodeMode, NodeState, SlotState
+from reconciler.model.states import LIVE_CLAIMS, HealthState, NodeMode, NodeState, SlotState
 
 CHANGEABLE = (
     "name",
@@ -128,6 +129,22 @@ def update(conn: sa.Connection, id: str, **values: Any) -> None:
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(**later, **values))
 
 
+def set_health(
+    conn: sa.Connection, node: Node, health: HealthState, detail: dict[str, Any], act: Act
+) -> None:
+    """Record the health that a report about the host shows, with history."""
+    update(conn, node.id, health_state=health.value, health_detail=detail)
+    journal.write_history(
+        conn,
+        "node_health",
+        replace(node, generation=node.generation + 1),
+        act.because(act.reason, {**act.evidence, "detail": detail}),
+        source=node.health_state,
+        event="observe",
+        target=health.value,
+    )
+
+
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
     """The node; Problem `node_not_enrolled` if its host never enrolled, as no run can reach it."""
     node = rows.get(conn, Node, id)
@@ -177,6 +194,21 @@ def by_admin(
 
 
 NOT_CLEAN = "machine_not_clean"
+DRIFT = "machine_drifted"
+REINSTALL = "reinstall_required"
+
+
+def require_installed(node: Node) -> None:
+    """Problem `reinstall_required` for a machine on which a tenant was root."""
+    if node.tenant_machine_ids:
+        raise Problem(
+            REINSTALL,
+            409,
+            expected="a machine that was installed anew after its tenant, with a new SSH host key",
+            found="the installation on which a tenant was root",
+            remedy="install the machine anew, then run the script that"
+            f" `gpuaas nodes userdata {node.id}` prints on it as root",
+        )
 
 
 def require_clean(node: Node) -> None:

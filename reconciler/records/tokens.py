@@ -125,25 +125,41 @@ def redeem_enrolment(
     table = enrolment_tokens
     update = (
         sa.update(table)
-        .where(
-            table.c.hash == _hash(secret),
-            table.c.node_id == node_id,
-            table.c.used_at.is_(None),
-            table.c.expires_at > clock.now(),
-        )
+        .where(*_usable(node_id, secret))
         .values(used_at=clock.now(), used_by=dict(used_by))
         .returning(table)
     )
     row = conn.execute(update).mappings().first()
     if row is None:
-        raise Problem(
-            "token_invalid",
-            401,
-            expected="an unused enrolment token of this node, at most 15 minutes old",
-            found="a token that is none of it",
-            remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
-        )
+        raise _invalid_enrolment(node_id)
     return _without_hash(EnrolmentToken(**row))
+
+
+def require_enrolment(conn: sa.Connection, node_id: str, secret: str) -> None:
+    """Problem `token_invalid` unless the enrolment token can be redeemed."""
+    query = sa.select(enrolment_tokens.c.id).where(*_usable(node_id, secret))
+    if conn.execute(query).first() is None:
+        raise _invalid_enrolment(node_id)
+
+
+def _usable(node_id: str, secret: str) -> tuple[sa.ColumnElement[bool], ...]:
+    columns = enrolment_tokens.c
+    return (
+        columns.hash == _hash(secret),
+        columns.node_id == node_id,
+        columns.used_at.is_(None),
+        columns.expires_at > clock.now(),
+    )
+
+
+def _invalid_enrolment(node_id: str) -> Problem:
+    return Problem(
+        "token_invalid",
+        401,
+        expected="an unused enrolment token of this node, at most 15 minutes old",
+        found="a token that is none of it",
+        remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
+    )
 
 
 def end_enrolments(conn: sa.Connection) -> None:
@@ -210,7 +226,10 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
 
 
 def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act: Act) -> list[str]:
-    """Revoke the node's certificates of any other host key; returns their serials."""
+    """Revoke the node's certificates of any other host key; returns their serials.
+
+    public_key: the host key that stays, or "" for none.
+    """
     table = node_certificates
     update = (
         sa.update(table)
@@ -224,10 +243,18 @@ def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act
     )
     serials = sorted(conn.execute(update).scalars())
     if serials:
-        why = act.because("the host enrolled with another key")
         detail = {"serials": serials}
-        journal.audit(conn, why, "node.certificate.revoked", "node", node_id, detail=detail)
+        journal.audit(conn, act, "node.certificate.revoked", "node", node_id, detail=detail)
     return serials
+
+
+def known_host_key(conn: sa.Connection, node_id: str, public_key: str) -> bool:
+    """Whether the node had a certificate of this host key."""
+    table = node_certificates
+    query = sa.select(table.c.id).where(
+        table.c.node_id == node_id, table.c.public_key == public_key
+    )
+    return conn.execute(query.limit(1)).first() is not None
 
 
 def revoked_host_keys(conn: sa.Connection, node_id: str | None = None) -> list[str]:

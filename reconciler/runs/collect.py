@@ -33,7 +33,8 @@ class Phase(StrEnum):
 class Outcome:
     """End of a run. result is the checked slice_result; without it `problem` gives the reason.
 
-    touched: False when no module of the run can have begun on the host.
+    touched: False when no module of the run can have begun on the host. begun: False when the
+    launcher never began the run.
     """
 
     status: str
@@ -41,6 +42,14 @@ class Outcome:
     problem: str = ""
     unreachable: bool = False
     touched: bool = True
+    begun: bool = True
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the playbook may still act: AWX lost the job. The processes of a run that is lost
+        on this machine were ended.
+        """
+        return self.status == "lost" and self.problem.startswith("awx_")
 
     @property
     def ok(self) -> bool:

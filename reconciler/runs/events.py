@@ -19,6 +19,7 @@ from reconciler.runs.contract import ContractError
 # A discovery of a large host is about 100 KiB. A document above this limit is an attack.
 _LARGEST_RESULT = 4 * 1024 * 1024
 _LONGEST_NAME = 200
+_MOST_NODES = 3
 # Length of an SSH message. Its end names the cause; a banner of the host may come before it.
 _LONGEST_REASON = 500
 # Actions and keywords that Ansible carries out on the controller, without the host. Before a role
@@ -62,6 +63,8 @@ class Recorder:
         self.unreachable = False
         self.unreachable_reason = ""
         self.over = False
+        # Nodes that modules named as the one they ran on; a host may name any, so few are kept.
+        self.answered_by: set[str] = set()
         self._answered = False
         self._begun: set[str] = set()
 
@@ -71,6 +74,11 @@ class Recorder:
         began. A second beginning would mean that the answer to the first was lost.
         """
         return self._answered or len(self._begun) > 1
+
+    @property
+    def began(self) -> bool:
+        """Whether a task for the host began."""
+        return self._answered or self.unreachable or bool(self._begun)
 
     def __call__(self, event: Mapping[str, Any]) -> bool:
         """Take an event. False tells the runner not to store it: it holds arguments and results."""
@@ -94,6 +102,10 @@ class Recorder:
             return
         if kind in _FROM_HOST:
             self._answered = True
+            result = data.get("res")
+            node = result.get("answered_by") if isinstance(result, Mapping) else None
+            if isinstance(node, str) and len(self.answered_by) < _MOST_NODES:
+                self.answered_by.add(_printable(node))
         elif kind == "playbook_on_task_start":
             self._begun.add(str(data.get("task_uuid")))
         elif kind == "runner_on_skipped":
@@ -132,6 +144,7 @@ def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> di
         "unreachable": recorder.unreachable,
         "touched": recorder.touched,
         "result": None,
+        "answered_by": sorted(recorder.answered_by),
     }
     if status in {"timeout", "canceled"}:
         return verdict

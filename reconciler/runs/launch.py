@@ -183,6 +183,9 @@ def _environment(site: Site, spec: RunSpec, paths: RunPaths) -> dict[str, str]:
         "ANSIBLE_PIPELINING": "1",
         "ANSIBLE_HOST_KEY_CHECKING": "1",
         "ANSIBLE_GATHERING": "explicit",
+        # Otherwise every fact that a host answers is a variable of its later tasks, and replaces
+        # defaults of roles and settings of the connection.
+        "ANSIBLE_INJECT_FACT_VARS": "0",
         "ANSIBLE_FORKS": "1",
         "ANSIBLE_NOCOLOR": "1",
         # Appears in each module's line in the host's syslog.

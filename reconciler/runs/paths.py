@@ -12,8 +12,8 @@ from typing import Any
 
 from reconciler.runs.spec import RunError
 
-# A Unix socket's path may have 107 bytes; Ansible adds 11 and ssh 17.
-_LONGEST_SOCKET_DIRECTORY = 75
+# A Unix socket's path may have 107 bytes; the name of a socket (%C) adds 41 and ssh 17.
+_LONGEST_SOCKET_DIRECTORY = 49
 
 
 class RunPaths:

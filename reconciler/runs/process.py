@@ -23,6 +23,7 @@ from reconciler.runs import lock
 from reconciler.runs.awx import job
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json, write_json
+from reconciler.runs.spec import BY_HAND
 
 # Ansible's message when SSH ended while the first module was being sent: it hides SSH's reason.
 _CUT_SHORT = "Data could not be sent to remote host"
@@ -81,6 +82,11 @@ def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
     if verdict is None:
         return
     verdict = {"result": None, "unreachable": False, "problem": "", **verdict}
+    others = set(verdict.get("answered_by", ())) - {manifest["node_id"]}
+    if others and manifest["node_id"] != BY_HAND:
+        # Its modules ran elsewhere, so nothing that it says counts for the node.
+        problem = f"wrong_node: {', '.join(sorted(others))} answered for {manifest['node_id']}"
+        verdict |= {"status": "failed", "result": None, "touched": True, "problem": problem}
     _forget_variables(paths)
     write_json(
         paths.outcome,
@@ -98,7 +104,7 @@ def _play(
     paths: RunPaths, manifest: dict[str, Any], stop_requested: Callable[[], bool]
 ) -> dict[str, Any] | None:
     if stop_requested():
-        return {"status": "canceled", "rc": None, "problem": "never_began"}
+        return {"status": "canceled", "rc": None, "problem": "never_began", "begun": False}
     recorder = Recorder(paths.progress)
     begun = time.monotonic()
     try:

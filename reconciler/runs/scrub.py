@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 GONE = "[removed]"
 
-_NAME = (
-    r"[\w.-]*(?:password|passwd|passphrase|secret|token|api_?key|private_?key|credential|signature)"
-    r"[\w.-]*"
-)
+_WORDS = "password|passwd|passphrase|secret|token|api_?key|private_?key|credential|signature"
+# Hosts write this text, so every pattern is linear in its length. It begins at the start of a run
+# of characters, takes the run as a whole (possessively), and never returns to it.
+_NAME = rf"(?<![\w.-])(?=[\w.-]*?(?:{_WORDS}))[\w.-]++"
 # A complete key, and a key of which the beginning or the end of the text has cut off a part.
 _KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
@@ -24,18 +24,21 @@ _KEY = re.compile(
 _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (_KEY, GONE),
     # Our own tokens, and tokens of a web login.
-    (re.compile(r"\b(?:gpuaas|enrol)_[A-Za-z0-9_-]{20,}"), GONE),
-    (re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"), GONE),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{8,}"), rf"\1 {GONE}"),
+    (re.compile(r"\b(?:gpuaas|enrol)_[A-Za-z0-9_-]{20,}+"), GONE),
+    (re.compile(r"(?<![\w-])(?=[\w-]*?\beyJ[\w-]{8})[\w-]++\.[\w-]++\.[\w-]*+"), GONE),
+    (re.compile(r"(?i)\b(bearer|basic)\s++[A-Za-z0-9+/=._~-]{8,}+"), rf"\1 {GONE}"),
     # Links: the user part, and the query, which may hold a signature.
-    (re.compile(r"(\w+://)[^\s/@\"']+@"), rf"\1{GONE}@"),
-    (re.compile(r"(\w+://[^\s?\"']+\?)[^\s\"'\\]+"), rf"\1{GONE}"),
+    (re.compile(r"((?<!\w)\w++://)[^\s/@\"']++@"), rf"\1{GONE}@"),
+    (
+        re.compile(r"((?<!\w)\w++://[^\s?\"']++)(\?[^\s\"'\\]++)?"),
+        lambda link: f"{link[1]}?{GONE}" if link[2] else link[1],
+    ),
     # name: value and name=value, quoted or not; in JSON also with the quotes escaped.
     (
-        re.compile(rf"(?i)(\\?[\"']?\b{_NAME}\\?[\"']?\s*[:=]\s*)(\\?[\"'])(?!\2)(?:(?!\2).)+(\2)"),
+        re.compile(rf"(?i)({_NAME}\\?[\"']?\s*+[:=]\s*+)(\\?[\"'])(?!\2)(?:(?!\2).)++(\2)"),
         rf"\1\2{GONE}\3",
     ),
-    (re.compile(rf"(?i)(\b{_NAME}\s*[:=]\s*)(?![\"'\\\[{{])[^\s,;}}\]]+"), rf"\1{GONE}"),
+    (re.compile(rf"(?i)({_NAME}\s*+[:=]\s*+)(?![\"'\\\[{{])[^\s,;}}\]]++"), rf"\1{GONE}"),
 )
 
 

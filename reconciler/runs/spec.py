@@ -20,6 +20,8 @@ _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%-]{0,252}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _HOST_KEY = re.compile(r"[a-z0-9@.-]{1,64} [A-Za-z0-9+/=]{1,8000}")
 PYTHON = "/usr/bin/python3"
+# The node of a run by hand on a host without a record; modules know it too.
+BY_HAND = "by-hand"
 # Longer than the longest useful run, which overwrites eight disks in turn. A run that
 # exceeds it is ended.
 LONGEST_S = 2 * 86_400

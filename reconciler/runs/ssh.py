@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reconciler.runs.paths import socket_directory
-from reconciler.runs.spec import NodeAccess
+from reconciler.runs.spec import BY_HAND, NodeAccess
 
 _CERTIFIED = (
     "ssh-ed25519-cert-v01@openssh.com",
@@ -77,7 +77,7 @@ class Reach:
 
     def access(self) -> NodeAccess:
         """The target of the run; SpecError when a value is not a plain name."""
-        name = self.node_id or "by-hand"
+        name = self.node_id or BY_HAND
         if not self.host:
             return NodeAccess(name, "localhost", user=getpass.getuser())
         return NodeAccess(name, self.host, port=self.port, user=self.user)
@@ -87,12 +87,11 @@ class Reach:
             return {"ANSIBLE_TRANSPORT": "local"}
         # SSH uses the first value that it gets for an option.
         words = ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "ForwardAgent=no"]
-        words += ["-o", "ControlMaster=auto", "-o", "ControlPersist=20s"]
+        words += sharing(f"{socket_directory(state_dir, self.host)}/%C")
         words += ["-F", str(self.config.resolve())] if self.config else []
         words += ["-i", str(self.key.resolve())] if self.key else []
         values = {
             "ANSIBLE_SSH_ARGS": shlex.join(words),
-            "ANSIBLE_SSH_CONTROL_PATH_DIR": str(socket_directory(state_dir, self.host)),
             "ANSIBLE_SSH_RETRIES": "0",
             "ANSIBLE_TIMEOUT": "90",
         }
@@ -149,12 +148,20 @@ def arguments(settings: Mapping[str, str]) -> list[str]:
     return words
 
 
+def sharing(path: str) -> list[str]:
+    """Arguments of SSH for a connection that the tasks of a node share.
+
+    The path is given here, because Ansible would take it from a variable. Whoever chooses that
+    variable chooses the host that answers, and SSH checks no host key on a shared connection.
+    """
+    settings = ["ControlMaster=auto", "ControlPersist=60s", f'ControlPath="{path}"']
+    return [word for setting in settings for word in ("-o", setting)]
+
+
 def environment(access: SshAccess, node_id: str, sockets: Path) -> dict[str, str]:
     """The same options for Ansible, with a shared connection per node."""
-    sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60s"]
     return {
-        "ANSIBLE_SSH_ARGS": shlex.join(options(access, node_id) + sharing),
-        "ANSIBLE_SSH_CONTROL_PATH_DIR": str(sockets),
+        "ANSIBLE_SSH_ARGS": shlex.join(options(access, node_id) + sharing(f"{sockets}/%C")),
         # A retry would send the module again after the connection was lost, while the first copy
         # may still be working on the host, perhaps on a disk. The task decides whether to repeat,
         # because it knows how far the run got. The reboot of bootstrap does not need retries: it

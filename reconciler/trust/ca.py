@@ -7,8 +7,6 @@ certificate of short validity. Private keys never leave <state dir>/trust.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import hmac
 import os
 import re
 import secrets
@@ -133,15 +131,6 @@ def user_ca(trust: Trust) -> str:
 def authorities(trust: Trust) -> dict[str, str]:
     """Public keys of both authorities by file name. Machines of a site have the same."""
     return {key.name: _public(key) for key in (trust.host_authority, trust.user_authority)}
-
-
-def derived_key(trust: Trust, purpose: str) -> bytes:
-    """A secret for a single purpose, the same on every machine of the site.
-
-    It is derived from the user authority's key and does not reveal it.
-    """
-    secret = trust.user_authority.read_bytes()
-    return hmac.new(secret, f"gpuaas {purpose}".encode(), hashlib.sha256).digest()
 
 
 def known_hosts(trust: Trust) -> Path:

@@ -82,7 +82,8 @@ pin() {
 
 send() {
   tries=0
-  set -- --proto =http,https
+  # Plain http only to this machine itself, unless the site has accepted it.
+  set -- --proto "$protocols"
   [ -z "$ca" ] || set -- --proto =https --cacert "$work/ca.pem" --capath "$work/no-cas"
   # For a DNS that does not resolve the name; bootstrap writes it into /etc/hosts.
   [ -z "$api_at" ] || set -- "$@" --resolve "$api_at"

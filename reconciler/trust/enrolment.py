@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from reconciler.settings import is_exposed
 from reconciler.trust.ca import OPERATOR, Trust, certify_host, user_ca
 from reconciler.trust.keygen import TrustError, public_key
 
@@ -112,6 +113,7 @@ def userdata(
     user: str = "root",
     ca: str = "",
     address: str = "",
+    insecure: bool = False,
 ) -> str:
     """A cloud-init script that enrols the machine it runs on as `node_id`.
 
@@ -119,6 +121,7 @@ def userdata(
     ca: PEM certificates (`read_pin`), the only CAs accepted for the API; "" accepts those that the
     machine trusts. A pinned CA requires an https URL.
     address: IP address of the API, for a machine whose DNS does not resolve the name; "" uses DNS.
+    insecure: accept an http URL of another machine, which the script otherwise refuses.
     """
     url = api_url.rstrip("/")
     _match("api_url", _URL, url)
@@ -138,6 +141,7 @@ def userdata(
         "api_url": url,
         "api_name": name,
         "api_at": f"{name}:{port}:{address}" if address else "",
+        "protocols": "=https" if is_exposed(url) and not insecure else "=http,https",
         "login_user": user,
         "token": token,
         "ca": ca,

@@ -23,6 +23,7 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import host, task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model.errors import Problem
+from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import certificates, claims, queue, slots
 from reconciler.records.queue import DEADLINE_PASSED
@@ -37,6 +38,8 @@ _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
 # Errors of a result that fits no record: the run contract allows it, the databases do not.
 _MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
 _UNKNOWN_EFFECT = "the effect on the host is unknown: verify the host before anything is freed"
+_NO_EFFECT = "repair what is named, then ask again; nothing was done on the host"
+_NOT_STARTED = "run_not_started"
 # The pauses give a busy host or source some time. The last attempt starts two and a half minutes
 # after the first.
 _FIRST_PAUSE_S = 30.0
@@ -64,6 +67,10 @@ def settle(
             return
     else:
         failure = _with_cause(engine, task, outcome, read_failure(outcome))
+        if not outcome.begun and task.attempt <= 1:
+            # Only an earlier attempt could have acted.
+            nothing = dict(NOTHING_DONE)
+            failure = replace(failure, step="start the run", evidence=nothing, known=True)
 
     def fail(conn: Connection, failure: Failure) -> None:
         with locked_subject(conn, task):
@@ -107,6 +114,7 @@ def read_failure(outcome: Outcome) -> Failure:
         error = {part: reported.get(part, text) for part, text in default.items()}
         return Failure(result.get("step", ""), error, result.get("evidence", {}), known=True)
     code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
+    code = code if outcome.begun else _NOT_STARTED
     problem = outcome.problem or f"the run ended as {outcome.status}"
     if problem.partition(":")[0] == contract.UNREADABLE:
         code = contract.UNREADABLE
@@ -114,7 +122,7 @@ def read_failure(outcome: Outcome) -> Failure:
         "code": code,
         "expected": "a run that ends with a result",
         "found": problem,
-        "remedy": _UNKNOWN_EFFECT,
+        "remedy": _UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
     return Failure("", ended, result.get("evidence", {}), known=False)
 
@@ -178,10 +186,13 @@ def _retry(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> 
 def _is_transient(outcome: Outcome, failure: Failure) -> bool:
     """Whether another run may succeed."""
     code = failure.error["code"]
+    if not outcome.begun:
+        return outcome.status == "failed"
     if failure.known:
         return code in _TRANSIENT
     # A host that refused the first connection will refuse again. A host lost later may answer.
-    return (code == "host_unreachable" and outcome.touched) or code in _BROKEN
+    lost_host = code == "host_unreachable" and outcome.touched
+    return lost_host or (code in _BROKEN and not outcome.may_go_on)
 
 
 def _fail(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> None:

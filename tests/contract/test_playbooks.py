@@ -91,6 +91,14 @@ def test_a_playbook_uses_what_it_is_given(playbook: str) -> None:
     assert {name for name in given if not re.search(rf"\b{name}\b", text)} == set()
 
 
+@pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
+def test_every_play_tells_its_modules_for_which_node_it_runs(playbook: str) -> None:
+    for play in yaml.safe_load((FOLDER / f"{playbook}.yml").read_text()):
+        if "hosts" in play:
+            node = "{{ (slice_run | default({})).node_id | default('') }}"
+            assert play["environment"] == {"GPUAAS_RUN_NODE": node}
+
+
 def test_playbooks_without_variables_of_their_own_have_an_argument_specification() -> None:
     plays = {
         name: yaml.safe_load((FOLDER / f"{name}.yml").read_text())[0] for name in contract.PLAYBOOKS

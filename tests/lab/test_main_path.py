@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,83 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     evidence = slice_steps.login(stage)
     assert evidence["user"] == slice_steps.USER
     story.done["login"] = evidence
+
+
+# Run in the guest as root. Prints "open", "refused" or "timeout" for each address and port.
+_KNOCK = """
+import json, socket
+def knock(address, port):
+    with socket.socket() as handle:
+        handle.settimeout(4)
+        try:
+            handle.connect((address, port))
+            return "open"
+        except ConnectionRefusedError:
+            return "refused"
+        except OSError:
+            return "timeout"
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+    handle.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+    for address in BROADCASTS:
+        handle.sendto(b"from a guest", (address, 5999))
+print(json.dumps({f"{a}:{p}": knock(a, p) for a, p in TARGETS}))
+"""
+# Run on the host: everything that arrives at UDP port 5999 of any address within the time.
+_LISTEN = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+    handle.bind(("0.0.0.0", 5999))
+    handle.settimeout(45)
+    try:
+        print(handle.recvfrom(100))
+    except TimeoutError:
+        print("nothing")
+"""
+# Run on the host: seconds until the guards are back after a crash. No flow may switch meanwhile.
+_CRASH = """
+set -eu
+flows() { ovs-ofctl dump-flows ovsbr0 2>/dev/null; }
+before=$(flows | grep -c cookie=0x)
+kill -9 "$(cat /run/openvswitch/ovs-vswitchd.pid)"
+began=$(date +%s)
+while :; do
+  now=$(flows || true)
+  case "$now" in *NORMAL*|*FLOOD*) echo "the bridge switched: $now"; exit 1 ;; esac
+  [ "$(echo "$now" | grep -c cookie=0x)" -lt "$before" ] || break
+  [ $(($(date +%s) - began)) -lt 90 ] || { echo "no guards after 90 s: $now"; exit 1; }
+done
+test "$(ovs-vsctl get-fail-mode ovsbr0)" = secure
+echo "restored after $(($(date +%s) - began)) s"
+"""
+
+
+@pytest.mark.covers("SLICE-9", "HOST-6")
+def test_a_guest_reaches_neither_the_host_nor_private_space(stage: Stage, story: Chapter) -> None:
+    story.needs("login")
+    own = stage.on_host("ip", "-4", "-br", "address").split()
+    host = next(word.partition("/")[0] for word in own if word.startswith("10.0.2."))
+    targets = [["10.100.0.1", 22], [host, 22], ["10.0.2.2", 22], ["169.254.169.254", 80]]
+    script = _KNOCK.replace("TARGETS", repr(targets)).replace(
+        "BROADCASTS", repr(["10.0.2.255", host])
+    )
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(stage.on_host, "python3", "-", stdin=_LISTEN)
+        answers = json.loads(slice_steps.in_guest(stage, "sudo python3 -", script))
+        assert set(answers.values()) == {"timeout"}, answers
+        assert heard.result().strip() == "nothing"
+
+
+@pytest.mark.covers("SLICE-9", "HOST-6")
+def test_a_crash_of_the_switch_opens_nothing_and_the_guards_come_back(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("login")
+    assert "restored after" in stage.on_host("sh", "-s", stdin=_CRASH)
+    assert slice_steps.in_guest(stage, "id -un").strip() == slice_steps.USER
+    journal = stage.on_host(
+        "journalctl", "-u", "gpuaas-slice-network-baseline.service", "-o", "cat"
+    )
+    assert "restored: guard_bridge" in journal
 
 
 @pytest.mark.covers("HOST-12")

@@ -1,5 +1,7 @@
 """Whole-machine allocation: a tenant with root comes, uses the machine, and leaves no trace.
 
+After each tenant the machine is sold again only when it was installed anew with a new host key.
+
 Plays on the host that test_way_back.py made an ordinary machine again.
 """
 
@@ -10,13 +12,14 @@ import json
 import secrets
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab import canary
+from lab import canary, machine, userdata
 from lab.command import LabError
 from lab.demo import slice_steps
 from lab.demo.stage import NODE, Stage
@@ -105,15 +108,33 @@ sleep 1
     assert (node["health_state"], node["unclean_allocation_id"]) == ("healthy", "")
     with pytest.raises(LabError):
         _as_tenant(stage, allocation, "true")
-    _settled(stage)
     story.done["whole_machine_released"] = True
+
+
+@pytest.mark.covers("CTRL-15")
+def test_its_installation_is_not_believed_any_more(stage: Stage, story: Chapter) -> None:
+    """The machine answered "all clean"; only another installation with another key is sold."""
+    story.needs("whole_machine_released")
+    assert stage.api().get(stage.path())["reinstall_required"]
+    with pytest.raises(Problem) as refused:
+        _launch(stage)
+    assert refused.value.code == "no_capacity"
+    with pytest.raises(Problem) as refused:
+        stage.api().post(stage.path("/conversion"), {"to": "slice"})
+    assert refused.value.code == "reinstall_required"
+    # The old host key is revoked, so the same installation gets no other certificate.
+    answer = _enrol(stage)
+    assert answer.exit_code != 0 and "HTTP 409" in answer.output, answer.output
+    _install_anew(stage)
+    assert not stage.api().get(stage.path())["reinstall_required"]
+    story.done["reinstalled"] = True
 
 
 @pytest.mark.covers("CTRL-15", "CTRL-7")
 def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     stage: Stage, story: Chapter
 ) -> None:
-    story.needs("whole_machine_released")
+    story.needs("reinstalled")
     allocation = slice_steps.wait_for(stage, _launch(stage)["id"], {"active", "failed"})
     assert allocation["state"] == "active", allocation["error"]
     backdoor = "/etc/sudoers.d/backdoor"
@@ -143,7 +164,7 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     stage.on_host("rm", backdoor)
     accepted = stage.api().post(stage.path("/accept-drift"), {"reason": "removed by hand"})
     assert accepted["health_state"] == "healthy"
-    _settled(stage)
+    _install_anew(stage)
 
 
 @pytest.mark.covers("CTRL-15")
@@ -216,14 +237,27 @@ def _release(stage: Stage, allocation_id: str) -> dict[str, Any]:
     return result
 
 
-def _settled(stage: Stage) -> None:
-    """Wait for the automatic discovery; the machine is not given away before it ends."""
-    (look, *_others) = [
-        task
-        for task in stage.api().get("/admin/tasks", node_id=NODE)["items"]
-        if task["kind"] == "slice.topology_discover"
-    ]
-    stage.follow(look)
+def _enrol(stage: Stage) -> userdata.Answer:
+    """Run the enrolment script on the host."""
+    token = stage.api().post(stage.path("/enrollment-token"))
+    return userdata.deliver(Path(stage.host().userdata), token["userdata"])
+
+
+def _install_anew(stage: Stage) -> None:
+    """Give the host what a new installation changes: its machine id and its host key. Enrol it."""
+    script = f"""#!/bin/sh
+set -e
+rm -f /etc/machine-id /etc/ssh/ssh_host_ed25519_key*
+echo {uuid.uuid4().hex} > /etc/machine-id
+"""
+    answer = userdata.deliver(Path(stage.host().userdata), script)
+    assert answer.exit_code == 0, answer.output
+    answer = _enrol(stage)
+    assert answer.exit_code == 0, answer.output
+    # The lab's operator learns the new host key over the trusted channel.
+    machine.admit(stage.host())
+    stage.task(stage.path("/slice-topology/discovery"))
+    _becomes(stage, "ready")
 
 
 def _as_tenant(stage: Stage, allocation: dict[str, Any], command: str, stdin: str = "") -> str:

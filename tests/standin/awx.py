@@ -5,7 +5,8 @@
 `POST /standin/begin` resets it (see `Faults`), `GET /standin/record` returns its record. The job
 templates are those of awx/job_templates.yml. It models tokens, lists with pages and filters (the
 variables of jobs cannot be searched, as in AWX), launches with their ignored fields, jobs with
-their states and artifacts, events that are saved late, and cancel.
+their states and artifacts, events that are saved late, and cancel. Its answers are those of
+AWX 24.6.1, which was asked; `test_answers.py` holds them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,7 +33,20 @@ from reconciler.runs.launch import inert
 ROOT = Path(__file__).resolve().parents[2]
 API = "/api/v2"
 INVENTORY = 3
+Query = dict[str, str]
 ACTIVE = ("pending", "waiting", "running")
+# Explanations of AWX's reaper, which gives up jobs without knowing their end.
+REAPED_AT_START = (
+    "Task was marked as running at system start up. The system must have not shut down properly,"
+    " so it has been marked as failed."
+)
+REAPED_FROM_QUEUE = (
+    "Task was marked as running but was not present in the job queue, so it has been marked as"
+    " failed."
+)
+REAPED_BY_PEER = "Job reaped due to instance shutdown"
+# Fields of a job that only its own page shows.
+_DETAIL = ("artifacts", "result_traceback", "event_processing_finished")
 
 
 @dataclass
@@ -45,8 +60,15 @@ class Faults:
     act. later_s: delay until a cut launch is carried out. drip_s: pause before each answer. steps:
     number of reads of a job until it moves on. events: of each job. late: counters that are saved
     after the end. never: counters never saved. twice: each page repeats its events, and older ones.
-    ends: final state of the job. artifacts, explanation: of the job. play: a playbook that is
-    really run instead.
+    ends: final state of the job. artifacts, explanation, traceback: of the job. unit: the id of
+    the job's work in receptor, "" for a job that never got there. lost: the explanation with which
+    the reaper gives up a job that goes on; a job that is really run is given up after `steps`
+    events. deaf: the dispatcher acknowledges no cancel request, so the job counts as canceled and
+    goes on. ends_on_cancel: the job ends just before a cancel request. queued: jobs
+    wait for capacity. privileged: the user of the token is superuser, and
+    reads the settings. hidden: jobs that the user may not see. jinja: the setting for Jinja in
+    variables. changed: fields of single templates by name. play: a playbook that is really run
+    instead.
     """
 
     token: str = "token-1"
@@ -68,6 +90,16 @@ class Faults:
     ends: str = "successful"
     artifacts: dict[str, Any] = field(default_factory=dict)
     explanation: str = ""
+    traceback: str = ""
+    unit: str | None = "qLL2JFNT"
+    lost: str = ""
+    deaf: bool = False
+    ends_on_cancel: bool = False
+    queued: bool = False
+    privileged: bool = False
+    hidden: list[int] = field(default_factory=list)
+    jinja: str = "template"
+    changed: dict[str, Any] = field(default_factory=dict)
     play: str = ""
 
 
@@ -84,6 +116,8 @@ class Awx:
         self.jobs: list[dict[str, Any]] = []
         self.events: dict[int, list[dict[str, Any]]] = {}
         self.looks: dict[int, int] = {}
+        # Numbers of events that AWX's workers reported at the end of their jobs.
+        self.emitted: dict[int, int] = {}
         self.requests: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.canceled: list[int] = []
@@ -107,38 +141,69 @@ class Awx:
 
     def look(self, job: dict[str, Any]) -> None:
         """Move a scripted job on with each read."""
-        if self.faults.play:
-            return
-        if job["status"] not in ACTIVE:
-            job["event_processing_finished"] = True
+        if self.faults.play or self.faults.queued:
             return
         looks = self.looks[job["id"]] = self.looks.get(job["id"], 0) + 1
-        job["status"] = "running"
-        job["started"] = "2026-11-21T10:00:00Z"
+        if job["status"] not in ACTIVE:
+            return
+        job.update(status="running", started="2026-11-21T10:00:00Z")
         if job["id"] in self.canceled:
-            job["status"] = "canceled"
+            self.end(job, "canceled")
+        elif looks > self.faults.steps and self.faults.lost:
+            job.update(status="failed", job_explanation=self.faults.lost)
         elif looks > self.faults.steps:
+            self.end(job, self.faults.ends)
             job.update(
-                status=self.faults.ends,
                 artifacts=self.faults.artifacts,
                 job_explanation=self.faults.explanation,
+                result_traceback=self.faults.traceback,
+                work_unit_id=self.faults.unit,
             )
+        if job["status"] not in ACTIVE:
+            self.looks[job["id"]] = 0
 
-    def seen(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+    def end(self, job: dict[str, Any], status: str) -> None:
+        """The worker of a job sees its end."""
+        job["status"] = status
+        self.emitted[job["id"]] = len(self.events[job["id"]])
+
+    def cancel(self, job: dict[str, Any]) -> None:
+        """A worker that acknowledges ends its job later. Otherwise only the status changes."""
+        if self.faults.deaf or job["status"] == "pending":
+            job["status"] = "canceled"
+        if not self.faults.deaf:
+            self.canceled.append(job["id"])
+
+    def saved(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events that are saved by now."""
-        hidden = set(self.faults.never)
-        hidden |= set() if job["event_processing_finished"] else set(self.faults.late)
+        over = job["status"] not in ACTIVE and (self.faults.play or self.looks.get(job["id"]))
+        hidden = {*self.faults.never, *(() if over else self.faults.late)}
         return [event for event in self.events[job["id"]] if event["counter"] not in hidden]
+
+    def shown(self, job: dict[str, Any]) -> dict[str, Any]:
+        """A job's own page. Equal counts mean that all events are saved, also without any event."""
+        saved = len(self.saved(job))
+        finished = job["status"] not in ACTIVE and self.emitted.get(job["id"], 0) == saved
+        return {**job, "event_processing_finished": finished}
 
 
 def _templates(faults: Faults) -> list[dict[str, Any]]:
     described = yaml.safe_load((ROOT / "awx" / "job_templates.yml").read_text())
-    rights = {"summary_fields": {"user_capabilities": {"start": True}}}
-    return [
-        {**fields, "id": number, "inventory": INVENTORY, **rights, **faults.templates}
-        for number, fields in enumerate(described["job_templates"], 7)
-        if fields["name"] not in faults.without
-    ]
+    names = {"project": 5, "execution_environment": 4, "inventory": INVENTORY}
+    machine = {"id": 2, "name": "gpuaas.slice", "kind": "ssh", "cloud": False}
+    templates = []
+    for number, fields in enumerate(described["job_templates"], 7):
+        faulty = {**faults.templates, **faults.changed.get(fields["name"], {})}
+        summary = {
+            **{kind: {"id": id, "name": fields[kind]} for kind, id in names.items()},
+            "credentials": [machine],
+            "user_capabilities": {"start": True},
+            **faulty.get("summary_fields", {}),
+        }
+        template = {**fields, **names, "id": number, **faulty, "summary_fields": summary}
+        if fields["name"] not in faults.without:
+            templates.append(template)
+    return templates
 
 
 def _job(number: int, template: dict[str, Any], taken: dict[str, Any], status: str) -> Any:
@@ -155,38 +220,48 @@ def _job(number: int, template: dict[str, Any], taken: dict[str, Any], status: s
         "elapsed": 1.5,
         "artifacts": {},
         "job_explanation": "",
-        "event_processing_finished": False,
+        "result_traceback": "",
+        "work_unit_id": None,
     }
 
 
 def _play(awx: Awx, job: dict[str, Any], variables: dict[str, Any]) -> None:
-    """Play as AWX does: ansible-runner, untemplated variables, events saved one at a time."""
+    """Play as AWX does: ansible-runner, coloured output, events saved one at a time, artifacts
+    with the end. Variables are untemplated, unless the setting allows Jinja in them.
+    """
+    artifacts: dict[str, Any] = {}
 
     def save(event: dict[str, Any]) -> bool:
+        if awx.faults.lost and len(awx.events[job["id"]]) >= awx.faults.steps:
+            job.update(status="failed", job_explanation=awx.faults.lost)
+            return False
         awx.events[job["id"]].append(event)
-        artifacts = event.get("event_data", {}).get("artifact_data")
-        if artifacts:
-            job["artifacts"] = artifacts
+        artifacts.update(event.get("event_data", {}).get("artifact_data") or {})
         return False
 
     with tempfile.TemporaryDirectory() as folder:
         env = Path(folder) / "env"
         env.mkdir()
-        (env / "extravars").write_text(inert(variables))
+        trusted = awx.faults.jinja == "always"
+        text = yaml.safe_dump(variables) if trusted else inert(variables)
+        (env / "extravars").write_text(text)
         inventory = Path(folder) / "hosts.json"
         inventory.write_text(json.dumps({"all": {"hosts": {job["limit"]: {}}}}))
-        job["status"] = "running"
+        job.update(status="running", started="2026-11-21T10:00:00Z", work_unit_id="qLL2JFNT")
+        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         runner = ansible_runner.run(
             private_data_dir=folder,
             playbook=awx.faults.play,
             inventory=str(inventory),
-            envvars={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            envvars={"PATH": programs, "ANSIBLE_FORCE_COLOR": "True"},
             event_handler=save,
             cancel_callback=lambda: job["id"] in awx.canceled,
             limit=job["limit"],
             quiet=True,
         )
-        job.update(status=runner.status, event_processing_finished=True)
+        if not awx.faults.lost:
+            awx.end(job, runner.status)
+            job.update(artifacts=artifacts)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -246,7 +321,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             awx.requests.append(asked)
             if self.headers.get("Authorization") != f"Bearer {awx.faults.token}":
-                return 401, {"detail": "Authentication credentials were not provided."}
+                return 401, _UNAUTHORIZED
             if _due(awx.faults.drop, asked):
                 raise Cut
             instead = awx.faults.status.get(asked, [0, 0])
@@ -265,53 +340,82 @@ class Handler(BaseHTTPRequestHandler):
         raise Cut
 
     def _act(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        awx = self.server.awx
         words = path.strip("/").split("/")
         query = dict(parse_qsl(urlsplit(self.path).query))
-        number = int(words[1]) if len(words) > 1 else 0
-        if words == ["job_templates"]:
-            return self._list(awx.templates, query)
-        if words == ["jobs"]:
-            return self._list(awx.jobs, query)
-        if words[0] == "inventories" and number == INVENTORY:
-            names = awx.faults.hosts if words[2] == "hosts" else awx.faults.groups
-            return self._list([{"id": 1, "name": name, "enabled": True} for name in names], query)
-        if words[0] == "job_templates" and words[2:] == ["launch"] and self.command == "POST":
-            awx.bodies.append(body)
-            template = next((one for one in awx.templates if one["id"] == number), None)
-            return (201, awx.launch(template, body)) if template else (404, _NOT_FOUND)
-        job = next((job for job in awx.jobs if job["id"] == number), None)
-        if words[0] != "jobs" or job is None:
-            return 404, _NOT_FOUND
-        return self._job(job, words[2:], query)
+        parts = {
+            "job_templates": self._templates,
+            "jobs": self._jobs,
+            "inventories": self._inventory,
+            "settings": self._settings,
+        }
+        if part := parts.get(words[0]):
+            return part(words[1:], query, body)
+        return 404, {"detail": "The requested resource could not be found."}
 
-    def _job(self, job: dict[str, Any], rest: list[str], query: dict[str, str]) -> tuple[int, Any]:
+    def _templates(self, rest: list[str], query: Query, body: dict[str, Any]) -> tuple[int, Any]:
+        awx = self.server.awx
+        if not rest:
+            return self._list(awx.templates, query)
+        awx.bodies.append(body)
+        for template in awx.templates:
+            if template["id"] == int(rest[0]):
+                return 201, awx.launch(template, body)
+        return 404, {"detail": "No JobTemplate matches the given query."}
+
+    def _jobs(self, rest: list[str], query: Query, _body: object) -> tuple[int, Any]:
+        awx = self.server.awx
+        if not rest:
+            return self._list(awx.jobs, query)
+        if int(rest[0]) in awx.faults.hidden:
+            return 403, _FORBIDDEN
+        for job in awx.jobs:
+            if job["id"] == int(rest[0]):
+                return self._job(job, rest[1:], query)
+        return 404, {"detail": "No Job matches the given query."}
+
+    def _inventory(self, rest: list[str], query: Query, _body: object) -> tuple[int, Any]:
+        faults = self.server.awx.faults
+        names = faults.hosts if rest[1] == "hosts" else faults.groups
+        return self._list([{"id": 1, "name": name, "enabled": True} for name in names], query)
+
+    def _settings(self, _rest: object, _query: object, _body: object) -> tuple[int, Any]:
+        faults = self.server.awx.faults
+        settings = {"ALLOW_JINJA_IN_EXTRA_VARS": faults.jinja}
+        return (200, settings) if faults.privileged else (403, _FORBIDDEN)
+
+    def _job(self, job: dict[str, Any], rest: list[str], query: Query) -> tuple[int, Any]:
         awx = self.server.awx
         if rest == ["job_events"]:
-            status, page = self._list(awx.seen(job), query)
+            events = [_coloured(event) for event in awx.saved(job)]
+            status, page = self._list(events, query)
             if status == 200 and awx.faults.twice:
-                page["results"] = [*page["results"] * 2, *awx.seen(job)[:2]]
+                page["results"] = [*page["results"] * 2, *events[:2]]
             return status, page
         if rest == ["cancel"] and self.command == "POST":
+            while awx.faults.ends_on_cancel and job["status"] in ACTIVE:
+                awx.look(job)
             if job["status"] not in ACTIVE:
-                return 405, {"detail": 'Method "POST" not allowed.'}
-            awx.canceled.append(job["id"])
+                # The right to cancel is looked at first, and only a superuser has it here.
+                privileged = awx.faults.privileged
+                return (405, _NOT_ALLOWED) if privileged else (403, _FORBIDDEN)
+            awx.cancel(job)
             return 202, {}
         awx.look(job)
-        return 200, job
+        return 200, awx.shown(job)
 
-    def _list(self, items: list[dict[str, Any]], query: dict[str, str]) -> tuple[int, Any]:
+    def _list(self, items: list[dict[str, Any]], query: Query) -> tuple[int, Any]:
         page, size = int(query.pop("page", "1")), int(query.pop("page_size", "25"))
         size = min(size, self.server.awx.faults.page_size)
         order = query.pop("order_by", "id")
+        if "extra_vars" in order:
+            return 403, {"detail": "Ordering by extra_vars is not allowed."}
         for key, value in query.items():
             name, _, lookup = key.partition("__")
-            if name in ("extra_vars", "artifacts"):
-                return 403, {"detail": f"Filtering on {name} is not allowed."}
-            if lookup not in ("", "gt"):
-                return 400, {"detail": f"{key} is not modelled"}
-            keeps = _greater if lookup else _same
-            items = [item for item in items if keeps(item[name], value)]
+            if name == "extra_vars":
+                return 403, {"detail": "Filtering on extra_vars is not allowed."}
+            if lookup not in _LOOKUPS or (items and name not in items[0]):
+                return 400, {"detail": f"no field or lookup: {key}"}
+            items = [item for item in items if _LOOKUPS[lookup](item[name], value)]
         items = sorted(items, key=lambda item: item[order.lstrip("-")])
         if order.startswith("-"):
             items.reverse()
@@ -319,18 +423,29 @@ class Handler(BaseHTTPRequestHandler):
         # AWX gives only the path.
         more = f"{API}/…?page={page + 1}" if following else None
         found = items[(page - 1) * size : page * size]
+        found = [{k: v for k, v in item.items() if k not in _DETAIL} for item in found]
         return 200, {"count": len(items), "next": more, "results": found}
 
 
-_NOT_FOUND = {"detail": "Not found."}
+_UNAUTHORIZED = {
+    "detail": "Authentication credentials were not provided."
+    " To establish a login session, visit /api/login/."
+}
+_FORBIDDEN = {"detail": "You do not have permission to perform this action."}
+_NOT_ALLOWED = {"detail": 'Method "POST" not allowed.'}
+_LOOKUPS: dict[str, Callable[[Any, str], bool]] = {
+    "": lambda found, value: str(found) == value,
+    "gt": lambda found, value: bool(found > int(value)),
+    "startswith": lambda found, value: str(found).startswith(value),
+}
 
 
-def _same(found: Any, value: str) -> bool:
-    return str(found) == value
-
-
-def _greater(found: Any, value: str) -> bool:
-    return bool(found > int(value))
+def _coloured(event: dict[str, Any]) -> dict[str, Any]:
+    """Jobs run with ANSIBLE_FORCE_COLOR on a terminal. Text that has its colours stays."""
+    text = str(event.get("stdout", ""))
+    if text and "\x1b" not in text:
+        text = f"\x1b[0;32m{text}\x1b[0m".replace("\n", "\r\n")
+    return {**event, "id": event["counter"], "stdout": text}
 
 
 def _due(times: dict[str, int], asked: str) -> bool:

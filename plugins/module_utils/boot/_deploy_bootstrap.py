@@ -33,7 +33,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._report_line import report_line
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address, _sriov_vfs
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _api_names, _ovs_nat
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _api_names,
+    _baseline_files,
+    _ovs_nat,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
 DONE, FAILED, WRONG_CALL, REBOOT_NEEDED = 0, 1, 2, 3
@@ -193,8 +197,7 @@ def _fabric(profile: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _baseline(profile: Mapping[str, Any]) -> Iterator[Part]:
-    keys = ("bridge", "address", "subnet", "tmfifo")
-    yield Part(NETWORK, _NETWORK, {key: profile["network"][key] for key in keys})
+    yield Part(NETWORK, _NETWORK, _baseline_files.settings(profile["network"]))
 
 
 def _mode(profile: Mapping[str, Any]) -> Iterator[Part]:

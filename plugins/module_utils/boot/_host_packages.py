@@ -30,6 +30,7 @@ REQUIRED = (
     "gpg",
     "iproute2",
     "iptables",
+    "nftables",
     "libvirt-clients",
     "libvirt-daemon-system",
     "nvme-cli",

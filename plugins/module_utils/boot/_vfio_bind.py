@@ -7,7 +7,7 @@ of a model, including the host's own. A device in use is never taken from its dr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,15 +132,35 @@ def to_release(params: Params, state: State) -> list[str]:
 
 
 def plan(params: Params, state: State) -> _change.Plan:
+    """Plan of a run. A recorded GPU that has failed is a doubt, so that the others are bound."""
+    gpu_ids = params.get("gpu_ids", [])
+    dead = [a for a in _missing(params, state) if state.recorded.get(a) in gpu_ids]
+    return _plan(params, state, dead)
+
+
+def _plan_present(params: Params, state: State) -> _change.Plan:
+    """Plan at boot once every device had the time to appear: bind the devices that are present."""
+    return _plan(params, state, _missing(params, state))
+
+
+def _missing(params: Params, state: State) -> list[str]:
+    """Devices to bind that the host does not have; [] if it has none of them."""
+    bind = to_bind(params, state)
+    missing = [address for address in bind if address not in state.devices]
+    return missing if len(missing) < len(bind) else []
+
+
+def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
     bind, release = to_bind(params, state), to_release(params, state)
-    refusals = [_refusal(address, params, state, set(bind)) for address in bind]
+    refusals = [_refusal(a, params, state, set(bind)) for a in bind if a not in dead]
     refusals += [_busy(a, state) for a in release if _is_ours(state.devices.get(a))]
     blockers = [refusal for refusal in refusals if refusal is not None]
     if bind and not state.slice_mode:
         blockers.insert(0, _boot_service.not_slice_mode())
     steps = [_binding(state.devices[a]) for a in bind if a in state.devices]
     steps += [_release(state.devices[a]) for a in release if a in state.devices]
-    return _change.Plan(tuple(s for s in steps if s.before != s.after), tuple(blockers))
+    open_steps = tuple(step for step in steps if step.before != step.after)
+    return _change.Plan(open_steps, tuple(blockers), tuple(_is_missing(a) for a in dead))
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any]:
@@ -184,6 +204,10 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 LIVE = _tenancy.guarded(
     _change.Subject(observe, plan, apply, facts), lambda _params, planned: bool(planned.steps)
 )
+_PRESENT = _tenancy.guarded(
+    _change.Subject(observe, _plan_present, apply, facts),
+    lambda _params, planned: bool(planned.steps),
+)
 
 
 def boot(settings_path: str) -> int:
@@ -192,7 +216,9 @@ def boot(settings_path: str) -> int:
         return 0
     # Virtual functions and cards behind slow buses may not exist yet, and GPU monitoring holds a
     # device only briefly. Permanent users are reported in the end.
-    return _boot_service.boot(LIVE, settings_path, wait_for=("device_missing", "device_busy"))
+    wait_for = ("device_missing", "device_busy")
+    failed = _boot_service.boot(LIVE, settings_path, wait_for=wait_for)
+    return failed and _boot_service.boot(_PRESENT, settings_path)
 
 
 def claim(settings_path: str) -> int:
@@ -246,16 +272,20 @@ _CLAIM = _tenancy.guarded(
 def _refusal(address: str, params: Params, state: State, bind: set[str]) -> Refusal | None:
     device = state.devices.get(address)
     if device is None:
-        return Refusal(
-            "device_missing",
-            expected=f"the approved PCI function {address}",
-            found="no device at this address",
-            remedy="rediscover the node; make the fabric functions (bootstrap) before binding",
-        )
+        return _is_missing(address)
     return (
         _wrong_class(device, params, state)
         or _not_viable(device, state, bind)
         or (None if _is_bound(device) else _busy(address, state))
+    )
+
+
+def _is_missing(address: str) -> Refusal:
+    return Refusal(
+        "device_missing",
+        expected=f"the approved PCI function {address}",
+        found="no device at this address",
+        remedy="rediscover the node; make the fabric functions (bootstrap) before binding",
     )
 
 

@@ -53,11 +53,14 @@ Description={description}
 Type={type}
 RemainAfterExit=yes
 ExecStart={program}
-{after}TimeoutStartSec={limit}
+{after}{guardian}TimeoutStartSec={limit}
 
 [Install]
 WantedBy={target}
 """
+
+
+_GUARDIAN = "Restart=on-failure\nRestartSec=5\nWatchdogSec=90\n"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Unit:
     removes that file. order: lines of the [Unit] section. target: starts the unit. limit_s: its
     time limit. after: ExecStartPost or "". patient: after systemd knows that the required parts are
     ready, `entry` continues to wait for optional parts. `after` and dependent units do not wait for
-    those.
+    those. guardian: `entry` stays and restores its setting; it is started again when it ends or
+    hangs.
     """
 
     name: str
@@ -84,6 +88,7 @@ class Unit:
     borrowed: bool = False
     after: str = ""
     patient: bool = False
+    guardian: bool = False
 
     @property
     def service(self) -> str:
@@ -114,6 +119,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         order="\n".join(unit.order),
         program=unit.program,
         after=f"ExecStartPost={unit.after}\n" if unit.after else "",
+        guardian=_GUARDIAN if unit.guardian else "",
         target=unit.target,
         limit=unit.limit_s,
     )

@@ -37,6 +37,9 @@ STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
 
+# Address of systemd's notification socket, taken from the environment at the first use.
+_NOTIFY: dict[str, str] = {}
+
 
 @dataclass(frozen=True)
 class Service:
@@ -175,10 +178,10 @@ def boot(
             break
         if failure.code not in wait_for or time.monotonic() > deadline:
             _warn(doubts)
-            _log(str(failure))
+            log(str(failure))
             return 1
         sleep(2)
-    _notify_ready()
+    notify("READY=1")
     # The required parts are in place and the unit is running. Later drift is reported by parity;
     # this service does not re-apply them, and a failure no longer ends the unit.
     while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
@@ -208,7 +211,7 @@ def _attempt(
             raise
         return _unforeseen(broken), []
     if outcome.done or not (outcome.failure or again):
-        _log(f"done: {', '.join(outcome.done) or 'nothing to do'}")
+        log(f"done: {', '.join(outcome.done) or 'nothing to do'}")
     return outcome.failure, outcome.doubts
 
 
@@ -310,15 +313,14 @@ def _service(block: Mapping[str, str]) -> Service:
     )
 
 
-def _notify_ready() -> None:
-    """Notify systemd, if it requested that, that the unit counts as started."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
+def notify(state: str) -> None:
+    """Send systemd a state of this unit, such as `READY=1`, if it requested that."""
+    # Programs started from here are not the unit's main process and must not notify.
+    address = _NOTIFY.setdefault("address", os.environ.pop("NOTIFY_SOCKET", ""))
     if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             # An @ stands for the leading zero byte of an abstract socket name.
-            notifier.sendto(b"READY=1", address.replace("@", "\0", 1))
-        # Programs started from here are not the unit's main process and must not notify.
-        del os.environ["NOTIFY_SOCKET"]
+            channel.sendto(state.encode(), address.replace("@", "\0", 1))
 
 
 def _unforeseen(broken: Exception) -> Refusal:
@@ -332,10 +334,11 @@ def _unforeseen(broken: Exception) -> Refusal:
 
 def _warn(doubts: Iterable[Refusal]) -> None:
     for doubt in doubts:
-        _log(f"WARN {doubt}")
+        log(f"WARN {doubt}")
 
 
-def _log(text: str) -> None:
+def log(text: str) -> None:
+    """A line of the unit's journal."""
     # The journal takes one message per line; a newline in it would start a second, forged message.
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()

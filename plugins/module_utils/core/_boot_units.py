@@ -9,7 +9,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._boot_files impo
 
 NETWORK = Unit(
     name="gpuaas-slice-network-baseline",
-    description="Network baseline of this slice host: bridge, forwarding, NAT",
+    description="Network of this slice host: bridge, forwarding, NAT, guards of the guests",
     module="network._bridge",
     settings_path="/etc/gpuaas/network-baseline.json",
     order=(
@@ -22,6 +22,7 @@ NETWORK = Unit(
     # dnsmasq waits for this unit at boot; without --no-block the two would wait for each other.
     after="/usr/bin/systemctl --no-block restart dnsmasq.service",
     patient=True,
+    guardian=True,
 )
 FABRIC = Unit(
     name="gpuaas-slice-fabric",

@@ -7,16 +7,22 @@ from the same plan, so they cannot disagree.
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 State = TypeVar("State")
 Params = Mapping[str, Any]
+# Environment variable of the playbooks with the node id of the run, and its value in a run by hand
+# on a host without a record.
+RUN_NODE = "GPUAAS_RUN_NODE"
+_BY_HAND = "by-hand"
 
 
 @dataclass(frozen=True)
@@ -211,11 +217,12 @@ def _still_open(steps: Sequence[Step]) -> Refusal:
 def run(module: Any, subject: Subject) -> None:
     """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
     try:
+        answered_by = refuse_wrong_node()
         outcome = drive(subject, module.params, check_mode=module.check_mode)
     except Refusal as refusal:
         module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
         return
-    document = outcome.document()
+    document = {**outcome.document(), **answered_by}
     for doubt in outcome.doubts:
         module.warn(str(doubt))
     if outcome.failure is None:
@@ -228,6 +235,23 @@ def run(module: Any, subject: Subject) -> None:
         failed_step=outcome.failed_step,
         **document,
     )
+
+
+def refuse_wrong_node() -> dict[str, str]:
+    """Refuse a run that names another node than the one this host enrolled as.
+
+    Returns the node id for the module's answer, in which the reconciler looks for another node. A
+    host that never enrolled has none and refuses nothing; nor does it refuse a run by hand.
+    """
+    wanted, enrolled = os.environ.get(RUN_NODE, ""), _host.node_id()
+    if enrolled and wanted not in ("", _BY_HAND, enrolled):
+        raise Refusal(
+            "wrong_node",
+            expected=f"a run for {enrolled}, as which this host enrolled",
+            found=f"a run for {wanted}",
+            remedy="compare the node's address in the records with this host; nothing was done",
+        )
+    return {"answered_by": enrolled} if enrolled else {}
 
 
 def inform(module: Any, look: Callable[[Params], dict[str, Any]]) -> None:
@@ -244,7 +268,9 @@ def attend(
     failure returns the values too, because they are its evidence.
     """
     try:
+        answered_by = refuse_wrong_node()
         facts, refusal = watch(module.params, module.check_mode)
+        facts = {**facts, **answered_by}
     except Refusal as invalid:
         facts, refusal = {}, invalid
     if refusal is None:

@@ -169,6 +169,14 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat()
 
 
+def node_id() -> str:
+    """The node that this host enrolled as; "" on a host that never enrolled."""
+    for line in (kept("/etc/gpuaas/enrolment.env") or "").splitlines():
+        if line.startswith("GPUAAS_NODE_ID="):
+            return line.partition("=")[2].strip()
+    return ""
+
+
 def identity() -> dict[str, str]:
     """Identifiers of the current boot and of the installation."""
     return {

@@ -19,11 +19,15 @@ _FILES = {
     "seed": (SEEDS, ".iso"),
     "nvram": ("/var/lib/libvirt/qemu/nvram", "_VARS.fd"),
     "console": ("/var/log/libvirt/qemu", "-console.log"),
+    "guard": (f"{_host.STATE_DIRECTORY}/guards", ".json"),
 }
 
 _ID = re.compile(PREFIX + "".join(f"([0-9a-f]{{{size}}})" for size in (8, 4, 4, 4, 12)))
 _PORT = re.compile(r"gs([0-9a-f]{12})")
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
+# dnsmasq distinguishes fields by their form: a name like `12h` would be taken for a lease time.
+RESERVED_HOSTNAME = re.compile(r"[0-9]+[smhdw]?|infinite|ignore")
+_HOSTNAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _MAC = re.compile(r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}")
 
 
@@ -83,13 +87,17 @@ def console_path(allocation_id: str) -> str:
     return _path("console", allocation_id)
 
 
+def guard_path(allocation_id: str) -> str:
+    return _path("guard", allocation_id)
+
+
 def console_files(allocation_id: str) -> list[str]:
     """The current console log, and its older parts that virtlogd rotated."""
     return [path for path in files("console") if owner(path) == allocation_id]
 
 
 def files(kind: str) -> list[str]:
-    """Files of every slice on this host. kind: seed, nvram or console."""
+    """Files of every slice on this host. kind: seed, nvram, console or guard."""
     folder, end = _FILES[kind]
     pattern = f"{PREFIX}*{end}" + ("*" if kind == "console" else "")
     return sorted(f"{folder}/{file.name}" for file in _host.path(folder).glob(pattern))
@@ -109,6 +117,17 @@ def check_mac(mac: str) -> str:
 def check_pci(address: str) -> str:
     match("pci address", _PCI, address, "an address such as 0000:43:00.0")
     return address
+
+
+def check_hostname(field: str, name: str) -> str:
+    """A guest's host name: a lower-case DNS label that no DHCP server reads as something else.
+
+    The API and the run contract have the same rule (`reserved_hostname`).
+    """
+    if RESERVED_HOSTNAME.fullmatch(name):
+        raise invalid(field, "a name that is no number, duration or word of dnsmasq", name)
+    match(field, _HOSTNAME, name, "a lower-case DNS label")
+    return name
 
 
 def match(field: str, pattern: re.Pattern[str], value: str, expected: str) -> None:

@@ -26,6 +26,12 @@ _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 # outside every profile's MAC prefix.
 PROBE_MAC = "02:67:73:70:72:62"
 
+# The site's rule for destinations of guests.
+EGRESS = ("allowed_networks", "denied_networks")
+
+# dnsmasq refuses this name by itself, so a query for it needs no other server.
+PROBE_NAME = "gpuaas-parity.invalid"
+
 FORWARDING = "net.ipv4.ip_forward = 1\n"
 
 Network = Mapping[str, Any]
@@ -34,7 +40,9 @@ Network = Mapping[str, Any]
 def settings(network: Network) -> dict[str, Any]:
     """The part of a profile's network that the boot service needs."""
     named = {key: network[key] for key in ("bridge", "address", "subnet")}
-    return {**named, "tmfifo": bool(network.get("tmfifo"))}
+    networks = {key: list(network.get(key) or ()) for key in EGRESS}
+    probe = str(network.get("egress_probe") or "")
+    return {**named, **networks, "egress_probe": probe, "tmfifo": bool(network.get("tmfifo"))}
 
 
 def probe_address(subnet: str) -> str:
@@ -55,6 +63,13 @@ def dnsmasq(network: Network) -> str:
             _binding(),
             "domain-needed",
             "bogus-priv",
+            # Names of neighbours, of the host's own files, and of this program serve no guest.
+            "no-hosts",
+            "dhcp-ignore-names",
+            "no-ident",
+            f"local=/{PROBE_NAME}/",
+            # A client id could be a neighbour's; the firewall checks the hardware address.
+            "dhcp-ignore-clid",
             # static: only reserved hosts get an address, so a flood of requests takes none.
             f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",
             "dhcp-ignore=tag:!known",

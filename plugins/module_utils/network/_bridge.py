@@ -1,4 +1,4 @@
-"""Live slice network: bridge, address, forwarding, NAT, and the link of the card.
+"""Live slice network: bridge, address, forwarding, NAT, isolation, and the link of the card.
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It does not
 touch dnsmasq: a start of dnsmasq from inside its own ordering dependency once hung a host. The
@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
 
 TMFIFO = "tmfifo_net0"
 TMFIFO_ADDRESS = "192.168.100.1/30"
@@ -42,13 +43,20 @@ class Interface:
 
 @dataclass(frozen=True)
 class State:
-    """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one."""
+    """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one.
+
+    isolation: None without the bridge. tracking: whether the switch can track connections.
+    local: the host's own addresses.
+    """
 
     bridges: tuple[str, ...]
     interfaces: Mapping[str, Interface]
     forwarding: bool
     nat: bool
     uplink: str
+    isolation: _guards.State | None = None
+    tracking: bool = True
+    local: tuple[str, ...] = ()
 
 
 def ports(bridge: str) -> list[str]:
@@ -105,23 +113,34 @@ def uplink() -> str:
 
 
 def observe(params: Params) -> State:
+    known = bridges()
+    there = params["bridge"] in known
     return State(
-        bridges=tuple(bridges()),
+        bridges=tuple(known),
         interfaces=_interfaces(),
         forwarding=forwarding(),
         nat=nat_present(params["subnet"]),
         uplink=uplink(),
+        isolation=_guards.observe(params) if there else None,
+        tracking=_flows.tracks_connections(params["bridge"]) if there else True,
+        local=tuple(_flows.local_addresses()),
     )
 
 
 def plan(params: Params, state: State) -> _change.Plan:
     bridge = params["bridge"]
     blockers = [*_mismatch(params)]
+    if not blockers:
+        blockers += _guards.problems(params, list(state.local))
+    if not state.tracking:
+        blockers.append(_no_tracking(bridge))
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []
     if bridge not in state.bridges:
         steps.append(_change.Step("add_bridge", bridge, None, "OVS bridge"))
+    # The isolation comes before the address and the way out.
+    steps.extend(_guards.plan(params, state.isolation))
     steps.extend(_addressing(bridge, params["address"], state))
     if not state.forwarding:
         steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
@@ -143,7 +162,10 @@ def link_steps(state: State) -> list[_change.Step]:
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_bridge":
-        _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject])
+        secure = ["--", "set-fail-mode", step.subject, "secure"]
+        _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject, *secure])
+    elif step.name in _guards.STEPS:
+        _guards.apply(params, step)
     elif step.name == "address_interface":
         if step.subject == TMFIFO and not link_there():
             raise _no_tmfifo()
@@ -161,8 +183,12 @@ LIVE = _change.Subject(observe, plan, apply)
 
 
 def boot(settings_path: str) -> int:
-    """Set up the slice network at boot, before dnsmasq. The card's link may appear later."""
-    return _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
+    """Set up the slice network at boot, before dnsmasq, then watch over its isolation.
+
+    The card's link may appear later.
+    """
+    failed = _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
+    return failed or _guards.watch(settings_path)
 
 
 def link_there() -> bool:
@@ -229,6 +255,16 @@ def _not_ours(bridge: str) -> Refusal:
         expected=f"{bridge} to be an Open vSwitch bridge or not to exist",
         found="an interface of another kind with this name",
         remedy="rename or remove that interface, or choose another bridge in the profile",
+    )
+
+
+def _no_tracking(bridge: str) -> Refusal:
+    return Refusal(
+        "connection_tracking_missing",
+        expected=f"an Open vSwitch datapath of {bridge} that tracks connections in zones",
+        found="no connection tracking (`ovs-appctl dpif/show-dp-features`)",
+        remedy="boot a kernel whose openvswitch module was built with conntrack (nf_conntrack), "
+        "then run the bootstrap playbook again",
     )
 
 

@@ -1,12 +1,17 @@
 """Guard of a slice's bridge port: OVS flows for the allowed traffic; all other traffic is dropped.
 
-NAT is no isolation, and libvirt's filters have no effect on OVS ports. The guard therefore limits a
-guest to its own addresses and keeps it away from its neighbours. All traffic of a guest goes to the
-bridge's own port (the host) or is dropped. Two slices share no path at layer 2. They share no path
-through the host at layer 3 either, because the slice subnet and the host's own addresses are
-refused as destinations.
+The bridge fails closed (`fail_mode=secure`): without flows it forwards nothing, and no flow uses
+NORMAL switching. All traffic of a guest goes to the bridge's own port (the host) or is dropped. Two
+slices share no path at layer 2. They share no path through the host at layer 3 either, because the
+slice subnet and the host's own addresses are refused as destinations. NAT is no isolation, and
+libvirt's filters have no effect on OVS ports.
 
-The cookie is derived from the allocation id, so listing and removing a slice's flows is exact.
+Tables: 0 divides by input port; 10 takes traffic from a guest; 11 takes a guest's tracked traffic
+to the host and 12 that to other machines; 20 takes traffic from the host. Each port has a zone of
+connection tracking with its own number.
+
+The cookie is derived from the allocation id, so listing and removing a slice's flows is exact. The
+bridge's own flows have one of their own. `_firewall` is the second wall, in the host's kernel.
 """
 
 from __future__ import annotations
@@ -26,18 +31,44 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# TCP services of the guest that the host may reach: the operator's hop and telemetry over SSH.
-MANAGED_PORTS = (22,)
+# Destinations that no guest reaches unless the site allows it: private and shared address space
+# (RFC 1918, RFC 6598), link-local with the metadata address, benchmarking, and the special purposes
+# of RFC 6890. Loopback, multicast and the rest of the last block are never allowed.
+PRIVATE = (
+    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("192.0.0.0/24", "192.0.2.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+)
+NEVER = ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3")
+# Connections that a slice may have at once, of all kinds. Eight slices fill half of a table of
+# 262,144, which is usual.
+CONNECTIONS = 16384
 
-_NEVER = ("127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "240.0.0.0/4")
+# Mark of a connection that the switch keeps.
+_KEPT = "0x1"
+
+# Parity's probe: a guest without an allocation on a port of its own.
+PROBE_ID, PROBE_PORT, PROBE_COOKIE = "probe", "gsparity", "0x1"
+
+CLASSIFY, FROM_GUEST, TRACKED, OUTBOUND, TO_GUEST = TABLES = (0, 10, 11, 12, 20)
+
+
+@dataclass(frozen=True)
+class Egress:
+    """Site's rule for destinations of guests, as IPv4 networks.
+
+    allowed: private networks that guests may reach. denied: public networks that they may not;
+    they win over `allowed`.
+    """
+
+    allowed: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Guard:
     """A guarded port with its own addresses.
 
-    address: the bridge's own address with its prefix length, `10.100.0.1/24`. denied: further
-    destinations (networks or addresses) that guests must not reach.
+    address: the bridge's own address with its prefix length, `10.100.0.1/24`.
     """
 
     allocation_id: str
@@ -45,14 +76,17 @@ class Guard:
     mac: str
     ip: str
     address: str
-    denied: tuple[str, ...] = ()
 
     @property
     def port(self) -> str:
+        if self.allocation_id == PROBE_ID:
+            return PROBE_PORT
         return _object_names.port_name(self.allocation_id)
 
     @property
     def cookie(self) -> str:
+        if self.allocation_id == PROBE_ID:
+            return PROBE_COOKIE
         return _object_names.cookie(self.allocation_id)
 
 
@@ -60,12 +94,14 @@ class Guard:
 class Flow:
     """A rule as ovs-ofctl prints it; the order of match fields carries no meaning."""
 
+    table: int
     priority: int
     match: frozenset[str]
     actions: str
 
     def text(self) -> str:
-        return ",".join([f"priority={self.priority}", *sorted(self.match, key=_field_order)]) + (
+        match = sorted(self.match, key=_field_order)
+        return ",".join([f"table={self.table},priority={self.priority}", *match]) + (
             f",actions={self.actions}"
         )
 
@@ -74,93 +110,146 @@ def check(guard: Guard) -> Guard:
     """The same guard, or a refusal that names the field."""
     _object_names.check_mac(guard.mac)
     try:
-        address, bridge = ipaddress.IPv4Address(guard.ip), ipaddress.IPv4Interface(guard.address)
-        for network in guard.denied:
-            ipaddress.IPv4Network(network)
+        own, bridge = ipaddress.IPv4Address(guard.ip), ipaddress.IPv4Interface(guard.address)
     except ValueError as error:
         raise _object_names.invalid("addresses", "IPv4 addresses", str(error)) from error
-    if address not in bridge.network or address == bridge.ip:
+    if own not in bridge.network or own == bridge.ip:
         raise _object_names.invalid("ip", f"another address of {bridge.network}", guard.ip)
     return guard
 
 
-def rules(guard: Guard, port: int, host_addresses: Iterable[str]) -> frozenset[Flow]:
+def rules(
+    guard: Guard, port: int, local_addresses: Iterable[str], egress: Egress = Egress()
+) -> frozenset[Flow]:
     """All flows that guard OpenFlow port number `port`.
 
-    host_addresses: the host's own IPv4 addresses; guests must not reach its services there.
+    local_addresses: the host's own IPv4 addresses and its networks' broadcast addresses; guests
+    must not reach its services there.
     """
     bridge = ipaddress.IPv4Interface(guard.address)
     gateway, subnet = str(bridge.ip), str(bridge.network)
     source = f"in_port={port},vlan_tci=0x0000/0x1fff,dl_src={guard.mac}"
     from_guest = f"ip,{source},nw_src={guard.ip}"
-    to_host = f"{source},nw_src={guard.ip},nw_dst={gateway}"
-    dhcp = f"udp,{source},tp_src=68,tp_dst=67"
-    refused = {subnet, *_NEVER, *guard.denied, *_outside(host_addresses, bridge.network)}
+    dhcp = f"udp,{source},nw_dst=255.255.255.255,tp_src=68,tp_dst=67"
+    to_guest = f"in_port=LOCAL,dl_dst={guard.mac}"
+    track = f"ct(commit,table={OUTBOUND},zone={port},exec(load:{_KEPT}->NXM_NX_CT_MARK[]))"
+    refused = _outside((*PRIVATE, *NEVER), bridge.network) | {subnet}
+    local = _outside(local_addresses, bridge.network, *map(ipaddress.IPv4Network, NEVER))
     return frozenset(
         [
-            _flow(310, f"udp,in_port={port},tp_src=67", "drop"),  # no DHCP server in a guest
-            _flow(300, f"{dhcp},nw_src=0.0.0.0,nw_dst=255.255.255.255", "LOCAL"),
-            _flow(300, f"{dhcp},nw_src={guard.ip},nw_dst=255.255.255.255", "LOCAL"),
-            _flow(300, f"arp,{source},arp_sha={guard.mac},arp_spa={guard.ip}", "LOCAL"),
-            _flow(290, f"udp,{to_host},tp_dst=67", "LOCAL"),
-            _flow(290, f"udp,{to_host},tp_dst=53", "LOCAL"),
-            _flow(290, f"tcp,{to_host},tp_dst=53", "LOCAL"),
-            _flow(290, f"icmp,{to_host},icmp_type=8", "LOCAL"),
-            _flow(290, f"icmp,{to_host},icmp_type=0", "LOCAL"),
-            # Answers only: without a first SYN the host's own sockets accept no connection.
-            *[
-                _flow(290, f"tcp,{to_host},tp_src={number},tcp_flags=+ack", "LOCAL")
-                for number in MANAGED_PORTS
-            ],
-            *[_flow(280, f"ip,in_port={port},nw_dst={network}", "drop") for network in refused],
-            _flow(270, from_guest, "LOCAL"),
-            _flow(200, f"in_port={port}", "drop"),  # IPv6 and all other traffic
-            _flow(190, f"arp,in_port=LOCAL,arp_tpa={guard.ip}", f"output:{port}"),
-            _flow(190, f"ip,in_port=LOCAL,dl_dst={guard.mac},nw_dst={guard.ip}", f"output:{port}"),
-            _flow(180, f"dl_dst={guard.mac}", "drop"),
+            _flow(CLASSIFY, 100, f"in_port={port}", f"resubmit(,{FROM_GUEST})"),
+            # No DHCP server in a guest.
+            _flow(FROM_GUEST, 310, f"udp,in_port={port},tp_src=67", "drop"),
+            _flow(FROM_GUEST, 300, f"{dhcp},nw_src=0.0.0.0", "LOCAL"),
+            _flow(FROM_GUEST, 300, f"{dhcp},nw_src={guard.ip}", "LOCAL"),
+            _flow(
+                FROM_GUEST,
+                300,
+                f"arp,{source},arp_sha={guard.mac},arp_spa={guard.ip},arp_tpa={gateway}",
+                "LOCAL",
+            ),
+            _flow(
+                FROM_GUEST,
+                295,
+                f"{from_guest},nw_dst={gateway}",
+                f"ct(table={TRACKED},zone={port})",
+            ),
+            *_each(290, f"ip,in_port={port}", {*local, *egress.denied}, "drop"),
+            *_each(285, from_guest, egress.allowed, track),
+            *_each(280, f"ip,in_port={port}", refused, "drop"),
+            _flow(FROM_GUEST, 270, from_guest, track),
+            _flow(FROM_GUEST, 10, f"in_port={port}", "drop"),  # IPv6 and all other traffic
+            _flow(TO_GUEST, 100, f"arp,in_port=LOCAL,arp_tpa={guard.ip}", f"output:{port}"),
+            _flow(
+                TO_GUEST,
+                100,
+                f"udp,{to_guest},nw_src={gateway},tp_src=67,tp_dst=68",
+                f"output:{port}",
+            ),
+            _flow(
+                TO_GUEST,
+                90,
+                f"ip,{to_guest},nw_src={gateway},nw_dst={guard.ip}",
+                f"ct(commit,zone={port}),output:{port}",
+            ),
+            # Answers to what passed NAT, and managed ingress; `_firewall` decides what may begin.
+            _flow(TO_GUEST, 80, f"ip,{to_guest},nw_dst={guard.ip}", f"output:{port}"),
         ]
     )
 
 
-def installed(bridge: str, allocation_id: str) -> frozenset[Flow]:
-    """The current flows of this allocation in the switch."""
-    out = _ofctl(
-        "--no-names",
-        "--no-stats",
-        "dump-flows",
-        bridge,
-        f"cookie={_object_names.cookie(allocation_id)}/-1",
-    )
-    return frozenset(_parse(line) for line in out.splitlines() if "actions=" in line)
+def installed(bridge: str, cookie: str) -> frozenset[Flow]:
+    """The current flows with this cookie in the switch."""
+    return every(bridge, f"cookie={cookie}/-1").get(cookie, frozenset())
+
+
+def every(bridge: str, match: str = "") -> dict[str, frozenset[Flow]]:
+    """All flows of the bridge by cookie; those of the baseline have BASE_COOKIE."""
+    out = _ofctl("--no-names", "--no-stats", "dump-flows", bridge, *([match] if match else []))
+    flows: dict[str, set[Flow]] = {}
+    for line in out.splitlines():
+        # Open vSwitch keeps flows of its own in table 254.
+        if "actions=" in line and "table=254," not in line:
+            cookie = re.match(r"\s*cookie=(0x[0-9a-f]+)", line)
+            flows.setdefault(cookie[1] if cookie else "0x0", set()).add(_parse(line))
+    return {cookie: frozenset(flows_of) for cookie, flows_of in flows.items()}
 
 
 def guards(bridge: str) -> Counter[str]:
-    """Number of flows by cookie, one cookie for each allocation. The bridge's own flows
-    have none.
-    """
-    out = _ofctl("--no-names", "--no-stats", "dump-flows", bridge)
-    cookies = (line.strip().partition(",")[0].removeprefix("cookie=") for line in out.splitlines())
-    return Counter(c for c in cookies if re.fullmatch(r"0x[0-9a-f]+", c) and c != "0x0")
+    """Number of flows by cookie, one cookie for each allocation."""
+    # A flow without a cookie is no slice's; an open bridge has one.
+    others = ("0x0", BASE_COOKIE, PROBE_COOKIE)
+    return Counter({c: len(flows) for c, flows in every(bridge).items() if c not in others})
 
 
-def install(guard: Guard, port: int, host_addresses: Iterable[str]) -> int:
+def install_base(bridge: str) -> None:
+    """Replace the bridge's own flows, and whatever carries their cookie, in one transaction."""
+    _replace(bridge, [f"delete cookie={BASE_COOKIE}/-1"], BASE_COOKIE, BASE)
+
+
+def install(
+    guard: Guard, port: int, local_addresses: Iterable[str], egress: Egress = Egress()
+) -> int:
     """Replace the port's rules in one transaction; returns their number.
 
     Port numbers are reused, so rules that another allocation left for this number are deleted too.
+    Open connections keep their state.
     """
-    flows = sorted(rules(guard, port, host_addresses), key=Flow.text)
-    lines = [
+    flows = rules(guard, port, local_addresses, egress)
+    stale = [
         f"delete in_port={port}",
         f"delete out_port={port}",
         f"delete cookie={guard.cookie}/-1",
-        *[f"add cookie={guard.cookie},{flow.text()}" for flow in flows],
     ]
-    _ofctl("--bundle", "add-flows", guard.bridge, "-", stdin="\n".join(lines) + "\n")
+    _replace(guard.bridge, stale, guard.cookie, flows)
+    _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
     return len(flows)
 
 
-def remove(bridge: str, allocation_id: str) -> None:
-    _ofctl("del-flows", bridge, f"cookie={_object_names.cookie(allocation_id)}/-1")
+def tracks_connections(bridge: str) -> bool:
+    """Whether the bridge's datapath has connection tracking with zones."""
+    features = _appctl("dpif/show-dp-features", bridge)
+    return "CT state: Yes" in features and "CT zone: Yes" in features
+
+
+def forget_connections(port: int) -> None:
+    """Delete the connections in the port's zone, for the next guest with this number."""
+    _appctl("dpctl/flush-conntrack", f"zone={port}")
+
+
+def _replace(bridge: str, stale: list[str], cookie: str, flows: Iterable[Flow]) -> None:
+    lines = [*stale, *[f"add cookie={cookie},{text}" for text in sorted(f.text() for f in flows)]]
+    _ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
+    # The datapath keeps decisions for up to half a second, and for MPLS it was seen to keep them.
+    _appctl("revalidator/purge")
+
+
+def remove(bridge: str, cookie: str) -> None:
+    """Delete the flows with this cookie, whose port then carries nothing."""
+    # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
+    tables = {flow.table for flow in installed(bridge, cookie)}
+    for table in sorted(tables):
+        _ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
 
 
 def port_number(port: str) -> int | None:
@@ -171,7 +260,7 @@ def port_number(port: str) -> int | None:
     text = _command.run(argv).out.strip()
     if not text:
         return None
-    return _number(text)
+    return number(text)
 
 
 def ports() -> dict[str, int]:
@@ -180,16 +269,15 @@ def ports() -> dict[str, int]:
     """
     argv = ["ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,ofport"]
     rows = json.loads(_command.run([*argv, "list", "Interface"]).out)["data"]
-    return {name: _number(str(number)) for name, number in rows}
+    return {name: number(str(value)) for name, value in rows}
 
 
 def await_port(port: str, *, deadline: float = 30) -> int:
     """Wait until the switch has numbered the port."""
     end = time.monotonic() + deadline
     while time.monotonic() < end:
-        number = port_number(port)
-        if number:
-            return number
+        if assigned := port_number(port):
+            return assigned
         time.sleep(0.5)
     raise Refusal(
         "port_missing",
@@ -203,47 +291,58 @@ def remove_port(bridge: str, port: str) -> None:
     _command.run(["ovs-vsctl", "--timeout=10", "--if-exists", "del-port", bridge, port])
 
 
-def host_addresses() -> list[str]:
-    """The host's own IPv4 addresses, from the kernel's routing trie."""
+def local_addresses() -> list[str]:
+    """The host's own IPv4 addresses and its networks' broadcast addresses, from the kernel's
+    routing trie.
+    """
     addresses: set[str] = set()
     last = ""
     for line in (_host.read("/proc/net/fib_trie") or "").splitlines():
         text = line.strip()
         if text.startswith(("|-- ", "+-- ")):
             last = text[4:].split("/")[0]
-        elif text.startswith("/32 host LOCAL"):
+        elif text.startswith(("/32 host LOCAL", "/32 link BROADCAST")):
             addresses.add(last)
     return sorted(addresses)
 
 
-def _number(text: str) -> int:
+def number(text: str) -> int:
+    """OpenFlow number from the switch's database; 0 before it is assigned."""
     return int(text) if text.isdigit() and int(text) < 65280 else 0
 
 
-def _outside(addresses: Iterable[str], subnet: ipaddress.IPv4Network) -> set[str]:
-    never = [subnet, *map(ipaddress.IPv4Network, _NEVER)]
+def _outside(networks: Iterable[str], *known: ipaddress.IPv4Network) -> set[str]:
+    """The networks (or addresses) that lie in none of the known networks."""
     return {
-        address
-        for address in addresses
-        if not any(ipaddress.IPv4Address(address) in network for network in never)
+        network
+        for network in networks
+        if not any(ipaddress.IPv4Network(network).subnet_of(other) for other in known)
     }
 
 
-def _flow(priority: int, match: str, actions: str) -> Flow:
-    return Flow(priority, frozenset(match.split(",")), actions)
+def _flow(table: int, priority: int, match: str, actions: str) -> Flow:
+    return Flow(table, priority, frozenset(match.split(",")) - {""}, actions)
+
+
+def _each(priority: int, match: str, networks: Iterable[str], actions: str) -> list[Flow]:
+    # The switch prints an address without its length.
+    names = sorted({str(ipaddress.IPv4Network(n)).removesuffix("/32") for n in networks})
+    return [_flow(FROM_GUEST, priority, f"{match},nw_dst={name}", actions) for name in names]
 
 
 def _parse(line: str) -> Flow:
     left, _sep, actions = line.strip().partition("actions=")
     tokens = [token.strip() for token in left.replace(" ", ",").split(",") if token.strip()]
     match = {token for token in tokens if "=" not in token}
-    priority = 32768
+    table, priority = 0, 32768
     for key, _sep, value in (token.partition("=") for token in tokens if "=" in token):
         if key == "priority":
             priority = int(value)
-        elif key not in ("cookie", "table"):
+        elif key == "table":
+            table = int(value)
+        elif key != "cookie":
             match.add(f"{key}={value}")
-    return Flow(priority, frozenset(match), actions.strip())
+    return Flow(table, priority, frozenset(match), actions.strip())
 
 
 def _field_order(field: str) -> tuple[bool, str]:
@@ -253,3 +352,32 @@ def _field_order(field: str) -> tuple[bool, str]:
 
 def _ofctl(*arguments: str, stdin: str | None = None) -> str:
     return _command.run(["ovs-ofctl", *arguments], stdin=stdin, timeout=30).out
+
+
+def _appctl(*arguments: str) -> str:
+    return _command.run(["ovs-appctl", "--timeout=10", *arguments], timeout=30).out
+
+
+def _new(match: str) -> Flow:
+    """A connection that a guest may open to the host."""
+    commit = "ct(commit,zone=NXM_NX_CT_ZONE[]),LOCAL"
+    return _flow(TRACKED, 90, f"ct_state=+new-inv+trk,{match}", commit)
+
+
+BASE_COOKIE = "0x2"
+# Flows of the bridge itself. Established traffic passes in both directions, because each connection
+# was allowed when it began.
+BASE = frozenset(
+    [
+        *[_flow(table, 0, "", "drop") for table in TABLES],
+        _flow(CLASSIFY, 100, "in_port=LOCAL", f"resubmit(,{TO_GUEST})"),
+        # A connection beyond the slice's limit is not kept, and has no mark.
+        _flow(OUTBOUND, 100, f"ct_state=-inv+trk,ct_mark={_KEPT},ip", "LOCAL"),
+        _flow(TRACKED, 100, "ct_state=+est-inv+trk,ip", "LOCAL"),
+        _flow(TRACKED, 100, "ct_state=+rel-inv+trk,icmp", "LOCAL"),
+        _new("udp,tp_dst=53"),
+        _new("tcp,tp_dst=53"),
+        _new("udp,tp_src=68,tp_dst=67"),
+        _new("icmp,icmp_type=8"),
+    ]
+)

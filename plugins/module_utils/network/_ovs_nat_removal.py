@@ -18,7 +18,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host_snapshot,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge, _ovs_nat
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _bridge,
+    _firewall,
+    _ovs_nat,
+)
 
 _OFF = {"active": False, "enabled": False}
 _SERVICES = {
@@ -37,6 +41,7 @@ class State:
     baseline: _ovs_nat.State
     ports: tuple[str, ...]
     reserved: tuple[str, ...]
+    firewall: bool = False
 
     @property
     def concerned(self) -> bool:
@@ -50,7 +55,8 @@ def observe(params: Params) -> State:
     there = _bridge.ports(bridge) if bridge in baseline.live.bridges else []
     folder = _host.path(_ovs_nat.RESERVATIONS)
     files = folder.iterdir() if folder.is_dir() else ()
-    return State(baseline, tuple(there), tuple(sorted(file.name for file in files)))
+    reserved = tuple(sorted(file.name for file in files))
+    return State(baseline, tuple(there), reserved, _firewall.installed() is not None)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -74,6 +80,8 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("remove_address", _bridge.TMFIFO, before, []))
     if bridge in baseline.live.bridges:
         steps.append(_change.Step("remove_bridge", bridge, "OVS bridge", None))
+    if state.firewall:
+        steps.append(_change.Step("remove_firewall", "firewall of the guests", "loaded", None))
     # An unknown earlier state is left to the next boot, which has no managed setting.
     if baseline.live.forwarding and (baseline.before or {}).get("forwarding") is False:
         steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
@@ -95,6 +103,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         _command.run(["ip", "address", "del", _bridge.TMFIFO_ADDRESS, "dev", step.subject])
     elif step.name == "remove_bridge":
         _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", step.subject])
+    elif step.name == "remove_firewall":
+        _firewall.remove()
     elif step.name == "stop_forwarding":
         _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
     elif step.name == "stop_service":

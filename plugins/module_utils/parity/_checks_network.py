@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
+    _guards,
     _netplan,
     _slice_network,
 )
@@ -153,7 +154,16 @@ def ovs_bridge(facts: Facts) -> Verdict:
         and _command.run(["ovs-vsctl", "--timeout=10", "br-exists", name], ok=(0, 2)).rc
     ):
         problems.append(f"{name} is no bridge of Open vSwitch")
-    return verdict(problems, f"{name} {address}")
+        return verdict(problems, "")
+    problems += _isolation(facts)
+    return verdict(problems, f"{name} {address}, fails closed, flows and firewall as they must be")
+
+
+def _isolation(facts: Facts) -> list[str]:
+    """Differences of fail mode, flows and firewall from those that the slices' guards require."""
+    state = _guards.observe(facts.network)
+    steps = _guards.plan(facts.network, state) if state else []
+    return [f"isolation of the guests differs: {step.name} {step.subject}" for step in steps]
 
 
 def dnsmasq(facts: Facts) -> Verdict:

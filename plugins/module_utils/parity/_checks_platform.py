@@ -167,7 +167,12 @@ def vfio_binding(facts: Facts) -> Verdict:
     problems = []
     if _host_resources.mode() != "slice":
         problems.append("the host is not in slice mode: nothing would be bound at boot")
+    dead = facts.dead_gpus
+    # Without any GPU that answers, the fault is the host's.
+    spared = dead if len(dead) < len(facts.slots) else []
     for address in facts.passthrough:
+        if address in spared:
+            continue
         device = facts.devices.get(address)
         if device is None:
             problems.append(f"{address} is not there")
@@ -194,7 +199,8 @@ def vfio_binding(facts: Facts) -> Verdict:
     # The other functions of a card are bound with it. Devices that are no longer approved can wait
     # for the next binding.
     cards = {_card(address) for address in facts.passthrough}
-    doubts = [
+    doubts = [f"{address} is missing or silent: its slot is blocked" for address in spared]
+    doubts += [
         f"{address} of {path} is of no approved slot, and would be bound at boot"
         for address in sorted(recorded)
         if _card(address) not in cards

@@ -16,8 +16,6 @@ CLIENT_PORT = 68
 
 _REQUEST, _REPLY = 1, 2
 _ETHERNET, _MAC_BYTES = 1, 6
-# The broadcast flag. A guest without an address cannot receive a unicast answer.
-_BROADCAST = 0x8000
 _COOKIE = b"\x63\x82\x53\x63"
 _DISCOVER = b"\x35\x01\x01"
 _OFFER = b"\x35\x01\x02"
@@ -56,7 +54,7 @@ def discover(transaction: bytes, mac: str) -> bytes:
     none = bytes(4)
     hardware = bytes.fromhex(mac.replace(":", ""))
     head = _HEAD.pack(
-        *(_REQUEST, _ETHERNET, _MAC_BYTES, 0, transaction, 0, _BROADCAST),
+        *(_REQUEST, _ETHERNET, _MAC_BYTES, 0, transaction, 0, 0),
         *(none, none, none, none, hardware, b"", b""),
     )
     return (head + _COOKIE + _DISCOVER + _END).ljust(300, b"\0")

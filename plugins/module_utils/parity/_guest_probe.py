@@ -1,7 +1,8 @@
 """Guest probe: a network namespace on the slice bridge that uses the network like a guest.
 
-It has a test address of the subnet, asks the host's dnsmasq for an address and a name, and contacts
-an address outside. Meanwhile the host records the source address of the packets that leave. An
+It has a test address of the subnet and a guard like a guest's. It asks the host's dnsmasq for an
+address and a name, and contacts an address outside. Meanwhile the host records the source address
+of the packets that leave. An
 answer alone does not prove NAT, because a gateway may know the route back. The probe leaves nothing
 on the host, even if one of its steps fails.
 """
@@ -16,15 +17,20 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _flows,
+    _guards,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe
 
-NAMESPACE = PORT = "gsparity"
+NAMESPACE = PORT = _flows.PROBE_PORT
 MAC = _baseline_files.PROBE_MAC
 
 _CLONE_NEWNET = 0x40000000
@@ -36,12 +42,25 @@ _TRIES, _WAIT_S = 3, 1.0
 
 @dataclass(frozen=True)
 class Probe:
-    """Settings of the guest probe. target: an address, or `address:port` for TCP."""
+    """Settings of the guest probe. target: an address, or `address:port` for TCP.
 
-    bridge: str
-    bridge_address: str
-    subnet: str
+    network: the part of a profile that bootstrap established.
+    """
+
+    network: Mapping[str, Any]
     target: str
+
+    @property
+    def bridge(self) -> str:
+        return str(self.network["bridge"])
+
+    @property
+    def bridge_address(self) -> str:
+        return str(self.network["address"]).partition("/")[0]
+
+    @property
+    def subnet(self) -> str:
+        return str(self.network["subnet"])
 
     @property
     def address(self) -> str:
@@ -108,12 +127,12 @@ def reach(handle: socket.socket, target: str) -> float | None:
 
 
 def name_server_answers(handle: socket.socket, server: str) -> bool:
-    """Whether dnsmasq returns its version, a query that needs no upstream server."""
+    """Whether dnsmasq answers a query that needs no upstream server."""
     handle.settimeout(_WAIT_S)
     transaction = os.urandom(2)
     for _try in range(_TRIES):
         with contextlib.suppress(OSError):
-            handle.sendto(version_query(transaction), (server, 53))
+            handle.sendto(name_query(transaction), (server, 53))
             answer = handle.recv(2048)
             # The first flag bit marks a response.
             if answer[:2] == transaction and answer[2] & 0x80:
@@ -130,10 +149,12 @@ def echo_request(identifier: int, sequence: int) -> bytes:
     return body[:2] + struct.pack("!H", checksum) + body[4:]
 
 
-def version_query(transaction: bytes) -> bytes:
-    """A DNS question: version.bind, type TXT, class CHAOS (RFC 4892)."""
+def name_query(transaction: bytes) -> bytes:
+    """A DNS question for the address of a name that dnsmasq refuses by itself."""
     head = transaction + struct.pack("!5H", 0x0100, 1, 0, 0, 0)
-    return head + b"\x07version\x04bind\x00" + struct.pack("!2H", 16, 3)
+    labels = _baseline_files.PROBE_NAME.encode().split(b".")
+    name = b"".join(bytes([len(label)]) + label for label in labels)
+    return head + name + b"\0" + struct.pack("!2H", 1, 1)
 
 
 def _await_echo(handle: socket.socket, host: str, identifier: int) -> bool:
@@ -217,6 +238,10 @@ def _guest(probe: Probe) -> Iterator[None]:
             ["ip", "-batch", "-"],
             stdin=f"netns add {NAMESPACE}\nlink set {PORT} netns {NAMESPACE}\n",
         )
+        number = _flows.await_port(PORT)
+        guard = _guards.probe_guard(probe.network)
+        rule = _guards.egress_of(probe.network, guard)
+        _flows.install(guard, number, _flows.local_addresses(), rule)
         length = ipaddress.ip_network(probe.subnet).prefixlen
         _command.run(
             ["ip", "-n", NAMESPACE, "-batch", "-"],
@@ -227,6 +252,8 @@ def _guest(probe: Probe) -> Iterator[None]:
         yield
     finally:
         _remove()
+        with contextlib.suppress(Refusal):  # without the bridge its flows are gone too
+            _flows.remove(probe.bridge, _flows.PROBE_COOKIE)
 
 
 def _remove() -> None:

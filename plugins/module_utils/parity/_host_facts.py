@@ -134,9 +134,7 @@ class Facts:
     def _guest(self) -> _guest_probe.Finding | Refusal:
         target = str(self.network.get("egress_probe") or "") or _slice_network.gateway()
         probe = _guest_probe.Probe(
-            bridge=self.network["bridge"],
-            bridge_address=str(self.network["address"]).partition("/")[0],
-            subnet=self.network["subnet"],
+            network=self.network,
             target=target,
         )
         try:
@@ -157,6 +155,12 @@ class Facts:
         """PCI addresses that the approved slots give to guests."""
         keys = ("gpu_pci_address", "fabric_vf_pci_address")
         return [str(slot[key]) for slot in self.slots for key in keys if slot.get(key)]
+
+    @cached_property
+    def dead_gpus(self) -> list[str]:
+        """GPUs of approved slots that are missing or silent. Only their own slots are blocked."""
+        gpus = [str(slot["gpu_pci_address"]) for slot in self.slots if slot.get("gpu_pci_address")]
+        return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
 
     def unit(self, name: str) -> Unit:
         return self._units.get(name, _ABSENT)

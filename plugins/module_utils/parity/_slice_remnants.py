@@ -50,7 +50,7 @@ SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 TRACES = {
     "libvirt": ("qemu_process",),
     "slice_reservations": ("reservation",),
-    "slice_files": ("nvram", "seed", "console"),
+    "slice_files": ("nvram", "seed", "console", "guard"),
     "slice_limits": ("qos",),
 }
 OTHERWISE = {"domain": "libvirt", "ovs_port": "ovs_bridge", "flows": "ovs_bridge"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -39,6 +40,9 @@ def files(
     user_data: Mapping[str, Any], meta_data: Mapping[str, Any], network: Mapping[str, Any]
 ) -> dict[str, str]:
     """The files of the seed by name."""
+    for field, names in (("hostname", user_data), ("local-hostname", meta_data)):
+        if field in names:
+            _object_names.check_hostname(field, str(names[field]))
     contents = {
         "user-data": f"#cloud-config\n{yaml(user_data)}\n",
         "meta-data": f"{yaml(meta_data)}\n",
@@ -99,6 +103,19 @@ def _run_maker(options: list[str], image: Path, work: Path) -> None:
         found="none of them",
         remedy="run the bootstrap playbook, which installs the packages of a slice host",
     )
+
+
+def destroy(path: str) -> None:
+    """Overwrite the seed and delete it. A guest that still has it open reads zeros from then on."""
+    descriptor = os.open(_host.path(path), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        left = os.fstat(descriptor).st_size
+        while left:
+            left -= os.write(descriptor, bytes(min(left, 1 << 20)))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    _host.remove(path)
 
 
 def path_of(allocation_id: str) -> str:

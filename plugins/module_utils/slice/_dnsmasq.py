@@ -26,23 +26,21 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _basel
 DIRECTORY, LEASES = _baseline_files.RESERVATIONS, _baseline_files.LEASES
 PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 
-# dnsmasq distinguishes fields by their form: a name like `12h` would be taken for a lease time.
-_WORDS = r"\d+[smhdw]?|infinite|ignore"
-_HOSTNAME = re.compile(rf"(?!({_WORDS})\Z)[a-z0-9]([a-z0-9-]{{0,61}}[a-z0-9])?")
-
 
 @dataclass(frozen=True)
 class Reservation:
-    """An address reserved for a MAC. name: file name, which is the allocation id."""
+    """An address reserved for a MAC. name: file name, which is the allocation id.
+
+    It has no host name: dnsmasq would tell it to every guest. A guest has its name from its seed.
+    """
 
     name: str
     mac: str
     ip: str
-    hostname: str
 
     def line(self) -> str:
         """`id:*`: a reinstalled guest shows another client id and must still get its address."""
-        return f"{self.mac},id:*,{self.ip},{self.hostname},12h"
+        return f"{self.mac},id:*,{self.ip},12h"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ def check(reservation: Reservation) -> Reservation:
     """The same reservation, or a refusal that names the field."""
     _object_names.hexadecimal(reservation.name)
     _object_names.check_mac(reservation.mac)
-    _object_names.match("hostname", _HOSTNAME, reservation.hostname, "a lower-case DNS label")
     try:
         ipaddress.IPv4Address(reservation.ip)
     except ValueError as error:
@@ -69,15 +66,13 @@ def check(reservation: Reservation) -> Reservation:
 
 def parse(name: str, text: str) -> Reservation:
     """A reservation file; fields are distinguished by their form, as in dnsmasq."""
-    mac = ip = hostname = ""
+    mac = ip = ""
     for field in (part.strip() for part in text.strip().split(",")):
         if re.fullmatch(r"([0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}", field):
             mac = field.lower()
         elif re.fullmatch(r"[0-9.]{7,15}", field):
             ip = field
-        elif ":" not in field and not re.fullmatch(_WORDS, field):
-            hostname = field
-    return Reservation(name, mac, ip, hostname)
+    return Reservation(name, mac, ip)
 
 
 def reservations() -> list[Reservation]:

@@ -37,6 +37,9 @@ OVMF_VARIABLES = "/usr/share/OVMF/OVMF_VARS_4M.fd"
 # difference.
 _IMPLIED = frozenset({"emulator", "controller", "input", "audio", "watchdog", "console"})
 
+# Virtualization extensions of Intel and AMD; a host lacks one of them, and libvirt accepts both.
+_NESTED = ("vmx", "svm")
+
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _DISK = re.compile(r"/dev/disk/by-id/[A-Za-z0-9][A-Za-z0-9._:+-]*")
 _SEED = re.compile(rf"{SEEDS}/[A-Za-z0-9-]+\.iso")
@@ -50,7 +53,7 @@ class Domain:
 
     cpus: host CPUs to which the virtual CPUs are pinned, one each; empty leaves them to the kernel.
     numa_node: source of all memory; None when the slots span nodes or have no node. disks: by-id
-    paths; the first disk boots.
+    paths; the first disk boots. nested: whether the guest may itself run virtual machines.
     """
 
     allocation_id: str
@@ -65,6 +68,7 @@ class Domain:
     numa_node: int | None = None
     firmware: str = "bios"
     hugepages: bool = False
+    nested: bool = False
     seed_path: str = ""
     qemu_arguments: tuple[str, ...] = ()
 
@@ -118,7 +122,9 @@ def describe(domain: Domain) -> Description:
         "firmware": OVMF_CODE if uefi else "",
         "nvram": nvram_path(domain.allocation_id) if uefi else "",
         "hugepages": domain.hugepages,
+        "nested": domain.nested,
         "hostdevs": [*domain.gpus, *domain.fabric_vfs],
+        "option_roms": [],
         "disks": list(domain.disks),
         "seed": domain.seed_path,
         "nics": [[domain.mac, domain.bridge, domain.port]],
@@ -141,6 +147,8 @@ def render(domain: Domain) -> str:
     _add(features, "apic")
     cpu = _add(root, "cpu", mode="host-passthrough")
     _add(cpu, "topology", sockets="1", dies="1", cores=str(domain.vcpus), threads="1")
+    for feature in () if domain.nested else _NESTED:
+        _add(cpu, "feature", policy="disable", name=feature)
     clock = _add(root, "clock", offset="utc")
     _add(clock, "timer", name="pit", tickpolicy="discard")
     _add(clock, "timer", name="hpet", present="no")
@@ -244,6 +252,8 @@ def _hostdev(devices: ET.Element, address: str, port: int) -> None:
         "function": f"0x{function}",
     }
     _add(_add(device, "source"), "address", **source)
+    # A former tenant may have changed the ROM of a card, and the guest's firmware would run it.
+    _add(device, "rom", bar="off")
     place = {"domain": "0x0000", "bus": f"0x{port:02x}", "slot": "0x00", "function": "0x0"}
     _add(device, "address", type="pci", **place)
 
@@ -256,6 +266,7 @@ def parse(xml: str) -> Description:
     root = ET.XML(xml)
     devices = root.find("devices")
     disks, seeds, hostdevs, nics, console, other = [], [], [], [], [], []
+    roms = []
     for device in devices if devices is not None else ():
         kind, flavour = device.tag, device.get("type", "")
         if kind == "disk" and flavour == "block":
@@ -263,7 +274,10 @@ def parse(xml: str) -> Description:
         elif kind == "disk" and flavour == "file" and device.find("readonly") is not None:
             seeds.append(_attribute(device, "source", "file"))
         elif kind == "hostdev" and flavour == "pci":
-            hostdevs.append(_address(device.find("source/address")))
+            address = _address(device.find("source/address"))
+            hostdevs.append(address)
+            if _attribute(device, "rom", "bar") != "off" or device.find("rom[@file]") is not None:
+                roms.append(address)
         elif kind == "interface" and flavour == "bridge":
             paths = (("mac", "address"), ("source", "bridge"), ("target", "dev"))
             nics.append([_attribute(device, tag, name) for tag, name in paths])
@@ -271,6 +285,7 @@ def parse(xml: str) -> Description:
             console.append(_attribute(device, "source", "path"))
         elif kind not in _IMPLIED and not _harmless(device):
             other.append(f"{kind}:{flavour or device.get('model', '')}")
+    features = root.findall("cpu/feature[@policy='disable']")
     lines = root.findall(f"{{{QEMU_NAMESPACE}}}commandline/{{{QEMU_NAMESPACE}}}arg")
     return {
         "name": root.findtext("name", ""),
@@ -282,7 +297,9 @@ def parse(xml: str) -> Description:
         "firmware": root.findtext("os/loader", ""),
         "nvram": root.findtext("os/nvram", ""),
         "hugepages": root.find("memoryBacking/hugepages") is not None,
+        "nested": not set(_NESTED) <= {feature.get("name") for feature in features},
         "hostdevs": hostdevs,
+        "option_roms": roms,
         "disks": disks,
         "seed": " ".join(seeds),
         "nics": nics,
@@ -353,6 +370,7 @@ def from_options(allocation_id: str, options: Mapping[str, Any]) -> Domain:
             numa_node=None if node is None or node < 0 else node,
             firmware=options.get("firmware") or "bios",
             hugepages=bool(options.get("hugepages")),
+            nested=bool(options.get("nested")),
             seed_path=options.get("seed_path") or "",
             qemu_arguments=tuple(listed("qemu_arguments")),
         )

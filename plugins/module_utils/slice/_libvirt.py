@@ -65,9 +65,29 @@ def domains() -> dict[str, str]:
     return {name: state.name for name, state in states().items()}
 
 
-def definition(name: str) -> str:
-    """The persistent definition of a domain that exists."""
-    return _virsh("dumpxml", "--inactive", name).out
+def definition(name: str, *, live: bool = False) -> str:
+    """The persistent definition of a domain that exists, or with `live` what QEMU runs."""
+    return _virsh("dumpxml", *(() if live else ("--inactive",)), name).out
+
+
+def forget_disk(name: str, path: str) -> None:
+    """Remove a disk from the persistent definition."""
+    _virsh("detach-disk", name, path, "--config")
+
+
+def unplug_disk(name: str, path: str, *, deadline: float = 30) -> None:
+    """Unplug a disk from a running guest, which must take part in it."""
+    _virsh("detach-disk", name, path, "--live")
+    end = time.monotonic() + deadline
+    while path in definition(name, live=True):
+        if time.monotonic() > end:
+            raise Refusal(
+                "disk_not_unplugged",
+                expected=f"{path} unplugged from {name} within {deadline:g} s",
+                found="the guest has not released it",
+                remedy="nothing is to be done: the disk is gone when the guest is powered off",
+            )
+        time.sleep(1)
 
 
 def define(xml: str) -> None:

@@ -27,6 +27,7 @@ PARTS = {
     "nvram": "files",
     "seed": "files",
     "console": "files",
+    "guard": "files",
     "reservation": "reservations",
     "ovs_port": "ports",
     "flows": "guards",

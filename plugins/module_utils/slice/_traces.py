@@ -51,6 +51,7 @@ def looks(bridge: str) -> dict[str, Look]:
         "nvram": lambda: list(_files("nvram")),
         "seed": lambda: list(_files("seed")),
         "console": lambda: list(_files("console")),
+        "guard": lambda: list(_files("guard")),
         "reservation": lambda: list(_reservations()),
         "ovs_port": lambda: list(_ports()),
         "flows": lambda: list(_guards(bridge)),

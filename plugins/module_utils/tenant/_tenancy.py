@@ -44,7 +44,7 @@ def guarded(
     def plan(params: Params, state: State) -> _change.Plan:
         whole = subject.plan(params, state.inner)
         taken = state.taken if concerns(params, whole) else ()
-        return _change.Plan(whole.steps, (*taken, *whole.blockers))
+        return replace(whole, blockers=(*taken, *whole.blockers))
 
     def facts(params: Params, state: State) -> dict[str, Any]:
         return subject.facts(params, state.inner)

@@ -10,6 +10,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _p
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology._candidates import WRONG_LINK
 
+# Blocker of a GPU whose configuration space cannot be read; only its own slot is blocked.
+NOT_ANSWERING = "device_not_answering"
+
 _STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 
 
@@ -82,6 +85,9 @@ def _gpu(
         for other in _members(device, gpus)
         if other.address != device.address
     ]
+    if not _pci.answers(device.address):
+        text = f"the configuration of {device.address} cannot be read"
+        blockers.append(blocker(NOT_ANSWERING, text))
     # The host's console runs on it, and the firmware's framebuffer holds its memory.
     if _host.read(f"{_pci.DEVICES}/{device.address}/boot_vga") == "1":
         blockers.append(blocker("boot_vga", f"{device.address} is the host's own display"))

@@ -11,6 +11,7 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _kernel_arguments
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
     _candidates,
@@ -68,7 +69,8 @@ def summary(document: Mapping[str, Any], expected_gpus: int) -> dict[str, Any]:
     gpus: Sequence[Any] = document["gpu"]
     if not gpus:
         codes.add("no_gpu")
-    elif expected_gpus and len(gpus) != expected_gpus:
+    elif expected_gpus and len(gpus) > expected_gpus:
+        # The profile is wrong about the machine. A GPU that is missing blocks only its own slot.
         codes.add("gpu_count_mismatch")
     free = [
         candidate
@@ -77,9 +79,24 @@ def summary(document: Mapping[str, Any], expected_gpus: int) -> dict[str, Any]:
     ]
     return {
         "blockers": sorted(codes),
+        "degraded": _degraded(gpus, expected_gpus),
         "gpu_devices": len(gpus),
         "fabric_devices": sum(map(_pci_functions.is_of_fabric, document["fabric"])),
         "nvme_devices": len(document["nvme"]),
         "mounted_nvme_devices": sum(bool(disk["mounts"]) for disk in document["nvme"]),
         "candidate_slots": len(free),
     }
+
+
+def _degraded(gpus: Sequence[Mapping[str, Any]], expected: int) -> list[Blocker]:
+    """Faults of single GPUs, which leave the other slots of the node on sale."""
+    faults = [
+        entry
+        for gpu in gpus
+        for entry in gpu["blockers"]
+        if entry["code"] == _pci_functions.NOT_ANSWERING
+    ]
+    if 0 < len(gpus) < expected:
+        count = f"{len(gpus)} of {expected} GPUs are present"
+        faults.append(blocker("gpu_count_mismatch", count))
+    return faults

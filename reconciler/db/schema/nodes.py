@@ -52,6 +52,9 @@ class Node(StateRow):
     health_detail: dict[str, Any]
     machine_id: Text
     host_key: Text
+    # Machine ids that the host had since a tenant was root on it. While there are any, the machine
+    # needs a new installation with a new host key.
+    tenant_machine_ids: list[Any]
     boot_id: Text
     install_id: Text
     # When boot_id was learned, or was found to be unknown. A report that began earlier and shows

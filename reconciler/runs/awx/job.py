@@ -12,6 +12,7 @@ ends the run as well.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,13 @@ from reconciler.runs.spec import RunError
 
 _OVER = frozenset({"successful", "failed", "error", "canceled"})
 _LONGEST_REASON = 500
+# Beginnings of the explanations of AWX's reaper. It writes `failed` for a job that AWX lost.
+_REAPED = ("Task was marked as running", "Job reaped")
+_TIMED_OUT = "Job terminated due to timeout"
+# Colours and other control sequences of a terminal, then what is left of broken ones.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 # Interval at which a pause looks for a stop request.
 _SLICE_S = 0.1
 
@@ -78,8 +86,7 @@ def play(
             job.start()
             return job.follow()
         except NotStarted as reason:
-            status, problem = reason.args
-            return {"status": status, "rc": None, "problem": problem, "touched": False}
+            return _not_begun(*reason.args)
         except Leaving:
             return None
 
@@ -150,6 +157,10 @@ class Job:
             if verdict:
                 return verdict
             self._rest()
+
+    @property
+    def _path(self) -> str:
+        return f"/jobs/{self._record.job}/"
 
     @property
     def _canceled(self) -> bool:
@@ -229,26 +240,24 @@ class Job:
 
     def _poll(self, feed: Feed) -> dict[str, Any] | None:
         """Read the job and its new events; the verdict once the job is over."""
-        job = self._client.get(f"/jobs/{self._record.job}/")
+        job = self._client.get(self._path)
         if job.get("limit") != self._node_id:
             # The template was changed during the launch, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
-        over = job.get("status") in _OVER
-        last = over and self._all_saved(job)
-        self._read(feed, last=last)
-        if last:
-            return self._verdict(job, feed)
-        if not over:
+        self._read(feed)
+        if job.get("status") not in _OVER:
+            self._ended = None
             self._cancel_if_due()
-        return None
-
-    def _all_saved(self, job: dict[str, Any]) -> bool:
+            return None
         self._ended = self._ended or time.monotonic()
         waited = time.monotonic() - self._ended > self._pace.saving
-        return waited or job.get("event_processing_finished") is True
+        saved = job.get("event_processing_finished") is True
+        if not waited and not (saved and (_end_is_known(job, feed) or _never_began(job, feed))):
+            return None
+        feed.take([], last=True)
+        return self._verdict(job, feed)
 
-    def _read(self, feed: Feed, *, last: bool) -> None:
-        path = f"/jobs/{self._record.job}/job_events/"
+    def _read(self, feed: Feed) -> None:
         since, more = feed.counter, True
         while more:
             query: dict[str, str | int] = {
@@ -256,12 +265,11 @@ class Job:
                 "order_by": "counter",
                 "page_size": PAGE_SIZE,
             }
-            page = results(self._client.get(path, **query))
+            page = results(self._client.get(f"{self._path}job_events/", **query))
             numbers = [n for event in page if isinstance(n := event.get("counter"), int)]
             more = bool(numbers) and max(numbers) > since
             since = max([since, *numbers])
             feed.take(page, last=False)
-        feed.take([], last=last)
 
     def _cancel_if_due(self) -> None:
         late = time.time() > self._deadline
@@ -275,23 +283,27 @@ class Job:
             self._record.save(self._paths)
         self._cancel_sent = now
         try:
-            self._client.post(f"/jobs/{self._record.job}/cancel/", {})
+            self._client.post(f"{self._path}cancel/", {})
         except RunError as refusal:
-            # 405: the job has ended meanwhile, which the next request will show.
-            if not refusal.found.startswith("HTTP 405"):
+            # AWX refuses to cancel a job that has ended: 403, to a superuser 405.
+            job = {} if isinstance(refusal, Silent) else self._client.get(self._path)
+            if job.get("status") not in _OVER:
                 raise
 
     def _verdict(self, job: dict[str, Any], feed: Feed) -> dict[str, Any]:
         recorder = feed.recorder
-        artifacts = job.get("artifacts")
-        if isinstance(artifacts, dict) and "slice_result" in artifacts:
+        if artifacts := _artifacts(job):
             recorder.artifacts = artifacts
-        reason = " ".join(scrub(str(job.get("job_explanation") or "")).split())[:_LONGEST_REASON]
-        if job["status"] == "error":
-            # AWX lost the job or could not begin it, so it does not know the effect on the host.
-            return _lost(f"awx_error: {reason}")
-        status = str(job["status"])
+        status, reason = str(job["status"]), _reason(job)
+        problem = f"awx_{status}: {reason or feed.last_line or 'AWX gives no reason'}"
+        never_began = _never_began(job, feed)
+        if not never_began and (status == "error" or not _end_is_known(job, feed)):
+            return _lost(problem)
         if status == "canceled" and self._record.timed_out:
+            status = "timeout"
+        if never_began:
+            return _not_begun("failed" if status == "error" else status, problem)
+        if status == "failed" and reason.startswith(_TIMED_OUT) and not recorder.artifacts:
             status = "timeout"
         elapsed = job.get("elapsed")
         verdict = judge(recorder, status, None, float(elapsed) if elapsed else 0.0)
@@ -301,6 +313,57 @@ class Job:
         if reason and not verdict["result"]:
             verdict["problem"] = ": ".join(filter(None, (verdict.get("problem"), reason)))
         return verdict | {"started_at": str(job.get("started") or datetime.now(UTC).isoformat())}
+
+
+def _end_is_known(job: dict[str, Any], feed: Feed) -> bool:
+    """Whether AWX saw the end of the job's playbook.
+
+    At that end the worker of the job reports artifacts and the number of events. AWX also gives
+    jobs up while their playbooks go on. Its reaper writes `failed`, and a cancel request that no
+    dispatcher acknowledges writes `canceled`. Such a job has no number of events, so only a job
+    without any event looks complete.
+    """
+    if job["status"] == "successful" or _artifacts(job):
+        return True
+    explanation = str(job.get("job_explanation") or "")
+    reaped = any(text in explanation for text in _REAPED)
+    if job.get("event_processing_finished") is not True or (reaped and not feed.recorder.over):
+        return False
+    # Without events, only a worker that gave a reason has seen the end.
+    return feed.counter > 0 or (job["status"] != "canceled" and _reason(job) != "")
+
+
+def _never_began(job: dict[str, Any], feed: Feed) -> bool:
+    """Whether the job ended before its playbook reached a task for the host.
+
+    Such a job never left the queue, or AWX could not hand it to receptor (`error`), or its image is
+    missing or no host matches (`failed` without an explanation, and events that say so).
+    """
+    if feed.missing or feed.recorder.began or job.get("event_processing_finished") is not True:
+        return False
+    if feed.counter == 0:
+        handed_over = job.get("work_unit_id", "?") not in (None, "")
+        return job.get("started", "") is None or (job["status"] == "error" and not handed_over)
+    unexplained = not job.get("job_explanation") and not feed.recorder.over
+    return job["status"] == "failed" and unexplained
+
+
+def _artifacts(job: dict[str, Any]) -> dict[str, Any]:
+    """Artifacts of the job with its result document, or none."""
+    artifacts = job.get("artifacts")
+    return artifacts if isinstance(artifacts, dict) and "slice_result" in artifacts else {}
+
+
+def _reason(job: dict[str, Any]) -> str:
+    """AWX's explanation; for a job that AWX could not carry out, the last line of its traceback."""
+    traceback = str(job.get("result_traceback") or "").strip().rpartition("\n")[2]
+    text = scrub(_plain(str(job.get("job_explanation") or traceback)))
+    return " ".join(text.split())[:_LONGEST_REASON]
+
+
+def _plain(text: str) -> str:
+    """The text without control sequences, with line feeds as line ends."""
+    return _CONTROL.sub("", text.replace("\r\n", "\n"))
 
 
 class Feed:
@@ -319,6 +382,8 @@ class Feed:
         self._gap_s = gap_s
         self._gap_since: float | None = None
         self._early: dict[int, dict[str, Any]] = {}
+        # The last line of the output.
+        self.last_line = ""
         paths.output.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         paths.output.write_text("")
         self._output = paths.output
@@ -345,7 +410,9 @@ class Feed:
 
     def _record(self, event: dict[str, Any]) -> None:
         self.recorder(event)
-        if text := event.get("stdout"):
+        if text := _plain(str(event.get("stdout") or "")):
+            line = scrub(text.strip().rpartition("\n")[2])[:_LONGEST_REASON]
+            self.last_line = line or self.last_line
             with self._output.open("a", encoding="utf-8", errors="replace") as handle:
                 handle.write(f"{text}\n")
 
@@ -367,6 +434,12 @@ def _is_document(line: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _not_begun(status: str, problem: str) -> dict[str, Any]:
+    """The verdict on a run without any effect; a lost run may have begun after all."""
+    lost = status == "lost"
+    return {"status": status, "rc": None, "problem": problem, "touched": lost, "begun": lost}
 
 
 def _lost(problem: str) -> dict[str, Any]:

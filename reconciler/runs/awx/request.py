@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
-from reconciler.runs import ssh
+from reconciler.runs import contract, ssh
 from reconciler.runs.awx.client import AwxAccess, Client, results
 from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.spec import PYTHON, NodeAccess, RunError, RunSpec
@@ -32,6 +33,19 @@ REQUIRED: dict[str, Any] = {
     "job_tags": "",
     "skip_tags": "",
     "job_slice_count": 1,
+}
+# What Ansible takes for a template; the header may declare marks of its own.
+_TEMPLATE_MARKS = ("{{", "{%", "{#", "#jinja2:")
+# Variables of the connection that Ansible would take from the facts that a host answers, where
+# facts become variables. A variable of the launch wins over every fact.
+_PINNED: dict[str, Any] = {
+    "ansible_sftp_executable": "sftp",
+    "ansible_scp_executable": "scp",
+    "ansible_private_key": "",
+    "ansible_private_key_passphrase": "",
+    "ansible_sshpass_prompt": "",
+    "ansible_sftp_batch_mode": True,
+    "ansible_ssh_host_key_checking": True,
 }
 # As a limit these do not name a single host.
 _GROUPS = frozenset({"all", "ungrouped"})
@@ -69,24 +83,35 @@ def prepare(access: AwxAccess, spec: RunSpec, paths: RunPaths) -> dict[str, Any]
     RunError: nothing was started. LauncherAway: nothing was started, and a later try may succeed.
     """
     with Client(access) as client:
-        template = find_template(client, access, spec.playbook)
+        template = find_template(list_templates(client, access), access, spec.playbook)
+        request = body(spec)
+        _check_jinja(client, request["extra_vars"])
         _check_host(client, template["inventory"], spec.node.node_id)
         newest = results(client.get("/jobs/", order_by="-id", page_size=1))
     after = int(newest[0]["id"]) if newest else 0
     paths.env.mkdir(mode=0o700, exist_ok=True)
-    write_json(paths.env / "request.json", body(spec))
+    write_json(paths.env / "request.json", request)
     JobRecord(template["id"], template["name"], after, time.time()).save(paths)
     return access.document()
 
 
-def find_template(client: Client, access: AwxAccess, playbook: str) -> dict[str, Any]:
+def list_templates(client: Client, access: AwxAccess) -> list[dict[str, Any]]:
+    """The job templates of the run contract that the token's user may see."""
+    query = {"name__startswith": access.templates} if access.templates else {}
+    names = {f"{access.templates}{playbook}" for playbook in contract.PLAYBOOKS}
+    return [item for item in client.every("/job_templates/", **query) if item.get("name") in names]
+
+
+def find_template(
+    listed: Sequence[dict[str, Any]], access: AwxAccess, playbook: str
+) -> dict[str, Any]:
     """The playbook's job template; RunError when it is missing or its fields are wrong.
 
     AWX silently drops fields that a template does not ask for at launch. A dropped limit would
     mean every host, so only a template with the required fields is launched.
     """
     name = f"{access.templates}{playbook}"
-    templates = list(client.every("/job_templates/", name=name))
+    templates = [template for template in listed if template["name"] == name]
     if len(templates) != 1:
         raise _refuse(
             "awx_template_missing" if not templates else "awx_template_ambiguous",
@@ -94,13 +119,29 @@ def find_template(client: Client, access: AwxAccess, playbook: str) -> dict[str,
             f"{len(templates)} of that name",
         )
     template = templates[0]
-    wrong = _wrong_fields(template, playbook)
+    wrong = "; ".join([*_wrong_fields(template, playbook), *_wrong_objects(template, listed)])
     if wrong:
         raise _refuse("awx_template_wrong", f"{name} as in awx/job_templates.yml", wrong)
     capabilities = template.get("summary_fields", {}).get("user_capabilities", {})
     if capabilities.get("start") is False:
         raise _refuse("awx_forbidden", f"the right to launch {name}", "none for the token's user")
     return template
+
+
+def jinja_setting(client: Client) -> str:
+    """Where AWX expands templates in variables, "" when the token's user may not read that;
+    RunError when it does so everywhere, because variables hold text of hosts and tenants.
+    """
+    try:
+        setting = client.get("/settings/jobs/").get("ALLOW_JINJA_IN_EXTRA_VARS")
+    except RunError as refusal:
+        if refusal.code != "awx_forbidden":
+            raise
+        return ""
+    if setting not in ("template", "never"):
+        expected = "the setting ALLOW_JINJA_IN_EXTRA_VARS to be template or never"
+        raise _refuse("awx_jinja_allowed", expected, repr(setting))
+    return str(setting)
 
 
 def body(spec: RunSpec) -> dict[str, Any]:
@@ -148,14 +189,14 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
             **ssh.refusing(node.revoked),
         }
     )
-    sharing = ["-o", "ControlMaster=auto", "-o", "ControlPersist=60s"]
     return {
+        **_PINNED,
         "ansible_host": node.address,
         "ansible_port": node.port,
         "ansible_user": node.user,
         "ansible_python_interpreter": PYTHON,
         "ansible_host_key_checking": True,
-        "ansible_ssh_args": shlex.join([*words, *sharing]),
+        "ansible_ssh_args": shlex.join([*words, *ssh.sharing("/tmp/gpuaas-ssh-%C")]),  # noqa: S108
         # See runs/ssh.py: a retry would send the module again while the first copy still works.
         "ansible_ssh_retries": 0,
         "ansible_ssh_timeout": 90,
@@ -163,17 +204,54 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
     }
 
 
-def _wrong_fields(template: dict[str, Any], playbook: str) -> str:
-    wrong = [
-        f"{field} is {template.get(field)!r} and not {value!r}"
-        for field, value in REQUIRED.items()
-        if template.get(field) != value
-    ]
-    if PurePosixPath(str(template.get("playbook"))).name != f"{playbook}.yml":
-        wrong.append(f"playbook is {template.get('playbook')!r}")
+def _wrong_fields(template: dict[str, Any], playbook: str) -> Iterator[str]:
+    for field, value in {**REQUIRED, "playbook": f"playbooks/{playbook}.yml"}.items():
+        if template.get(field) != value:
+            yield f"{field} is {template.get(field)!r} and not {value!r}"
     if not isinstance(template.get("inventory"), int):
-        wrong.append("it has no inventory")
-    return "; ".join(wrong)
+        yield "it has no inventory"
+
+
+def _wrong_objects(template: dict[str, Any], listed: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Compare with the other templates: a site names these objects itself, and all share them."""
+    for what in ("project", "execution_environment", "credentials"):
+        mine = _object(template, what)
+        common = Counter(_object(other, what) for other in listed).most_common(1)[0][0]
+        if not mine:
+            yield f"it has no {what}"
+        elif mine != common:
+            yield f"{what} is {mine}, and {common} in most templates"
+    kinds = [item.get("kind") for item in _credentials(template)]
+    if kinds != ["ssh"]:
+        yield f"its credentials are of the kinds {kinds}, and not one Machine credential"
+
+
+def _object(template: dict[str, Any], what: str) -> str:
+    if what == "credentials":
+        return ", ".join(
+            sorted(f"{item.get('name')} ({item.get('id')})" for item in _credentials(template))
+        )
+    number = template.get(what)
+    name = template.get("summary_fields", {}).get(what, {}).get("name")
+    return f"{name} ({number})" if isinstance(number, int) else ""
+
+
+def _credentials(template: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(template.get("summary_fields", {}).get("credentials") or [])
+
+
+def _check_jinja(client: Client, variables: dict[str, Any]) -> None:
+    """Without the right to read the setting, no text that could be a template is launched."""
+    text = json.dumps(variables)
+    if jinja_setting(client) or not any(mark in text for mark in _TEMPLATE_MARKS):
+        return
+    raise RunError(
+        "awx_jinja_unknown",
+        expected="variables without templates, or the right to read ALLOW_JINJA_IN_EXTRA_VARS",
+        found=f"one of {' '.join(_TEMPLATE_MARKS)} in the variables, and HTTP 403 for the setting",
+        remedy="find the text in the records of the node or allocation, or make the token's user a"
+        " system auditor in AWX; nothing was started",
+    )
 
 
 def _check_host(client: Client, inventory: int, node_id: str) -> None:

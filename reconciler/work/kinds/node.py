@@ -192,7 +192,7 @@ CONVERT = Handler("restore_baremetal", convert_variables, convert_succeeded, dea
 def cache_image_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_image": image_document(
-            work.settings, vars(images.get(work.conn, work.parameters["image_id"]))
+            work, vars(images.get(work.conn, work.parameters["image_id"]))
         )
     }
 

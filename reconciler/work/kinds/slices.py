@@ -9,11 +9,12 @@ from reconciler.lifecycle import app_operations, drift, slices
 from reconciler.lifecycle.task_failures import BOOT_CHANGED, unfenced_slots
 from reconciler.model.errors import Problem
 from reconciler.model.states import AllocationState
-from reconciler.records import allocations, claims, reports
+from reconciler.records import allocations, claims, images, reports
 from reconciler.records import slots as slot_records
-from reconciler.settings import Settings
 from reconciler.trust.downloads import url as download_url
 from reconciler.work.handler import Handler, Work, canceled
+
+_KEPT = "/etc/cloud/cloud.cfg.d/99-gpuaas-seed.cfg"
 
 
 def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str, Any]:
@@ -31,6 +32,9 @@ def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str,
             "users": [user],
             "disable_root": True,
             "ssh_pwauth": False,
+            # The seed is destroyed once the guest is ready. Later boots use what cloud-init has
+            # kept, so that they do not look like a new instance with new host keys.
+            "write_files": [{"path": _KEPT, "content": "manual_cache_clean: true\n"}],
         },
         "meta_data": {
             "instance-id": allocation["id"],
@@ -46,14 +50,16 @@ def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str,
     }
 
 
-def image_document(settings: Settings, image: dict[str, Any]) -> dict[str, Any]:
+def image_document(work: Work, image: dict[str, Any]) -> dict[str, Any]:
     """Name, version, digest and size of the raw image, with its download URL for the host."""
     return {
         "name": image["name"],
         "version": image["version"],
         "digest": image["digest"],
         "size_bytes": image["size_bytes"],
-        "url": download_url(settings, image),
+        "url": download_url(
+            work.settings, image, images.link_key(work.conn), work.task.started_at or 0.0
+        ),
         "compression": image["compression"],
     }
 
@@ -88,7 +94,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_allocation": allocation,
         "slice_slots": slots,
-        "slice_image": image_document(work.settings, work.parameters["image"]),
+        "slice_image": image_document(work, work.parameters["image"]),
         "slice_vm": machine_shape(work.profile, len(slots)),
         "slice_seed": seed_documents(allocation, slots[0]["management_mac"]),
         "slice_ready_deadline": ready_deadline(work),
@@ -107,6 +113,7 @@ def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
         "memory_mib": vm["memory_mib_per_gpu"] * gpus,
         "firmware": vm["firmware"],
         "hugepages": vm["hugepages"],
+        "nested": vm.get("nested", False),
         "qemu_arguments": vm["qemu_arguments"][vm["firmware"]],
     }
 

@@ -14,8 +14,11 @@ mkdir -p "$scratch/modules/vfio" "$scratch/modules/vfio_pci" "$scratch/modules/v
 mount -t sysfs sysfs /sys
 mount --bind "$scratch/modules" /sys/module
 cp "$program" "$scratch/program"
-for name in systemctl dpkg-query ovs-vsctl iptables update-grub update-initramfs modprobe dnsmasq apt-get; do
+for name in systemctl dpkg-query iptables update-grub update-initramfs modprobe dnsmasq apt-get; do
   cp "$program" "/usr/local/sbin/$name"
+done
+for name in ovs-vsctl ovs-ofctl ovs-appctl nft; do
+  cp "$(dirname "$0")/../../standin/switch.py" "/usr/local/sbin/$name"
 done
 mount -t tmpfs run /run
 mkdir /run/machine

@@ -31,6 +31,11 @@ everything() {
   find /etc /usr/local /boot \\( -type f -o -type l \\) -exec md5sum {} + 2>/dev/null | sort
   # Services, rules, interfaces, forwarding; not the log of calls.
   (cd /run/machine; ls; cat nat 2>/dev/null) | grep -vx -e calls -e boot
+  for bridge in $(ovs-vsctl list-br); do
+    echo $bridge; ovs-vsctl --columns=fail_mode find Bridge name=$bridge
+    ovs-ofctl dump-flows $bridge
+  done
+  nft --stateless list table inet gpuaas_slice 2>/dev/null
   ip -br address; cat /proc/sys/net/ipv4/ip_forward; stat -c %a /var/lib/libvirt
 }
 restore() {
@@ -122,7 +127,7 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
         "ANSIBLE_SHOW_CUSTOM_STATS": "1",
         "LC_ALL": "C.UTF-8",
     }
-    done = play(STORY, tmp_path / "scratch", *files, environment=environment, limit_s=240)
+    done = play(STORY, tmp_path / "scratch", *files, environment=environment, limit_s=360)
     assert done.stderr == ""
     quiet, dirty, forecast, given, early, real, again, difference, forth, between = (
         done.stdout.split("---\n")

@@ -29,6 +29,8 @@ class Machines:
 
     def __init__(self, site: Site) -> None:
         self.site, self.engine, self.act = site, site.engine, site.act
+        # Identity of machines that were installed anew, by node.
+        self.installed: dict[str, dict[str, Any]] = {}
 
     def add(self, conn: sa.Connection, node_id: str, number: int, **fields: Any) -> None:
         """Enrolled and ready; not discovered."""
@@ -40,7 +42,21 @@ class Machines:
         host.bootstrapped(conn, node_id, self.act, identity=identity)
 
     def discover(self, conn: sa.Connection, node_id: str, number: int) -> None:
-        host.record_discovery(conn, node_id, self.site.document(number), self.act)
+        document = self.site.document(number)
+        document["identity"] |= self.installed.get(node_id, {})
+        host.record_discovery(conn, node_id, document, self.act)
+
+    def reinstall(self, conn: sa.Connection, node_id: str = "m1", number: int = 1) -> None:
+        """Install the machine anew after its tenant: other identity, disks taken over again."""
+        fresh = {"machine_id": rows.new_id(), "host_key": f"ssh-ed25519 {rows.new_id()}"}
+        self.installed[node_id] = fresh
+        host.enrolled(conn, node_id, self.act, **fresh)
+        identity = self.site.document(number)["identity"] | fresh
+        host.bootstrapped(conn, node_id, self.act, identity=identity)
+        for disk in self.site.document(number)["nvme"]:
+            if not disk["blockers"]:
+                self.take_over(conn, node_id, disk["identity"])
+        self.discover(conn, node_id, number)
 
     def machine(self, node_id: str = "m1", number: int = 1, **fields: Any) -> None:
         """A machine that can be given away, with each disk that nothing uses taken over."""
@@ -74,6 +90,7 @@ class Machines:
         """A worker takes the provision and starts its run."""
         (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.BAREMETAL_PROVISION])
         assert slices.provision_started(conn, allocation.id, self.act)
+        baremetal.entered(conn, allocation.node_id)
         return task
 
     def active(self, conn: sa.Connection, **fields: Any) -> str:

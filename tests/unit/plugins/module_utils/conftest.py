@@ -104,7 +104,8 @@ class Machine:
         vendor, _, device = id_.partition(":")
         real = self.folder(f"/sys/devices/{above}/{address}")
         values = {"vendor": f"0x{vendor}", "device": f"0x{device}", "class": "0x00ff00"}
-        values |= {"numa_node": str(node), "driver_override": "(null)"} | attributes
+        values |= {"numa_node": str(node), "driver_override": "(null)", "config": "\x34\x12"}
+        values |= attributes
         for name, value in values.items():
             (real / name).write_text(f"{value}\n")
         self.link(f"/sys/bus/pci/devices/{address}", real)

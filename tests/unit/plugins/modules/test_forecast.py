@@ -170,7 +170,6 @@ def slice_reservation_present(site: Site) -> Case:
         "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
         "mac": "52:54:00:64:00:0d",
         "ip": "10.100.0.13",
-        "hostname": "trainer",
         "bridge": "ovsbr0",
         "state": "present",
     }
@@ -193,7 +192,7 @@ def slice_reservation_absent(site: Site) -> Case:
 
     site.runs(run)
     site.patch.setattr(_dnsmasq, "release", release)
-    return subject, {**params, "state": "absent", "hostname": None}
+    return subject, {**params, "state": "absent"}
 
 
 def tenant_disks_used(site: Site) -> Case:

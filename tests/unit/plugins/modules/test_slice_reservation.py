@@ -19,11 +19,10 @@ PARAMS: dict[str, Any] = {
     "allocation_id": ONE,
     "mac": "52:54:00:64:00:0d",
     "ip": "10.100.0.13",
-    "hostname": "trainer",
     "bridge": "ovsbr0",
     "state": "present",
 }
-ABSENT = {**PARAMS, "state": "absent", "hostname": None}
+ABSENT = {**PARAMS, "state": "absent"}
 
 
 @pytest.fixture

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _ledger,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _firewall,
+    _flows,
+    _guards,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt, _qos
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm
+
+from tests.unit.plugins.fake_switch import FakeSwitch
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 NAME = _domain.domain_name(ONE)
@@ -36,11 +50,17 @@ PARAMS: dict[str, Any] = {
     "bridge": "ovsbr0",
     "bridge_address": "10.100.0.1/24",
     "ip": "10.100.0.13",
-    "denied_networks": [],
     "shutdown_deadline": 60,
     "spec": SPEC,
 }
-FLOWS = frozenset({_flows.Flow(200, frozenset({"in_port=5"}), "drop")})
+FLOWS = frozenset({_flows.Flow(10, 10, frozenset({"in_port=5"}), "drop")})
+GUARD = _flows.Guard(ONE, "ovsbr0", SPEC["mac"], PARAMS["ip"], PARAMS["bridge_address"])
+NETWORK = {
+    "bridge": "ovsbr0",
+    "address": "10.100.0.1/24",
+    "subnet": "10.100.0.0/24",
+    "denied_networks": ["203.0.113.0/24"],
+}
 WANT = _domain.describe(slice_vm._spec(PARAMS))
 NOTHING = slice_vm.State(
     life=None,
@@ -61,6 +81,7 @@ RUNNING = replace(
     port=5,
     flows=FLOWS,
     wanted_flows=FLOWS,
+    kept=GUARD,
 )
 LIMIT = {"rate_kbps": 1000, "burst_kb": 100}
 LIMITED = _qos.State((1000, 100), ("linux-htb", "1000000", "row"), ("row",))
@@ -96,6 +117,9 @@ def test_an_interrupted_start_is_finished() -> None:
 
 def test_a_guard_that_was_lost_is_put_back() -> None:
     assert steps(replace(RUNNING, flows=frozenset())) == ["guard_port"]
+    # The flows are there, but the host would not restore them, or others.
+    assert steps(replace(RUNNING, kept=None)) == ["guard_port"]
+    assert steps(replace(RUNNING, kept=replace(GUARD, ip="10.100.0.14"))) == ["guard_port"]
 
 
 @pytest.mark.covers("HOST-7")
@@ -111,7 +135,7 @@ def test_a_limit_holds_before_the_guest_runs_and_is_kept() -> None:
 
 @pytest.mark.covers("HOST-7")
 def test_a_limit_goes_before_its_port_and_without_it() -> None:
-    both = ["stop_domain", "remove_flows", "remove_limit", "remove_port"]
+    both = ["stop_domain", "remove_limit", "remove_port", "remove_flows"]
     assert steps(replace(RUNNING, qos=LIMITED), state="stopped") == both
     assert steps(replace(NOTHING, qos=_qos.State(rows=("row",))), state="absent") == [
         "remove_limit"
@@ -155,8 +179,8 @@ def test_other_obstacles() -> None:
 def test_removal_ends_with_the_files() -> None:
     assert steps(RUNNING, state="absent") == [
         "stop_domain",
-        "remove_flows",
         "remove_port",
+        "remove_flows",
         "undefine_domain",
         "remove_files",
     ]
@@ -165,7 +189,7 @@ def test_removal_ends_with_the_files() -> None:
 
 
 def test_stopping_keeps_the_definition_but_no_flow() -> None:
-    assert steps(RUNNING, state="stopped") == ["stop_domain", "remove_flows", "remove_port"]
+    assert steps(RUNNING, state="stopped") == ["stop_domain", "remove_port", "remove_flows"]
     off = replace(NOTHING, life=Life("shut off"), definition=WANT, flows=FLOWS)
     assert steps(off, state="stopped") == ["remove_flows"]
 
@@ -176,29 +200,41 @@ def test_a_qemu_without_a_domain_is_never_called_absent() -> None:
 
 
 class Host:
-    """Libvirt and the switch, as far as the module can observe them."""
+    """Libvirt, and the switch with its guards, as far as the module can observe them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.acts: list[str] = []
         self.xml = ""
         self.life: Life | None = None
-        self.flows: frozenset[_flows.Flow] = frozenset()
+        self.switch = FakeSwitch()
+        self.switch.add_bridge()
+        self.flushed: list[str] = []
         self.stubborn = False
         self.qos = _qos.State()
         for name in ("define", "start_paused", "resume", "shut_down", "destroy", "undefine"):
             monkeypatch.setattr(_libvirt, name, getattr(self, name))
         monkeypatch.setattr(_libvirt, "states", lambda: {NAME: self.life} if self.life else {})
         monkeypatch.setattr(_libvirt, "definition", lambda _name: self.xml)
-        monkeypatch.setattr(_flows, "port_number", lambda _port: self.port())
-        monkeypatch.setattr(_flows, "installed", lambda _bridge, _allocation: self.flows)
-        monkeypatch.setattr(_flows, "install", self.install)
-        monkeypatch.setattr(_flows, "remove", self.remove)
-        monkeypatch.setattr(_flows, "remove_port", lambda _bridge, _port: None)
+        monkeypatch.setattr(_command, "run", self.run)
         monkeypatch.setattr(_qos, "observe", lambda _allocation: self.qos)
         monkeypatch.setattr(_qos, "install", self.limit)
 
+    def run(self, argv: list[str], **more: Any) -> _command.Result:
+        """A program of the switch; what matters for the order is noted."""
+        if argv[:2] == ["ovs-ofctl", "--bundle"]:
+            self.acts.append("guard")
+        if argv[:2] == ["ovs-ofctl", "del-flows"]:
+            assert self.port() is None, "the guard of a port that is there would be restored"
+        if argv[-2] == "dpctl/flush-conntrack":
+            self.flushed.append(argv[-1])
+        return self.switch.run(argv, **more)
+
     def port(self) -> int | None:
-        return 5 if self.life and self.life.active else None
+        return self.switch.bridges["ovsbr0"].get(GUARD.port)
+
+    @property
+    def flows(self) -> frozenset[_flows.Flow]:
+        return _flows.installed("ovsbr0", GUARD.cookie)
 
     def define(self, xml: str) -> None:
         self.acts.append("define")
@@ -208,11 +244,7 @@ class Host:
         self.acts.append("start")
         assert timeout > 180
         self.life = Life("paused", 1)
-
-    def install(self, guard: _flows.Guard, port: int, addresses: list[str]) -> int:
-        self.acts.append("guard")
-        self.flows = _flows.rules(guard, port, addresses)
-        return len(self.flows)
+        self.switch.bridges["ovsbr0"][GUARD.port] = 5
 
     def limit(self, _allocation: str, requested: _qos.Limit | None) -> None:
         self.acts.append("limit")
@@ -222,6 +254,9 @@ class Host:
     def resume(self, _name: str) -> None:
         self.acts.append("resume")
         assert self.flows, "a guest must not run before its port is guarded"
+        assert _guards.saved(ONE) == GUARD, "a guard that no restart of the switch outlives"
+        firewall = _firewall.installed() or ""
+        assert GUARD.mac in firewall, "a guest that the firewall lets have no address"
         self.life = Life("running")
 
     def shut_down(self, _name: str, *, deadline: float) -> bool:
@@ -234,10 +269,6 @@ class Host:
         self.acts.append("destroy")
         self.life = Life("shut off")
 
-    def remove(self, _bridge: str, _allocation: str) -> None:
-        assert not (self.life and self.life.active), "a running guest must stay guarded"
-        self.flows = frozenset()
-
     def undefine(self, _name: str) -> None:
         self.acts.append("undefine")
         self.life = None
@@ -247,6 +278,7 @@ class Host:
 def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     disk = "eui.5e0000000000a003"
     _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity=disk)
+    _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(NETWORK)))
     return Host(monkeypatch)
 
 
@@ -264,7 +296,20 @@ def test_start_and_start_again(host: Host) -> None:
     assert host.acts == ["define", "start", "guard", "resume"]
     assert first.facts["domain"]["state"] == "running"
     assert first.evidence["guard_port"]["ofport"] == 5
+    # With the site's rule, as bootstrap recorded it.
+    rule = _flows.Egress(denied=("203.0.113.0/24",))
+    assert host.flows == _flows.rules(GUARD, 5, [], rule)
+    # Connections of an earlier guest with this port number end before this one starts.
+    assert host.flushed == ["zone=5"]
     assert not drive(PARAMS).changed
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_guard_that_is_put_back_keeps_connections(host: Host) -> None:
+    drive(PARAMS)
+    _guards.forget(ONE)
+    assert drive(PARAMS).done == ["guard_port"]
+    assert (_guards.saved(ONE), host.flushed) == (GUARD, ["zone=5"])
 
 
 @pytest.mark.covers("HOST-7")
@@ -300,6 +345,9 @@ def test_remove_and_remove_again(host: Host, tree: Path, stubborn: bool, word: s
     assert outcome.evidence["stop_domain"] == {"shutdown": word}
     assert outcome.facts["domain"]["state"] == "absent"
     assert [file.name for file in logs.iterdir()] == [f"{NAME}.log"]
+    assert not (tree / _object_names.guard_path(ONE).lstrip("/")).exists()
+    assert GUARD.mac not in (_firewall.installed() or "")
+    assert (host.flows, host.port(), host.flushed) == (frozenset(), None, ["zone=5", "zone=5"])
     assert not drive({**PARAMS, "state": "absent"}).changed
 
 

@@ -166,5 +166,12 @@ def copy_database(stack: Stack, folder: Path) -> Path:
 def stack_in(folder: Path, database: Path, secrets: dict[str, str] | None = None) -> Stack:
     """A service on its own copy of a database."""
     shutil.copy(database, folder / "reconciler.db")
-    settings = Settings(state_dir=folder, public_url="http://198.51.100.1:8080")
+    images = folder.with_name(f"{folder.name}-images")
+    images.mkdir(exist_ok=True)
+    settings = Settings(
+        state_dir=folder,
+        public_url="http://198.51.100.1:8080",
+        images_dir=images,
+        enrolment_insecure=True,
+    )
     return Stack(settings, open_engine(settings.database), dict(secrets or {}))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from reconciler.db.engine import transaction
+from reconciler.records import tokens
 from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
 from reconciler.trust.keygen import TrustError
@@ -92,6 +94,47 @@ def test_no_userdata_with_an_address_that_only_this_machine_has(new: Stack, list
     new.settings = new.settings.model_copy(update=said)
     meant = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
     assert f"http://{listen}" in meant.json()["userdata"], "said outright, it is meant"
+
+
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [
+        ("http://198.51.100.1:8080", 409),
+        ("http://127.0.0.1.example.org:8080", 409),
+        ("http://localhost.example.org:8080", 409),
+        ("HTTP://198.51.100.1:8080", 409),
+        ("http://[2001:db8::1]:8080", 409),
+        ("http://localhost:8080", 201),
+        ("http://[::1]:8080", 201),
+        ("https://gpuaas.example", 201),
+    ],
+)
+def test_no_userdata_with_plain_http(new: Stack, url: str, status: int) -> None:
+    """The machine carries out the answer as root."""
+    changes = {"public_url": url, "enrolment_insecure": False}
+    new.settings = new.settings.model_copy(update=changes)
+    answer = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
+    assert answer.status_code == status
+    if status == 201:
+        assert answer.headers["Cache-Control"] == "no-store"
+    else:
+        assert answer.json()["code"] == "enrolment_without_tls"
+        assert "enrol_" not in answer.text
+
+
+def test_a_token_is_judged_before_anything_is_written(new: Stack) -> None:
+    sent = body(new)
+    trust = new.settings.state_dir / "trust"
+    forged = new.client().post(PATH, json=sent | {"token": "enrol_" + "0" * 43})
+    assert (forged.status_code, forged.json()["code"]) == (401, "token_invalid")
+    assert not trust.exists()
+    assert new.client().post(PATH, json=sent).status_code == 200
+    before = (trust / "known_hosts").stat().st_ino
+    # Another transaction holds the lock under which SQLite writes: a write would wait for it.
+    with transaction(new.engine) as conn:
+        tokens.end_enrolments(conn)
+        assert new.client().post(PATH, json=sent).status_code == 401
+    assert (trust / "known_hosts").stat().st_ino == before
 
 
 def test_a_token_is_good_once(new: Stack) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from reconciler.db import settings
+from reconciler.api.models import Body
+from reconciler.db import schema, settings
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import placement, slices
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import TaskState
-from reconciler.profiles import hardware_profile, profile_skus
+from reconciler.profiles import hardware_profile, profile_skus, ready_minimum_s
 from reconciler.records import queue
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, bundle
@@ -31,9 +34,9 @@ BODY = {
 }
 
 
-def launch(stack: Stack, key: str = "k", **changes: Any) -> Any:
+def launch(stack: Stack, key: str = "k", *, by: str = "member", **changes: Any) -> Any:
     headers = {"Idempotency-Key": key}
-    return stack.client("member").post(PATH, json=BODY | changes, headers=headers)
+    return stack.client(by).post(PATH, json=BODY | changes, headers=headers)
 
 
 def activate(stack: Stack, allocation_id: str) -> None:
@@ -47,7 +50,7 @@ def activate(stack: Stack, allocation_id: str) -> None:
 
 @pytest.mark.covers("CTRL-4")
 def test_launch_claims_and_queues(selling: Stack) -> None:
-    answer = launch(selling, parameters={"ready_deadline_s": 20})
+    answer = launch(selling, by="admin", parameters={"ready_deadline_s": 20})
     assert answer.status_code == 201, answer.text
     mine = answer.json()
     assert (mine["state"], mine["connection"]) == ("requested", None)
@@ -175,7 +178,16 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
         ({"gpu_count": 0}, "request_invalid"),
         ({"username": "root"}, "request_invalid"),
         ({"username": "a b"}, "request_invalid"),
+        ({"gpu_count": True}, "request_invalid"),
+        ({"gpu_count": "1"}, "request_invalid"),
+        ({"gpu_count": 1.0}, "request_invalid"),
         ({"hostname": "-x"}, "request_invalid"),
+        ({"hostname": "12h"}, "request_invalid"),
+        ({"hostname": "10"}, "request_invalid"),
+        ({"hostname": "infinite"}, "request_invalid"),
+        ({"hostname": "ignore"}, "request_invalid"),
+        ({"hostname": "slice-1\n"}, "request_invalid"),
+        ({"hostname": "\u0661\u0662h"}, "request_invalid"),
         ({"hostname": "a\n- reboot"}, "request_invalid"),
         ({"ssh_keys": []}, "request_invalid"),
         ({"ssh_keys": [f'command="id" {KEY}']}, "request_invalid"),
@@ -184,10 +196,57 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
         ({"ssh_keys": [f"{KEY}\n{KEY}"]}, "request_invalid"),
         ({"node_id": NODE}, "request_invalid"),
         ({"parameters": {"ready_deadline_s": 0}}, "request_invalid"),
+        ({"parameters": {"ready_deadline_s": True}}, "request_invalid"),
+        ({"parameters": {"ready_deadline_s": 1}}, "ready_deadline_too_short"),
+        ({"parameters": {"ready_deadline_s": 1799}}, "ready_deadline_too_short"),
+        (
+            {"sku": "lab-edu-slice", "parameters": {"ready_deadline_s": 899}},
+            "ready_deadline_too_short",
+        ),
     ],
 )
 def test_bad_wishes(selling: Stack, wrong: dict[str, Any], code: str) -> None:
     assert refused(selling, lambda: launch(selling, **wrong))["code"] == code
+
+
+def test_a_member_may_ask_for_the_minimum_of_the_profile(selling: Stack, tmp_path: Path) -> None:
+    enough = {"sku": "lab-edu-slice", "parameters": {"ready_deadline_s": 900}}
+    assert launch(selling, **enough).status_code == 201
+    lab = (PROFILES / "lab.yml").read_text()
+    (tmp_path / "lab.yml").write_text(lab.replace("ready: 900", "ready: 900, ready_minimum: 120"))
+    (tmp_path / "broken.yml").write_text("deadlines: 5")
+    assert ready_minimum_s(tmp_path) == ready_minimum_s(tmp_path, "lab-edu-slice") == 120
+
+
+def test_an_image_larger_than_the_disk_is_refused_before_a_claim(selling: Stack) -> None:
+    """The host refuses it too, but two of its refusals take the slot off sale."""
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(schema.images).values(size_bytes=1 << 52))
+    found = refused(selling, lambda: launch(selling))
+    assert (found["status"], found["code"]) == (409, "disk_too_small")
+
+
+def bodies_of_requests() -> Iterator[type[Body]]:
+    left = [Body]
+    while left:
+        left += (kinds := left.pop().__subclasses__())
+        yield from (kind for kind in kinds if kind.__module__.startswith("reconciler."))
+
+
+def lax_numbers(schema: Any) -> list[Any]:
+    """Numbers and flags in a core schema that take `true` or a text for a number."""
+    if isinstance(schema, list | tuple):
+        return [lax for part in schema for lax in lax_numbers(part)]
+    if not isinstance(schema, dict):
+        return []
+    lax = schema.get("type") in ("int", "float", "bool") and not schema.get("strict")
+    return [schema] * lax + lax_numbers(list(schema.values()))
+
+
+def test_no_number_of_a_body_is_read_from_something_else() -> None:
+    bodies = set(bodies_of_requests())
+    assert {"NewAllocation", "NewNode", "NewToken"} <= {body.__name__ for body in bodies}
+    assert [body for body in bodies if lax_numbers(body.__pydantic_core_schema__)] == []
 
 
 @pytest.mark.covers("CTRL-14")

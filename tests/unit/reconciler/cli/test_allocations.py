@@ -22,7 +22,7 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 @pytest.fixture
 def launched(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     """An image, and an allocation from it whose run has not begun."""
-    image, key = tmp_path / "image.raw", tmp_path / "key.pub"
+    image, key = selling.settings.images_dir / "image.raw", tmp_path / "key.pub"
     image.write_bytes(b"raw")
     key.write_text(KEY + "\n")
     gpuaas.at(selling)("images", "add", str(image), "--name", "base", "--version", "2")

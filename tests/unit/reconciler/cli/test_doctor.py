@@ -19,10 +19,11 @@ from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.doctor import examine, installation, services
+from reconciler.records import images
 from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, open_trust
-from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.api.stack import ACT, IMAGE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 Doctor = Callable[[], dict[str, Any]]
@@ -188,6 +189,44 @@ def test_a_wrong_setting_is_named(
 
 
 @pytest.mark.parametrize(
+    ("accepted", "status"), [({}, "fail"), ({"GPUAAS_ENROLMENT_INSECURE": "1"}, "warn")]
+)
+@pytest.mark.parametrize(
+    "url", [{"GPUAAS_PUBLIC_URL": "http://gpuaas.example:8080"}, {"GPUAAS_LISTEN": "192.0.2.1:80"}]
+)
+def test_enrolment_over_plain_http_is_named(
+    sound: Stack,
+    doctor: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+    url: dict[str, str],
+    accepted: dict[str, str],
+    status: str,
+) -> None:
+    """Whoever is on the way could have its commands run as root on the host."""
+    monkeypatch.delenv("GPUAAS_PUBLIC_URL")
+    for name, value in {**url, **accepted}.items():
+        monkeypatch.setenv(name, value)
+    findings = doctor()
+    assert findings.pop("listen", {"status": "warn"})["status"] == "warn"
+    assert {name: finding["status"] for name, finding in findings.items()} == {"public_url": status}
+
+
+def test_an_image_outside_of_the_folder_is_named(
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = sound.settings.images_dir / "image.raw"
+    file.write_bytes(b"raw")
+    with transaction(sound.engine) as conn:
+        images.register(conn, ACT, **IMAGE | {"name": "local", "url": file.as_uri()})
+    monkeypatch.setenv("GPUAAS_IMAGES_DIR", str(file.parent))
+    assert doctor() == {}
+    monkeypatch.setenv("GPUAAS_IMAGES_DIR", f"{file.parent}-other")
+    findings = doctor()
+    assert {name: finding["status"] for name, finding in findings.items()} == {"images": "warn"}
+    assert "local 1" in findings["images"]["found"]
+
+
+@pytest.mark.parametrize(
     ("listen", "named"),
     [
         ("127.0.0.1:8080", {"public_url"}),
@@ -195,7 +234,6 @@ def test_a_wrong_setting_is_named(
         ("localhost:80", {"public_url"}),
         ("0.0.0.0:80", {"public_url", "listen"}),
         ("[::]:8080", {"public_url", "listen"}),
-        ("192.0.2.1:8080", {"listen"}),
     ],
 )
 def test_who_reaches_the_api_is_named(

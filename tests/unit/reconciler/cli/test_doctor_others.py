@@ -84,6 +84,15 @@ def test_a_ca_of_the_sites_own(
     [
         ({}, [("ok", "17 job templates as required")]),
         ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
+        (
+            {"changed": {"gpuaas.slice.parity": {"project": 6}}},
+            [("fail", "parity: project is gpuaas.slice (6), and gpuaas.slice (5) in most")],
+        ),
+        ({"jinja": "always"}, [("fail", "awx_jinja_allowed")]),
+        (
+            {"privileged": False},
+            [("ok", "17 job templates as required"), ("warn", "may not read whether AWX expands")],
+        ),
         ({"status": {TEMPLATES: [401, 99]}}, [("fail", "awx_unauthorized")]),
     ],
 )
@@ -94,7 +103,7 @@ def test_awx(
     faults: dict[str, Any],
     expected: list[tuple[str, str]],
 ) -> None:
-    controller.begin(**faults)
+    controller.begin(**{"privileged": True, **faults})
     monkeypatch.setenv("GPUAAS_LAUNCHER", "awx")
     monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
     monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))

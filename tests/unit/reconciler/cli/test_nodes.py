@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.db.engine import reading
+from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.records import queue
@@ -181,3 +181,17 @@ def test_switches(selling: Stack, gpuaas: Gpuaas) -> None:
     assert json.loads(gpuaas("scheduling", "off", "--reason", "why", "--output", "json")) == {
         "enabled": False
     }
+
+
+@pytest.mark.covers("HOST-11")
+def test_a_dead_gpu_is_shown_with_the_node(selling: Stack, gpuaas: Gpuaas) -> None:
+    document = discovery()
+    fault = {"code": "gpu_count_mismatch", "detail": "7 of 8 GPUs are present"}
+    document["candidate_summary"]["degraded"] = [fault]
+    with transaction(selling.engine) as conn:
+        host.record_discovery(conn, NODE, document, ACT)
+    gpuaas.at(selling)
+    shown = json.loads(gpuaas("nodes", "show", NODE, "--output", "json"))
+    assert shown["health_state"] == "degraded"
+    assert shown["health_detail"]["reason"] == fault["detail"]
+    assert "degraded" in gpuaas("nodes", "list")

@@ -77,6 +77,36 @@ def test_nothing_is_lost_on_the_way_to_this_version(empty: sa.Engine, revision: 
         assert compare_metadata(MigrationContext.configure(conn), tables.metadata) == []
 
 
+@pytest.mark.covers("CTRL-15")
+@pytest.mark.parametrize(
+    ("kind", "task", "marked"),
+    [
+        ("node_exclusive", "baremetal.provision", ["machine_id ü"]),
+        ("node_exclusive", "node.parity", []),
+        ("slice", "baremetal.provision", []),
+    ],
+)
+def test_a_machine_that_had_a_tenant_as_a_whole_needs_a_reinstall(
+    empty: sa.Engine, monkeypatch: pytest.MonkeyPatch, kind: str, task: str, marked: list[str]
+) -> None:
+    migrate(empty, "0022")
+    same = {"node_id": "m1", "allocation_id": "a1", "kind": kind, "id": "m1"}
+    monkeypatch.setitem(PLAIN, "nodes.id", "m1")
+    for column, value in same.items():
+        monkeypatch.setitem(PLAIN, f"allocation_resource_claims.{column}", value)
+    monkeypatch.setitem(PLAIN, "tasks.kind", task)
+    monkeypatch.setitem(PLAIN, "tasks.allocation_id", "a1")
+    with transaction(empty) as conn:
+        for table in _tables(conn):
+            if table.name in ("nodes", "allocation_resource_claims", "tasks"):
+                _fill(conn, table)
+    migrate(empty)
+    with transaction(empty) as conn:
+        assert conn.execute(sa.select(tables.nodes.c.tenant_machine_ids)).scalars().all() == [
+            marked
+        ]
+
+
 def _dropped(table: str) -> frozenset[str]:
     return DROPPED.get(table, frozenset())
 

@@ -83,7 +83,7 @@ class Whole(ScriptedSite):
                 baremetal.clean(conn, "m1", ADMIN)
         self.work()
         with transaction(self.engine) as conn:
-            if nodes.get(conn, "m1").health_detail.get("code") == baremetal.DRIFT:
+            if nodes.get(conn, "m1").health_detail.get("code") == nodes.DRIFT:
                 baremetal.accept_drift(conn, "m1", ADMIN)
         return owed
 

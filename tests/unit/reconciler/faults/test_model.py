@@ -259,7 +259,7 @@ class Story(RuleBasedStateMachine):
     def convert(self, node: str) -> None:
         host = self.model.hosts[node]
         to = NodeMode.BAREMETAL if host.sliced else NodeMode.SLICE
-        refusals = ("node_in_use", "transition_refused", "machine_not_clean")
+        refusals = ("node_in_use", "transition_refused", "machine_not_clean", "reinstall_required")
         if self._ask(lambda conn: host_life.convert(conn, node, to, ADMIN), *refusals):
             host.sliced = False
 

@@ -56,6 +56,7 @@ REFUSALS = {
     "transition_refused",
     "machine_not_clean",
     "machine_clean",
+    "reinstall_required",
     # Of a worker whose task was taken away or ended meanwhile.
     "stale_lease",
 }

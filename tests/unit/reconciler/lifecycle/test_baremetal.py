@@ -159,10 +159,12 @@ def test_a_released_machine_is_free_once_it_was_seen_again(machines: Machines) -
         # Newer than the claim's end: a slot on this disk needs no other proof after a conversion.
         assert proof.created_at >= claims.exclusive_ended_at(conn, "m1") > 0
         assert node(conn).health_state == HealthState.HEALTHY
-        # The last discovery may show the tenant's partitions; a new one is on its way.
-        assert machines.reasons(conn) == {"m1": "discovery_stale"}
-        assert queue.every(conn, kind=TaskKind.SLICE_TOPOLOGY_DISCOVER)
+        # The report was that of a system on which a tenant was root; no other report helps.
+        assert machines.reasons(conn) == {"m1": "reinstall_required"}
+        assert not queue.every(conn, kind=TaskKind.SLICE_TOPOLOGY_DISCOVER)
         machines.discover(conn, "m1", 1)
+        assert machines.reasons(conn) == {"m1": "reinstall_required"}
+        machines.reinstall(conn)
         assert machines.launch(conn).claims[0].fence == 3
 
 
@@ -225,7 +227,7 @@ def test_what_a_failed_release_left_keeps_everybody_out_until_it_is_clean(
         assert machines.released(conn, allocation_id)
         assert (node(conn).unclean_allocation_id, node(conn).health_state) == ("", "healthy")
         machines.discover(conn, "m1", 1)
-        assert machines.reasons(conn) == {"m1": ""}
+        assert machines.reasons(conn) == {"m1": "reinstall_required"}
 
 
 def work(conn: sa.Connection, task: Task) -> Work:
@@ -302,6 +304,7 @@ def test_differences_that_let_somebody_in_wait_for_a_person(machines: Machines) 
         baremetal.accept_drift(conn, "m1", machines.act)
         assert code(baremetal.accept_drift, conn, "m1", machines.act) == "no_drift"
         assert code(baremetal.clean, conn, "m1", machines.act) == "machine_clean"
+        machines.reinstall(conn)
         assert machines.reasons(conn) == {"m1": ""}
 
 
@@ -328,7 +331,8 @@ def test_after_a_failed_provision(
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
         machines.begin(conn, allocation)
-        failed = {"step": "Take the machine", "error": error, "untouched": untouched}
+        step = "Take the machine under the fence of the claim"
+        failed = {"step": step, "error": error, "untouched": untouched}
         assert baremetal.provision_failed(conn, allocation.id, machines.act, **failed)
         assert not baremetal.provision_failed(conn, allocation.id, machines.act, **failed)
         assert allocations.get(conn, allocation.id).state == "failed"

@@ -317,6 +317,81 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
         assert gate.open_gate(conn, "n1", sold.act)["closed"] == {}
 
 
+@pytest.fixture
+def free(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site on whose host every candidate's disk is free."""
+    recorded = site.document
+
+    def document(number: int) -> dict[str, Any]:
+        prepared = recorded(number)
+        for disk in prepared["nvme"]:
+            disk["blockers"] = [row for row in disk["blockers"] if row["code"] == "os_disk"]
+        return prepared
+
+    monkeypatch.setattr(site, "document", document)
+    return site
+
+
+@pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize("report", ["missing", "silent", "parity"])
+def test_one_dead_gpu_blocks_its_own_slot_and_degrades_the_node(free: Site, report: str) -> None:
+    site = free
+    site.node(indexes=(0, 1, 2, 3))
+    with transaction(site.engine) as conn:
+        first, *others = slots.of_node(conn, "n1")
+        document = site.document(0)
+        gpu = next(g for g in document["gpu"] if g["address"] == first.gpu_pci_address)
+        if report == "missing":
+            document["gpu"].remove(gpu)
+            fault = {"code": "gpu_count_mismatch", "detail": "3 of 4 GPUs are present"}
+            code = "discovery:gpu_not_found"
+        else:
+            fault = {"code": "device_not_answering", "detail": f"{gpu['address']} is silent"}
+            gpu["blockers"] = [fault]
+            code = "discovery:device_not_answering"
+        document["candidate_summary"]["degraded"] = [fault]
+        if report == "parity":
+            dead = site.parity() | {"dead_gpus": [first.gpu_pci_address]}
+            host.record_parity(conn, "n1", dead, site.act)
+            code = "gpu_dead"
+        else:
+            host.record_discovery(conn, "n1", document, site.act)
+            node_row = nodes.get(conn, "n1")
+            assert (node_row.health_state, node_row.health_detail["code"]) == (
+                "degraded",
+                fault["code"],
+            )
+            assert fault["detail"] in node_row.health_detail["reason"]
+        assert [slots.get(conn, slot.id).status for slot in others] == ["available"] * 3
+        blocked = slots.get(conn, first.id)
+        assert blocked.status == "disabled" and code in blocked.status_reason
+        # The GPU is back: the node is healthy, and the slot is sold again.
+        host.record_discovery(conn, "n1", site.document(0), site.act)
+        host.record_parity(conn, "n1", site.parity(), site.act)
+        assert gate.open_gate(conn, "n1", site.act) == {"opened": [first.id], "closed": {}}
+        assert nodes.get(conn, "n1").health_state in ("healthy", "unknown")
+
+
+@pytest.mark.covers("CTRL-3")
+def test_the_gpus_that_are_left_can_be_approved(free: Site) -> None:
+    site = free
+    document = site.document(0)
+    gone = document["gpu"].pop(0)["address"]
+    fault = {"code": "gpu_count_mismatch", "detail": "3 of 4 GPUs are present"}
+    document["candidate_summary"]["degraded"] = [fault]
+    with transaction(site.engine) as conn:
+        site.enrol(conn, "n1")
+        host.record_discovery(conn, "n1", document, site.act)
+        for index, row in enumerate(document["candidates"]):
+            if row["bundle"]["gpu_pci_address"] == gone:
+                assert code(site.approve, conn, "n1", index) == "gpu_not_found"
+            else:
+                site.approve(conn, "n1", index)
+        host.record_discovery(conn, "n1", document, site.act)
+        host.record_parity(conn, "n1", site.parity(), site.act)
+        assert len(gate.open_gate(conn, "n1", site.act)["opened"]) == 3
+
+
 @pytest.mark.covers("I4")
 def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Site) -> None:
     """The host was asked while the last tenant was there, and answers after the wipe."""

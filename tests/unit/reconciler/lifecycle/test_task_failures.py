@@ -221,7 +221,7 @@ def test_a_machine_that_keeps_its_tenants_traces_is_cleaned_by_hand(
         baremetal.clean(conn, "m1", machines.act)
         assert machines.released(conn, key)
         assert allocations.get(conn, key).state == "released"
-        machines.discover(conn, "m1", 1)
+        machines.reinstall(conn)
         assert machines.reasons(conn) == {"m1": ""}
 
 

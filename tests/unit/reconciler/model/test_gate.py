@@ -63,6 +63,7 @@ def test_opens(evidence: GateEvidence) -> None:
         ({"approved_at": 31}, ["discovery_stale", "parity_stale"]),
         ({"boot_id": ""}, ["discovery_stale", "parity_stale"]),
         ({"reboot_required": True}, ["reboot_required"]),
+        ({"reinstall_required": True}, ["reinstall_required"]),
         ({"node_mode": "baremetal"}, ["node_not_slice"]),
         ({"node_state": "bootstrapping"}, ["node_not_ready"]),
         ({"parity": Sighting(30, "b1", "i1", {}, failures=2)}, ["parity_failed"]),

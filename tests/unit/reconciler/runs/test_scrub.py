@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from reconciler.runs.scrub import GONE, scrub
 
@@ -57,3 +62,41 @@ def test_twice_is_once_and_a_megabyte_is_quick() -> None:
     once = scrub(f"{KEY}\npassword={SECRET}")
     assert scrub(once) == once
     assert len(scrub("token " * 100_000 + "-----END " * 1000)) > 500_000
+
+
+_LETTERS = "a-=@.:?'\"\\/{ \n"
+_WORDS = """token eyJ eyJhbGciOi12. :// http:// -----BEGIN é -----END gpuaas_ enrol_ basic password=
+    KEY----- \\"token\\": """
+_PIECES = st.sampled_from([*_LETTERS, "-----BEGIN ", "PRIVATE KEY-----", *_WORDS.split()])
+
+
+def _cpu_s(text: str) -> float:
+    began = time.thread_time()
+    scrub(text)
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("text", ["a-" * 10_000, "token " * 170_000])
+def test_output_that_stopped_the_service(text: str) -> None:
+    assert scrub(text) == text
+    _require_linear(text)
+
+
+@settings(max_examples=50, deadline=None)
+@example(["a-"])
+@example(["a"])
+@example(["eyJ-"])
+@example(["a://"])
+@example(['token="', "token='"])
+@given(st.lists(_PIECES, min_size=1, max_size=6))
+def test_time_grows_with_the_length_and_not_with_its_square(pieces: list[str]) -> None:
+    _require_linear("".join(pieces))
+
+
+def _require_linear(word: str) -> None:
+    """Four times the text takes about four times as long; sixteen times as long when quadratic."""
+    texts = [(word * (size // len(word) + 1))[:size] for size in (2_000, 8_000, 32_000)]
+    for short, long in pairwise(texts):
+        # Times below 20 ms are noise. The best of three leaves other processes out.
+        limit = max(0.02, 9 * min(_cpu_s(short) for _ in range(3)))
+        assert any(_cpu_s(long) <= limit for _ in range(3)), (word[:40], len(long))

@@ -111,7 +111,7 @@ def main() -> None:
     worker.launch = _launch
     launch._spawn = _spawn
     # What a service loads when it is first asked.
-    uvicorn.Config(app).load()
+    uvicorn.Config(app, log_config=None).load()
     migrations.head()
     gc.freeze()
     # Whoever has ended is gone; nobody waits for it here.

@@ -57,14 +57,25 @@ def test_a_name_that_no_dns_knows_leads_to_the_given_address(
 ) -> None:
     api.reply = certifying(trust)
     url = api.url.replace("127.0.0.1", "api.gpuaas.invalid")
-    failed = host.run(userdata(url, "node-1", TOKEN))
+    failed = host.run(userdata(url, "node-1", TOKEN, insecure=True))
     assert failed.returncode and "no route to host against api.gpuaas.invalid" in failed.stdout
-    done = host.run(userdata(url, "node-1", TOKEN, address="127.0.0.1"))
+    done = host.run(userdata(url, "node-1", TOKEN, address="127.0.0.1", insecure=True))
     assert done.returncode == 0, done
     # The name is what the host remembers: its certificate and its parity are about the name.
     assert "GPUAAS_API_NAME=api.gpuaas.invalid" in host.text("etc/gpuaas/enrolment.env")
     with pytest.raises(TrustError, match="enrolment_invalid"):
         userdata(url, "node-1", TOKEN, address="1'; reboot; '")
+
+
+def test_no_token_goes_over_plain_http(host: Host, api: Api, trust: ca.Trust) -> None:
+    """Only to this machine itself; a name that resolves to it is not believed."""
+    api.reply = certifying(trust)
+    url = api.url.replace("127.0.0.1", "127.0.0.1.gpuaas.invalid")
+    done = host.run(userdata(url, "node-1", TOKEN, address="127.0.0.1"))
+    assert done.returncode == 1
+    assert "enrolment failed" in host.text("syslog")
+    assert api.asked == []
+    _no_trace(host, done)
 
 
 def test_a_host_is_enrolled(host: Host, api: Api, trust: ca.Trust) -> None:

@@ -16,9 +16,13 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.records import allocations, leasing, nodes, queue, slots, tokens
-from reconciler.runs import collect, lock
+from reconciler.runs import collect, launch, lock
+from reconciler.runs import process as run
+from reconciler.runs.awx import job
+from reconciler.runs.awx.job import Pace
 from reconciler.settings import Settings
 from reconciler.work import worker
+from tests.standin.awx import REAPED_AT_START, REAPED_BY_PEER
 from tests.standin.controller import TOKEN, Controller, standing
 from tests.unit.reconciler.conftest import ADMIN, Site
 
@@ -52,6 +56,23 @@ RESULT = {
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
     with standing(tmp_path_factory.mktemp("awx")) as found:
         yield found
+
+
+BEGUN = [
+    {
+        "event": "playbook_on_task_start",
+        "counter": 1,
+        "event_data": {"task": "One", "task_action": "ansible.builtin.command", "task_uuid": "1"},
+    }
+]
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follow the job in this process, with short pauses."""
+    pace = Pace(every=0.01, saving=0.2)
+    monkeypatch.setattr(job, "Pace", lambda: pace)
+    monkeypatch.setattr(launch, "_spawn", lambda paths, _: run._carry_out(paths, lambda: False))
 
 
 class Shop:
@@ -147,15 +168,43 @@ def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> Non
     assert shop.told() == ("failed", ["available", "available"])
 
 
-def test_what_awx_lost_blocks_the_slot_and_fences_it_off(shop: Shop, process: Controller) -> None:
-    process.begin(hosts=["n1"], steps=0, ends="error", explanation="lost its node")
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"ends": "error", "explanation": "lost its node"}, "lost its node"),
+        ({"lost": REAPED_BY_PEER, "events": BEGUN}, REAPED_BY_PEER),
+        ({"lost": REAPED_AT_START}, REAPED_AT_START),
+    ],
+)
+def test_what_awx_lost_blocks_the_slot_and_fences_it_off(
+    shop: Shop, process: Controller, faults: dict[str, Any], reason: str
+) -> None:
+    process.begin(hosts=["n1"], steps=0, **faults)
     task = shop.attend()
     assert (task.state, task.error["code"]) == ("lost", "run_lost")
-    assert "lost its node" in task.error["found"]
+    assert reason in task.error["found"]
     assert shop.told() == ("failed", ["available", "cleanup_blocked"])
     with transaction(shop.site.engine) as conn:
         ((slot_id, fence),) = task.fences.items()
         assert slots.get(conn, slot_id).fence == fence + 1
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"ends": "error", "traceback": "x\nConnectionRefusedError: receptor", "unit": None},
+        {"ends": "failed", "events": [{"event": "verbose", "counter": 1, "stdout": "receptor"}]},
+    ],
+)
+def test_what_awx_could_not_begin_frees_the_slot(
+    shop: Shop, process: Controller, faults: dict[str, Any]
+) -> None:
+    process.begin(hosts=["n1"], steps=0, **faults)
+    task = shop.attend()
+    assert (task.state, task.error["code"]) == ("failed", "run_not_started")
+    assert "receptor" in task.error["found"]
+    assert shop.told() == ("failed", ["available", "available"])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def test_a_limit_of_the_profile_goes_to_the_machine(limit: dict[str, int] | None
     wanted = {"mgmt_qos": limit} if limit else {}
     machine = slice_kinds.machine_shape({**profile, "vm": {**shape, **wanted}}, 2)
     assert machine["mgmt_attachment"] == "tap"
+    assert machine["nested"] is False
     assert machine["vcpus"] == 2 * profile["vm"]["vcpus_per_gpu"]
     # Not a limit for each GPU: a slice has one management interface, however many it has.
     assert machine.get("mgmt_qos") == limit

@@ -62,6 +62,26 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
     assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.parametrize("problem", ["awx_failed: Job reaped", "awx_silent: HTTP 502"])
+def test_what_awx_lost_may_go_on_and_is_not_tried_again(
+    sold: Site, runs: Runs, attend: Attend, problem: str
+) -> None:
+    wanted(sold)
+    runs.outcome = replace(KILLED, problem=problem)
+    ended = attend()
+    assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 1, "run_lost")
+    with transaction(sold.engine) as conn:
+        assert leasing.lease(conn, "worker") == []
+
+
+def test_a_run_that_was_never_begun_is_tried_again(sold: Site, runs: Runs, attend: Attend) -> None:
+    wanted(sold)
+    runs.outcome = replace(KILLED, status="failed", problem="awx_error: x", begun=False)
+    task = attend()
+    assert (task.state, task.attempt, task.error["code"]) == ("queued", 2, "run_not_started")
+    assert "nothing was done" in task.error["remedy"]
+
+
 def test_parity_does_not_go_before_the_discovery_that_it_compares_with(
     sold: Site, runs: Runs, attend: Attend
 ) -> None:

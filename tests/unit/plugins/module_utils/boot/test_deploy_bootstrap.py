@@ -93,7 +93,12 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
         "route": "10.20.0.0/16",
     }
     network = server["network"]
-    assert parts["network"] == {k: network[k] for k in ("bridge", "address", "subnet", "tmfifo")}
+    assert parts["network"] == {
+        **{key: network[key] for key in ("bridge", "address", "subnet", "tmfifo")},
+        "allowed_networks": network.get("allowed_networks", []),
+        "denied_networks": network.get("denied_networks", []),
+        "egress_probe": network.get("egress_probe", ""),
+    }
     names = [part.name for part in _deploy_bootstrap.parts(profile("lab"))]
     assert "ipoib" not in names
 

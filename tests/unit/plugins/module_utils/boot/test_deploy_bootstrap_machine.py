@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 
 from scripts import standalone
 from tests.deployed_machine import NEEDS_ROOT, ROOT, play
@@ -31,6 +32,9 @@ echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
 { kill $guest; wait $guest; } 2>/dev/null
 echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
 echo ---; cat /etc/gpuaas/slice-mode.json /run/machine/nat /run/machine/boot
+ovs-vsctl --columns=fail_mode find Bridge name=ovsbr0
+ovs-ofctl dump-flows ovsbr0 | grep -c cookie=0x2
+nft --stateless list table inet gpuaas_slice | head -n 1
 cat /proc/sys/net/ipv4/ip_forward; ip -4 -br address show dev ovsbr0; tail -n1 /run/machine/calls
 """
 
@@ -75,10 +79,11 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
         "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE",
         # The boot service, run from the installed files.
         "done: nothing to do",
-        "1",
+        '{"data": [["secure"]], "headings": ["fail_mode"]}',
     ]
-    assert left[4].split()[::2] == ["ovsbr0", "10.100.0.1/24"]
-    assert left[5] == "systemctl --no-block reboot"
+    assert left[4:7] == [str(len(_flows.BASE)), "table inet gpuaas_slice {", "1"]
+    assert left[7].split()[::2] == ["ovsbr0", "10.100.0.1/24"]
+    assert left[8] == "systemctl --no-block reboot"
     assert not Path("/etc/gpuaas/slice-mode.json").exists()
 
 

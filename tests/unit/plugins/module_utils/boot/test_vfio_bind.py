@@ -328,3 +328,29 @@ def test_a_broken_record_is_no_bar_to_who_says_what_it_holds(pci: Any) -> None:
     _host.write(_vfio_bind.SETTINGS, "not json")
     assert drive(GPU).failure is None
     assert pci.driver(GPU) == "vfio-pci"
+
+
+def test_a_gpu_that_failed_keeps_no_other_from_being_bound(
+    pci: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPU was bound earlier and is gone. At boot it may be late, so the service waits first."""
+    pci.add(OTHER, group=8, driver="nouveau")
+    remember(GPU, OTHER)
+    outcome = drive(GPU, OTHER)
+    assert outcome.failure is None and pci.driver(OTHER) == "vfio-pci"
+    assert [(doubt.code, GPU in doubt.expected) for doubt in outcome.doubts] == [
+        ("device_missing", True)
+    ]
+    assert refused(drive(OTHER, SWITCH)) == "device_missing"
+    pci.store(f"/sys/bus/pci/devices/{OTHER}/driver_override", "")
+    pci.store(f"/sys/bus/pci/devices/{OTHER}/driver/unbind", OTHER)
+    waits: list[float] = []
+    clock = itertools.count(step=40)
+    monkeypatch.setattr(_boot_service.time, "monotonic", lambda: float(next(clock)))
+    boot = functools.partial(_boot_service.boot, sleep=waits.append)
+    monkeypatch.setattr(_boot_service, "boot", boot)
+    assert _vfio_bind.boot(_vfio_bind.SETTINGS) == 0
+    assert waits and pci.driver(OTHER) == "vfio-pci"
+    assert (
+        f"WARN device_missing: expected the approved PCI function {GPU}" in capsys.readouterr().out
+    )

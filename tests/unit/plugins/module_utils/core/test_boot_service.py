@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -252,6 +253,7 @@ def test_systemd_is_told_before_what_is_optional_is_waited_for(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.setblocking(False)
+        monkeypatch.setattr(_boot_service, "_NOTIFY", {})
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         rc = _boot_service.boot(
             doubtful(["link_missing"]),
@@ -262,6 +264,10 @@ def test_systemd_is_told_before_what_is_optional_is_waited_for(
         )
         with pytest.raises(BlockingIOError):
             systemd.recv(99)
+        # A guardian tells systemd for as long as it lives, the programs that it starts do not.
+        assert "NOTIFY_SOCKET" not in os.environ
+        _boot_service.notify("WATCHDOG=1")
+        assert systemd.recv(99) == b"WATCHDOG=1"
     assert (rc, heard) == (0, [b"READY=1"])
     assert capsys.readouterr().out == "done: nothing to do\n"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 pytestmark = pytest.mark.covers("HOST-6", "HOST-10")
@@ -78,3 +79,33 @@ def test_a_hard_step_without_effect_still_fails() -> None:
     outcome = _change.drive(host.subject(), {}, check_mode=False)
     assert outcome.failure is not None and outcome.failure.found == "still open: hard(h)"
     assert [doubt.code for doubt in outcome.doubts] == ["no_card"]
+
+
+@pytest.mark.parametrize(
+    ("enrolled", "wanted", "code"),
+    [
+        ("node-b", "node-a", "wrong_node"),
+        ("node-b", "node-b", None),
+        ("node-b", "by-hand", None),
+        ("node-b", "", None),
+        ("", "node-a", None),
+        (None, "node-a", None),
+    ],
+)
+def test_a_host_refuses_the_run_of_another_node(
+    enrolled: str | None,
+    wanted: str,
+    code: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_host, "ROOT", tmp_path)
+    monkeypatch.setenv(_change.RUN_NODE, wanted)
+    if enrolled is not None:
+        _host.write("/etc/gpuaas/enrolment.env", f"A=1\nGPUAAS_NODE_ID={enrolled}\n")
+    host, module = Host(), Module()
+    _change.run(module, host.subject())
+    how, document = module.left
+    assert (how, document.get("error", {}).get("code")) == ("fail" if code else "exit", code)
+    assert host.there == (set() if code else {"soft", "hard"})
+    assert document.get("answered_by") == (None if code else enrolled or None)

@@ -14,21 +14,38 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _bridge,
+    _firewall,
+    _flows,
+    _guards,
+)
+
+from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
 
 pytestmark = pytest.mark.covers("HOST-6")
 
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 PARAMS = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
 SETTINGS = "/etc/gpuaas/network-baseline.json"
+ISOLATION = ["guard_bridge", "load_firewall"]
+BUILT = ["add_bridge", *ISOLATION, "address_interface", "forward_ipv4", "add_nat"]
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+OPEN = ["ovs-vsctl", "--timeout=10", "set-fail-mode", "ovsbr0", "standalone"]
+STRANGER = "cookie=0x77,table=0,priority=5,actions=NORMAL"
+GUARD = _flows.Guard(ALLOCATION, "ovsbr0", "52:54:00:64:00:0a", "10.100.0.10", "10.100.0.1/24")
+
+
+class Ended(BaseException):
+    """The end of a watch, which has none by itself."""
 
 
 class Network:
-    """ovs-vsctl, ip, iptables and sysctl of a host that keeps every setting."""
+    """Open vSwitch, nft, ip, iptables and sysctl of a host that keeps every setting."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree = tree
-        self.bridges: list[str] = []
+        self.switch = FakeSwitch()
         self.addresses: dict[str, list[str]] = {}
         self.rules = ["-P POSTROUTING ACCEPT"]
         self.write("proc/sys/net/ipv4/ip_forward", "0")
@@ -43,13 +60,14 @@ class Network:
     def interface(self, name: str, flags: str = "0x1002") -> None:
         self.write(f"sys/class/net/{name}/flags", flags)
 
-    def run(self, argv: list[str], **_: Any) -> _command.Result:
-        match argv:
-            case ["ovs-vsctl", _, "list-br"]:
-                return _command.Result(0, "\n".join(self.bridges), "")
-            case ["ovs-vsctl", _, "--may-exist", "add-br", name]:
-                self.bridges.append(name)
+    def run(self, argv: list[str], **more: Any) -> _command.Result:
+        if argv[0] in PROGRAMS:
+            before = set(self.switch.bridges)
+            result = self.switch.run(argv, **more)
+            for name in set(self.switch.bridges) - before:
                 self.interface(name)
+            return result
+        match argv:
             case ["ip", "-j", "-4", "address", "show"]:
                 return _command.Result(0, json.dumps([self._shown(n) for n in self.addresses]), "")
             case ["ip", "address", "replace", address, "dev", name]:
@@ -84,24 +102,60 @@ def drive(**more: Any) -> _change.Outcome:
 def test_builds_the_network_once(network: Network) -> None:
     outcome = drive()
     assert outcome.failure is None
-    assert outcome.done == ["add_bridge", "address_interface", "forward_ipv4", "add_nat"]
+    assert outcome.done == BUILT
     assert network.rules[-1] == RULE
+    assert network.switch.modes == {"ovsbr0": "secure"}
+    assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE}
+    assert "52:54" not in (_firewall.installed() or "52:54"), "a firewall that knows no guest"
     assert drive().plan.steps == ()
 
 
 @pytest.mark.parametrize(
     ("damage", "repair"),
     [
-        (lambda n: n.rules.remove(RULE), "add_nat"),
-        (lambda n: n.write("proc/sys/net/ipv4/ip_forward", "0"), "forward_ipv4"),
-        (lambda n: n.addresses.clear(), "address_interface"),
-        (lambda n: n.interface("ovsbr0", "0x1002"), "address_interface"),
+        (lambda n: n.rules.remove(RULE), ["add_nat"]),
+        (lambda n: n.write("proc/sys/net/ipv4/ip_forward", "0"), ["forward_ipv4"]),
+        (lambda n: n.addresses.clear(), ["address_interface"]),
+        (lambda n: n.interface("ovsbr0", "0x1002"), ["address_interface"]),
+        # An open bridge has a flow of its own, which forwards everything.
+        (lambda n: n.run(OPEN), ["secure_bridge", "guard_bridge", "remove_flows"]),
+        (lambda n: n.switch.flows["ovsbr0"].pop(), ["guard_bridge"]),
+        (lambda n: n.switch.flows["ovsbr0"].append(STRANGER), ["remove_flows"]),
+        (lambda n: n.switch.tables.clear(), ["load_firewall"]),
     ],
 )
-def test_repairs_one_thing_that_drifted(network: Network, damage: Any, repair: str) -> None:
+def test_repairs_one_thing_that_drifted(network: Network, damage: Any, repair: list[str]) -> None:
     drive()
     damage(network)
-    assert drive().done == [repair]
+    assert drive().done == repair
+    assert drive().plan.steps == ()
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_guard_of_a_slice_is_part_of_the_network(network: Network) -> None:
+    drive()
+    network.switch.bridges["ovsbr0"][GUARD.port] = 4
+    _guards.save(GUARD)
+    steps = drive().plan.steps
+    assert [step.name for step in steps] == ["guard_port", "load_firewall"]
+    assert _flows.installed("ovsbr0", GUARD.cookie) == _flows.rules(GUARD, 4, [])
+    assert GUARD.mac in (_firewall.installed() or "")
+    # Another number for the port: the guard moves with it.
+    network.switch.bridges["ovsbr0"][GUARD.port] = 7
+    assert drive().done == ["guard_port"]
+    assert _flows.installed("ovsbr0", GUARD.cookie) == _flows.rules(GUARD, 7, [])
+    # Without its file the flows are nobody's.
+    _guards.forget(ALLOCATION)
+    assert drive().done == ["remove_flows", "load_firewall"]
+    assert _flows.installed("ovsbr0", GUARD.cookie) == frozenset()
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_switch_that_cannot_track_connections_is_refused(network: Network) -> None:
+    drive()
+    network.switch.features = "CT state: No\n"
+    failure = drive().failure
+    assert failure is not None and failure.code == "connection_tracking_missing"
 
 
 def test_a_rule_for_another_subnet_is_not_ours(network: Network) -> None:
@@ -113,7 +167,7 @@ def test_an_interface_that_is_no_ovs_bridge_is_left_alone(network: Network) -> N
     network.interface("ovsbr0")
     outcome = drive()
     assert outcome.failure is not None and outcome.failure.code == "bridge_name_taken"
-    assert network.bridges == []
+    assert network.switch.bridges == {}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +196,7 @@ def test_the_cards_link_gets_its_address_when_asked(network: Network) -> None:
 def test_without_the_cards_link_guests_have_their_network(network: Network) -> None:
     outcome = drive(tmfifo=True)
     assert outcome.failure is None
-    assert outcome.done == ["add_bridge", "address_interface", "forward_ipv4", "add_nat"]
+    assert outcome.done == BUILT
     assert [doubt.code for doubt in outcome.doubts] == ["tmfifo_missing"]
     # The module cannot fix this, so a second run does nothing.
     assert (drive(tmfifo=True).changed, drive().doubts) == (False, [])
@@ -165,29 +219,89 @@ def test_a_link_that_takes_no_address_takes_nothing_else_down(
     assert [doubt.found for doubt in outcome.doubts] == ["RTNETLINK answers"]
 
 
-def test_boot_does_the_same(network: Network, capsys: pytest.CaptureFixture[str]) -> None:
+def boot(monkeypatch: pytest.MonkeyPatch, *events: Any) -> None:
+    """The boot service from its start; each event happens after one more round of its watch."""
+    left, real = list(events), _guards.watch
+
+    def sleep(_seconds: float) -> None:
+        if not left:
+            raise Ended
+        left.pop(0)()
+
+    monkeypatch.setattr(_guards, "watch", lambda path: real(path, sleep=sleep))
+    with pytest.raises(Ended):
+        _bridge.boot(SETTINGS)
+    monkeypatch.setattr(_guards, "watch", real)
+
+
+def test_boot_does_the_same_and_stays(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
-    assert _bridge.boot(SETTINGS) == 0
-    assert capsys.readouterr().out.startswith("done: add_bridge,")
-    assert _bridge.boot(SETTINGS) == 0
+    boot(monkeypatch)
+    assert capsys.readouterr().out == f"done: {', '.join(BUILT)}\n"
+    boot(monkeypatch)
+    assert capsys.readouterr().out == "done: nothing to do\n"
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_watch_restores_what_is_lost_and_survives_a_switch_that_is_away(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    real = network.switch.answer
+
+    def away(*_: Any) -> tuple[int, str, str]:
+        return 1, "", "database connection failed"
+
+    def lose_flows() -> None:
+        network.switch.flows["ovsbr0"].clear()
+
+    def lose_switch() -> None:
+        monkeypatch.setattr(network.switch, "answer", away)
+
+    def regain_switch() -> None:
+        monkeypatch.setattr(network.switch, "answer", real)
+        lose_flows()
+
+    boot(monkeypatch, lose_flows, lose_switch, lambda: None, regain_switch)
+    assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE}
+    done, restored, silent, again = capsys.readouterr().out.splitlines()
+    assert done.startswith("done: add_bridge,")
+    assert restored == again == "restored: guard_bridge ovsbr0 flows"
+    assert silent.startswith("cannot compare the guards: ")
+    assert "database connection failed" in silent
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_watch_loads_the_firewall_again_within_five_rounds(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    boot(monkeypatch, network.switch.tables.clear, *[lambda: None] * 4)
+    assert _firewall.installed()
+    assert capsys.readouterr().out.endswith("\nrestored: load_firewall firewall of the guests\n")
 
 
 def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": True}))
-    there: list[bool] = []
-    monkeypatch.setattr(_boot_service, "_notify_ready", lambda: there.append(RULE in network.rules))
+    there: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        _boot_service, "notify", lambda state: there.append((state, RULE in network.rules))
+    )
     real = _boot_service.boot
 
     def late(*words: Any, **more: Any) -> int:
         return real(*words, **more, sleep=lambda _: network.interface("tmfifo_net0"))
 
     monkeypatch.setattr(_boot_service, "boot", late)
-    assert (_bridge.boot(SETTINGS), there) == (0, [True])
+    boot(monkeypatch)
+    assert there == [("READY=1", True), ("WATCHDOG=1", True)]
     assert network.addresses["tmfifo_net0"] == ["192.168.100.1/30"]
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "done: add_bridge, address_interface, forward_ipv4, add_nat"
+    assert first == f"done: {', '.join(BUILT)}"
     assert second == "done: address_interface"
 
 

@@ -1,18 +1,26 @@
-"""Port guard: the traffic that its rules pass, and the parsing of the switch's output."""
+"""Port guard: its flows in the switch, and the parsing of the switch's output.
+
+What the rules pass and drop is shown with packets in test_isolation.py.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
-from ansible_collections.gpuaas.slice.plugins.module_utils.network._flows import Guard
+from ansible_collections.gpuaas.slice.plugins.module_utils.network._flows import Flow, Guard
 
 from tests.conftest import Script
+from tests.unit.plugins.fake_switch import FakeSwitch
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+OTHER = "0f8fad5b-d9cb-469f-a165-70867728950e"
 COOKIE = "cookie=0x23bd713b60734ef7/-1"
 GUARD = Guard(ALLOCATION, "ovsbr0", "52:54:00:64:00:0a", "10.100.0.10", "10.100.0.1/24")
 FIB = """Main:
@@ -31,65 +39,77 @@ Local:
 """
 
 
-def test_a_guest_sends_only_to_the_bridge_itself() -> None:
-    from_guest = [f for f in _flows.rules(GUARD, 5, []) if "in_port=5" in f.match]
-    assert {flow.actions for flow in from_guest} == {"LOCAL", "drop"}
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> FakeSwitch:
+    fake = FakeSwitch()
+    fake.add_bridge()
+    monkeypatch.setattr(_command, "run", fake.run)
+    return fake
 
 
-def test_whatever_passes_carries_the_guests_own_mac() -> None:
-    passing = [f for f in _flows.rules(GUARD, 5, []) if f.actions == "LOCAL"]
-    assert passing
-    assert all("dl_src=52:54:00:64:00:0a" in flow.match for flow in passing)
-    assert all("vlan_tci=0x0000/0x1fff" in flow.match for flow in passing)
+def test_what_the_switch_prints_is_what_was_asked(switch: FakeSwitch) -> None:
+    rules = _flows.rules(GUARD, 5, ["10.0.2.15"])
+    _flows.install(GUARD, 5, ["10.0.2.15"])
+    assert _flows.installed("ovsbr0", GUARD.cookie) == rules
+    _flows.install_base("ovsbr0")
+    assert _flows.every("ovsbr0") == {GUARD.cookie: rules, _flows.BASE_COOKIE: _flows.BASE}
+    assert _flows.guards("ovsbr0") == {GUARD.cookie: len(rules)}
 
 
-def test_the_hosts_other_addresses_and_denied_networks_are_out_of_reach() -> None:
-    guard = Guard(
-        *[getattr(GUARD, f) for f in ("allocation_id", "bridge", "mac", "ip", "address")],
-        denied=("192.168.0.0/16",),
+def test_flows_of_the_switch_itself_are_no_ones(script: Script) -> None:
+    """As ovs-vswitchd 3.1 prints them."""
+    printed = (
+        "NXST_FLOW reply (xid=0x4):\n"
+        " table=0, priority=0 actions=NORMAL\n"
+        " cookie=0x2, table=20, priority=100,arp,in_port=LOCAL actions=output:5\n"
+        " table=254, priority=2,recirc_id=0 actions=drop\n"
     )
-    rules = _flows.rules(guard, 5, ["10.0.2.15", "10.100.0.1", "127.0.0.1"])
-    refused = {m for f in rules if f.actions == "drop" for m in f.match if m.startswith("nw_dst")}
-    assert refused == {
-        "nw_dst=10.0.2.15",
-        "nw_dst=10.100.0.0/24",
-        "nw_dst=127.0.0.0/8",
-        "nw_dst=169.254.0.0/16",
-        "nw_dst=192.168.0.0/16",
-        "nw_dst=224.0.0.0/4",
-        "nw_dst=240.0.0.0/4",
+    script.on("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", out=printed)
+    assert _flows.every("ovsbr0") == {
+        "0x0": {Flow(0, 0, frozenset(), "NORMAL")},
+        "0x2": {Flow(20, 100, frozenset({"arp", "in_port=LOCAL"}), "output:5")},
     }
 
 
-def test_what_the_switch_prints_is_what_was_asked(script: Script) -> None:
-    rules = _flows.rules(GUARD, 5, ["10.0.2.15"])
-    printed = "".join(
-        f" cookie=0x23bd713b60734ef7, {flow.text().replace(',actions', ' actions')}\n"
-        for flow in rules
-    )
-    argv = ("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", COOKIE)
-    script.on(*argv, out=printed)
-    assert _flows.installed("ovsbr0", ALLOCATION) == rules
-
-
-def test_installing_replaces_in_one_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_replaces_in_one_transaction(
+    switch: FakeSwitch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flows of an earlier owner of the port number go with the same transaction."""
+    earlier = replace(GUARD, allocation_id=OTHER, ip="10.100.0.11")
+    _flows.install(earlier, 5, [])
+    calls: list[list[str]] = []
     sent: list[str] = []
 
-    def take(argv: list[str], *, stdin: str | None = None, timeout: float = 60) -> object:
-        assert argv == ["ovs-ofctl", "--bundle", "add-flows", "ovsbr0", "-"]
-        sent.extend((stdin or "").splitlines())
-        return _flows._command.Result(0, "", "")
+    def take(argv: list[str], **more: Any) -> object:
+        calls.append(argv)
+        sent.extend((more.get("stdin") or "").splitlines())
+        return switch.run(argv, **more)
 
-    monkeypatch.setattr(_flows._command, "run", take)
+    monkeypatch.setattr(_command, "run", take)
     count = _flows.install(GUARD, 5, [])
+    assert calls == [
+        ["ovs-ofctl", "--bundle", "add-flows", "ovsbr0", "-"],
+        ["ovs-appctl", "--timeout=10", "revalidator/purge"],
+        ["ovs-appctl", "--timeout=10", "dpctl/ct-set-limits", "zone=5,limit=16384"],
+    ]
     assert sent[:3] == ["delete in_port=5", "delete out_port=5", f"delete {COOKIE}"]
     assert len(sent) == count + 3
-    assert all(line.startswith("add cookie=0x23bd713b60734ef7,priority=") for line in sent[3:])
+    assert all(line.startswith("add cookie=0x23bd713b60734ef7,table=") for line in sent[3:])
+    assert set(_flows.every("ovsbr0")) == {GUARD.cookie}
 
 
 def test_the_protocol_comes_before_the_fields_that_need_it() -> None:
-    text = next(f.text() for f in _flows.rules(GUARD, 5, []) if "tcp_flags=+ack" in f.match)
-    assert text.startswith("priority=290,tcp,")
+    text = next(f.text() for f in _flows.rules(GUARD, 5, []) if "tp_src=68" in f.match)
+    assert text.startswith("table=10,priority=300,udp,")
+
+
+def test_removing_leaves_the_flows_of_others(switch: FakeSwitch) -> None:
+    other = replace(GUARD, allocation_id=OTHER, ip="10.100.0.11", mac="52:54:00:64:00:0b")
+    _flows.install_base("ovsbr0")
+    _flows.install(GUARD, 5, [])
+    _flows.install(other, 6, [])
+    _flows.remove("ovsbr0", GUARD.cookie)
+    assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE, other.cookie}
 
 
 @pytest.mark.parametrize(
@@ -108,10 +128,10 @@ def test_a_port_that_never_comes_is_refused(script: Script) -> None:
         _flows.await_port("gs1", deadline=0.01)
 
 
-def test_host_addresses(tree: Path) -> None:
+def test_local_addresses_with_the_broadcast_of_each_network(tree: Path) -> None:
     (tree / "proc/net").mkdir(parents=True)
     (tree / "proc/net/fib_trie").write_text(FIB)
-    assert _flows.host_addresses() == ["10.0.2.15", "10.100.0.1", "127.0.0.1"]
+    assert _flows.local_addresses() == ["10.0.2.15", "10.0.2.255", "10.100.0.1", "127.0.0.1"]
 
 
 @pytest.mark.parametrize("ip", ["10.100.0.1", "10.101.0.10", "x", "10.100.0.10,actions=NORMAL"])

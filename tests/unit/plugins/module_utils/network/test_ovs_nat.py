@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
+    _boot_units,
     _change,
     _command,
     _host,
@@ -16,8 +17,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
+    _guards,
     _ovs_nat,
 )
+
+from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
 
 pytestmark = pytest.mark.covers("HOST-6")
 
@@ -140,8 +144,10 @@ def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> N
     unit = _ovs_nat.unit(PARAMS)
     assert unit.after == "/usr/bin/systemctl --no-block restart dnsmasq.service"
     assert "Before=dnsmasq.service" in unit.order
-    texts = _boot_service.sources("network._bridge").values()
-    assert all("dnsmasq.service" not in text for text in texts)
+    texts = dict(_boot_service.sources("network._bridge"))
+    # The unit itself, which is data here: what `unit` above is.
+    assert unit.order == _boot_units.NETWORK.order and texts.pop("core._boot_units")
+    assert all("dnsmasq.service" not in text for text in texts.values())
 
 
 def test_nothing_that_guests_need_waits_for_rshim(systemd: Systemd) -> None:
@@ -259,6 +265,8 @@ def test_where_nothing_can_make_the_link_nothing_is_tried(
 def card(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """rshim is installed; the settings of its link are recorded, and the rest of the network is
     ready."""
+    switch = FakeSwitch()
+    switch.add_bridge()
     unit = tree / "usr/lib/systemd/system/rshim.service"
     unit.parent.mkdir(parents=True)
     unit.touch()
@@ -268,16 +276,23 @@ def card(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         links = {"ovsbr0": _bridge.Interface(up=True, addresses=("10.100.0.1/24",))}
         if (tree / "sys/class/net/tmfifo_net0").exists():
             links[_bridge.TMFIFO] = _bridge.Interface(up=bool(given), addresses=tuple(given))
-        return _bridge.State(("ovsbr0",), links, forwarding=True, nat=True, uplink="eno1")
+        isolation = _guards.observe(PARAMS)
+        return _bridge.State(
+            ("ovsbr0",), links, forwarding=True, nat=True, uplink="eno1", isolation=isolation
+        )
 
     act = _command.run
 
     def run(argv: list[str], **more: Any) -> _command.Result:
+        if argv[0] in PROGRAMS:
+            return switch.run(argv, **more)
         if argv[:3] == ["ip", "address", "replace"]:
             given.append(argv[3])
         return act(argv, **more)
 
     monkeypatch.setattr(_command, "run", run)
+    for step in _guards.plan(PARAMS, _guards.observe(PARAMS)):
+        _guards.apply(PARAMS, step)
     monkeypatch.setattr(_bridge, "observe", observe)
     monkeypatch.setattr(_bridge, "plan", PLAN)
     monkeypatch.setattr(_ovs_nat.time, "sleep", lambda _: None)

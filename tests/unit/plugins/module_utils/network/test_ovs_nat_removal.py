@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _ovs_nat_removal,
 )
 
+from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
+
 pytestmark = pytest.mark.covers("HOST-15", "HOST-6")
 
 PARAMS = {
@@ -31,13 +33,13 @@ RULE = _bridge.nat_rule("10.100.0.0/24")
 
 
 class Host:
-    """systemctl, Open vSwitch, iptables and sysctl of a host; each command has its effect."""
+    """systemctl, Open vSwitch, nft, iptables and sysctl of a host; each command has its effect."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tree = tree
         self.active: set[str] = set()
         self.enabled: set[str] = set()
-        self.bridges: dict[str, list[str]] = {}
+        self.switch = FakeSwitch()
         self.rules: list[str] = ["-P POSTROUTING ACCEPT"]
         self.calls: list[list[str]] = []
         self.write("proc/sys/net/ipv4/ip_forward", "0\n")
@@ -53,7 +55,11 @@ class Host:
         self.enabled |= set(services)
         self.write("run/openvswitch/db.sock", "")
 
-    def run(self, argv: list[str], **_: Any) -> _command.Result:
+    @property
+    def bridges(self) -> dict[str, dict[str, int]]:
+        return self.switch.bridges
+
+    def run(self, argv: list[str], **more: Any) -> _command.Result:
         if argv[0] == "ip" and "show" in argv:
             return _command.Result(0, self._interfaces(), "")
         if argv[:2] == ["systemctl", "show"]:
@@ -61,12 +67,20 @@ class Host:
             return _command.Result(0, "\n".join(shown), "")
         if argv[0] == "iptables" and argv[5] == "-S":
             return _command.Result(0, "\n".join(self.rules), "")
-        if argv[0] == "ovs-vsctl" and argv[2].startswith("list-"):
-            names = self.bridges.get(argv[-1], []) if argv[2] == "list-ports" else self.bridges
-            return _command.Result(0, "\n".join(names), "")
+        if argv[0] in PROGRAMS:
+            return self._switched(argv, **more)
         self.calls.append(argv)
         self._act(argv)
         return _command.Result(0, "", "")
+
+    def _switched(self, argv: list[str], **more: Any) -> _command.Result:
+        before = asdict(self.switch)
+        result = self.switch.run(argv, **more)
+        if asdict(self.switch) != before:
+            self.calls.append(argv)
+        for name in set(before["bridges"]) - set(self.bridges):
+            shutil.rmtree(self.tree / "sys/class/net" / name)
+        return result
 
     def _act(self, argv: list[str]) -> None:
         if argv[0] == "systemctl" and argv[1] in ("enable", "disable", "restart"):
@@ -83,11 +97,6 @@ class Host:
                 self.write("run/openvswitch/db.sock", "")
         elif argv[:2] == ["systemctl", "stop"]:
             self.active.discard(argv[-1])
-        elif "del-br" in argv:
-            del self.bridges[argv[-1]]
-            shutil.rmtree(self.tree / "sys/class/net" / argv[-1])
-        elif "add-br" in argv:
-            self.bridges[argv[-1]] = []
         elif argv[0] == "iptables":
             rule = "-A " + " ".join(argv[6:])
             self.rules.remove(rule) if argv[5] == "-D" else self.rules.append(rule)
@@ -134,15 +143,18 @@ def remaining_files(tree: Path) -> list[str]:
 def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert establish().failure is None
     assert (host.active >= {SWITCH, DHCP}, RULE in host.rules) == (True, True)
+    assert list(host.switch.tables) == ["inet gpuaas_slice"]
     forecast = remove(check=True)
     host.rules.append(RULE)  # a script of the site has added it once more
     outcome = remove()
     assert outcome.failure is None
     assert [step.name for step in forecast.plan.steps] == outcome.done == [
         "remove_service", "remove_file", "remove_file", "remove_folder", "remove_nat",
-        "remove_bridge", "stop_forwarding", "stop_service", "stop_service", "forget_before",
+        "remove_bridge", "remove_firewall", "stop_forwarding", "stop_service", "stop_service",
+        "forget_before",
     ]  # fmt: skip
     assert (host.bridges, host.rules) == ({}, ["-P POSTROUTING ACCEPT"])
+    assert host.switch == FakeSwitch()
     assert host.active == host.enabled == set()
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "0"
     assert remaining_files(tree) == []
@@ -198,14 +210,14 @@ def test_without_a_record_our_host_counts_as_freshly_deployed(host: Host, tree: 
 
 def test_a_host_that_never_had_a_baseline_keeps_its_services(host: Host, tree: Path) -> None:
     host.runs(DHCP, SWITCH)
-    host.bridges["br-site"] = ["eth1"]
+    host.bridges["br-site"] = {"eth1": 1}
     assert not remove().changed
     assert host.calls == []
 
 
 def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> None:
     establish()
-    host.bridges["ovsbr0"] = ["gs0f8fad5bd9cb"]
+    host.bridges["ovsbr0"] = {"gs0f8fad5bd9cb": 1}
     host.write(f"{_ovs_nat.RESERVATIONS}/0f8f".lstrip("/"), "52:54:00:00:00:01,10.100.0.10\n")
     host.calls.clear()
     failure = remove().failure
@@ -216,7 +228,7 @@ def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> 
 
 def test_it_goes_on_where_it_was_killed(host: Host, tree: Path) -> None:
     """The run ends after each step in turn; the next run completes the removal."""
-    for stop in range(1, 10):
+    for stop in range(1, 11):
         assert establish().failure is None
         done = 0
 
@@ -232,6 +244,7 @@ def test_it_goes_on_where_it_was_killed(host: Host, tree: Path) -> None:
             _change.drive(killed, PARAMS, check_mode=False)
         assert remove().failure is None
         assert (host.bridges, host.active, remaining_files(tree)) == ({}, set(), []), stop
+        assert host.switch.tables == {}, stop
 
 
 def test_the_cards_link_loses_our_address_only(

@@ -39,6 +39,9 @@ NETWORK: dict[str, Any] = {
     "address": "10.100.0.1/24",
     "subnet": "10.100.0.0/24",
     "tmfifo": False,
+    "allowed_networks": [],
+    "denied_networks": [],
+    "egress_probe": "10.0.2.2",
 }
 UP = "loaded/active/enabled/success"
 FABRIC_SETTINGS: dict[str, Any] = {
@@ -80,7 +83,15 @@ def test_the_baseline_service(
     [
         (json.dumps({**NETWORK, "subnet": "10.9.0.0/24"}), "has another subnet than the profile"),
         (json.dumps({**NETWORK, "extra": 1}), "has another extra than the profile"),
-        ("[]", "has another address, bridge, subnet, tmfifo than the profile"),
+        (
+            json.dumps({**NETWORK, "allowed_networks": ["10.0.0.0/8"]}),
+            "has another allowed_networks than the profile",
+        ),
+        (
+            "[]",
+            "has another address, allowed_networks, bridge, denied_networks, egress_probe, subnet, "
+            "tmfifo than the profile",
+        ),
         ("not json", "is missing or unreadable"),
     ],
 )

@@ -243,7 +243,7 @@ def test_kernel_arguments_and_modules(parity: Any, machine: Any) -> None:
 
 def record(parity: Any, machine: Any, *addresses: str) -> None:
     """Write the record that the binding's service reads at boot."""
-    ids = {"0000:25:10.0": "8086:10ca"}
+    ids = {"0000:25:10.0": "8086:10ca", "0000:25:10.2": "8086:10ca"}
     devices = {address: ids.get(address, "1234:11e8") for address in addresses}
     for unit in (_boot_units.BINDING, _boot_units.CLAIM):
         parity.installed(unit, devices=devices)
@@ -263,6 +263,25 @@ def test_binding_means_bound_and_answering(parity: Any, machine: Any) -> None:
     (machine.root / "sys/bus/pci/devices/0000:23:00.0/config").write_bytes(b"\xff\xff")
     result = _checks_platform.vfio_binding(parity.facts(silent))
     assert result.detail == "0000:23:00.0 does not answer; 0000:99:00.0 is not there"
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_dead_gpu_is_a_doubt_beside_one_that_works(
+    parity: Any, machine: Any, silent: bool
+) -> None:
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0", "0000:43:00.0", "0000:25:10.2")
+    machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci")
+    for number, address in enumerate(("0000:25:10.0", "0000:25:10.2")):
+        machine.pci(address, "8086:10ca", group=2 + number, driver="vfio-pci")
+    if silent:
+        machine.pci("0000:43:00.0", "1234:11e8", group=9)
+        (machine.root / "sys/bus/pci/devices/0000:43:00.0/config").write_bytes(b"\xff" * 64)
+    second = {"gpu_pci_address": "0000:43:00.0", "fabric_vf_pci_address": "0000:25:10.2"}
+    facts = parity.facts(parity.slot, parity.slot | second)
+    result = _checks_platform.vfio_binding(facts)
+    assert result == _check.warned("0000:43:00.0 is missing or silent: its slot is blocked")
+    assert facts.dead_gpus == ["0000:43:00.0"]
 
 
 def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) -> None:

@@ -22,13 +22,13 @@ OTHER = "52:54:00:64:00:0a"
 
 # A user other than root is root of a namespace.
 ALONE = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-# In a separate network namespace, a pair of interfaces stands for bridge and port. Both have
-# addresses of this machine, so packets with a local source address must be accepted.
+# A pair of interfaces stands for bridge and port. The port is in a network namespace of its own,
+# with the probe's address, because the server answers to that address and the asked hardware
+# address only.
 STORY = """
-import json, subprocess, sys
-from pathlib import Path
+import json, os, subprocess, sys, time
 sys.path.insert(0, sys.argv[2])
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe, _guest_probe
 
 def ip(*words):
     subprocess.run(["ip", *words], check=True)
@@ -36,19 +36,27 @@ def ip(*words):
 def bridge():
     ip("link", "add", "ovsbr0", "type", "veth", "peer", "name", "port")
     ip("address", "add", "10.100.0.1/24", "dev", "ovsbr0")
-    for name in ("ovsbr0", "port"):
-        ip("link", "set", name, "up")
+    ip("link", "set", "ovsbr0", "up")
+    ip("link", "set", "port", "netns", str(guest.pid))
 
 def ask(mac, tries):
-    with _dhcp_probe.open_socket("port") as handle:
-        return _dhcp_probe.offered(handle, mac, tries=tries, wait_s=0.5)
+    _guest_probe._enter(there)
+    try:
+        ip("link", "set", "port", "down", "address", mac)
+        ip("address", "replace", "10.100.0.254/24", "dev", "port")
+        ip("link", "set", "port", "up")
+        with _dhcp_probe.open_socket("port") as handle:
+            return _dhcp_probe.offered(handle, mac, tries=tries, wait_s=0.5)
+    finally:
+        _guest_probe._enter(here)
 
-for key, value in (("accept_local", "1"), ("rp_filter", "0")):
-    for name in ("all", "default"):
-        Path(f"/proc/sys/net/ipv4/conf/{name}/{key}").write_text(value)
+guest = subprocess.Popen(["unshare", "--net", "sleep", "60"])
+while os.readlink(f"/proc/{guest.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+    time.sleep(0.05)
+here, there = (os.open(f"/proc/{who}/ns/net", os.O_RDONLY) for who in ("self", guest.pid))
 bridge()
 server = subprocess.Popen(["dnsmasq", "--keep-in-foreground", "--user=root", "--port=0",
-    "--conf-file=" + sys.argv[1], "--pid-file="])
+    "--conf-file=" + sys.argv[1], "--pid-file=", "--log-facility=" + sys.argv[1] + ".log"])
 try:
     found = {"reserved": ask(sys.argv[3], 20), "foreign": ask(sys.argv[4], 1)}
     ip("link", "delete", "ovsbr0")
@@ -57,6 +65,8 @@ try:
 finally:
     server.terminate()
     server.wait()
+    guest.kill()
+    guest.wait()
 print(json.dumps(found))
 """
 
@@ -82,6 +92,11 @@ def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: 
         "foreign": "",
         "made_anew": "10.100.0.254",
     }
+    # Nobody else is offered anything, whatever arrives of it.
+    log = Path(f"{conf}.log").read_text()
+    assert f"DHCPDISCOVER(ovsbr0) {OTHER} ignored" in log
+    assert f"DHCPOFFER(ovsbr0) 10.100.0.254 {MAC}" in log
+    assert not [line for line in log.splitlines() if "OFFER" in line and OTHER in line]
     # The probe took no DHCP lease.
     assert leases.read_text() == ""
 
@@ -104,7 +119,7 @@ def test_a_slot_cannot_reserve_the_address_that_is_parity_s(tree: Path) -> None:
     conf = tree / _baseline_files.DNSMASQ.lstrip("/")
     conf.parent.mkdir(parents=True)
     conf.write_text(_baseline_files.dnsmasq(NETWORK))
-    free = _dnsmasq.Reservation("a", OTHER, "10.100.0.10", "trainer")
+    free = _dnsmasq.Reservation("a", OTHER, "10.100.0.10")
     _dnsmasq.test([free])
     with pytest.raises(Refusal, match=r"10\.100\.0\.254"):
-        _dnsmasq.test([free, _dnsmasq.Reservation("b", "52:54:00:64:00:fe", "10.100.0.254", "b")])
+        _dnsmasq.test([free, _dnsmasq.Reservation("b", "52:54:00:64:00:fe", "10.100.0.254")])

@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe, _guest_probe
+
+from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
 
 pytestmark = pytest.mark.covers("HOST-10")
 
-PROBE = _guest_probe.Probe("ovsbr0", "10.100.0.1", "10.100.0.0/24", "10.0.2.2")
+NETWORK = {
+    "bridge": "ovsbr0",
+    "address": "10.100.0.1/24",
+    "subnet": "10.100.0.0/24",
+    "egress_probe": "10.0.2.2",
+}
+PROBE = _guest_probe.Probe(NETWORK, "10.0.2.2")
 ADD = (
     "ovs-vsctl",
     "--timeout=10",
@@ -35,6 +45,11 @@ ADD = (
     'mac="02:67:73:70:72:62"',
 )
 DELETE = ("ovs-vsctl", "--timeout=10", "--if-exists", "del-port", "gsparity")
+NUMBER = ("ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", "gsparity", "ofport")
+LOAD = ("ovs-ofctl", "--bundle", "add-flows", "ovsbr0", "-")
+PURGE = ("ovs-appctl", "--timeout=10", "revalidator/purge")
+LIMIT = ("ovs-appctl", "--timeout=10", "dpctl/ct-set-limits", "zone=1,limit=16384")
+LOADED = ("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", "cookie=0x1/-1")
 OUTSIDE = ("ip", "-batch", "-")
 INSIDE = ("ip", "-n", "gsparity", "-batch", "-")
 
@@ -49,11 +64,11 @@ def test_an_echo_request_has_a_sound_checksum() -> None:
     assert (total & 0xFFFF) + (total >> 16) == 0xFFFF
 
 
-def test_a_version_query_is_one_question_in_class_chaos() -> None:
-    packet = _guest_probe.version_query(b"ab")
+def test_a_name_query_is_one_question_for_an_address() -> None:
+    packet = _guest_probe.name_query(b"ab")
     assert packet[:2] == b"ab"
     assert struct.unpack("!5H", packet[2:12]) == (0x0100, 1, 0, 0, 0)
-    assert packet[12:] == b"\x07version\x04bind\x00\x00\x10\x00\x03"
+    assert packet[12:] == b"\x0dgpuaas-parity\x07invalid\x00\x00\x01\x00\x01"
 
 
 @contextmanager
@@ -80,23 +95,63 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
     return tree
 
 
-def test_a_look_builds_uses_and_removes_the_guest(sockets: Path, script: Any) -> None:
-    script.on(*ADD).on(*DELETE).on(*OUTSIDE).on(*INSIDE)
+class Host:
+    """A switch with the slice bridge, and an `ip` that accepts everything."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.switch = FakeSwitch()
+        self.switch.add_bridge()
+        self.calls: list[tuple[str, ...]] = []
+        self.guarded: frozenset[_flows.Flow] | None = None
+        self.fails: tuple[str, ...] = ()
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def run(self, argv: list[str], **more: Any) -> _command.Result:
+        self.calls.append(tuple(argv))
+        if tuple(argv) == self.fails:
+            raise Refusal("command_failed", expected="", found=argv[0], remedy="")
+        if argv[0] in PROGRAMS:
+            return self.switch.run(argv, **more)
+        assert argv[0] == "ip", argv
+        if tuple(argv) == INSIDE:
+            calls = list(self.calls)
+            self.guarded = _flows.installed("ovsbr0", _flows.PROBE_COOKIE)
+            self.calls = calls
+        return _command.Result(0, "", "")
+
+
+@pytest.fixture
+def host(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     assert _guest_probe.look(PROBE) == _guest_probe.Finding(
         1.5, True, "10.100.0.254", ("192.0.2.1",)
     )
-    assert script.calls == [ADD, OUTSIDE, INSIDE, DELETE]
+    build, remove = [ADD, OUTSIDE, NUMBER, LOAD, PURGE, LIMIT, INSIDE], host.calls[7:]
+    assert host.calls[:7] == build
+    assert remove[:2] == [DELETE, LOADED]
+    assert {call[:3] for call in remove[2:]} == {("ovs-ofctl", "del-flows", "ovsbr0")}
+    # It had a guest's guard, and may reach its target, before it had an address.
+    guard = _guards.probe_guard(NETWORK)
+    assert host.guarded == _flows.rules(guard, 1, [], _flows.Egress(allowed=("10.0.2.2",)))
+    assert host.switch.bridges == {"ovsbr0": {}} and host.switch.flows == {"ovsbr0": []}
 
 
-def test_what_was_built_is_removed_when_a_step_fails(sockets: Path, script: Any) -> None:
+@pytest.mark.parametrize("step", [OUTSIDE, LOAD, LIMIT, INSIDE])
+def test_what_was_built_is_removed_when_a_step_fails(
+    sockets: Path, host: Host, step: tuple[str, ...]
+) -> None:
     netns = sockets / "run/netns/gsparity"
     netns.parent.mkdir()
     netns.touch()
-    remove = ("ip", "netns", "delete", "gsparity")
-    script.on(*DELETE).on(*ADD).on(*OUTSIDE, rc=1).on(*remove)
+    host.fails = step
     with pytest.raises(Refusal):
         _guest_probe.look(PROBE)
-    assert script.calls[-2:] == [DELETE, remove]
+    after = host.calls[host.calls.index(step) + 1 :]
+    assert after[:3] == [DELETE, ("ip", "netns", "delete", "gsparity"), LOADED]
+    assert host.switch.bridges == {"ovsbr0": {}} and host.switch.flows == {"ovsbr0": []}
 
 
 def test_a_server_that_answers_is_heard() -> None:

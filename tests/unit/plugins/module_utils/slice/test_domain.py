@@ -53,6 +53,7 @@ def domains(draw: st.DrawFn) -> Domain:
         numa_node=draw(st.one_of(st.none(), st.integers(0, 7))),
         firmware=draw(st.sampled_from(["bios", "uefi"])),
         hugepages=draw(st.booleans()),
+        nested=draw(st.booleans()),
         seed_path=draw(st.sampled_from(["", f"/var/lib/gpuaas/seeds/{ALLOCATION}.iso"])),
         qemu_arguments=tuple(draw(st.lists(arguments, max_size=4))),
     )
@@ -91,6 +92,36 @@ def test_uefi_is_without_secure_boot_and_with_its_own_nvram() -> None:
     assert loader is not None and nvram is not None
     assert loader.get("secure") == "no"
     assert ALLOCATION.replace("-", "") in (nvram.text or "")
+
+
+@given(domains())
+def test_no_option_rom_and_nested_virtualization_only_by_profile(machine: Domain) -> None:
+    root = ET.XML(_domain.render(machine))
+    devices = root.findall("devices/hostdev")
+    roms = [rom.attrib for rom in root.iterfind("devices/hostdev/rom")]
+    assert roms == [{"bar": "off"}] * len(devices)
+    disabled = {f.get("name") for f in root.findall("cpu/feature") if f.get("policy") == "disable"}
+    assert disabled == (set() if machine.nested else {"vmx", "svm"})
+
+
+@pytest.mark.parametrize(
+    ("written", "edited", "field"),
+    [
+        ('<rom bar="off" />', '<rom bar="on" />', "option_roms"),
+        ('<rom bar="off" />', "", "option_roms"),
+        ('<rom bar="off" />', '<rom bar="off" file="/tmp/rom" />', "option_roms"),
+        ('policy="disable" name="vmx"', 'policy="require" name="vmx"', "nested"),
+        ('<feature policy="disable" name="svm" />', "", "nested"),
+    ],
+)
+def test_an_option_rom_or_nested_virtualization_added_by_hand_is_a_difference(
+    written: str, edited: str, field: str
+) -> None:
+    machine = domain()
+    xml = _domain.render(machine)
+    assert written in xml
+    actual = _domain.parse(xml.replace(written, edited))
+    assert list(_domain.differences(_domain.describe(machine), actual)) == [field]
 
 
 def test_no_graphics_tpm_or_channel() -> None:

@@ -136,6 +136,7 @@ def test_a_prepared_host_gives_complete_candidates(
     document = checked(_slice_discovery.discover(PROFILE))
     assert document["candidate_summary"] == {
         "blockers": [],
+        "degraded": [],
         "gpu_devices": 2,
         "fabric_devices": 1,
         "nvme_devices": 2,
@@ -391,10 +392,29 @@ def test_the_count_of_gpus_is_compared_with_the_profile() -> None:
         "nvme": [],
         "candidates": [],
     }
-    none = _slice_discovery.summary(document | {"gpu": []}, 2)
-    summary = _slice_discovery.summary(document | {"gpu": [{}]}, 2)
-    assert none["blockers"] == ["no_gpu"]
-    assert summary["blockers"] == ["gpu_count_mismatch"]
+    gpu = {"blockers": []}
+    none = _slice_discovery.summary(document | {"gpu": []}, 8)
+    assert (none["blockers"], none["degraded"]) == (["no_gpu"], [])
+    more = _slice_discovery.summary(document | {"gpu": [gpu] * 9}, 8)
+    assert (more["blockers"], more["degraded"]) == (["gpu_count_mismatch"], [])
+    fewer = _slice_discovery.summary(document | {"gpu": [gpu] * 7}, 8)
+    assert fewer["blockers"] == []
+    detail = "7 of 8 GPUs are present"
+    assert fewer["degraded"] == [{"code": "gpu_count_mismatch", "detail": detail}]
+
+
+def test_a_gpu_that_does_not_answer_blocks_its_own_candidate(
+    machine: Any, script: Any, disk_usages: Any
+) -> None:
+    fill(machine)
+    prepared(machine, script)
+    (machine.root / "sys/bus/pci/devices/0000:43:00.0/config").write_bytes(b"\xff" * 64)
+    document = checked(_slice_discovery.discover(PROFILE))
+    summary = document["candidate_summary"]
+    assert (summary["blockers"], summary["candidate_slots"]) == ([], 1)
+    assert codes(summary["degraded"]) == ["device_not_answering"]
+    assert document["candidates"][0]["blockers"] == []
+    assert codes(document["candidates"][1]["blockers"]) == ["device_not_answering"]
 
 
 @pytest.mark.parametrize(

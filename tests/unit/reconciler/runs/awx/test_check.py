@@ -20,6 +20,9 @@ from tests.unit.reconciler.runs.awx.conftest import LAUNCH, spec
 
 pytestmark = pytest.mark.covers("CTRL-9")
 
+NAME = "gpuaas.slice.prepare_runtime"
+MACHINE = {"id": 2, "name": "gpuaas.slice", "kind": "ssh", "cloud": False}
+CLOUD = {"id": 4, "name": "aws", "kind": "aws", "cloud": True}
 TEMPLATES = "GET /job_templates/"
 
 
@@ -49,6 +52,22 @@ def refused(site: Site) -> RunError:
             {"templates": {"summary_fields": {"user_capabilities": {"start": False}}}},
             "awx_forbidden",
         ),
+        ({"templates": {"playbook": "copies/playbooks/prepare_runtime.yml"}}, "awx_template_wrong"),
+        ({"templates": {"project": None}}, "awx_template_wrong"),
+        ({"templates": {"execution_environment": None}}, "awx_template_wrong"),
+        ({"templates": {"summary_fields": {"credentials": []}}}, "awx_template_wrong"),
+        (
+            {"templates": {"summary_fields": {"credentials": [MACHINE, CLOUD]}}},
+            "awx_template_wrong",
+        ),
+        ({"changed": {NAME: {"project": 6}}}, "awx_template_wrong"),
+        ({"changed": {NAME: {"execution_environment": 6}}}, "awx_template_wrong"),
+        (
+            {"changed": {NAME: {"summary_fields": {"credentials": [{**MACHINE, "id": 3}]}}}},
+            "awx_template_wrong",
+        ),
+        ({"privileged": True, "jinja": "always"}, "awx_jinja_allowed"),
+        ({"privileged": True, "jinja": "a later one"}, "awx_jinja_allowed"),
         ({"hosts": []}, "awx_host_missing"),
         ({"groups": ["node-1"]}, "awx_host_ambiguous"),
     ],
@@ -59,6 +78,39 @@ def test_what_awx_could_not_do_as_asked_has_a_name(
     awx.begin(**{"page_size": 5, **faults})
     assert refused(site).code == code
     assert LAUNCH not in awx.record()["requests"]
+
+
+def test_a_changed_template_keeps_no_other_from_its_launch(
+    awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_spawn", lambda *_: None)
+    awx.begin(changed={"gpuaas.slice.parity": {"project": 6}})
+    launch.launch(site, spec())
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "{{ lookup('pipe', 'id') }}",
+        "{% set x = lookup('pipe', 'id') %}",
+        "#jinja2: variable_start_string:'[['\n[[ lookup('pipe','id') ]]",
+    ],
+)
+@pytest.mark.parametrize("jinja", ["always", "template"])
+def test_text_like_a_template_is_launched_only_where_awx_is_known_to_leave_it_alone(
+    awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch, word: str, jinja: str
+) -> None:
+    """Text of hosts and tenants, and a token that may not read the setting. With `always`, AWX
+    executes each of these in the execution environment.
+    """
+    awx.change(jinja=jinja)
+    with pytest.raises(RunError) as caught:
+        launch.launch(site, spec(word=word))
+    assert caught.value.code == "awx_jinja_unknown"
+    if jinja == "template":
+        monkeypatch.setattr(launch, "_spawn", lambda *_: None)
+        awx.change(privileged=True)
+        launch.launch(site, spec(word=word))
 
 
 @pytest.mark.parametrize("faults", [{"status": {TEMPLATES: [502, 1]}}, {"drop": {TEMPLATES: 1}}])

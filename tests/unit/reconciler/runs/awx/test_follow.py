@@ -12,6 +12,7 @@ import pytest
 from reconciler.runs import collect
 from reconciler.runs.awx.job import Feed
 from reconciler.runs.paths import RunPaths
+from tests.standin.awx import REAPED_AT_START, REAPED_BY_PEER, REAPED_FROM_QUEUE
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import RESULT, Play, events, steps
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.covers("CTRL-9")
 
 JOB, EVENTS, CANCEL = "GET /jobs/1/", "GET /jobs/1/job_events/", "POST /jobs/1/cancel/"
 ALL = [("started", "One"), ("ok", "One"), ("started", "Two"), ("ok", "Two")]
+REAPED = [REAPED_AT_START, REAPED_FROM_QUEUE, REAPED_BY_PEER]
 LINES = "".join(f"line {number}\n" for number in range(1, 7))
 
 
@@ -108,7 +110,7 @@ REFUSED = {**RESULT, "ok": False, "step": "Lease", "error": ERROR}
     ("ends", "artifacts", "status", "problem"),
     [
         ("failed", {"slice_result": REFUSED}, "failed", ""),
-        ("failed", {}, "failed", "result_missing: Job terminated due to timeout"),
+        ("failed", {}, "timeout", "Job terminated due to timeout"),
         ("successful", {}, "failed", "result_missing: Job terminated due to timeout"),
         ("successful", {"slice_result": REFUSED}, "failed", "result_contradicts_run"),
         ("successful", {"slice_result": {"ok": True}}, "failed", "result_invalid"),
@@ -124,6 +126,131 @@ def test_how_a_job_ended(
     assert verdict["status"] == status
     assert problem in verdict.get("problem", ""), verdict
     assert verdict["result"] == (REFUSED if problem == "" else None)
+
+
+@pytest.mark.parametrize("unacknowledged", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("explanation", REAPED)
+def test_a_job_that_awx_lost_is_lost(
+    awx: Controller,
+    prepared: RunPaths,
+    play: Play,
+    explanation: str,
+    count: int,
+    unacknowledged: bool,
+) -> None:
+    """AWX says `failed`, or `canceled` when no dispatcher hears the request. Neither is an end."""
+    faults = {"steps": 1000, "deaf": True} if unacknowledged else {"lost": explanation}
+    awx.begin(events=events("One", "Two")[:count], artifacts={"slice_result": RESULT}, **faults)
+    if unacknowledged:
+        play(lambda: any(job["status"] == "running" for job in awx.jobs()))
+        collect.cancel(prepared.root)
+    verdict = verdict_of(play)
+    assert verdict["status"] == "lost", verdict
+    assert verdict["result"] is None
+    reason = "awx_canceled: " if unacknowledged else f"awx_failed: {explanation}"
+    assert verdict["problem"].startswith(reason)
+
+
+def test_a_job_whose_events_are_saved_late_is_not_lost(awx: Controller, play: Play) -> None:
+    awx.begin(events=events("One", "Two")[:-1], late=[2, 3], ends="failed")
+    verdict = verdict_of(play)
+    assert (verdict["status"], verdict["problem"]) == ("failed", "result_missing")
+
+
+def test_a_failed_job_with_an_event_missing_for_ever_is_lost(awx: Controller, play: Play) -> None:
+    """It cannot be told from a job that AWX lost."""
+    awx.begin(events=events("One", "Two"), never=[3], ends="failed")
+    assert verdict_of(play)["status"] == "lost"
+
+
+def test_a_result_document_shows_the_end(awx: Controller, play: Play) -> None:
+    artifacts = {"slice_result": REFUSED}
+    awx.begin(events=events("One", "Two"), never=[3], ends="failed", artifacts=artifacts)
+    verdict = verdict_of(play)
+    assert (verdict["status"], verdict["result"]) == ("failed", REFUSED)
+
+
+MESSAGES = [
+    {"event": "verbose", "counter": 1, "stdout": "Identity added: /runner/artifacts/1/ssh_key"},
+    {"event": "verbose", "counter": 2, "stdout": "Error: initializing source: no such image"},
+]
+TRACEBACK = "Traceback (most recent call last):\n  File …\nConnectionRefusedError: [Errno 111]\n"
+
+
+@pytest.mark.parametrize(
+    ("faults", "problem"),
+    [
+        (
+            {"ends": "error", "traceback": TRACEBACK, "unit": None},
+            "awx_error: ConnectionRefusedError: [Errno 111]",
+        ),
+        ({"ends": "failed", "events": MESSAGES}, "awx_failed: Error: initializing source: no such"),
+    ],
+)
+def test_what_awx_could_not_begin_was_not_begun(
+    awx: Controller, play: Play, faults: dict[str, Any], problem: str
+) -> None:
+    awx.begin(**faults)
+    verdict = verdict_of(play)
+    assert (verdict["status"], verdict["touched"], verdict["begun"]) == ("failed", False, False)
+    assert verdict["problem"].startswith(problem)
+
+
+def test_a_job_that_is_canceled_in_the_queue_was_not_begun(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    awx.begin(queued=True)
+    play(lambda: awx.jobs() != [])
+    collect.cancel(prepared.root)
+    verdict = verdict_of(play)
+    assert (verdict["status"], verdict["begun"]) == ("canceled", False)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        # The work was handed over, so that its container may be there.
+        {"ends": "error", "traceback": TRACEBACK},
+        {"ends": "error", "traceback": TRACEBACK, "unit": None, "events": MESSAGES},
+        {"ends": "error", "events": events("One")},
+    ],
+)
+def test_an_error_after_the_beginning_is_lost(
+    awx: Controller, play: Play, faults: dict[str, Any]
+) -> None:
+    awx.begin(**faults)
+    verdict = verdict_of(play)
+    assert verdict["status"] == "lost"
+    assert "begun" not in verdict
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"events": events("One")[:2]},
+        {"events": MESSAGES, "explanation": "Task was canceled due to receiving a shutdown signal"},
+        {"events": [{**MESSAGES[1], "counter": 2}]},
+    ],
+)
+def test_a_failure_that_may_have_reached_the_host_has_touched_it(
+    awx: Controller, play: Play, faults: dict[str, Any]
+) -> None:
+    awx.begin(ends="failed", **faults)
+    verdict = verdict_of(play)
+    assert (verdict["status"], verdict["touched"]) == ("failed", True)
+
+
+HOSTILE = "\x1b[1;31mred\x1b[0m\r\n\x1b]0;title\x07\x1b\x1b[0m[2Jclear\x9b2J\rback\x1b]8;;http://x"
+
+
+def test_output_is_plain_text(awx: Controller, prepared: RunPaths, play: Play) -> None:
+    """Colours, line ends of a terminal, and what a host may print to control a terminal."""
+    awx.begin(
+        artifacts={"slice_result": RESULT}, events=[{**events()[0], "stdout": HOSTILE}, events()[1]]
+    )
+    verdict_of(play)
+    assert collect.output(prepared.root) == "red\n[2Jclear2Jback]8;;http://x\nline 2\n"
 
 
 def test_canceling_is_repeated_until_the_job_has_ended(
@@ -144,6 +271,33 @@ def test_a_cancel_that_comes_too_late_changes_nothing(
     play(lambda: awx.jobs() != [])
     collect.cancel(prepared.root)
     assert verdict_of(play)["result"] == RESULT
+
+
+@pytest.mark.parametrize("privileged", [False, True])
+def test_a_refusal_to_cancel_an_ended_job_is_quiet(
+    awx: Controller,
+    prepared: RunPaths,
+    play: Play,
+    capfd: pytest.CaptureFixture[str],
+    privileged: bool,
+) -> None:
+    """The job ends between two requests, so that AWX refuses with 403, to a superuser with 405."""
+    awx.change(steps=2, ends_on_cancel=True, privileged=privileged)
+    play(lambda: awx.jobs() != [])
+    collect.cancel(prepared.root)
+    assert verdict_of(play)["result"] == RESULT
+    assert "POST /jobs/1/cancel/" in awx.record()["requests"]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_refusal_to_cancel_a_job_that_goes_on_is_logged(
+    awx: Controller, prepared: RunPaths, play: Play, capfd: pytest.CaptureFixture[str]
+) -> None:
+    awx.change(steps=1000, status={CANCEL: [403, 1]})
+    play(lambda: awx.jobs() != [])
+    collect.cancel(prepared.root)
+    assert verdict_of(play)["status"] == "canceled"
+    assert "awx_forbidden" in capfd.readouterr().err
 
 
 def test_a_job_past_its_deadline_is_ended(awx: Controller, prepared: RunPaths, play: Play) -> None:

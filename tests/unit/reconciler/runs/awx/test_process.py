@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from reconciler.runs import collect, launch, lock
+from reconciler.runs.awx import job
 from reconciler.runs.collect import Phase
 from reconciler.runs.launch import Site
 from reconciler.runs.paths import RunPaths, read_json
+from tests.standin.awx import REAPED_AT_START
 from tests.standin.controller import TOKEN, Controller
-from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, ROOT, spec, steps
+from tests.unit.reconciler.runs.awx.conftest import LAUNCH, PACE, RESULT, ROOT, spec, steps
 
 pytestmark = pytest.mark.covers("CTRL-9")
 LIMIT_S = 45
@@ -24,7 +28,8 @@ LIMIT_S = 45
 def test_a_playbook_that_awx_really_runs(awx: Controller, site: Site) -> None:
     """Its variables come through as text, its events as progress, its result as an artifact."""
     word = "{{ lookup('pipe', 'id') }}"
-    awx.begin(play=str(ROOT / "tests/data/playbooks/run_awx.yml"), hosts=["node-1"])
+    play = str(ROOT / "tests/data/playbooks/run_awx.yml")
+    awx.begin(play=play, hosts=["node-1"], privileged=True)
     run_dir = launch.launch(site, spec(word=word))
     assert collect.observe(run_dir).phase is Phase.ALIVE
     outcome = collect.wait(run_dir, LIMIT_S).outcome
@@ -33,12 +38,36 @@ def test_a_playbook_that_awx_really_runs(awx: Controller, site: Site) -> None:
     assert outcome.result["evidence"] == {"word": word, "node": "node-1", "where": "192.0.2.7"}
     paths = RunPaths(run_dir)
     assert ("ok", "Say how it ended") in steps(paths)
-    assert "Say how it ended" in collect.output(run_dir)
+    output = collect.output(run_dir)
+    assert "Say how it ended" in output
+    assert not {"\x1b", "\r"} & set(output)
     assert paths.log.read_text() == ""
     assert not paths.env.exists()
     for path in run_dir.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
         assert not path.is_file() or TOKEN not in path.read_text()
+
+
+def test_a_playbook_that_goes_on_after_awx_gave_its_job_up(
+    awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is lost, and not over: its playbook still changes the host."""
+    mark = Path(tempfile.mkdtemp(dir="/tmp")) / "mark"
+    begun, ended = mark.with_suffix(".begun"), mark.with_suffix(".ended")
+    awx.begin(
+        play=str(ROOT / "tests/data/playbooks/run_awx_lost.yml"), lost=REAPED_AT_START, steps=5
+    )
+    monkeypatch.setattr(launch, "_spawn", lambda *_: None)
+    paths = RunPaths(launch.launch(site, spec(word=str(mark))))
+    manifest = read_json(paths.manifest)
+    assert manifest is not None
+    verdict = job.play(paths, manifest, lambda: False, PACE)
+    assert verdict is not None
+    assert (verdict["status"], verdict["problem"]) == ("lost", f"awx_failed: {REAPED_AT_START}")
+    assert begun.exists()
+    assert not ended.exists(), "the playbook goes on"
+    until(ended.exists)
+    shutil.rmtree(mark.parent)
 
 
 def test_a_killed_process_is_begun_again_and_finds_its_job(

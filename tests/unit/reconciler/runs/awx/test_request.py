@@ -33,7 +33,8 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
         words = shlex.split(request.body(job)["extra_vars"]["ansible_ssh_args"])
         alone = ["-o", "ControlPath=none", "-o", f"GlobalKnownHostsFile={image}"]
         to = ["-i", f"{tmp_path}/login", "-p", str(at.port), "-l", at.user, at.address, "true"]
-        argv = ["ssh", *words, *alone, *to]
+        # The first value of an option counts.
+        argv = ["ssh", *alone, *words, *to]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
         return done.returncode, done.stderr
 

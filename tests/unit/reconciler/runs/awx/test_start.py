@@ -13,7 +13,7 @@ from reconciler.runs.awx import request
 from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import Controller
-from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, Play, spec
+from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, Play, events, spec
 
 pytestmark = pytest.mark.covers("CTRL-9")
 
@@ -136,7 +136,7 @@ def test_a_job_that_is_not_what_was_asked_for_is_ended(
     awx: Controller, prepared: RunPaths, play: Play, field: str, cut: int
 ) -> None:
     """The template was changed after it had been looked at: something is left out in silence."""
-    awx.begin(templates={field: False}, steps=1000, cut={LAUNCH: cut})
+    awx.begin(templates={field: False}, steps=1000, cut={LAUNCH: cut}, events=events("One")[:2])
     verdict = play()
     assert verdict is not None
     assert verdict["status"] == "canceled"

@@ -1,0 +1,274 @@
+"""Isolation of the slices of a host: the bridge's fail mode, all guards, and the firewall.
+
+Guards are OpenFlow state in the memory of ovs-vswitchd, and a restart of the switch loses them. The
+guard of each slice is therefore kept in a file, and the network's boot service compares the whole
+set with the switch every few seconds and restores it. In between the bridge forwards nothing,
+because it fails closed. A VM that is started by hand gets its guard in the same way.
+
+Restoring only takes rights away from guests, or returns those of a recorded guard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _command,
+    _host,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _firewall,
+    _flows,
+    _slice_network,
+)
+
+STEPS = ("secure_bridge", "guard_bridge", "guard_port", "remove_flows", "load_firewall")
+
+# The firewall is compared in every n-th round only, because nothing but a person changes it.
+_PERIOD_S, _FIREWALL_EVERY = 2.0, 5
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """Isolation as the host has it.
+
+    ports: OpenFlow number by port. flows: by cookie. expected: the guards that must be loaded, and
+    their flows, by cookie. firewall: whether the table is as it must be.
+    """
+
+    secure: bool
+    ports: Mapping[str, int]
+    flows: Mapping[str, frozenset[_flows.Flow]]
+    guards: Mapping[str, _flows.Guard]
+    expected: Mapping[str, frozenset[_flows.Flow]]
+    firewall: bool
+
+
+def save(guard: _flows.Guard) -> None:
+    """Keep the guard for the time after a restart of the switch."""
+    text = json.dumps(dataclasses.asdict(guard), indent=2, sort_keys=True) + "\n"
+    _host.write(_object_names.guard_path(guard.allocation_id), text, 0o600)
+
+
+def forget(allocation_id: str) -> None:
+    _host.remove(_object_names.guard_path(allocation_id))
+
+
+def saved(allocation_id: str) -> _flows.Guard | None:
+    """The guard in the allocation's file; None without a valid one."""
+    try:
+        options = json.loads(_host.kept(_object_names.guard_path(allocation_id)) or "")
+        guard = _flows.check(_flows.Guard(**options))
+    except (ValueError, TypeError, Refusal):
+        return None
+    # A file under another allocation's name guards nothing.
+    return guard if guard.allocation_id == allocation_id else None
+
+
+def load() -> dict[str, _flows.Guard]:
+    """All kept guards by cookie. An invalid file is no guard, so its port stays shut."""
+    guards = (saved(_object_names.owner(path)) for path in _object_names.files("guard"))
+    return {guard.cookie: guard for guard in guards if guard is not None}
+
+
+def egress_of(params: Params, guard: _flows.Guard) -> _flows.Egress:
+    """The site's rule for destinations of this guest. Parity's probe may reach its target too."""
+    rule = _firewall.egress_of(params)
+    target = probe_target(params) if guard.allocation_id == _flows.PROBE_ID else ""
+    return dataclasses.replace(rule, allowed=(*rule.allowed, target)) if target else rule
+
+
+def recorded() -> dict[str, Any]:
+    """The network's settings, as bootstrap recorded them on this host; {} without bootstrap."""
+    try:
+        return dict(json.loads(_host.read(_baseline_files.SETTINGS) or "{}"))
+    except ValueError:
+        return {}
+
+
+def observe(params: Params, *, with_firewall: bool = True) -> State | None:
+    """None without the bridge."""
+    bridge = params["bridge"]
+    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
+    argv += ["--columns=fail_mode", "find", "Bridge", f"name={bridge}"]
+    argv += ["--", "--columns=name,ofport", "list", "Interface"]
+    modes, ports = (json.loads(line)["data"] for line in _command.run(argv).out.splitlines())
+    if not modes:
+        return None
+    numbers = {name: _flows.number(str(value)) for name, value in ports}
+    guards = {**load(), _flows.PROBE_COOKIE: probe_guard(params)}
+    local = _flows.local_addresses()
+    expected = {
+        cookie: _flows.rules(guard, numbers[guard.port], local, egress_of(params, guard))
+        for cookie, guard in guards.items()
+        if numbers.get(guard.port) and guard.bridge == bridge
+    }
+    return State(
+        secure=modes[0][0] == "secure",
+        ports=numbers,
+        flows=_flows.every(bridge),
+        guards=guards,
+        expected={_flows.BASE_COOKIE: _flows.BASE, **expected},
+        firewall=not with_firewall or _firewall.installed() == _normalized(_rules(params, guards)),
+    )
+
+
+def plan(params: Params, state: State | None) -> list[_change.Step]:
+    """Steps to the exact set of flows. state: None for a bridge that is about to be made."""
+    bridge = params["bridge"]
+    if state is None:
+        return [
+            _change.Step("guard_bridge", f"{bridge} flows", None, _texts(_flows.BASE)),
+            _change.Step("load_firewall", "firewall of the guests", None, "loaded"),
+        ]
+    steps = []
+    if not state.secure:
+        steps.append(_change.Step("secure_bridge", f"{bridge} fail mode", "open", "secure"))
+    base = state.flows.get(_flows.BASE_COOKIE, frozenset())
+    if base != _flows.BASE:
+        steps.append(
+            _change.Step("guard_bridge", f"{bridge} flows", _texts(base), _texts(_flows.BASE))
+        )
+    # Before guards are loaded, because port numbers are used again.
+    steps += [
+        _change.Step("remove_flows", f"flows {cookie}", _texts(flows), [])
+        for cookie, flows in sorted(state.flows.items())
+        if cookie not in state.expected and cookie != _flows.BASE_COOKIE
+    ]
+    for cookie, guard in sorted(state.guards.items()):
+        flows, wanted = state.flows.get(cookie, frozenset()), state.expected.get(cookie)
+        if wanted is not None and flows != wanted:
+            steps.append(_change.Step("guard_port", guard.port, _texts(flows), _texts(wanted)))
+    if not state.firewall:
+        steps.append(_change.Step("load_firewall", "firewall of the guests", "differs", "loaded"))
+    return steps
+
+
+def apply(params: Params, step: _change.Step) -> None:
+    """Do one of STEPS."""
+    bridge = params["bridge"]
+    if step.name == "secure_bridge":
+        _command.run(["ovs-vsctl", "--timeout=10", "set-fail-mode", bridge, "secure"])
+    elif step.name == "guard_bridge":
+        _flows.install_base(bridge)
+    elif step.name == "remove_flows":
+        _flows.remove(bridge, step.subject.removeprefix("flows "))
+    elif step.name == "guard_port":
+        guards = {guard.port: guard for guard in (*load().values(), probe_guard(params))}
+        guard, number = guards.get(step.subject), _flows.port_number(step.subject)
+        # A slice that ended meanwhile needs no guard.
+        if guard and number:
+            _flows.install(guard, number, _flows.local_addresses(), egress_of(params, guard))
+    elif step.name == "load_firewall":
+        _firewall.install(_rules(params, load()))
+
+
+def reload_firewall() -> None:
+    """Let the guests of all kept guards, and no others, ask for their address."""
+    settings = recorded()
+    if settings:
+        apply(settings, _change.Step("load_firewall", "firewall of the guests", None, "loaded"))
+
+
+def probe_guard(params: Params) -> _flows.Guard:
+    """Guard of parity's probe, which plays a guest on its own port."""
+    return _flows.Guard(
+        allocation_id=_flows.PROBE_ID,
+        bridge=params["bridge"],
+        mac=_baseline_files.PROBE_MAC,
+        ip=_baseline_files.probe_address(params["subnet"]),
+        address=params["address"],
+    )
+
+
+def probe_target(params: Params) -> str:
+    """Address that parity's probe contacts: the profile's, or the default gateway; "" for none."""
+    return str(params.get("egress_probe") or "").partition(":")[0] or _slice_network.gateway()
+
+
+def problems(params: Params, local: list[str]) -> list[Refusal]:
+    """Reasons against the site's networks. local: the host's own addresses."""
+    refusals = []
+    for name in ("allowed_networks", "denied_networks"):
+        for text in params.get(name) or ():
+            try:
+                network = ipaddress.IPv4Network(text)
+            except ValueError as error:
+                refusals.append(_invalid(name, "IPv4 networks such as 10.20.0.0/16", str(error)))
+                continue
+            inside = [a for a in local if ipaddress.IPv4Address(a) in network]
+            subnet = ipaddress.IPv4Network(params["subnet"])
+            if name == "allowed_networks" and (inside or network.overlaps(subnet)):
+                reached = ", ".join(inside) or f"the slice subnet {subnet}"
+                expected = "networks without an address of the host"
+                refusals.append(_invalid(name, expected, f"{text}, which contains {reached}"))
+    return refusals
+
+
+def restore(params: Params, *, with_firewall: bool) -> list[str]:
+    """Bring the isolation back; returns the steps that were needed."""
+    state = observe(params, with_firewall=with_firewall)
+    if state is None:
+        return []
+    steps = plan(params, state)
+    for step in steps:
+        apply(params, step)
+    return [f"{step.name} {step.subject}" for step in steps]
+
+
+def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Body of the network's boot service after the boot: restore the isolation for ever."""
+    silent = ""
+    for turn in range(2**62):
+        try:
+            settings = json.loads(_host.read(settings_path) or "{}")
+            done = restore(settings, with_firewall=turn % _FIREWALL_EVERY == 0)
+            if done:
+                _boot_service.log(f"restored: {', '.join(done)}")
+            silent = ""
+        except (Refusal, OSError, ValueError, KeyError) as broken:
+            # The same problem is logged once. The bridge fails closed until the switch answers.
+            if str(broken) != silent:
+                silent = str(broken)
+                _boot_service.log(f"cannot compare the guards: {silent}")
+        _boot_service.notify("WATCHDOG=1")
+        sleep(_PERIOD_S)
+    return 0
+
+
+def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
+    probe = probe_guard(params)
+    macs = {guard.mac for guard in guards.values()} | {probe.mac}
+    return _firewall.rules(params, macs, probe=(probe.ip, probe_target(params)))
+
+
+@lru_cache(maxsize=4)
+def _normalized(text: str) -> str:
+    return _firewall.normalized(text)
+
+
+def _texts(flows: frozenset[_flows.Flow]) -> list[str]:
+    return sorted(flow.text() for flow in flows)
+
+
+def _invalid(field: str, expected: str, text: str) -> Refusal:
+    return Refusal(
+        "network_invalid",
+        expected=f"network.{field}: {expected}",
+        found=text,
+        remedy=f"correct network.{field} of the hardware profile",
+    )

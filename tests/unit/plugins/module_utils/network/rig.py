@@ -1,0 +1,375 @@
+"""Slice host without VMs: real ovs-vswitchd, nft and dnsmasq, guests as network namespaces.
+
+The switch runs in user space in a namespace of its own, so this machine's network stays as it is. A
+guest is one end of a veth pair, whose other end is the guarded port. The port's end drops what its
+own kernel would answer past the switch. Beside the host there are a public network with a server,
+and a management network with a BMC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _bridge,
+    _flows,
+    _guards,
+)
+
+TOOLS = ("ovs-vswitchd", "ovsdb-server", "nft", "iptables", "dnsmasq", "ip", "unshare")
+NETWORK: dict[str, Any] = {
+    "bridge": "ovsbr0",
+    "address": "10.100.0.1/24",
+    "subnet": "10.100.0.0/24",
+    "tmfifo": False,
+    "allowed_networks": ["10.30.0.0/24"],
+    "denied_networks": ["9.9.9.128/25"],
+    "egress_probe": "9.9.9.9",
+}
+GATEWAY, UPLINK, WORLD, CLOSED = "10.100.0.1", "11.0.0.2", "9.9.9.9", "9.9.9.200"
+MANAGEMENT, BMC, STORAGE = "10.20.0.2", "10.20.0.9", "10.30.0.9"
+_CLONE_NEWNET = 0x40000000
+_SCHEMA = "/usr/share/openvswitch/vswitch.ovsschema"
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A slice's guest. place: its network namespace."""
+
+    place: str
+    guard: _flows.Guard
+
+
+A = Guest(
+    "rig-a",
+    _flows.Guard(
+        "23bd713b-6073-4ef7-8a51-2897e902365d",
+        "ovsbr0",
+        "52:54:00:64:00:0a",
+        "10.100.0.10",
+        "10.100.0.1/24",
+    ),
+)
+B = Guest(
+    "rig-b",
+    _flows.Guard(
+        "4c0de1b2-91aa-4f10-9d3e-5b6a7c8d9e0f",
+        "ovsbr0",
+        "52:54:00:64:00:0b",
+        "10.100.0.11",
+        "10.100.0.1/24",
+    ),
+)
+
+
+@dataclass
+class Rig:
+    """The running machines. folder: of the switch's sockets and logs."""
+
+    folder: Path
+    prefix: str
+    switch: subprocess.Popen[bytes] | None = None
+    database: subprocess.Popen[bytes] | None = None
+    dhcp: subprocess.Popen[bytes] | None = None
+    namespaces: list[str] = field(default_factory=list)
+
+    def place(self, name: str) -> str:
+        return f"{self.prefix}{name}"
+
+    @property
+    def host(self) -> str:
+        return self.place("host")
+
+    def run(self, argv: Sequence[str], *, place: str = "", **options: Any) -> Any:
+        """Run a command on the host, or in another place."""
+        inside = ["ip", "netns", "exec", place or self.host]
+        environment = ["env", f"OVS_RUNDIR={self.folder}"]
+        return subprocess.run(
+            [*inside, *environment, *argv], check=True, capture_output=True, text=True, **options
+        )
+
+    def start_switch(self) -> None:
+        """Start ovs-vswitchd and wait until it has made the bridge, if there is one."""
+        self.switch = self._daemon(
+            "ovs-vswitchd",
+            f"unix:{self.folder}/db.sock",
+            f"--pidfile={self.folder}/ovs-vswitchd.pid",
+        )
+        _until(lambda: list(self.folder.glob("ovs-vswitchd.*.ctl")))
+
+    def kill_switch(self) -> None:
+        assert self.switch is not None
+        self.switch.send_signal(signal.SIGKILL)
+        self.switch.wait()
+        for control in self.folder.glob("ovs-vswitchd.*.ctl"):
+            control.unlink()
+
+    def establish(self) -> None:
+        """Bring the network to its baseline by the product's own code."""
+        (_host.path("/proc/net")).mkdir(parents=True, exist_ok=True)
+        state, steps = None, [None]
+        while steps:
+            self.read_kernel()
+            state = _bridge.observe(NETWORK)
+            planned = _bridge.plan(NETWORK, state)
+            assert not planned.blockers, planned.blockers
+            steps = list(planned.steps)
+            for step in steps:
+                _bridge.apply(NETWORK, step)
+        _quiet(self.host, "ovsbr0")
+
+    def read_kernel(self) -> None:
+        """Copy what the product reads of the host's kernel into its root."""
+        for path in ("/proc/net/fib_trie", "/proc/net/route", "/proc/sys/net/ipv4/ip_forward"):
+            _host.path(path).parent.mkdir(parents=True, exist_ok=True)
+            _host.path(path).write_text(self.run(["cat", path]).stdout)
+        listed = self.run(["ip", "-br", "link"]).stdout.split("\n")
+        for name in (line.split()[0].partition("@")[0] for line in listed if line.strip()):
+            _host.path(f"/sys/class/net/{name}").mkdir(parents=True, exist_ok=True)
+            flags = self.run(["cat", f"/sys/class/net/{name}/flags"]).stdout
+            _host.path(f"/sys/class/net/{name}/flags").write_text(flags)
+
+    def restore(self) -> list[str]:
+        """One round of the guardian."""
+        self.read_kernel()
+        return _guards.restore(NETWORK, with_firewall=True)
+
+    def plug(self, guest: Guest) -> None:
+        """The port that libvirt adds when a VM starts."""
+        self.run(["ovs-vsctl", f"--db=unix:{self.folder}/db.sock", "--timeout=10", "--may-exist",
+                  "add-port", "ovsbr0", guest.guard.port])  # fmt: skip
+
+    def admit(self, guest: Guest) -> None:
+        """What slice_vm does before it lets a guest run."""
+        _guards.save(guest.guard)
+        _guards.apply(NETWORK, _guards._change.Step("load_firewall", "", None, None))
+        number = _flows.await_port(guest.guard.port)
+        _flows.install(
+            guest.guard, number, _flows.local_addresses(), _guards.egress_of(NETWORK, guest.guard)
+        )
+
+    def start_dhcp(self) -> None:
+        folder = _host.path(_baseline_files.RESERVATIONS)
+        folder.mkdir(parents=True, exist_ok=True)
+        for guest in (A, B):
+            line = f"{guest.guard.mac},id:*,{guest.guard.ip},12h\n"
+            (folder / guest.guard.allocation_id).write_text(line)
+        text = _baseline_files.dnsmasq(NETWORK)
+        text = text.replace(_baseline_files.RESERVATIONS, str(folder))
+        text = text.replace(_baseline_files.LEASES, str(self.leases))
+        config = self.folder / "dnsmasq.conf"
+        config.write_text(text)
+        self.dhcp = self._daemon(
+            "dnsmasq",
+            *(f"--conf-file={config}", "--keep-in-foreground", "--log-facility=-", "--log-dhcp"),
+            *("--user=root", f"--pid-file={self.folder}/dnsmasq.pid"),
+        )
+        _until((self.folder / "dnsmasq.pid").exists)
+
+    @property
+    def leases(self) -> Path:
+        return self.folder / "dnsmasq.leases"
+
+    def close(self) -> None:
+        for process in (self.dhcp, self.switch, self.database):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+        for name in self.namespaces:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+    def _daemon(self, *argv: str) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            **{
+                f"OVS_{name}": str(self.folder)
+                for name in ("RUNDIR", "DBDIR", "LOGDIR", "SYSCONFDIR")
+            },
+        }
+        with (self.folder / f"{argv[0]}.out").open("ab") as log:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.host, *argv], env=environment, stdout=log, stderr=log
+            )
+
+
+@contextlib.contextmanager
+def machines(folder: Path) -> Iterator[Rig]:
+    """A host with the product's network baseline and two guests, A and B, with their guards."""
+    rig = Rig(folder, f"rig{os.getpid()}-")
+    try:
+        _wire(rig)
+        subprocess.run(
+            ["ovsdb-tool", "create", str(folder / "conf.db"), _SCHEMA],
+            check=True,
+            capture_output=True,
+        )
+        rig.database = rig._daemon(
+            "ovsdb-server", f"--remote=punix:{folder}/db.sock", str(folder / "conf.db")
+        )
+        _until((folder / "db.sock").exists)
+        rig.run(["ovs-vsctl", f"--db=unix:{folder}/db.sock", "--no-wait", "init"])
+        rig.start_switch()
+        _host.path("/run/openvswitch").mkdir(parents=True)
+        _host.path("/run/openvswitch/db.sock").write_text("")
+        rig.establish()
+        for guest in (A, B):
+            rig.plug(guest)
+            rig.admit(guest)
+        rig.start_dhcp()
+        yield rig
+    finally:
+        rig.close()
+
+
+def commands_on(rig_folder: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the product's commands act on the rig's host."""
+    real = _command.run
+
+    def run(argv: Sequence[str], **options: Any) -> Any:
+        words = list(argv)
+        if words[0] == "ovs-vsctl":
+            words.insert(1, f"--db=unix:{rig_folder}/db.sock")
+        if words[0] == "ovs-vsctl" and "add-br" in words:
+            # There is no kernel module for the switch in a namespace.
+            words += [
+                "--",
+                "set",
+                "bridge",
+                words[words.index("add-br") + 1],
+                "datapath_type=netdev",
+            ]
+        inside = ["ip", "netns", "exec", host, "env", f"OVS_RUNDIR={rig_folder}"]
+        if words[0] == "unshare":
+            inside = []
+        return real([*inside, *words], **options)
+
+    monkeypatch.setattr(_command, "run", run)
+
+
+def missing() -> str:
+    """Why the rig cannot run here, or ""."""
+    absent = [
+        tool
+        for tool in TOOLS
+        if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    ]
+    if absent:
+        return f"needs {', '.join(absent)}"
+    if os.geteuid() != 0:
+        return "needs root for network namespaces"
+    tried = ["unshare", "--net", "nft", "add", "table", "inet", "rig"]
+    done = subprocess.run(tried, check=False, capture_output=True, text=True)
+    return f"needs a kernel with namespaces and nftables: {done.stderr}" if done.returncode else ""
+
+
+@contextlib.contextmanager
+def inside(place: str) -> Iterator[None]:
+    """Sockets made inside belong to the namespace."""
+    library = ctypes.CDLL(None, use_errno=True)
+    here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(f"/run/netns/{place}", os.O_RDONLY)
+    try:
+        assert library.setns(there, _CLONE_NEWNET) == 0
+        try:
+            yield
+        finally:
+            assert library.setns(here, _CLONE_NEWNET) == 0
+    finally:
+        os.close(here)
+        os.close(there)
+
+
+def packet_socket(place: str, interface: str) -> socket.socket:
+    """A raw socket that sees every frame of an interface."""
+    with inside(place):
+        handle = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        handle.bind((interface, 0))
+    handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    handle.setblocking(False)
+    return handle
+
+
+def _wire(rig: Rig) -> None:
+    """Namespaces, cables and addresses."""
+    for name in ("host", "world", "mgmt", A.place, B.place):
+        subprocess.run(["ip", "netns", "add", rig.place(name)], check=True, capture_output=True)
+        rig.namespaces.append(rig.place(name))
+        rig.run(["ip", "link", "set", "lo", "up"], place=rig.place(name))
+    for here, name, there in (
+        ("up0", "eth0", "world"),
+        ("mgmt0", "eth0", "mgmt"),
+        (A.guard.port, "eth0", A.place),
+        (B.guard.port, "eth0", B.place),
+    ):
+        peer = ["peer", "name", name, "netns", rig.place(there)]
+        rig.run(["ip", "link", "add", here, "type", "veth", *peer])
+        rig.run(["ip", "link", "set", here, "up"])
+        _quiet(rig.host, here)
+        _quiet(rig.place(there), name)
+    addresses = (
+        ("host", f"{UPLINK}/24", "up0"),
+        ("host", f"{MANAGEMENT}/24", "mgmt0"),
+        ("world", "11.0.0.1/24", "eth0"),
+        ("world", f"{WORLD}/32", "lo"),
+        ("world", f"{CLOSED}/32", "lo"),
+        ("mgmt", f"{BMC}/24", "eth0"),
+        ("mgmt", f"{STORAGE}/32", "lo"),
+    )
+    for place, address, interface in addresses:
+        rig.run(["ip", "address", "add", address, "dev", interface], place=rig.place(place))
+        rig.run(["ip", "link", "set", interface, "up"], place=rig.place(place))
+    rig.run(["ip", "route", "add", "default", "via", "11.0.0.1"])
+    rig.run(["ip", "route", "add", "10.30.0.0/24", "via", BMC])
+    for place in ("world", "mgmt"):
+        via = UPLINK if place == "world" else MANAGEMENT
+        rig.run(["ip", "route", "add", "10.100.0.0/24", "via", via], place=rig.place(place))
+    for guest in (A, B):
+        place = rig.place(guest.place)
+        rig.run(["ip", "link", "set", "eth0", "address", guest.guard.mac], place=place)
+        rig.run(["ip", "address", "add", f"{guest.guard.ip}/24", "dev", "eth0"], place=place)
+        rig.run(["ip", "link", "set", "eth0", "up"], place=place)
+        rig.run(["ip", "route", "add", "default", "via", GATEWAY], place=place)
+    # The kernel behind a port's end must not answer: on a real host a tap has no kernel behind it.
+    drop = "".join(
+        f"chain {guest.place[-1]} {{ type filter hook ingress device {guest.guard.port} "
+        "priority 0; policy drop; }\n"
+        for guest in (A, B)
+    )
+    rig.run(["nft", "-f", "-"], input=f"table netdev rig {{\n{drop}}}\n")
+
+
+def _quiet(place: str, interface: str) -> None:
+    """Switch checksum offload off: the user-space switch drops unfinished checksums."""
+    with inside(place):
+        handle = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with handle:
+        for command in (0x17, 0x1F):  # ETHTOOL_STXCSUM, ETHTOOL_STSO
+            value = ctypes.create_string_buffer(struct.pack("II", command, 0))
+            request = struct.pack("16sP", interface.encode(), ctypes.addressof(value)).ljust(
+                40, b"\0"
+            )
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(handle, 0x8946, request)  # SIOCETHTOOL
+
+
+def _until(ready: Any, deadline: float = 10) -> None:
+    end = time.monotonic() + deadline
+    while not ready():
+        assert time.monotonic() < end, "the switch or dnsmasq did not start"
+        time.sleep(0.02)
