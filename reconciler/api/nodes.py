@@ -31,7 +31,7 @@ from reconciler.api.models import (
     Username,
 )
 from reconciler.api.security import Admin
-from reconciler.api.tasks import Task, audited
+from reconciler.api.tasks import Task
 from reconciler.db import schema, settings
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle import host
@@ -389,7 +389,7 @@ def renew(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
 
     def work(conn: Connection, act: Act) -> Task:
         nodes.get(conn, node_id)
-        return audited(conn, host.queue_renewal(conn, context.settings, node_id, act), act)
+        return Task.of(host.queue_renewal(conn, context.settings, node_id, act))
 
     return context.write(work, body=body, status=202)
 

@@ -26,7 +26,7 @@ from reconciler.api.models import (
 )
 from reconciler.api.nodes import Node
 from reconciler.api.security import Admin, Context
-from reconciler.api.tasks import Task, audited
+from reconciler.api.tasks import Task
 from reconciler.db import schema
 from reconciler.lifecycle import baremetal, gate, host, slots
 from reconciler.model.act import Act
@@ -227,7 +227,8 @@ def convert(node_id: Id, body: Conversion, context: Admin, guard: IfMatch) -> JS
         }
 
     kind = TaskKind.NODE_BOOTSTRAP if target is NodeMode.SLICE else TaskKind.NODE_CONVERT
-    return _queue(context, node_id, kind, body, parameters)
+    # The conversion has its own entry in the audit log.
+    return _queue(context, node_id, kind, body, parameters, audited=False)
 
 
 @router.post("/storage-transition", status_code=202, response_model=Task)
@@ -276,6 +277,7 @@ def _queue(
     parameters: Callable[[Connection, Act], Record] = lambda _conn, _act: {},
     *,
     slice_host: bool = False,
+    audited: bool = True,
 ) -> JSONResponse:
     """202 with a new task whose subject is the node; refused until its host has enrolled.
 
@@ -292,8 +294,9 @@ def _queue(
             subject_kind="node",
             subject_id=node_id,
             parameters=parameters(conn, act),
+            audited=audited,
         )
-        return audited(conn, queue.enqueue(conn, item, act), act)
+        return Task.of(queue.enqueue(conn, item, act))
 
     return context.write(work, body=body, status=202)
 
@@ -308,8 +311,7 @@ def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> 
 
     def work(conn: Connection, act: Act) -> Task:
         without = body.without_dead_disks
-        task = baremetal.clean(conn, node_id, act, without_dead_disks=without)
-        return audited(conn, task, act)
+        return Task.of(baremetal.clean(conn, node_id, act, without_dead_disks=without))
 
     return context.write(work, body=body, status=202)
 

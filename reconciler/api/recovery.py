@@ -13,7 +13,7 @@ from reconciler.api.allocations import Allocation
 from reconciler.api.http import IfMatch
 from reconciler.api.models import Answer, Document, Id, Integer, Moment, Reasoned, StrictFlag
 from reconciler.api.security import Admin
-from reconciler.api.tasks import Task, audited
+from reconciler.api.tasks import Task
 from reconciler.db import schema
 from reconciler.lifecycle import recovery, recovery_cases, recovery_policy
 from reconciler.model.act import Act
@@ -179,7 +179,7 @@ def verify_absent(allocation_id: Id, context: Admin, body: Reasoned | None = Non
     """Have the host report what is left of the allocation. Answers with the task."""
 
     def work(conn: Connection, act: Act) -> Task:
-        return audited(conn, recovery.verify_absence(conn, allocation_id, act), act)
+        return Task.of(recovery.verify_absence(conn, allocation_id, act))
 
     return context.write(work, body=body, status=202)
 

@@ -60,8 +60,9 @@ class Caller:
 
     @property
     def actor(self) -> str:
-        """The name in history and audit log."""
-        return f"{_ACTOR[self.role]}:{self.name}"
+        """The name in history and audit log, with the id of a token, because names may be equal."""
+        token = f"#{self.token_id}" if self.stored else ""
+        return f"{_ACTOR[self.role]}:{self.name}{token}"
 
     def still(self, request: Request) -> bool:
         """Whether the request's token still stands for this caller."""

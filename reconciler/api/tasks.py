@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from reconciler.api.http import IfMatch, PageOf, Paging, encode, tagged
 from reconciler.api.models import Answer, Document, Filter, Id, Moment, Reasoned, Record
 from reconciler.api.security import Admin, Context
-from reconciler.db import journal, schema
+from reconciler.db import journal, locks, schema
 from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.states import TaskKind, TaskState
@@ -281,23 +281,20 @@ def cancel(
     """Ask a running task to stop, or end one that waits.
 
     The subject of the task counts as failed: an allocation ends, and a slot that may hold something
-    of a tenant is blocked until it is recovered.
+    of a tenant is blocked until it is recovered. A task that has ended, or was already asked to
+    stop, stays as it is.
     """
 
     def work(conn: Connection, act: Act) -> Task:
         guard.check(conn, "task", task_id)
+        with locks.task(conn, task_id) as before:
+            pass  # Locked until the transaction ends, so that the comparison below is exact.
         task = task_failures.cancel(conn, task_id, act)
-        journal.audit(conn, act, "admin.task.canceled", "task", task_id)
+        if task.generation != before.generation:
+            journal.audit(conn, act, "admin.task.canceled", "task", task_id)
         return Task.of(task)
 
     return context.write(work, body=body)
-
-
-def audited(conn: Connection, task: schema.Task, act: Act) -> Task:
-    """The task as an answer, with an entry in the audit log: work on a host is an admin's act."""
-    detail = {"kind": task.kind, "task_id": task.id}
-    journal.audit(conn, act, "admin.task.queued", task.subject_kind, task.subject_id, detail=detail)
-    return Task.of(task)
 
 
 def _output(task: schema.Task, limit: int) -> str:

@@ -37,7 +37,7 @@ def create(
     name: Annotated[str, typer.Option(help="Name of the holder, for audit.")],
     project: Annotated[str, typer.Option(help="For project-member, by id or name.")] = "",
     node: Annotated[str, typer.Option(help="For node.")] = "",
-    days: Annotated[int, typer.Option(min=0, help="Days until it ends; 0: no end.")] = 90,
+    days: Annotated[int, typer.Option(min=0, max=3650, help="Days until it ends; 0: no end.")] = 90,
     save: Annotated[bool, typer.Option(help="Save it for this machine's `gpuaas`.")] = False,
 ) -> None:
     """Print a new token; it is not shown again. Needs access to the database itself."""
@@ -91,6 +91,9 @@ def _save(secret: str, file: Path) -> None:
 
 
 def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str:
+    from pydantic import TypeAdapter, ValidationError
+
+    from reconciler.api.models import Name
     from reconciler.cli.service import open_unmigrated
     from reconciler.db.engine import transaction
     from reconciler.model.act import Act
@@ -105,6 +108,17 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
             found=f"role {role}, project {project!r}, node {node!r}",
             remedy="give the option that belongs to the role",
         )
+    try:
+        TypeAdapter(Name).validate_python(name)
+    except ValidationError as error:
+        # Audit names the holder, so a name must not look like another actor.
+        raise Problem(
+            "request_invalid",
+            422,
+            expected="a name of at most 64 letters, digits, '.', '_' and '-'",
+            found=repr(name),
+            remedy="choose such a name",
+        ) from error
     engine = open_unmigrated()
     with transaction(engine) as conn:
         if project:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,9 +27,35 @@ _REST_S = 10
 # Connections that stay open. With fewer, requests wait for each other; with more, the processes of
 # a site together exceed the server's limit.
 _CONNECTIONS = 15
+# Of them, so many may write. Writers may all wait for a lock, and readers must not wait for them.
+_WRITERS = 10
+_TURNS = "gpuaas_turns"
 _SINCE = "gpuaas_rests_since"
-# serialization_failure and deadlock_detected: the transaction had no effect and may be repeated.
-_REPEATABLE = frozenset({"40001", "40P01"})
+# idle_in_transaction_session_timeout: the server ended the session, because the process was paused.
+_PAUSED = "25P03"
+# The transaction had no effect and may be repeated. The others are serialization_failure,
+# deadlock_detected and lock_not_available.
+_REPEATABLE = frozenset({"40001", "40P01", "55P03", _PAUSED})
+# Limits of a session of PostgreSQL. A process that is paused or cut off in the middle of a
+# transaction keeps its row locks until the server ends its session. The attempts of `retrying`
+# together outlast that.
+_LIMITS = {
+    "lock_timeout": "3s",
+    "idle_in_transaction_session_timeout": "10s",
+    "statement_timeout": "60s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "25s",
+}
+# The same of our side of the connection, for a server that does not answer.
+_LINK = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
 
 
 def open_engine(url: str) -> sa.Engine:
@@ -38,7 +65,14 @@ def open_engine(url: str) -> sa.Engine:
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)
     else:
-        engine = sa.create_engine(url, pool_size=_CONNECTIONS, max_overflow=0)
+        engine = sa.create_engine(
+            url,
+            pool_size=_CONNECTIONS,
+            max_overflow=0,
+            connect_args=_limits(sa.make_url(url)),
+            execution_options={_TURNS: threading.Semaphore(_WRITERS)},
+        )
+        event.listen(engine, "handle_error", _was_ended)
         event.listen(engine, "checkout", partial(_still_there, engine.dialect))
         event.listen(engine, "checkin", _rests)
     return engine
@@ -47,7 +81,8 @@ def open_engine(url: str) -> sa.Engine:
 @contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A writing transaction, committed as a whole or rolled back."""
-    with engine.connect() as conn, conn.begin():
+    turn = engine.get_execution_options().get(_TURNS) or nullcontext()
+    with turn, engine.connect() as conn, conn.begin():
         guard = conn.get_execution_options().get(_GUARD)
         if guard is not None:
             guard(conn)
@@ -113,6 +148,30 @@ def _may_repeat(failure: Problem | exc.DBAPIError) -> bool:
     if isinstance(failure, exc.IntegrityError):
         return True
     return getattr(failure.orig, "sqlstate", None) in _REPEATABLE
+
+
+def without_limits(conn: sa.Connection) -> None:
+    """Let the statements of this transaction last and wait as long as they need.
+
+    For migrations and sweeps, whose statements grow with the database.
+    """
+    if conn.dialect.name == "postgresql":
+        conn.exec_driver_sql("SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0")
+
+
+def _limits(url: sa.URL) -> dict[str, Any]:
+    """Connection arguments with the limits of a session; those in the URL itself prevail."""
+    options = [f"-c {name}={value}" for name, value in _LIMITS.items()]
+    given = url.query.get("options", ())
+    options += [given] if isinstance(given, str) else given
+    link = {name: value for name, value in _LINK.items() if name not in url.query}
+    return {**link, "options": " ".join(options)}
+
+
+def _was_ended(context: sa.ExceptionContext) -> None:
+    """Mark a connection whose session the server has ended; the driver calls that internal."""
+    if getattr(context.original_exception, "sqlstate", None) == _PAUSED:
+        context.is_disconnect = True
 
 
 @contextmanager

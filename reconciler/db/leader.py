@@ -2,12 +2,13 @@
 
 A process that was paused past its term does not know it. Therefore every writing transaction of a
 leader locks the leader's row at its own epoch until the commit, and the row cannot change hands
-meanwhile.
+meanwhile. The lock admits the renewal of the term, so a slow transaction does not end the term of
+its own process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -22,6 +23,8 @@ from reconciler.model.errors import Refusal
 LOOPS = "loops"
 # Interval at which a process campaigns for the term or renews it.
 ELECTION_S = 2.0
+# Longest pause within a transaction of a leader, and longest wait for a lock, as part of its term.
+_PAUSE = 0.4
 
 
 class Deposed(Refusal):
@@ -51,10 +54,15 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
     if kept is not None:
         return Lease(name, holder, kept, seconds)
     fresh = {"holder": holder, "acquired_at": clock.now(), "expires_at": until}
-    free = sa.update(leaders).where(leaders.c.name == name, ~live)
-    taking = free.values(epoch=leaders.c.epoch + 1, **fresh).returning(leaders.c.epoch)
-    taken = conn.execute(taking).scalar()
-    if taken is None and read(conn, name) is None:
+    # The lock excludes transactions of the last leader. It is not waited for, because a candidate
+    # campaigns again soon.
+    ended = sa.select(leaders.c.epoch).where(leaders.c.name == name, ~live)
+    taken: int | None = None
+    if conn.execute(ended.with_for_update(skip_locked=True)).scalar() is not None:
+        free = sa.update(leaders).where(leaders.c.name == name, ~live)
+        taking = free.values(epoch=leaders.c.epoch + 1, **fresh).returning(leaders.c.epoch)
+        taken = conn.execute(taking).scalar()
+    elif read(conn, name) is None:
         # Of two simultaneous inserts, the primary key refuses the second, which campaigns again.
         conn.execute(sa.insert(leaders).values(name=name, epoch=1, **fresh))
         taken = 1
@@ -70,13 +78,16 @@ def resign(conn: sa.Connection, lease: Lease) -> None:
 def require(conn: sa.Connection, lease: Lease) -> None:
     """Lock the term until this transaction ends; `Deposed` when it has ended."""
     if conn.dialect.name == "postgresql":
-        # Without a timeout, a process that is paused here would keep all others from leading.
-        limit = max(1, int(lease.seconds * 1000))
-        conn.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {limit}")
+        # A process that is paused or waits here keeps all others from leading.
+        limit = max(1, int(lease.seconds * 1000 * _PAUSE))
+        conn.exec_driver_sql(
+            f"SET LOCAL idle_in_transaction_session_timeout = {limit};"
+            f" SET LOCAL lock_timeout = {limit}"
+        )
     live = (leaders.c.expires_at > clock.now()).label("live")
     query = sa.select(leaders.c.epoch, live).where(leaders.c.name == lease.name)
     # SQLite has no row locks and needs none, because a writer locks the whole database.
-    row = conn.execute(query.with_for_update(read=True)).one_or_none()
+    row = conn.execute(query.with_for_update(read=True, key_share=True)).one_or_none()
     if row is None or row.epoch != lease.epoch or not row.live:
         raise Deposed(
             "not_leader",
@@ -86,9 +97,11 @@ def require(conn: sa.Connection, lease: Lease) -> None:
         )
 
 
-def led_by(whole: sa.Engine, lease: Lease) -> sa.Engine:
+def led_by(
+    whole: sa.Engine, lease: Lease, begin: Callable[[sa.Connection, Lease], None] = require
+) -> sa.Engine:
     """Engine of the same database whose writing transactions begin by requiring the term."""
-    return engine.guarded(whole, lambda conn: require(conn, lease))
+    return engine.guarded(whole, lambda conn: begin(conn, lease))
 
 
 def read(conn: sa.Connection, name: str) -> Record | None:

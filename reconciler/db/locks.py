@@ -53,6 +53,15 @@ def node(conn: sa.Connection, node_id: str) -> Iterator[Node]:
 
 
 @contextmanager
+def free_node(conn: sa.Connection, node_id: str) -> Iterator[Node | None]:
+    """Lock a node unless another transaction has locked it; None then."""
+    query = sa.select(Node.TABLE).where(Node.TABLE.c.id == node_id)
+    with _scope(conn, _Rank.NODE, node_id):
+        locked = query.with_for_update(key_share=True, skip_locked=True)
+        yield rows.first(conn, locked, Node)
+
+
+@contextmanager
 def slot(conn: sa.Connection, slot_id: str) -> Iterator[Slot]:
     """Lock a slot, and its node before it."""
     node_id = rows.get(conn, Slot, slot_id).node_id

@@ -92,10 +92,11 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
 
 def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> AppInstance:
     """The project's instance with this id. An instance of another project is not found."""
-    instance = rows.get(conn, AppInstance, id, lock=lock)
+    # Read before it is locked: a project must not be able to lock what another has.
+    instance = rows.get(conn, AppInstance, id)
     if instance.project_id != project_id:
         raise not_found("app_instance", id)
-    return instance
+    return rows.get(conn, AppInstance, id, lock=True) if lock else instance
 
 
 def every(conn: sa.Connection, project_id: str, page: Page | None = None) -> list[AppInstance]:
@@ -206,9 +207,10 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
 
 def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
     """Lock and return the allocation. Raises a Problem when no application can use it."""
-    allocation = rows.get(conn, Allocation, id, lock=True)
-    if allocation.project_id != project_id:
+    # Read before it is locked, like an instance.
+    if rows.get(conn, Allocation, id).project_id != project_id:
         raise not_found("allocation", id)
+    allocation = rows.get(conn, Allocation, id, lock=True)
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",

@@ -24,6 +24,7 @@ from reconciler.lifecycle import gate, host, slices
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import (
+    LEAST_DIGITS,
     STEP,
     Difference,
     ExpectedAllocation,
@@ -31,6 +32,7 @@ from reconciler.model.drift import (
     Findings,
     Records,
     compare,
+    prefixes,
 )
 from reconciler.model.states import (
     AllocationState,
@@ -66,6 +68,9 @@ _UNDER_WAY = (
 )
 # Limit on allocation names from a host. No genuine host has more; the rest stay unknown.
 _NAMES = 500
+# Digits of an allocation id.
+_DIGITS = 32
+_HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 def expected_state(
@@ -153,19 +158,15 @@ def _live(conn: sa.Connection, node_id: str) -> set[str]:
 def _named(
     conn: sa.Connection, holdings: Mapping[str, Any], records: Mapping[str, Allocation]
 ) -> list[Allocation]:
-    """Allocations on any node that the host names and that `known` does not contain."""
-    starts = [key.replace("-", "") for key in records]
-    names = sorted(
-        name
-        for name in set(_names(holdings))
-        if len(name) >= 12 and not any(start.startswith(name) for start in starts)
-    )
-    matches: list[Allocation] = []
-    for name in names[:_NAMES]:
-        pattern = f"{_dashed(name)}%"
-        query = sa.select(allocations).where(allocations.c.id.like(pattern))
-        matches += rows.every(conn, query.limit(2), Allocation)
-    return matches
+    """Allocations on any node that the host names and that the records do not contain."""
+    known = {name for key in records for name in prefixes(key.replace("-", ""))}
+    names = sorted({name for name in _names(holdings) if name not in known})[:_NAMES]
+    if not names:
+        return []
+    # One query with a range of the primary key for each name, because a host may invent any names.
+    ranges = [allocations.c.id.between(_dashed(name), f"{_dashed(name)}g") for name in names]
+    query = sa.select(allocations).where(sa.or_(*ranges))
+    return rows.every(conn, query.limit(2 * len(names)), Allocation)
 
 
 def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
@@ -173,7 +174,7 @@ def _names(holdings: Mapping[str, Any]) -> Iterator[str]:
     for part in holdings.values():
         for entry in part["found"]:
             digits = str(entry.get("allocation_id") or entry.get("owner") or "").replace("-", "")
-            if digits and set(digits) <= set("0123456789abcdef"):
+            if LEAST_DIGITS <= len(digits) <= _DIGITS and set(digits) <= _HEXADECIMAL:
                 yield digits
 
 

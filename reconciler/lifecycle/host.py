@@ -512,5 +512,6 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
         subject_kind="node",
         subject_id=node_id,
         parameters={"certificate": signed, "public_key": certificate.public_key},
+        audited=bool(act.role),
     )
     return task_queue.add(conn, item, act)

@@ -222,7 +222,8 @@ def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
     """Queue the absence check for an allocation on its host."""
     held = held_slots(conn, allocation_id)
     _require_slices(rows.get(conn, Allocation, allocation_id))
-    return queue_host_task(conn, TaskKind.SLICE_ABSENCE_VERIFY, allocation_id, held, act)
+    kind, audited = TaskKind.SLICE_ABSENCE_VERIFY, bool(act.role)
+    return queue_host_task(conn, kind, allocation_id, held, act, audited=audited)
 
 
 def blocked(conn: sa.Connection, node_id: str | None = None) -> list[Slot]:
@@ -365,7 +366,13 @@ def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
 
 
 def queue_host_task(
-    conn: sa.Connection, kind: TaskKind, name: str, slots: list[Slot], act: Act
+    conn: sa.Connection,
+    kind: TaskKind,
+    name: str,
+    slots: list[Slot],
+    act: Act,
+    *,
+    audited: bool = False,
 ) -> Task:
     """Queue a task on the host of an allocation, with slots in the form of the run contract.
 
@@ -389,6 +396,7 @@ def queue_host_task(
             allocation_id=name if record else None,
             parameters=parameters,
             fences={slot.id: slot.fence for slot in slots},
+            audited=audited,
         ),
         act,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock
+from reconciler.db.engine import without_limits
 from reconciler.db.schema import allocations, idempotency_keys, outbox, slots, task_events, tasks
 from reconciler.model.states import AllocationState, SlotState, TaskState
 from reconciler.records.leasing import DUE
@@ -73,6 +74,8 @@ def _done(age_s: float) -> sa.ColumnElement[bool]:
 def _delete(
     conn: sa.Connection, table: sa.Table, key: tuple[sa.Column[Any], ...], old: sa.Select[Any]
 ) -> int:
+    # An old site has large tables.
+    without_limits(conn)
     chosen = old.limit(AT_ONCE)
     whole = sa.tuple_(*key) if len(key) > 1 else key[0]
     return conn.execute(sa.delete(table).where(whole.in_(chosen))).rowcount

@@ -10,7 +10,10 @@ from reconciler.model.errors import Problem
 
 @dataclass(frozen=True)
 class Act:
-    """actor: "admin:alice", "task:<id>", "local-operator"; role: the token's role, if any."""
+    """actor: "admin:alice#<id of the token>", "task:<id>", "local-operator".
+
+    role: the token's role, if any.
+    """
 
     actor: str
     reason: str = ""
@@ -23,7 +26,8 @@ class Act:
         """The reason as stored. Without a reason, an act of an API caller names that caller; an
         internal act stores "", because its event explains it.
         """
-        return self.reason or (f"no reason given by {self.actor}" if self.role else "")
+        holder = self.actor.partition("#")[0]
+        return self.reason or (f"no reason given by {holder}" if self.role else "")
 
     def because(self, reason: str, evidence: Mapping[str, object] | None = None) -> Act:
         """The same actor with a more exact reason."""

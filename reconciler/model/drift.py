@@ -24,7 +24,7 @@ _DISK_USED = ("disk_in_use", "os_disk")
 # The length of an allocation id.
 _WHOLE = 36
 # Fewest digits that the host reports of an id when it does not have the whole id.
-_LEAST_DIGITS = 12
+LEAST_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,16 @@ class Records:
     @cached_property
     def allocation(self) -> dict[str, ExpectedAllocation]:
         return {allocation.id: allocation for allocation in self.allocations}
+
+    @cached_property
+    def owner(self) -> dict[str, ExpectedAllocation]:
+        """Allocation by its digits and each long prefix of them. A host may name very many."""
+        owners: dict[str, ExpectedAllocation] = {}
+        # If two allocation ids share the prefix, prefer the active allocation.
+        for allocation in sorted(self.allocations, key=lambda row: not row.active):
+            for prefix in prefixes(allocation.hexadecimal):
+                owners.setdefault(prefix, allocation)
+        return owners
 
 
 @dataclass(frozen=True)
@@ -273,11 +283,7 @@ def _lacks(holdings: Mapping[str, Any], part: str, is_it: Any) -> bool:
 
 def _owner(name: str, records: Records) -> ExpectedAllocation | None:
     """Allocation of a trace. The host reports its id, or a prefix as long as the name allows."""
-    if name in records.allocation:
-        return records.allocation[name]
-    owners = [row for row in records.allocations if _is_owner(name, row)]
-    # If two allocation ids share the prefix, prefer the active allocation.
-    return min(owners, key=lambda row: not row.active, default=None)
+    return records.allocation.get(name) or records.owner.get(name.replace("-", ""))
 
 
 def _parts(records: Records, slot_ids: tuple[str, ...]) -> set[str]:
@@ -301,6 +307,11 @@ def _addressed(records: Records, row: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
+def prefixes(digits: str) -> list[str]:
+    """Each part of an allocation's digits by which a host may name it."""
+    return [digits[:end] for end in range(LEAST_DIGITS, len(digits) + 1)]
+
+
 def _is_owner(name: str, allocation: ExpectedAllocation) -> bool:
     start = name.replace("-", "")
-    return len(start) >= _LEAST_DIGITS and allocation.hexadecimal.startswith(start)
+    return len(start) >= LEAST_DIGITS and allocation.hexadecimal.startswith(start)

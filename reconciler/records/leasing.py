@@ -41,16 +41,27 @@ def lease(
         query = query.where(tasks.c.kind.in_(kinds))
     order = (tasks.c.priority.desc(), tasks.c.created_at, tasks.c.id)
     taken: list[Task] = []
-    for candidate in rows.every(conn, query.order_by(*order).limit(limit + _SPARE), Task):
-        if len(taken) == limit:
+    locked: set[str] = set()
+    while len(taken) < limit:
+        free = query.where(tasks.c.node_id.not_in(sorted(locked))).order_by(*order)
+        candidates = rows.every(conn, free.limit(limit - len(taken) + _SPARE), Task)
+        before = len(locked)
+        for candidate in candidates:
+            if len(taken) == limit or candidate.node_id in locked:
+                continue
+            # The node's row is the lock for leasing tasks of this node. The same query under the
+            # lock has an answer that stays true. A node that another transaction has locked is
+            # skipped, because that transaction may hang.
+            with locks.free_node(conn, candidate.node_id) as node:
+                if node is None:
+                    locked.add(candidate.node_id)
+                    continue
+                mine = query.where(tasks.c.id == candidate.id)
+                task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks), Task)
+                if task is not None:
+                    taken.append(_take(conn, task, owner, runner, seconds))
+        if len(locked) == before:
             break
-        # The node's row is the lock for leasing tasks of this node. The same query under the lock
-        # has an answer that stays true.
-        with locks.node(conn, candidate.node_id):
-            mine = query.where(tasks.c.id == candidate.id)
-            task = rows.first(conn, mine.with_for_update(skip_locked=True, of=tasks), Task)
-            if task is not None:
-                taken.append(_take(conn, task, owner, runner, seconds))
     return taken
 
 

@@ -52,7 +52,10 @@ _LONGEST_PAUSE_S = 300
 
 @dataclass(frozen=True)
 class Enqueue:
-    """A request for a task. parameters: fully resolved, because the run makes no choices."""
+    """A request for a task. parameters: fully resolved, because the run makes no choices.
+
+    audited: queueing it is an admin's act that no other audit row names.
+    """
 
     kind: TaskKind
     node_id: str
@@ -64,6 +67,7 @@ class Enqueue:
     deadline_s: int = 3600
     priority: int = 0
     not_before_s: float = 0
+    audited: bool = False
 
 
 def then(kinds: Sequence[TaskKind]) -> dict[str, Any]:
@@ -113,6 +117,10 @@ def add(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
         },
     )
     journal.begin(conn, "task", record, act)
+    if item.audited:
+        detail = {"kind": record.kind, "task_id": record.id}
+        subject = (record.subject_kind, record.subject_id)
+        journal.audit(conn, act, "admin.task.queued", *subject, detail=detail)
     return record
 
 

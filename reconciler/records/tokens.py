@@ -24,7 +24,7 @@ from reconciler.db.schema import (
     node_certificates,
 )
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem, not_found
+from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 
 T = TypeVar("T", ApiToken, EnrolmentToken)
@@ -64,7 +64,9 @@ def issue(
             "expires_at": None if ttl_s is None else clock.now() + ttl_s,
         },
     )
-    journal.audit(conn, act, "admin.token.issued", "token", record.id, detail={"role": record.role})
+    names = ("role", "name", "project_id", "node_id", "expires_at")
+    detail = {field: getattr(record, field) for field in names}
+    journal.audit(conn, act, "admin.token.issued", "token", record.id, detail=detail)
     return _without_hash(record), secret
 
 
@@ -75,11 +77,12 @@ def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:
-    """Revoke an API token."""
-    update = sa.update(api_tokens).where(api_tokens.c.id == id).values(revoked_at=clock.now())
-    if not conn.execute(update).rowcount:
-        raise not_found("token", id)
-    journal.audit(conn, act, "admin.token.revoked", "token", id)
+    """Revoke an API token. A second time changes nothing, because the first time is evidence."""
+    valid = sa.update(api_tokens).where(api_tokens.c.id == id, api_tokens.c.revoked_at.is_(None))
+    if conn.execute(valid.values(revoked_at=clock.now())).rowcount:
+        journal.audit(conn, act, "admin.token.revoked", "token", id)
+    else:
+        rows.get(conn, ApiToken, id)
 
 
 def every(conn: sa.Connection, page: Page | None = None) -> list[ApiToken]:

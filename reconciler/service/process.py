@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, exc
 
 from reconciler.db import leader
 from reconciler.db import settings as site
-from reconciler.db.engine import reading, retrying
+from reconciler.db.engine import open_engine, reading, retrying
 from reconciler.db.leader import Lease
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -47,20 +47,24 @@ def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Ite
     worker = Worker(settings, engine) if work and settings.workers else None
 
     def roles() -> list[str]:
-        # A worker whose thread has died has no role, even if the process lives on.
+        # A part whose thread has died or hangs has no role, even if the process lives on.
         working = worker is not None and worker.looking()
-        states = ((API, api), (WORKER, working), (LOOPS, work))
+        looping = work and loops.turning()
+        states = ((API, api), (WORKER, working), (LOOPS, looping))
         return [role for role, active in states if active]
 
-    heartbeat = Heartbeat(engine, roles, candidate=work, lease_s=settings.leader_lease_s)
+    # A connection of its own: requests may occupy all others.
+    own = open_engine(settings.database)
+    heartbeat = Heartbeat(own, roles, lease_s=settings.leader_lease_s)
+    loops = Loops(settings, engine, heartbeat.lease)
     with ExitStack() as parts:
+        parts.callback(own.dispose)
         if worker is not None:
             worker.start()
             parts.callback(worker.stop)
         heartbeat.start()
         parts.callback(heartbeat.stop)
         if work:
-            loops = Loops(settings, engine, heartbeat.lease)
             loops.start()
             parts.callback(loops.stop)
         yield heartbeat
@@ -69,21 +73,16 @@ def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Ite
 class Heartbeat:
     """Heartbeat of a process in the database, and its candidacy for the leader's term.
 
-    roles: the current roles of the process. candidate: whether it may become the leader.
+    roles: the current roles of the process. Only with the role `loops` it may be the leader.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        roles: Callable[[], list[str]],
-        *,
-        candidate: bool,
-        lease_s: float = 10.0,
+        self, engine: Engine, roles: Callable[[], list[str]], *, lease_s: float = 10.0
     ) -> None:
         self.id = str(uuid.uuid4())
         self._engine = engine
         self._roles = roles
-        self._candidate = candidate
+        self._candidate = False
         self._lease_s = lease_s
         self._every_s = min(leader.ELECTION_S, lease_s / 4)
         self._term: tuple[Lease, float] | None = None
@@ -132,17 +131,22 @@ class Heartbeat:
         self._term = None if lease is None else (lease, sent_at)
 
     def _report(self, conn: Connection) -> Lease | None:
+        roles = self._roles()
         leader.record_process(
             conn,
             self.id,
-            self._roles(),
+            roles,
             host=socket.gethostname(),
             pid=os.getpid(),
             version=version("gpuaas-slice"),
         )
-        if not self._candidate:
-            return None
-        return leader.campaign(conn, leader.LOOPS, self.id, self._lease_s)
+        self._candidate = LOOPS in roles
+        if self._candidate:
+            return leader.campaign(conn, leader.LOOPS, self.id, self._lease_s)
+        if self._term is not None:
+            log.error("the loops of this process hang; it gives the lead up")
+            leader.resign(conn, self._term[0])
+        return None
 
     def _log_change(self, lease: Lease | None) -> None:
         before = self._term[0].epoch if self._term else None

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import clock, journal
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.journal import Overdue
-from reconciler.db.leader import Deposed, Lease, led_by
+from reconciler.db.leader import Deposed, Lease, led_by, require
 from reconciler.lifecycle import (
     app_operations,
     drift,
@@ -57,6 +57,8 @@ _APP_LOOKS: dict[str, Look] = {
     "keys are to be removed": app_operations.REMOVE_KEYS,
 }
 DAY_S = 86_400.0
+# The loops count as stuck when no transaction began for so long. A statement may take a minute.
+STUCK_S = 90.0
 # Interval at which a machine checks its run folders.
 EVERY_S = 3600.0
 # Transactions per pass and kind of row. The limit exists because other loops wait meanwhile.
@@ -311,6 +313,7 @@ class Loops:
         self._lease = lease
         self._loops = loops
         self._due = {loop.name: 0.0 for loop in loops}
+        self._moved_at = time.monotonic()
         self._stopping = threading.Event()
         # A daemon thread, because its work can be interrupted anywhere.
         self._thread = threading.Thread(target=self._run, name="loops", daemon=True)
@@ -322,19 +325,28 @@ class Loops:
         self._stopping.set()
         self._thread.join(timeout=10)
 
+    def turning(self) -> bool:
+        """Whether the loops make progress. While they hang, another process must lead."""
+        return time.monotonic() - self._moved_at < STUCK_S
+
     def _run(self) -> None:
         while not self._stopping.wait(self._settings.poll_s):
             self.run_due()
+
+    def _begin(self, conn: Connection, lease: Lease) -> None:
+        self._moved_at = time.monotonic()
+        require(conn, lease)
 
     def run_due(self) -> list[str]:
         """Run the loops that are due, if this process leads, and return their names."""
         done = []
         for loop in self._loops:
+            self._moved_at = time.monotonic()
             lease = self._lease()
             if lease is None or self._due[loop.name] > time.monotonic():
                 continue
             try:
-                loop.act(led_by(self._engine, lease), self._settings)
+                loop.act(led_by(self._engine, lease, self._begin), self._settings)
                 done.append(loop.name)
             except Deposed as deposed:
                 log.warning("%s stopped: %s", loop.name, deposed)

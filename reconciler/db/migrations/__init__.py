@@ -12,7 +12,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from reconciler.db.engine import reading, transaction
+from reconciler.db.engine import reading, transaction, without_limits
 from reconciler.model.errors import Problem
 
 # Key of the advisory lock. Any number that has no other use in the database would do.
@@ -27,6 +27,7 @@ def migrate(engine: sa.Engine, to: str = "head") -> str:
     Problem `schema_outdated` for a database whose revision this version does not know.
     """
     with _ONE_AT_A_TIME, transaction(engine) as conn:
+        without_limits(conn)
         if engine.dialect.name == "postgresql":
             conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         revision = MigrationContext.configure(conn).get_current_revision()

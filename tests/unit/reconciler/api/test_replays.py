@@ -239,11 +239,9 @@ def test_no_operation_is_without_a_key() -> None:
     } == BODILESS
 
 
-@pytest.mark.covers("I21", "CTRL-1")
-@pytest.mark.parametrize("name", ROWS)
-def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, name: str) -> None:
+def _request(stack: Stack, name: str) -> Callable[..., Any]:
+    """The operation as a function of the key and of changes of its body."""
     verb, path, operation = mutating()[name]
-    stack: Stack = request.getfixturevalue(ROWS[name].fixture)
     names, body = ROWS[name].prepare(stack)
     at = path.format(**{"node_id": NODE, "project_id": "demo", "action": "disable"} | names)
     roles = operation["security"][0]["token"]
@@ -254,6 +252,14 @@ def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, na
         headers = {"Idempotency-Key": key} if key else {}
         return client.request(verb, f"http://test{at}", headers=headers, **sent)
 
+    return ask
+
+
+@pytest.mark.covers("I21", "CTRL-1")
+@pytest.mark.parametrize("name", ROWS)
+def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, name: str) -> None:
+    stack: Stack = request.getfixturevalue(ROWS[name].fixture)
+    ask = _request(stack, name)
     if name in KEY_REQUIRED:
         keyless = refused(stack, lambda: ask(key=""))
         assert (keyless["status"], keyless["code"]) == (400, "idempotency_key_required")
@@ -273,3 +279,24 @@ def test_one_key_is_one_effect_and_one_answer(request: pytest.FixtureRequest, na
         other = refused(stack, lambda: ask(**OTHER.get(name, {"reason": "another"})))
         assert (other["status"], other["code"]) == (422, "idempotency_key_reused")
     assert kept(stack) == done
+
+
+@pytest.mark.covers("I20")
+@pytest.mark.parametrize("name", [name for name in ROWS if "/admin/" in mutating()[name][1]])
+def test_an_act_leaves_one_audit_row_if_it_changes_something_and_none_if_not(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    stack: Stack = request.getfixturevalue(ROWS[name].fixture)
+    ask = _request(stack, name)
+    for turn in range(3):
+        before = kept(stack)
+        answer = ask(key=f"turn-{turn}")
+        after = kept(stack)
+        different = {table for table in after if after[table] != before[table]}
+        changed = bool(different - {"audit_log", "idempotency_keys"})
+        written = after["audit_log"][len(before["audit_log"]) :]
+        rows = [(row.action, row.subject_id) for row in written]
+        # Several slots of one request have a row each.
+        assert len(set(rows)) == len(rows), rows
+        assert len({action for action, _ in rows}) == changed, (turn, different, rows)
+        assert changed or turn, answer.text

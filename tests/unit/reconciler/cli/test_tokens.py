@@ -43,6 +43,20 @@ def test_tokens_belong_to_somebody(
     assert (gpuaas.status, "node_not_found" in gpuaas.err) == (1, True)
 
 
+@pytest.mark.covers("CTRL-10", "I20")
+@pytest.mark.parametrize("name", ["oidc:alice", "a\nadmin:root", "a#b", "", "x" * 65])
+def test_a_name_that_looks_like_another_actor_is_refused(
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    with reading(new.engine) as conn:
+        before = tokens.every(conn)
+    gpuaas("token", "create", "--role", "platform-admin", "--name", name)
+    assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
+    with reading(new.engine) as conn:
+        assert tokens.every(conn) == before
+
+
 @pytest.mark.covers("CTRL-10")
 def test_a_leaked_token_is_found_and_revoked(
     new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,32 @@ def stranger(compare: Compared) -> Holdings:
     return holdings
 
 
+def test_a_host_that_invents_names_is_answered_by_one_search(compare: Compared) -> None:
+    """With a search for each name, a table of past allocations was read 500 times."""
+    holdings = nothing()
+    for number in range(3000):
+        put(holdings, "ports", port=f"gs{number:012x}", owner=f"{number:012x}")
+    searches = []
+
+    def note(_conn: object, cursor: Any, statement: str, given: Any, *_: object) -> None:
+        if "FROM allocations" in statement and (" LIKE " in statement or " BETWEEN " in statement):
+            searches.append((statement, given))
+
+    sa.event.listen(compare.engine, "before_cursor_execute", note)
+    try:
+        began = time.monotonic()
+        assert len(compare(holdings)["differences"]) == 3000
+        assert time.monotonic() - began < 10
+    finally:
+        sa.event.remove(compare.engine, "before_cursor_execute", note)
+    with reading(compare.engine) as conn:
+        (plan,) = [
+            [row[3] for row in conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", given)]
+            for statement, given in searches
+        ]
+    assert not any("SCAN allocations" in step for step in plan), plan
+
+
 @pytest.mark.covers("I14")
 def test_a_host_as_the_records_say_changes_nothing(compare: Compared, active: str) -> None:
     holdings = nothing()

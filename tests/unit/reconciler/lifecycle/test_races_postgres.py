@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.schema import Node, Slot, Task
-from reconciler.lifecycle import host, invariants, launch, placement
+from reconciler.db.schema import Allocation, AppInstance, Node, Slot, Task
+from reconciler.lifecycle import apps, host, invariants, launch, placement
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
-from reconciler.records import allocations, leasing, nodes, queue, slots
+from reconciler.model.states import TaskKind
+from reconciler.records import allocations, leasing, nodes, projects, queue, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import slices as slice_kinds
@@ -155,3 +157,72 @@ def test_who_waits_for_a_set_keeps_no_part_of_it(sold: Site, beside: Beside) -> 
             query = sa.select(tables.slots.c.id).where(tables.slots.c.id == other.id)
             assert third.execute(query.with_for_update(skip_locked=True)).all(), "nobody's"
     assert both.result(SOON_S)
+
+
+def _queued(engine: sa.Engine, kind: TaskKind) -> str:
+    item = queue.Enqueue(kind=kind, node_id="n1", subject_kind="node", subject_id=kind.value)
+    return retrying(engine, lambda conn: queue.enqueue(conn, item, ADMIN)).id
+
+
+@pytest.mark.covers("CTRL-9", "I13")
+@pytest.mark.parametrize("exclusive_first", [True, False])
+def test_an_exclusive_task_and_another_are_not_leased_at_once(
+    sold: Site, exclusive_first: bool
+) -> None:
+    """The first worker has not committed yet, so only the lock of the node shows its lease."""
+    kinds = [TaskKind.NODE_BOOTSTRAP, TaskKind.SLICE_ABSENCE_VERIFY]
+    first, second = kinds if exclusive_first else reversed(kinds)
+    for kind in (first, second):
+        _queued(sold.engine, kind)
+    with transaction(sold.engine) as one:
+        assert leasing.lease(one, "one", kinds=[first])
+        with transaction(sold.engine) as two:
+            assert leasing.lease(two, "two", kinds=[second]) == []
+    with transaction(sold.engine) as two:
+        assert leasing.lease(two, "two", kinds=[second]) == []
+
+
+@pytest.mark.covers("CTRL-9", "I13")
+def test_a_task_that_another_worker_takes_before_the_lock_is_seen_under_it(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (TaskKind.SLICE_ABSENCE_VERIFY, TaskKind.NODE_BOOTSTRAP):
+        _queued(sold.engine, kind)
+    lock = leasing.locks.free_node
+
+    def lock_late(conn: sa.Connection, node_id: str) -> AbstractContextManager[Node | None]:
+        monkeypatch.undo()
+        with transaction(sold.engine) as other:
+            assert leasing.lease(other, "other", kinds=[TaskKind.SLICE_ABSENCE_VERIFY])
+        return lock(conn, node_id)
+
+    monkeypatch.setattr(leasing.locks, "free_node", lock_late)
+    with transaction(sold.engine) as conn:
+        assert leasing.lease(conn, "late", kinds=[TaskKind.NODE_BOOTSTRAP]) == []
+
+
+@pytest.mark.covers("CTRL-10")
+def test_what_another_project_has_is_not_locked(sold: Site) -> None:
+    """Its owner would have to wait for a request that is refused."""
+    with transaction(sold.engine) as conn:
+        key = sold.active(conn)
+        projects.create(conn, "p2", ADMIN, id="p2")
+    fields = {"slug": "slurm", "name": "app", "managed_key": "ssh-ed25519 AAAA"}
+    with transaction(sold.engine) as conn:
+        mine = apps.NewApp(project_id=sold.project, controller_id=key, **fields)
+        instance = apps.create(conn, mine, ADMIN)
+    theirs = apps.NewApp(project_id="p2", controller_id=key, **fields)
+    with transaction(sold.engine) as owner:
+        rows.get(owner, Allocation, key, lock=True)
+        rows.get(owner, AppInstance, instance.id, lock=True)
+        with (
+            pytest.raises(Problem, match="allocation_not_found"),
+            transaction(sold.engine) as conn,
+        ):
+            apps.create(conn, theirs, ADMIN)
+        for act in (apps.stop, apps.reconcile):
+            with (
+                pytest.raises(Problem, match="app_instance_not_found"),
+                transaction(sold.engine) as conn,
+            ):
+                act(conn, "p2", instance.id, ADMIN)

@@ -100,7 +100,7 @@ def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None
 
 
 def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
-    first, second = (Heartbeat(engine, lambda: ["loops"], candidate=True) for _ in range(2))
+    first, second = (Heartbeat(engine, lambda: ["loops"]) for _ in range(2))
     first.start()
     second.start()
     assert first.lease() is not None and second.lease() is None

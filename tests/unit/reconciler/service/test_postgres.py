@@ -40,7 +40,12 @@ PASSING = {"idempotency_in_flight", "generation_conflict"}
 @pytest.fixture
 def selling_site(postgres: Postgres) -> Iterator[Site]:
     """Two nodes with three slots each, in a database of their own."""
-    engine = open_engine(postgres.database(f"site_{uuid.uuid4().hex[:8]}"))
+    yield from selling_site_at(postgres.database(f"site_{uuid.uuid4().hex[:8]}"))
+
+
+def selling_site_at(url: str) -> Iterator[Site]:
+    """Two nodes with three slots each, in an empty database."""
+    engine = open_engine(url)
     migrate(engine)
     site = Site(engine)
     for number, node in enumerate(("n1", "n2")):

@@ -21,7 +21,7 @@ LEASE_S = 0.25
 
 def main(url: str, manner: str) -> None:
     engine = open_engine(url)
-    heartbeat = Heartbeat(engine, lambda: ["writer"], candidate=True, lease_s=LEASE_S)
+    heartbeat = Heartbeat(engine, lambda: ["loops"], lease_s=LEASE_S)
     heartbeat.start()
     while True:
         lease = heartbeat.lease()

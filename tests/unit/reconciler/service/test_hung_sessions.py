@@ -1,0 +1,358 @@
+"""A process that hangs inside a transaction on PostgreSQL; the site goes on without a person."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import journal, leader
+from reconciler.db import schema as tables
+from reconciler.db.engine import (
+    _LIMITS,
+    open_engine,
+    reading,
+    retrying,
+    transaction,
+    without_limits,
+)
+from reconciler.db.leader import LOOPS
+from reconciler.db.schema import Task
+from reconciler.model.states import Role, TaskKind, TaskState
+from reconciler.records import leasing, nodes, queue, tokens
+from reconciler.service.process import Heartbeat
+from reconciler.settings import Settings
+from reconciler.trust.ca import open_trust
+from reconciler.work import loops as work_loops
+from reconciler.work.loops import Loop, Loops
+from tests.postgresql import Server
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.service.service import Service, serving, until
+from tests.unit.reconciler.service.test_postgres import selling_site_at
+
+pytestmark = [pytest.mark.postgres, pytest.mark.covers("I12")]
+# The limits in proportion to those of a site, so that the tests need not last as long.
+LIMITS = "-c lock_timeout=1200ms -c idle_in_transaction_session_timeout=4s"
+# The session of a paused process ends after that time, and its rows are free.
+RECOVERED_S = 15.0
+# What has nothing to do with the locked row does not wait for it.
+SOON_S = 3.0
+# Of the 15 connections of a process, requests for the locked node occupy all.
+REQUESTS = 30
+
+HOLDER = """
+import sys, time
+import sqlalchemy as sa
+from reconciler.db.engine import open_engine, transaction
+with transaction(open_engine(sys.argv[1])) as conn:
+    conn.execute(sa.text(sys.argv[2]))
+    print("locked", flush=True)
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def selling_site(postgres: Server) -> Iterator[Site]:
+    """Two nodes with three slots each."""
+    url = postgres.database(f"hung_{uuid.uuid4().hex[:8]}")
+    yield from selling_site_at(f"{url}&options={quote(LIMITS)}")
+
+
+@contextmanager
+def hanging(site: Site, statement: str) -> Iterator[None]:
+    """A process that locks a row and is suspended then, as with its virtual machine."""
+    url = site.engine.url.render_as_string(hide_password=False)
+    program = [sys.executable, "-c", HOLDER, url, statement]
+    holder = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        yield
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+@pytest.mark.covers("CTRL-9")
+def test_workers_take_the_work_of_other_nodes_and_then_of_the_locked_node(
+    selling_site: Site,
+) -> None:
+    engine = selling_site.engine
+    first = _discovery(engine, "n1")
+    with transaction(engine) as conn:
+        # More work than a worker looks at in one query.
+        for number in range(80):
+            values = {**vars(first), "id": f"many-{number}", "subject_id": f"s{number}"}
+            names = [column.name for column in tables.tasks.columns if column.computed is None]
+            conn.execute(sa.insert(tables.tasks).values({name: values[name] for name in names}))
+    last = _discovery(engine, "n2")
+
+    with hanging(selling_site, "SELECT * FROM nodes WHERE id = 'n1' FOR UPDATE"):
+        began = time.monotonic()
+        assert _lease(engine) == [last.id]
+        assert time.monotonic() - began < SOON_S
+        assert _lease(engine) == []
+        until(lambda: _lease(engine), RECOVERED_S)
+
+
+@pytest.mark.covers("CTRL-2")
+def test_the_api_answers_for_other_nodes_and_then_for_the_locked_node(
+    selling_site: Site, tmp_path: Path
+) -> None:
+    given = _admin(selling_site.engine)
+    with _site_service(selling_site, tmp_path) as service:
+        service.start("serve")
+        until(service.ready)
+
+        def change(client: httpx.Client, number: int) -> int:
+            body = {"name": f"n {number}", "reason": "test"}
+            return client.patch("/nodes/n1", json=body).status_code
+
+        with (
+            hanging(selling_site, "SELECT * FROM nodes WHERE id = 'n1' FOR UPDATE"),
+            ThreadPoolExecutor(REQUESTS) as pool,
+            httpx.Client(
+                base_url=f"{service.url}/api/v1/admin",
+                headers=given,
+                timeout=2 * RECOVERED_S,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=2 * REQUESTS),
+            ) as client,
+        ):
+            answers = [pool.submit(change, client, number) for number in range(REQUESTS)]
+            until(lambda: _waiting(selling_site.engine) > 1)
+            began = time.monotonic()
+            assert client.get("/nodes/n2").is_success
+            assert time.monotonic() - began < SOON_S
+            assert {answer.result(2 * RECOVERED_S) for answer in answers} <= {200, 409, 503}
+            assert change(client, 0) == 200
+            assert time.monotonic() - began < 2 * RECOVERED_S
+        until(service.ready)
+
+
+@pytest.mark.covers("I9")
+def test_another_leads_after_a_session_that_holds_the_leaders_row(selling_site: Site) -> None:
+    engine = selling_site.engine
+    both = [Heartbeat(engine, lambda: [LOOPS], lease_s=4.0) for _ in range(2)]
+    for heartbeat in both:
+        heartbeat.start()
+    try:
+        until(lambda: any(heartbeat.lease() for heartbeat in both))
+        with hanging(selling_site, "SELECT * FROM leaders FOR UPDATE"):
+            until(lambda: not any(heartbeat.lease() for heartbeat in both))
+            until(lambda: any(heartbeat.lease() for heartbeat in both), RECOVERED_S)
+    finally:
+        for heartbeat in both:
+            heartbeat.stop()
+
+
+@pytest.mark.covers("I9")
+def test_a_loop_that_waits_does_not_end_its_own_term(selling_site: Site) -> None:
+    """It waits for a node that a hung session has locked, and is the leader all the while."""
+    engine = selling_site.engine
+    heartbeat = Heartbeat(engine, lambda: [LOOPS], lease_s=2.0)
+    heartbeat.start()
+    lease = heartbeat.lease()
+    assert lease is not None
+    change = "UPDATE nodes SET name = 'changed' WHERE id = 'n1'"
+
+    def act(conn: sa.Connection) -> None:
+        conn.execute(sa.text(change))
+
+    try:
+        with hanging(selling_site, "SELECT * FROM nodes WHERE id = 'n1' FOR UPDATE"):
+            led = leader.led_by(engine, lease)
+            end = time.monotonic() + RECOVERED_S
+            while True:
+                began = time.monotonic()
+                try:
+                    with transaction(led) as conn:
+                        act(conn)
+                    break
+                except sa.exc.OperationalError:
+                    # Less than half of the term, with some time for a busy machine.
+                    assert time.monotonic() - began < 2.0
+                    assert heartbeat.lease() == lease
+                assert time.monotonic() < end
+        assert heartbeat.lease() == lease
+    finally:
+        heartbeat.stop()
+
+
+@pytest.mark.covers("I9")
+def test_a_leader_whose_loops_hang_gives_up_and_comes_back(
+    selling_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_loops, "STUCK_S", 1.0)
+    engine = selling_site.engine
+    go_on, acted = threading.Event(), []
+
+    def process(name: str, hangs: bool) -> tuple[Loops, Heartbeat]:
+        def act(led: sa.Engine, _settings: Settings) -> None:
+            # In the middle of a transaction, which keeps the term from changing hands.
+            with transaction(led) as conn:
+                journal.emit(conn, "written", "process", name, payload={})
+                if hangs:
+                    go_on.wait(60)
+            acted.append(name)
+
+        turning = lambda: [LOOPS] if loops.turning() else []  # noqa: E731
+        heartbeat = Heartbeat(engine, turning, lease_s=2.0)
+        settings = Settings(state_dir=tmp_path, poll_s=0.1)
+        loops = Loops(settings, engine, heartbeat.lease, [Loop("act", 0.2, act)])
+        loops.start()
+        heartbeat.start()
+        return loops, heartbeat
+
+    first = process("first", True)
+    assert first[1].lease() is not None
+    second = process("second", False)
+    try:
+        until(lambda: acted == ["second"] * 3)
+        assert first[1].lease() is None
+        with reading(engine) as conn:
+            assert leader.live_roles(conn) == {LOOPS: 1}
+            row = leader.read(conn, LOOPS)
+        assert row is not None and row["holder"] == second[1].id
+        go_on.set()
+        until(first[0].turning)
+        second[0].stop()
+        second[1].stop()
+        until(lambda: "first" in acted)
+    finally:
+        go_on.set()
+        for loops, heartbeat in (first, second):
+            loops.stop()
+            heartbeat.stop()
+
+
+@pytest.mark.parametrize("victim", ["api", "worker"])
+def test_a_process_that_is_suspended_in_the_middle_of_a_transaction(
+    selling_site: Site, tmp_path: Path, victim: str
+) -> None:
+    engine = selling_site.engine
+    given = _admin(engine)
+    with _site_service(selling_site, tmp_path) as service, ThreadPoolExecutor() as pool:
+        pid = service.start(victim)
+        until(lambda: _live(engine, victim))
+        mine = _discovery(engine, "n1", not_before_s=1.0 if victim == "worker" else 60.0)
+        path = f"{service.url}/api/v1/admin/nodes/n1"
+        change = {"url": path, "json": {"name": "suspended"}, "headers": given, "timeout": 90}
+        with engine.connect() as conn, conn.begin():
+            # It gets the node's row, and then waits for this table.
+            conn.execute(sa.text("LOCK TABLE state_history, audit_log IN EXCLUSIVE MODE"))
+            patch = partial(httpx.patch, trust_env=False, **change)
+            answer = pool.submit(patch) if victim == "api" else None
+            until(lambda: _waiting(engine))
+            os.kill(pid, signal.SIGSTOP)
+        other = _discovery(engine, "n2")
+        began = time.monotonic()
+        assert _lease(engine) == [other.id]
+        assert time.monotonic() - began < SOON_S
+        retrying(engine, lambda conn: nodes.change(conn, "n1", ADMIN, name="by another"))
+        assert SOON_S < time.monotonic() - began < RECOVERED_S
+        os.kill(pid, signal.SIGCONT)
+        if answer is not None:
+            # The server has ended its transaction; it is repeated, or the client may repeat it.
+            assert answer.result(60).status_code in {200, 503}
+            again = httpx.patch(trust_env=False, **change)
+            assert again.status_code == 200
+        else:
+            until(lambda: _state(engine, mine) != TaskState.QUEUED)
+
+
+@pytest.mark.covers("CTRL-2")
+def test_every_session_has_limits(selling_site: Site, postgres: Server) -> None:
+    plain = open_engine(postgres.url)
+    with reading(plain) as conn:
+        for name, value in _LIMITS.items():
+            shown = conn.exec_driver_sql(f"SHOW {name}").scalar_one()
+            # On a socket of this machine there is no TCP.
+            assert shown == ("0" if "tcp" in name else {"60s": "1min"}.get(value, value)), name
+    # A migration waits and works as long as it needs.
+    with transaction(plain) as conn:
+        without_limits(conn)
+        for name in ("lock_timeout", "statement_timeout"):
+            assert conn.exec_driver_sql(f"SHOW {name}").scalar_one() == "0"
+    plain.dispose()
+    # The site's own limits in the URL prevail.
+    with reading(selling_site.engine) as conn:
+        assert conn.exec_driver_sql("SHOW lock_timeout").scalar_one() == "1200ms"
+        assert conn.exec_driver_sql("SHOW statement_timeout").scalar_one() == "1min"
+
+
+def test_a_transaction_whose_session_was_ended_for_its_pause_is_repeated(
+    selling_site: Site,
+) -> None:
+    attempts = []
+
+    def work(conn: sa.Connection) -> str:
+        attempts.append(conn)
+        conn.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 50")
+        if len(attempts) == 1:
+            time.sleep(1)
+        return nodes.get(conn, "n1").id
+
+    assert retrying(selling_site.engine, work) == "n1"
+    assert len(attempts) == 2
+
+
+def _discovery(engine: sa.Engine, node_id: str, not_before_s: float = 0) -> Task:
+    item = queue.Enqueue(
+        kind=TaskKind.SLICE_TOPOLOGY_DISCOVER,
+        node_id=node_id,
+        subject_kind="node",
+        subject_id=node_id,
+        not_before_s=not_before_s,
+    )
+    return retrying(engine, lambda conn: queue.enqueue(conn, item, ADMIN))
+
+
+def _state(engine: sa.Engine, task: Task) -> str:
+    with reading(engine) as conn:
+        return queue.get(conn, task.id).state
+
+
+def _lease(engine: sa.Engine) -> list[str]:
+    taken = retrying(engine, lambda conn: leasing.lease(conn, "w", limit=1))
+    return [task.id for task in taken]
+
+
+def _site_service(site: Site, folder: Path) -> AbstractContextManager[Service]:
+    url = site.engine.url.render_as_string(hide_password=False)
+    open_trust(folder)
+    return serving(folder, GPUAAS_DATABASE_URL=url)
+
+
+def _admin(engine: sa.Engine) -> dict[str, str]:
+    with transaction(engine) as conn:
+        secret = tokens.issue(conn, ADMIN, name="ops", role=Role.PLATFORM_ADMIN)[1]
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def _live(engine: sa.Engine, role: str) -> bool:
+    with reading(engine) as conn:
+        return role in leader.live_roles(conn)
+
+
+def _waiting(engine: sa.Engine) -> int:
+    """Sessions of this database that wait for a lock."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+    with engine.connect() as conn:
+        return int(conn.execute(sa.text(f"{query} AND wait_event_type = 'Lock'")).scalar_one())
