@@ -307,9 +307,13 @@ def packet_socket(place: str, interface: str) -> socket.socket:
 
 def _wire(rig: Rig) -> None:
     """Namespaces, cables and addresses."""
+    # The first namespace of a machine mounts a folder, which two processes cannot do at once.
+    with Path("/run/lock/gpuaas-rig").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in ("host", "world", "mgmt", A.place, B.place):
+            subprocess.run(["ip", "netns", "add", rig.place(name)], check=True, capture_output=True)
+            rig.namespaces.append(rig.place(name))
     for name in ("host", "world", "mgmt", A.place, B.place):
-        subprocess.run(["ip", "netns", "add", rig.place(name)], check=True, capture_output=True)
-        rig.namespaces.append(rig.place(name))
         rig.run(["ip", "link", "set", "lo", "up"], place=rig.place(name))
     for here, name, there in (
         ("up0", "eth0", "world"),
@@ -368,7 +372,7 @@ def _quiet(place: str, interface: str) -> None:
                 fcntl.ioctl(handle, 0x8946, request)  # SIOCETHTOOL
 
 
-def _until(ready: Any, deadline: float = 10) -> None:
+def _until(ready: Any, deadline: float = 60) -> None:
     end = time.monotonic() + deadline
     while not ready():
         assert time.monotonic() < end, "the switch or dnsmasq did not start"
