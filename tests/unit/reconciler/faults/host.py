@@ -225,6 +225,9 @@ def cloud_seed(host: Host, params: Document) -> Document:
     if params["state"] == "absent":
         host.seeds.discard(key)
         return {}
+    if params["state"] == "detached":
+        host.seeds.discard(key)
+        return {"seed": {"destroyed": True, "in_definition": False, "in_guest": False}}
     host.seeds.add(key)
     return {"path": f"/seeds/{key}"}
 

@@ -136,6 +136,7 @@ class Crowd:
             ("recovered", 3, self._recover),
             ("cleaned", 1, self._clean_machine),
             ("converted", 1, self._convert),
+            ("reinstalled", 1, self._reinstall),
         )
         weights = [weight + OFTEN * (what in self._often) for what, weight, _ in acts]
         (found,) = chance.choices(acts, weights=weights)
@@ -188,6 +189,14 @@ class Crowd:
             return False
         self._write(lambda conn: host.convert(conn, found["id"], NodeMode.SLICE, self.act))
         return self._write(lambda conn: advance(conn, "node_mode", found["id"], "revert", self.act))
+
+    def _reinstall(self, chance: random.Random) -> bool:
+        """A machine whose tenant was root comes back after a new installation."""
+        machine = self._some(chance, tables.nodes, tables.nodes.c.id.like("m%"))
+        if machine is None:
+            return False
+        number = self.numbers[machine["id"]]
+        return self._write(lambda conn: self.whole.reinstall(conn, machine["id"], number) or True)
 
     def _work(self, chance: random.Random) -> bool:
         """Take a task and end it, well or badly; or die with it, and another takes it over."""

@@ -32,4 +32,6 @@ def test_the_life_of_a_whole_machine(engine: sa.Engine, site: Site) -> None:
         assert machines.released(conn, allocation_id)
         assert allocations.get(conn, allocation_id).state == "released"
         machines.discover(conn, "m1", 1)
+        assert machines.reasons(conn) == {"m1": "reinstall_required"}
+        machines.reinstall(conn)
         assert machines.reasons(conn) == {"m1": ""}

@@ -23,7 +23,7 @@ ACTS = {"launched", "gave back", "worked", "recovered", "no_capacity", "whole", 
 
 
 def test_sixteen_clients_for_a_moment(engine: sa.Engine, site: Site) -> None:
-    crowd = Crowd(site, hosts=2, machines=2, often={"whole", "converted"})
+    crowd = Crowd(site, hosts=2, machines=2, often={"whole", "converted", "reinstalled"})
     crowd.run(3, ACTS)
     crowd.sound()
     assert set(crowd.answers) >= ACTS, crowd.answers
