@@ -110,7 +110,7 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     if not modes:
         return None
     numbers = {name: _flows.number(str(value)) for name, value in ports}
-    guards = {**load(), _flows.PROBE_COOKIE: probe_guard(params)}
+    guards = _with_probe(params)
     local = _flows.local_addresses()
     expected = {
         cookie: _flows.rules(guard, numbers[guard.port], local, egress_of(params, guard))
@@ -168,13 +168,13 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "remove_flows":
         _flows.remove(bridge, step.subject.removeprefix("flows "))
     elif step.name == "guard_port":
-        guards = {guard.port: guard for guard in (*load().values(), probe_guard(params))}
+        guards = {guard.port: guard for guard in _with_probe(params).values()}
         guard, number = guards.get(step.subject), _flows.port_number(step.subject)
         # A slice that ended meanwhile needs no guard.
         if guard and number:
             _flows.install(guard, number, _flows.local_addresses(), egress_of(params, guard))
     elif step.name == "load_firewall":
-        _firewall.install(_rules(params, load()))
+        _firewall.install(_rules(params, _with_probe(params)))
 
 
 def reload_firewall() -> None:
@@ -232,8 +232,8 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
 
 def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
     """Body of the network's boot service after the boot: restore the isolation for ever."""
-    silent = ""
-    for turn in range(2**62):
+    silent, turn = "", 0
+    while True:
         try:
             settings = json.loads(_host.read(settings_path) or "{}")
             done = restore(settings, with_firewall=turn % _FIREWALL_EVERY == 0)
@@ -247,13 +247,18 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
                 _boot_service.log(f"cannot compare the guards: {silent}")
         _boot_service.notify("WATCHDOG=1")
         sleep(_PERIOD_S)
-    return 0
+        turn += 1
+
+
+def _with_probe(params: Params) -> dict[str, _flows.Guard]:
+    """The guards that may be loaded, by cookie: all kept ones, and that of parity's probe."""
+    return {**load(), _flows.PROBE_COOKIE: probe_guard(params)}
 
 
 def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
-    probe = probe_guard(params)
-    macs = {guard.mac for guard in guards.values()} | {probe.mac}
-    return _firewall.rules(params, macs, probe=(probe.ip, probe_target(params)))
+    macs = {guard.mac for guard in guards.values()}
+    address = guards[_flows.PROBE_COOKIE].ip
+    return _firewall.rules(params, macs, probe=(address, probe_target(params)))
 
 
 @lru_cache(maxsize=4)
