@@ -72,6 +72,11 @@ class Whole(ScriptedSite):
         with transaction(self.engine) as conn:
             return str(Machines(self.site).launch(conn).id)
 
+    def reinstall(self) -> None:
+        with transaction(self.engine) as conn:
+            if nodes.get(conn, "m1").tenant_machine_ids:
+                Machines(self.site).reinstall(conn)
+
     def release(self, allocation_id: str) -> None:
         with transaction(self.engine) as conn:
             launching.release(conn, allocation_id, ADMIN)

@@ -232,6 +232,9 @@ class ScriptedSite:
             found = conn.execute(query.where(tables.allocations.c.id == allocation_id))
             return str(found.scalar_one())
 
+    def reinstall(self) -> None:
+        """Install a machine anew that a tenant had as root; a slice host is none."""
+
     def pristine(self, where: str) -> None:
         """Nothing of anybody is left, and all of it is on sale."""
         self.sound(where)

@@ -416,6 +416,7 @@ def test_a_late_run_does_no_harm(
         scripted.pristine(where)
         if next_tenant == "after":
             scripted.runner.go_on(late)
+        scripted.reinstall()
         key = scripted.launch(everything=True)
         scripted.work()
         assert scripted.state(key) == "active", where
