@@ -13,7 +13,8 @@ GONE = "[removed]"
 
 _WORDS = "password|passwd|passphrase|secret|token|api_?key|private_?key|credential|signature"
 # Hosts write this text, so every pattern is linear in its length. It begins at the start of a run
-# of characters, takes the run as a whole (possessively), and never returns to it.
+# of characters, takes the run as a whole (possessively), and never returns to it. Only sets of
+# characters are possessive: before Python 3.11.5 a possessive group misses what it should match.
 _NAME = rf"(?<![\w.-])(?=[\w.-]*?(?:{_WORDS}))[\w.-]++"
 # A complete key, and a key of which the beginning or the end of the text has cut off a part.
 _KEY = re.compile(
@@ -35,7 +36,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     ),
     # name: value and name=value, quoted or not; in JSON also with the quotes escaped.
     (
-        re.compile(rf"(?i)({_NAME}\\?[\"']?\s*+[:=]\s*+)(\\?[\"'])(?!\2)(?:(?!\2).)++(\2)"),
+        re.compile(rf"(?i)({_NAME}\\?[\"']?\s*+[:=]\s*+)(\\?[\"'])(?!\2).+?(\2)"),
         rf"\1\2{GONE}\3",
     ),
     (re.compile(rf"(?i)({_NAME}\s*+[:=]\s*+)(?![\"'\\\[{{])[^\s,;}}\]]++"), rf"\1{GONE}"),
