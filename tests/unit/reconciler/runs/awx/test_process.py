@@ -112,7 +112,8 @@ def kill(run_dir: Path, number: int) -> None:
     began = read_json(RunPaths(run_dir).process)
     assert began is not None
     os.kill(began["pid"], number)
-    until(lambda: not list(lock.processes(run_dir)))
+    # A process that ends gives its memory back, and with it its name, before it closes its files.
+    until(lambda: not list(lock.processes(run_dir)) and not lock.held(RunPaths(run_dir).lock))
 
 
 def until(true: Callable[[], bool]) -> None:
