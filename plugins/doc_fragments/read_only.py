@@ -6,6 +6,9 @@ from __future__ import annotations
 class ModuleDocFragment:
     DOCUMENTATION = r"""
 options: {}
+requirements:
+  - Debian 12, Ubuntu 24.04 or newer with Python 3.11 on the host
+  - root on the host, except for modules that only talk to a BMC
 attributes:
   check_mode:
     description: The module only reads.

@@ -21,6 +21,8 @@ options:
     description: Address by name. An empty value removes the block.
     type: dict
     default: {}
+seealso:
+  - module: gpuaas.slice.host_certificate
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

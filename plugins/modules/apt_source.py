@@ -48,6 +48,8 @@ options:
     description: The key's whole fingerprint, known from elsewhere than O(key_url).
     type: str
     required: true
+seealso:
+  - module: gpuaas.slice.host_packages
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

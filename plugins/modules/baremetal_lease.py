@@ -59,6 +59,10 @@ options:
       The boot under which the machine was discovered. Required with O(state=held); under another
       boot nothing is taken.
     type: str
+seealso:
+  - module: gpuaas.slice.baremetal_tenant
+  - module: gpuaas.slice.slice_lease
+  - module: gpuaas.slice.slice_lease_info
 extends_documentation_fragment: [gpuaas.slice.change]
 attributes:
   idempotent:

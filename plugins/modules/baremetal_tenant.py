@@ -46,6 +46,10 @@ options:
     description: Seconds that processes get to end by themselves.
     type: int
     default: 10
+seealso:
+  - module: gpuaas.slice.baremetal_lease
+  - module: gpuaas.slice.tenant_disks
+  - module: gpuaas.slice.managed_key
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -81,6 +85,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
     _change,
     _command,
     _host,
@@ -95,7 +100,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
 
 @dataclass(frozen=True)
 class State:
-    user: _tenant_account.User | None
+    user: _accounts.User | None
     keys: str | None
     sudoers: str | None
     traces: _tenant_account.Traces
@@ -111,7 +116,7 @@ def observe(params: _change.Params) -> State:
     if params["state"] == "present":
         problems += [*_tenant_account.taken(name, uid), *_keys(params["ssh_keys"])]
     return State(
-        user=next((user for user in _tenant_account.users() if user.uid == uid), None),
+        user=next((user for user in _accounts.users() if user.uid == uid), None),
         keys=_host.read(f"{home}/.ssh/authorized_keys"),
         sudoers=_host.read(_tenant_account.SUDOERS),
         traces=_tenant_account.traces(name, uid),

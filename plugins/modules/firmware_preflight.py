@@ -37,6 +37,9 @@ options:
         it, the BIOS settings are not read and the check C(bios_settings) fails with this error.
     type: dict
     default: {}
+seealso:
+  - module: gpuaas.slice.racadm_bios
+  - module: gpuaas.slice.redfish_bios
 extends_documentation_fragment: [gpuaas.slice.bios.wanted, gpuaas.slice.read_only]
 """
 

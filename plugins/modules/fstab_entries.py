@@ -16,6 +16,8 @@ description:
     transition has wiped the disks, and a boot that waits for such a file system stops in emergency
     mode, so make the file systems first, with their old labels or UUIDs.
 options: {}
+seealso:
+  - module: gpuaas.slice.nvme_transition
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

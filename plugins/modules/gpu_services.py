@@ -33,6 +33,8 @@ options:
     type: str
     choices: [quiesced, restored]
     default: quiesced
+seealso:
+  - module: gpuaas.slice.vfio_bind
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

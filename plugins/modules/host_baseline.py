@@ -39,6 +39,9 @@ options:
       What V(recorded) returned. With V(compared) and no baseline there is nothing to compare, and
       RV(compared) is false.
     type: dict
+seealso:
+  - module: gpuaas.slice.baremetal_lease
+  - module: gpuaas.slice.baremetal_tenant
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -27,6 +27,8 @@ options:
     description: The certificate, one line as in C(ssh_host_ed25519_key-cert.pub).
     type: str
     required: true
+seealso:
+  - module: gpuaas.slice.api_names
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -31,6 +31,8 @@ options:
     type: list
     elements: str
     default: []
+seealso:
+  - module: gpuaas.slice.apt_source
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

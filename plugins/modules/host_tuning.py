@@ -39,6 +39,8 @@ options:
     type: str
     choices: [present, absent]
     default: present
+seealso:
+  - module: gpuaas.slice.kernel_arguments
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -46,6 +46,11 @@ options:
     type: str
     choices: [present, absent]
     default: present
+requirements:
+  - zstd, for compressed images
+seealso:
+  - module: gpuaas.slice.image_cache_info
+  - module: gpuaas.slice.image_clone
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -80,6 +85,9 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _download, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _image_cache
+
+# How long another run may fetch and unpack an image.
+_FETCH_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,8 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
 def _locked(params: _change.Params) -> AbstractContextManager[None]:
     """Lock: one run at a time works on an image. Volatile files of a host lie under /run."""
     name = _image_cache.hexadecimal(params["digest"])
-    return _host.locked(f"/run/gpuaas/images/{name}", mode=0o700)
+    # The other run may fetch the same image.
+    return _host.locked(f"/run/gpuaas/images/{name}", mode=0o700, wait_s=_FETCH_S)
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=_locked)

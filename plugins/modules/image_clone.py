@@ -53,6 +53,9 @@ options:
     description: File that is given C(done) and C(total) in bytes about once a second.
     type: path
     default: ""
+seealso:
+  - module: gpuaas.slice.image_cache
+  - module: gpuaas.slice.nvme_wipe
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -152,9 +155,10 @@ def _excluded(params: _change.Params) -> list[str]:
 def _complete(params: _change.Params, disk: _block.Disk, entry: _ledger.Entry) -> Mapping[str, Any]:
     fence = int(params["slot"]["fence"])
     expected = {"fence": fence, "disk": disk.disk_identity, "digest": params["digest"]}
+    # A later wipe has another time. Which time is greater says nothing: the clock may have jumped.
+    expected["clean_at"] = entry.clean_at
     record = _image_clone.finished(entry.slot_id) or {}
-    unwiped = entry.dirty and str(record.get("finished_at", "")) > entry.clean_at
-    return record if unwiped and expected.items() <= record.items() else {}
+    return record if entry.dirty and expected.items() <= record.items() else {}
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
@@ -223,7 +227,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     # Bytes of this claim's interrupted clone are overwritten. A clean disk must be empty.
     seen = None if _ledger.load(slot_id).dirty else ()
     with _block.exclusive(disk, seen=seen) as descriptor:
-        _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
+        entry = _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
         syslog.syslog(
             f"gpuaas: cloning {params['digest']} onto {disk.disk_identity}, slot {slot_id}"
         )
@@ -242,6 +246,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
         "bytes": params["size_bytes"],
         "seconds": seconds,
         "finished_at": _host.now(),
+        "clean_at": entry.clean_at,
     }
     _image_clone.record(slot_id, document)
     return document

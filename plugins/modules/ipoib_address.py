@@ -38,6 +38,10 @@ options:
     type: str
     choices: [present, absent]
     default: present
+requirements:
+  - netplan
+seealso:
+  - module: gpuaas.slice.sriov_vfs
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

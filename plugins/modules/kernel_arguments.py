@@ -56,6 +56,9 @@ options:
     type: str
     choices: [present, absent]
     default: present
+seealso:
+  - module: gpuaas.slice.host_tuning
+  - module: gpuaas.slice.vfio_bind
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -11,6 +11,9 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - With mode 0700 QEMU cannot read the keys of its own domain.
+  - Writes a block of C(/etc/libvirt/qemu.conf) that has guests confined, filtered by seccomp, and
+    their console logs limited. A value that the site sets before the block stays in force, and
+    parity names it.
   - The daemon ends by itself when idle, so its socket is kept active instead.
   - The first run records libvirt's earlier state in C(/var/lib/gpuaas/before/libvirt.json), which
     is a change even when there is nothing else to do. O(state=absent) restores that state. libvirt
@@ -25,6 +28,10 @@ options:
     type: str
     choices: [present, absent]
     default: present
+requirements:
+  - libvirt
+seealso:
+  - module: gpuaas.slice.slice_vm
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -53,6 +53,8 @@ options:
     type: str
     choices: [present, absent]
     default: present
+seealso:
+  - module: gpuaas.slice.baremetal_tenant
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -87,7 +89,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _change, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _managed_key,
@@ -98,7 +100,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
 
 @dataclass(frozen=True)
 class State:
-    user: _tenant_account.User | None
+    user: _accounts.User | None
     lines: tuple[bytes, ...]
     problems: tuple[Refusal, ...]
 
@@ -167,9 +169,9 @@ def _key_line(params: _change.Params) -> bytes | None:
     return _managed_key.line(*given)
 
 
-def _account(params: _change.Params) -> _tenant_account.User | None:
+def _account(params: _change.Params) -> _accounts.User | None:
     """The tenant's account. Name and uid must both match; either alone may be another account."""
-    for user in _tenant_account.users():
+    for user in _accounts.users():
         if (user.name, user.uid) == (params["username"], params["uid"]):
             return user
     return None
@@ -188,7 +190,7 @@ def _not_leased(params: _change.Params, entry: _ledger.Entry) -> list[Refusal]:
     ]
 
 
-def _missing(params: _change.Params, user: _tenant_account.User | None) -> list[Refusal]:
+def _missing(params: _change.Params, user: _accounts.User | None) -> list[Refusal]:
     if user is not None:
         return []
     return [

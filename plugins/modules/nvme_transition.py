@@ -30,7 +30,8 @@ description:
     C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
     C(btrfs_member), C(zfs_pool), C(mount_covered), C(excluded_model), C(qemu_holds_disk),
     C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_approval),
-    C(changed_since_plan), C(wipe_not_verified), C(erase_record_unreadable), C(manifest_unreadable),
+    C(changed_since_plan), C(wipe_not_verified), C(disk_locked), C(disk_reserved),
+    C(erase_record_unreadable), C(manifest_unreadable),
     C(proof_unreadable), C(device_unreadable), C(file_unreadable).
 options:
   devices:
@@ -68,6 +69,9 @@ options:
     description: Where the manifest is written.
     type: path
     default: /var/log/gpuaas
+seealso:
+  - module: gpuaas.slice.nvme_wipe
+  - module: gpuaas.slice.slice_disks
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -255,7 +259,7 @@ def recover(
     """Restore mounts and fstab lines of disks that are unchanged."""
     gone = [step.destroys for step in done if step.destroys]
     if failed.destroys and (
-        refusal.code == "wipe_not_verified" or _erase_journal.has_entry(failed.destroys)
+        refusal.code in _nvme_wipe.UNPROVEN or _erase_journal.has_entry(failed.destroys)
     ):
         gone.append(failed.destroys)
     spare = {identity for identity in gone if identity}

@@ -16,13 +16,17 @@ description:
     both ends of the disk, the places of old signatures and drawn samples then read as zeros, past
     every cache.
   - A disk that is not marked dirty must have the planned content at the moment of destruction.
+  - Stops arrays and volumes that the host has made of a tenant's disk, unless they also have a
+    device of the host. The kernel refuses to stop those that are in use.
   - Marks the disk dirty in the host's ledger before the first byte and clean, with the proof, after
     the last.
   - A disk that is clean by the ledger, has a standing proof and carries no signature is left alone
     and its proof is returned.
   - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
     C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(unexpected_filesystem),
-    C(excluded_model), C(device_unreadable), C(file_unreadable), C(wipe_not_verified).
+    C(excluded_model), C(device_unreadable), C(disk_write_protected), C(file_unreadable),
+    C(wipe_not_verified), and C(disk_locked) or C(disk_reserved) when a password or a reservation of
+    a former tenant is the cause.
 options:
   slots:
     description: Slot bundles, each with its C(fence).
@@ -55,6 +59,9 @@ options:
     type: list
     elements: str
     default: []
+seealso:
+  - module: gpuaas.slice.nvme_transition
+  - module: gpuaas.slice.gpu_reset
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -95,7 +102,7 @@ proofs:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -103,9 +110,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
+    _mounting,
     _nvme_wipe,
     _proof,
     _slot_use,
+    _usage,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 
@@ -123,6 +132,7 @@ class SlotState:
     overdue: bool = False
     written: tuple[str, ...] = ()
     proof: Mapping[str, Any] | None = None
+    stack: tuple[str, ...] = ()
     refusals: tuple[Refusal, ...] = ()
 
     def needs_wipe(self) -> bool:
@@ -137,6 +147,38 @@ def observe(params: _change.Params) -> list[SlotState]:
     return [_look(slot, params) for slot in slots]
 
 
+def _tenants_stack(
+    disk: _block.Disk, used: _block.Usage, slots: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """Arrays and volumes that the host has made of what a tenant wrote, uppermost first.
+
+    Empty when one of them also has a device of the host, or is of another kind. The kernel refuses
+    to stop those that are in use.
+    """
+    stack: list[str] = []
+    for name in (disk.kernel_name, *used.children):
+        stack += [holder for holder in _usage.holders(name) if holder not in stack]
+    below = {name for holder in stack for name in _usage.slaves(holder)} - set(stack)
+    if not below <= _tenants_devices(slots):
+        return ()
+    known = all(name.startswith(("md", "dm-", "bcache")) for name in stack)
+    return tuple(reversed(stack)) if known else ()
+
+
+def _tenants_devices(slots: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Kernel names of the slots' disks that a tenant may have written to, and their partitions."""
+    names: set[str] = set()
+    for slot in slots:
+        disk = _block.of_slot(slot)
+        if _is_tenants(_ledger.load(str(slot["slot_id"])), disk):
+            names |= {disk.kernel_name, *_usage.partitions(disk)}
+    return names
+
+
+def _is_tenants(entry: _ledger.Entry, disk: _block.Disk) -> bool:
+    return entry.dirty and entry.disk_identity == disk.disk_identity
+
+
 def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
     renew, raw = params["renew"], params.get("raw", False)
     slot_id = str(slot["slot_id"])
@@ -144,11 +186,16 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
         entry = _ledger.check(slot_id, int(slot["fence"]))
         disk = _block.of_slot(slot)
         used = _block.usage(disk, dirty=entry.dirty)
+        above = used.md or used.lvm or used.dm or used.holders
+        stacked = _is_tenants(entry, disk) and above
+        stack = _tenants_stack(disk, used, params["slots"]) if stacked else ()
     except Refusal as refusal:
         return SlotState(slot_id, refusals=(refusal,))
     # The profile's list concerns takeover. A model that is added later must not prevent the wipe of
     # a tenant's disk.
     exclude = () if entry.dirty else params.get("exclude_models") or ()
+    if stack:
+        used = replace(used, md=[], lvm=[], dm=[], holders=[])
     written = _block.written(used.filesystems)
     made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
     return SlotState(
@@ -158,6 +205,7 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
         overdue=renew and entry.clean_fence < int(slot["fence"]),
         written=tuple(written),
         proof=_proof.standing(disk.disk_identity),
+        stack=stack,
         refusals=(*_slot_use.refusals(disk, slot_id), *_block.refusals(disk, used, exclude), *made),
     )
 
@@ -172,25 +220,31 @@ def _unexpected(disk: _block.Disk, written: Sequence[str]) -> Refusal:
 
 
 def plan(_params: _change.Params, state: list[SlotState]) -> _change.Plan:
-    return _change.Plan(
-        steps=tuple(
-            _change.Step(
-                "wipe_disk",
-                slot.slot_id,
-                before={"dirty": slot.dirty, "written": list(slot.written)},
-                after={"dirty": False, "written": []},
-                destroys=slot.disk_identity,
-            )
-            for slot in state
-            if slot.needs_wipe()
-        ),
-        blockers=tuple(refusal for slot in state if slot.needs_wipe() for refusal in slot.refusals),
-    )
+    due = [slot for slot in state if slot.needs_wipe()]
+    stacks = {name: slot.slot_id for slot in due for name in slot.stack}
+    stop = [_change.Step("stop_device", f"/dev/{name}", of) for name, of in stacks.items()]
+    wipe = [
+        _change.Step(
+            "wipe_disk",
+            slot.slot_id,
+            before={"dirty": slot.dirty, "written": list(slot.written)},
+            after={"dirty": False, "written": []},
+            destroys=slot.disk_identity,
+        )
+        for slot in due
+    ]
+    return _change.Plan((*stop, *wipe), tuple(row for slot in due for row in slot.refusals))
 
 
-def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
-    slot = next(slot for slot in params["slots"] if str(slot["slot_id"]) == step.subject)
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    stop = step.name == "stop_device"
+    of = step.before if stop else step.subject
+    slot = next(slot for slot in params["slots"] if str(slot["slot_id"]) == of)
     slot_id, fence = str(slot["slot_id"]), int(slot["fence"])
+    if stop:
+        _ledger.check(slot_id, fence)
+        _mounting.stop_device(step.subject.rpartition("/")[2])
+        return None
     disk = _block.of_slot(slot)
     # A tenant's bytes are erased in any form; on a disk without a tenant, only planned content.
     seen = None if step.before["dirty"] else step.before["written"]

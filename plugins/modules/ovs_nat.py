@@ -16,7 +16,14 @@ description:
     DHCP, DNS and ping; nothing but answers and managed ingress reaches a guest. Open vSwitch and
     the host's firewall (table C(inet gpuaas_slice)) both hold that.
   - C(gpuaas-slice-network-baseline.service) keeps running, compares the bridge's fail mode, every
-    flow and the firewall with the guards of the slices, and restores them within seconds.
+    flow and the firewall with the guards of the slices, and restores them within seconds. It
+    brings back the bridge, its address, forwarding, NAT and dnsmasq within ten seconds.
+  - docker and ufw drop what they do not forward themselves. Three rules with the comment
+    C(gpuaas-slice) in iptables' C(INPUT) and C(FORWARD) let guests pass, behind all rules of the
+    site and before its policy. No other rule is flushed or moved, by repairs neither.
+  - libvirt's start hook C(/etc/libvirt/hooks/qemu.d/gpuaas-slice) brings the guard of a slice in
+    force before its domain starts, whoever starts it, and has libvirt give up the start without
+    it. libvirtd looks for hooks only when it starts, so it is restarted once.
   - C(gpuaas-slice-network-baseline.service) repairs the same at boot and restarts dnsmasq after
     itself, never from inside.
   - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale
@@ -28,7 +35,7 @@ description:
     for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
     nor at boot, where the service waits for it after everything else.
   - Refuses with C(network_invalid), C(bridge_name_taken),
-    C(connection_tracking_missing) and, on the way back, with
+    C(connection_tracking_missing), C(packet_limit_missing) and, on the way back, with
     C(network_in_use). A configuration that dnsmasq does not accept is never installed.
 options:
   bridge:
@@ -60,6 +67,12 @@ options:
     type: list
     elements: str
     default: []
+  packets_per_second:
+    description: >-
+      Packets that each guest may send a second, from 1000 to 100000000. A frame of segmentation
+      offload counts as one packet.
+    type: int
+    default: 200000
   egress_probe:
     description: >-
       Address, or C(address:port), that parity contacts as a guest, also where it is private; the
@@ -71,6 +84,14 @@ options:
     type: str
     choices: [present, absent]
     default: present
+requirements:
+  - Open vSwitch
+  - nftables
+  - dnsmasq
+  - netplan
+seealso:
+  - module: gpuaas.slice.slice_upkeep
+  - module: gpuaas.slice.slice_vm
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -118,14 +139,14 @@ def main() -> None:
             "tmfifo": {"type": "bool", "default": False},
             "allowed_networks": {"type": "list", "elements": "str", "default": []},
             "denied_networks": {"type": "list", "elements": "str", "default": []},
+            "packets_per_second": {"type": "int", "default": 200_000},
             "egress_probe": {"type": "str", "default": ""},
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
         },
         supports_check_mode=True,
     )
-    present = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
     install = module.params["state"] == "present"
-    _change.run(module, present if install else _ovs_nat_removal.SUBJECT)
+    _change.run(module, _ovs_nat.SUBJECT if install else _ovs_nat_removal.SUBJECT)
 
 
 if __name__ == "__main__":

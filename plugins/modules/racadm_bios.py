@@ -24,7 +24,8 @@ description:
   - Uses no credentials; the local RACADM needs none.
   - Refuses with C(racadm_garbled), C(command_timeout), C(attribute_invalid),
     C(attribute_unknown), C(attribute_read_only), C(power_cycle_not_allowed), C(job_in_queue),
-    C(foreign_pending_values), C(staging_failed), C(bios_job_failed), C(bios_job_timeout).
+    C(foreign_pending_values), C(plan_changed), C(staging_failed), C(bios_job_failed),
+    C(bios_job_timeout).
   - Refuses a power cycle with C(host_in_use) while a virtual machine runs on the host, or a slot or
     the whole machine is leased; with C(ledger_unreadable) when the ledger cannot be read.
 options:
@@ -32,6 +33,10 @@ options:
     description: Whether the machine may be power-cycled. Without it nothing is staged either.
     type: bool
     default: false
+  approved:
+    description: RV(digest) of the plan that a person has approved; another plan is refused.
+    type: str
+    default: ""
   wait:
     description: Whether an open BIOS job is followed to its end.
     type: bool
@@ -44,6 +49,11 @@ options:
     description: Name or path of RACADM; V(racadm) is also looked for where Dell's packages put it.
     type: str
     default: racadm
+requirements:
+  - RACADM
+seealso:
+  - module: gpuaas.slice.redfish_bios
+  - module: gpuaas.slice.firmware_preflight
 extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
 """
 
@@ -97,6 +107,10 @@ differences:
   returned: always
   type: list
   elements: dict
+digest:
+  description: Digest of RV(differences), by which O(approved) names them.
+  returned: always
+  type: str
 refusals:
   description: Refusals that O(state=present) would meet.
   returned: always
@@ -114,6 +128,7 @@ def main() -> None:
         argument_spec={
             **_bios.ARGUMENTS,
             "power_cycle": {"type": "bool", "default": False},
+            "approved": {"type": "str", "default": ""},
             "wait": {"type": "bool", "default": True},
             "timeout": {"type": "float", "default": 120},
             "program": {"type": "str", "default": "racadm"},

@@ -73,6 +73,9 @@ options:
     description: Seconds for one check or one change, including all its requests and waits.
     type: float
     default: 180
+seealso:
+  - module: gpuaas.slice.racadm_bios
+  - module: gpuaas.slice.firmware_preflight
 extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
 """
 

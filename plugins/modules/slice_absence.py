@@ -12,7 +12,7 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Reads only. Looks for the domain, QEMU processes, NVRAM, seed, console log, DHCP reservation
     and lease, tracked connections, bridge port, flows and holders of the disks, and whether the
-    PCI functions are bound to vfio-pci and answer.
+    PCI functions are bound to vfio-pci and answer, and for the guards of fabric functions.
   - A check that cannot be made proves nothing. It counts as not absent, with C(known) false, and
     RV(absent) is false.
 options:
@@ -33,6 +33,14 @@ options:
     description: Fail with C(not_absent) when anything is left or not known.
     type: bool
     default: false
+requirements:
+  - libvirt
+  - Open vSwitch
+  - nftables
+  - conntrack
+seealso:
+  - module: gpuaas.slice.slice_remnants
+  - module: gpuaas.slice.slice_vm_info
 extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 

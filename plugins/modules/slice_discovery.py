@@ -15,11 +15,15 @@ description:
   - Every reason against a device or the node is a blocker with a stable code.
     A host before bootstrap is described too; it has more blockers.
   - Disks are identified by EUI64 or NGUID, never by kernel name.
+  - Reports vendor, product and serial number of the machine.
+    The serial number of a virtual machine is empty, because a hypervisor gives any.
 options:
   profile:
     description: The hardware profile, which defines GPUs, fabric cards and disks.
     type: dict
     required: true
+seealso:
+  - module: gpuaas.slice.slice_parity
 extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 

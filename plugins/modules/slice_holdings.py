@@ -11,9 +11,9 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Reads only. Lists every domain with its devices, every QEMU of a slice, the entries of the
-    host's ledger, DHCP reservations and leases, bridge ports, guards (flows), rate limits, seeds,
-    NVRAM files and console logs, and the reasons against giving the devices of the approved slots
-    to a guest.
+    host's ledger, DHCP reservations and leases, bridge ports, guards (flows), rate limits, public
+    ingress, seeds, NVRAM files and console logs, and the reasons against giving the devices of the
+    approved slots to a guest.
   - It does not know the expected state. The reconciler compares.
   - A part that cannot be read is unknown, with C(known) false, and never empty.
 options:
@@ -26,6 +26,18 @@ options:
     description: The Open vSwitch bridge.
     type: str
     default: ovsbr0
+  mgmt_qos:
+    description: >-
+      Rate limit (C(rate_kbps), C(burst_kb)) that each running machine's port must have; C(limited)
+      of a domain says whether it has it.
+    type: dict
+requirements:
+  - libvirt
+  - Open vSwitch
+  - nftables
+seealso:
+  - module: gpuaas.slice.slice_vm_info
+  - module: gpuaas.slice.slice_lease_info
 extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 
@@ -40,11 +52,23 @@ RETURN = r"""
 holdings:
   description: >-
     One entry for each part (C(domains), C(processes), C(leases), C(reservations), C(addresses),
-    C(ports), C(guards), C(files), C(limits), C(devices)). C(owner) of a port or guard is the
-    beginning of the allocation's id, as far as the name has room for it.
+    C(ports), C(guards), C(files), C(limits), C(ingress), C(devices)). C(owner) of a port or guard
+    is the beginning of the allocation's id, as far as the name has room for it.
   returned: success
   type: dict
   sample: {ports: {known: true, detail: "", found: [{port: gs23bd713b6073, owner: 23bd713b6073}]}}
+refused:
+  description: >-
+    Packets that the guards of slices refused, by kind, each since its guard was loaded. A kind
+    without any is left out.
+  returned: success
+  type: dict
+  sample:
+    known: true
+    detail: ""
+    found:
+      - allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+        refused: {arp: 3, mac_spoofed: 2000}
 identity:
   description: Boot, machine id and host key of the host.
   returned: success
@@ -59,7 +83,11 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_holdings, _slots
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _qos,
+    _slice_holdings,
+    _slots,
+)
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address")
 
@@ -69,7 +97,8 @@ def look(params: _change.Params) -> dict[str, Any]:
     return {
         "collected_at": _host.now(),
         "identity": _host.identity(),
-        "holdings": _slice_holdings.look(slots, params["bridge"]),
+        "holdings": _slice_holdings.look(slots, params["bridge"], _qos.limit(params["mgmt_qos"])),
+        "refused": _slice_holdings.refused(),
     }
 
 
@@ -78,6 +107,7 @@ def main() -> None:
         argument_spec={
             "slots": {"type": "list", "elements": "dict", "required": True},
             "bridge": {"type": "str", "default": "ovsbr0"},
+            "mgmt_qos": {"type": "dict"},
         },
         supports_check_mode=True,
     )

@@ -17,15 +17,16 @@ description:
   - Then writes the leases with their fences into the ledger. A fence lower than the highest seen
     is refused.
   - CPUs are chosen on the NUMA node of the slots, whole cores at a time, and recorded with the
-    memory. One plan is made at a time on a host, so that two never share a CPU or the same memory,
-    also while the first VM does not exist yet.
+    memory. Slots of several NUMA nodes get their part of both on each of them.
+  - One plan is made at a time on a host, so that two never share a CPU or the same memory, also
+    while the first VM does not exist yet.
   - Acts only under the boot for which parity was proven (O(boot_id)), and only in slice mode. The
     conversion to bare metal first ends slice mode.
   - While a bare-metal allocation has the machine, no slot of it is leased.
   - Refuses with C(boot_changed), C(not_slice_mode), C(machine_leased), C(bundle_incomplete),
-    C(stale_fence), C(slot_leased), C(disk_dirty), C(not_clean), C(identity_mismatch),
-    C(disk_in_use), C(os_disk), C(device_missing), C(not_bound), C(device_not_answering),
-    C(group_not_viable), C(device_in_use), C(bridge_missing),
+    C(stale_fence), C(slot_leased), C(lease_missing), C(disk_dirty), C(not_clean),
+    C(identity_mismatch), C(disk_in_use), C(os_disk), C(device_missing), C(not_bound),
+    C(device_not_answering), C(group_not_viable), C(device_in_use), C(bridge_missing),
     C(cpus_unavailable), C(memory_unavailable), C(hugepages_unavailable), C(domain_present).
 options:
   allocation_id:
@@ -42,18 +43,20 @@ options:
   state:
     description: >-
       Whether the allocation holds the slots. Giving them back needs the domain to be gone.
-      C(fenced) only raises the fence, so that a late run of an older claim is refused.
+      C(kept) is C(held) for slots that the allocation already holds under the same fence, and takes
+      no other. C(fenced) only raises the fence, so that a late run of an older claim is refused.
     type: str
-    choices: [held, fenced, released]
+    choices: [held, kept, fenced, released]
     default: held
   boot_id:
     description: >-
       The boot under which this host passed parity, as C(/proc/sys/kernel/random/boot_id) showed
       then. The reconciler passes it; by hand it is C(identity.boot_id) of the discovery that came
-      with the parity report. Under another boot nothing is leased. Required with O(state=held).
+      with the parity report. Under another boot nothing is leased. Required with O(state=held)
+      and O(state=kept).
     type: str
   requirements:
-    description: Requirements of the slice VM as a whole. Required with O(state=held).
+    description: Requirements of the slice VM as a whole. Required as O(boot_id) is.
     type: dict
     suboptions:
       vcpus:
@@ -72,11 +75,20 @@ options:
         description: The Open vSwitch bridge that the VM is connected to.
         type: str
         default: ovsbr0
+      host_cpus:
+        description: >-
+          CPUs that each NUMA node keeps for the host, the switch and QEMU's own threads, as whole
+          cores from the first one on.
+        type: int
+        default: 0
       shared_cpus:
         description: >-
           Let virtual CPUs float over the host instead of giving each a hardware thread.
         type: bool
         default: false
+seealso:
+  - module: gpuaas.slice.slice_lease_info
+  - module: gpuaas.slice.baremetal_lease
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -99,13 +111,17 @@ EXAMPLES = r"""
 RETURN = r"""
 bundle:
   description: Resources of the allocation, fully resolved; the boot slot comes first.
-  returned: with O(state=held)
+  returned: with O(state=held) and O(state=kept)
   type: dict
   sample:
     domain: gpuaas-slice-23bd713b60734ef78a512897e902365d
     port: gs23bd713b6073
     numa_node: 0
     cpus: [2, 3]
+    cells:
+      - {numa_node: 0, vcpus: 2, cpus: [2, 3], memory_mib: 65536,
+         devices: ["0000:43:00.0", "0000:61:10.1"]}
+    layout: {threads: 2, emulator_cpus: [0, 1], switches: [], disk_io: io_uring}
     memory_mib: 65536
     hugepages: false
     mac: "52:54:00:64:00:0a"
@@ -138,6 +154,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning, _slots
 
+_HOLDING = ("held", "kept")
+STATES = [*_HOLDING, "fenced", "released"]
+
 
 @dataclass(frozen=True)
 class State:
@@ -155,7 +174,7 @@ class State:
 def observe(params: _change.Params) -> State:
     allocation = params["allocation_id"]
     name = _object_names.domain_name(allocation)
-    held = params["state"] == "held"
+    held = params["state"] in _HOLDING
     if held:
         _same_boot(params["boot_id"])
     needed = {} if held else {"needed": ("slot_id", "fence")}
@@ -220,25 +239,15 @@ def _given(
     """CPUs, memory node and the other resolved values, and refusals for those that are lacking."""
     allocation, requirements = params["allocation_id"], params["requirements"]
     gpus = [str(slot["gpu_pci_address"]) for slot in slots]
-    nodes = {_pci.read(address).numa_node for address in gpus if _pci.present(address)}
-    node = nodes.pop() if len(nodes) == 1 else -1
-    place = None if node < 0 else node
-    cpus: list[int] = list((state.recorded or {}).get("cpus", []))
-    lacking: list[Refusal] = []
-    if requirements["shared_cpus"]:
-        cpus = []
-    elif len(cpus) != requirements["vcpus"]:
-        busy = taken | _pinning.taken(allocation)
-        cpus = _pinning.choose(_pinning.cores(place), busy, requirements["vcpus"])
-        if not cpus:
-            lacking.append(_lacking("cpus", f"{requirements['vcpus']} free CPUs", place, "fewer"))
-    if not state.active:
-        pages = requirements["hugepages"]
+    cells, lacking = _cells(params, slots, taken, state)
+    layout = _layout(params, slots, cells)
+    for cell in cells if not state.active else ():
+        pages, place = requirements["hugepages"], _place(cell)
         promised = _pinning.memory_promised_mib(place, hugepages=pages, except_for=allocation)
         free = _pinning.memory_free_mib(place, hugepages=pages)
-        if free - promised < requirements["memory_mib"]:
+        if free - promised < cell["memory_mib"]:
             what = "hugepages" if pages else "memory"
-            text = f"{requirements['memory_mib']} MiB free"
+            text = f"{cell['memory_mib']} MiB free"
             shortage = f"{free} MiB, of which {promised} MiB are promised to other slices"
             lacking.append(_lacking(what, text, place, shortage))
     if requirements["bridge"] not in _bridge.bridges():
@@ -252,8 +261,10 @@ def _given(
         "domain": _object_names.domain_name(allocation),
         "port": _object_names.port_name(allocation),
         "seed_path": _object_names.seed_path(allocation),
-        "numa_node": node,
-        "cpus": cpus,
+        "numa_node": cells[0]["numa_node"] if len(cells) == 1 else -1,
+        "cpus": [cpu for cell in cells for cpu in cell["cpus"]],
+        "cells": cells,
+        "layout": layout,
         "memory_mib": requirements["memory_mib"],
         "hugepages": requirements["hugepages"],
         "mac": str(boot.get("management_mac", "")),
@@ -263,6 +274,86 @@ def _given(
         "disks": [str(slot["nvme_device"]) for slot in slots],
     }
     return given, lacking
+
+
+def _cells(
+    params: _change.Params, slots: list[_slots.Slot], taken: set[int], state: State
+) -> tuple[list[dict[str, Any]], list[Refusal]]:
+    """The slice's part on each NUMA node of its GPUs, and refusals for CPUs that are lacking.
+
+    With a GPU of an unknown node there is a single part, of the whole host.
+    """
+    requirements = params["requirements"]
+    homes = [_numa_node(slot) for slot in slots]
+    if -1 in homes:
+        homes = [-1] * len(slots)
+    nodes = list(dict.fromkeys(homes))
+    weights = [homes.count(node) for node in nodes]
+    # Pages of 1 GiB are not divided.
+    unit = 1024 if requirements["hugepages"] else 1
+    memory = _pinning.shares(requirements["memory_mib"] // unit, weights)
+    vcpus = _pinning.shares(requirements["vcpus"], weights)
+    earlier = {cell["numa_node"]: cell for cell in (state.recorded or {}).get("cells", ())}
+    cells, lacking = [], []
+    for node, count, part in zip(nodes, vcpus, memory, strict=True):
+        devices = [
+            a
+            for s, home in zip(slots, homes, strict=True)
+            if home == node
+            for a in _slots.addresses(s)
+        ]
+        cell = {"numa_node": node, "vcpus": count, "memory_mib": part * unit, "devices": devices}
+        cpus: list[int] = list(earlier.get(node, {}).get("cpus", ()))
+        if requirements["shared_cpus"]:
+            cpus = []
+        elif len(cpus) != count:
+            busy = taken | _pinning.taken(params["allocation_id"])
+            _kept, usable = _pinning.reserve(
+                _pinning.cores(_place(cell)), requirements["host_cpus"]
+            )
+            cpus = _pinning.choose(usable, busy, count)
+            if not cpus:
+                lacking.append(_lacking("cpus", f"{count} free CPUs", _place(cell), "fewer"))
+        cells.append({**cell, "cpus": cpus})
+    return cells, lacking
+
+
+def _layout(
+    params: _change.Params, slots: list[_slots.Slot], cells: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the guest is shown of the host: threads of a core, and devices below one switch.
+
+    emulator_cpus: CPUs of the host for QEMU's own threads, none without CPUs kept for the host.
+    """
+    threads, emulator = set(), []
+    for cell in cells:
+        cores = _pinning.cores(_place(cell))
+        threads.add(_pinning.threads(cores, cell["cpus"]))
+        kept, _usable = _pinning.reserve(cores, params["requirements"]["host_cpus"])
+        emulator += [cpu for core in kept for cpu in core]
+    below: dict[str, list[str]] = {}
+    for address in (address for slot in slots for address in _slots.addresses(slot)):
+        # A root port, the upstream port of a switch, and more ports down to the device.
+        path = _pci.path(address) if _pci.present(address) else []
+        bridges = [step for step in path if _pci.is_address(step)]
+        if len(bridges) > 2:
+            below.setdefault(bridges[1], []).append(address)
+    return {
+        "threads": threads.pop() if len(threads) == 1 else 1,
+        "emulator_cpus": emulator if cells[0]["cpus"] else [],
+        "switches": [devices for devices in below.values() if len(devices) > 1],
+        "disk_io": _libvirt.disk_io(),
+    }
+
+
+def _numa_node(slot: _slots.Slot) -> int:
+    address = str(slot["gpu_pci_address"])
+    return _pci.read(address).numa_node if _pci.present(address) else -1
+
+
+def _place(cell: dict[str, Any]) -> int | None:
+    node: int = cell["numa_node"]
+    return None if node < 0 else node
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
@@ -282,7 +373,26 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         before = {key: entry.document()[key] for key in after}
         if before != after:
             steps.append(_change.Step("hold_slot", entry.slot_id, before, after))
-    return _change.Plan(tuple(steps), state.problems)
+    missing = _not_kept(params, state) if params["state"] == "kept" else []
+    return _change.Plan(tuple(steps), (*missing, *state.problems))
+
+
+def _not_kept(params: _change.Params, state: State) -> list[Refusal]:
+    """Refusals for slots without a lease of this claim: a release may have ended it."""
+    blockers = []
+    for slot in params["slots"]:
+        entry = state.entries[str(slot["slot_id"])]
+        if (entry.allocation_id, entry.fence) != (params["allocation_id"], int(slot["fence"])):
+            blockers.append(
+                Refusal(
+                    "lease_missing",
+                    expected=f"slot {entry.slot_id} leased to {params['allocation_id']} under"
+                    f" fence {slot['fence']}",
+                    found=f"{entry.allocation_id or 'no lease'}, fence {entry.fence}",
+                    remedy="this run belongs to a claim that has ended: do not retry it",
+                )
+            )
+    return blockers
 
 
 def _plan_fence(params: _change.Params, state: State) -> _change.Plan:
@@ -351,7 +461,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
     ledger = [entry.document() for entry in state.entries.values()]
-    if params["state"] != "held":
+    if params["state"] not in _HOLDING:
         return {"ledger": ledger}
     slots = [_resolved(slot, state) for slot in _slots.checked(params["slots"])]
     return {"ledger": ledger, "bundle": {**state.given, "slots": slots}}
@@ -389,17 +499,18 @@ def main() -> None:
         "memory_mib": {"type": "int", "required": True},
         "hugepages": {"type": "bool", "default": False},
         "bridge": {"type": "str", "default": "ovsbr0"},
+        "host_cpus": {"type": "int", "default": 0},
         "shared_cpus": {"type": "bool", "default": False},
     }
     module = AnsibleModule(
         argument_spec={
             "allocation_id": {"type": "str", "required": True},
             "slots": {"type": "list", "elements": "dict", "required": True},
-            "state": {"type": "str", "choices": ["held", "fenced", "released"], "default": "held"},
+            "state": {"type": "str", "choices": STATES, "default": "held"},
             "boot_id": {"type": "str"},
             "requirements": {"type": "dict", "options": requirements},
         },
-        required_if=[("state", "held", ("boot_id", "requirements"))],
+        required_if=[("state", state, ("boot_id", "requirements")) for state in _HOLDING],
         supports_check_mode=True,
     )
     _change.run(module, SUBJECT)

@@ -23,6 +23,8 @@ options:
     type: str
     choices: [present, absent]
     default: present
+seealso:
+  - module: gpuaas.slice.slice_remnants
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

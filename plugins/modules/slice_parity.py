@@ -52,6 +52,12 @@ attributes:
   diff_mode:
     description: Nothing changes, so there is no difference to show.
     support: none
+requirements:
+  - Debian 12, Ubuntu 24.04 or newer with Python 3.11 on the host
+  - root on the host
+seealso:
+  - module: gpuaas.slice.slice_discovery
+  - module: gpuaas.slice.slice_upkeep
 """
 
 EXAMPLES = r"""
@@ -117,6 +123,7 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
     header = {"schema": 1, "intent": request.intent, "profile": str(request.profile["name"])}
     when = {"collected_at": _host.now(), "identity": _host.identity()}
     report = {**_check.report(outcomes), "dead_gpus": facts.dead_gpus}
+    report["reset_gpus"] = facts.reset_gpus
     return {"parity": {**header, **when, **report}}
 
 

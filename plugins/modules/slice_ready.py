@@ -1,22 +1,24 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Wait until a slice VM has its address and answers SSH."""
+"""Wait until a slice VM is ready: address, lease, SSH, and the probes that run in the guest."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_ready
-short_description: Wait until a slice VM has its address and answers SSH
+short_description: Wait until a slice VM is ready for its tenant
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Watches the lease file of dnsmasq, the neighbour table and the SSH port of the guest, without
-    starting programs.
-  - Ends with success when the expected address is leased to the expected MAC and an SSH server
-    names itself there.
-  - Fails with C(readiness_failed) after O(deadline), or at once when QEMU has gone; RV(readiness)
-    is returned all the same.
-  - In check mode it looks once and does not wait.
+  - Watches the lease file of dnsmasq, the neighbour table and the SSH port of the guest.
+  - The guest is reachable when the expected address is leased to the expected MAC and an SSH
+    server there shows its host key, which is recorded.
+  - Then the probes of O(guest_runtime) are asked over the virtio-serial channel of the domain,
+    which is no network. They run in the guest. Each has a deadline of its own, from the start of
+    this module. Nothing in the answers is believed but known names with numbers in range.
+  - Fails with C(readiness_failed), which names the probe, after O(deadline) or that of a probe, or
+    at once when QEMU has gone; RV(readiness) is returned all the same.
+  - In check mode it looks once, does not wait, and asks no probe.
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.
@@ -42,6 +44,18 @@ options:
     description: Seconds to wait.
     type: int
     default: 600
+  guest_runtime:
+    description:
+      - The C(vm.guest_runtime) of the hardware profile. C(probes) has the seconds of each probe in
+        the guest, which is V(egress), V(gpu_compute) or V(rdma). C(driver) says how a GPU
+        computes (V(edu) for the lab's stand-in, otherwise CUDA), C(egress_target) is an
+        C(address:port) outside.
+    type: dict
+    default: {}
+  gpus:
+    description: GPUs that must compute.
+    type: int
+    default: 1
 attributes:
   check_mode:
     description: Looks once.
@@ -49,6 +63,12 @@ attributes:
   diff_mode:
     description: Only reads.
     support: none
+requirements:
+  - Debian 12, Ubuntu 24.04 or newer with Python 3.11 on the host
+  - root on the host
+seealso:
+  - module: gpuaas.slice.slice_vm
+  - module: gpuaas.slice.slice_handover
 """
 
 EXAMPLES = r"""
@@ -58,6 +78,8 @@ EXAMPLES = r"""
     mac: "52:54:00:64:00:0a"
     ip: 10.100.0.10
     deadline: 900
+    guest_runtime: {driver: 570-server, probes: {gpu_compute: 600}}
+    gpus: 1
 """
 
 RETURN = r"""
@@ -65,6 +87,8 @@ readiness:
   description:
     - The last observation. C(lease_state) is C(none), C(offered) (the MAC answers at the address
       but has no lease), C(bound) or C(mismatch) (the MAC has another address).
+    - C(probes) has each probe in order with C(name), C(ok), C(detail), C(values), C(seconds) and
+      C(deadline_s); C(host_keys) are the public host keys of the guest.
     - When the gate failed, C(console_tail) has the last lines of the guest's console and
       C(domain_state) is libvirt's state of the domain (C(paused) after a disk error).
   returned: unless the parameters are refused
@@ -77,21 +101,37 @@ readiness:
     ssh_ready: true
     domain_active: true
     seconds: 104.2
+    host_keys: [ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX]
+    probes:
+      - {name: ssh, ok: true, detail: "", values: {}, seconds: 104.2, deadline_s: 900}
 """
 
 import contextlib
+import re
 import socket
 import time
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _libvirt
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _dnsmasq,
+    _libvirt,
+    _readiness,
+)
 
 _PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0
 _CONSOLE_LINES = 40
+_KEY = re.compile(r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp\d{3}) [A-Za-z0-9+/]{40,1400}={0,2}")
+# Probes that the host makes itself. They share the deadline of the module.
+_OUTSIDE = ("address", "lease", "ssh")
 
 
 def look(params: _change.Params) -> dict[str, Any]:
@@ -127,12 +167,26 @@ def speaks_ssh(ip: str, port: int) -> bool:
     return False
 
 
+def host_keys(ip: str, port: int) -> list[str]:
+    """The keys with which the guest's SSH server proves itself, as type and base64."""
+    # A guest that has just booted may answer slowly.
+    scan = ["ssh-keyscan", "-T", "60", "-p", str(port), "-t", "ed25519,ecdsa", ip]
+    # A server without a key of either type makes ssh-keyscan exit with 1.
+    shown = _command.run(scan, ok=(0, 1), timeout=150).out.splitlines()
+    keys = {" ".join(line.split()[1:3]) for line in shown if not line.startswith("#")}
+    return sorted(key for key in keys if _KEY.fullmatch(key))
+
+
 def wait(params: _change.Params, *, once: bool) -> dict[str, Any]:
     """Look until the guest is ready, its QEMU is gone, or the deadline has passed."""
     _object_names.check_mac(params["mac"])
     start = time.monotonic()
     while True:
         readiness = look(params)
+        readiness["host_keys"] = []
+        if readiness["ssh_ready"]:
+            readiness["host_keys"] = host_keys(params["ip"], params["port"])
+            readiness["ssh_ready"] = bool(readiness["host_keys"])
         readiness["seconds"] = round(time.monotonic() - start, 1)
         over = readiness["seconds"] >= params["deadline"] or not readiness["domain_active"]
         if readiness["ssh_ready"] or over or once:
@@ -140,10 +194,50 @@ def wait(params: _change.Params, *, once: bool) -> dict[str, Any]:
         time.sleep(_PAUSE_SECONDS)
 
 
+def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> list[dict[str, Any]]:
+    """Every probe with its result. Those in the guest are asked when it is reachable."""
+    passed = {
+        "address": readiness["actual_ip"] == readiness["expected_ip"],
+        "lease": readiness["lease_state"] == "bound",
+        "ssh": readiness["ssh_ready"],
+    }
+    shared = {"detail": "", "values": {}, "deadline_s": params["deadline"]}
+    rows = [
+        {"name": name, "ok": passed[name], "seconds": readiness["seconds"], **shared}
+        for name in _OUTSIDE
+    ]
+    runtime = params["guest_runtime"]
+    asked = runtime.get("probes") or {}
+    if not (readiness["ssh_ready"] and asked):
+        return rows
+    settings = {
+        "egress": {"target": runtime.get("egress_target", "")},
+        "gpu_compute": {"driver": runtime.get("driver", ""), "gpus": params["gpus"]},
+        "rdma": {},
+    }
+    name = _object_names.domain_name(params["allocation_id"])
+    results = _readiness.ask(
+        params["allocation_id"],
+        {probe: settings[probe] for probe in sorted(asked)},
+        {probe: min(seconds, params["deadline"]) for probe, seconds in asked.items()},
+        start=start,
+        alive=lambda: _libvirt.qemu_pid(name) is not None,
+    )
+    return [*rows, *({"name": probe, **result} for probe, result in results.items())]
+
+
 def verdict(params: _change.Params, readiness: dict[str, Any]) -> Refusal | None:
     """Why the guest does not count as ready."""
-    if readiness["ssh_ready"]:
+    failed = [row for row in readiness["probes"] if not row["ok"]]
+    if not failed:
         return None
+    if readiness["ssh_ready"]:
+        return Refusal(
+            "readiness_failed",
+            expected=", ".join(f"{row['name']} within {row['deadline_s']} s" for row in failed),
+            found="; ".join(f"{row['name']}: {row['detail']}" for row in failed),
+            remedy="; ".join(_readiness.REMEDIES[row["name"]] for row in failed),
+        )
     keys = ("lease_state", "actual_ip", "ssh_ready", "domain_active")
     shown = ", ".join(f"{key}={readiness[key]}" for key in keys)
     return Refusal(
@@ -170,12 +264,26 @@ def domain_state(allocation_id: str) -> str:
 
 def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal | None]:
     """Last observation, and the reason why the guest is not ready."""
+    start = time.monotonic()
+    _known(params["guest_runtime"])
     readiness = wait(params, once=once)
+    asked = {**params, "guest_runtime": {}} if once else params
+    readiness["probes"] = probes(asked, readiness, start)
     refusal = verdict(params, readiness)
     if refusal is not None:
         readiness["console_tail"] = console_tail(params["allocation_id"])
         readiness["domain_state"] = domain_state(params["allocation_id"])
     return {"readiness": readiness}, refusal
+
+
+def _known(runtime: dict[str, Any]) -> None:
+    for name, seconds in (runtime.get("probes") or {}).items():
+        if name not in _readiness.PROBES:
+            expected = f"a probe of {', '.join(_readiness.PROBES)}"
+            raise _object_names.invalid("guest_runtime.probes", expected, str(name))
+        if not isinstance(seconds, int) or seconds < 1:
+            expected = "seconds, at least 1"
+            raise _object_names.invalid(f"guest_runtime.probes.{name}", expected, str(seconds))
 
 
 def main() -> None:
@@ -187,6 +295,8 @@ def main() -> None:
             "bridge": {"type": "str", "default": "ovsbr0"},
             "port": {"type": "int", "default": 22},
             "deadline": {"type": "int", "default": 600},
+            "guest_runtime": {"type": "dict", "default": {}},
+            "gpus": {"type": "int", "default": 1},
         },
         supports_check_mode=True,
     )

@@ -36,6 +36,9 @@ options:
       - Refuse with C(slices_present) (scope V(slices)) or C(remnants_found) when anything is left.
     type: bool
     default: false
+seealso:
+  - module: gpuaas.slice.slice_absence
+  - module: gpuaas.slice.slice_mode
 extends_documentation_fragment: [gpuaas.slice.read_only]
 """
 

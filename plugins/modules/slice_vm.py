@@ -1,18 +1,33 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""The virtual machine of one allocation: running behind a guarded port, stopped, or gone."""
+"""The virtual machine of one allocation, with its seed, address and networks."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_vm
-short_description: The virtual machine of one allocation behind its guarded port
+short_description: The virtual machine of one allocation with its seed, address and networks
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Defines the libvirt domain, starts it paused, guards its Open vSwitch port with flows, and
-    only then lets it run.
-  - The guard is kept in C(/var/lib/gpuaas/guards) and restored after a restart of the switch.
+  - Writes the cloud-init seed, reserves the address, puts the fabric functions into the tenant's
+    network, and defines and starts the domain, in this order. All in one call, because each call is
+    a command over SSH. O(state=absent) takes the same apart, the domain first.
+  - A failure names its part in RV(part). The parts before it are done and stay; a second run goes
+    on from there.
+  - The seed is a NoCloud ISO (label C(cidata)) that only root reads. Its documents are data and
+    rendered here, never by a template, so no text of a tenant can add a key.
+  - The address is a file in the host directory of the slice network's dnsmasq. All reservations are
+    checked together by C(dnsmasq --test) first, because one duplicate stops dnsmasq for everyone.
+    Removing it has dnsmasq give up the lease, and drops tracked connections of the address.
+  - On Ethernet the virtual functions come into the tenant's VLAN, with spoof check on and trust
+    off. The card enforces them; a guest cannot change them. Every value is read back.
+    C(gpuaas-slice-fabric.service) restores the VLAN at boot and within seconds. On InfiniBand the
+    tenant's network is a partition, which the subnet manager sets; GUIDs and link state are
+    verified. Not yet run on hardware. Removed functions return to the VLAN of idle functions.
+  - The domain is started paused, its Open vSwitch port is guarded with flows, and only then it
+    runs. The guard is kept in C(/var/lib/gpuaas/guards) before the domain starts, and restored
+    after a restart of the switch. libvirt's start hook refuses a start without it.
   - The guard lets the guest use its own MAC and IPv4 address only. A guest serves no DHCP, sends
     no IPv6, reaches no other slice, and of the host only DHCP, DNS and ping. The host reaches the
     guest by SSH.
@@ -21,7 +36,9 @@ description:
   - Stopping asks the guest first and takes the power away after O(shutdown_deadline).
   - Removing leaves no definition, NVRAM, console log, port or flow behind. The disk is not
     touched.
-  - Refuses with C(spec_invalid), C(lease_missing), C(stale_fence), C(domain_differs),
+  - Refuses with C(spec_invalid), C(lease_missing), C(stale_fence), C(mac_in_use), C(ip_in_use),
+    C(dnsmasq_down), C(function_missing), C(wrong_link), C(function_renamed),
+    C(function_link_state), C(function_guarded), C(vlan_invalid), C(domain_differs),
     C(domain_paused), C(domain_crashed), C(domain_busy), C(port_missing), C(qemu_orphan),
     C(domain_not_stopped), C(mgmt_attachment_unsupported).
 options:
@@ -30,27 +47,72 @@ options:
     type: str
     required: true
   state:
-    description: Requested state of the VM. A VM that is C(stopped) keeps its definition.
+    description: Requested state of the VM. A VM that is C(stopped) keeps its definition, address
+      and fabric functions.
     type: str
     choices: [running, stopped, absent]
     default: running
   slots:
     description: >-
-      The slots with C(slot_id) and C(fence); a fence older than the highest that the host has seen
-      is refused.
+      The bundles of its slots with C(slot_id) and C(fence), and C(fabric_vf_pci_address) of those
+      with a fabric function. Nothing is made under a fence older than the highest that the host has
+      seen.
     type: list
     elements: dict
     default: []
   bridge:
-    description: The Open vSwitch bridge.
+    description: The Open vSwitch bridge, whose addresses dnsmasq serves.
     type: str
     default: ovsbr0
   bridge_address:
     description: The bridge's own address with prefix length. Required with O(state=running).
     type: str
-  ip:
-    description: The guest's IPv4 address. Required with O(state=running).
+  mac:
+    description: MAC of the management interface, in lower case and quoted. Required unless
+      O(state=stopped).
     type: str
+  ip:
+    description: The guest's IPv4 address. Required unless O(state=stopped).
+    type: str
+  user_data:
+    description:
+      - The cloud-config document as JSON. Without it no seed is written, as at each later start.
+      - Never shown, neither in results nor in logs.
+    type: json
+  guest_runtime:
+    description:
+      - The C(vm.guest_runtime) of the hardware profile. Adds to O(user_data) the readiness probes
+        as a unit of the guest, and with C(source=cloud_init) the installation of the named
+        versions of NVIDIA's driver, CUDA and the RDMA packages, with a restart.
+    type: dict
+    default: {}
+  tenant_data:
+    description:
+      - The tenant's own cloud-config document as JSON, merged after the rest. What the rest names
+        stays; files, commands and packages are joined.
+      - Never shown, neither in results nor in logs.
+    type: json
+  meta_data:
+    description: The meta-data document, with C(instance-id) and C(local-hostname).
+    type: dict
+    default: {}
+  network_config:
+    description: The network-config document, version 2. Interfaces are matched by MAC.
+    type: dict
+    default: {}
+  link:
+    description: Link type of the fabric.
+    type: str
+    choices: [infiniband, ethernet]
+    default: ethernet
+  vlan:
+    description: The tenant's VLAN. 0 on InfiniBand, and where one tenant owns the fabric.
+    type: int
+    default: 0
+  identities:
+    description: Approved MAC or GUID of a function, by PCI address; others are refused.
+    type: dict
+    default: {}
   shutdown_deadline:
     description: Seconds that the guest gets to power off by itself.
     type: int
@@ -70,6 +132,39 @@ options:
         description: Where all memory comes from; -1 for anywhere.
         type: int
         default: -1
+      cells:
+        description: >-
+          Parts of the VM by NUMA node of the host, as in the bundle of M(gpuaas.slice.slice_lease).
+          Several parts are NUMA nodes of the guest.
+        type: list
+        elements: dict
+        default: []
+        suboptions:
+          numa_node: {description: NUMA node of the host., type: int, required: true}
+          vcpus: {description: Virtual CPUs of this part., type: int, required: true}
+          memory_mib: {description: Memory of this part., type: int, required: true}
+          cpus: {description: Host CPUs., type: list, elements: int, default: []}
+          devices: {description: PCI addresses., type: list, elements: str, default: []}
+      layout:
+        description: What the guest is shown of the host, and how QEMU's own threads run.
+        type: dict
+        suboptions:
+          threads: {description: Threads of each core., type: int, default: 1}
+          emulator_cpus:
+            description: Host CPUs for QEMU's own threads; none for those of the guest.
+            type: list
+            elements: int
+            default: []
+          switches:
+            description: PCI addresses below one switch of the host, a list for each switch.
+            type: list
+            elements: list
+            default: []
+          disk_io:
+            description: How QEMU reads and writes disks.
+            type: str
+            choices: [native, io_uring]
+            default: native
       firmware: {description: Firmware., type: str, choices: [bios, uefi], default: bios}
       hugepages: {description: Memory from 1 GiB pages., type: bool, default: false}
       nested:
@@ -87,7 +182,6 @@ options:
         type: list
         elements: str
         required: true
-      mac: {description: MAC of the management interface., type: str, required: true}
       mgmt_attachment:
         description: >-
           How the management interface reaches the bridge. V(vf_representor) is refused until the
@@ -101,12 +195,25 @@ options:
         suboptions:
           rate_kbps: {description: 1000 bits a second each way., type: int, required: true}
           burst_kb: {description: 1000 bits that may be sent at once., type: int, required: true}
-      seed_path: {description: The cloud-init seed., type: str, default: ""}
       qemu_arguments:
         description: Further QEMU arguments of the hardware profile, never of a tenant.
         type: list
         elements: str
         default: []
+requirements:
+  - libvirt and QEMU
+  - Open vSwitch
+  - nftables
+  - dnsmasq
+  - conntrack
+  - iproute2
+  - genisoimage, xorriso or mkisofs
+seealso:
+  - module: gpuaas.slice.slice_vm_info
+  - module: gpuaas.slice.slice_lease
+  - module: gpuaas.slice.slice_ready
+  - module: gpuaas.slice.slice_handover
+  - module: gpuaas.slice.sriov_vfs
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -116,7 +223,14 @@ EXAMPLES = r"""
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
     slots: "{{ slice_slots }}"
     bridge_address: 10.100.0.1/24
+    mac: "52:54:00:64:00:0a"
     ip: 10.100.0.10
+    vlan: 3001
+    user_data: "{{ {'users': [{'name': 'ada', 'ssh_authorized_keys': keys}]} | to_json }}"
+    meta_data: {instance-id: 23bd713b-6073-4ef7-8a51-2897e902365d, local-hostname: trainer}
+    network_config:
+      version: 2
+      ethernets: {management: {match: {macaddress: "52:54:00:64:00:0a"}, dhcp4: true}}
     spec:
       vcpus: 24
       memory_mib: 65536
@@ -126,12 +240,13 @@ EXAMPLES = r"""
       gpus: ["0000:43:00.0"]
       fabric_vfs: ["0000:61:10.1"]
       disks: [/dev/disk/by-id/nvme-eui.5e0000000000a000]
-      mac: "52:54:00:64:00:0a"
-      seed_path: "{{ lease.bundle.seed_path }}"
 
 - name: Stop and remove it
   gpuaas.slice.slice_vm:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
+    slots: "{{ slice_slots }}"
+    mac: "52:54:00:64:00:0a"
+    ip: 10.100.0.10
     state: absent
     shutdown_deadline: 120
   register: removed
@@ -141,353 +256,108 @@ EXAMPLES = r"""
 RETURN = r"""
 domain:
   description: The domain after the run.
-  returned: always
+  returned: when its part was reached
   type: dict
   sample:
     name: gpuaas-slice-23bd713b60734ef78a512897e902365d
     state: running
+    off_by_guest: false
     port: gs23bd713b6073
     ofport: 3
     flows: 24
     qos: {rate_kbps: 1000000, burst_kb: 100000, shaper: linux-htb, shaped_bps: 1000000000, rows: 1}
     pid: 4711
+seed:
+  description: Path of the seed, and whether it exists.
+  returned: when its part was reached
+  type: dict
+  sample:
+    path: /var/lib/gpuaas/seeds/gpuaas-slice-23bd713b60734ef78a512897e902365d.iso
+    present: true
+reservation:
+  description: The address after the run; strings are empty where there is nothing.
+  returned: when its part was reached
+  type: dict
+  sample:
+    mac: "52:54:00:64:00:0a"
+    ip: 10.100.0.10
+    lease_ip: ""
+    connections: 0
+functions:
+  description: The functions as the kernel shows them; VLAN, spoof check and trust on Ethernet only.
+  returned: when their part was reached
+  type: list
+  elements: dict
+  sample:
+    - address: "0000:25:10.0"
+      pf: "0000:25:00.0"
+      index: 0
+      link: ethernet
+      identity: "02:1d:77:0e:5b:90"
+      link_state: auto
+      vlan: 3001
+      spoof_check: true
+      trust: false
+part:
+  description: The part that failed, such as C(reserve_address).
+  returned: failure
+  type: str
+  sample: start_domain
 """
 
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _change,
-    _host,
-    _ledger,
-    _object_names,
-)
-from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_profiles
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _domain,
-    _libvirt,
-    _qos,
-    _slots,
+    _cloud_seed,
+    _machine,
+    _reservation,
 )
 
-_STUCK = {
-    "crashed": ("domain_crashed", "remove the VM (state=absent) after reading its QEMU log"),
-    "in shutdown": ("domain_busy", "wait until the guest is off"),
-    "suspended": ("domain_busy", "wake the guest, or stop the VM"),
-    "no state": ("domain_busy", "look at libvirtd"),
-    "paused": ("domain_paused", "read the QEMU log: QEMU stops a guest on disk errors"),
-}
+_GUEST = _tuning_profiles.DEFINITIONS[_tuning_profiles.NETWORK]
+_Facts = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class State:
-    """definition: None without a domain. port: number on the bridge, None without one.
-    wanted_flows: expected guard of that port. qos: limit of the port. left: files that outlived the
-    VM. kept: the guard that the host restores after a restart of the switch.
+def parts(params: _change.Params) -> tuple[_change.Part, ...]:
+    """A guest never sees the network of another tenant, or of idle functions: the domain comes last
+    and goes first.
     """
-
-    life: _libvirt.State | None
-    definition: _domain.Description | None
-    pids: tuple[int, ...]
-    port: int | None
-    flows: frozenset[_flows.Flow]
-    wanted_flows: frozenset[_flows.Flow]
-    held: frozenset[str]
-    fences: dict[str, int]
-    left: tuple[str, ...]
-    qos: _qos.State = _qos.UNLIMITED
-    kept: _flows.Guard | None = None
-
-    @property
-    def active(self) -> bool:
-        return self.life is not None and self.life.active
-
-
-def observe(params: _change.Params) -> State:
-    allocation = params["allocation_id"]
-    name = _object_names.domain_name(allocation)
-    slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
-    life = _libvirt.states().get(name)
-    active = life is not None and life.active
-    port = _flows.port_number(_object_names.port_name(allocation))
-    flows: frozenset[_flows.Flow] = frozenset()
-    held: frozenset[str] = frozenset()
-    if params["state"] == "running":
-        guard = _guard(params)
-        held = frozenset(
-            e.disk_identity for e in _ledger.entries() if e.allocation_id == allocation
-        )
-        if active and port:
-            flows = _guard_flows(guard, port)
-    files = [
-        *(_object_names.nvram_path(allocation), _object_names.guard_path(allocation)),
-        *_object_names.console_files(allocation),
-    ]
-    return State(
-        life=life,
-        definition=_domain.parse(_libvirt.definition(name)) if life else None,
-        pids=tuple(_libvirt.processes(name)),
-        port=port,
-        flows=_flows.installed(params["bridge"], _object_names.cookie(allocation)),
-        wanted_flows=flows,
-        held=held,
-        fences={str(s["slot_id"]): _ledger.load(str(s["slot_id"])).fence for s in slots},
-        left=tuple(path for path in files if _host.path(path).exists()),
-        qos=_qos.observe(allocation),
-        kept=_guards.saved(allocation),
-    )
-
-
-def plan(params: _change.Params, state: State) -> _change.Plan:
-    stale = [
-        _refuse(
-            "stale_fence",
-            f"a fence of at least {seen}",
-            f"{slot['fence']} for {name}",
-            "this run belongs to an older claim: do not retry it",
-        )
-        for slot in params["slots"]
-        if int(slot["fence"]) < (seen := state.fences.get(name := str(slot["slot_id"]), 0))
-    ]
-    if params["state"] == "running":
-        planned = _plan_running(params, state)
-    else:
-        planned = _plan_off(params, state)
-    return _change.Plan(planned.steps, (*stale, *planned.blockers))
-
-
-def _plan_running(params: _change.Params, state: State) -> _change.Plan:
-    domain = _spec(params)
-    want = _domain.describe(domain)
-    if state.active and state.definition and not state.definition["seed"]:
-        # The seed is detached as soon as the guest has read it.
-        want["seed"] = ""
-    different = _domain.differences(want, state.definition) if state.definition else None
-    blockers = [*_unsupported(params), *_obstacles(domain, state, different)]
-    steps = []
-    if different is None or different:
-        before = {key: pair[1] for key, pair in (different or {}).items()} or None
-        after = {key: pair[0] for key, pair in (different or {}).items()} or want
-        steps.append(_change.Step("define_domain", domain.name, before, after))
-    if not state.active:
-        steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
-    unguarded = state.flows != state.wanted_flows or state.kept != _guard(params)
-    if not state.active or unguarded:
-        before_flows = sorted(flow.text() for flow in state.flows)
-        after_flows: Any = sorted(flow.text() for flow in state.wanted_flows)
-        after_flows = after_flows or "the guard of the port that it gets"
-        steps.append(_change.Step("guard_port", domain.port, before_flows, after_flows))
-    limit = _qos.limit(params["spec"].get("mgmt_qos"))
-    # A start makes a new port, which has no limit.
-    if not state.qos.holds(limit) or (limit and not state.active):
-        after_limit = limit.document() if limit else {}
-        steps.append(
-            _change.Step("limit_port", f"{domain.port} QoS", state.qos.document(), after_limit)
-        )
-    if not state.active or (state.life and state.life.name == "paused"):
-        steps.append(_change.Step("resume_domain", f"{domain.name} CPUs", "stopped", "running"))
-    return _change.Plan(tuple(steps), tuple(blockers))
-
-
-def _unsupported(params: _change.Params) -> list[Refusal]:
-    attachment = params["spec"].get("mgmt_attachment") or "tap"
-    if attachment == "tap":
-        return []
-    return [
-        _refuse(
-            "mgmt_attachment_unsupported",
-            "mgmt_attachment tap",
-            f"{attachment}, which needs the card's embedded switch mode",
-            "set vm.mgmt_attachment of the hardware profile to tap",
-        )
-    ]
-
-
-def _obstacles(
-    domain: _domain.Domain, state: State, different: dict[str, tuple[Any, Any]] | None
-) -> list[Refusal]:
-    blockers = []
-    if len(state.held) < len(domain.disks):
-        text = f"leases of {len(state.held)} disks"
-        expected = f"leases of this allocation on {len(domain.disks)} disks"
-        blockers.append(
-            _refuse("lease_missing", expected, text, "take the slots with slice_lease first")
-        )
-    life = state.life
-    if life is None and state.pids:
-        blockers.append(_orphan(domain.name, state.pids))
-    if life is None or life.name in ("running", "blocked", "shut off"):
-        pass
-    elif life.name != "paused" or life.reason not in _libvirt.PAUSED_ON_PURPOSE:
-        code, remedy = _STUCK.get(life.name, _STUCK["no state"])
-        text = f"{life.name}, reason {life.reason}"
-        blockers.append(_refuse(code, f"{domain.name} running or off", text, remedy))
-    if state.active and different:
-        text = "; ".join(f"{key}: {pair[1]!r}" for key, pair in different.items())
-        wish = "; ".join(f"{key}: {pair[0]!r}" for key, pair in different.items())
-        blockers.append(_refuse("domain_differs", wish, text, "stop the VM before it is changed"))
-    if state.active and not state.port:
-        text = "no such port on the bridge"
-        blockers.append(
-            _refuse("port_missing", f"port {domain.port}", text, "stop and start the VM")
-        )
-    return blockers
-
-
-def _plan_off(params: _change.Params, state: State) -> _change.Plan:
-    name = _object_names.domain_name(params["allocation_id"])
-    port = _object_names.port_name(params["allocation_id"])
-    steps, blockers = [], []
-    if state.active and state.life:
-        steps.append(_change.Step("stop_domain", f"{name} power", state.life.name, "off"))
-    elif state.pids:
-        blockers.append(_orphan(name, state.pids))
-    # It outlives the port and would limit a later VM of this allocation.
-    if state.qos.rows:
-        steps.append(_change.Step("remove_limit", f"{port} QoS", state.qos.document(), {}))
-    if state.port is not None:
-        steps.append(_change.Step("remove_port", port, state.port, None))
-    # After the port, because the guard of a port that is there would be restored.
-    if state.flows:
-        flows = sorted(flow.text() for flow in state.flows)
-        steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
+    if params["state"] == "stopped":
+        return (_change.Part("stop_domain", _machine.SUBJECT, lambda given, _facts: given),)
     if params["state"] == "absent":
-        if state.definition is not None:
-            steps.append(_change.Step("undefine_domain", name, state.definition, None))
-        if state.left or state.definition is not None:
-            steps.append(_change.Step("remove_files", f"{name} files", list(state.left), []))
-    return _change.Plan(tuple(steps), tuple(blockers))
-
-
-def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    allocation = params["allocation_id"]
-    name, port = _object_names.domain_name(allocation), _object_names.port_name(allocation)
-    for slot in params["slots"]:
-        _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
-    if step.name == "define_domain":
-        _libvirt.define(_domain.render(_spec(params)))
-    elif step.name == "start_domain":
-        # Memory is pinned before the first instruction: the limit grows with the memory to pin.
-        spec = params["spec"]
-        _mark_dirty(params["slots"])
-        _libvirt.start_paused(name, timeout=180 + spec["memory_mib"] / 256 + 60 * len(spec["gpus"]))
-    elif step.name == "guard_port":
-        number = _flows.await_port(port)
-        guard = _guard(params)
-        _guards.save(guard)
-        _guards.reload_firewall()
-        if not _flows.installed(guard.bridge, guard.cookie):
-            _flows.forget_connections(number)
-        rule = _guards.egress_of(_guards.recorded(), guard)
-        count = _flows.install(guard, number, _flows.local_addresses(), rule)
-        return {"ofport": number, "flows": count}
-    elif step.name == "limit_port":
-        _qos.install(allocation, _qos.limit(params["spec"].get("mgmt_qos")))
-        return _qos.observe(allocation).document()
-    elif step.name == "resume_domain":
-        _libvirt.resume(name)
-    elif step.name == "stop_domain":
-        return _stop(name, step.before, params["shutdown_deadline"])
-    else:
-        _remove(params, step.name, step.before)
-    return None
-
-
-def _remove(params: _change.Params, name: str, before: Any) -> None:
-    """One step of removing the traces of a VM that is off."""
-    allocation, bridge = params["allocation_id"], params["bridge"]
-    if name == "remove_flows":
-        _flows.remove(bridge, _object_names.cookie(allocation))
-        for number in sorted({int(n) for n in re.findall(r"in_port=([0-9]+)", str(before))}):
-            _flows.forget_connections(number)
-    elif name == "remove_limit":
-        _qos.install(allocation, None)
-    elif name == "remove_port":
-        _flows.remove_port(bridge, _object_names.port_name(allocation))
-    elif name == "undefine_domain":
-        _undefine(_object_names.domain_name(allocation))
-    elif name == "remove_files":
-        _guards.forget(allocation)
-        _guards.reload_firewall()
-        _host.remove(_object_names.nvram_path(allocation))
-        for path in _object_names.console_files(allocation):
-            _host.remove(path)
-
-
-def _mark_dirty(slots: list[dict[str, Any]]) -> None:
-    """A guest may write to each of its disks, also to those without a cloned image."""
-    for slot in slots:
-        entry = _ledger.load(str(slot["slot_id"]))
-        if not entry.dirty:
-            _ledger.mark_dirty(
-                entry.slot_id, fence=int(slot["fence"]), disk_identity=entry.disk_identity
-            )
-
-
-def _stop(name: str, state: str, deadline: float) -> dict[str, Any]:
-    # A paused or crashed guest cannot answer a request.
-    graceful = state in ("running", "blocked") and _libvirt.shut_down(name, deadline=deadline)
-    if not graceful:
-        _libvirt.destroy(name)
-    return {"shutdown": "graceful" if graceful else "hard"}
-
-
-def _undefine(name: str) -> None:
-    # A transient domain goes with its QEMU.
-    if name in _libvirt.states():
-        _libvirt.undefine(name)
-
-
-def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    return {
-        "domain": {
-            "name": _object_names.domain_name(params["allocation_id"]),
-            "state": state.life.name if state.life else "absent",
-            "port": _object_names.port_name(params["allocation_id"]),
-            "ofport": state.port or 0,
-            "flows": len(state.flows),
-            "qos": state.qos.document(),
-            "pid": state.pids[0] if state.pids else 0,
-        }
-    }
-
-
-def _spec(params: _change.Params) -> _domain.Domain:
-    options = {**params["spec"], "bridge": params["bridge"]}
-    return _domain.from_options(params["allocation_id"], options)
-
-
-def _guard(params: _change.Params) -> _flows.Guard:
-    return _flows.check(
-        _flows.Guard(
-            allocation_id=params["allocation_id"],
-            bridge=params["bridge"],
-            mac=params["spec"]["mac"],
-            ip=params["ip"],
-            address=params["bridge_address"],
+        return (
+            _change.Part("remove_domain", _machine.SUBJECT, _absent),
+            _change.Part("take_functions", _slice_fabric.SUBJECT, _absent),
+            _change.Part("release_address", _reservation.SUBJECT, _absent),
+            _change.Part("remove_seed", _cloud_seed.SUBJECT, _absent),
         )
+    seed = _change.Part("write_seed", _cloud_seed.SUBJECT, _present)
+    return (
+        # Only the first start of a slice has a seed.
+        *([] if params.get("user_data") is None else [seed]),
+        _change.Part("reserve_address", _reservation.SUBJECT, _present),
+        # A restart of the host has taken the functions out of the tenant's network.
+        _change.Part("give_functions", _slice_fabric.SUBJECT, _present),
+        _change.Part("start_domain", _machine.SUBJECT, _running),
     )
 
 
-def _guard_flows(guard: _flows.Guard, port: int) -> frozenset[_flows.Flow]:
-    rule = _guards.egress_of(_guards.recorded(), guard)
-    return _flows.rules(guard, port, _flows.local_addresses(), rule)
+def _absent(params: _change.Params, _facts: _Facts) -> _change.Params:
+    return {**params, "state": "absent"}
 
 
-def _orphan(name: str, pids: tuple[int, ...]) -> Refusal:
-    return _refuse(
-        "qemu_orphan",
-        f"no QEMU of {name} without its domain",
-        f"process {', '.join(map(str, pids))}",
-        "restart libvirtd so that it finds the process again, or end it by hand",
-    )
+def _present(params: _change.Params, _facts: _Facts) -> _change.Params:
+    tuning = {"sysctl": _GUEST.sysctl, "memlock": _GUEST.memlock}
+    return {**params, "state": "present", "tuning": tuning}
 
 
-def _refuse(code: str, expected: str, found: str, remedy: str) -> Refusal:
-    return Refusal(code, expected=expected, found=found, remedy=remedy)
+def _running(params: _change.Params, facts: _Facts) -> _change.Params:
+    seed = facts.get("seed", {}).get("path", "")
+    return {**params, "spec": {**params["spec"], "mac": params["mac"], "seed_path": seed}}
 
 
 def _strings(*, required: bool = False) -> dict[str, Any]:
@@ -495,18 +365,32 @@ def _strings(*, required: bool = False) -> dict[str, Any]:
     return {**spec, "required": True} if required else {**spec, "default": []}
 
 
+CELL: dict[str, Any] = {
+    "numa_node": {"type": "int", "required": True},
+    "vcpus": {"type": "int", "required": True},
+    "memory_mib": {"type": "int", "required": True},
+    "cpus": {"type": "list", "elements": "int", "default": []},
+    "devices": {"type": "list", "elements": "str", "default": []},
+}
+LAYOUT: dict[str, Any] = {
+    "threads": {"type": "int", "default": 1},
+    "emulator_cpus": {"type": "list", "elements": "int", "default": []},
+    "switches": {"type": "list", "elements": "list", "default": []},
+    "disk_io": {"type": "str", "choices": ["native", "io_uring"], "default": "native"},
+}
 SPEC: dict[str, Any] = {
     "vcpus": {"type": "int", "required": True},
     "memory_mib": {"type": "int", "required": True},
     "cpus": {"type": "list", "elements": "int", "default": []},
     "numa_node": {"type": "int", "default": -1},
+    "cells": {"type": "list", "elements": "dict", "default": [], "options": CELL},
+    "layout": {"type": "dict", "options": LAYOUT},
     "firmware": {"type": "str", "choices": ["bios", "uefi"], "default": "bios"},
     "hugepages": {"type": "bool", "default": False},
     "nested": {"type": "bool", "default": False},
     "gpus": _strings(required=True),
     "fabric_vfs": _strings(),
     "disks": _strings(required=True),
-    "mac": {"type": "str", "required": True},
     "mgmt_attachment": {"type": "str", "choices": ["tap", "vf_representor"], "default": "tap"},
     "mgmt_qos": {
         "type": "dict",
@@ -515,7 +399,6 @@ SPEC: dict[str, Any] = {
             "burst_kb": {"type": "int", "required": True},
         },
     },
-    "seed_path": {"type": "str", "default": ""},
     "qemu_arguments": _strings(),
 }
 OPTIONS: dict[str, Any] = {
@@ -524,7 +407,16 @@ OPTIONS: dict[str, Any] = {
     "slots": {"type": "list", "elements": "dict", "default": []},
     "bridge": {"type": "str", "default": "ovsbr0"},
     "bridge_address": {"type": "str"},
+    "mac": {"type": "str"},
     "ip": {"type": "str"},
+    "user_data": {"type": "json", "no_log": True},
+    "guest_runtime": {"type": "dict", "default": {}},
+    "tenant_data": {"type": "json", "no_log": True},
+    "meta_data": {"type": "dict", "default": {}},
+    "network_config": {"type": "dict", "default": {}},
+    "link": {"type": "str", "choices": [*_pci.LINKS], "default": _pci.ETHERNET},
+    "vlan": {"type": "int", "default": 0},
+    "identities": {"type": "dict", "default": {}},
     "shutdown_deadline": {"type": "int", "default": 60},
     "spec": {"type": "dict", "options": SPEC},
 }
@@ -533,10 +425,17 @@ OPTIONS: dict[str, Any] = {
 def main() -> None:
     module = AnsibleModule(
         argument_spec=OPTIONS,
-        required_if=[("state", "running", ("spec", "ip", "bridge_address"))],
+        required_if=[
+            ("state", "running", ("spec", "mac", "ip", "bridge_address")),
+            ("state", "absent", ("mac", "ip")),
+        ],
         supports_check_mode=True,
     )
-    _change.run(module, _change.Subject(observe, plan, apply, facts))
+    # Ansible hides every single value of a dictionary, also where it is a part of the path of the
+    # seed. Nothing here shows the content, so hiding the whole text is enough.
+    texts = (module.params[name] for name in ("user_data", "tenant_data"))
+    module.no_log_values = {text for text in texts if text and text != "{}"}
+    _change.run_parts(module, parts(module.params))
 
 
 if __name__ == "__main__":

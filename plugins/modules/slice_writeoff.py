@@ -41,6 +41,8 @@ options:
         description: The evidence, such as C(no disk any more).
         type: str
         required: true
+seealso:
+  - module: gpuaas.slice.slice_lease
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -15,6 +15,9 @@ description:
     a bond that is the address which the card had before it.
   - Makes the port of each function follow the card's (C(link_state=auto)). On InfiniBand a port is
     down until it is set.
+  - Gives each function of an Ethernet card its guard, which the card enforces. Spoof check is on,
+    trust is off, and the VLAN is its tenant's (M(gpuaas.slice.slice_vm)) or O(idle_vlan).
+    C(gpuaas-slice-fabric.service) restores it within seconds.
   - Switches off automatic probing, so that no driver of the host takes a virtual function.
   - C(gpuaas-slice-fabric.service) does the same at boot.
   - A site may have virtual functions of its own. How many a card had, and whether drivers were
@@ -55,10 +58,19 @@ options:
     description: Virtual functions per card. With 0 the cards get their earlier state back.
     type: int
     required: true
+  idle_vlan:
+    description: VLAN of functions without a tenant, on Ethernet. 0 means untagged.
+    type: int
+    default: 0
   macs:
     description: Identities that are given instead of derived, by C(<card's address>/<index>).
     type: dict
     default: {}
+requirements:
+  - iproute2
+seealso:
+  - module: gpuaas.slice.slice_vm
+  - module: gpuaas.slice.vfio_bind
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -68,6 +80,13 @@ EXAMPLES = r"""
     pf_ids: ["15b3:a2dc"]
     link: infiniband
     count: 4
+
+- name: Functions whose tenants have a VLAN each, beginning with 3001
+  gpuaas.slice.sriov_vfs:
+    pf_ids: ["8086:10c9"]
+    link: ethernet
+    count: 4
+    idle_vlan: 3000
 """
 
 RETURN = r"""
@@ -82,6 +101,9 @@ vfs:
       address: "0000:25:10.0"
       identity: "02:1d:77:0e:5b:90"
       link_state: auto
+      vlan: 3000
+      spoof_check: true
+      trust: false
 before:
   description: Recorded state of each card before its first change.
   returned: always
@@ -102,6 +124,7 @@ def main() -> None:
             "pf_ids": strings,
             "link": {"type": "str", "choices": ["", *_pci.LINKS], "default": ""},
             "count": {"type": "int", "required": True},
+            "idle_vlan": {"type": "int", "default": 0},
             "macs": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,

@@ -31,6 +31,9 @@ options:
     type: list
     elements: dict
     required: true
+seealso:
+  - module: gpuaas.slice.baremetal_tenant
+  - module: gpuaas.slice.nvme_wipe
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 
@@ -57,7 +60,6 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
-    _host,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -206,7 +208,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         case "swap_off":
             _command.run(["swapoff", "--", _usage.swap_place(step.subject)], timeout=600)
         case "stop_device":
-            _stop(step.subject.rpartition("/")[2])
+            _mounting.stop_device(step.subject.rpartition("/")[2])
         case "remove_fstab":
             _fstab_entries.remove(step.before, backup=step.after["backup"])
             _command.run(["systemctl", "daemon-reload"])
@@ -226,14 +228,6 @@ def _unmount(step: _change.Step) -> None:
             remedy="end the processes that use it, or restart the machine, because fstab no longer"
             " mounts it; then clean up again; nothing is taken away by force",
         ) from refusal
-
-
-def _stop(name: str) -> None:
-    if name.startswith("md"):
-        _command.run(["mdadm", "--stop", f"/dev/{name}"])
-        return
-    mapped = _host.read(f"/sys/class/block/{name}/dm/name") or name
-    _command.run(["dmsetup", "remove", "--", mapped])
 
 
 def facts(_params: _change.Params, state: State) -> dict[str, Any]:

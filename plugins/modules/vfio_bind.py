@@ -51,6 +51,9 @@ options:
     type: str
     choices: [bound, unbound]
     default: bound
+seealso:
+  - module: gpuaas.slice.sriov_vfs
+  - module: gpuaas.slice.kernel_arguments
 extends_documentation_fragment: [gpuaas.slice.change]
 """
 

@@ -27,6 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _kernel_arguments,
     _libvirt_host,
     _slice_mode,
+    _telemetry_service,
     _tuning_opt_in,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command
@@ -190,7 +191,8 @@ def _fabric(profile: Mapping[str, Any]) -> Iterator[Part]:
     fabric = profile["fabric"]
     if fabric["pf_ids"]:
         cards = {"pfs": [], "pf_ids": fabric["pf_ids"], "macs": {}, "link": fabric.get("link")}
-        yield Part("fabric", _sriov_vfs.SUBJECT, {**cards, "count": fabric["vfs_per_pf"]})
+        cards |= {"count": fabric["vfs_per_pf"], "idle_vlan": fabric.get("vlans", [0])[0]}
+        yield Part("fabric", _sriov_vfs.SUBJECT, cards)
     if fabric["ipoib"] and fabric["site_address"]:
         common = {"interface": fabric.get("interface", ""), "route": fabric["route"]}
         yield Part("ipoib", _ipoib_address.SUBJECT, {**common, "address": fabric["site_address"]})
@@ -198,6 +200,10 @@ def _fabric(profile: Mapping[str, Any]) -> Iterator[Part]:
 
 def _baseline(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part(NETWORK, _NETWORK, _baseline_files.settings(profile["network"]))
+
+
+def _telemetry(_profile: Mapping[str, Any]) -> Iterator[Part]:
+    yield Part("telemetry", _telemetry_service.SUBJECT, {})
 
 
 def _mode(profile: Mapping[str, Any]) -> Iterator[Part]:
@@ -215,6 +221,7 @@ _PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Part]]] = {
     "gpuaas.slice.libvirt_host": _libvirt,
     "gpuaas.slice.fabric_functions": _fabric,
     "gpuaas.slice.slice_network": _baseline,
+    "gpuaas.slice.slice_telemetry": _telemetry,
     "gpuaas.slice.slice_mode": _mode,
 }
 

@@ -12,7 +12,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _ssh_certificate
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _sshd,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
@@ -48,26 +53,11 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def apply(params: _change.Params, _step: _change.Step) -> None:
-    """Install the new file if sshd accepts it, else keep the old file, so that a login is possible
-    at every moment.
-    """
-    before = _host.kept(FILE)
-    _host.write(FILE, params["certificate"].strip() + "\n")
-    try:
-        _command.run(["sshd", "-t"])
-        # A reload keeps open connections, including the current connection.
-        _command.run(["systemctl", "try-reload-or-restart", "ssh"])
-    except Refusal as refused:
-        if before is None:
-            _host.remove(FILE)
-        else:
-            _host.write(FILE, before + "\n")
-        raise Refusal(
-            "certificate_not_taken",
-            expected="sshd to take its new certificate",
-            found=refused.found,
-            remedy="the earlier certificate is back in its place; repair sshd, then renew again",
-        ) from refused
+    _sshd.install(
+        *(FILE, params["certificate"].strip() + "\n", "certificate_not_taken"),
+        expected="sshd to take its new certificate",
+        remedy="the earlier certificate is back in its place; repair sshd, then renew again",
+    )
 
 
 def facts(_params: _change.Params, state: State) -> dict[str, Any]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _host,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
@@ -13,14 +18,16 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenanc
 _MACHINES = ("qemu-system", "qemu-kvm")
 
 
-def refusals() -> list[Refusal]:
+def refusals(allocations: Collection[str] = ()) -> list[Refusal]:
     """Reasons against a restart of the machine; [] when it is idle.
+
+    allocations: those whose slices do not count.
 
     A held slot counts even without a running machine: it is between two steps of its provision, or
     its guest has shut itself down and will return.
     """
     try:
-        in_use = [*_running(), *_leased()]
+        in_use = [*_running(allocations), *_leased(allocations)]
     except Refusal as unreadable:
         return [unreadable]
     if not in_use:
@@ -35,13 +42,29 @@ def refusals() -> list[Refusal]:
     ]
 
 
-def _running() -> list[str]:
+def other_boot(expected: str, boot_id: str) -> list[Refusal]:
+    """The refusal for a boot other than the expected one; [] without an expectation."""
+    if expected in ("", boot_id):
+        return []
+    return [
+        Refusal(
+            "boot_changed",
+            expected=f"the boot {expected}",
+            found=f"the boot {boot_id}",
+            remedy="the host was restarted since: discover it, then ask again if still wanted",
+        )
+    ]
+
+
+def _running(allocations: Collection[str]) -> list[str]:
     """QEMU machines, including those that libvirt has lost or that belong to no slice."""
     programs = sorted(_libvirt.processes("").items())
+    names = [_object_names.domain_name(key) for key in allocations]
+    expected = {pid for name in names for pid in _libvirt.processes(name)}
     return [
         f"{program} {pid}"
         for pid, program in programs
-        if program.startswith(_MACHINES) and not _probe(pid)
+        if program.startswith(_MACHINES) and pid not in expected and not _probe(pid)
     ]
 
 
@@ -56,9 +79,13 @@ def _probe(pid: int) -> bool:
     return bool(given) and set(given) == {"none"}
 
 
-def _leased() -> list[str]:
+def _leased(allocations: Collection[str]) -> list[str]:
     slots = [entry for entry in _ledger.entries() if entry.slot_id != _ledger.MACHINE]
     return [
         *(f"the whole machine {taken.found}" for taken in _tenancy.refusals()),
-        *(f"{slot.slot_id} leased by {slot.allocation_id}" for slot in slots if slot.allocation_id),
+        *(
+            f"{slot.slot_id} leased by {slot.allocation_id}"
+            for slot in slots
+            if slot.allocation_id and slot.allocation_id not in allocations
+        ),
     ]

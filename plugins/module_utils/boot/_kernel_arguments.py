@@ -57,9 +57,11 @@ class State:
     files.
 
     files: content of the managed files, None when absent. entries: arguments of GRUB's menu
-    entries. stray: entry arguments whose only source is an older menu or the managed drop-in.
-    initramfs: digest of the inputs of the last build. built_in_boot: boot id of that build.
-    rebuilt: whether an image is newer than that build, so another program built it.
+    entries. next_boot: arguments of the entry that boots by default; another entry may be the
+    site's own or another system's, which update-grub does not change. stray: entry arguments whose
+    only source is an older menu or the managed drop-in. initramfs: digest of the inputs of the last
+    build. built_in_boot: boot id of that build. rebuilt: whether an image
+    is newer than that build, so another program built it.
     """
 
     arguments: tuple[str, ...]
@@ -67,6 +69,7 @@ class State:
     running: tuple[str, ...]
     files: Mapping[str, str | None]
     entries: tuple[tuple[str, ...], ...]
+    next_boot: tuple[tuple[str, ...], ...]
     stray: tuple[str, ...]
     grub_pending: bool
     initramfs: str
@@ -114,6 +117,7 @@ def observe(params: Params) -> State:
         running=tuple(running()),
         files={p: _text(p) for p in (DROP_IN, MODULES_LOAD, SOFT_DEPENDENCIES, INITRAMFS_MODULES)},
         entries=entries,
+        next_boot=tuple(next_entry.kernels) if (next_entry := _grub_menu.next_boot()) else (),
         stray=tuple(_stray(arguments, entries)),
         grub_pending=_host.path(GRUB_PENDING).exists(),
         initramfs=record.get("inputs", ""),
@@ -249,7 +253,7 @@ def _grub_is_stale(params: Params, state: State, steps: list[_change.Step]) -> b
         return True
     if params["state"] == "absent":
         return bool(state.stray)
-    return not state.entries or any(lacking(state.arguments, e) for e in state.entries)
+    return not state.next_boot or any(lacking(state.arguments, e) for e in state.next_boot)
 
 
 def _initramfs_is_stale(params: Params, state: State, steps: list[_change.Step]) -> bool:

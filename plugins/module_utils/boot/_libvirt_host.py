@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_packages
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _confinement,
+    _host_packages,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
     _change,
     _command,
     _host,
     _host_snapshot,
+    _managed_block,
 )
 
 RECORD = "libvirt"
@@ -32,12 +36,15 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """mode: of the directory, None when it is missing. before: None without a record."""
+    """mode: of the directory, None when it is missing. before: None without a record. qemu: the
+    settings of QEMU, "" without the file.
+    """
 
     mode: int | None
     daemon: _boot_service.Service
     socket: _boot_service.Service
     before: Mapping[str, Any] | None
+    qemu: str
 
 
 def observe(params: Params) -> State:
@@ -48,7 +55,13 @@ def observe(params: Params) -> State:
         daemon=services[_DAEMON],
         socket=services[_SOCKET],
         before=_host_snapshot.recall(RECORD),
+        qemu=_text(),
     )
+
+
+def _text() -> str:
+    file = _host.path(_confinement.QEMU)
+    return file.read_text(errors="surrogateescape") if file.is_file() else ""
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -69,6 +82,8 @@ def _steps(params: Params, state: State) -> list[_change.Step]:
         steps.append(_change.Step("open_directory", params["directory"], before, f"{_OPEN:04o}"))
     if not state.daemon.enabled:
         steps.append(_change.Step("enable_libvirt", _DAEMON, "disabled", "enabled"))
+    if state.qemu and state.qemu != (confined := _confinement.with_settings(state.qemu)):
+        steps.append(_configure("confine_guests", state.qemu, confined))
     if not (state.socket.active and state.socket.enabled):
         steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
     return steps
@@ -78,6 +93,9 @@ def _back(params: Params, state: State) -> list[_change.Step]:
     was, steps = state.before, []
     if was is None:
         return []
+    if _managed_block.block_of(state.qemu):
+        site = _managed_block.without_block(state.qemu)
+        steps.append(_configure("restore_qemu_settings", state.qemu, site))
     running = state.socket.active or state.socket.enabled or state.daemon.enabled
     if not (was["socket"] or was["daemon"]) and running:
         steps.append(_change.Step("stop_libvirt", _DAEMON, "active at every boot", "stopped"))
@@ -85,6 +103,11 @@ def _back(params: Params, state: State) -> list[_change.Step]:
     if was["mode"] and mode and was["mode"] != mode:
         steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
     return [*steps, *_host_snapshot.forget_steps(RECORD, was)]
+
+
+def _configure(name: str, before: str, after: str) -> _change.Step:
+    blocks = (_managed_block.block_of(before), _managed_block.block_of(after))
+    return _change.Step(name, _confinement.QEMU, *blocks)
 
 
 def _was(state: State) -> dict[str, Any]:
@@ -100,6 +123,13 @@ def _was(state: State) -> dict[str, Any]:
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name in _host_snapshot.STEPS:
         _host_snapshot.apply(step)
+    elif step.subject == _confinement.QEMU:
+        mode = stat.S_IMODE(_host.path(step.subject).stat().st_mode)
+        site = _managed_block.without_block(_text())
+        text = _managed_block.with_block(site, step.after) if step.after else site
+        _host.write(step.subject, text, mode)
+        # libvirt reads the file at its start. Running guests are not touched.
+        _command.run(["systemctl", "try-restart", _DAEMON], timeout=120)
     elif step.name == "stop_libvirt":
         _command.run(["systemctl", "disable", "--now", *_SOCKETS, _DAEMON], timeout=120)
     elif step.name == "close_directory":

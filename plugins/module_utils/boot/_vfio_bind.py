@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _ledger,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -165,6 +166,9 @@ def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any]:
     address = step.subject
+    if _pci.read(address).driver:
+        # The host's driver has used the GPU, or is about to.
+        _ledger.distrust_gpu(address)
     if step.name == "bind_device":
         if not _host.path(_DRIVER).is_dir():
             _command.run(["modprobe", "vfio-pci"])

@@ -17,6 +17,7 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _file_edits,
     _host,
+    _object_names,
     _source_closure,
 )
 
@@ -24,6 +25,8 @@ LIBRARY = "/usr/local/lib/gpuaas"
 PACKAGE = _source_closure.PACKAGE
 UNITS = "/etc/systemd/system"
 PROGRAMS = "/usr/local/sbin"
+# In the folder of several hooks, because the site may have its own /etc/libvirt/hooks/qemu.
+HOOK = "/etc/libvirt/hooks/qemu.d/gpuaas-slice"
 # Path and digest of the code, by service. Only root reads and writes it.
 RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
 
@@ -41,6 +44,22 @@ sys.path.insert(0, "{library}")
 from {package} import {module}
 
 sys.exit({module}.{entry}("{settings}"))
+"""
+
+# Hook of libvirt, which calls it for each step of every domain with the definition as input. Other
+# programs' domains do not depend on the library.
+_HOOK = """\
+#!/usr/bin/python3 -I
+# Written by the gpuaas.slice collection; changed by its playbooks only.
+import sys
+
+if sys.argv[1].startswith("{prefix}") and sys.argv[2:4] == ["start", "begin"]:
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, "{library}")
+
+    from {package} import {module}
+
+    sys.exit({module}.start(sys.argv[1], sys.stdin.read()))
 """
 
 _UNIT = """\
@@ -73,7 +92,8 @@ class Unit:
     time limit. after: ExecStartPost or "". patient: after systemd knows that the required parts are
     ready, `entry` continues to wait for optional parts. `after` and dependent units do not wait for
     those. guardian: `entry` stays and restores its setting; it is started again when it ends or
-    hangs.
+    hangs. start_hook: the file below module_utils whose `start` libvirt calls before it starts a
+    slice's domain.
     """
 
     name: str
@@ -89,6 +109,7 @@ class Unit:
     after: str = ""
     patient: bool = False
     guardian: bool = False
+    start_hook: str = ""
 
     @property
     def service(self) -> str:
@@ -102,16 +123,15 @@ class Unit:
     def program(self) -> str:
         return f"{PROGRAMS}/{self.name}"
 
+    @property
+    def programs(self) -> tuple[str, ...]:
+        return (self.program, *((HOOK,) if self.start_hook else ()))
+
 
 def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     """Unit and program: text and mode by path."""
-    subpackage, _dot, module = unit.module.rpartition(".")
     program = _SCRIPT.format(
-        library=LIBRARY,
-        package=f"{PACKAGE}.{subpackage}",
-        module=module,
-        entry=unit.entry,
-        settings=unit.settings_path,
+        **_import_of(unit.module), entry=unit.entry, settings=unit.settings_path
     )
     definition = _UNIT.format(
         description=unit.description,
@@ -123,7 +143,16 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
         target=unit.target,
         limit=unit.limit_s,
     )
-    return {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
+    files = {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
+    if unit.start_hook:
+        hook = _HOOK.format(**_import_of(unit.start_hook), prefix=_object_names.PREFIX)
+        files[HOOK] = (hook, 0o755)
+    return files
+
+
+def _import_of(name: str) -> dict[str, str]:
+    subpackage, _dot, module = name.rpartition(".")
+    return {"library": LIBRARY, "package": f"{PACKAGE}.{subpackage}", "module": module}
 
 
 def folders(unit: Unit) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +19,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
@@ -27,6 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _file_edits,
     _host,
+    _repairs,
     _source_closure,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -36,6 +38,8 @@ SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
+# Interval at which a guardian compares its subject with the host.
+PERIOD_S = 2.0
 
 # Address of systemd's notification socket, taken from the environment at the first use.
 _NOTIFY: dict[str, str] = {}
@@ -182,8 +186,8 @@ def boot(
             return 1
         sleep(2)
     notify("READY=1")
-    # The required parts are in place and the unit is running. Later drift is reported by parity;
-    # this service does not re-apply them, and a failure no longer ends the unit.
+    # The required parts are in place and the unit is running. Only a guardian applies them again;
+    # later drift is reported by parity, and a failure no longer ends the unit.
     while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
         sleep(2)
         failure, doubts = _attempt(_optional(subject), settings_path, again=True)
@@ -191,6 +195,37 @@ def boot(
             doubts = [*doubts, failure]
     _warn(doubts)
     return 0
+
+
+def watch(
+    settings_path: str,
+    restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
+    *,
+    trouble: str,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Body of a guardian after its boot: restore what differs, every PERIOD_S seconds, for ever.
+
+    restore: gets the settings and the number of the round, and gives the steps of each part once it
+    is done. trouble: what a failure means, for the journal.
+    """
+    silent, turn = "", 0
+    while True:
+        try:
+            settings = json.loads(_host.read(settings_path) or "{}")
+            for done in restore(settings, turn):
+                if done:
+                    log(f"restored: {', '.join(done)}")
+                    _repairs.note(done)
+            silent = ""
+        except (Refusal, OSError, ValueError, KeyError) as broken:
+            # The same problem is logged once.
+            if str(broken) != silent:
+                silent = str(broken)
+                log(f"{trouble}: {silent}")
+        notify("WATCHDOG=1")
+        sleep(PERIOD_S)
+        turn += 1
 
 
 def _attempt(
@@ -232,23 +267,13 @@ def sources(module: str) -> dict[str, str]:
     """`module` and every file of module_utils that it imports, directly or not: source text by
     name.
     """
-    return _source_closure.closure(module, _source)
-
-
-def _source(name: str) -> str:
-    # The loader gives the source of files, of Ansible's module zip, and of a generated script.
-    spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
-    source = getattr(spec.loader if spec else None, "get_source", None)
-    text = source(f"{PACKAGE}.{name}") if source else None
-    if text is None:
-        raise ImportError(f"no source text of {name}")
-    return str(text)
+    return _source_closure.closure(module, _source_closure.source)
 
 
 def _unit_files(unit: Unit) -> tuple[str, ...]:
     """The files of this unit alone; the library is shared with the other units."""
     settings = () if unit.borrowed else (unit.settings_path,)
-    return (unit.path, unit.program, *settings, *_boot_files.additions(unit))
+    return (unit.path, *unit.programs, *settings, *_boot_files.additions(unit))
 
 
 def _traces(unit: Unit) -> Iterator[str]:
@@ -266,10 +291,9 @@ def _units_left() -> bool:
 
 
 def _remove_folders(unit: Unit) -> None:
-    """Folders beside the unit. A folder that is not empty has files that systemd does not read; it
-    stays.
-    """
-    for absolute in _boot_files.folders(unit):
+    """Folders beside the unit, and of its hook. A folder that is not empty stays."""
+    hooks = PurePosixPath(_boot_files.HOOK).parents[:2] if unit.start_hook else ()
+    for absolute in (*_boot_files.folders(unit), *map(str, hooks)):
         with contextlib.suppress(OSError):
             _host.path(absolute).rmdir()
 
@@ -284,8 +308,10 @@ def _files(unit: Unit) -> dict[str, tuple[str, int]]:
 
 
 def _library(unit: Unit) -> dict[str, str]:
-    names = {name: f"{PACKAGE}.{name}".replace(".", "/") for name in sources(unit.module)}
-    return {f"{LIBRARY}/{names[name]}.py": text for name, text in sources(unit.module).items()}
+    modules = (unit.module, *((unit.start_hook,) if unit.start_hook else ()))
+    texts = {name: text for module in modules for name, text in sources(module).items()}
+    names = {name: f"{PACKAGE}.{name}".replace(".", "/") for name in texts}
+    return {f"{LIBRARY}/{names[name]}.py": text for name, text in texts.items()}
 
 
 def _digests(unit: Unit) -> dict[str, str]:

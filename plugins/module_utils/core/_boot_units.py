@@ -23,13 +23,16 @@ NETWORK = Unit(
     after="/usr/bin/systemctl --no-block restart dnsmasq.service",
     patient=True,
     guardian=True,
+    start_hook="network._start_hook",
 )
 FABRIC = Unit(
     name="gpuaas-slice-fabric",
-    description="Virtual functions of the fabric cards of this slice host",
+    description="Virtual functions of the fabric cards of this slice host, with their guards",
     module="fabric._virtual_functions",
     settings_path="/etc/gpuaas/fabric.json",
     order=("After=systemd-modules-load.service", "Before=gpuaas-slice-vfio.service"),
+    patient=True,
+    guardian=True,
 )
 BINDING = Unit(
     name="gpuaas-slice-vfio",
@@ -58,4 +61,15 @@ CLAIM = Unit(
     target="sysinit.target",
     limit_s=60,
     borrowed=True,
+)
+# Only measures. The guards that it counts are those of NETWORK.
+TELEMETRY = Unit(
+    name="gpuaas-slice-telemetry",
+    description="Telemetry of the slices of this host, and of their guests over virtio-serial",
+    module="slice._telemetry",
+    settings_path=NETWORK.settings_path,
+    order=("After=gpuaas-slice-network-baseline.service",),
+    borrowed=True,
+    patient=True,
+    guardian=True,
 )

@@ -69,7 +69,8 @@ class Plan:
 class Outcome:
     """Result of a drive; `failure` is None when every step is done and verified.
 
-    doubts: reasons for missing optional parts; they cause no failure.
+    doubts: reasons for missing optional parts; they cause no failure. failed_part: of a drive of
+    several subjects.
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class Outcome:
     failure: Refusal | None = None
     failed_step: str | None = None
     doubts: list[Refusal] = field(default_factory=list)
+    failed_part: str | None = None
 
     @property
     def done(self) -> list[str]:
@@ -126,6 +128,49 @@ class Subject:
     )
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of the subjects that a module brings to their states in order.
+
+    name: stable verb_noun, by which its failure is reported. params: its own parameters, from those
+    of the module and the facts of the parts before it.
+    """
+
+    name: str
+    subject: Subject
+    params: Callable[[Params, Mapping[str, Any]], Params]
+
+
+def drive_parts(parts: Sequence[Part], params: Params, *, check_mode: bool) -> Outcome:
+    """Drive each part to its end, and none after a part that fails.
+
+    Each part observes, checks its fences and verifies as in a module of its own. Completed parts
+    stay, as the completed tasks of a playbook do.
+    """
+    whole = Outcome(plan=Plan())
+    for part in parts:
+        try:
+            given = part.params(params, whole.facts)
+            outcome = drive(part.subject, given, check_mode=check_mode)
+        except (Refusal, OSError, ValueError) as problem:
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(part.name, problem)
+            outcome = Outcome(plan=Plan(), failure=refusal)
+        whole = Outcome(
+            plan=Plan((*whole.plan.steps, *outcome.plan.steps), outcome.plan.blockers),
+            changed=whole.changed or outcome.changed,
+            steps_done=[*whole.steps_done, *outcome.steps_done],
+            evidence={**whole.evidence, **outcome.evidence},
+            facts={**whole.facts, **outcome.facts},
+            failure=outcome.failure,
+            failed_step=outcome.failed_step,
+            doubts=[*whole.doubts, *outcome.doubts],
+            failed_part=part.name if outcome.failure else None,
+        )
+        if outcome.failure is not None:
+            break
+    return whole
+
+
 def drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     """Bring the host to the state in `params`, or return the reason why not."""
     with contextlib.nullcontext() if check_mode else subject.exclusive(params):
@@ -152,7 +197,8 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         try:
             evidence = subject.apply(params, step)
         except (Refusal, OSError, ValueError) as problem:
-            refusal = problem if isinstance(problem, Refusal) else _unforeseen(step, problem)
+            about = f"{step.name} of {step.subject}"
+            refusal = problem if isinstance(problem, Refusal) else _unforeseen(about, problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
             if step.soft:
@@ -173,14 +219,14 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     return outcome
 
 
-def _unforeseen(step: Step, problem: Exception) -> Refusal:
-    """A system error of a step as a refusal, so that completed steps are restored after it too."""
+def _unforeseen(about: str, problem: Exception) -> Refusal:
+    """A system error as a refusal, so that completed steps are restored after it too."""
     frames = traceback.extract_tb(problem.__traceback__)
     plugin_frames = [frame for frame in frames if "/plugins/" in frame.filename] or frames
     where = f"{plugin_frames[-1].filename.rpartition('/')[2]}:{plugin_frames[-1].lineno}"
     return Refusal(
         "system_error",
-        expected=f"{step.name} of {step.subject} to be done",
+        expected=f"{about} to be done",
         found=f"{type(problem).__name__}: {problem} ({where})",
         remedy="repair the cause that the system names, then run again",
     )
@@ -216,9 +262,18 @@ def _still_open(steps: Sequence[Step]) -> Refusal:
 
 def run(module: Any, subject: Subject) -> None:
     """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
+    _run(module, lambda: drive(subject, module.params, check_mode=module.check_mode))
+
+
+def run_parts(module: Any, parts: Sequence[Part]) -> None:
+    """Drive `parts` likewise; a failure names its part."""
+    _run(module, lambda: drive_parts(parts, module.params, check_mode=module.check_mode))
+
+
+def _run(module: Any, work: Callable[[], Outcome]) -> None:
     try:
         answered_by = refuse_wrong_node()
-        outcome = drive(subject, module.params, check_mode=module.check_mode)
+        outcome = work()
     except Refusal as refusal:
         module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
         return
@@ -233,6 +288,7 @@ def run(module: Any, subject: Subject) -> None:
         error=outcome.failure.document(),
         blockers=[blocker.document() for blocker in outcome.plan.blockers],
         failed_step=outcome.failed_step,
+        **({"part": outcome.failed_part} if outcome.failed_part else {}),
         **document,
     )
 

@@ -1,11 +1,15 @@
 """Command runner for every program that the collection runs on a host.
 
-Argument lists only, expected exit codes stated, locale fixed, always a time limit.
+Argument lists only, expected exit codes stated, locale fixed, always a time limit. The limit also
+holds for a program that the kernel cannot end, because it waits for a dead disk or file server: it
+is left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +19,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 # Not every login's PATH contains sbin, where nvme, dnsmasq and the ovs tools are.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# How long a killed program may take to end.
+_END_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -29,21 +35,23 @@ def run(
 ) -> Result:
     """Run `argv` and return its output.
 
-    timeout: seconds. Raises Refusal `command_missing`, `command_timeout` (the effect is unknown) or
-    `command_failed` (exit code not in `ok`).
+    timeout: seconds. Raises Refusal `command_missing`, `command_timeout` (the effect is unknown),
+    `command_hung` (and it may still come) or `command_failed` (exit code not in `ok`).
     """
     environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": os.environ.get("HOME", "/root")}
     shown = _host.shown(" ".join(argv))
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             list(argv),
-            input=stdin,
-            capture_output=True,
+            stdin=None if stdin is None else pipe,
+            stdout=pipe,
+            stderr=pipe,
             text=True,
             errors="replace",
-            timeout=timeout,
             env=environment,
-            check=False,
+            # A group of its own, so that the programs it has started end with it.
+            start_new_session=True,
         )
     except FileNotFoundError as missing:
         raise Refusal(
@@ -52,19 +60,45 @@ def run(
             found="no such program",
             remedy="run the bootstrap playbook, which installs the packages of a slice host",
         ) from missing
+    try:
+        out, err = process.communicate(stdin, timeout=timeout)
     except subprocess.TimeoutExpired as late:
+        ended = _kill(process)
         raise Refusal(
-            "command_timeout",
+            # Of another name, because a run must not be repeated beside a program that goes on.
+            "command_timeout" if ended else "command_hung",
             expected=f"`{shown}` to end within {timeout:g} s",
-            found="still running; it was killed and its effect is unknown",
-            remedy="look at the host before trying again",
+            found=f"still running; {'it was killed' if ended else 'it cannot be killed'} and its "
+            "effect is unknown",
+            remedy="look at the host before trying again"
+            if ended
+            else "read the kernel log: the kernel waits for a device or a file server; repair "
+            "that, or restart the host",
         ) from late
-    if done.returncode not in ok:
-        message = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
+    except BaseException:
+        _kill(process)
+        raise
+    if process.returncode not in ok:
+        message = (err.strip() or out.strip() or "no output")[-2000:]
         raise Refusal(
             "command_failed",
             expected=f"`{shown}` to exit with {' or '.join(map(str, ok))}",
-            found=f"exit {done.returncode}: {message}",
+            found=f"exit {process.returncode}: {message}",
             remedy="see the text of the program",
         )
-    return Result(done.returncode, done.stdout, done.stderr)
+    return Result(process.returncode, out, err)
+
+
+def _kill(process: subprocess.Popen[str]) -> bool:
+    """Kill the program and those it has started; whether it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

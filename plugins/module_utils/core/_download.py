@@ -116,8 +116,10 @@ def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def shown(url: str) -> str:
-    """The URL without its query, because the query of a signed address is a secret."""
-    return urlsplit(url)._replace(query="", fragment="").geturl()
+    """The URL without login and query, which may be secrets."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=host, query="", fragment="").geturl()
 
 
 def _too_large(url: str, limit: int) -> Refusal:

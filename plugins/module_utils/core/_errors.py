@@ -20,6 +20,8 @@ class Refusal(Exception):
     the person who reads it at night.
     """
 
+    PARTS = ("code", "expected", "found", "remedy")
+
     def __init__(self, code: str, *, expected: str, found: str, remedy: str) -> None:
         self.code = code
         self.expected = expected

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +19,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 ROOT = Path("/")
 
 STATE_DIRECTORY = "/var/lib/gpuaas"
+
+# Seconds to wait for a lock. Its holders run programs with limits of their own.
+LOCK_S = 600.0
 
 
 def path(absolute: str) -> Path:
@@ -144,16 +148,38 @@ def remove(absolute: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: str, *, mode: int) -> Iterator[None]:
-    """Lock with one holder at a time on this host. A missing directory is created with `mode`."""
+def locked(directory: str, *, mode: int, wait_s: float = 0) -> Iterator[None]:
+    """Lock with one holder at a time on this host. A missing directory is created with `mode`.
+
+    wait_s: for a holder that needs long; 0 for the usual limit. A holder that hangs is refused by
+    name (`lock_held`).
+    """
     folder = path(directory)
     folder.mkdir(parents=True, exist_ok=True, mode=mode)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + (wait_s or LOCK_S)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _taken(descriptor):
+            if time.monotonic() > end:
+                raise Refusal(
+                    "lock_held",
+                    expected=f"the end of another run that holds {directory}/.lock",
+                    found=f"still held after {wait_s or LOCK_S:g} s",
+                    remedy=f"find it with `fuser {directory}/.lock`; a process that waits for a "
+                    "dead device ends with a restart of the host",
+                )
+            time.sleep(0.05)
         yield
     finally:
         os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sync_directory(directory: Path) -> None:

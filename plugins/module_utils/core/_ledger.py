@@ -8,7 +8,7 @@ whether a failed run wrote to the disk, because a disk is marked dirty *before* 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,7 +31,8 @@ class Entry:
     disk_identity: of the slot's disk, `disk` in the file. dirty: a tenant's or unknown bytes may be
     on it. dirty_at, clean_at: ISO times. proof: the last wipe proof, as nvme_wipe returned it.
     clean_fence: the fence of that proof, -1 before the first. written_off: time, reason and holder
-    of the last hold that was given up.
+    of the last hold that was given up. gpu: the last evidence of a reset, as gpu_reset returned it.
+    gpu_used: a guest or the host may have used the GPU since then.
     """
 
     slot_id: str
@@ -44,6 +45,8 @@ class Entry:
     proof: dict[str, object] | None = None
     clean_fence: int = -1
     written_off: dict[str, object] | None = None
+    gpu: dict[str, object] | None = None
+    gpu_used: bool = False
 
     def document(self) -> dict[str, Any]:
         """The entry in the form of its file and the run contract."""
@@ -52,7 +55,13 @@ class Entry:
         return document
 
 
-_KINDS: dict[str, type] = {"fence": int, "allocation_id": str, "disk": str, "dirty": bool}
+_KINDS: dict[str, type] = {
+    "fence": int,
+    "allocation_id": str,
+    "disk": str,
+    "dirty": bool,
+    "gpu_used": bool,
+}
 
 
 def load(slot_id: str) -> Entry:
@@ -106,6 +115,20 @@ def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
     """The same check for every bundle of a run."""
     for slot in slots:
         check(str(slot["slot_id"]), int(slot["fence"]))
+
+
+def require_leased(slots: Collection[Mapping[str, Any]], allocation_id: str) -> None:
+    """Refuse a late run: the slots and their addresses may be the next tenant's."""
+    check_each(slots)
+    holders = [load(str(slot["slot_id"])).allocation_id for slot in slots]
+    if not holders or any(holder != allocation_id for holder in holders):
+        leased = ", ".join(holder or "no allocation" for holder in holders)
+        raise Refusal(
+            "lease_missing",
+            expected=f"slots that are leased to {allocation_id}",
+            found=f"leased to {leased or 'no slot'}",
+            remedy="do not retry: the allocation does not have the slots any more",
+        )
 
 
 def machine_taken(allocation_id: str) -> list[Refusal]:
@@ -219,9 +242,18 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
 def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
     """Record durably that bytes are about to be written. This must happen before the first byte is
     written.
+
+    It ends every proof of the disk, and with the whole machine the evidence of every GPU. Their
+    times prove no order, because the host's clock may have jumped between them.
     """
     with locked():
         entry = check(slot_id, fence)
+        for other in entries():
+            same_disk = disk_identity != "" and other.disk_identity == disk_identity
+            proof = None if same_disk else other.proof
+            used = other.gpu_used or (slot_id == MACHINE and other.gpu is not None)
+            if (proof, used) != (other.proof, other.gpu_used):
+                _save(replace(other, proof=proof, gpu_used=used))
         return _save(
             replace(
                 entry,
@@ -242,6 +274,35 @@ def mark_clean(slot_id: str, *, fence: int, disk_identity: str, proof: dict[str,
             entry, fence=fence, disk_identity=disk_identity, dirty=False, clean_at=_host.now()
         )
         return _save(replace(entry, proof=proof, clean_fence=fence))
+
+
+def mark_gpu_used(slot_id: str, *, fence: int) -> Entry:
+    """Record durably that a guest is about to get the GPU; the evidence of its reset ends."""
+    with locked():
+        return _save(replace(check(slot_id, fence), fence=fence, gpu_used=True))
+
+
+def mark_gpu_reset(slot_id: str, *, fence: int, evidence: dict[str, object]) -> Entry:
+    """Record a verified reset of the slot's GPU."""
+    with locked():
+        entry = check(slot_id, fence)
+        return _save(replace(entry, fence=fence, gpu=evidence, gpu_used=False))
+
+
+def distrust_gpu(address: str) -> None:
+    """Record that the host itself may use, or has used, the GPU at a PCI address."""
+    with locked():
+        for entry in entries():
+            if entry.gpu and not entry.gpu_used and entry.gpu.get("address") == address:
+                _save(replace(entry, gpu_used=True))
+
+
+def standing_gpu(slot_id: str, address: str) -> dict[str, Any] | None:
+    """Evidence that the GPU at `address` was reset since its last use, or None."""
+    entry = load(slot_id)
+    if entry.gpu is None or entry.gpu_used or entry.gpu.get("address") != address:
+        return None
+    return dict(entry.gpu)
 
 
 def locked() -> AbstractContextManager[None]:

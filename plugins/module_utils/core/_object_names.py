@@ -12,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 SEEDS = f"{_host.STATE_DIRECTORY}/seeds"
+CHANNELS = f"{_host.STATE_DIRECTORY}/channels"
 # Part of the names of a slice's domain, its files and its QEMU.
 PREFIX = "gpuaas-slice-"
 # Folder and suffix of a file's name, with the domain's name between; virtlogd extends a console's.
@@ -20,6 +21,9 @@ _FILES = {
     "nvram": ("/var/lib/libvirt/qemu/nvram", "_VARS.fd"),
     "console": ("/var/log/libvirt/qemu", "-console.log"),
     "guard": (f"{_host.STATE_DIRECTORY}/guards", ".json"),
+    "fabric_guard": (f"{_host.STATE_DIRECTORY}/fabric-guards", ".json"),
+    "channel": (CHANNELS, ".sock"),
+    "ingress": (f"{_host.STATE_DIRECTORY}/ingress", ".json"),
 }
 
 _ID = re.compile(PREFIX + "".join(f"([0-9a-f]{{{size}}})" for size in (8, 4, 4, 4, 12)))
@@ -91,13 +95,31 @@ def guard_path(allocation_id: str) -> str:
     return _path("guard", allocation_id)
 
 
+def fabric_guard_path(allocation_id: str) -> str:
+    return _path("fabric_guard", allocation_id)
+
+
+def ingress_path(allocation_id: str) -> str:
+    return _path("ingress", allocation_id)
+
+
+def channel_path(allocation_id: str, channel: str) -> str:
+    """Socket of a virtio-serial channel between a slice VM and its host."""
+    return f"{CHANNELS}/{domain_name(allocation_id)}-{channel}.sock"
+
+
 def console_files(allocation_id: str) -> list[str]:
     """The current console log, and its older parts that virtlogd rotated."""
     return [path for path in files("console") if owner(path) == allocation_id]
 
 
+def channel_files(allocation_id: str) -> list[str]:
+    """Sockets of channels; libvirt removes them with the VM, unless the host crashed."""
+    return [path for path in files("channel") if owner(path) == allocation_id]
+
+
 def files(kind: str) -> list[str]:
-    """Files of every slice on this host. kind: seed, nvram, console or guard."""
+    """Files of every slice on this host. kind: a key of `_FILES`."""
     folder, end = _FILES[kind]
     pattern = f"{PREFIX}*{end}" + ("*" if kind == "console" else "")
     return sorted(f"{folder}/{file.name}" for file in _host.path(folder).glob(pattern))

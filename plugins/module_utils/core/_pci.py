@@ -6,12 +6,15 @@ it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _bounded, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 DEVICES = "/sys/bus/pci/devices"
@@ -19,11 +22,14 @@ GROUPS = "/sys/kernel/iommu_groups"
 VFIO = "vfio-pci"
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
+_STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 _BRIDGE_CLASS = "0604"
 LINKS = INFINIBAND, ETHERNET = "infiniband", "ethernet"
 # PCI classes, and ARPHRD_ETHER and ARPHRD_INFINIBAND as /sys/class/net/*/type shows them.
 _LINK_CLASSES = {"0200": ETHERNET, "0207": INFINIBAND}
 _LINK_TYPES = {"1": ETHERNET, "32": INFINIBAND}
+# A device that is well answers within microseconds.
+ANSWER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,12 @@ def read(address: str) -> Device:
     return _load(address)
 
 
+def path(address: str) -> list[str]:
+    """The bridges above a function, from the root complex down; shows how close two devices are."""
+    real = _host.path(f"{DEVICES}/{address}").resolve()
+    return [part for part in real.parent.parts if _STEP.fullmatch(part)]
+
+
 def group(address: str) -> list[Device]:
     """Every function of the IOMMU group of `address`, itself included; [] without a group."""
     number = read(address).iommu_group
@@ -160,13 +172,44 @@ def answers(address: str) -> bool:
     """Whether configuration space is readable: all ones mean a lost or sleeping (D3cold) device.
 
     The identity alone proves nothing: by the SR-IOV specification a virtual function has ones
-    there, so command, status and class are read too.
+    there, so command, status and class are read too. While a reset hangs, the kernel lets every
+    read of the device wait, so no answer in time is none.
     """
+    name = _checked(address)
     try:
-        with _host.path(f"{DEVICES}/{_checked(address)}/config").open("rb") as config:
-            return config.read(16).strip(b"\xff") != b""
-    except OSError:
+        head = _bounded.call(lambda: _head(name), deadline=ANSWER_S)
+    except (OSError, _bounded.Overdue):
         return False
+    return bool(bytes.fromhex(head).strip(b"\xff"))
+
+
+def _head(address: str) -> str:
+    """The first 16 bytes. Runs in a child process, and in only one at a time for a device.
+
+    A child that hangs cannot be ended, so the next ones wait for its name and are ended instead.
+    """
+    with socket.socket(socket.AF_UNIX) as turn:
+        while True:
+            try:
+                turn.bind(f"\0gpuaas-pci-{address}")
+                return configuration(address)[:16].hex()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            time.sleep(0.01)
+
+
+def configuration(address: str) -> bytes:
+    """The standard header of the configuration space. May hang: call it within `_bounded`."""
+    with _host.path(f"{DEVICES}/{_checked(address)}/config").open("rb") as config:
+        return config.read(64)
+
+
+def pcie_link(address: str) -> dict[str, str]:
+    """Present speed and width of the function's PCIe link; {} for conventional PCI."""
+    folder = f"{DEVICES}/{_checked(address)}"
+    speed, width = (_host.read(f"{folder}/current_link_{name}") for name in ("speed", "width"))
+    return {"speed": speed, "width": width} if speed and width else {}
 
 
 def override(address: str, driver: str) -> None:

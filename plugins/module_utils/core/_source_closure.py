@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Callable, Iterator
 
 PACKAGE = "ansible_collections.gpuaas.slice.plugins.module_utils"
@@ -21,6 +22,17 @@ def closure(entry: str, source: Callable[[str], str]) -> dict[str, str]:
             texts[name] = source(name)
             queue += imported(texts[name])
     return texts
+
+
+def source(name: str) -> str:
+    """Source text of a file of module_utils, such as `core._host`."""
+    # The loader gives the source of files, of Ansible's module zip, and of a generated script.
+    spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
+    get_source = getattr(spec.loader if spec else None, "get_source", None)
+    text = get_source(f"{PACKAGE}.{name}") if get_source else None
+    if text is None:
+        raise ImportError(f"no source text of {name}")
+    return str(text)
 
 
 def imported(text: str) -> Iterator[str]:

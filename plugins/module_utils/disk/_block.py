@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk, _usage
 
@@ -97,6 +98,8 @@ def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[in
             actual, identifier=disk.disk_identity, serial=disk.serial, size=disk.size_bytes
         )
         _refuse_use(actual)
+        if _host.read(f"/sys/class/block/{actual.kernel_name}/ro") == "1":
+            raise _write_protected(disk)
         if seen is not None:
             _refuse_change(descriptor, actual, seen)
         yield descriptor
@@ -167,6 +170,16 @@ def _unreadable(disk: Disk, broken: OSError) -> Refusal:
         found=str(broken),
         remedy="read the kernel log; replace the disk, or have it formatted when nothing on it is "
         "needed, and run again; nothing was changed",
+    )
+
+
+def _write_protected(disk: Disk) -> Refusal:
+    return Refusal(
+        "disk_write_protected",
+        expected=f"{disk.label} writable",
+        found="read-only: a former user may have write-protected its namespace",
+        remedy="lift the protection (`nvme set-feature --feature-id=0x84`, `blockdev --setrw`), or "
+        "replace the disk; nothing was changed",
     )
 
 

@@ -86,8 +86,8 @@ def marks(disk: _disk.Disk, descriptor: int | None = None) -> Marks:
     descriptor: an open descriptor of the disk for direct I/O; without it the path is opened.
     """
     if descriptor is None:
-        with _opened(disk) as opened:
-            return marks(disk, opened)
+        with opened(disk) as reading:
+            return marks(disk, reading)
     places = extents(disk, descriptor)
     by_place = {
         name: _signature.scan(descriptor, start, length) for name, (start, length) in places.items()
@@ -106,7 +106,7 @@ def both(disk: _disk.Disk) -> tuple[dict[str, str], list[str]]:
     """`signatures` and `described` from the same read, because the disk may change between two
     reads.
     """
-    with _opened(disk) as descriptor:
+    with opened(disk) as descriptor:
         by_place = marks(disk, descriptor)
         return _types(by_place), _named(descriptor, by_place)
 
@@ -117,8 +117,8 @@ def described(disk: _disk.Disk, descriptor: int | None = None) -> list[str]:
     A new filesystem at the same place has another identifier.
     """
     if descriptor is None:
-        with _opened(disk) as opened:
-            return described(disk, opened)
+        with opened(disk) as reading:
+            return described(disk, reading)
     return _named(descriptor, marks(disk, descriptor))
 
 
@@ -136,7 +136,7 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
 
     "?" for a label without a name.
     """
-    with _opened(disk) as descriptor:
+    with opened(disk) as descriptor:
         return {
             name: _signature.pool(descriptor, start) or "?"
             for name, (start, length) in extents(disk, descriptor).items()
@@ -148,7 +148,7 @@ def pools(disk: _disk.Disk) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(disk: _disk.Disk) -> Iterator[int]:
+def opened(disk: _disk.Disk) -> Iterator[int]:
     """Read-only, past the page cache."""
     descriptor = os.open(_disk.node(disk.kernel_name), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     try:

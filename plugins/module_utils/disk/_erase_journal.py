@@ -25,10 +25,9 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
     )
     if record is None or record.get("disk") != _who(disk):
         return None
-    # The erase had ended and the disk's content is newer; only the removal of the record was
-    # missed.
-    ended = str((_proof.standing(disk.disk_identity) or {}).get("finished_at", ""))
-    if ended > str(record.get("begun_at", "")):
+    # Another proof since: the erase had ended and the disk's content is newer; only the removal of
+    # the record was missed.
+    if record.get("proof", "") != _standing_proof(disk):
         return None
     return dict(record.get("approved") or {})
 
@@ -36,7 +35,13 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
 def record(disk: _disk.Disk, approved: Mapping[str, Any]) -> None:
     """Record durably that an erase starts. This must happen before the first byte is written."""
     text = {"disk": _who(disk), "approved": dict(approved), "begun_at": _host.now()}
+    text["proof"] = _standing_proof(disk)
     _host.write(_file(disk.disk_identity), json.dumps(text, sort_keys=True) + "\n", mode=0o600)
+
+
+def _standing_proof(disk: _disk.Disk) -> str:
+    """Digest of the disk's proof, "" without one."""
+    return str((_proof.standing(disk.disk_identity) or {}).get("digest", ""))
 
 
 def forget(disk: _disk.Disk) -> None:

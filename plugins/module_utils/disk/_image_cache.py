@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/images"
 CHUNK = 4 << 20
+_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,18 @@ def path_of(digest: str) -> str:
     return f"{DIRECTORY}/{hexadecimal(digest)}.raw"
 
 
+def cached() -> list[str]:
+    """Digests of the images in the cache; files with other names are no images."""
+    stems = [name.removesuffix(".raw") for name in _host.listed(DIRECTORY) if name.endswith(".raw")]
+    return [f"sha256:{stem}" for stem in stems if _HEX.fullmatch(stem)]
+
+
 def hexadecimal(digest: str) -> str:
     """The hex of `sha256:<hex>`; any other form is refused, because the value becomes a
     file name.
     """
     name = digest.removeprefix("sha256:")
-    if len(name) != 64 or not set(name) <= set("0123456789abcdef"):
+    if not _HEX.fullmatch(name):
         raise Refusal(
             "image_digest_invalid",
             expected="sha256: and 64 lower-case hexadecimal digits",

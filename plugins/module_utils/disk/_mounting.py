@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
+
+# How long a bcache device takes to go after its stop.
+_STOP_S = 10.0
 
 
 def steps(mounts: Sequence[_usage.Mount], owner: str) -> list[_change.Step]:
@@ -103,3 +107,29 @@ def _covered(point: str, upper: _usage.Mount) -> Refusal:
         found=f"{upper.type} {upper.source}",
         remedy="unmount that first, or restart the machine; nothing is taken away by force",
     )
+
+
+def stop_device(name: str) -> None:
+    """Stop an md array, a device-mapper device or a bcache device, unless it is in use.
+
+    The kernel refuses to stop the first two in use, but not a bcache device.
+    """
+    if name.startswith("bcache"):
+        if _usage.is_claimed(name):
+            raise Refusal(
+                "disk_in_use",
+                expected=f"/dev/{name} without users",
+                found="the kernel holds it, such as for a mount",
+                remedy="stop its users; nothing is taken away by force",
+            )
+        folder = _host.path(f"/sys/class/block/{name}")
+        (folder / "bcache/stop").write_text("1\n")
+        until = time.monotonic() + _STOP_S
+        while folder.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        return
+    if name.startswith("md"):
+        _command.run(["mdadm", "--stop", f"/dev/{name}"])
+        return
+    mapped = _host.read(f"/sys/class/block/{name}/dm/name") or name
+    _command.run(["dmsetup", "remove", "--", mapped])

@@ -104,14 +104,35 @@ def admin(
     timeout_ms: int = 0,
 ) -> int:
     """Send an admin command; returns its NVMe status."""
+    return command(
+        *(descriptor, NVME_IOCTL_ADMIN_CMD, opcode),
+        namespace=namespace,
+        cdw10=cdw10,
+        data=data,
+        timeout_ms=timeout_ms,
+    )
+
+
+def command(
+    descriptor: int,
+    request: int,
+    opcode: int,
+    *,
+    namespace: int = 0,
+    cdw10: int = 0,
+    cdw11: int = 0,
+    data: ctypes.Array[ctypes.c_char] | None = None,
+    timeout_ms: int = 0,
+) -> int:
+    """Send a command by one of the kernel's ioctls; returns its NVMe status."""
     address, length = (ctypes.addressof(data), len(data)) if data is not None else (0, 0)
     # opcode, flags, reserved, nsid, cdw2-3, metadata, address, lengths, cdw10-15, timeout, result
-    command = struct.pack(
+    words = struct.pack(
         "<BBHIIIQQIIIIIIIIII",
         *(opcode, 0, 0, namespace, 0, 0, 0, address, 0, length),
-        *(cdw10, 0, 0, 0, 0, 0, timeout_ms, 0),
+        *(cdw10, cdw11, 0, 0, 0, 0, timeout_ms, 0),
     )
-    return _device.call(descriptor, NVME_IOCTL_ADMIN_CMD, bytearray(command))
+    return _device.call(descriptor, request, bytearray(words))
 
 
 def _identify(descriptor: int, namespace: int, structure: int) -> bytes:

@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _device,
+    _nvme_access,
     _nvme_admin,
     _proof,
     _signature,
@@ -32,6 +33,10 @@ METHODS: Mapping[str, str] = {
     "discard": "clear",
     "zero_fill": "clear",
 }
+# Codes of an erase that has begun and is not proven.
+UNPROVEN = ("wipe_not_verified", "disk_locked", "disk_reserved")
+# Errors of a device that its driver cannot read: broken, reserved (EBADE) or locked (ENODATA).
+_UNREADABLE = (errno.EIO, errno.EBADE, errno.ENODATA)
 # A 15 TB disk without crypto erase may take hours to format.
 FORMAT_TIMEOUT_S = 6 * 3600
 
@@ -75,11 +80,11 @@ def erase(descriptor: int, disk: Disk, methods: Sequence[str]) -> dict[str, Any]
                 "verified": True,
             }
         )
-    raise Refusal(
-        "wipe_not_verified",
+    outcomes = "; ".join(f"{attempt['method']}: {attempt['outcome']}" for attempt in attempts)
+    raise _nvme_access.obstacle(descriptor, disk, outcomes) or Refusal(
+        UNPROVEN[0],
         expected=f"one of {', '.join(methods)} to leave nothing but zeros on {disk.disk_identity}",
-        found="; ".join(f"{attempt['method']}: {attempt['outcome']}" for attempt in attempts)
-        or "no method",
+        found=outcomes or "no method",
         remedy="keep the slot blocked; replace the disk, or allow a method that it supports",
     )
 
@@ -109,7 +114,7 @@ def clear_signatures(descriptor: int, disk: Disk) -> list[int]:
     try:
         _device.reread_partitions(descriptor)
     except OSError as refused:
-        if refused.errno != errno.EIO:
+        if refused.errno not in _UNREADABLE:
             raise
     return sorted(set(marks))
 

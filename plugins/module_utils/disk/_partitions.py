@@ -8,6 +8,7 @@ data.
 from __future__ import annotations
 
 import struct
+import uuid
 from collections.abc import Iterator
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device
@@ -32,21 +33,38 @@ def chain(descriptor: int, block: int) -> list[tuple[int, int]]:
     return [(start, length) for number, start, length in _dos(descriptor, block) if not number]
 
 
+def guids(descriptor: int, size: int) -> set[tuple[int, str]]:
+    """Number and GUID of each partition, in either copy of the table.
+
+    UEFI's boot entries name a partition by its GUID. Firmware may repair one copy from the other.
+    """
+    return {
+        (number, guid)
+        for entries in _gpt_tables(descriptor, size)
+        for number, _start, _length, guid in entries
+    }
+
+
 def _gpt(descriptor: int, size: int) -> list[tuple[int, int, int]]:
     """Entries from the first header, else from its copy at the end."""
+    for entries in _gpt_tables(descriptor, size):
+        return [entry[:3] for entry in entries]
+    return []
+
+
+def _gpt_tables(descriptor: int, size: int) -> Iterator[list[tuple[int, int, int, str]]]:
     for block in (512, 4096):
         for at in (block, size - block):
             header = _device.read(descriptor, at, 92)
             if len(header) == 92 and header.startswith(b"EFI PART"):
                 entries = list(_gpt_entries(descriptor, header, block, size))
                 if entries:
-                    return entries
-    return []
+                    yield entries
 
 
 def _gpt_entries(
     descriptor: int, header: bytes, block: int, size: int
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[tuple[int, int, int, str]]:
     place, count, width = struct.unpack_from("<QII", header, 72)
     if not (width in (128, 256, 512) and 0 < place * block < size):
         return
@@ -55,7 +73,8 @@ def _gpt_entries(
         entry = entries[number * width : (number + 1) * width]
         first, last = struct.unpack_from("<QQ", entry, 32)
         if any(entry[:16]) and last >= first:
-            yield number + 1, first * block, (last - first + 1) * block
+            guid = str(uuid.UUID(bytes_le=entry[16:32]))
+            yield number + 1, first * block, (last - first + 1) * block, guid
 
 
 def _dos(descriptor: int, block: int) -> list[tuple[int, int, int]]:

@@ -64,18 +64,23 @@ def standing(disk_identity: str) -> dict[str, Any] | None:
     # A tenant writes long after the disk was marked. Without a hold, the mark is the last write.
     if any(entry.dirty and entry.allocation_id for entry in entries):
         return None
+    # A mark ends the proofs in the ledger. The record of a takeover names the marks before it; the
+    # order of times proves nothing, because the host's clock may have jumped.
     proofs: list[Mapping[str, Any]] = [entry.proof for entry in entries if entry.proof]
     record = recorded(disk_identity)
-    if record is not None:
+    if record is not None and record.get("marks", {}) == _marks(disk_identity):
         proofs.append(record["proof"])
     proofs = [
         proof for proof in proofs if proof.get("disk") == disk_identity and proof.get("verified")
     ]
     newest = max(proofs, key=lambda proof: str(proof["finished_at"]), default=None)
-    dirtied = max((entry.dirty_at for entry in entries), default="")
-    if newest is None or str(newest["finished_at"]) <= dirtied:
-        return None
-    return dict(newest)
+    return None if newest is None else dict(newest)
+
+
+def _marks(disk_identity: str) -> dict[str, str]:
+    """When the disk was last marked dirty, by slot."""
+    entries = (entry for entry in _ledger.entries() if entry.disk_identity == disk_identity)
+    return {entry.slot_id: entry.dirty_at for entry in entries if entry.dirty_at}
 
 
 def recorded(disk_identity: str) -> dict[str, Any] | None:
@@ -89,7 +94,8 @@ def recorded(disk_identity: str) -> dict[str, Any] | None:
 
 def record(disk_identity: str, proof: Mapping[str, Any], *, manifest: str = "") -> None:
     """Keep the proof of a disk that belongs to no slot yet."""
-    text = json.dumps({"proof": dict(proof), "manifest": manifest}, sort_keys=True)
+    document = {"proof": dict(proof), "manifest": manifest, "marks": _marks(disk_identity)}
+    text = json.dumps(document, sort_keys=True)
     _host.write(f"{DIRECTORY}/{disk_identity}.json", text + "\n", mode=0o600)
 
 

@@ -6,10 +6,12 @@ partitions and the devices stacked on them.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import stat
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +41,9 @@ _OWN_STATE = (
     *("/etc/libvirt", "/var/lib/libvirt"),
 )
 _MOUNTS = "/proc/self/mountinfo"
+# <fcntl.h>, and struct statx of <linux/stat.h>: the mode is at byte 28, the device at byte 128.
+_AT_FDCWD, _AT_STATX_DONT_SYNC, _STATX_BYTES = -100, 0x4000, 256
+_LIBC = ctypes.CDLL(None)
 # udev opens a disk for a moment after every writer closed it.
 _PASSING = ("systemd-udevd", "(udev-worker)", "udevd")
 
@@ -310,13 +315,15 @@ def _open_devices(process: Path, by_rdev: dict[int, str]) -> set[str]:
         entries = list(os.scandir(process / "fd"))
     except OSError:
         return open_numbers  # the process ended, or is a kernel thread
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
     for entry in entries:
-        try:
-            status = entry.stat()
-        except OSError:
+        # stat(2) would ask the server of a network file system, and wait for one that is gone.
+        if _LIBC.statx(_AT_FDCWD, os.fsencode(entry.path), _AT_STATX_DONT_SYNC, 0, buffer):
             continue
-        if stat.S_ISBLK(status.st_mode) and status.st_rdev in by_rdev:
-            open_numbers.add(by_rdev[status.st_rdev])
+        (mode,) = struct.unpack_from("=H", buffer, 28)
+        number = os.makedev(*struct.unpack_from("=II", buffer, 128))
+        if stat.S_ISBLK(mode) and number in by_rdev:
+            open_numbers.add(by_rdev[number])
     return open_numbers
 
 
@@ -325,12 +332,13 @@ def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:
     if not name:
         return set()
     members = {name, *(member for volume in volumes if name in volume for member in volume)}
-    for slave in [deeper for peer in members for deeper in _slaves(peer)]:
+    for slave in [deeper for peer in members for deeper in slaves(peer)]:
         members |= _below(slave, volumes)
     return members
 
 
-def _slaves(name: str) -> list[str]:
+def slaves(name: str) -> list[str]:
+    """Devices directly below a device."""
     return _host.listed(f"/sys/class/block/{name}/slaves")
 
 

@@ -22,7 +22,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _function_guards,
+    _virtual_functions,
+)
 
 RECORD = _virtual_functions.RECORD
 
@@ -82,13 +85,16 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
     return {**_virtual_functions.facts(params, state.live), "before": dict(state.before or {})}
 
 
-SUBJECT = _change.Subject(observe, plan, apply, facts)
+SUBJECT = _change.Subject(
+    observe, plan, apply, facts, exclusive=lambda _params: _function_guards.exclusive()
+)
 
 
 def settings(params: _change.Params) -> dict[str, Any]:
     """Settings of the boot service."""
     fields = {key: params[key] for key in ("pfs", "pf_ids", "count", "macs")}
-    return {**fields, "link": params.get("link") or ""}
+    idle_vlan = _virtual_functions.idle_vlan(params)
+    return {**fields, "link": params.get("link") or "", "idle_vlan": idle_vlan}
 
 
 def _unit(params: _change.Params) -> _boot_service.Unit:

@@ -1,4 +1,4 @@
-"""Virtual functions of the fabric cards: number, identities and link states.
+"""Virtual functions of the fabric cards: number, identities, link states and guards.
 
 A card is identified by its PCI address, because its interface name changes between boots. Automatic
 probing is off for virtual functions, so that no host driver takes a function on its way to a guest.
@@ -13,10 +13,12 @@ new functions the identities of their predecessors.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +31,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _function_guards
 
 SETTINGS = "/etc/gpuaas/fabric.json"
 RECORD = "fabric"
+# Rounds of the guardian between two looks for cards that came: a minute.
+_SELDOM = 30
 _UP = 0x1  # IFF_UP
 _AND = " and "
 # Link states in iproute2's spelling. A following function's port is up when the card's port is.
@@ -49,7 +54,7 @@ class Card:
     """Observed state of a physical function.
 
     kind: its link. identities: MAC or GUID per virtual function, by index; both if its two GUIDs
-    differ. states: their link states.
+    differ. states: their link states. guards: theirs, [] on InfiniBand.
     """
 
     address: str
@@ -64,6 +69,7 @@ class Card:
     identities: tuple[str, ...]
     states: tuple[str, ...]
     used: tuple[str, ...]
+    guards: tuple[_function_guards.Guard, ...] = ()
 
     def desired_identities(self, params: Params, count: int) -> list[str]:
         """The identity of every function: configured, or derived from the card's own unique
@@ -99,6 +105,18 @@ class Card:
             for index, state in enumerate(self.states)
             if state != FOLLOW
         ]
+
+    def desired_guards(self, idle_vlan: int) -> list[_function_guards.Guard]:
+        """The guard of every function; [] on InfiniBand, where the subnet manager isolates."""
+        kept = _function_guards.holders() if self.guards else {}
+        functions = self.functions if self.guards else ()
+        return [_function_guards.expected(address, idle_vlan, kept) for address in functions]
+
+    def unguarded(self, idle_vlan: int) -> list[Refusal]:
+        """Reasons why functions are not isolated."""
+        rows = zip(self.functions, self.guards, self.desired_guards(idle_vlan), strict=True)
+        refusals = (_function_guards.unguarded(*row) for row in rows)
+        return [refusal for refusal in refusals if refusal]
 
     def remembered(self) -> dict[str, Any]:
         """State for the way back. On Ethernet a function's identity ends with the function."""
@@ -206,6 +224,10 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "raise_card":
         _command.run(["ip", "link", "set", "dev", card.interface, "up"])
         return None
+    if step.name == "guard_functions":
+        # Not step.after: the addresses of new functions are known only now.
+        guard_functions(card, idle_vlan(params))
+        return None
     for index, value in enumerate(step.after):
         if step.name == "link_functions":
             _set_attribute(card, index, "state", value)
@@ -222,8 +244,21 @@ def _set_attribute(card: Card, index: int, word: str, value: str) -> None:
     _command.run(["ip", "link", "set", "dev", card.interface, "vf", str(index), word, value])
 
 
+def guard_functions(card: Card, idle_vlan: int) -> None:
+    """Give each function of an Ethernet card its guard."""
+    wishes = card.desired_guards(idle_vlan)
+    for index, (shown, wish) in enumerate(zip(card.guards, wishes, strict=True)):
+        for word, value in wish.commands(shown):
+            _set_attribute(card, index, word, value)
+
+
 def facts(_params: Params, state: State) -> dict[str, Any]:
-    vfs = [
+    return {"vfs": [row for card in state.cards for row in documents(card)]}
+
+
+def documents(card: Card) -> list[dict[str, Any]]:
+    """The functions of a card for a result."""
+    rows = [
         {
             "pf": card.address,
             "index": index,
@@ -231,12 +266,13 @@ def facts(_params: Params, state: State) -> dict[str, Any]:
             "identity": identity,
             "link_state": link_state,
         }
-        for card in state.cards
         for index, (address, identity, link_state) in enumerate(
             zip(card.functions, card.identities, card.states, strict=False)
         )
     ]
-    return {"vfs": vfs}
+    for row, guard in zip(rows, card.guards, strict=False):
+        row.update(dataclasses.asdict(guard))
+    return rows
 
 
 LIVE = _change.Subject(observe, plan, apply, facts)
@@ -244,7 +280,54 @@ LIVE = _change.Subject(observe, plan, apply, facts)
 
 def boot(settings_path: str) -> int:
     """Create the functions again at boot. The card's driver may still be loading."""
-    return _boot_service.boot(LIVE, settings_path, wait_for=("device_missing", "interface_missing"))
+    waiting = ("device_missing", "interface_missing")
+    return _boot_service.boot(LIVE, settings_path, wait_for=waiting) or watch(settings_path)
+
+
+def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Body of the boot service after the boot: restore the guards for ever."""
+    cards: list[str] = []
+
+    def restore(settings: Params, turn: int) -> Iterator[list[str]]:
+        nonlocal cards
+        # A look at every device of the host costs many times a look at its cards.
+        if turn % _SELDOM == 0:
+            cards = [card.address for card in observe(settings).cards]
+        with _function_guards.exclusive():
+            restored = _restore_guards(settings, filter(_pci.present, cards))
+        yield restored
+
+    trouble = "cannot compare the guards"
+    return _boot_service.watch(settings_path, restore, trouble=trouble, sleep=sleep)
+
+
+def _restore_guards(settings: Params, cards: Iterable[str]) -> list[str]:
+    restored = []
+    for card in map(card_at, cards):
+        wrong = card.unguarded(idle_vlan(settings))
+        if wrong:
+            guard_functions(card, idle_vlan(settings))
+            restored += [f"{refusal.expected}, was {refusal.found}" for refusal in wrong]
+    return restored
+
+
+def idle_vlan(settings: Params) -> int:
+    return int(settings.get("idle_vlan") or 0)
+
+
+def recorded() -> dict[str, Any]:
+    """Settings of the boot service, as bootstrap recorded them on this host; {} without it."""
+    again = "run the bootstrap playbook again"
+    return _host.document(SETTINGS, code="settings_unreadable", remedy=again) or {}
+
+
+def function_at(address: str) -> tuple[Card, int] | None:
+    """The card of a virtual function and its index; None if it is no virtual function."""
+    parent = _pci.read(address).physfn
+    if not parent:
+        return None
+    card = card_at(parent)
+    return card, card.functions.index(address)
 
 
 def _blockers(card: Card, params: Params) -> list[Refusal]:
@@ -316,7 +399,21 @@ def open_steps(card: Card, params: Params) -> list[_change.Step]:
     if states and states != ([fresh] * len(states) if anew else list(card.states)):
         before = list(card.states)
         steps.append(_change.Step("link_functions", f"{card.address} link states", before, states))
-    return steps
+    guards = _guard_step(card, params, anew=anew) if params["count"] else None
+    return [*steps, guards] if guards else steps
+
+
+def _guard_step(card: Card, params: Params, *, anew: bool) -> _change.Step | None:
+    """The functions of a card that stays as it is keep the guards of their tenants."""
+    if card.kind == _pci.INFINIBAND:
+        return None
+    shown, wishes = list(card.guards), card.desired_guards(idle_vlan(params))
+    if anew:
+        wishes = [_function_guards.Guard(idle_vlan(params))] * params["count"]
+    elif shown == wishes:
+        return None
+    before, after = ([guard.text() for guard in guards] for guards in (shown, wishes))
+    return _change.Step("guard_functions", f"{card.address} guards", before, after)
 
 
 def _made(card: Card, params: Params) -> bool:
@@ -365,7 +462,14 @@ def card_at(address: str) -> Card:
         identities=tuple(_identity(vf) for vf in shown),
         states=tuple(str(vf.get("link_state") or unsaid) for vf in shown),
         used=tuple(f for f in functions if _is_used(f)),
+        guards=() if kind == _pci.INFINIBAND else tuple(_guards(shown, len(functions))),
     )
+
+
+def _guards(shown: Sequence[Mapping[str, Any]], count: int) -> Iterator[_function_guards.Guard]:
+    """The guard of every function. A function that iproute2 does not show has an unknown guard."""
+    for index in range(count):
+        yield _function_guards.of(shown[index] if index < len(shown) else {"vlan_list": None})
 
 
 def _is_used(address: str) -> bool:

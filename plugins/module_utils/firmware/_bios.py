@@ -9,8 +9,10 @@ The vocabulary is RACADM's. Other interfaces to the controller fill the same `St
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -170,6 +172,28 @@ def plan(wish: Wish, state: State) -> Plan:
         after = {name: wish.attributes[name] for name in differing}
         steps.append(Step("commit_job", TARGET, before=before, after=after))
     return Plan(steps=tuple(steps), blockers=tuple(blockers))
+
+
+def digest(steps: Iterable[Step]) -> str:
+    """Digest by which a person approves these steps (the reconciler's `firmware.approvable`)."""
+    documents = [step.document() for step in steps]
+    text = json.dumps(documents, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def unapproved(approved: str, steps: Sequence[Step]) -> list[Refusal]:
+    """The refusal of steps other than the approved steps; [] without steps or an approval."""
+    present = digest(steps)
+    if not steps or approved in ("", present):
+        return []
+    return [
+        Refusal(
+            "plan_changed",
+            expected=f"the approved plan {approved}",
+            found=f"the plan {present}",
+            remedy="plan again, read the differences, then approve the new digest",
+        )
+    ]
 
 
 def settled(wish: Wish, state: State) -> bool:

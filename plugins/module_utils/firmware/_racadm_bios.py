@@ -120,7 +120,9 @@ def plan(params: _change.Params, state: _bios.State) -> _change.Plan:
     """
     if params["state"] != "present":
         return _change.Plan()
-    return _bios.plan(wish(params), state)
+    planned = _bios.plan(wish(params), state)
+    changed = _bios.unapproved(params.get("approved") or "", planned.steps)
+    return _change.Plan(planned.steps, (*changed, *planned.blockers))
 
 
 def apply(
@@ -147,6 +149,7 @@ def facts(params: _change.Params, state: _bios.State) -> dict[str, Any]:
     return {
         **_bios.document(request, state),
         "differences": [step.document() for step in would.steps],
+        "digest": _bios.digest(would.steps),
         "refusals": [blocker.document() for blocker in would.blockers],
     }
 

@@ -59,7 +59,7 @@ def read(client: _redfish_session.Client, names: Collection[str], *, system: str
     Refusal.
     """
     root = client.once(_redfish_session.ROOT)
-    at = _system(client, root, system)
+    at = system_path(client, root, system)
     machine = client.get(at)
     bios_at = client.link(machine, "Bios") or _missing("a Bios resource", at)
     # The queue before the values: a job that ends between the two reads then still appears open. In
@@ -113,7 +113,7 @@ def schedule(client: _redfish_session.Client, firmware: Firmware) -> str:
 
 def queue(client: _redfish_session.Client, jobs_at: str) -> Iterator[_bios.Job]:
     """Every job, page by page, because an open job on an unread page would look settled."""
-    for member in _collected(client, f"{jobs_at}?$expand=*($levels=1)"):
+    for member in collected(client, f"{jobs_at}?$expand=*($levels=1)"):
         # A BMC that does not expand gives links only.
         full = member if "JobState" in member else client.get(client.link({"job": member}, "job"))
         parsed = _job(full)
@@ -121,7 +121,7 @@ def queue(client: _redfish_session.Client, jobs_at: str) -> Iterator[_bios.Job]:
             yield parsed
 
 
-def _collected(client: _redfish_session.Client, first: str) -> Iterator[dict[str, Any]]:
+def collected(client: _redfish_session.Client, first: str) -> Iterator[dict[str, Any]]:
     """The members of a collection, of all its pages. Raises Refusal when some are not shown."""
     at, pages, seen, announced = first, {first}, 0, 0
     while at:
@@ -171,7 +171,8 @@ def typed(value: str, rule: Rule | None) -> str | int | bool:
     return value
 
 
-def _system(client: _redfish_session.Client, root: dict[str, Any], requested: str) -> str:
+def system_path(client: _redfish_session.Client, root: dict[str, Any], requested: str) -> str:
+    """Path of the system with this id; "" is allowed if the BMC has a single system."""
     listed = client.once(client.link(root, "Systems") or _missing("Systems", _redfish_session.ROOT))
     paths = {path.rstrip("/").rpartition("/")[2]: path for path in _members(client, listed)}
     if requested in paths:

@@ -26,6 +26,14 @@ _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 # outside every profile's MAC prefix.
 PROBE_MAC = "02:67:73:70:72:62"
 
+# Packets that each guest may send, unless the profile says otherwise. A frame of segmentation
+# offload counts as one packet.
+PACKETS_PER_SECOND = 200_000
+# Queries of names per second of each guest.
+QUERIES = 50
+# Queries that wait for an answer from outside, of all guests. dnsmasq waits for ten seconds, so
+# eight guests and their bursts have room.
+_OPEN_QUERIES = 8 * QUERIES * 11
 # The site's rule for destinations of guests.
 EGRESS = ("allowed_networks", "denied_networks")
 
@@ -41,8 +49,13 @@ def settings(network: Network) -> dict[str, Any]:
     """The part of a profile's network that the boot service needs."""
     named = {key: network[key] for key in ("bridge", "address", "subnet")}
     networks = {key: list(network.get(key) or ()) for key in EGRESS}
-    probe = str(network.get("egress_probe") or "")
-    return {**named, **networks, "egress_probe": probe, "tmfifo": bool(network.get("tmfifo"))}
+    return {
+        **named,
+        **networks,
+        "packets_per_second": int(network.get("packets_per_second") or PACKETS_PER_SECOND),
+        "egress_probe": str(network.get("egress_probe") or ""),
+        "tmfifo": bool(network.get("tmfifo")),
+    }
 
 
 def probe_address(subnet: str) -> str:
@@ -67,7 +80,10 @@ def dnsmasq(network: Network) -> str:
             "no-hosts",
             "dhcp-ignore-names",
             "no-ident",
+            # A cache shows a guest, by a faster answer, which names its neighbour asks for.
+            "cache-size=0",
             f"local=/{PROBE_NAME}/",
+            f"dns-forward-max={_OPEN_QUERIES}",
             # A client id could be a neighbour's; the firewall checks the hardware address.
             "dhcp-ignore-clid",
             # static: only reserved hosts get an address, so a flood of requests takes none.

@@ -1,7 +1,8 @@
-"""Live slice network: bridge, address, forwarding, NAT, isolation, and the link of the card.
+"""Live slice network: bridge, address, forwarding, NAT, filters, and the link of the card.
 
-The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot. It does not
-touch dnsmasq: a start of dnsmasq from inside its own ordering dependency once hung a host. The
+The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot, which then
+restores what is lost. It never waits for dnsmasq: a start of dnsmasq from inside its own ordering
+dependency once hung a host. The
 card's link is optional and comes last, because the card's BMC or another host may own its rshim,
 and guests do not need it.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,14 +23,23 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _flows,
+    _guards,
+    _host_filter,
+)
 
 TMFIFO = "tmfifo_net0"
 TMFIFO_ADDRESS = "192.168.100.1/30"
 TMFIFO_PEER = "192.168.100.2"
 
+DHCP = "dnsmasq.service"
 _DATABASE = "/run/openvswitch/db.sock"
 _FORWARDING = "/proc/sys/net/ipv4/ip_forward"
+# The kernel's table of connections, for the whole host. A guest's connection to another machine has
+# an entry in its slice's zone and one in the host's own. So eight slices fill half of it, and the
+# host can still be reached.
+_TABLE, LEAST_ENTRIES = "net.netfilter.nf_conntrack_max", 2 * 8 * 2 * _flows.CONNECTIONS
 
 Params = Mapping[str, Any]
 
@@ -45,8 +56,9 @@ class Interface:
 class State:
     """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one.
 
-    isolation: None without the bridge. tracking: whether the switch can track connections.
-    local: the host's own addresses.
+    isolation: None without the bridge. lacking: features that its datapath does not have. local:
+    the host's own addresses. entries: that the kernel's table of connections holds, None where
+    it cannot be set. filtering: commands that the host's filter needs for guests.
     """
 
     bridges: tuple[str, ...]
@@ -55,8 +67,10 @@ class State:
     nat: bool
     uplink: str
     isolation: _guards.State | None = None
-    tracking: bool = True
+    lacking: tuple[Refusal, ...] = ()
     local: tuple[str, ...] = ()
+    entries: int | None = None
+    filtering: tuple[str, ...] = ()
 
 
 def ports(bridge: str) -> list[str]:
@@ -103,6 +117,12 @@ def forwarding() -> bool:
     return _host.read(_FORWARDING) == "1"
 
 
+def _entries() -> int | None:
+    file = _host.path(f"/proc/sys/{_TABLE.replace('.', '/')}")
+    # In a container the table is its host's, and cannot be written.
+    return int(file.read_text()) if os.access(file, os.W_OK) else None
+
+
 def uplink() -> str:
     """The interface of the default route, or ""."""
     for line in (_host.read("/proc/net/route") or "").splitlines()[1:]:
@@ -122,8 +142,10 @@ def observe(params: Params) -> State:
         nat=nat_present(params["subnet"]),
         uplink=uplink(),
         isolation=_guards.observe(params) if there else None,
-        tracking=_flows.tracks_connections(params["bridge"]) if there else True,
+        lacking=tuple(_guards.lacking(params["bridge"])) if there else (),
         local=tuple(_flows.local_addresses()),
+        entries=_entries(),
+        filtering=tuple(_host_filter.changes(params["bridge"])),
     )
 
 
@@ -132,8 +154,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     blockers = [*_mismatch(params)]
     if not blockers:
         blockers += _guards.problems(params, list(state.local))
-    if not state.tracking:
-        blockers.append(_no_tracking(bridge))
+    blockers += state.lacking
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []
@@ -144,8 +165,12 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps.extend(_addressing(bridge, params["address"], state))
     if not state.forwarding:
         steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
+    if _is_small(state.entries):
+        steps.append(_change.Step("enlarge_table", _TABLE, state.entries, LEAST_ENTRIES))
     if not state.nat:
         steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
+    if state.filtering:
+        steps.append(_change.Step("admit_guests", "host's filter", None, list(state.filtering)))
     doubts = []
     if params.get("tmfifo"):
         if TMFIFO in state.interfaces:
@@ -164,6 +189,12 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_bridge":
         secure = ["--", "set-fail-mode", step.subject, "secure"]
         _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject, *secure])
+        # Only a bridge shows the features of its datapath.
+        for problem in _guards.lacking(step.subject):
+            _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", step.subject])
+            raise problem
+        # The bridge has loaded the kernel's connection tracking.
+        _enlarge_table()
     elif step.name in _guards.STEPS:
         _guards.apply(params, step)
     elif step.name == "address_interface":
@@ -173,10 +204,23 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         _command.run(["ip", "link", "set", "dev", step.subject, "up"])
     elif step.name == "forward_ipv4":
         _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"])
+    elif step.name == "enlarge_table":
+        _enlarge_table()
     elif step.name == "add_nat":
         rule = nat_rule(params["subnet"]).split()
         _command.run(["iptables", "--wait", "10", "-t", "nat", *rule])
+    elif step.name == "admit_guests":
+        _host_filter.establish(params["bridge"])
     return None
+
+
+def _is_small(entries: int | None) -> bool:
+    return entries is not None and entries < LEAST_ENTRIES
+
+
+def _enlarge_table() -> None:
+    if _is_small(_entries()):
+        _command.run(["sysctl", "-q", "-w", f"{_TABLE}={LEAST_ENTRIES}"])
 
 
 LIVE = _change.Subject(observe, plan, apply)
@@ -188,7 +232,31 @@ def boot(settings_path: str) -> int:
     The card's link may appear later.
     """
     failed = _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
-    return failed or _guards.watch(settings_path)
+    return failed or _guards.watch(settings_path, restore)
+
+
+def restore(params: Params) -> list[str]:
+    """Bring back what carries the guests' traffic: bridge, address, forwarding, NAT, filter, DHCP.
+
+    Returns the steps that were needed.
+    """
+    done = restore_live(params)
+    service = _boot_service.services([DHCP])[DHCP]
+    if service.enabled and not service.active:
+        # Not waited for, because at boot dnsmasq waits for this service.
+        _command.run(["systemctl", "--no-block", "start", DHCP])
+        done.append(f"start {DHCP}")
+    return done
+
+
+def restore_live(params: Params) -> list[str]:
+    planned = plan(params, observe(params))
+    for blocker in planned.blockers:
+        raise blocker
+    steps = [step for step in planned.steps if not step.soft]
+    for step in steps:
+        apply(params, step)
+    return [f"{step.name} {step.subject}" for step in steps]
 
 
 def link_there() -> bool:
@@ -255,16 +323,6 @@ def _not_ours(bridge: str) -> Refusal:
         expected=f"{bridge} to be an Open vSwitch bridge or not to exist",
         found="an interface of another kind with this name",
         remedy="rename or remove that interface, or choose another bridge in the profile",
-    )
-
-
-def _no_tracking(bridge: str) -> Refusal:
-    return Refusal(
-        "connection_tracking_missing",
-        expected=f"an Open vSwitch datapath of {bridge} that tracks connections in zones",
-        found="no connection tracking (`ovs-appctl dpif/show-dp-features`)",
-        remedy="boot a kernel whose openvswitch module was built with conntrack (nf_conntrack), "
-        "then run the bootstrap playbook again",
     )
 
 

@@ -7,8 +7,12 @@ slice subnet and the host's own addresses are refused as destinations. NAT is no
 libvirt's filters have no effect on OVS ports.
 
 Tables: 0 divides by input port; 10 takes traffic from a guest; 11 takes a guest's tracked traffic
-to the host and 12 that to other machines; 20 takes traffic from the host. Each port has a zone of
-connection tracking with its own number.
+to the host, 12 that to other machines and 13 its answers to managed ingress; 20 takes traffic from
+the host. Each port has a zone of connection tracking with its own number.
+
+The first action of a guest's packet is a meter with the number of its port: a guest sends a limited
+number of packets a second. Each kind of refused traffic has a flow of its own, so it is counted
+(`_refusals`).
 
 The cookie is derived from the allocation id, so listing and removing a slice's flows is exact. The
 bridge's own flows have one of their own. `_firewall` is the second wall, in the host's kernel.
@@ -21,8 +25,8 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
@@ -30,6 +34,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _ingress,
+    _packet_limit,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.network._packet_limit import ofctl
 
 # Destinations that no guest reaches unless the site allows it: private and shared address space
 # (RFC 1918, RFC 6598), link-local with the metadata address, benchmarking, and the special purposes
@@ -39,29 +49,33 @@ PRIVATE = (
     *("192.0.0.0/24", "192.0.2.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
 )
 NEVER = ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3")
-# Connections that a slice may have at once, of all kinds. Eight slices fill half of a table of
-# 262,144, which is usual.
+# Connections that a slice may have at once, of all kinds. `_bridge` keeps the kernel's table large
+# enough.
 CONNECTIONS = 16384
 
-# Mark of a connection that the switch keeps.
-_KEPT = "0x1"
+# Marks of connections that the switch keeps: of a guest, and of managed ingress.
+_KEPT, _ENTERED = "0x1", "0x2"
+_EVERYONE = "ff:ff:ff:ff:ff:ff"
+# Fields of a printed flow that change with its traffic.
+_STATISTICS = re.compile(r"\b(duration|n_packets|n_bytes|idle_age|hard_age)=[^,\s]+,? ?")
 
 # Parity's probe: a guest without an allocation on a port of its own.
 PROBE_ID, PROBE_PORT, PROBE_COOKIE = "probe", "gsparity", "0x1"
 
-CLASSIFY, FROM_GUEST, TRACKED, OUTBOUND, TO_GUEST = TABLES = (0, 10, 11, 12, 20)
+CLASSIFY, FROM_GUEST, TRACKED, OUTBOUND, ANSWERS, TO_GUEST = TABLES = (0, 10, 11, 12, 13, 20)
 
 
 @dataclass(frozen=True)
 class Egress:
-    """Site's rule for destinations of guests, as IPv4 networks.
+    """Site's rule for traffic of guests. Networks are IPv4.
 
     allowed: private networks that guests may reach. denied: public networks that they may not;
-    they win over `allowed`.
+    they win over `allowed`. packets_per_second: that each guest may send.
     """
 
     allowed: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
+    packets_per_second: int = _baseline_files.PACKETS_PER_SECOND
 
 
 @dataclass(frozen=True)
@@ -92,12 +106,16 @@ class Guard:
 
 @dataclass(frozen=True)
 class Flow:
-    """A rule as ovs-ofctl prints it; the order of match fields carries no meaning."""
+    """A rule as ovs-ofctl prints it; the order of match fields carries no meaning.
+
+    kind: of the traffic that a dropping rule refuses; the switch does not know it.
+    """
 
     table: int
     priority: int
     match: frozenset[str]
     actions: str
+    kind: str = field(default="", compare=False)
 
     def text(self) -> str:
         match = sorted(self.match, key=_field_order)
@@ -119,12 +137,17 @@ def check(guard: Guard) -> Guard:
 
 
 def rules(
-    guard: Guard, port: int, local_addresses: Iterable[str], egress: Egress = Egress()
+    guard: Guard,
+    port: int,
+    local_addresses: Iterable[str],
+    egress: Egress = Egress(),
+    ingress: Iterable[_ingress.Rule] = (),
 ) -> frozenset[Flow]:
     """All flows that guard OpenFlow port number `port`.
 
     local_addresses: the host's own IPv4 addresses and its networks' broadcast addresses; guests
-    must not reach its services there.
+    must not reach its services there. ingress: the guest's managed ingress, whose clients may be
+    in networks that it cannot reach otherwise.
     """
     bridge = ipaddress.IPv4Interface(guard.address)
     gateway, subnet = str(bridge.ip), str(bridge.network)
@@ -133,13 +156,13 @@ def rules(
     dhcp = f"udp,{source},nw_dst=255.255.255.255,tp_src=68,tp_dst=67"
     to_guest = f"in_port=LOCAL,dl_dst={guard.mac}"
     track = f"ct(commit,table={OUTBOUND},zone={port},exec(load:{_KEPT}->NXM_NX_CT_MARK[]))"
-    refused = _outside((*PRIVATE, *NEVER), bridge.network) | {subnet}
+    private = _outside((*PRIVATE, *NEVER), bridge.network)
     local = _outside(local_addresses, bridge.network, *map(ipaddress.IPv4Network, NEVER))
     return frozenset(
         [
-            _flow(CLASSIFY, 100, f"in_port={port}", f"resubmit(,{FROM_GUEST})"),
+            _flow(CLASSIFY, 100, f"in_port={port}", f"meter:{port},resubmit(,{FROM_GUEST})"),
             # No DHCP server in a guest.
-            _flow(FROM_GUEST, 310, f"udp,in_port={port},tp_src=67", "drop"),
+            _refuse("dhcp_server", 310, f"udp,in_port={port},tp_src=67"),
             _flow(FROM_GUEST, 300, f"{dhcp},nw_src=0.0.0.0", "LOCAL"),
             _flow(FROM_GUEST, 300, f"{dhcp},nw_src={guard.ip}", "LOCAL"),
             _flow(
@@ -154,11 +177,20 @@ def rules(
                 f"{from_guest},nw_dst={gateway}",
                 f"ct(table={TRACKED},zone={port})",
             ),
-            *_each(290, f"ip,in_port={port}", {*local, *egress.denied}, "drop"),
+            *_each(290, from_guest, egress.denied, "drop", "denied_network"),
+            *_each(290, from_guest, local - {*egress.denied}, "drop", "host_address"),
             *_each(285, from_guest, egress.allowed, track),
-            *_each(280, f"ip,in_port={port}", refused, "drop"),
+            *_each(280, from_guest, private, "drop", "private_network"),
+            *_each(280, from_guest, [subnet], "drop", "neighbour"),
             _flow(FROM_GUEST, 270, from_guest, track),
-            _flow(FROM_GUEST, 10, f"in_port={port}", "drop"),  # IPv6 and all other traffic
+            _refuse("vlan", 65, f"in_port={port},vlan_tci=0x1000/0x1000"),
+            _refuse("arp", 60, f"arp,in_port={port}"),
+            _refuse("ipv6", 60, f"ipv6,in_port={port}"),
+            _refuse("ip_spoofed", 50, f"ip,in_port={port},dl_src={guard.mac}"),
+            _refuse("protocol", 40, f"in_port={port},dl_src={guard.mac}"),
+            _refuse("mac_spoofed", 10, f"in_port={port}"),
+            _refuse("host_service", 10, f"in_port={port}", table=TRACKED),
+            _refuse("connections", 10, f"in_port={port}", table=OUTBOUND),
             _flow(TO_GUEST, 100, f"arp,in_port=LOCAL,arp_tpa={guard.ip}", f"output:{port}"),
             _flow(
                 TO_GUEST,
@@ -166,16 +198,41 @@ def rules(
                 f"udp,{to_guest},nw_src={gateway},tp_src=67,tp_dst=68",
                 f"output:{port}",
             ),
+            # A broadcast answer of DHCP, which `_firewall` has marked with this guest's address.
+            _flow(
+                TO_GUEST,
+                100,
+                f"udp,in_port=LOCAL,dl_dst={_EVERYONE},nw_src={guard.ip},nw_dst=255.255.255.255,"
+                "tp_src=67,tp_dst=68",
+                f"set_field:{gateway}->ip_src,set_field:{guard.mac}->eth_dst,output:{port}",
+            ),
             _flow(
                 TO_GUEST,
                 90,
                 f"ip,{to_guest},nw_src={gateway},nw_dst={guard.ip}",
                 f"ct(commit,zone={port}),output:{port}",
             ),
-            # Answers to what passed NAT, and managed ingress; `_firewall` decides what may begin.
+            # Answers to what passed NAT; `_firewall` decides what may begin.
             _flow(TO_GUEST, 80, f"ip,{to_guest},nw_dst={guard.ip}", f"output:{port}"),
+            *_of_ingress(guard, port, ingress, source, to_guest),
         ]
     )
+
+
+def _of_ingress(
+    guard: Guard, port: int, ingress: Iterable[_ingress.Rule], source: str, to_guest: str
+) -> Iterator[Flow]:
+    """Connections of managed ingress, and the guest's answers in them."""
+    enter = f"ct(commit,zone={port},exec(load:{_ENTERED}->NXM_NX_CT_MARK[])),output:{port}"
+    for rule in ingress:
+        service = f"{rule.protocol},{to_guest},nw_dst={guard.ip},tp_dst={rule.guest_port}"
+        answer = f"{rule.protocol},ct_state=-trk,{source},nw_src={guard.ip}"
+        answer += f",tp_src={rule.guest_port}"
+        for client in map(_name, rule.sources):
+            # The switch has no name for every address.
+            sent, to = (f",nw_src={client}", f",nw_dst={client}") if client != _ANY else ("", "")
+            yield _flow(TO_GUEST, 85, f"{service}{sent}", enter)
+            yield _flow(FROM_GUEST, 287, f"{answer}{to}", f"ct(table={ANSWERS},zone={port})")
 
 
 def installed(bridge: str, cookie: str) -> frozenset[Flow]:
@@ -185,14 +242,24 @@ def installed(bridge: str, cookie: str) -> frozenset[Flow]:
 
 def every(bridge: str, match: str = "") -> dict[str, frozenset[Flow]]:
     """All flows of the bridge by cookie; those of the baseline have BASE_COOKIE."""
-    out = _ofctl("--no-names", "--no-stats", "dump-flows", bridge, *([match] if match else []))
     flows: dict[str, set[Flow]] = {}
-    for line in out.splitlines():
+    for cookie, flow, _packets in counted(bridge, match):
+        flows.setdefault(cookie, set()).add(flow)
+    return {cookie: frozenset(flows_of) for cookie, flows_of in flows.items()}
+
+
+def counted(bridge: str, match: str = "") -> Iterator[tuple[str, Flow, int]]:
+    """Cookie, flow and number of its packets, of all flows of the bridge."""
+    for line in ofctl("--no-names", "dump-flows", bridge, *([match] if match else [])).splitlines():
         # Open vSwitch keeps flows of its own in table 254.
         if "actions=" in line and "table=254," not in line:
             cookie = re.match(r"\s*cookie=(0x[0-9a-f]+)", line)
-            flows.setdefault(cookie[1] if cookie else "0x0", set()).add(_parse(line))
-    return {cookie: frozenset(flows_of) for cookie, flows_of in flows.items()}
+            packets = re.search(r" n_packets=([0-9]+)", line)
+            yield (
+                cookie[1] if cookie else "0x0",
+                _parse(_STATISTICS.sub("", line)),
+                int(packets[1]) if packets else 0,
+            )
 
 
 def guards(bridge: str) -> Counter[str]:
@@ -208,14 +275,19 @@ def install_base(bridge: str) -> None:
 
 
 def install(
-    guard: Guard, port: int, local_addresses: Iterable[str], egress: Egress = Egress()
+    guard: Guard,
+    port: int,
+    local_addresses: Iterable[str],
+    egress: Egress = Egress(),
+    ingress: Iterable[_ingress.Rule] = (),
 ) -> int:
     """Replace the port's rules in one transaction; returns their number.
 
     Port numbers are reused, so rules that another allocation left for this number are deleted too.
     Open connections keep their state.
     """
-    flows = rules(guard, port, local_addresses, egress)
+    flows = rules(guard, port, local_addresses, egress, ingress)
+    _packet_limit.install(guard.bridge, port, egress.packets_per_second)
     stale = [
         f"delete in_port={port}",
         f"delete out_port={port}",
@@ -239,17 +311,28 @@ def forget_connections(port: int) -> None:
 
 def _replace(bridge: str, stale: list[str], cookie: str, flows: Iterable[Flow]) -> None:
     lines = [*stale, *[f"add cookie={cookie},{text}" for text in sorted(f.text() for f in flows)]]
-    _ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
+    ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
     # The datapath keeps decisions for up to half a second, and for MPLS it was seen to keep them.
     _appctl("revalidator/purge")
 
 
 def remove(bridge: str, cookie: str) -> None:
-    """Delete the flows with this cookie, whose port then carries nothing."""
+    """Delete the flows with this cookie, whose port then carries nothing, and the connections and
+    the packet limit of that port.
+    """
+    flows = installed(bridge, cookie)
     # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
-    tables = {flow.table for flow in installed(bridge, cookie)}
-    for table in sorted(tables):
-        _ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
+    for table in sorted({flow.table for flow in flows}):
+        ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
+    for port in sorted(_ports_of(flows)):
+        forget_connections(port)
+        _packet_limit.remove(bridge, port)
+
+
+def _ports_of(flows: Iterable[Flow]) -> set[int]:
+    """Numbers of the ports that the flows guard."""
+    meters = (re.match(r"meter:([0-9]+),resubmit", flow.actions) for flow in flows)
+    return {int(meter[1]) for meter in meters if meter}
 
 
 def port_number(port: str) -> int | None:
@@ -278,7 +361,7 @@ def await_port(port: str, *, deadline: float = 30) -> int:
     while time.monotonic() < end:
         if assigned := port_number(port):
             return assigned
-        time.sleep(0.5)
+        time.sleep(0.1)
     raise Refusal(
         "port_missing",
         expected=f"the bridge to have port {port} within {deadline:g} s",
@@ -324,10 +407,25 @@ def _flow(table: int, priority: int, match: str, actions: str) -> Flow:
     return Flow(table, priority, frozenset(match.split(",")) - {""}, actions)
 
 
-def _each(priority: int, match: str, networks: Iterable[str], actions: str) -> list[Flow]:
+_ANY = "0.0.0.0/0"
+
+
+def _name(network: str) -> str:
     # The switch prints an address without its length.
-    names = sorted({str(ipaddress.IPv4Network(n)).removesuffix("/32") for n in networks})
-    return [_flow(FROM_GUEST, priority, f"{match},nw_dst={name}", actions) for name in names]
+    return str(ipaddress.IPv4Network(network)).removesuffix("/32")
+
+
+def _refuse(kind: str, priority: int, match: str, *, table: int = FROM_GUEST) -> Flow:
+    """A rule that drops, and so counts, one kind of traffic."""
+    return replace(_flow(table, priority, match, "drop"), kind=kind)
+
+
+def _each(
+    priority: int, match: str, networks: Iterable[str], actions: str, kind: str = ""
+) -> list[Flow]:
+    names = sorted(set(map(_name, networks)))
+    flows = [_flow(FROM_GUEST, priority, f"{match},nw_dst={name}", actions) for name in names]
+    return [replace(flow, kind=kind) for flow in flows]
 
 
 def _parse(line: str) -> Flow:
@@ -348,10 +446,6 @@ def _parse(line: str) -> Flow:
 def _field_order(field: str) -> tuple[bool, str]:
     """Sort key: the protocol comes first, because the other fields are only valid under it."""
     return ("=" in field, field)
-
-
-def _ofctl(*arguments: str, stdin: str | None = None) -> str:
-    return _command.run(["ovs-ofctl", *arguments], stdin=stdin, timeout=30).out
 
 
 def _appctl(*arguments: str) -> str:
@@ -375,6 +469,9 @@ BASE = frozenset(
         _flow(OUTBOUND, 100, f"ct_state=-inv+trk,ct_mark={_KEPT},ip", "LOCAL"),
         _flow(TRACKED, 100, "ct_state=+est-inv+trk,ip", "LOCAL"),
         _flow(TRACKED, 100, "ct_state=+rel-inv+trk,icmp", "LOCAL"),
+        _flow(ANSWERS, 100, f"ct_state=+est+rpl-inv+trk,ct_mark={_ENTERED},ip", "LOCAL"),
+        # A connection of the guest's own that has the port of a service.
+        _flow(ANSWERS, 10, "", f"resubmit(,{FROM_GUEST})"),
         _new("udp,tp_dst=53"),
         _new("tcp,tp_dst=53"),
         _new("udp,tp_src=68,tp_dst=67"),

@@ -14,7 +14,8 @@ import dataclasses
 import ipaddress
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,13 +32,25 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _firewall,
     _flows,
+    _ingress,
+    _packet_limit,
+    _port_filter,
     _slice_network,
 )
 
-STEPS = ("secure_bridge", "guard_bridge", "guard_port", "remove_flows", "load_firewall")
+STEPS = (
+    *("secure_bridge", "guard_bridge", "guard_port", "remove_flows", "remove_filter"),
+    "load_firewall",
+)
 
-# The firewall is compared in every n-th round only, because nothing but a person changes it.
-_PERIOD_S, _FIREWALL_EVERY = 2.0, 5
+# Firewall, NAT and the like are compared in every n-th round only, because nothing but a person
+# changes them.
+_SELDOM = 5
+# The boot service has compared everything at least once in this time.
+ROUND_S = _boot_service.PERIOD_S * (_SELDOM + 1)
+
+# Limits of packets_per_second, as in the schema of profiles. A guest with fewer could not be used.
+LEAST_RATE, HIGHEST_RATE = 1_000, 100_000_000
 
 Params = Mapping[str, Any]
 
@@ -46,16 +59,20 @@ Params = Mapping[str, Any]
 class State:
     """Isolation as the host has it.
 
-    ports: OpenFlow number by port. flows: by cookie. expected: the guards that must be loaded, and
-    their flows, by cookie. firewall: whether the table is as it must be.
+    ports: OpenFlow number by port. limits: packets per second by that number. flows: by cookie.
+    expected: the guards that must be loaded, and their flows, by cookie. filters: text of each
+    filter before the switch, by port; None when they were not looked at. firewall: whether the
+    table is as it must be, or was not looked at.
     """
 
     secure: bool
     ports: Mapping[str, int]
+    limits: Mapping[int, int]
     flows: Mapping[str, frozenset[_flows.Flow]]
     guards: Mapping[str, _flows.Guard]
     expected: Mapping[str, frozenset[_flows.Flow]]
     firewall: bool
+    filters: Mapping[str, str] | None
 
 
 def save(guard: _flows.Guard) -> None:
@@ -66,6 +83,7 @@ def save(guard: _flows.Guard) -> None:
 
 def forget(allocation_id: str) -> None:
     _host.remove(_object_names.guard_path(allocation_id))
+    _port_filter.remove(_object_names.port_name(allocation_id))
 
 
 def saved(allocation_id: str) -> _flows.Guard | None:
@@ -113,17 +131,22 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     guards = _with_probe(params)
     local = _flows.local_addresses()
     expected = {
-        cookie: _flows.rules(guard, numbers[guard.port], local, egress_of(params, guard))
+        cookie: rules_of(params, guard, numbers[guard.port], local)
         for cookie, guard in guards.items()
         if numbers.get(guard.port) and guard.bridge == bridge
     }
+    filters = None
+    if with_firewall:
+        filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
     return State(
         secure=modes[0][0] == "secure",
         ports=numbers,
+        limits=_packet_limit.installed(bridge),
         flows=_flows.every(bridge),
         guards=guards,
         expected={_flows.BASE_COOKIE: _flows.BASE, **expected},
         firewall=not with_firewall or _firewall.installed() == _normalized(_rules(params, guards)),
+        filters=filters,
     )
 
 
@@ -149,10 +172,28 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
         for cookie, flows in sorted(state.flows.items())
         if cookie not in state.expected and cookie != _flows.BASE_COOKIE
     ]
+    guarded = {guard.port for cookie, guard in state.guards.items() if cookie in state.expected}
+    steps += [
+        _change.Step("remove_filter", port, text, None)
+        for port, text in sorted((state.filters or {}).items())
+        if port not in guarded
+    ]
     for cookie, guard in sorted(state.guards.items()):
-        flows, wanted = state.flows.get(cookie, frozenset()), state.expected.get(cookie)
-        if wanted is not None and flows != wanted:
-            steps.append(_change.Step("guard_port", guard.port, _texts(flows), _texts(wanted)))
+        expected = state.expected.get(cookie)
+        if expected is None:
+            continue
+        flows, limit = (
+            state.flows.get(cookie, frozenset()),
+            state.limits.get(state.ports[guard.port], 0),
+        )
+        rate = egress_of(params, guard).packets_per_second
+        chain = filtered = ""
+        if state.filters is not None:
+            chain, filtered = state.filters.get(guard.port, ""), _filter_of(guard)
+        if (flows, limit, chain) != (expected, rate, filtered):
+            before = [*_texts(flows), _shown(limit), chain]
+            after = [*_texts(expected), _shown(rate), filtered]
+            steps.append(_change.Step("guard_port", guard.port, before, after))
     if not state.firewall:
         steps.append(_change.Step("load_firewall", "firewall of the guests", "differs", "loaded"))
     return steps
@@ -167,14 +208,49 @@ def apply(params: Params, step: _change.Step) -> None:
         _flows.install_base(bridge)
     elif step.name == "remove_flows":
         _flows.remove(bridge, step.subject.removeprefix("flows "))
+    elif step.name == "remove_filter":
+        _port_filter.remove(step.subject)
     elif step.name == "guard_port":
         guards = {guard.port: guard for guard in _with_probe(params).values()}
         guard, number = guards.get(step.subject), _flows.port_number(step.subject)
         # A slice that ended meanwhile needs no guard.
         if guard and number:
-            _flows.install(guard, number, _flows.local_addresses(), egress_of(params, guard))
+            install(params, guard, number)
     elif step.name == "load_firewall":
-        _firewall.install(_rules(params, _with_probe(params)))
+        with _one_writer():
+            _firewall.install(_rules(params, _with_probe(params)))
+
+
+def rules_of(
+    params: Params, guard: _flows.Guard, number: int, local: list[str]
+) -> frozenset[_flows.Flow]:
+    """All flows of a guarded port, with the guest's managed ingress."""
+    return _flows.rules(guard, number, local, egress_of(params, guard), ingress_of(guard))
+
+
+def install(params: Params, guard: _flows.Guard, number: int) -> int:
+    """Replace the port's filter and flows; returns the number of flows."""
+    with _one_writer():
+        if guard.allocation_id != _flows.PROBE_ID:
+            _port_filter.install(guard)
+        local, egress = _flows.local_addresses(), egress_of(params, guard)
+        return _flows.install(guard, number, local, egress, ingress_of(guard))
+
+
+def _filter_of(guard: _flows.Guard) -> str:
+    """Filter before the switch. The probe's port is the switch's own, whose frames pass none."""
+    return "" if guard.allocation_id == _flows.PROBE_ID else _port_filter.normalized(guard)
+
+
+def ingress_of(guard: _flows.Guard) -> tuple[_ingress.Rule, ...]:
+    """The guest's rules of managed ingress that have not expired."""
+    is_probe = guard.allocation_id == _flows.PROBE_ID
+    return () if is_probe else _ingress.kept(guard.allocation_id).live()
+
+
+def _one_writer() -> AbstractContextManager[None]:
+    """One process at a time reads the files and loads them, so that none loads an older state."""
+    return _host.locked("/run/gpuaas/guards", mode=0o700)
 
 
 def reload_firewall() -> None:
@@ -201,8 +277,12 @@ def probe_target(params: Params) -> str:
 
 
 def problems(params: Params, local: list[str]) -> list[Refusal]:
-    """Reasons against the site's networks. local: the host's own addresses."""
+    """Reasons against the site's rule for traffic of guests. local: the host's own addresses."""
     refusals = []
+    rate = _firewall.egress_of(params).packets_per_second
+    if not LEAST_RATE <= rate <= HIGHEST_RATE:
+        expected = f"a number from {LEAST_RATE} to {HIGHEST_RATE}"
+        refusals.append(_invalid("packets_per_second", expected, str(rate)))
     for name in ("allowed_networks", "denied_networks"):
         for text in params.get(name) or ():
             try:
@@ -219,6 +299,31 @@ def problems(params: Params, local: list[str]) -> list[Refusal]:
     return refusals
 
 
+def lacking(bridge: str) -> list[Refusal]:
+    """Features without which the bridge's datapath cannot hold a guard."""
+    kernel = "boot a kernel whose openvswitch module has it, then run the bootstrap playbook again"
+    missing = []
+    if not _flows.tracks_connections(bridge):
+        missing.append(
+            Refusal(
+                "connection_tracking_missing",
+                expected=f"an Open vSwitch datapath of {bridge} that tracks connections in zones",
+                found="no connection tracking (`ovs-appctl dpif/show-dp-features`)",
+                remedy=f"{kernel} (nf_conntrack)",
+            )
+        )
+    if not _packet_limit.supported(bridge):
+        missing.append(
+            Refusal(
+                "packet_limit_missing",
+                expected=f"an Open vSwitch datapath of {bridge} with meters for packets",
+                found="no meters (`ovs-ofctl -O OpenFlow13 meter-features`)",
+                remedy=f"{kernel} (Linux 4.15 or later)",
+            )
+        )
+    return missing
+
+
 def restore(params: Params, *, with_firewall: bool) -> list[str]:
     """Bring the isolation back; returns the steps that were needed."""
     state = observe(params, with_firewall=with_firewall)
@@ -230,24 +335,25 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
     return [f"{step.name} {step.subject}" for step in steps]
 
 
-def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Body of the network's boot service after the boot: restore the isolation for ever."""
-    silent, turn = "", 0
-    while True:
-        try:
-            settings = json.loads(_host.read(settings_path) or "{}")
-            done = restore(settings, with_firewall=turn % _FIREWALL_EVERY == 0)
-            if done:
-                _boot_service.log(f"restored: {', '.join(done)}")
-            silent = ""
-        except (Refusal, OSError, ValueError, KeyError) as broken:
-            # The same problem is logged once. The bridge fails closed until the switch answers.
-            if str(broken) != silent:
-                silent = str(broken)
-                _boot_service.log(f"cannot compare the guards: {silent}")
-        _boot_service.notify("WATCHDOG=1")
-        sleep(_PERIOD_S)
-        turn += 1
+def watch(
+    settings_path: str,
+    restore_network: Callable[[Params], list[str]],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Body of the network's boot service after the boot: restore the isolation for ever.
+
+    restore_network: brings back the rest of the network, after the isolation; returns its steps.
+    """
+
+    def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
+        yield restore(settings, with_firewall=turn % _SELDOM == 0)
+        if turn % _SELDOM == _SELDOM - 1:
+            yield restore_network(settings)
+
+    # The bridge fails closed until the switch answers.
+    trouble = "cannot restore the network"
+    return _boot_service.watch(settings_path, rounds, trouble=trouble, sleep=sleep)
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:
@@ -256,14 +362,19 @@ def _with_probe(params: Params) -> dict[str, _flows.Guard]:
 
 
 def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
-    macs = {guard.mac for guard in guards.values()}
+    guests = {guard.mac: guard.ip for guard in guards.values()}
     address = guards[_flows.PROBE_COOKIE].ip
-    return _firewall.rules(params, macs, probe=(address, probe_target(params)))
+    ingress = [(guard, rule) for _c, guard in sorted(guards.items()) for rule in ingress_of(guard)]
+    return _firewall.rules(params, guests, (address, probe_target(params)), ingress)
 
 
 @lru_cache(maxsize=4)
 def _normalized(text: str) -> str:
     return _firewall.normalized(text)
+
+
+def _shown(limit: int) -> str:
+    return f"packets per second: {limit or 'no limit'}"
 
 
 def _texts(flows: frozenset[_flows.Flow]) -> list[str]:

@@ -22,13 +22,18 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host_snapshot,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files, _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _bridge,
+    _start_hook,
+)
 
 DNSMASQ, RESERVATIONS = _baseline_files.DNSMASQ, _baseline_files.RESERVATIONS
 SYSCTL = _baseline_files.SYSCTL
 
 RECORD = "network"
-SWITCH, DHCP, RSHIM = "openvswitch-switch.service", "dnsmasq.service", "rshim.service"
+SWITCH, DHCP, RSHIM = "openvswitch-switch.service", _bridge.DHCP, "rshim.service"
+LIBVIRT = "libvirtd.service"
 
 _OLD_SERVICE = "gpuaas-slice-host-net-baseline"
 _UNITS = "/etc/systemd/system"
@@ -44,6 +49,8 @@ _COMMANDS = {
     "start_switch": ["systemctl", "enable", "--now", SWITCH],
     "enable_dnsmasq": ["systemctl", "enable", DHCP],
     "restart_dnsmasq": ["systemctl", "restart", DHCP],
+    # Running guests are not touched.
+    "restart_libvirt": ["systemctl", "try-restart", LIBVIRT],
 }
 _BRIDGE_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,14}")
 
@@ -54,7 +61,8 @@ Params = Mapping[str, Any]
 class State:
     """dnsmasq_changed: last change of its files, in seconds since the epoch.
 
-    before: host state recorded before its first baseline; None without a record.
+    before: host state recorded before its first baseline; None without a record. hook_unnoticed:
+    whether libvirt runs without having seen the start hook.
     """
 
     live: _bridge.State
@@ -69,6 +77,7 @@ class State:
     rshim: _boot_service.Service
     rshim_installed: bool
     before: Mapping[str, Any] | None = None
+    hook_unnoticed: bool = False
 
     @property
     def ours(self) -> bool:
@@ -98,6 +107,7 @@ def observe(params: Params) -> State:
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
         before=_host_snapshot.recall(RECORD),
+        hook_unnoticed=_start_hook.unnoticed(),
     )
 
 
@@ -122,6 +132,8 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
     steps += [step for step in live.steps if not step.soft]
     steps += _boot_service.plan(unit(params), state.installed)
+    if state.hook_unnoticed:
+        steps.append(_change.Step("restart_libvirt", LIBVIRT, "without the start hook", "with it"))
     steps += _dnsmasq_steps(state, {step.name for step in steps})
     soft, doubts = [step for step in live.steps if step.soft], live.doubts
     if start_rshim:
@@ -170,6 +182,9 @@ def facts(params: Params, state: State) -> dict[str, Any]:
             "tmfifo": _bridge.link_shown(state.live) if with_tmfifo else "not asked for",
         }
     }
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def _texts(params: Params) -> dict[str, str]:
@@ -231,7 +246,9 @@ def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
         steps.append(_change.Step("enable_dnsmasq", "dnsmasq at boot", "disabled", "enabled"))
     stale = state.dnsmasq.started_at < state.dnsmasq_changed
     rewritten = planned & {"write_file", "remove_stale_reservation", "add_bridge"}
-    if not state.dnsmasq.active or stale or rewritten:
+    # The boot service restarts dnsmasq and does not wait for it, so it is waited for here.
+    restarting = "start_service" in planned
+    if not state.dnsmasq.active or stale or rewritten or restarting:
         before = "old configuration" if state.dnsmasq.active else "inactive"
         steps.append(_change.Step("restart_dnsmasq", DHCP, before, "restarted"))
     return steps

@@ -21,7 +21,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _firewall,
+    _host_filter,
     _ovs_nat,
+    _port_filter,
 )
 
 _OFF = {"active": False, "enabled": False}
@@ -36,12 +38,16 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """ports: of the bridge, without its own port. reserved: files of slices in the reservations."""
+    """ports: of the bridge, without its own port. reserved: files of slices in the reservations.
+
+    admitted: our rules in the host's filter.
+    """
 
     baseline: _ovs_nat.State
     ports: tuple[str, ...]
     reserved: tuple[str, ...]
     firewall: bool = False
+    admitted: tuple[str, ...] = ()
 
     @property
     def concerned(self) -> bool:
@@ -56,7 +62,8 @@ def observe(params: Params) -> State:
     folder = _host.path(_ovs_nat.RESERVATIONS)
     files = folder.iterdir() if folder.is_dir() else ()
     reserved = tuple(sorted(file.name for file in files))
-    return State(baseline, tuple(there), reserved, _firewall.installed() is not None)
+    firewall, admitted = _firewall.installed() is not None, tuple(_host_filter.installed())
+    return State(baseline, tuple(there), reserved, firewall, admitted)
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -80,6 +87,9 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("remove_address", _bridge.TMFIFO, before, []))
     if bridge in baseline.live.bridges:
         steps.append(_change.Step("remove_bridge", bridge, "OVS bridge", None))
+    if state.admitted:
+        step = _change.Step("remove_admission", "host's filter", list(state.admitted), [])
+        steps.append(step)
     if state.firewall:
         steps.append(_change.Step("remove_firewall", "firewall of the guests", "loaded", None))
     # An unknown earlier state is left to the next boot, which has no managed setting.
@@ -104,7 +114,11 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "remove_bridge":
         _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", step.subject])
     elif step.name == "remove_firewall":
+        for port in _port_filter.installed():
+            _port_filter.remove(port)
         _firewall.remove()
+    elif step.name == "remove_admission":
+        _host_filter.establish("")
     elif step.name == "stop_forwarding":
         _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
     elif step.name == "stop_service":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
     _boot_units,
     _command,
     _file_edits,
@@ -13,14 +16,17 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _function_guards,
     _ipoib_address,
-    _virtual_functions,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
+    _flows,
     _guards,
+    _host_filter,
     _netplan,
     _slice_network,
+    _start_hook,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
@@ -78,12 +84,62 @@ def fabric_vfs(facts: Facts) -> Verdict:
     # identities.
     cards = {"pfs": [], "pf_ids": list(fabric["pf_ids"]), "macs": {}, "link": link}
     for device in physical:
-        card = _virtual_functions.card_at(device.address)
+        card = facts.card(device.address)
         problems += [*card.misnamed(cards), *card.unlinked()]
-    settings = {**cards, "count": fabric["vfs_per_pf"]}
+    settings = {**cards, "count": fabric["vfs_per_pf"], "idle_vlan": _isolation_of(facts)[1]}
     problems += _file_edits.unlike_settings(_boot_units.FABRIC.settings_path, settings)
     made = sum(device.sriov_numvfs for device in physical)
     return verdict(problems, f"{made} functions on {len(physical)} cards")
+
+
+def fabric_isolation(facts: Facts) -> Verdict:
+    """The card keeps the functions of different tenants apart, as the profile says.
+
+    On InfiniBand only the subnet manager can. The reconciler reads its partitions.
+    """
+    isolation, idle_vlan, problems = _isolation_of(facts)
+    fabric = facts.profile["fabric"]
+    names = {device.address for device in facts.devices.values() if device.id in fabric["pf_ids"]}
+    cards = [facts.card(a) for a in sorted(names) if not _pci.unlike_link(a, fabric["link"])]
+    guarded = 0
+    for card in cards:
+        guarded += len(card.guards)
+        problems += [f"{r.expected}: found {r.found}" for r in card.unguarded(idle_vlan)]
+    if isolation == "vlan" and not guarded:
+        problems.append("no function of a fabric card shows a VLAN")
+    for address, vlans in _function_guards.holders().items():
+        problems += [
+            f"{address} is in VLAN {vlan}, which is none of the profile's fabric.vlans"
+            for vlan in vlans.values()
+            if vlan and not _is_tenants(vlan, fabric)
+        ]
+        if len(vlans) > 1:
+            problems.append(f"{address} has the guards of {', '.join(sorted(vlans))}")
+    shown = {
+        "vlan": f"{guarded} functions with spoof check and their VLAN",
+        "partition": "partitions are the subnet manager's",
+        "single_tenant": "one tenant owns the fabric",
+    }
+    return verdict(problems, shown[isolation])
+
+
+def _isolation_of(facts: Facts) -> tuple[str, int, list[str]]:
+    """Isolation of the profile's fabric, the VLAN of idle functions, and what the profile lacks."""
+    fabric = facts.profile["fabric"]
+    ethernet = fabric.get("link") == _pci.ETHERNET
+    isolation = str(fabric.get("isolation") or ("vlan" if ethernet else "partition"))
+    problems = []
+    if isolation != "single_tenant" and ethernet != (isolation == "vlan"):
+        problems.append(f"fabric.isolation {isolation} does not isolate a fabric of this link")
+    first, last = fabric.get("vlans") or (0, 0)
+    if isolation == "vlan" and not first < last:
+        problems.append("the profile names no fabric.vlans, first and last")
+    return isolation, int(first), problems
+
+
+def _is_tenants(vlan: int, fabric: Mapping[str, Any]) -> bool:
+    first, last = fabric.get("vlans") or (0, 0)
+    return bool(first < vlan <= last)
 
 
 def ipoib_netplan(facts: Facts) -> Verdict:
@@ -156,14 +212,41 @@ def ovs_bridge(facts: Facts) -> Verdict:
         problems.append(f"{name} is no bridge of Open vSwitch")
         return verdict(problems, "")
     problems += _isolation(facts)
+    if not facts.guest_problem:
+        problems += _guard(facts.guest.forged)
     return verdict(problems, f"{name} {address}, fails closed, flows and firewall as they must be")
 
 
+def _guard(forged: Sequence[str] | None) -> list[str]:
+    """Reasons why the guard of a guest does not do its work, by the frames of the probe."""
+    if forged is None:
+        return ["a permitted frame of the probe did not reach the host: its guard is not proven"]
+    return [f"the guard of a guest lets forged frames pass: {', '.join(forged)}"] if forged else []
+
+
 def _isolation(facts: Facts) -> list[str]:
-    """Differences of fail mode, flows and firewall from those that the slices' guards require."""
-    state = _guards.observe(facts.network)
-    steps = _guards.plan(facts.network, state) if state else []
-    return [f"isolation of the guests differs: {step.name} {step.subject}" for step in steps]
+    """Differences of fail mode, flows and firewall from those that the slices' guards require.
+
+    A slice may start or end meanwhile, or a rule of ingress expire. A difference counts if the boot
+    service does not end it.
+    """
+    deadline = time.monotonic() + _guards.ROUND_S
+    while True:
+        state = _guards.observe(facts.network)
+        if state is None:
+            return []
+        steps = _guards.plan(facts.network, state)
+        if not steps or time.monotonic() >= deadline:
+            break
+        time.sleep(1)
+    refusals = [
+        *_guards.lacking(facts.network["bridge"]),
+        *_guards.problems(facts.network, _flows.local_addresses()),
+    ]
+    return [
+        *map(str, refusals),
+        *(f"isolation of the guests differs: {step.name} {step.subject}" for step in steps),
+    ]
 
 
 def dnsmasq(facts: Facts) -> Verdict:
@@ -205,11 +288,15 @@ def nat(facts: Facts) -> Verdict:
     return failed(f"no rule of POSTROUTING translates {subnet}")
 
 
-def ip_forwarding(_facts: Facts) -> Verdict:
-    """IP forwarding is on now and in the settings of the next boot."""
+def ip_forwarding(facts: Facts) -> Verdict:
+    """IP forwarding is on now and in the settings of the next boot, and the host's filter lets
+    guests pass.
+    """
     problems = [] if _slice_network.forwarding() else ["net.ipv4.ip_forward is not 1"]
     problems += _file_edits.unlike(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
-    return verdict(problems, "net.ipv4.ip_forward is 1")
+    missing = _host_filter.changes(facts.network["bridge"])
+    problems += [f"the host's filter needs {line}" for line in missing]
+    return verdict(problems, "net.ipv4.ip_forward is 1, the host's filter admits guests")
 
 
 def guest_egress(facts: Facts) -> Verdict:
@@ -220,7 +307,9 @@ def guest_egress(facts: Facts) -> Verdict:
     probe, subnet = facts.guest, ipaddress.ip_network(facts.network["subnet"])
     raw = [source for source in probe.sources if ipaddress.ip_address(source) in subnet]
     problems = []
-    if probe.egress_ms is None:
+    if target_silent(facts):
+        problems.append(f"{target} does not answer a guest, whose packets leave the host")
+    elif probe.egress_ms is None:
         problems.append(f"{target} does not answer a guest, whatever the services say")
     if raw:
         problems.append(f"a guest's packets leave untranslated, as {', '.join(raw)}")
@@ -230,9 +319,19 @@ def guest_egress(facts: Facts) -> Verdict:
     return verdict(problems, f"{shown}, seen as {', '.join(probe.sources)}")
 
 
+def target_silent(facts: Facts) -> bool:
+    """Whether only the target of the egress probe fails, which is not this host's to mend: a
+    guest's packets leave the host with its own address, and no answer comes.
+    """
+    subnet = ipaddress.ip_network(facts.network["subnet"])
+    sources = [ipaddress.ip_address(source) for source in facts.guest.sources]
+    left = bool(sources) and not any(source in subnet for source in sources)
+    return left and facts.guest.egress_ms is None
+
+
 def network_service(facts: Facts) -> Verdict:
-    """The network service succeeded, starts at the next boot, and its settings match
-    this profile.
+    """The network service succeeded, starts at the next boot, its settings match this profile, and
+    libvirt calls its start hook.
     """
     name = _boot_units.NETWORK.service
     unit = facts.unit(name)
@@ -241,6 +340,8 @@ def network_service(facts: Facts) -> Verdict:
         return verdict(problems, "")
     if (unit.active, unit.result) != ("active", "success"):
         problems.append(f"{name} is {unit.active}/{unit.sub} ({unit.result})")
+    if _start_hook.unnoticed():
+        problems.append(f"libvirtd is older than {_boot_files.HOOK} and does not call it")
     settings = _baseline_files.settings(facts.network)
     problems += _file_edits.unlike_settings(_baseline_files.SETTINGS, settings)
     return verdict(problems, f"{unit.active}/{unit.sub}")

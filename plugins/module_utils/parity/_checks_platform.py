@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_units,
     _file_edits,
     _host,
+    _ledger,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -201,6 +202,9 @@ def vfio_binding(facts: Facts) -> Verdict:
     cards = {_card(address) for address in facts.passthrough}
     doubts = [f"{address} is missing or silent: its slot is blocked" for address in spared]
     doubts += [
+        f"{gpu} was not reset since its last use: its slot is blocked" for gpu in _used(facts)
+    ]
+    doubts += [
         f"{address} of {path} is of no approved slot, and would be bound at boot"
         for address in sorted(recorded)
         if _card(address) not in cards
@@ -211,6 +215,17 @@ def vfio_binding(facts: Facts) -> Verdict:
         # claimed them.
         doubts.append(f"{_boot_units.CLAIM.service} is {claim.active or 'unknown'}")
     return verdict(problems, f"{len(facts.passthrough)} devices on {_pci.VFIO}", doubts)
+
+
+def _used(facts: Facts) -> list[str]:
+    """GPUs that no tenant has and that were not reset since their last use."""
+    proven = (*facts.reset_gpus, *facts.dead_gpus)
+    return [
+        gpu
+        for slot in facts.slots
+        if (gpu := str(slot.get("gpu_pci_address") or "")) not in proven
+        and not _ledger.load(str(slot["slot_id"])).allocation_id
+    ]
 
 
 def gpu_services_quiesced(facts: Facts) -> Verdict:

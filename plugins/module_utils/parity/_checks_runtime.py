@@ -8,10 +8,19 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _host_tuning, _hugepages
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _confinement,
+    _host_tuning,
+    _hugepages,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _slice_disks
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
     Verdict,
     failed,
@@ -19,6 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import 
     verdict,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import Facts
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 IMAGES = f"{_host.STATE_DIRECTORY}/images"
 # Debian and Ubuntu use the same names. Domains are defined with the 4 MiB build.
@@ -42,6 +52,22 @@ def libvirt_directory(_facts: Facts) -> Verdict:
     """QEMU runs as a different user and must be able to traverse the directory."""
     mode = stat.S_IMODE(_host.path("/var/lib/libvirt").stat().st_mode)
     return verdict([] if mode & 0o001 else [f"/var/lib/libvirt is {mode:04o}"], f"{mode:04o}")
+
+
+def vm_confined(_facts: Facts) -> Verdict:
+    """Every QEMU of a slice is confined by the kernel's security module, filtered by seccomp and
+    not root, and libvirt starts no other.
+    """
+    return verdict(_confinement.problems(_guests()), _confinement.security_module())
+
+
+def _guests() -> list[int]:
+    return sorted(_libvirt.processes(_object_names.PREFIX))
+
+
+def console_limit(_facts: Facts) -> Verdict:
+    """A guest that writes to its console without end does not fill the host's disk."""
+    return verdict(_confinement.console_problems(_guests()), "virtlogd")
 
 
 def ovmf(_facts: Facts) -> Verdict:
@@ -79,6 +105,13 @@ def nvme_ownership(facts: Facts) -> Verdict:
         except Refusal as refusal:
             problems.append(f"{disk.disk_identity}: {refusal.code}: {refusal.found}")
     return verdict(problems, f"{len(facts.slots)} approved disks of {len(facts.disks)}")
+
+
+def slice_disks(facts: Facts) -> Verdict:
+    """udev and LVM leave the approved disks alone, whatever a tenant wrote on them."""
+    # Without slots, by hand, the approved disks are not known.
+    problems = _slice_disks.problems(facts.slots) if facts.slots else []
+    return verdict(problems, f"{len(facts.slots)} disks")
 
 
 def image_cache(_facts: Facts) -> Verdict:

@@ -2,22 +2,23 @@
 
 It has a test address of the subnet and a guard like a guest's. It asks the host's dnsmasq for an
 address and a name, and contacts an address outside. Meanwhile the host records the source address
-of the packets that leave. An
-answer alone does not prove NAT, because a gateway may know the route back. The probe leaves nothing
-on the host, even if one of its steps fails.
+of the packets that leave. An answer alone does not prove NAT, because a gateway may know the route
+back. It also sends what its guard must refuse, and the host listens for that. The probe has its
+own port, flows, reservation and zone of connections, so no guest changes its result. It leaves
+nothing on the host, even if one of its steps fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import ipaddress
 import os
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,9 @@ _EVERY_PROTOCOL, _IPV4 = 0x0003, 0x0800
 _SO_ATTACH_FILTER = 26
 _ECHO_REQUEST, _ECHO_REPLY = 8, 0
 _TRIES, _WAIT_S = 3, 1.0
+_PAUSE_S, _SETTLE_S = 0.02, 0.1
+# The kind of the frame that the guard lets pass.
+_OWN = "own"
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,15 @@ class Finding:
     """Result of the guest probe. egress_ms: None without an answer. named: dnsmasq answered.
 
     offered: the address that dnsmasq offers, or "". sources: the source addresses of the packets
-    that left the host for the target.
+    that left the host for the target. forged: kinds of refused frames that reached the host; None
+    if its permitted frame did not, so that the guard is not proven.
     """
 
     egress_ms: float | None
     named: bool
     offered: str
     sources: tuple[str, ...] = ()
+    forged: tuple[str, ...] | None = ()
 
 
 def look(probe: Probe) -> Finding:
@@ -89,13 +95,84 @@ def look(probe: Probe) -> Finding:
             names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             outside = _egress_socket(probe.target)
             lease = _dhcp_probe.open_socket(PORT)
-        with names, outside, lease, _watch(probe.target) as leaving:
+            link = _packet_socket(PORT)
+        with names, outside, lease, link, _watch(probe.target) as leaving:
             return Finding(
                 named=name_server_answers(names, probe.bridge_address),
                 offered=_dhcp_probe.offered(lease, MAC, tries=_TRIES, wait_s=_WAIT_S),
                 egress_ms=reach(outside, probe.target),
                 sources=_sources(leaving),
+                forged=_forged(link, probe),
             )
+
+
+def _forged(link: socket.socket, probe: Probe) -> tuple[str, ...] | None:
+    """Send frames that the guard must refuse, then one that it lets pass."""
+    with _packet_socket(probe.bridge) as bridge:
+        mark = os.urandom(8)
+        frames = _frames(probe, bridge.getsockname()[4], mark)
+        seen: set[str] = set()
+        for _try in range(_TRIES):
+            for frame in frames.values():
+                link.send(frame)
+            deadline = time.monotonic() + _WAIT_S
+            while _OWN not in seen and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+                seen |= _marked(bridge, mark, list(frames))
+            if _OWN in seen:
+                # The switch may decide about the first frame of a kind later than about others.
+                time.sleep(_SETTLE_S)
+                seen |= _marked(bridge, mark, list(frames))
+                return tuple(sorted(seen - {_OWN}))
+    return None
+
+
+def _frames(probe: Probe, bridge_mac: bytes, mark: bytes) -> dict[str, bytes]:
+    """A frame of each kind, with the mark and its number in it; the permitted one last."""
+    own, gateway = socket.inet_aton(probe.address), socket.inet_aton(probe.bridge_address)
+    other = socket.inet_aton(str(ipaddress.IPv4Address(probe.address) - 1))
+    mac, stranger = bytes.fromhex(MAC.replace(":", "")), b"\x02\x67\x73\x70\x72\x63"
+    ipv4, arp = struct.pack("!H", _IPV4), b"\x08\x06"
+
+    def echo_of(number: int) -> bytes:
+        return echo_request(0x6773, number, mark + bytes([number]))
+
+    udp = struct.pack("!4H", 9, 9, 8 + 10, 0) + mark + bytes([4, 0])
+    claim = b"\0\x01\x08\0\x06\x04\0\x02" + mac + gateway + bridge_mac + gateway
+    return {
+        "mac_spoofed": bridge_mac + stranger + ipv4 + _packet(own, gateway, 1, echo_of(0)),
+        "ip_spoofed": bridge_mac + mac + ipv4 + _packet(other, gateway, 1, echo_of(1)),
+        "vlan": bridge_mac + mac + b"\x81\0\0\x05" + ipv4 + _packet(own, gateway, 1, echo_of(2)),
+        "arp": bridge_mac + mac + arp + claim + mark + bytes([3]) + bytes(10),
+        "host_service": bridge_mac + mac + ipv4 + _packet(own, gateway, 17, udp),
+        _OWN: bridge_mac + mac + ipv4 + _packet(own, gateway, 1, echo_of(5)),
+    }
+
+
+def _packet(source: bytes, target: bytes, protocol: int, body: bytes) -> bytes:
+    """An IPv4 packet."""
+    head = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(body), 0, 0, 64, protocol, 0)
+    head += source + target
+    return head[:10] + struct.pack("!H", _checksum(head)) + head[12:] + body
+
+
+def _marked(handle: socket.socket, mark: bytes, kinds: list[str]) -> set[str]:
+    """Kinds of the marked frames that the socket has received."""
+    seen = set()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            _before, present, rest = handle.recv(2048).partition(mark)
+            if present and rest and rest[0] < len(kinds):
+                seen.add(kinds[rest[0]])
+    return seen
+
+
+def _packet_socket(interface: str) -> socket.socket:
+    """A raw socket for all frames of an interface, in the caller's network namespace."""
+    handle = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL))
+    handle.bind((interface, 0))
+    handle.setblocking(False)
+    return handle
 
 
 def echo(target: str) -> float | None:
@@ -140,13 +217,17 @@ def name_server_answers(handle: socket.socket, server: str) -> bool:
     return False
 
 
-def echo_request(identifier: int, sequence: int) -> bytes:
-    body = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, identifier, sequence) + b"gpuaas.slice"
-    words = struct.unpack(f"!{len(body) // 2}H", body)
-    total = sum(words)
+def echo_request(identifier: int, sequence: int, text: bytes = b"gpuaas.slice") -> bytes:
+    body = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, identifier, sequence) + text
+    return body[:2] + struct.pack("!H", _checksum(body)) + body[4:]
+
+
+def _checksum(data: bytes) -> int:
+    """The Internet's checksum (RFC 1071)."""
+    data += b"\0" * (len(data) % 2)
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     total = (total >> 16) + (total & 0xFFFF)
-    checksum = ~(total + (total >> 16)) & 0xFFFF
-    return body[:2] + struct.pack("!H", checksum) + body[4:]
+    return ~(total + (total >> 16)) & 0xFFFF
 
 
 def name_query(transaction: bytes) -> bytes:
@@ -213,16 +294,9 @@ def _sources(leaving: socket.socket) -> tuple[str, ...]:
     return tuple(sorted(addresses))
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _alone() -> AbstractContextManager[None]:
     """Allow only one probe at a time, because two would delete each other's port."""
-    lock = _host.path("/run/gpuaas-parity.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    return _host.locked("/run/gpuaas/parity", mode=0o700)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_units,
     _command,
     _host,
+    _ledger,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
@@ -64,6 +67,7 @@ class Facts:
         self.profile = request.profile
         self.network: Mapping[str, Any] = request.profile["network"]
         self.slots = request.slots
+        self._cards: dict[str, _virtual_functions.Card] = {}
 
     @cached_property
     def interfaces(self) -> dict[str, _slice_network.Interface]:
@@ -161,6 +165,26 @@ class Facts:
         """GPUs of approved slots that are missing or silent. Only their own slots are blocked."""
         gpus = [str(slot["gpu_pci_address"]) for slot in self.slots if slot.get("gpu_pci_address")]
         return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
+
+    def card(self, address: str) -> _virtual_functions.Card:
+        """A fabric card with its functions."""
+        if address not in self._cards:
+            self._cards[address] = _virtual_functions.card_at(address)
+        return self._cards[address]
+
+    @cached_property
+    def reset_gpus(self) -> list[str]:
+        """GPUs of approved slots with standing evidence of a reset since their last use.
+
+        A ledger entry that cannot be read proves nothing about its GPU, and stops no other check.
+        """
+        proven = []
+        for slot in self.slots:
+            gpu = str(slot.get("gpu_pci_address") or "")
+            with contextlib.suppress(Refusal):
+                if gpu and _ledger.standing_gpu(str(slot["slot_id"]), gpu):
+                    proven.append(gpu)
+        return proven
 
     def unit(self, name: str) -> Unit:
         return self._units.get(name, _ABSENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks_boot as boot
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks_network as network
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _checks_platform as platform,
@@ -18,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import 
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import Facts
 
+_LIBVIRT_FILES = "qemu.conf and virtlogd.conf in /etc/libvirt"
 _BOOTSTRAP = "gpuaas.slice.bootstrap"
 _BIND = "gpuaas.slice.bind_topology"
 _STORAGE = "gpuaas.slice.transition_storage"
@@ -128,6 +130,15 @@ CHECKS: tuple[Check[Facts], ...] = (
         restore=_RESTORED,
     ),
     Check(
+        "fabric_isolation",
+        network.fabric_isolation,
+        _role(
+            "fabric_functions",
+            before="set fabric.isolation and fabric.vlans in the profile, then ",
+            after="; a card that does not report an attribute cannot isolate tenants",
+        ),
+    ),
+    Check(
         "ipoib_netplan",
         network.ipoib_netplan,
         _role("fabric_functions", before=f"render {network.IPOIB} from the site profile: "),
@@ -218,6 +229,20 @@ CHECKS: tuple[Check[Facts], ...] = (
         restore=Remedy("release or recover the slices of this host first"),
     ),
     Check("libvirt_directory", runtime.libvirt_directory, _role("libvirt_host")),
+    Check(
+        "vm_confined",
+        runtime.vm_confined,
+        _role(
+            "libvirt_host",
+            before="enable AppArmor or SELinux in the kernel, ",
+            after="; a guest that was started before is confined from its next start",
+        ),
+    ),
+    Check(
+        "console_limit",
+        runtime.console_limit,
+        _role("libvirt_host", before=f"remove the named settings from {_LIBVIRT_FILES}, "),
+    ),
     Check("ovmf", runtime.ovmf, _role("slice_packages")),
     Check("cloud_init_tools", runtime.cloud_init_tools, _role("slice_packages")),
     Check("rdma_tools", runtime.rdma_tools, _role("slice_packages")),
@@ -232,6 +257,18 @@ CHECKS: tuple[Check[Facts], ...] = (
         ),
         baremetal=_nothing_of("nvme_ownership"),
         restore=Remedy("release or recover the slices of this host first"),
+    ),
+    Check(
+        "slice_disks",
+        runtime.slice_disks,
+        Remedy(f"approve slots, then run playbook {_BIND}", _BIND),
+        baremetal=_nothing_of("slice_disks"),
+        restore=_RESTORED,
+    ),
+    Check(
+        "boot_order",
+        boot.boot_order,
+        Remedy("put the host's own entry first (`efibootmgr -o`), remove entries of other disks"),
     ),
     Check(
         "image_cache",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
@@ -17,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _grub_menu,
     _host_tuning,
     _kernel_arguments,
+    _telemetry_service,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
@@ -24,15 +26,21 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_snapshot,
     _ledger,
+    _managed_block,
     _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk, _fstab_entries
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _disk,
+    _fstab_entries,
+    _slice_disks,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
+    _host_filter,
     _slice_network,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks_network
@@ -44,16 +52,30 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
-# Kinds of traces that the functions below report, by parity check. Two kinds need programs that a
-# bare-metal host may not run: domains are read from libvirt's files, and ports and flows end with
-# the bridge.
+# Kinds of traces that the functions below report, by parity check. The others need programs that a
+# bare-metal host may not run: domains are read from libvirt's files, and ports, flows and ingress
+# end with the bridge.
 TRACES = {
     "libvirt": ("qemu_process",),
     "slice_reservations": ("reservation",),
-    "slice_files": ("nvram", "seed", "console", "guard"),
+    "slice_files": (
+        "nvram",
+        "seed",
+        "console",
+        "guard",
+        "fabric_guard",
+        "channel",
+        "ingress_file",
+        "relay",
+    ),
     "slice_limits": ("qos",),
 }
-OTHERWISE = {"domain": "libvirt", "ovs_port": "ovs_bridge", "flows": "ovs_bridge"}
+OTHERWISE = {
+    "domain": "libvirt",
+    "ovs_port": "ovs_bridge",
+    "flows": "ovs_bridge",
+    "ingress": "ovs_bridge",
+}
 # Package source of RACADM. Firmware is read on every machine, so it is no part of slice mode.
 RACADM_SOURCE = "/etc/apt/sources.list.d/dell-openmanage.sources"
 _MARKER = "# Written by the gpuaas.slice collection"
@@ -210,6 +232,14 @@ def _binding(facts: Facts) -> Iterator[Item]:
         yield from _service(facts, "vfio_binding", unit.service)
 
 
+def _disks(_facts: Facts) -> Iterator[Item]:
+    """udev and LVM act on the disks of slices again."""
+    yield _gone("slice_disks", _slice_disks.RULES)
+    yield _gone("slice_disks", _slice_disks.GRUB)
+    block = _managed_block.block_of(_host.kept(_slice_disks.LVM) or "")
+    yield _none("slice_disks", _slice_disks.LVM, ["a block of ours"] if block else [])
+
+
 def _kernel(facts: Facts) -> Iterator[Item]:
     """The next boot has none of this collection's arguments. `reboot_required` covers the current
     boot.
@@ -292,6 +322,7 @@ def _nat(facts: Facts) -> Iterator[Item]:
         # iptables creates the NAT rule, so a machine without iptables cannot have it.
         rules = []
     yield _none("nat", f"rules for {subnet}", rules)
+    yield _none("nat", "rules of the host's filter", _host_filter.installed())
 
 
 def _forwarding(_facts: Facts) -> Iterator[Item]:
@@ -302,6 +333,8 @@ def _baseline(facts: Facts) -> Iterator[Item]:
     yield _gone("network_service", _baseline_files.SETTINGS)
     yield _given_back("network_service", "network")
     yield from _service(facts, "network_service", _boot_units.NETWORK.service)
+    yield _gone("network_service", _boot_units.TELEMETRY.path)
+    yield _gone("network_service", _telemetry_service.PRINCIPALS)
 
 
 def _old_baseline(facts: Facts) -> Iterator[Item]:
@@ -350,6 +383,7 @@ def _files(_facts: Facts) -> Iterator[Item]:
         # Files that `systemctl set-property` adds.
         f"{_boot_files.UNITS}.control": ("gpuaas-slice-*",),
         _boot_files.PROGRAMS: ("gpuaas-slice-*",),
+        str(PurePosixPath(_boot_files.HOOK).parent): ("gpuaas-slice*",),
     }
     for folder, names in patterns.items():
         left = [str(file.name) for name in names for file in _host.path(folder).glob(name)]
@@ -373,6 +407,7 @@ SLICES: dict[str, Look] = {
 MODE: dict[str, Look] = {
     "slice_mode": _mode,
     "vfio_binding": _binding,
+    "slice_disks": _disks,
     "fabric_vfs": _functions,
     "ipoib_netplan": _ipoib,
     "ovs_bridge": _ovs_bridge,

@@ -1,8 +1,8 @@
-"""NoCloud seed of a guest: three YAML documents on an ISO labelled `cidata`.
+"""NoCloud seed of one allocation's guest: three YAML documents on an ISO labelled `cidata`.
 
 The documents are rendered as data, never by templates, as JSON text that YAML reads alike. The ISO
 header contains the digest of the content, so that reading the file shows whether it is the right
-seed.
+seed. A guest that has read its seed needs it no more: then it is detached and overwritten.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
     _command,
     _host,
+    _ledger,
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _domain,
+    _guest_runtime,
+    _libvirt,
+)
 
 # ISO 9660: the primary volume descriptor is sector 16; its application identifier has 128 bytes.
 _APPLICATION = 16 * 2048 + 574
@@ -118,10 +126,6 @@ def destroy(path: str) -> None:
     _host.remove(path)
 
 
-def path_of(allocation_id: str) -> str:
-    return _object_names.seed_path(allocation_id)
-
-
 def _plain(character: str) -> bool:
     return character == "\n" or " " <= character <= "~"
 
@@ -134,3 +138,102 @@ def _escape(character: str) -> str:
     if 0xD800 <= code <= 0xDFFF:
         raise _object_names.invalid("seed", "text without lone surrogates", repr(character))
     return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"
+
+
+@dataclass(frozen=True)
+class State:
+    """digest: of the existing seed, None without a seed. defined, plugged: whether the domain's
+    definition and the running guest have it; read for `detached` only.
+    """
+
+    digest: str | None
+    defined: bool = False
+    plugged: bool = False
+
+
+def observe(params: _change.Params) -> State:
+    """Of the seed in `params`: states present, detached and absent."""
+    _not_late(params)
+    path = _object_names.seed_path(params["allocation_id"])
+    digest = present(path)
+    name = _object_names.domain_name(params["allocation_id"])
+    life = _libvirt.states().get(name) if params["state"] == "detached" else None
+    if life is None:
+        return State(digest)
+    live = life.active and path in _domain.parse(_libvirt.definition(name, live=True))["seed"]
+    return State(digest, path in _domain.parse(_libvirt.definition(name))["seed"], live)
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    path = _object_names.seed_path(params["allocation_id"])
+    if params["state"] == "present":
+        wanted = digest(_content(params))
+        write = _change.Step("write_seed", path, state.digest, wanted)
+        return _change.Plan((write,) if state.digest != wanted else ())
+    name = _object_names.domain_name(params["allocation_id"])
+    steps: list[_change.Step] = []
+    if state.defined:
+        steps.append(_change.Step("forget_seed", f"{name} definition", path, ""))
+    if state.digest is not None:
+        remove = "remove_seed" if params["state"] == "absent" else "destroy_seed"
+        steps.append(_change.Step(remove, path, state.digest, None))
+    if state.plugged:
+        steps.append(_change.Step("unplug_seed", f"{name} disks", path, "", soft=True))
+    return _change.Plan(tuple(steps))
+
+
+def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
+    _not_late(params)
+    name = _object_names.domain_name(params["allocation_id"])
+    if step.name == "write_seed":
+        make(step.subject, _content(params))
+    elif step.name == "forget_seed":
+        _libvirt.forget_disk(name, step.before)
+    elif step.name == "unplug_seed":
+        _libvirt.unplug_disk(name, step.before)
+    elif step.name == "destroy_seed":
+        destroy(step.subject)
+    else:
+        _host.remove(step.subject)
+    return None
+
+
+def _not_late(params: _change.Params) -> None:
+    # A seed that a late run leaves behind belongs to no allocation, so it would never be removed.
+    if params["state"] != "absent":
+        _ledger.check_each(params.get("slots") or ())
+
+
+def facts(params: _change.Params, state: State) -> dict[str, Any]:
+    gone = state.digest is None
+    if params["state"] != "detached":
+        return {
+            "seed": {"path": _object_names.seed_path(params["allocation_id"]), "present": not gone}
+        }
+    evidence = {"destroyed": gone, "in_definition": state.defined, "in_guest": state.plugged}
+    return {"seed": evidence}
+
+
+def _content(params: _change.Params) -> dict[str, str]:
+    user_data = _guest_runtime.merged(
+        _document(params, "user_data"),
+        # Before the runtime, whose installation takes minutes and may restart the guest.
+        _guest_runtime.telemetry(),
+        _guest_runtime.cloud_config(params["guest_runtime"] or {}, **params["tuning"]),
+        _document(params, "tenant_data"),
+    )
+    return files(user_data, params["meta_data"], params["network_config"])
+
+
+def _document(params: _change.Params, field: str) -> Mapping[str, Any]:
+    try:
+        document = json.loads(params.get(field) or "{}")
+    except ValueError as error:
+        # The text itself is secret, so the error names only the position.
+        raise _object_names.invalid(field, "a JSON object", str(error)) from error
+    if not isinstance(document, Mapping):
+        raise _object_names.invalid(field, "a JSON object", type(document).__name__)
+    return document
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts)

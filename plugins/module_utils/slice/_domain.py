@@ -7,13 +7,15 @@ actual content. They are equal only when the definition contains these devices a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._object_names import (
     SEEDS,
+    channel_path,
     check_mac,
     check_pci,
     console_path,
@@ -37,6 +39,10 @@ OVMF_VARIABLES = "/usr/share/OVMF/OVMF_VARS_4M.fd"
 # difference.
 _IMPLIED = frozenset({"emulator", "controller", "input", "audio", "watchdog", "console"})
 
+# Virtio-serial channels between guest and host, which use no network. The guest has a port
+# /dev/virtio-ports/org.gpuaas.<name>.0, the host a socket that QEMU listens on.
+CHANNELS = ("readiness", "telemetry")
+
 # Virtualization extensions of Intel and AMD; a host lacks one of them, and libvirt accepts both.
 _NESTED = ("vmx", "svm")
 
@@ -48,12 +54,26 @@ _ARGUMENT = re.compile(r"[\x20-\x7e]+")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Part of a guest on one NUMA node of the host. cpus: host CPUs, one for each virtual CPU."""
+
+    numa_node: int
+    vcpus: int
+    memory_mib: int
+    cpus: tuple[int, ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Domain:
     """Parameters of a slice VM; every value has been checked.
 
     cpus: host CPUs to which the virtual CPUs are pinned, one each; empty leaves them to the kernel.
     numa_node: source of all memory; None when the slots span nodes or have no node. disks: by-id
     paths; the first disk boots. nested: whether the guest may itself run virtual machines.
+    cells: parts on several NUMA nodes of the host, each a NUMA node of the guest; () for one part.
+    threads: of each core that the guest sees. emulator_cpus: for QEMU's own threads; empty for the
+    CPUs of the guest. switches: devices below one PCIe switch of the host.
     """
 
     allocation_id: str
@@ -69,6 +89,11 @@ class Domain:
     firmware: str = "bios"
     hugepages: bool = False
     nested: bool = False
+    cells: tuple[Cell, ...] = ()
+    threads: int = 1
+    emulator_cpus: tuple[int, ...] = ()
+    switches: tuple[tuple[str, ...], ...] = ()
+    disk_io: str = "native"
     seed_path: str = ""
     qemu_arguments: tuple[str, ...] = ()
 
@@ -106,7 +131,52 @@ def check(domain: Domain) -> Domain:
         raise invalid("cpus", f"{domain.vcpus} different host CPUs", str(domain.cpus))
     if domain.firmware not in ("bios", "uefi"):
         raise invalid("firmware", "bios or uefi", domain.firmware)
+    if domain.hugepages and any(size % 1024 for size in _memory_sizes(domain)):
+        raise invalid("memory_mib", "whole pages of 1 GiB", str(_memory_sizes(domain)))
+    if domain.disk_io not in ("native", "io_uring"):
+        raise invalid("disk_io", "native or io_uring", domain.disk_io)
+    _check_layout(domain)
     return domain
+
+
+def _memory_sizes(domain: Domain) -> list[int]:
+    return [cell.memory_mib for cell in domain.cells] or [domain.memory_mib]
+
+
+def _check_layout(domain: Domain) -> None:
+    """Refuse parts that are not the whole, and devices in two places."""
+    if domain.threads < 1 or any(size % domain.threads for size in _sizes(domain)):
+        raise invalid("threads", "cores of equal threads", str(domain.threads))
+    passed = {*domain.gpus, *domain.fabric_vfs}
+    for name, groups in (
+        ("switches", domain.switches),
+        ("cells", tuple(cell.devices for cell in domain.cells)),
+    ):
+        placed = [address for group in groups for address in group]
+        if len(set(placed)) != len(placed) or not passed.issuperset(placed):
+            raise invalid(name, "each device once", ", ".join(placed))
+    cells = domain.cells
+    if not cells:
+        return
+    nodes = [cell.numa_node for cell in cells]
+    if len(set(nodes)) != len(nodes) or len(nodes) < 2 or min(nodes) < 0:
+        raise invalid("cells", "several NUMA nodes, each once", str(nodes))
+    whole = (domain.vcpus, domain.memory_mib, domain.cpus, passed)
+    parts = (
+        sum(cell.vcpus for cell in cells),
+        sum(cell.memory_mib for cell in cells),
+        tuple(cpu for cell in cells for cpu in cell.cpus),
+        {address for cell in cells for address in cell.devices},
+    )
+    if parts != whole or min(cell.vcpus for cell in cells) < 1:
+        raise invalid("cells", f"parts of {whole}", str(parts))
+    for group in domain.switches:
+        if not any(set(group) <= set(cell.devices) for cell in cells):
+            raise invalid("switches", "devices of one NUMA node", ", ".join(group))
+
+
+def _sizes(domain: Domain) -> list[int]:
+    return [cell.vcpus for cell in domain.cells] or [domain.vcpus]
 
 
 def describe(domain: Domain) -> Description:
@@ -118,17 +188,28 @@ def describe(domain: Domain) -> Description:
         "vcpus": domain.vcpus,
         "memory_mib": domain.memory_mib,
         "pins": [str(cpu) for cpu in domain.cpus],
-        "memory_nodes": "" if domain.numa_node is None else str(domain.numa_node),
+        "memory_nodes": _nodeset(domain),
+        "topology": _topology(domain),
+        "cells": [
+            [_numbers(cpus), cell.memory_mib, str(cell.numa_node)]
+            for cpus, cell in zip(_guest_cpus(domain), domain.cells, strict=True)
+        ],
+        "emulator_cpus": list(domain.emulator_cpus or domain.cpus),
         "firmware": OVMF_CODE if uefi else "",
         "nvram": nvram_path(domain.allocation_id) if uefi else "",
         "hugepages": domain.hugepages,
         "nested": domain.nested,
         "hostdevs": [*domain.gpus, *domain.fabric_vfs],
+        "buses": [bus for _address, bus in _tree(domain).places],
         "option_roms": [],
         "disks": list(domain.disks),
+        "disk_io": [domain.disk_io] * len(domain.disks),
         "seed": domain.seed_path,
         "nics": [[domain.mac, domain.bridge, domain.port]],
         "console": [console_path(domain.allocation_id)],
+        "channels": [
+            [channel_path(domain.allocation_id, name), _channel_name(name)] for name in CHANNELS
+        ],
         "qemu_arguments": list(domain.qemu_arguments),
         "other_devices": [],
     }
@@ -146,9 +227,15 @@ def render(domain: Domain) -> str:
     _add(features, "acpi")
     _add(features, "apic")
     cpu = _add(root, "cpu", mode="host-passthrough")
-    _add(cpu, "topology", sockets="1", dies="1", cores=str(domain.vcpus), threads="1")
+    sockets, cores, threads = map(str, _topology(domain))
+    _add(cpu, "topology", sockets=sockets, dies="1", cores=cores, threads=threads)
     for feature in () if domain.nested else _NESTED:
         _add(cpu, "feature", policy="disable", name=feature)
+    if domain.cells:
+        numa = _add(cpu, "numa")
+        for number, cpus in enumerate(_guest_cpus(domain)):
+            size = {"memory": str(domain.cells[number].memory_mib), "unit": "MiB"}
+            _add(numa, "cell", id=str(number), cpus=_numbers(cpus), **size)
     clock = _add(root, "clock", offset="utc")
     _add(clock, "timer", name="pit", tickpolicy="discard")
     _add(clock, "timer", name="hpet", present="no")
@@ -173,16 +260,24 @@ def _resources(root: ET.Element, domain: Domain) -> None:
     if domain.hugepages:
         pages = _add(_add(root, "memoryBacking"), "hugepages")
         _add(pages, "page", size="1", unit="GiB")
-    cpuset = {"cpuset": ",".join(map(str, domain.cpus))} if domain.cpus else {}
+    cpuset = {"cpuset": _numbers(domain.cpus)} if domain.cpus else {}
     _add(root, "vcpu", str(domain.vcpus), placement="static", **cpuset)
+    # A disk has a thread of its own, so that its guest does not wait for QEMU's main loop.
+    _add(root, "iothreads", str(len(domain.disks)))
     if domain.cpus:
         tune = _add(root, "cputune")
         for number, cpu in enumerate(domain.cpus):
             _add(tune, "vcpupin", vcpu=str(number), cpuset=str(cpu))
-        _add(tune, "emulatorpin", **cpuset)
-    if domain.numa_node is not None:
+        emulator = {"cpuset": _numbers(domain.emulator_cpus or domain.cpus)}
+        _add(tune, "emulatorpin", **emulator)
+        for number in range(1, len(domain.disks) + 1):
+            _add(tune, "iothreadpin", iothread=str(number), **emulator)
+    if nodes := _nodeset(domain):
         numa = _add(root, "numatune")
-        _add(numa, "memory", mode="strict", nodeset=str(domain.numa_node))
+        _add(numa, "memory", mode="strict", nodeset=nodes)
+        for number, cell in enumerate(domain.cells):
+            node = str(cell.numa_node)
+            _add(numa, "memnode", cellid=str(number), mode="strict", nodeset=node)
 
 
 def _firmware(root: ET.Element, domain: Domain) -> None:
@@ -194,13 +289,13 @@ def _firmware(root: ET.Element, domain: Domain) -> None:
 
 
 def _devices(devices: ET.Element, domain: Domain) -> None:
-    passed = (*domain.gpus, *domain.fabric_vfs)
+    tree = _tree(domain)
     _add(devices, "controller", type="usb", index="0", model="none")
     _add(devices, "controller", type="pci", index="0", model="pcie-root")
-    for index in range(1, len(passed) + 1):
-        _add(devices, "controller", type="pci", index=str(index), model="pcie-root-port")
+    for index, bridge in enumerate(tree.bridges, start=1):
+        _bridge(devices, index, bridge)
     for number, disk in enumerate(domain.disks):
-        _disk(devices, disk, number)
+        _disk(devices, disk, number, domain.disk_io)
     if domain.seed_path:
         _seed(devices, domain.seed_path, len(domain.disks))
     nic = _add(devices, "interface", type="bridge")
@@ -210,20 +305,128 @@ def _devices(devices: ET.Element, domain: Domain) -> None:
     _add(nic, "target", dev=domain.port)
     _add(nic, "model", type="virtio")
     _add(nic, "rom", enabled="no")
-    for index, address in enumerate(passed, start=1):
-        _hostdev(devices, address, index)
+    for address, bus in tree.places:
+        _hostdev(devices, address, bus)
     serial = _add(devices, "serial", type="file")
     _add(serial, "source", path=console_path(domain.allocation_id))
     _add(serial, "target", port="0")
+    for name in CHANNELS:
+        channel = _add(devices, "channel", type="unix")
+        _add(channel, "source", mode="bind", path=channel_path(domain.allocation_id, name))
+        _add(channel, "target", type="virtio", name=_channel_name(name))
     _add(devices, "memballoon", model="none")
     _add(_add(devices, "rng", model="virtio"), "backend", "/dev/urandom", model="random")
 
 
-def _disk(devices: ET.Element, path: str, number: int) -> None:
+@dataclass(frozen=True)
+class Bridge:
+    """A PCIe bridge of the guest. bus: where it is, None for a place that libvirt chooses.
+
+    cell: NUMA node of an expander bus of the guest.
+    """
+
+    model: str
+    bus: int | None = None
+    slot: int = 0
+    cell: int | None = None
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The guest's PCIe bridges, by index from 1, and the bus of each passed device."""
+
+    bridges: list[Bridge]
+    places: list[tuple[str, int]]
+
+
+def _tree(domain: Domain) -> Tree:
+    """The host's tree, as far as it says how near devices are.
+
+    Each part on a NUMA node has an expander bus, each switch of the host with several devices is a
+    switch, and every other device has a root port of its own.
+    """
+    passed = (*domain.gpus, *domain.fabric_vfs)
+    bridges: list[Bridge] = []
+    place: dict[str, int] = {}
+
+    def bridge(*arguments: Any, **more: Any) -> int:
+        bridges.append(Bridge(*arguments, **more))
+        return len(bridges)
+
+    homes: list[tuple[int | None, tuple[str, ...]]] = [(None, passed)]
+    if domain.cells:
+        homes = [
+            (bridge("pcie-expander-bus", cell=number), cell.devices)
+            for number, cell in enumerate(domain.cells)
+        ]
+    for home, devices in homes:
+        ports = 0
+        for address in (address for address in passed if address in devices):
+            if address in place:
+                continue
+            port = bridge("pcie-root-port", home, ports)
+            ports += 1
+            group = next((group for group in domain.switches if address in group), ())
+            if len(group) < 2:
+                place[address] = port
+                continue
+            switch = bridge("pcie-switch-upstream-port", port)
+            for number, member in enumerate(group):
+                place[member] = bridge("pcie-switch-downstream-port", switch, number)
+    return Tree(bridges, [(address, place[address]) for address in passed])
+
+
+def _bridge(devices: ET.Element, index: int, bridge: Bridge) -> None:
+    controller = _add(devices, "controller", type="pci", index=str(index), model=bridge.model)
+    if bridge.cell is not None:
+        # Bus numbers from here to the next expander bus are for what is below this one.
+        target = _add(controller, "target", busNr=str(64 + 24 * bridge.cell))
+        _add(target, "node", str(bridge.cell))
+    if bridge.bus is not None:
+        place = {"bus": f"0x{bridge.bus:02x}", "slot": f"0x{bridge.slot:02x}"}
+        _add(controller, "address", type="pci", domain="0x0000", **place, function="0x0")
+
+
+def _topology(domain: Domain) -> list[int]:
+    """Sockets, cores and threads. Parts of equal size on NUMA nodes are sockets of their own."""
+    sizes = _sizes(domain)
+    sockets = len(sizes) if len(set(sizes)) == 1 else 1
+    return [sockets, domain.vcpus // sockets // domain.threads, domain.threads]
+
+
+def _guest_cpus(domain: Domain) -> list[range]:
+    """The virtual CPUs of each part, in the order of the pins."""
+    ends = [sum(_sizes(domain)[:end]) for end in range(len(domain.cells) + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _nodeset(domain: Domain) -> str:
+    if domain.cells:
+        return _numbers(sorted(cell.numa_node for cell in domain.cells))
+    return "" if domain.numa_node is None else str(domain.numa_node)
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _listed(text: str) -> list[int]:
+    """libvirt writes `0-3` where we write every number."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _sep, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _disk(devices: ET.Element, path: str, number: int, io: str) -> None:
+    """A raw disk. The guest knows it by its role, which no restart changes: root, data1, data2."""
     disk = _add(devices, "disk", type="block", device="disk")
-    _add(disk, "driver", name="qemu", type="raw", cache="none", io="native", discard="unmap")
+    driver = _add(disk, "driver", name="qemu", type="raw", cache="none", io=io, discard="unmap")
+    driver.set("iothread", str(number + 1))
     _add(disk, "source", dev=path)
     _add(disk, "target", dev=_virtio(number), bus="virtio")
+    _add(disk, "serial", f"data{number}" if number else "root")
     if number == 0:
         _add(disk, "boot", order="1")
 
@@ -239,7 +442,7 @@ def _seed(devices: ET.Element, path: str, number: int) -> None:
     _add(disk, "readonly")
 
 
-def _hostdev(devices: ET.Element, address: str, port: int) -> None:
+def _hostdev(devices: ET.Element, address: str, guest_bus: int) -> None:
     """managed='no': the host has bound the device permanently, and libvirt must not rebind it."""
     device = _add(devices, "hostdev", mode="subsystem", type="pci", managed="no")
     _add(device, "driver", name="vfio")
@@ -254,7 +457,7 @@ def _hostdev(devices: ET.Element, address: str, port: int) -> None:
     _add(_add(device, "source"), "address", **source)
     # A former tenant may have changed the ROM of a card, and the guest's firmware would run it.
     _add(device, "rom", bar="off")
-    place = {"domain": "0x0000", "bus": f"0x{port:02x}", "slot": "0x00", "function": "0x0"}
+    place = {"domain": "0x0000", "bus": f"0x{guest_bus:02x}", "slot": "0x00", "function": "0x0"}
     _add(device, "address", type="pci", **place)
 
 
@@ -266,16 +469,18 @@ def parse(xml: str) -> Description:
     root = ET.XML(xml)
     devices = root.find("devices")
     disks, seeds, hostdevs, nics, console, other = [], [], [], [], [], []
-    roms = []
+    roms, channels, buses, disk_io = [], [], [], []
     for device in devices if devices is not None else ():
         kind, flavour = device.tag, device.get("type", "")
         if kind == "disk" and flavour == "block":
             disks.append(_attribute(device, "source", "dev"))
+            disk_io.append(_attribute(device, "driver", "io"))
         elif kind == "disk" and flavour == "file" and device.find("readonly") is not None:
             seeds.append(_attribute(device, "source", "file"))
         elif kind == "hostdev" and flavour == "pci":
             address = _address(device.find("source/address"))
             hostdevs.append(address)
+            buses.append(int(_attribute(device, "address", "bus") or "0", 16))
             if _attribute(device, "rom", "bar") != "off" or device.find("rom[@file]") is not None:
                 roms.append(address)
         elif kind == "interface" and flavour == "bridge":
@@ -283,6 +488,9 @@ def parse(xml: str) -> Description:
             nics.append([_attribute(device, tag, name) for tag, name in paths])
         elif kind == "serial" and flavour == "file":
             console.append(_attribute(device, "source", "path"))
+        elif kind == "channel" and flavour == "unix":
+            ends = (("source", "path"), ("target", "name"))
+            channels.append([_attribute(device, tag, name) for tag, name in ends])
         elif kind not in _IMPLIED and not _harmless(device):
             other.append(f"{kind}:{flavour or device.get('model', '')}")
     features = root.findall("cpu/feature[@policy='disable']")
@@ -293,17 +501,33 @@ def parse(xml: str) -> Description:
         "vcpus": int(root.findtext("vcpu", "0")),
         "memory_mib": _mebibytes(root.find("memory")),
         "pins": [pin.get("cpuset", "") for pin in root.findall("cputune/vcpupin")],
-        "memory_nodes": _attribute(root, "numatune/memory", "nodeset"),
+        "memory_nodes": _numbers(_listed(_attribute(root, "numatune/memory", "nodeset"))),
+        "topology": [
+            int(_attribute(root, "cpu/topology", name) or "0")
+            for name in ("sockets", "cores", "threads")
+        ],
+        "cells": [
+            [_numbers(_listed(_attribute(cell, ".", "cpus"))), _mebibytes(cell, "memory"), node]
+            for cell, node in zip_longest(
+                root.findall("cpu/numa/cell"),
+                [_attribute(memory, ".", "nodeset") for memory in root.findall("numatune/memnode")],
+                fillvalue=ET.Element("missing"),
+            )
+        ],
+        "emulator_cpus": _listed(_attribute(root, "cputune/emulatorpin", "cpuset")),
         "firmware": root.findtext("os/loader", ""),
         "nvram": root.findtext("os/nvram", ""),
         "hugepages": root.find("memoryBacking/hugepages") is not None,
         "nested": not set(_NESTED) <= {feature.get("name") for feature in features},
         "hostdevs": hostdevs,
+        "buses": buses,
         "option_roms": roms,
         "disks": disks,
+        "disk_io": disk_io,
         "seed": " ".join(seeds),
         "nics": nics,
         "console": console,
+        "channels": channels,
         "qemu_arguments": [line.get("value", "") for line in lines],
         "other_devices": other,
     }
@@ -312,6 +536,10 @@ def parse(xml: str) -> Description:
 def differences(want: Description, actual: Description) -> dict[str, tuple[Any, Any]]:
     """Required and actual value of each different field."""
     return {key: (want[key], actual[key]) for key in want if want[key] != actual[key]}
+
+
+def _channel_name(name: str) -> str:
+    return f"org.gpuaas.{name}.0"
 
 
 def _harmless(device: ET.Element) -> bool:
@@ -327,11 +555,12 @@ def _address(element: ET.Element | None) -> str:
     return "{:04x}:{:02x}:{:02x}.{:x}".format(*parts)
 
 
-def _mebibytes(element: ET.Element | None) -> int:
+def _mebibytes(element: ET.Element | None, attribute: str = "") -> int:
     if element is None:
         return 0
     scale = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "bytes": 1, "b": 1}
-    return int(element.text or "0") * scale[element.get("unit", "KiB")] // 1024**2
+    text = element.get(attribute) if attribute else element.text
+    return int(text or "0") * scale[element.get("unit", "KiB")] // 1024**2
 
 
 def _attribute(parent: ET.Element, path: str, name: str) -> str:
@@ -356,6 +585,17 @@ def from_options(allocation_id: str, options: Mapping[str, Any]) -> Domain:
         return options.get(key) or ()
 
     node = options.get("numa_node")
+    layout = options.get("layout") or {}
+    cells = [
+        Cell(
+            numa_node=cell["numa_node"],
+            vcpus=cell["vcpus"],
+            memory_mib=cell["memory_mib"],
+            cpus=tuple(cell["cpus"]),
+            devices=tuple(cell["devices"]),
+        )
+        for cell in listed("cells")
+    ]
     return check(
         Domain(
             allocation_id=allocation_id,
@@ -371,6 +611,12 @@ def from_options(allocation_id: str, options: Mapping[str, Any]) -> Domain:
             firmware=options.get("firmware") or "bios",
             hugepages=bool(options.get("hugepages")),
             nested=bool(options.get("nested")),
+            # A single part needs no NUMA node of its own in the guest.
+            cells=tuple(cells) if len(cells) > 1 else (),
+            threads=layout.get("threads") or 1,
+            emulator_cpus=tuple(layout.get("emulator_cpus") or ()),
+            switches=tuple(map(tuple, layout.get("switches") or ())),
+            disk_io=layout.get("disk_io") or "native",
             seed_path=options.get("seed_path") or "",
             qemu_arguments=tuple(listed("qemu_arguments")),
         )

@@ -26,6 +26,9 @@ ACTIVE = frozenset({"running", "blocked", "paused", "in shutdown", "suspended"})
 # may be resumed; all other reasons (a disk error, a watchdog) report a fault.
 PAUSED_ON_PURPOSE = frozenset({1, 11})
 
+# virDomainShutoffReason of a guest that powered off; libvirt forgets it with the host's boot.
+_SHUT_DOWN = 1
+
 _RESEND_SECONDS = 15
 
 
@@ -41,22 +44,35 @@ class State:
         """Whether QEMU runs for it."""
         return self.name in ACTIVE
 
+    @property
+    def off_by_guest(self) -> bool:
+        """Whether the guest powered off, by itself or on request; not after a crash or a loss of
+        power.
+        """
+        return self.name == "shut off" and self.reason == _SHUT_DOWN
+
 
 def states() -> dict[str, State]:
     """Every domain of this host, defined or running, by name."""
+    return {
+        name: State(_word(values.get("state.state", 0)), values.get("state.reason", 0))
+        for name, values in statistics("--state").items()
+    }
+
+
+def statistics(*groups: str, timeout: float = 180) -> dict[str, dict[str, int]]:
+    """libvirt's numbers of every domain, by name. groups: options of `virsh domstats`."""
     # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
-    out = _virsh("domstats", "--state", "--nowait").out
-    by_name: dict[str, State] = {}
-    name, values = "", {"state": 0, "reason": 0}
-    for line in [*out.splitlines(), "Domain: ''"]:
+    out = _virsh("domstats", *groups, "--nowait", timeout=timeout).out
+    by_name: dict[str, dict[str, int]] = {}
+    values: dict[str, int] = {}
+    for line in out.splitlines():
         text = line.strip()
         if text.startswith("Domain: "):
-            if name:
-                by_name[name] = State(_word(values["state"]), values["reason"])
-            name, values = text[len("Domain: ") :].strip("'"), {"state": 0, "reason": 0}
+            values = by_name.setdefault(text[len("Domain: ") :].strip("'"), {})
         key, _sep, value = text.partition("=")
-        if key.startswith("state.") and value.lstrip("-").isdigit():
-            values[key.removeprefix("state.")] = int(value)
+        if value.lstrip("-").isdigit():
+            values[key] = int(value)
     return by_name
 
 
@@ -171,6 +187,16 @@ def processes(marker: str) -> dict[int, str]:
         if program.startswith("qemu") and any(marker in argument for argument in arguments):
             programs[int(folder.name)] = program
     return programs
+
+
+def disk_io() -> str:
+    """How QEMU reads and writes disks: io_uring, unless an administrator has turned it off.
+
+    Every supported distribution has a libvirt and a QEMU with it. Only newer kernels have the
+    setting.
+    """
+    off = (_host.read("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
+    return "native" if off else "io_uring"
 
 
 def _alive(pid: int) -> bool:

@@ -17,6 +17,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/plans"
 
+# A physical core, as its hardware threads.
+Core = tuple[int, ...]
+
 _NODES = "/sys/devices/system/node"
 _CPUS = "/sys/devices/system/cpu"
 _GIB_PAGES = "hugepages/hugepages-1048576kB/free_hugepages"
@@ -31,7 +34,7 @@ def numbers(text: str) -> list[int]:
     return expanded
 
 
-def cores(node: int | None) -> list[tuple[int, ...]]:
+def cores(node: int | None) -> list[Core]:
     """The physical cores of a NUMA node, each as its hardware threads; of the whole host without a
     node.
     """
@@ -43,12 +46,39 @@ def cores(node: int | None) -> list[tuple[int, ...]]:
     return list(groups)
 
 
-def choose(available: list[tuple[int, ...]], taken: set[int], count: int) -> list[int]:
+def reserve(available: list[Core], count: int) -> tuple[list[Core], list[Core]]:
+    """The first cores with at least `count` CPUs, for the host, and the rest, for guests.
+
+    The host has its interrupts and the switch's threads on its first cores.
+    """
+    kept = 0
+    while kept < len(available) and sum(map(len, available[:kept])) < count:
+        kept += 1
+    return available[:kept], available[kept:]
+
+
+def choose(available: list[Core], taken: set[int], count: int) -> list[int]:
     """`count` CPUs of cores without threads of other slices, threads of a core together; [] when
     there are not enough.
     """
     free = [cpu for core in available if not taken.intersection(core) for cpu in core]
     return free[:count] if len(free) >= count else []
+
+
+def threads(available: list[Core], cpus: list[int]) -> int:
+    """Threads of each core that the guest is shown; 1 when it has cores of unequal parts.
+
+    `cpus` has the threads of a core together, as `choose` gives them.
+    """
+    parts = [sum(cpu in core for cpu in cpus) for core in available]
+    widths = {width for width in parts if width}
+    return widths.pop() if len(widths) == 1 else 1
+
+
+def shares(total: int, weights: list[int]) -> list[int]:
+    """`total` divided by weight, without a remainder."""
+    ends = [total * sum(weights[: end + 1]) // sum(weights) for end in range(len(weights))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def memory_free_mib(node: int | None, *, hugepages: bool) -> int:
@@ -76,11 +106,20 @@ def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -
     """
     total = 0
     for allocation_id, plan in _plans(except_for):
-        place = plan.get("numa_node", -1)
-        if bool(plan.get("hugepages")) == hugepages and (node is None or place in (node, -1)):
+        if bool(plan.get("hugepages")) != hugepages:
+            continue
+        # A plan of an earlier version is of one part.
+        parts = [
+            int(part.get("memory_mib", 0))
+            for part in plan.get("cells") or [plan]
+            if node is None or part.get("numa_node", -1) in (node, -1)
+        ]
+        if parts:
             pids = _libvirt.processes(_object_names.domain_name(allocation_id))
             resident = sum(_resident_mib(pid, hugepages) for pid in pids)
-            total += max(int(plan.get("memory_mib", 0)) - resident, 0)
+            # QEMU takes all memory at its start, each part on its own node.
+            whole = int(plan.get("memory_mib", 0)) or 1
+            total += max(sum(parts) - resident * sum(parts) // whole, 0)
     return total
 
 

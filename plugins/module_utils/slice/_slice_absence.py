@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _libvirt,
@@ -33,6 +34,7 @@ def look(allocation_id: str, slots: Collection[_slots.Slot], bridge: str) -> dic
         "connections": lambda: _connections(slots),
         "disk_holders": lambda: _disks(slots),
         "vfio_bound": lambda: _devices(slots),
+        "fabric_isolation": lambda: _functions(slots),
     }
     return {name: _answer(check) for name, check in checks.items()}
 
@@ -84,3 +86,10 @@ def _disks(slots: Collection[_slots.Slot]) -> str:
 def _devices(slots: Collection[_slots.Slot]) -> str:
     problems = _slots.passthrough([a for slot in slots for a in _slots.addresses(slot)])
     return "; ".join(f"{problem.code}: {problem.expected}, {problem.found}" for problem in problems)
+
+
+def _functions(slots: Collection[_slots.Slot]) -> str:
+    """Fabric functions that are still in the tenant's VLAN, or that their card does not isolate."""
+    addresses = [str(slot.get("fabric_vf_pci_address") or "") for slot in slots]
+    problems = [p for a in addresses if a for p in _slice_fabric.unguarded(a)]
+    return "; ".join(f"{problem.expected}, {problem.found}" for problem in problems)

@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _guards, _refusals
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _domain,
     _libvirt,
+    _qos,
     _slots,
     _traces,
 )
@@ -28,15 +35,23 @@ PARTS = {
     "seed": "files",
     "console": "files",
     "guard": "files",
+    "fabric_guard": "files",
+    "channel": "files",
+    "ingress_file": "files",
     "reservation": "reservations",
     "ovs_port": "ports",
     "flows": "guards",
+    "ingress": "ingress",
     "qos": "limits",
+    "relay": "files",
 }
 
 
-def look(slots: Collection[_slots.Slot], bridge: str) -> dict[str, Any]:
-    """By part: `{known, detail, found}`. slots: approved bundles, whose devices are checked.
+def look(
+    slots: Collection[_slots.Slot], bridge: str, limit: _qos.Limit | None = None
+) -> dict[str, Any]:
+    """By part: `{known, detail, found}`. slots: approved bundles, whose devices are checked. limit:
+    rate limit of each running machine's port.
 
     Connections are not included, because any host program that contacts an idle slot's guest
     creates one.
@@ -46,12 +61,17 @@ def look(slots: Collection[_slots.Slot], bridge: str) -> dict[str, Any]:
         part: _traces_in(part, kinds) for part in PARTS.values()
     }
     parts |= {
-        "domains": lambda: _domains(kinds["domain"]),
+        "domains": lambda: _domains(kinds["domain"], limit),
         "leases": _leases,
         "addresses": _addresses,
         "devices": lambda: _devices(slots),
     }
     return {name: _answer(part) for name, part in parts.items()}
+
+
+def refused() -> dict[str, Any]:
+    """Counters of the packets that guards refused: `{known, detail, found}`."""
+    return _answer(lambda: _refusals.rows(_guards.recorded()))
 
 
 def _answer(part: Callable[[], Rows]) -> dict[str, Any]:
@@ -66,8 +86,20 @@ def _traces_in(part: str, kinds: dict[str, _traces.Look]) -> Callable[[], Rows]:
     return lambda: [dict(trace.row) for look in looks for trace in look()]
 
 
-def _domains(traces: _traces.Look) -> Rows:
-    return [{**trace.row, **_devices_of(trace.row["name"])} for trace in traces()]
+def _domains(traces: _traces.Look, limit: _qos.Limit | None) -> Rows:
+    rows = [{**trace.row, **_devices_of(trace.row["name"])} for trace in traces()]
+    if any(row["off_by_guest"] for row in rows) and _host_stops():
+        # The host shuts its guests down; they have not done it by themselves.
+        rows = [{**row, "off_by_guest": False} for row in rows]
+    for row in rows if limit else ():
+        if row["active"] and row["allocation_id"]:
+            row["limited"] = _qos.observe(row["allocation_id"]).holds(limit)
+    return rows
+
+
+def _host_stops() -> bool:
+    answer = _command.run(["systemctl", "is-system-running"], ok=range(256))
+    return answer.out.strip() == "stopping"
 
 
 def _devices_of(name: str) -> dict[str, list[str]]:
@@ -102,6 +134,8 @@ def _devices(slots: Collection[_slots.Slot]) -> Rows:
     for slot in slots:
         _disk, problems = _slots.disk(slot, own_pids=own_pids)
         problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own_pids)]
+        if slot.get("fabric_vf_pci_address"):
+            problems += _slice_fabric.unguarded(str(slot["fabric_vf_pci_address"]))
         rows += [{"slot_id": slot["slot_id"], **_problem(problem)} for problem in problems]
     return rows
 

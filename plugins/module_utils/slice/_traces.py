@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _libvirt, _qos
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _dnsmasq,
+    _libvirt,
+    _qos,
+    _relay,
+)
 
 # A port's name has room for 12 digits of the id, a cookie for 16. Fewer identify nothing.
 _LEAST_DIGITS = 12
@@ -52,10 +57,15 @@ def looks(bridge: str) -> dict[str, Look]:
         "seed": lambda: list(_files("seed")),
         "console": lambda: list(_files("console")),
         "guard": lambda: list(_files("guard")),
+        "fabric_guard": lambda: list(_files("fabric_guard")),
+        "channel": lambda: list(_files("channel")),
+        "ingress_file": lambda: list(_files("ingress")),
         "reservation": lambda: list(_reservations()),
         "ovs_port": lambda: list(_ports()),
         "flows": lambda: list(_guards(bridge)),
+        "ingress": lambda: list(_forwards()),
         "qos": lambda: list(_limits()),
+        "relay": lambda: list(_relays()),
     }
 
 
@@ -66,6 +76,7 @@ def _domains() -> Iterator[Trace]:
     for name, state in sorted(_libvirt.states().items()):
         owner = _object_names.owner(name)
         row = {"name": name, "state": state.name, "active": state.active}
+        row["off_by_guest"] = state.off_by_guest
         yield Trace(owner, f"{name} is {state.name}", {"allocation_id": owner, **row})
 
 
@@ -102,6 +113,20 @@ def _guards(bridge: str) -> Iterator[Trace]:
         yield Trace(owner, f"{count} flows", {"cookie": cookie, "owner": owner})
 
 
+def _forwards() -> Iterator[Trace]:
+    """Rules of managed ingress in the kernel."""
+    for owner, rule_id in _firewall.forwarded():
+        row = {"allocation_id": owner, "rule_id": rule_id}
+        yield Trace(owner, f"ingress rule {rule_id}", row)
+
+
 def _limits() -> Iterator[Trace]:
     for row, owner in sorted(_qos.rows().items()):
         yield Trace(owner, row, {"row": row, "allocation_id": owner})
+
+
+def _relays() -> Iterator[Trace]:
+    """Ways of the gateway to guests; a line that is not ours leads to no known guest."""
+    for text in _relay.lines():
+        owner = _relay.owner(text)
+        yield Trace(owner, f"relay line {text}", {"allocation_id": owner, "path": text})

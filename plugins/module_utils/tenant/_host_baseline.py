@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
 
 # Sections whose differences can give access to the next tenant's machine or run a program on it.
 # The others (packages, kernel modules) also change through honest use.
@@ -96,7 +95,7 @@ def _lines(*paths: str) -> dict[str, str]:
 
 def _keys() -> dict[str, str]:
     """Keys that allow a login, of every account."""
-    homes = sorted({user.home for user in _tenant_account.users()})
+    homes = sorted({user.home for user in _accounts.users()})
     return {path: text for home in homes if home != "/" for path, text in _files(f"{home}/.ssh")}
 
 

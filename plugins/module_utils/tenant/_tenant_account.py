@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 
@@ -28,17 +28,6 @@ _SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
 # systemd removes the control group after its answer; after this time it will not.
 _SLICE_S = 15
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-
-
-@dataclass(frozen=True)
-class User:
-    """A line of passwd."""
-
-    name: str
-    uid: int
-    gid: int
-    home: str
-    shell: str
 
 
 @dataclass(frozen=True)
@@ -73,17 +62,6 @@ class Traces:
         }
 
 
-def users() -> list[User]:
-    """Every account of passwd, in order; malformed lines are skipped."""
-    parsed = []
-    for line in (_host.kept("/etc/passwd") or "").splitlines():
-        fields = line.split(":")
-        if len(fields) == 7 and fields[2].isdigit() and fields[3].isdigit():
-            uid, gid = int(fields[2]), int(fields[3])
-            parsed.append(User(fields[0], uid, gid, fields[5], fields[6]))
-    return parsed
-
-
 def home_of(name: str) -> str:
     """The home of a tenant account; refused for names that could lead elsewhere."""
     if not _NAME.fullmatch(name) or name == "root":
@@ -102,7 +80,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
     """
     texts = [
         f"{user.name} has uid {user.uid}"
-        for user in users()
+        for user in _accounts.users()
         if (user.name == name) is not (user.uid == uid)
     ]
     home = home_of(name)
@@ -122,7 +100,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
 def traces(name: str, uid: int) -> Traces:
     """Search all traces of the tenant."""
     home = home_of(name)
-    accounts = tuple(user.name for user in users() if user.uid == uid)
+    accounts = tuple(user.name for user in _accounts.users() if user.uid == uid)
     return Traces(
         accounts=accounts,
         sudoers=_host.path(SUDOERS).exists(),

@@ -9,12 +9,14 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _host_tuning,
+    _hugepages,
     _kernel_arguments,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
 
 NODES = "/sys/devices/system/node"
+_DMI = "/sys/class/dmi/id"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ def resources(profile: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def machine() -> dict[str, str]:
+    """The `machine` part of the discovery document, as the firmware reports it; "" for unknown.
+
+    A hypervisor gives its guests any serial number, so that of a virtual machine is unknown.
+    """
+    names = {"vendor": "sys_vendor", "product": "product_name", "serial": "product_serial"}
+    # Only root may read the serial number.
+    values = {key: (_host.read(f"{_DMI}/{name}") or "")[:200] for key, name in names.items()}
+    virtual = "hypervisor" in (_host.read("/proc/cpuinfo") or "").split()
+    return {**values, **({"serial": ""} if virtual else {})}
+
+
 def observe(kernel_state: Kernel) -> dict[str, Any]:
     """The `bootstrap` part of the discovery document."""
     state: dict[str, Any] = {
@@ -125,10 +139,12 @@ def _nodes() -> list[str]:
 
 def _node(path: str) -> dict[str, Any]:
     free = _host.read(f"{path}/hugepages/hugepages-1048576kB/free_hugepages") or "0"
+    node = int(path.removeprefix(f"{NODES}/node"))
     return {
-        "node": int(path.removeprefix(f"{NODES}/node")),
+        "node": node,
         "cpus": _host.read(f"{path}/cpulist") or "",
         "memory_mib": _mib(_host.read(f"{path}/meminfo"), "MemTotal"),
+        "hugepages_1g": _hugepages.have(node),
         "hugepages_1g_free": int(free),
     }
 

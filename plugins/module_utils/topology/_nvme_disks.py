@@ -18,7 +18,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
     blocker,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _disk, _signature
-from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _pci_functions
 
 
 def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
@@ -172,7 +171,7 @@ def _whereabouts(address: str) -> dict[str, Any]:
     return {
         "pci_address": address if named else "",
         "numa_node": _pci.read(address).numa_node if here else -1,
-        "pci_path": _pci_functions.path(address) if here else [],
+        "pci_path": _pci.path(address) if here else [],
     }
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology._candidates import WRONG_LINK
 
 # Blocker of a GPU whose configuration space cannot be read; only its own slot is blocked.
 NOT_ANSWERING = "device_not_answering"
 
-_STEP = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
+_NAME = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}((:[0-9a-f]{2}){2})?")
 
 
 def gpus(devices: Sequence[_pci.Device], ids: Sequence[str]) -> list[dict[str, Any]]:
@@ -29,7 +30,7 @@ def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> lis
     functions, because vendors use the same id for InfiniBand and Ethernet ports.
     """
     rdma = _rdma_names()
-    cards = [_physical(device, devices, rdma) for device in devices if device.id in ids]
+    cards = [_physical(device, devices, rdma, link) for device in devices if device.id in ids]
     for card in cards:
         why = _pci.unlike_link(card["address"], link)
         for function in [card, *card["vfs"]] if why else []:
@@ -40,12 +41,6 @@ def fabric(devices: Sequence[_pci.Device], ids: Sequence[str], link: str) -> lis
 def is_of_fabric(card: Mapping[str, Any]) -> bool:
     """Whether a card of `fabric` has the fabric's link."""
     return all(entry["code"] != WRONG_LINK for entry in card["blockers"])
-
-
-def path(address: str) -> list[str]:
-    """The bridges above a function, from the root complex down; shows how close two devices are."""
-    real = _host.path(f"{_pci.DEVICES}/{address}").resolve()
-    return [part for part in real.parent.parts if _STEP.fullmatch(part)]
 
 
 def group_blockers(device: _pci.Device, devices: Sequence[_pci.Device]) -> list[Blocker]:
@@ -85,22 +80,31 @@ def _gpu(
         for other in _members(device, gpus)
         if other.address != device.address
     ]
-    if not _pci.answers(device.address):
+    link = _pci.pcie_link(device.address) if (answers := _pci.answers(device.address)) else {}
+    if not answers:
         text = f"the configuration of {device.address} cannot be read"
         blockers.append(blocker(NOT_ANSWERING, text))
     # The host's console runs on it, and the firmware's framebuffer holds its memory.
     if _host.read(f"{_pci.DEVICES}/{device.address}/boot_vga") == "1":
         blockers.append(blocker("boot_vga", f"{device.address} is the host's own display"))
-    return {**_common(device), "class": device.class_code, **_place(device, devices, blockers)}
+    placed = _place(device, devices, blockers)
+    return {**_common(device), "class": device.class_code, "link": link, **placed}
 
 
 def _physical(
-    device: _pci.Device, devices: Sequence[_pci.Device], rdma: Mapping[str, list[str]]
+    device: _pci.Device, devices: Sequence[_pci.Device], rdma: Mapping[str, list[str]], link: str
 ) -> dict[str, Any]:
     by_address = {other.address: other for other in devices}
+    addresses = _pci.functions(device.address)
+    # Of another network's card nothing is given to a guest.
+    named = bool(addresses) and not _pci.unlike_link(device.address, link)
+    identities = _virtual_functions.card_at(device.address).identities if named else ()
     functions = [
-        _virtual(by_address[address], index, devices)
-        for index, address in enumerate(_pci.functions(device.address))
+        {
+            **_virtual(by_address[address], index, devices),
+            "identity": _identity(identities[index]) if index < len(identities) else "",
+        }
+        for index, address in enumerate(addresses)
         if address in by_address
     ]
     blockers: list[Blocker] = []
@@ -122,6 +126,11 @@ def _physical(
     }
 
 
+def _identity(shown: str) -> str:
+    """The MAC or GUID of a function; "" for two different GUIDs, or for one that is not set."""
+    return shown if _NAME.fullmatch(shown) and set(shown) - set("0:") else ""
+
+
 def _virtual(device: _pci.Device, index: int, devices: Sequence[_pci.Device]) -> dict[str, Any]:
     placed = _place(device, devices, group_blockers(device, devices))
     return {**_common(device), "index": index, **placed}
@@ -139,7 +148,7 @@ def _place(
         "iommu_group": _group(device),
         "group_members": [other.address for other in _members(device, devices)],
         "numa_node": device.numa_node,
-        "pci_path": path(device.address),
+        "pci_path": _pci.path(device.address),
         "blockers": list(blockers),
     }
 

@@ -15,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import B
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
     _candidates,
+    _firmware_inventory,
     _host_resources,
     _nvme_disks,
     _pci_functions,
@@ -34,6 +35,7 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
         "profile": str(profile["name"]),
         "collected_at": _host.now(),
         "identity": identity,
+        "machine": _host_resources.machine(),
         "mode": _host_resources.mode(),
         "reboot_required": bool(kernel.reboot_reasons),
         "host": _host_resources.resources(profile),
@@ -44,6 +46,7 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "slice_network": _slice_network.observe(profile),
         "bootstrap": _host_resources.observe(kernel),
+        "firmware": _firmware_inventory.take(profile),
     }
     document["candidates"] = _candidates.candidates(
         document["gpu"],

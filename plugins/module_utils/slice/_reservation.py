@@ -1,85 +1,14 @@
-#!/usr/bin/python
-# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""The DHCP address of one allocation: reserved, or given back with everything that hangs on it."""
+"""DHCP address of one allocation: reserved, or given back with everything that hangs on it.
+
+All reservations are checked together by `dnsmasq --test` first, because one duplicate stops dnsmasq
+for everyone.
+"""
 
 from __future__ import annotations
-
-DOCUMENTATION = r"""
-module: slice_reservation
-short_description: The DHCP address of one allocation, reserved or given back
-version_added: "0.1.0"
-author: The gpuaas.slice authors (@gpuaas)
-description:
-  - Writes one file into the host directory of the slice network's dnsmasq, which reads it by
-    itself.
-  - All reservations are checked together by C(dnsmasq --test) first, because one duplicate stops
-    dnsmasq for everyone.
-  - O(state=absent) removes the reservation, has dnsmasq give up the lease, and drops tracked
-    connections of the address.
-  - Refuses with C(mac_in_use), C(ip_in_use), C(spec_invalid), C(dnsmasq_down), C(stale_fence).
-options:
-  allocation_id:
-    description: The allocation, a UUID with dashes.
-    type: str
-    required: true
-  mac:
-    description: MAC of the management interface, in lower case and quoted.
-    type: str
-    required: true
-  ip:
-    description: The IPv4 address.
-    type: str
-    required: true
-  bridge:
-    description: The interface that dnsmasq serves.
-    type: str
-    default: ovsbr0
-  slots:
-    description: >-
-      The allocation's slots with C(slot_id) and C(fence); nothing is made under a fence older than
-      the highest that the host has seen. Without slots no fence is checked.
-    type: list
-    elements: dict
-    default: []
-  state:
-    description: Whether the address is kept for the allocation.
-    type: str
-    choices: [present, absent]
-    default: present
-extends_documentation_fragment: [gpuaas.slice.change]
-"""
-
-EXAMPLES = r"""
-- name: Keep the address
-  gpuaas.slice.slice_reservation:
-    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
-    mac: "52:54:00:64:00:0a"
-    ip: 10.100.0.10
-
-- name: Give it back
-  gpuaas.slice.slice_reservation:
-    allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
-    mac: "52:54:00:64:00:0a"
-    ip: 10.100.0.10
-    state: absent
-"""
-
-RETURN = r"""
-reservation:
-  description: What is there after the run; strings are empty where there is nothing.
-  returned: always
-  type: dict
-  sample:
-    mac: "52:54:00:64:00:0a"
-    ip: 10.100.0.10
-    lease_ip: ""
-    connections: 0
-"""
 
 from dataclasses import dataclass
 from typing import Any
 
-from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _ledger,
@@ -227,20 +156,4 @@ def _in_use(what: str, value: str, found: str) -> Refusal:
     )
 
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            "allocation_id": {"type": "str", "required": True},
-            "mac": {"type": "str", "required": True},
-            "ip": {"type": "str", "required": True},
-            "bridge": {"type": "str", "default": "ovsbr0"},
-            "slots": {"type": "list", "elements": "dict", "default": []},
-            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
-        },
-        supports_check_mode=True,
-    )
-    _change.run(module, _change.Subject(observe, plan, apply, facts))
-
-
-if __name__ == "__main__":
-    main()
+SUBJECT = _change.Subject(observe, plan, apply, facts)

@@ -1,0 +1,111 @@
+"""Confinement of QEMU: security module, seccomp filter, unprivileged user, limited console logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _host,
+    _managed_block,
+    _object_names,
+)
+
+QEMU = "/etc/libvirt/qemu.conf"
+LOGGING = "/etc/libvirt/virtlogd.conf"
+_SECURITY = "/sys/kernel/security"
+_ROOT = ("root", "+0", "0")
+
+
+def security_module() -> str:
+    """The kernel's security module that confines guests, `apparmor` or `selinux`; "" without one.
+
+    AppArmor counts only with the profile of libvirtd, without which libvirt does not use it.
+    """
+    active = (_host.read(f"{_SECURITY}/lsm") or "").split(",")
+    profiles = _host.read(f"{_SECURITY}/apparmor/profiles") or ""
+    if "apparmor" in active and "libvirtd " in f"{profiles} ":
+        return "apparmor"
+    enforced = _host.read("/sys/fs/selinux/enforce") == "1"
+    return "selinux" if "selinux" in active and enforced else ""
+
+
+def with_settings(text: str) -> str:
+    """qemu.conf with the managed block. libvirt uses the first value, so the site's values win."""
+    rows = ['stdio_handler = "logd"', "seccomp_sandbox = 1", "security_default_confined = 1"]
+    # Without a security module libvirt would refuse to start any guest.
+    rows += ["security_require_confined = 1"] if security_module() else []
+    return _managed_block.with_block(text, _managed_block.render(rows))
+
+
+def problems(guests: Iterable[int]) -> list[str]:
+    """Settings and running guests of this host that are not confined. guests: QEMU processes."""
+    module = security_module()
+    refusals = (
+        [] if module else ["the kernel confines no guest: neither AppArmor nor SELinux is used"]
+    )
+    settings = _settings(QEMU)
+    for name, required in (
+        ("seccomp_sandbox", ("1",)),
+        ("security_default_confined", ("1",)),
+        ("security_require_confined", ("1",) if module else ("", "0", "1")),
+    ):
+        if settings.get(name, "") not in required:
+            refusals.append(f"{QEMU} has {name} = {settings.get(name, 'nothing')}")
+    if settings.get("user") in _ROOT or settings.get("security_driver") == "none":
+        refusals.append(f"{QEMU} runs guests as root or without a security driver")
+    return refusals + [text for pid in guests for text in _of_process(pid, module)]
+
+
+def console_problems(guests: Iterable[int]) -> list[str]:
+    """Ways in which the console log of a guest could fill the host's disk."""
+    refusals = []
+    if _settings(QEMU).get("stdio_handler") == "file":
+        refusals.append(
+            f'{QEMU} has stdio_handler = "file": QEMU writes console logs without a limit'
+        )
+    if _settings(LOGGING).get("max_size") == "0":
+        refusals.append(f"{LOGGING} has max_size = 0, which is no limit")
+    logs = set(_object_names.files("console"))
+    for pid in guests:
+        opened = {_target(pid, entry.name) for entry in _host.path(f"/proc/{pid}/fd").glob("*")}
+        if logs & opened:
+            refusals.append(f"QEMU {pid} writes its console log itself, without a limit")
+    return refusals
+
+
+def _of_process(pid: int, module: str) -> Iterator[str]:
+    status = dict(
+        line.partition(":")[::2] for line in (_host.read(f"/proc/{pid}/status") or "").splitlines()
+    )
+    if not status:
+        return  # it ended during the scan
+    if "0" in status.get("Uid", "0").split():
+        yield f"QEMU {pid} runs as root"
+    if status.get("Seccomp", "").strip() != "2":
+        yield f"QEMU {pid} has no seccomp filter"
+    label = (_host.read(f"/proc/{pid}/attr/current") or "").strip("\0\n ")
+    confined = (
+        re.fullmatch(r"libvirt-[0-9a-f-]{36} \(enforce\)", label)
+        if module == "apparmor"
+        else re.search(r":svirt(_tcg)?_t:", label)
+    )
+    if module and not confined:
+        yield f"QEMU {pid} is {label or 'without a label'}"
+
+
+def _settings(path: str) -> dict[str, str]:
+    """First value of each setting of a libvirt configuration file."""
+    values: dict[str, str] = {}
+    for line in (_host.read(path) or "").splitlines():
+        name, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"\w+", name.strip()):
+            values.setdefault(name.strip(), value.partition("#")[0].strip().strip('"'))
+    return values
+
+
+def _target(pid: int, descriptor: str) -> str:
+    try:
+        return str(_host.path(f"/proc/{pid}/fd/{descriptor}").readlink())
+    except OSError:
+        return ""

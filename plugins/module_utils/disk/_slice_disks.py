@@ -1,0 +1,193 @@
+"""Approved disks of slices, which the host must not act on: udev rule, LVM filter, boot menu.
+
+A tenant may write an md superblock, a physical volume or a copy of a host's label on its disk. udev
+reads the disk whenever its QEMU closes it, and at every boot, and would activate what it finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _command,
+    _host,
+    _managed_block,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+# After 60-persistent-storage.rules, which names the disks; before the rules of md, LVM, btrfs and
+# bcache. initramfs-tools takes every rule and all of LVM's configuration from /etc.
+RULES = "/etc/udev/rules.d/62-gpuaas-slice-disks.rules"
+# LVM merges it over lvm.conf.
+LVM = "/etc/lvm/lvmlocal.conf"
+# os-prober mounts every filesystem that it finds, for an entry in the boot menu.
+GRUB = "/etc/default/grub.d/62-gpuaas-slice-disks.cfg"
+INITRAMFS_TOOLS = "/etc/initramfs-tools"
+# Digest of the files that the last initramfs was built with.
+BUILT = f"{_host.STATE_DIRECTORY}/slice-disks-initramfs"
+# Imports every pool that it finds on any disk, by name.
+ZFS_SCAN = "/etc/systemd/system/zfs-import.target.wants/zfs-import-scan.service"
+_SITE_FILTER = re.compile(r"^\s*(devices/)?global_filter\s*=", re.MULTILINE)
+_NAME = re.compile(r"/dev/(disk/by-id/[A-Za-z0-9][A-Za-z0-9._:+-]*)")
+_HEAD = "# Written by the gpuaas.slice collection: the host leaves the disks of slices alone.\n"
+_MENU = f"{_HEAD}GRUB_DISABLE_OS_PROBER=true\n"
+# No array, volume or mount is made of them. They have no name but that of the device itself: at
+# boot, the first disk with the label or UUID of the host's root would be taken for it. The type is
+# not empty, because bcache looks for itself on a disk that nothing has recognised.
+_ACTIONS = (
+    'ENV{SYSTEMD_READY}="0", ENV{UDISKS_IGNORE}="1", ENV{ID_FS_TYPE}="gpuaas_slice",'
+    ' ENV{ID_FS_USAGE}="", ENV{ID_PART_TABLE_TYPE}=""'
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """Content of the files; "" for an absent file. filtered: whether the site has an LVM filter of
+    its own, which a second one would replace. lvm, grub, initramfs: whether the host has them.
+    built: digest of the files in the initramfs. zfs_scan: whether pools of any disk are imported.
+    """
+
+    rules: str
+    local: str
+    menu: str
+    filtered: bool
+    lvm: bool
+    grub: bool
+    initramfs: bool
+    built: str
+    zfs_scan: bool
+
+
+def names(slots: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The by-id names of the slots' disks below /dev."""
+    held = []
+    for slot in slots:
+        match = _NAME.fullmatch(str(slot.get("nvme_device", "")))
+        if not match:
+            raise Refusal(
+                "spec_invalid",
+                expected="nvme_device as /dev/disk/by-id/…",
+                found=repr(slot.get("nvme_device"))[:200],
+                remedy="name the disk as discovery does",
+            )
+        held.append(match[1])
+    return sorted(held)
+
+
+def rules(disks: Iterable[str]) -> str:
+    """The udev rules; "" without a disk."""
+    rows = [
+        f'SUBSYSTEM=="block", SYMLINK=="{name}{part}", SYMLINK:="{name}{number}", {_ACTIONS}\n'
+        for name in disks
+        for part, number in (("", ""), ("-part*", "-part%n"))
+    ]
+    return _HEAD + "".join(rows) if rows else ""
+
+
+def lvm_block(disks: Iterable[str]) -> str:
+    """The managed block of LVM's configuration; "" without a disk."""
+    patterns = [f'"r|^/dev/{re.escape(name)}(-part[0-9]+)?$|"'.replace("\\", "") for name in disks]
+    rows = ["devices {", f"\tglobal_filter = [ {', '.join(patterns)} ]", "}"]
+    return _managed_block.render(rows) if patterns else ""
+
+
+def read() -> State:
+    local = _text(LVM)
+    site = _managed_block.without_block(local) + "\n" + _text("/etc/lvm/lvm.conf")
+    return State(
+        rules=_text(RULES),
+        local=local,
+        menu=_text(GRUB),
+        filtered=_SITE_FILTER.search(site) is not None,
+        lvm=_host.path("/etc/lvm").is_dir(),
+        grub=_host.path(GRUB).parent.is_dir(),
+        initramfs=_host.path(INITRAMFS_TOOLS).is_dir(),
+        built=_text(BUILT).strip(),
+        zfs_scan=_host.path(ZFS_SCAN).is_symlink(),
+    )
+
+
+def problems(slots: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Files that do not keep the host from acting on the disks of these slots."""
+    params, state = {"slots": list(slots)}, read()
+    files = [f"{step.subject} is not what bind_topology writes" for step in _steps(params, state)]
+    scan = params["slots"] and state.zfs_scan
+    return [*files, *(["zfs-import-scan.service imports pools of any disk"] if scan else [])]
+
+
+def _text(path: str) -> str:
+    file = _host.path(path)
+    return file.read_text(errors="surrogateescape") if file.is_file() else ""
+
+
+def _steps(params: _change.Params, state: State) -> list[_change.Step]:
+    disks = names(params["slots"])
+    steps = []
+    if state.rules != (wanted := rules(disks)):
+        steps.append(_change.Step("write_rules", RULES, state.rules, wanted))
+    block = lvm_block(disks) if state.lvm and not state.filtered else ""
+    if (before := _managed_block.block_of(state.local)) != block:
+        steps.append(_change.Step("filter_lvm", LVM, before, block))
+    # Without slots, the next build of another program drops the files.
+    digest = _digest(wanted, block)
+    if state.initramfs and disks and (steps or state.built != digest):
+        steps.append(_change.Step("update_initramfs", "initramfs", state.built, digest))
+    menu = _MENU if state.grub and disks else ""
+    if state.menu != menu:
+        steps.append(_change.Step("quiet_os_prober", GRUB, state.menu, menu))
+    return steps
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def plan(params: _change.Params, state: State) -> _change.Plan:
+    doubt = Refusal(
+        "lvm_filter_of_site",
+        expected="no global_filter in LVM's configuration",
+        found="the site has one, which is kept",
+        remedy="have it reject the approved disks; udev activates none of their volumes",
+    )
+    scan = Refusal(
+        "zfs_imports_any_pool",
+        expected="ZFS to import the pools of its cache file only",
+        found="zfs-import-scan.service is enabled, which a tenant can give a pool of any name",
+        remedy="disable it: systemctl disable zfs-import-scan.service",
+    )
+    rows = ((state.filtered, doubt), (state.zfs_scan, scan))
+    doubts = tuple(row for applies, row in rows if applies and params["slots"])
+    return _change.Plan(tuple(_steps(params, state)), doubts=doubts)
+
+
+def apply(_params: _change.Params, step: _change.Step) -> None:
+    if step.name == "update_initramfs":
+        _command.run(["update-initramfs", "-u", "-k", "all"], timeout=900)
+        _host.write(BUILT, f"{step.after}\n")
+        return
+    if step.subject == GRUB:
+        _put(GRUB, step.after)
+        return
+    # The image may have been built with another content since.
+    _host.remove(BUILT)
+    if step.subject == RULES:
+        _put(RULES, step.after)
+        _command.run(["udevadm", "control", "--reload"])
+    else:
+        site = _managed_block.without_block(_text(LVM))
+        _put(LVM, _managed_block.with_block(site, step.after) if step.after else site)
+
+
+def _put(path: str, text: str) -> None:
+    if text:
+        _host.write(path, text)
+    else:
+        _host.remove(path)
+
+
+SUBJECT = _change.Subject(lambda _params: read(), plan, apply)

@@ -1,0 +1,78 @@
+"""Rules for guests in the host's own packet filter, which docker and ufw share (iptables).
+
+A packet that one chain drops is lost, whatever other tables accept, so under docker's and ufw's
+policy DROP guests need rules in these chains. `_firewall` has dropped before what no guest may send
+or receive. All rules of the site decide first: ours stand in front of the policy only, and of what
+ufw and administrators write in its place. The site's rules are neither flushed nor moved.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+CHAINS = ("INPUT", "FORWARD")
+_END = "-m comment --comment gpuaas-slice -j ACCEPT"
+# ufw's last chains are its policy: they drop DHCP, log and reject. The others are for all packets.
+_POLICY = re.compile(r"-A \S+ -j (ufw-after-\S+|DROP|REJECT( .*)?)")
+
+
+def rules(bridge: str) -> list[str]:
+    """The rules as `iptables -S` writes them."""
+    return [
+        f"-A INPUT -i {bridge} {_END}",
+        f"-A FORWARD -i {bridge} {_END}",
+        f"-A FORWARD -o {bridge} -m conntrack --ctstate RELATED,ESTABLISHED,DNAT {_END}",
+    ]
+
+
+def installed() -> list[str]:
+    """Our rules on this host."""
+    try:
+        return [rule for chain in CHAINS for rule in _listed(chain) if rule.endswith(_END)]
+    except Refusal as refusal:
+        if refusal.code != "command_missing":
+            raise
+        # iptables creates the rules, so a host without iptables cannot have them.
+        return []
+
+
+def changes(bridge: str) -> list[str]:
+    """Commands that bring our rules to their place; [] if they stand there. "" for no rules."""
+    return [line for chain in CHAINS for line in _changes(chain, rules(bridge) if bridge else [])]
+
+
+def establish(bridge: str) -> None:
+    """Bring our rules to their place, in one transaction. "" removes them."""
+    if lines := changes(bridge):
+        text = "\n".join(["*filter", *lines, "COMMIT", ""])
+        _command.run(["iptables-restore", "--noflush", "--wait", "10"], stdin=text)
+
+
+def _changes(chain: str, every: list[str]) -> list[str]:
+    try:
+        listed = _listed(chain)
+    except Refusal as refusal:
+        if refusal.code not in ("command_missing", "command_failed"):
+            raise
+        # docker and ufw cannot use the chain either. Parity names guests that do not get out.
+        return []
+    ours = [rule for rule in every if rule.split()[1] == chain]
+    theirs = [rule for rule in listed if not rule.endswith(_END)]
+    place = next((n for n, rule in enumerate(theirs) if _POLICY.fullmatch(rule)), len(theirs))
+    if listed == [*theirs[:place], *ours, *theirs[place:]]:
+        return []
+    return [
+        *(rule.replace("-A", "-D", 1) for rule in listed if rule.endswith(_END)),
+        *(
+            rule.replace(f"-A {chain}", f"-I {chain} {n}", 1)
+            for n, rule in enumerate(ours, place + 1)
+        ),
+    ]
+
+
+def _listed(chain: str) -> list[str]:
+    out = _command.run(["iptables", "--wait", "10", "-S", chain]).out
+    return [line.strip() for line in out.splitlines() if line.startswith("-A ")]

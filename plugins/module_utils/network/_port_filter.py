@@ -1,0 +1,100 @@
+"""Filter of a guest's frames before the switch, at the ingress of the guest's tap.
+
+The switch's part in the kernel keeps a flow for each hardware address, EtherType and ARP packet,
+also of those that the guard refuses. A guest that sends random frames would fill that table and
+occupy the switch, and a meter acts after the look-up. The kernel runs this chain before it hands a
+frame to the switch (`__netif_receive_skb_core` calls netfilter before the device's `rx_handler`).
+
+It lets nothing pass that the guard would refuse for these reasons; the guard stays whole behind it.
+A datagram of many segments is one frame here. The table of a port is its own: kernels before 6.16
+delete a chain together with its tap, and the start of the domain loads it again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from functools import lru_cache
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+
+# ARP packets that a guest may send in a second. A flow for ARP is exact, and lasts ten seconds.
+ARP_RATE = 50
+_TABLE = "gpuaas_"
+_TEXT = """\
+table netdev {table} {{
+  counter vlan_refused {{}}
+  counter arp_refused {{}}
+  counter ipv6_refused {{}}
+  counter mac_spoofed_refused {{}}
+  counter protocol_refused {{}}
+  counter packet_rate_refused {{}}
+  chain arp_from_guest {{
+    limit rate over {rate}/second burst {rate} packets counter name packet_rate_refused drop
+    ether saddr {mac} arp htype 1 arp ptype 0x0800 arp hlen 6 arp plen 4 \
+arp saddr ether {mac} arp saddr ip {ip} arp daddr ip {gateway} accept
+    counter name arp_refused drop
+  }}
+  chain from_guest {{
+    type filter hook ingress device "{device}" priority -150; policy drop;
+    ether type {{ 0x8100, 0x88a8 }} counter name vlan_refused drop
+    ether type 0x0806 goto arp_from_guest
+    ether type 0x86dd counter name ipv6_refused drop
+    ether saddr != {mac} counter name mac_spoofed_refused drop
+    ether type 0x0800 accept
+    counter name protocol_refused drop
+  }}
+}}
+"""
+_LIST = ["nft", "list", "ruleset", "netdev"]
+_LOAD_AND_LIST = "nft -f - && nft list ruleset netdev"
+_LISTED = re.compile(rf"^table netdev {_TABLE}(\w+) \{{\n(.*?)^\}}", re.MULTILINE | re.DOTALL)
+_COUNTER = re.compile(r"counter (\w+)_refused \{\s*packets ([0-9]+) bytes [0-9]+\s*\}")
+
+
+def rules(guard: _flows.Guard, device: str = "") -> str:
+    """The port's table. device: another interface, to see how the kernel prints the table."""
+    return _TEXT.format(
+        table=f"{_TABLE}{guard.port}",
+        rate=ARP_RATE,
+        mac=_object_names.check_mac(guard.mac),
+        ip=ipaddress.IPv4Address(guard.ip),
+        gateway=ipaddress.IPv4Interface(guard.address).ip,
+        device=device or guard.port,
+    )
+
+
+def installed() -> dict[str, tuple[str, dict[str, int]]]:
+    """Text of the table and its counters, by port."""
+    listed = _command.run(_LIST).out
+    return {
+        port: (
+            _COUNTER.sub(r"counter \1", text),
+            {kind: int(packets) for kind, packets in _COUNTER.findall(text)},
+        )
+        for port, text in _LISTED.findall(listed)
+    }
+
+
+@lru_cache(maxsize=256)
+def normalized(guard: _flows.Guard) -> str:
+    """The table as the kernel would print it, from an empty network namespace of its own."""
+    command = ["unshare", "--net", "sh", "-c", _LOAD_AND_LIST]
+    listed = _command.run(command, stdin=rules(guard, "lo")).out
+    text = _COUNTER.sub(r"counter \1", _LISTED.findall(listed)[0][1])
+    # The only "lo" in it, however a version of nft prints devices.
+    return text.replace('"lo"', f'"{guard.port}"')
+
+
+def install(guard: _flows.Guard) -> None:
+    _command.run(["nft", "-f", "-"], stdin=_without(guard.port) + rules(guard))
+
+
+def remove(port: str) -> None:
+    _command.run(["nft", "-f", "-"], stdin=_without(port))
+
+
+def _without(port: str) -> str:
+    # Adding first makes the removal of a missing table succeed.
+    return f"table netdev {_TABLE}{port}\ndelete table netdev {_TABLE}{port}\n"

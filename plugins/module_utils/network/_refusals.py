@@ -1,0 +1,55 @@
+"""Counters of the traffic that a slice's guard refused, by kind.
+
+Each kind has a dropping flow of its own (`_flows.rules`), and the packet limit counts by itself.
+Most frames of some kinds end before the switch, in the port's filter, which counts them. A counter
+begins when the guard is loaded, so it falls when a guard is restored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _flows,
+    _guards,
+    _packet_limit,
+    _port_filter,
+)
+
+RATE = "packet_rate"
+
+
+def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
+    """Refused packets by allocation id and kind, for the loaded guards; kinds without any are left
+    out.
+    """
+    kinds = {
+        cookie: {flow: flow.kind for flow in flows} for cookie, flows in state.expected.items()
+    }
+    dropped, filtered = _packet_limit.dropped(bridge), _port_filter.installed()
+    refused: dict[str, Counter[str]] = {}
+    for cookie, guard in state.guards.items():
+        if cookie != _flows.PROBE_COOKIE and guard.port in state.ports:
+            _text, by_kind = filtered.get(guard.port, ("", {}))
+            refused[cookie] = Counter(by_kind)
+            refused[cookie][RATE] += dropped.get(state.ports[guard.port], 0)
+    for cookie, flow, packets in _flows.counted(bridge):
+        kind = kinds.get(cookie, {}).get(flow, "")
+        if kind and cookie in refused:
+            refused[cookie][kind] += packets
+    return {
+        state.guards[cookie].allocation_id: dict(+by_kind) for cookie, by_kind in refused.items()
+    }
+
+
+def rows(params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The counters of this host; [] without its bridge. params: the recorded network."""
+    state = _guards.observe(params, with_firewall=False) if params else None
+    if state is None:
+        return []
+    return [
+        {"allocation_id": allocation_id, "refused": by_kind}
+        for allocation_id, by_kind in sorted(counters(state, params["bridge"]).items())
+    ]

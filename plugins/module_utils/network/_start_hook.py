@@ -1,0 +1,103 @@
+"""libvirt's start hook: a slice's domain starts only with its guard in force, whoever starts it.
+
+libvirt calls it when the domain's port is on the bridge and before QEMU runs, and gives up the
+start when it fails. The guard comes from the file that slice_vm kept, so a start by hand and one
+after a power loss are guarded too. It must not call libvirt, which waits for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from xml.etree import ElementTree
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
+    _host,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
+
+_RETRY_S, _DEADLINE_S = 0.2, 20.0
+
+
+def unnoticed() -> bool:
+    """Whether a running libvirtd is older than the hook. It looks for hooks only when it starts."""
+    try:
+        started = _host.path("/run/libvirtd.pid").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    hook = _host.path(_boot_files.HOOK)
+    return not hook.exists() or started < hook.stat().st_mtime
+
+
+def start(domain: str, definition: str) -> int:
+    """Body of the hook: 0 lets libvirt start the domain. The reason goes to libvirt's error."""
+    try:
+        admit(domain, definition)
+    except (Refusal, OSError, ValueError, KeyError) as broken:
+        sys.stderr.write(f"gpuaas: {domain} is not started: {broken}\n")
+        return 1
+    return 0
+
+
+def admit(domain: str, definition: str) -> None:
+    """Bring the domain's guard in force, or refuse."""
+    guard = _guards.saved(_object_names.owner(domain))
+    settings = _guards.recorded()
+    if guard is None or _object_names.domain_name(guard.allocation_id) != domain:
+        raise _refuse("guard_missing", "a guard of this domain in /var/lib/gpuaas/guards", "none")
+    if not settings:
+        raise _refuse("not_bootstrapped", "the network that bootstrap recorded", "no record")
+    interfaces = _interfaces(definition)
+    if interfaces != [(guard.bridge, guard.port, guard.mac)]:
+        expected = f"one interface: {guard.port} on {guard.bridge} with {guard.mac}"
+        raise _refuse("domain_differs", expected, str(interfaces))
+    number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
+    # A domain that starts has no connection of its own; the number may have been another's.
+    _flows.forget_connections(number)
+    end = time.monotonic() + _DEADLINE_S
+    while True:
+        left = _restored(settings, guard)
+        if not left:
+            return
+        if time.monotonic() > end:
+            raise _refuse("guard_not_in_force", "the guard in the switch and the firewall", left)
+        time.sleep(_RETRY_S)
+
+
+def _restored(settings: _guards.Params, guard: _flows.Guard) -> str:
+    """Restore the isolation; returns the difference that is left, or the reason."""
+    try:
+        # The guardian may do the same at the same time.
+        _guards.restore(settings, with_firewall=True)
+        state = _guards.observe(settings)
+    except Refusal as refusal:
+        return str(refusal)
+    if state is None or guard.cookie not in state.expected:
+        return f"{guard.port} is not on {settings['bridge']}"
+    return ", ".join(f"{step.name} {step.subject}" for step in _guards.plan(settings, state))
+
+
+def _interfaces(definition: str) -> list[tuple[str, str, str]]:
+    """Bridge, port and MAC of every interface; "" for what an interface does not have."""
+    return [
+        (
+            _attribute(interface, "source", "bridge"),
+            _attribute(interface, "target", "dev"),
+            _attribute(interface, "mac", "address"),
+        )
+        # From libvirt, which has parsed it itself.
+        for interface in ElementTree.fromstring(definition).iterfind("./devices/interface")  # noqa: S314
+    ]
+
+
+def _attribute(interface: ElementTree.Element, name: str, attribute: str) -> str:
+    element = interface.find(name)
+    return "" if element is None else element.get(attribute, "")
+
+
+def _refuse(code: str, expected: str, found: str) -> Refusal:
+    remedy = "run the playbook that starts the slice, or release it; see `ovs-vsctl show`"
+    return Refusal(code, expected=expected, found=found, remedy=remedy)

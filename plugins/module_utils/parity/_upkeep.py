@@ -1,0 +1,190 @@
+"""Upkeep of a slice host: its baseline is compared, repaired where it differs, compared again.
+
+The comparison is that of parity, by traffic where traffic can show it. The repair is that of
+bootstrap, by the same modules. It starts dead guardians, restores the network and quiesces the GPU
+services. It frees, starts and ends nothing of a tenant. A network whose profile differs from its
+bootstrap is not repaired, because that change is an operator's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _gpu_services
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _boot_units,
+    _change,
+    _host,
+    _repairs,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _guards,
+    _ovs_nat,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _check,
+    _checks_network,
+    _host_facts,
+    _slice_parity,
+)
+
+# Checks of parity that hold at any time, also beside running tenants and tasks.
+CHECKS = (
+    *("gpu_services_quiesced", "ovs_bridge", "dnsmasq", "dnsmasq_config", "nat", "ip_forwarding"),
+    *("guest_egress", "network_service", "libvirt_directory", "image_cache"),
+)
+# With less, a launch, a log or a module of Ansible fails.
+LEAST_FREE_BYTES = 256 << 20
+_FOLDERS = ("/", "/tmp", "/var/lib/gpuaas", "/var/lib/libvirt")  # noqa: S108
+
+Params = Mapping[str, Any]
+Rows = list[dict[str, str]]
+
+
+def keep(params: Params, *, check_mode: bool) -> tuple[list[str], Rows]:
+    """Repair what differs. Returns the steps, and what is left: code, expected, found, remedy."""
+    if not _boot_service.slice_mode():
+        raise _boot_service.not_slice_mode()
+    rows = look(params)
+    failed = {row["role"] for row in rows} - {""}
+    done, refusals = ([], []) if check_mode else _mend(params, failed)
+    # Traffic of tenants may have delayed an answer, so a failure counts when it is seen twice.
+    rows = look(params) if rows and not check_mode else rows
+    return done, [*(_problem(row) for row in rows), *map(_refusal, [*refusals, *_full()])]
+
+
+def look(params: Params) -> list[dict[str, str]]:
+    """The checks that fail."""
+    facts = _host_facts.Facts(_host_facts.Request(params["profile"], params["slots"]))
+    outcomes = _check.evaluate(
+        [check for check in _slice_parity.CHECKS if check.name in CHECKS],
+        facts,
+        intent="slice",
+        not_applicable=params["profile"].get("not_applicable", []),
+    )
+    failed = [row for row in outcomes if row["status"] == _check.FAIL]
+    return [_target_silent(row) if _is_of_target(row, facts) else row for row in failed]
+
+
+def _is_of_target(row: Mapping[str, str], facts: _host_facts.Facts) -> bool:
+    # A probe that could not be made shows nothing of the target.
+    with contextlib.suppress(Refusal):
+        return row["check"] == "guest_egress" and _checks_network.target_silent(facts)
+    return False
+
+
+def _target_silent(row: Mapping[str, str]) -> dict[str, str]:
+    """The failure under a name of its own, and without a repair. An outage of the target, or its
+    owner, must not take all hosts of a site off sale.
+    """
+    remedy = "look at the target of network.egress_probe, or at the site's way to it"
+    return {**row, "check": "egress_target_silent", "remediation": remedy, "role": ""}
+
+
+def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
+    """Repair the parts of these roles, and start dead guardians: the steps, and the refusals."""
+    profile, recorded = params["profile"], _guards.recorded()
+    repairs: list[Callable[[list[str]], None]] = []
+    if "slice_network" in roles:
+        repairs.append(lambda done: _restore_network(profile["network"], recorded, done))
+    if "boot_configuration" in roles:
+        services = {"services": profile.get("gpu_services", []), "state": "quiesced"}
+        repairs.append(lambda done: _drive(_gpu_services.SUBJECT, services, done))
+    # Last, because a guardian would restore the network before its differences are recorded.
+    repairs.append(_start_guardians)
+    done: list[str] = []
+    refusals = []
+    for repair in repairs:
+        try:
+            repair(done)
+        except Refusal as refusal:
+            refusals.append(refusal)
+        except (OSError, ValueError) as broken:
+            refusals.append(_unforeseen(broken))
+    _repairs.note(done)
+    return done, refusals
+
+
+def _start_guardians(done: list[str]) -> None:
+    """Start the guardians that were stopped; systemd itself restarts those that fail or hang."""
+    units = [
+        unit
+        for unit in (_boot_units.NETWORK, _boot_units.FABRIC)
+        if _host.path(unit.path).exists() and _host.path(unit.settings_path).exists()
+    ]
+    states = _boot_service.services([unit.service for unit in units]) if units else {}
+    for unit in units:
+        if not states[unit.service].active:
+            step = _change.Step("start_service", unit.service, "inactive", "active")
+            _boot_service.apply(unit, step)
+            done.append(f"{step.name} {step.subject}")
+
+
+def _restore_network(network: Params, recorded: Params, done: list[str]) -> None:
+    settings = _baseline_files.settings(network)
+    if settings != recorded:
+        differing = sorted(key for key in settings if settings[key] != recorded.get(key))
+        raise Refusal(
+            "network_settings_differ",
+            expected=f"the network of the profile as bootstrap recorded it in "
+            f"{_baseline_files.SETTINGS}",
+            found=f"other values of {', '.join(differing)}" if recorded else "no record",
+            remedy="run the bootstrap playbook, which establishes the profile's network",
+        )
+    _drive(_ovs_nat.SUBJECT, settings, done)
+
+
+def _drive(subject: _change.Subject, params: Params, done: list[str]) -> None:
+    outcome = _change.drive(subject, params, check_mode=False)
+    done += [f"{step.name} {step.subject}" for step in outcome.steps_done]
+    if outcome.failure is not None:
+        raise outcome.failure
+
+
+def _full() -> list[Refusal]:
+    """File systems of the host that are full, or almost."""
+    full: dict[int, Refusal] = {}
+    for folder in _FOLDERS:
+        with contextlib.suppress(OSError):
+            path = _host.path(folder)
+            free = os.statvfs(path)
+            room = free.f_bavail * free.f_frsize
+            no_inodes = free.f_files and not free.f_favail
+            if room < LEAST_FREE_BYTES or no_inodes:
+                left = "no free inode" if no_inodes else f"{room >> 20} MiB free"
+                full[path.stat().st_dev] = Refusal(
+                    "host_disk_full",
+                    expected=f"at least {LEAST_FREE_BYTES >> 20} MiB and free inodes",
+                    found=f"{left} in the file system of {folder}",
+                    remedy="free space on the host: old logs, packages, and images that no slice "
+                    "needs in /var/lib/gpuaas/images",
+                )
+    return list(full.values())
+
+
+def _problem(row: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "code": row["check"],
+        "expected": "the check of parity to pass",
+        "found": row["detail"],
+        "remedy": row["remediation"],
+    }
+
+
+def _refusal(refusal: Refusal) -> dict[str, str]:
+    return {key: str(value)[:2000] for key, value in refusal.document().items()}
+
+
+def _unforeseen(broken: Exception) -> Refusal:
+    return Refusal(
+        "system_error",
+        expected="the host's baseline to be restored",
+        found=f"{type(broken).__name__}: {broken}",
+        remedy="repair the cause that the system names; drift detection tries again",
+    )

@@ -1,0 +1,219 @@
+"""Readiness probes, run inside a guest: they answer the host over a virtio-serial port.
+
+The cloud seed carries this file into the guest, so it imports the standard library only. The host
+sends a line with a nonce and the probes; the guest answers a line for each probe, with that nonce.
+Each probe runs in a process of its own, because a broken driver may hang or crash it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PORT = "/dev/virtio-ports/org.gpuaas.readiness.0"
+_LINE_BYTES = 65536
+_PAUSE_S = 2.0
+_TIMEOUT_S = 300.0
+_DETAIL_CHARACTERS = 300
+_DEVICES = Path("/sys/bus/pci/devices")
+
+# Bytes written to each GPU's memory and read back.
+_SAMPLE_BYTES = 64 << 20
+
+# Registers of QEMU's edu device, the stand-in for a GPU (QEMU: docs/specs/edu.rst).
+_EDU = ("0x1234", "0x11e8")
+_EDU_LIVENESS, _EDU_FACTORIAL, _EDU_STATUS, _EDU_BYTES = 0x04, 0x08, 0x20, 4096
+
+Values = dict[str, float]
+
+
+class Failed(Exception):
+    """A probe that did not pass, with the reason."""
+
+
+def egress(settings: Mapping[str, Any]) -> Values:
+    """A TCP connection to an address outside."""
+    host, port = str(settings["target"]).rsplit(":", 1)
+    begin = time.monotonic()
+    with socket.create_connection((host, int(port)), timeout=10):
+        return {"seconds": round(time.monotonic() - begin, 3)}
+
+
+def gpu_compute(settings: Mapping[str, Any]) -> Values:
+    """Every GPU of the guest computes and keeps what is written to its memory."""
+    return _edu() if settings["driver"] == "edu" else _cuda()
+
+
+def rdma(_settings: Mapping[str, Any]) -> Values:
+    """RDMA devices by ibv_devinfo, with at least one active port."""
+    done = subprocess.run(["ibv_devinfo"], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise Failed(f"ibv_devinfo ends with {done.returncode}: {done.stderr.strip()}")
+    devices = len(re.findall(r"^hca_id:", done.stdout, re.MULTILINE))
+    active = len(re.findall(r"^\s*state:\s+PORT_ACTIVE", done.stdout, re.MULTILINE))
+    if not active:
+        raise Failed(f"{devices} RDMA devices, none with an active port")
+    return {"devices": devices, "active_ports": active}
+
+
+PROBES: Mapping[str, Callable[[Mapping[str, Any]], Values]] = {
+    "egress": egress,
+    "gpu_compute": gpu_compute,
+    "rdma": rdma,
+}
+
+
+def _cuda() -> Values:
+    """cuInit, then a pattern in the memory of each device. nvidia-smi can pass without cuInit."""
+    library = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        if result := getattr(library, name)(*arguments):
+            text = ctypes.c_char_p()
+            library.cuGetErrorName(ctypes.c_int(result), ctypes.byref(text))
+            raise Failed(f"{name}: error {result} {(text.value or b'').decode(errors='replace')}")
+
+    call("cuInit", ctypes.c_uint(0))
+    count, memory = ctypes.c_int(), 0
+    call("cuDeviceGetCount", ctypes.byref(count))
+    for index in range(count.value):
+        device, context, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
+        call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        call("cuCtxSetCurrent", context)
+        address, size = ctypes.c_ulonglong(), ctypes.c_size_t(_SAMPLE_BYTES)
+        call("cuMemAlloc_v2", ctypes.byref(address), size)
+        call("cuMemsetD8_v2", address, ctypes.c_ubyte(0xA5), size)
+        back = ctypes.create_string_buffer(_SAMPLE_BYTES)
+        call("cuMemcpyDtoH_v2", back, address, size)
+        if back.raw.count(b"\xa5") != _SAMPLE_BYTES:
+            raise Failed(f"GPU {index} does not keep what is written to its memory")
+        call("cuMemFree_v2", address)
+        call("cuDevicePrimaryCtxRelease_v2", device)
+        memory += total.value
+    return {"gpus": count.value, "memory_bytes": memory}
+
+
+def _edu() -> Values:
+    """Each edu device computes 10!. Its registers are left as a scrub leaves them."""
+    gpus = 0
+    for device in sorted(_DEVICES.iterdir()):
+        if tuple((device / name).read_text().strip() for name in ("vendor", "device")) != _EDU:
+            continue
+        (device / "enable").write_text("1")
+        descriptor = os.open(device / "resource0", os.O_RDWR | os.O_SYNC)
+        with mmap.mmap(descriptor, _EDU_BYTES) as page, memoryview(page).cast("I") as words:
+            os.close(descriptor)
+            inverse = 0xFFFFFFFF - _edu_store(words, _EDU_LIVENESS, 0x12345678)
+            factorial = _edu_store(words, _EDU_FACTORIAL, 10)
+            _edu_store(words, _EDU_LIVENESS, 0xFFFFFFFF)
+            _edu_store(words, _EDU_FACTORIAL, 0)
+        if (inverse, factorial) != (0x12345678, 3628800):
+            raise Failed(f"{device.name} computes {factorial} for 10!")
+        gpus += 1
+    return {"gpus": gpus, "memory_bytes": gpus * _EDU_BYTES}
+
+
+def _edu_store(words: memoryview, register: int, value: int) -> int:
+    """Write a register, and read it when the device no longer computes."""
+    words[register // 4] = value
+    end = time.monotonic() + 20
+    while words[_EDU_STATUS // 4] & 1:
+        if time.monotonic() > end:
+            raise Failed("the device computes for 20 s without an end")
+        time.sleep(0.01)
+    return int(words[register // 4])
+
+
+def run(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a probe, in this process."""
+    try:
+        return {"ok": True, "detail": "", "values": PROBES[name](settings)}
+    except Exception as problem:
+        detail = str(problem) if isinstance(problem, Failed) else _named(problem)
+        return {"ok": False, "detail": detail[:_DETAIL_CHARACTERS], "values": {}}
+
+
+def _apart(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a probe, in a process with a time limit."""
+    argv = [sys.executable, "-I", __file__, "--probe", name, json.dumps(settings)]
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=_TIMEOUT_S, check=True)
+        return dict(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as problem:
+        return {"ok": False, "detail": _named(problem)[:_DETAIL_CHARACTERS], "values": {}}
+
+
+def _named(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"
+
+
+class Service:
+    """Answers to requests. A repeated nonce gets the same answers without new probes."""
+
+    def __init__(self) -> None:
+        self._nonce = ""
+        self._answers: list[dict[str, Any]] = []
+
+    def handle(self, line: bytes, send: Callable[[bytes], None]) -> None:
+        try:
+            request = json.loads(line)
+            nonce, probes = str(request["nonce"]), dict(request["probes"])
+        except (ValueError, LookupError, TypeError):
+            return  # half a line, from before a connection ended
+        if nonce != self._nonce:
+            self._nonce, self._answers = nonce, []
+            for name, settings in probes.items():
+                if name in PROBES:
+                    answer = {"nonce": nonce, "probe": name, **_apart(name, settings)}
+                    self._answers.append(answer)
+                    send(json.dumps(answer).encode() + b"\n")
+            return
+        for answer in self._answers:
+            send(json.dumps(answer).encode() + b"\n")
+
+
+def serve(path: str) -> None:
+    """Answer requests as long as the port exists."""
+    while not Path(path).exists():
+        time.sleep(_PAUSE_S)
+    service, pending = Service(), b""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
+
+    def send(data: bytes) -> None:
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    while True:
+        data = os.read(descriptor, 4096)
+        if not data:  # the host is not connected
+            pending = b""
+            time.sleep(_PAUSE_S)
+            continue
+        *lines, pending = (pending + data).split(b"\n")
+        pending = pending[-_LINE_BYTES:]
+        for line in lines:
+            service.handle(line, send)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--probe"]:
+        sys.stdout.write(json.dumps(run(arguments[1], json.loads(arguments[2]))))
+        return 0
+    serve(arguments[0] if arguments else PORT)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Cloud-config of a guest's runtime: its readiness probes, NVIDIA's driver, RDMA, tuning.
+
+A tenant's own cloud-config is merged after it: what both name stays ours, and lists of commands and
+packages are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _object_names,
+    _source_closure,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _guest_probes,
+    _guest_telemetry,
+)
+
+PROGRAM = "/usr/local/lib/gpuaas/readiness.py"
+UNIT = "gpuaas-readiness.service"
+_INSTALLER = "/usr/local/lib/gpuaas/install-runtime"
+# Both are in /run, so that the restart after the installation removes them.
+_PENDING, _INSTALLED = "/run/gpuaas-runtime-pending", "/run/gpuaas-runtime-installed"
+
+_SERVICE = f"""\
+[Unit]
+Description=Readiness probes for the host of this slice
+# While the runtime is installed, the probes wait for the restart that ends the installation.
+ConditionPathExists=!{_PENDING}
+
+[Service]
+ExecStart=/usr/bin/python3 -I {PROGRAM} {_guest_probes.PORT}
+Restart=on-failure
+RestartSec=5
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_TELEMETRY = "/usr/local/lib/gpuaas/telemetry.py"
+_TELEMETRY_SERVICE = f"""\
+[Unit]
+Description=Telemetry of this machine for its project, by way of its host
+
+[Service]
+ExecStart=/usr/bin/python3 -I {_TELEMETRY}
+Nice=19
+Restart=on-failure
+RestartSec=30
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_RDMA_PACKAGES = "rdma-core ibverbs-utils infiniband-diags perftest"
+
+
+def cloud_config(
+    runtime: Mapping[str, Any], sysctl: Mapping[str, str], memlock: str
+) -> dict[str, Any]:
+    """Keys of cloud-config for `guest_runtime` of a hardware profile.
+
+    sysctl, memlock: values of a guest that is tuned.
+    """
+    files = [_file(path, text) for path, text in _settings(runtime, sysctl, memlock).items()]
+    commands: list[Any] = [["sysctl", "--system"]] if runtime.get("tuning") else []
+    config: dict[str, Any] = {}
+    if runtime.get("source") == "cloud_init":
+        files += [_file(_INSTALLER, _installer(runtime), "0700"), _file(_PENDING, "")]
+        commands.append([_INSTALLER])
+        config["power_state"] = {"mode": "reboot", "condition": f"test -e {_INSTALLED}"}
+        if repository := runtime.get("cuda_repository"):
+            source = {
+                "source": f"deb [signed-by=$KEY_FILE] {repository['url']} /",
+                "keyid": repository["fingerprint"],
+            }
+            config["apt"] = {"sources": {"gpuaas-cuda": source}}
+    if runtime.get("probes"):
+        files += [
+            _file(PROGRAM, _source(_guest_probes), "0755"),
+            _file(f"/etc/systemd/system/{UNIT}", _SERVICE),
+        ]
+        commands.append(["systemctl", "enable", "--now", "--no-block", UNIT])
+    return {**config, "write_files": files, "runcmd": commands} if files else config
+
+
+def telemetry() -> dict[str, Any]:
+    """Keys of cloud-config for the unit that reports the guest's values; every slice has it."""
+    unit = "gpuaas-telemetry.service"
+    files = [
+        _file(_TELEMETRY, _source(_guest_telemetry), "0755"),
+        _file(f"/etc/systemd/system/{unit}", _TELEMETRY_SERVICE),
+    ]
+    return {
+        "write_files": files,
+        "runcmd": [["systemctl", "enable", "--now", "--no-block", unit]],
+    }
+
+
+def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:
+    """Cloud-config with further documents after it. Of a key, the first document decides.
+
+    Lists of commands, packages and files are joined; of a path, the first file stays.
+    """
+    joined = dict(user_data)
+    for document in further:
+        for key, value in document.items():
+            before = joined.get(key, [])
+            if key not in ("write_files", "runcmd", "packages"):
+                joined.setdefault(key, value)
+            elif not isinstance(value, list) or not isinstance(before, list):
+                raise _object_names.invalid(key, "a list", type(value).__name__)
+            else:
+                taken = [file.get("path") for file in before if isinstance(file, dict)]
+                more = [v for v in value if not (isinstance(v, dict) and v.get("path") in taken)]
+                joined[key] = [*before, *more]
+    return joined
+
+
+def _settings(
+    runtime: Mapping[str, Any], sysctl: Mapping[str, str], memlock: str
+) -> dict[str, str]:
+    """Configuration files by path."""
+    files = {}
+    if runtime.get("tuning"):
+        rows = [f"{key} = {value}\n" for key, value in sysctl.items()]
+        files["/etc/sysctl.d/60-gpuaas.conf"] = "".join(rows)
+        rows = [f"{who} - memlock {memlock}\n" for who in ("*", "root")]
+        files["/etc/security/limits.d/60-gpuaas.conf"] = "".join(rows)
+    return files
+
+
+def _installer(runtime: Mapping[str, Any]) -> str:
+    """Script that installs the named versions. After a failure the guest is not restarted, so that
+    its probes never answer, and its console shows why.
+    """
+    packages = ["linux-headers-$(uname -r)"]
+    if driver := runtime.get("driver"):
+        packages += [f"nvidia-driver-{driver}"]
+    if cuda := runtime.get("cuda"):
+        packages += [f"cuda-toolkit-{cuda}"]
+    if runtime.get("rdma"):
+        packages += [_RDMA_PACKAGES]
+    return f"""\
+#!/bin/sh
+set -eux
+exec > /dev/console 2>&1
+export DEBIAN_FRONTEND=noninteractive
+apt-get -q update
+apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 install {" ".join(packages)}
+touch {_INSTALLED}
+"""
+
+
+def _source(program: ModuleType) -> str:
+    """Text of a program. Ansible sends it to the host because this file imports it."""
+    return _source_closure.source(program.__name__.removeprefix(f"{_source_closure.PACKAGE}."))
+
+
+def _file(path: str, content: str, permissions: str = "0644") -> dict[str, str]:
+    return {"path": path, "content": content, "permissions": permissions}

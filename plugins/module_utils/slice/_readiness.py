@@ -1,0 +1,184 @@
+"""Readiness of a guest as its own probes report it over the hypervisor's channel.
+
+Whoever is root in the guest writes the answers, so nothing in them is believed but a known probe
+under the nonce of this run, with known numbers in range. A flood, or too much rubbish, ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+
+# Largest line, largest sum of all lines, and lines that may be no answer of this run: after a
+# connection that was lost, old answers and half a line may come first.
+LINE_BYTES, TOTAL_BYTES, STRAY_LINES = 1 << 16, 1 << 20, 16
+_DETAIL_CHARACTERS = 300
+_PAUSE_S = 1.0
+# A request that a restarted guest has lost is sent again; the guest answers a nonce once.
+_RESEND_S = 30.0
+
+# Numbers that each probe must report, with their largest value.
+PROBES: Mapping[str, Mapping[str, int]] = {
+    "egress": {"seconds": 600},
+    "gpu_compute": {"gpus": 64, "memory_bytes": 1 << 50},
+    "rdma": {"devices": 256, "active_ports": 1024},
+}
+
+REMEDIES = {
+    "egress": "look at the host's NAT and at the address that egress_target names",
+    "gpu_compute": "look at the guest's driver and at the GPU (kernel logs of guest and host)",
+    "rdma": "look at the guest's RDMA packages and at the fabric's link and partition",
+}
+
+Results = dict[str, dict[str, Any]]
+
+
+class _Rejected(Exception):
+    """A guest whose answers are not read any further."""
+
+
+def ask(
+    allocation_id: str,
+    probes: Mapping[str, Mapping[str, Any]],
+    deadlines: Mapping[str, float],
+    *,
+    start: float,
+    alive: Callable[[], bool],
+) -> Results:
+    """The result of each probe: `{ok, detail, values, seconds, deadline_s}`.
+
+    probes: the settings of each. deadlines: seconds after `start` (monotonic). alive: whether the
+    guest still runs.
+    """
+    results: Results = {}
+    exchange = _Exchange(allocation_id, probes)
+    try:
+        while True:
+            now = time.monotonic() - start
+            for name in probes:
+                if name not in results and now >= deadlines[name]:
+                    results[name] = _failed(f"no answer within {deadlines[name]:g} s", now)
+            missing = [name for name in probes if name not in results]
+            if not missing:
+                break
+            if not alive():
+                raise _Rejected("the guest's QEMU has ended")
+            wait = min(_PAUSE_S, min(deadlines[name] for name in missing) - now)
+            for name, answer in exchange.answers(max(wait, 0.01)):
+                elapsed = round(time.monotonic() - start, 1)
+                # Only the first answer counts, so that a guest cannot take one back.
+                results.setdefault(name, {**answer, "seconds": elapsed})
+    except _Rejected as reason:
+        now = time.monotonic() - start
+        for name in probes:
+            results.setdefault(name, _failed(str(reason), now))
+    finally:
+        exchange.close()
+    return {name: {**results[name], "deadline_s": deadlines[name]} for name in probes}
+
+
+class _Exchange:
+    """Connection to the channel's socket, which is opened again when QEMU has closed it."""
+
+    def __init__(self, allocation_id: str, probes: Mapping[str, Mapping[str, Any]]) -> None:
+        self._path = str(_host.path(_object_names.channel_path(allocation_id, "readiness")))
+        self._probes = probes
+        self._nonce = secrets.token_hex(16)
+        request = {"nonce": self._nonce, "probes": {name: dict(s) for name, s in probes.items()}}
+        self._request = json.dumps(request).encode() + b"\n"
+        self._socket: socket.socket | None = None
+        self._sent_at = 0.0
+        self._pending, self._total, self._stray = b"", 0, 0
+
+    def answers(self, wait_s: float) -> list[tuple[str, dict[str, Any]]]:
+        """Answers of this run that have arrived within `wait_s`."""
+        try:
+            connection = self._connection()
+            connection.settimeout(wait_s)
+            data = connection.recv(LINE_BYTES)
+        except TimeoutError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            time.sleep(wait_s)
+            return []
+        self._total += len(data)
+        if self._total > TOTAL_BYTES:
+            raise _Rejected(f"more than {TOTAL_BYTES} bytes from the guest")
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if max(map(len, (*lines, self._pending))) > LINE_BYTES:
+            raise _Rejected(f"a line of more than {LINE_BYTES} bytes from the guest")
+        return [answer for line in lines if (answer := self._parsed(line))]
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._pending = None, b""
+
+    def _connection(self) -> socket.socket:
+        if self._socket is None:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.settimeout(_PAUSE_S)
+                connection.connect(self._path)
+            except OSError:
+                connection.close()
+                raise
+            self._socket, self._sent_at = connection, 0.0
+        if not self._sent_at or time.monotonic() - self._sent_at > _RESEND_S:
+            self._sent_at = time.monotonic()
+            # A guest that reads nothing fills the buffer; then there is nothing more to send.
+            with contextlib.suppress(TimeoutError):
+                self._socket.sendall(self._request)
+        return self._socket
+
+    def _parsed(self, line: bytes) -> tuple[str, dict[str, Any]] | None:
+        """A probe and its answer; None for a line that is no answer of this run."""
+        try:
+            document = json.loads(line, parse_constant=_refuse_constant)
+            name, answer = document["probe"], _answer(document, self._probes)
+            if document["nonce"] == self._nonce:
+                return name, answer
+        except (ValueError, LookupError, TypeError, RecursionError):
+            pass
+        self._stray += 1
+        if self._stray > STRAY_LINES:
+            raise _Rejected(f"{self._stray} lines from the guest that are no answer")
+        return None
+
+
+def _answer(document: Mapping[str, Any], probes: Mapping[str, Any]) -> dict[str, Any]:
+    """The checked answer to a probe that was asked; ValueError, LookupError or TypeError."""
+    name, ok, detail, values = (document[key] for key in ("probe", "ok", "detail", "values"))
+    if not (isinstance(ok, bool) and isinstance(detail, str) and isinstance(values, dict)):
+        raise TypeError("the types of an answer")
+    limits = PROBES[name] if name in probes else {}
+    if name not in probes or set(values) != (set(limits) if ok else set()):
+        raise LookupError("a probe that was asked, with its numbers")
+    for key, value in values.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN is in no range.
+        if not number or not 0 <= value <= limits[key]:
+            raise ValueError("a number in range")
+    text = "".join(c for c in detail[:_DETAIL_CHARACTERS] if c.isprintable())
+    expected = int(probes[name].get("gpus", 0))
+    if ok and values.get("gpus", expected) != expected:
+        ok, text = False, f"{values['gpus']:g} GPUs compute, expected {expected}"
+    return {"ok": ok, "detail": text, "values": values}
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(name)
+
+
+def _failed(detail: str, now: float) -> dict[str, Any]:
+    return {"ok": False, "detail": detail, "values": {}, "seconds": round(now, 1)}

@@ -1,0 +1,66 @@
+#!/usr/bin/python
+# Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
+"""Approved disks of slices, which the host leaves alone."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: slice_disks
+short_description: Keep the host from acting on what tenants write on their disks
+version_added: "0.1.0"
+author: The gpuaas.slice authors (@gpuaas)
+description:
+  - Writes C(/etc/udev/rules.d/62-gpuaas-slice-disks.rules), by which udev makes no array, volume or
+    mount of the approved disks, and gives them no name but C(nvme-eui), so that a tenant's label or
+    UUID is never taken for that of a disk of the host.
+  - Has LVM ignore the approved disks by a block of C(/etc/lvm/lvmlocal.conf). A filter of the
+    site's own is kept instead, with a warning.
+  - Has GRUB's C(os-prober) leave all disks alone, and builds the initramfs anew, so that all of it
+    holds from the first second of a boot.
+  - Warns where the host imports ZFS pools of any disk.
+  - Without slots the files are removed.
+  - Refuses with C(spec_invalid).
+options:
+  slots:
+    description: The bundles of all approved slots of the node, each with its C(nvme_device).
+    type: list
+    elements: dict
+    default: []
+seealso:
+  - module: gpuaas.slice.nvme_transition
+extends_documentation_fragment: [gpuaas.slice.change]
+"""
+
+EXAMPLES = r"""
+- name: Leave the disks of all approved slots to their tenants
+  gpuaas.slice.slice_disks:
+    slots: "{{ slice_slots }}"
+
+- name: Give them back to the host
+  gpuaas.slice.slice_disks:
+"""
+
+RETURN = r"""
+done:
+  description: Names of the steps that were carried out.
+  returned: always
+  type: list
+  elements: str
+  sample: [write_rules, filter_lvm, quiet_os_prober, update_initramfs]
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _slice_disks
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={"slots": {"type": "list", "elements": "dict", "default": []}},
+        supports_check_mode=True,
+    )
+    _change.run(module, _slice_disks.SUBJECT)
+
+
+if __name__ == "__main__":
+    main()
