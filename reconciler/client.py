@@ -16,6 +16,8 @@ from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
 
 API = "/api/v1"
+# Routes of operators, which have no prefix.
+_OPERATORS = ("/control/", "/health", "/leases", "/metrics", "/pools", "/status/")
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
 _TIMEOUT_S = 60.0
 # About a minute, in which a service can restart.
@@ -38,7 +40,11 @@ class Client:
         headers = {"Authorization": f"Bearer {token}"}
         if correlation_id:
             headers["X-Correlation-Id"] = correlation_id
-        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S)
+        # A proxy would read a token that travels without TLS.
+        private = base_url.startswith("https:")
+        self._http = httpx.Client(
+            base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=private
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -143,7 +149,8 @@ class Client:
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
         try:
-            response = self._http.request(method, API + path, params=params, **arguments)
+            address = path if path.startswith(_OPERATORS) else API + path
+            response = self._http.request(method, address, params=params, **arguments)
         except httpx.TransportError as lost:
             raise self._unreachable(lost) from lost
         if response.is_error:
@@ -179,9 +186,11 @@ def _refusal(response: httpx.Response) -> Problem:
     except ValueError:
         document = None
     if isinstance(document, dict) and document.keys() >= set(parts):
-        code, expected, found, remedy = (document.pop(part) for part in parts)
+        code, expected, actual, remedy = (document.pop(part) for part in parts)
         status = response.status_code
-        return Problem(code, status, expected=expected, found=found, remedy=remedy, detail=document)
+        return Problem(
+            code, status, expected=expected, found=actual, remedy=remedy, detail=document
+        )
     # An error without a code comes from a proxy in front of the service.
     kind = response.headers.get("Content-Type", "no type")
     text = " ".join(response.text.split())[:200]

@@ -15,6 +15,7 @@ import yaml
 
 from reconciler.model import hardware
 from reconciler.model.errors import Problem
+from reconciler.model.hardware import Offer
 
 # Modification time and size, which identify a version of a file.
 _State = tuple[int, int]
@@ -22,7 +23,7 @@ _State = tuple[int, int]
 
 def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
     """The hardware profile `name`; Problem `profile_unknown` when it is missing or unreadable, and
-    `mgmt_attachment_unsupported` when no host can implement it.
+    that of `hardware.check` when no host can implement it.
     """
     states = _states(folder)
     if name not in states:
@@ -36,9 +37,14 @@ def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
     return _read(folder / f"{name}.yml", states[name])
 
 
+def profile_offers(folder: Path) -> dict[str, Offer]:
+    """What is sold of each hardware profile, by its name."""
+    return dict(_offers(folder, tuple(sorted(_states(folder).items()))))
+
+
 def profile_skus(folder: Path) -> dict[str, str]:
     """SKU by name of the hardware profile; "" for a profile without a SKU."""
-    return {name: sku for name, sku, _ in _offers(folder, tuple(sorted(_states(folder).items())))}
+    return {name: offer.sku for name, offer in profile_offers(folder).items()}
 
 
 def ready_minimum_s(folder: Path, sku: str = "") -> int:
@@ -47,8 +53,8 @@ def ready_minimum_s(folder: Path, sku: str = "") -> int:
     A guest that had no time to boot leaves its slots blocked, so the limit of the profile is also
     the minimum unless the profile has `deadlines.ready_minimum`.
     """
-    offers = _offers(folder, tuple(sorted(_states(folder).items())))
-    return max((least for _, offered, least in offers if sku in ("", offered)), default=0)
+    offers = profile_offers(folder).values()
+    return max((offer.ready_minimum_s for offer in offers if sku in ("", offer.sku)), default=0)
 
 
 def _states(folder: Path) -> dict[str, _State]:
@@ -82,15 +88,10 @@ def _read(file: Path, _state: _State) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _offers(
-    folder: Path, states: tuple[tuple[str, _State], ...]
-) -> tuple[tuple[str, str, int], ...]:
+def _offers(folder: Path, states: tuple[tuple[str, _State], ...]) -> tuple[tuple[str, Offer], ...]:
     offers = []
     for name, state in states:
         # A broken profile is reported where it is used; it must not stop other launches.
         with contextlib.suppress(Problem, AttributeError, TypeError, ValueError):
-            profile = _read(folder / f"{name}.yml", state)
-            deadlines = profile.get("deadlines") or {}
-            least = int(deadlines.get("ready_minimum", deadlines.get("ready", 0)))
-            offers.append((name, str(profile.get("sku") or ""), least))
+            offers.append((name, Offer.of(_read(folder / f"{name}.yml", state))))
     return tuple(offers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from ipaddress import ip_address
+from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -38,6 +38,15 @@ _POSTGRESQL_REST = re.compile(
 def config_file() -> Path:
     """The file of settings. The default file need not exist."""
     return Path(os.environ.get(CONFIG_FILE_VARIABLE) or CONFIG_FILE)
+
+
+def _words(text: str) -> list[str]:
+    """The parts of a list that is separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+# URL of another server: with TLS, or on this machine.
+_SERVER = r"^$|^https://[^/?#@]+/?$|^http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?/?$"
 
 
 class Settings(BaseSettings):
@@ -115,15 +124,25 @@ class Settings(BaseSettings):
     """Log lines as text for people, or as JSON objects for programs."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
-    member_address: str = ""
-    """Tenant-facing SSH address; empty until the gateway is configured."""
+    member_address: str = Field(
+        "", pattern=r"^$|^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?$"
+    )
+    """Name of the SSH gateway for tenants, host or host:port. Empty: no gateway."""
+    gateway_listen: str = Field("0.0.0.0:2222", pattern=r"^.+:[0-9]{1,5}$")
+    """Address that `gpuaas gateway` listens on, host:port."""
+    ingress_addresses: str = ""
+    """IPv4 addresses, separated by commas, that the site keeps for public ingress to slices. Each
+    is on an interface of one host, and by none of them a host is managed. Empty: no ingress."""
+
+    planned_regions: str = Field(
+        "", pattern=r"^$|^[a-z0-9][a-z0-9-]{0,62}(, ?[a-z0-9][a-z0-9-]{0,62}){0,31}$"
+    )
+    """Names of regions to come, separated by commas. The catalogue shows them as disabled."""
 
     launcher: Literal["runner", "awx"] = "runner"
     """Launcher of playbooks: processes of ansible-runner on this machine, or job templates of
     an AWX (docs/awx.md). A change does not move runs that have begun."""
-    awx_url: str = Field(
-        "", pattern=r"^$|^https://[^/?#@]+/?$|^http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?/?$"
-    )
+    awx_url: str = Field("", pattern=_SERVER)
     """URL of the AWX, without /api; required with launcher=awx."""
     awx_token_file: Path | None = None
     """File with the OAuth2 token of AWX's service user; read for each request."""
@@ -131,6 +150,34 @@ class Settings(BaseSettings):
     """PEM of the only CA accepted for AWX. Unset: the system's CAs."""
     awx_template_prefix: str = Field("gpuaas.slice.", pattern=r"^[A-Za-z0-9._ -]*$")
     """Prefix of each job template's name, before the name of its playbook."""
+    ufm_url: str = Field("", pattern=_SERVER)
+    """URL of UFM, the manager of an InfiniBand fabric with partitions. Empty: none."""
+    ufm_token_file: Path | None = None
+    """File with a token of a UFM user that may manage partitions; read for each request."""
+    ufm_ca_file: Path | None = None
+    """PEM of the only CA accepted for UFM. Unset: the system's CAs."""
+    netbox_url: str = Field("", pattern=_SERVER)
+    """URL of the NetBox whose tagged devices are this site's machines (docs/netbox.md), without
+    /api. Empty: none."""
+    netbox_token_file: Path | None = None
+    """File with a token of NetBox; read for each request."""
+    netbox_ca_file: Path | None = None
+    """PEM of the only CA accepted for NetBox. Unset: the system's CAs."""
+    netbox_sync: bool = False
+    """Write slots and state to NetBox, and add its new devices as nodes, without being asked. Off:
+    only with `gpuaas netbox sync`."""
+    maas_url: str = Field("", pattern=_SERVER)
+    """URL of the MAAS that installs this site's machines (docs/maas.md), without /MAAS. Empty:
+    none."""
+    maas_token_file: Path | None = None
+    """File with an API key of a MAAS administrator (three parts with colons); read for each
+    request."""
+    maas_ca_file: Path | None = None
+    """PEM of the only CA accepted for MAAS. Unset: the system's CAs."""
+    gpu_pool_max_total: int = Field(16, ge=0)
+    """Living worker pools of the site at most (docs/pools.md)."""
+    redis_url: str = Field("", pattern=r"^$|^(rediss?|unix)://")
+    """URL of a Redis whose streams wake idle workers of jobs (docs/pools.md). Empty: they poll."""
     oidc_issuer: str = Field(
         "", pattern=r"^$|^https://|^http://(127\.0\.0\.1|localhost|\[::1\])[:/]"
     )
@@ -176,6 +223,15 @@ class Settings(BaseSettings):
             )
         return f"postgresql+psycopg://{rest}"
 
+    @field_validator("ingress_addresses")
+    @classmethod
+    def _addresses_are_public(cls, text: str) -> str:
+        for name in _words(text):
+            address = IPv4Address(name)
+            if address.is_loopback or address.is_multicast or address.is_unspecified:
+                raise ValueError(f"addresses that clients can reach, not {address}")
+        return text
+
     @model_validator(mode="after")
     def _companions_are_set(self) -> Settings:
         if self.oidc_issuer and not self.oidc_audience:
@@ -184,6 +240,12 @@ class Settings(BaseSettings):
         for other in (self.state_dir.resolve(), *map(Path, ("/proc", "/sys", "/dev"))):
             if images.is_relative_to(other) or other.is_relative_to(images):
                 raise ValueError(f"GPUAAS_IMAGES_DIR: a folder outside of {other}, not above it")
+        if self.ufm_url and not self.ufm_token_file:
+            raise ValueError("GPUAAS_UFM_TOKEN_FILE goes with GPUAAS_UFM_URL")
+        if self.netbox_url and not self.netbox_token_file:
+            raise ValueError("GPUAAS_NETBOX_TOKEN_FILE goes with GPUAAS_NETBOX_URL")
+        if self.maas_url and not self.maas_token_file:
+            raise ValueError("GPUAAS_MAAS_TOKEN_FILE goes with GPUAAS_MAAS_URL")
         if self.launcher == "awx" and not (self.awx_url and self.awx_token_file):
             raise ValueError("GPUAAS_LAUNCHER=awx needs GPUAAS_AWX_URL and GPUAAS_AWX_TOKEN_FILE")
         return self
@@ -204,6 +266,22 @@ class Settings(BaseSettings):
     @property
     def database(self) -> str:
         return self.database_url or f"sqlite:///{self.state_dir / 'reconciler.db'}"
+
+    @property
+    def ingress(self) -> frozenset[str]:
+        """The addresses of ingress_addresses."""
+        return frozenset(_words(self.ingress_addresses))
+
+    @property
+    def regions_to_come(self) -> list[str]:
+        """The names of planned_regions."""
+        return _words(self.planned_regions)
+
+    @property
+    def gateway(self) -> tuple[str, int]:
+        """Name and port of member_address; an empty name without a gateway."""
+        name, _, port = self.member_address.partition(":")
+        return name, int(port or 22)
 
     @property
     def api_url(self) -> str:

@@ -5,6 +5,8 @@ Members never see the host of an allocation, neither its name nor its devices.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Self
@@ -31,29 +33,42 @@ from reconciler.api.models import (
     PublicKey,
     Reasoned,
     Record,
+    StrictFlag,
     Text,
     Username,
 )
 from reconciler.api.security import Admin, Member
 from reconciler.api.tasks import Task
 from reconciler.api.timeline import ProgressStep, StateStep
-from reconciler.db import schema
+from reconciler.db import journal, schema
 from reconciler.db.rows import Page
 from reconciler.lifecycle import launch as launching
-from reconciler.lifecycle import placement
+from reconciler.lifecycle import placement, power
+from reconciler.model import cloud_config
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
+from reconciler.model.hardware import Offer
 from reconciler.model.scheduler.explain import public
-from reconciler.model.states import AllocationState, CapacityShape, ClaimKind, ClaimState, Role
-from reconciler.profiles import profile_skus, ready_minimum_s
-from reconciler.records import allocations, queue, timeline
+from reconciler.model.states import (
+    AllocationState,
+    CapacityShape,
+    ClaimKind,
+    ClaimState,
+    PowerAction,
+    Role,
+    TaskState,
+)
+from reconciler.profiles import profile_offers, ready_minimum_s
+from reconciler.records import allocations, leasing, queue, timeline
 from reconciler.settings import Settings
+from reconciler.trust.ca import Trust, gateway_hosts
 
 router = APIRouter(prefix="/projects/{project_id}/allocations", tags=["allocations"])
 admin_router = APIRouter(prefix="/admin/allocations", tags=["recovery"])
 
 # The newest entries of a timeline are shown with an allocation; the rest is in its own list.
 _TIMELINE_LIMIT = 200
+_TELLING = 3
 
 
 class LaunchParameters(Body):
@@ -89,6 +104,15 @@ class NewAllocation(Body):
         json_schema_extra={"deprecated": True},
     )
     parameters: LaunchParameters = LaunchParameters()
+    terminal: StrictFlag = Field(
+        default=False,
+        description="Let a slice accept the gateway's own certificates, for terminals.",
+    )
+    user_data: Annotated[str, Field(max_length=1 << 18)] = Field(
+        default="",
+        description="Cloud-config of the tenant for a slice, at most 16 KiB. It is applied after"
+        f" ours; it may hold {', '.join(cloud_config.KEYS)}.",
+    )
 
     @model_validator(mode="after")
     def _counts_gpus(self) -> Self:
@@ -120,11 +144,36 @@ _PASSED_ON = {
 
 
 class Connection(Answer):
-    """The address for the tenant. host is empty while no gateway is configured."""
+    """The address for the tenant: the SSH gateway, behind which the machine is `slice`:
+    `ssh -J <allocation>@<host>:<port> <username>@slice`.
+
+    While no gateway is configured, a whole machine has its own address, and a slice none.
+    """
 
     host: str
     port: Annotated[int, Field(ge=1, le=65535)]
     username: str
+    known_hosts: str = Field(
+        description="Lines of a known_hosts file: the gateway's authority, and the keys of the"
+        " machine under the allocation's id (`HostKeyAlias`). Empty where they are not known."
+    )
+
+    @classmethod
+    def of_allocation(cls, allocation: schema.Allocation, settings: Settings) -> Self | None:
+        """The address of an active allocation."""
+        document = allocation.connection
+        if allocation.state != AllocationState.ACTIVE or not document:
+            return None
+        address = cls.of_document(document)
+        whole = allocation.capacity_shape != CapacityShape.GPU_SLICE
+        # Of a machine that was launched before, no key is known.
+        if not settings.member_address or (whole and not document.get("host_keys")):
+            return address
+        # The gateway of today, which need not be that of the launch.
+        host, port = settings.gateway
+        keys = (f"{allocation.id} {key}\n" for key in document.get("host_keys", ()))
+        known = gateway_hosts(Trust(settings.state_dir / "trust"), host, port) + "".join(keys)
+        return address.model_copy(update={"host": host, "port": port, "known_hosts": known})
 
     @classmethod
     def of_document(cls, document: Record) -> Self:
@@ -133,7 +182,14 @@ class Connection(Answer):
             host=str(document.get("host", "")),
             port=int(document.get("port", 22)),
             username=str(document.get("username", "")),
+            known_hosts="",
         )
+
+
+class PowerRequest(Reasoned):
+    """Power action on a slice. Its slots, its disk and its addresses stay."""
+
+    action: PowerAction
 
 
 class _AllocationFields(Answer):
@@ -151,6 +207,8 @@ class _AllocationFields(Answer):
     image_id: str | None
     state: AllocationState
     state_since: Moment
+    stopped: bool = Field(description="Whether its project has stopped its machine.")
+    power_action: str = Field(description="The power action under way; empty without one.")
     generation: int
     activated_at: Moment | None
     ended_at: Moment | None
@@ -163,22 +221,81 @@ class MemberAllocation(_AllocationFields):
         description="When the present state ends at the latest; a command waits until then."
     )
     connection: Connection | None
+    terminal: bool = Field(description="Whether it was launched to accept terminals.")
     telemetry_url: str = Field(description="Dashboard of a whole machine; empty for a slice.")
     error_code: str
     created_at: Moment | None
 
     @classmethod
-    def of_allocation(cls, allocation: schema.Allocation) -> Self:
+    def of_allocation(cls, allocation: schema.Allocation, settings: Settings) -> Self:
         """The answer for the record of an allocation."""
-        reachable = allocation.state == AllocationState.ACTIVE
-        connection = allocation.connection if reachable else {}
+        connection = Connection.of_allocation(allocation, settings)
         return cls.of(
             allocation,
             # Only the code: error texts can contain device names of the host.
             error_code=str(allocation.error.get("code", "")),
-            connection=Connection.of_document(connection) if connection else None,
-            telemetry_url=str(connection.get("telemetry_url", "")),
+            connection=connection,
+            terminal=bool(allocation.parameters.get("terminal")),
+            # A dashboard of a slice's host would show other tenants.
+            telemetry_url=str(allocation.connection.get("telemetry_url", ""))
+            if connection and allocation.capacity_shape == CapacityShape.BAREMETAL
+            else "",
         )
+
+
+class TenantStep(Answer):
+    """A change of the allocation's state, as its tenant sees it."""
+
+    at: Moment
+    state: AllocationState
+    meaning: str
+
+
+class TenantWait(Answer):
+    """Why the allocation's work has not begun, without its machine."""
+
+    code: str
+    detail: str
+
+
+class LaunchTimes(Answer):
+    """How long the newest launches of the same shape and size took, in seconds."""
+
+    launches: int
+    half_within_s: int
+    nine_of_ten_within_s: int
+
+    @classmethod
+    def of_times(cls, times: list[float]) -> Self | None:
+        """None for fewer than three, which say nothing about the next."""
+        if len(times) < _TELLING:
+            return None
+        half, most = (times[math.ceil(len(times) * share) - 1] for share in (0.5, 0.9))
+        return cls(launches=len(times), half_within_s=round(half), nine_of_ten_within_s=round(most))
+
+
+class TenantTimeline(Answer):
+    """States of an allocation, the oldest first, and what its open work waits for."""
+
+    steps: list[TenantStep]
+    waits_for: TenantWait | None
+    step: str = Field(description="The step that its run is at; empty without a run.")
+    step_since: Moment | None
+    earlier: LaunchTimes | None = Field(
+        description="Until it is active: the times of earlier launches, where there are enough."
+    )
+
+
+_LAUNCHING = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
+# Reasons in a member's words. The reasons for operators name machines and other tenants' work.
+_WAITS = {
+    "host_unreachable": "its machine does not answer; the operators are informed",
+    "host_certificate_expired": "its machine is being certified again by the operators",
+    "later": "the service tries again shortly",
+    "node_busy": "other work on its machine comes first",
+    "exclusive_first": "other work on its machine comes first",
+    "worker": "the service starts it as soon as a worker is free",
+}
 
 
 class Allocation(_AllocationFields):
@@ -189,6 +306,10 @@ class Allocation(_AllocationFields):
     name: str
     runtime_profile: str
     parameters: Document
+    started_boot_id: str
+    refused_packets: dict[str, int] = Field(
+        description="Packets that the slice's guard refused, by kind, as its host counted them."
+    )
     state_reason: str
     deadline_at: Moment | None
     connection: Document
@@ -238,17 +359,27 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
     problems.require_default(body, "runtime_profile", profiles)
     if context.caller.role != Role.PLATFORM_ADMIN:
         _require_time_to_boot(context.settings, body)
+    if body.capacity_shape is not CapacityShape.GPU_SLICE:
+        present = "a whole machine is delivered with its present installation"
+        problems.require_default(body, "user_data", present)
+        problems.require_default(body, "terminal", present)
+    own = cloud_config.parse(body.user_data)
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
+        offers = profile_offers(context.settings.profiles_dir)
         launch = launching.Launch(
             project_id=project_id,
             image=body.image or "",
             gpu_count=body.gpu_count or 0,
-            parameters=body.parameters.model_dump(exclude_none=True),
-            catalogue=_catalogue(context.settings, body.capacity_shape),
+            parameters=body.parameters.model_dump(exclude_none=True)
+            | ({"terminal": True} if body.terminal else {}),
+            catalogue=_catalogue(offers, body.capacity_shape),
+            offers=offers if body.capacity_shape is CapacityShape.GPU_SLICE else {},
+            user_data=own,
             **body.model_dump(mode="json", include=_PASSED_ON),
         )
-        return MemberAllocation.of_allocation(launching.allocate(conn, launch, act))
+        allocation = launching.allocate(conn, launch, act)
+        return MemberAllocation.of_allocation(allocation, context.settings)
 
     reason = "launched by its project"
     for _ in range(placement.TRIES):
@@ -268,18 +399,45 @@ def list_allocations(
     project_id: Id, context: Member, paging: Paging, state: AllocationState | None = None
 ) -> PageOf[MemberAllocation]:
     """The project's allocations, the newest first."""
-    page = paging.page(allocations.ORDER)
-    rows = context.read(
-        lambda conn: allocations.every(conn, project_id=project_id, state=state, page=page)
-    )
-    return paging.answer(allocations.ORDER, rows, MemberAllocation.of_allocation)
+    rows = partial(allocations.every, project_id=project_id, state=state)
+    item = partial(MemberAllocation.of_allocation, settings=context.settings)
+    return context.page(paging, allocations.ORDER, rows, item)
 
 
 @router.get("/{allocation_id}", response_model=MemberAllocation)
 def show(project_id: Id, allocation_id: Id, context: Member) -> JSONResponse:
     """One allocation of the project."""
-    row = context.read(lambda conn: _allocation_of(conn, project_id, allocation_id))
-    return tagged(MemberAllocation.of_allocation(row))
+    row = context.read(lambda conn: allocation_of(conn, project_id, allocation_id))
+    return tagged(MemberAllocation.of_allocation(row, context.settings))
+
+
+@router.get("/{allocation_id}/timeline", name="timeline")
+def tenant_timeline(project_id: Id, allocation_id: Id, context: Member) -> TenantTimeline:
+    """The allocation's states so far, and the reason why its open work has not begun."""
+
+    def read(conn: DatabaseConnection) -> TenantTimeline:
+        allocation = allocation_of(conn, project_id, allocation_id)
+        changes = journal.history_of(conn, "allocation", allocation_id)
+        work = queue.every(conn, allocation_id=allocation_id, limit=_TIMELINE_LIMIT)
+        waits = leasing.wait_reasons(conn, work)
+        code = next((reason["code"] for reason in waits.values()), "")
+        detail = _WAITS.get(code, "the service cannot start it now; the operators are informed")
+        running = [task for task in work if task.state == TaskState.RUNNING]
+        return TenantTimeline(
+            steps=[
+                TenantStep(at=change.at, state=state, meaning=state.meaning)
+                for change in changes
+                for state in (AllocationState(change.target),)
+            ],
+            waits_for=TenantWait(code=code, detail=detail) if code else None,
+            step=_step(running[0].progress.get("step")) if running else "",
+            step_since=queue.step_since(conn, running[0]) if running else None,
+            earlier=LaunchTimes.of_times(allocations.launch_times(conn, allocation))
+            if allocation.state in _LAUNCHING
+            else None,
+        )
+
+    return context.read(read)
 
 
 @router.post("/{allocation_id}/release", response_model=MemberAllocation)
@@ -293,11 +451,28 @@ def release(
     """Release the allocation. Its machine ends and its disks are wiped."""
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
-        _allocation_of(conn, project_id, allocation_id)
+        allocation_of(conn, project_id, allocation_id)
         guard.check(conn, "allocation", allocation_id)
-        return MemberAllocation.of_allocation(launching.release(conn, allocation_id, act))
+        released = launching.release(conn, allocation_id, act)
+        return MemberAllocation.of_allocation(released, context.settings)
 
     return context.write(work, body=body, reason="released by its project")
+
+
+@router.post("/{allocation_id}/power", status_code=202, response_model=MemberAllocation)
+def change_power(
+    project_id: Id, allocation_id: Id, body: PowerRequest, context: Member, guard: IfMatch
+) -> JSONResponse:
+    """Start, stop, restart or reset the machine of a slice. `power_action` is empty afterwards."""
+
+    def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
+        allocation_of(conn, project_id, allocation_id)
+        guard.check(conn, "allocation", allocation_id)
+        changed = power.request(conn, allocation_id, body.action, act)
+        return MemberAllocation.of_allocation(changed, context.settings)
+
+    reason = f"{body.action.value} asked for by its project"
+    return context.write(work, body=body, reason=reason, status=202)
 
 
 @admin_router.get("", name="list_allocations")
@@ -309,13 +484,8 @@ def list_all(
     state: AllocationState | None = None,
 ) -> PageOf[Allocation]:
     """All allocations, the newest first."""
-    page = paging.page(allocations.ORDER)
-    rows = context.read(
-        lambda conn: allocations.every(
-            conn, project_id=project_id, state=state, node_id=node_id, page=page
-        )
-    )
-    return paging.answer(allocations.ORDER, rows, Allocation.of)
+    rows = partial(allocations.every, project_id=project_id, state=state, node_id=node_id)
+    return context.page(paging, allocations.ORDER, rows, Allocation.of)
 
 
 @admin_router.get("/{allocation_id}", name="show", response_model=AllocationDetail)
@@ -338,6 +508,11 @@ def show_all(allocation_id: Id, context: Admin) -> JSONResponse:
         )
 
     return tagged(context.read(read))
+
+
+def _step(name: object) -> str:
+    """The name of a run's step. A host writes the progress, so anything else is not passed on."""
+    return name if isinstance(name, str) and re.fullmatch(r"[a-z_]{1,40}", name) else ""
 
 
 def _require_time_to_boot(settings: Settings, body: NewAllocation) -> None:
@@ -365,17 +540,18 @@ def _redact(problem: Problem, role: str) -> Problem:
     return problem
 
 
-def _catalogue(settings: Settings, shape: CapacityShape) -> Mapping[str, str]:
-    """Offers by hardware profile: slices under the profile's SKU, whole machines under the
-    name of their hardware.
+def _catalogue(offers: Mapping[str, Offer], shape: CapacityShape) -> Mapping[str, str]:
+    """SKU by hardware profile: slices under the profile's SKU, whole machines under the name of
+    their hardware.
     """
-    skus = profile_skus(settings.profiles_dir)
-    return skus if shape is CapacityShape.GPU_SLICE else {name: name for name in skus}
+    slices = shape is CapacityShape.GPU_SLICE
+    return {name: offer.sku if slices else name for name, offer in offers.items()}
 
 
-def _allocation_of(
+def allocation_of(
     conn: DatabaseConnection, project_id: str, allocation_id: str
 ) -> schema.Allocation:
+    """The allocation, if it is the project's."""
     allocation = allocations.get(conn, allocation_id)
     if allocation.project_id != project_id:
         raise not_found("allocation", allocation_id)

@@ -19,21 +19,37 @@ from typing_extensions import TypeAliasType
 from reconciler.api import (
     allocations,
     apps,
+    catalog,
+    console_sessions,
+    control,
+    fleet,
     health,
     images,
+    ingress,
+    jobs,
+    maas,
+    netbox,
     nodes,
     nodework,
     placement,
+    pools,
     problems,
     projects,
     recovery,
+    slice_telemetry,
     slots,
+    ssh_access,
     tasks,
     telemetry,
+    terminals,
     timeline,
     usage,
+    worker,
 )
 from reconciler.api.http import CORRELATION_HEADER
+from reconciler.api.rate import Rates
+from reconciler.model import jobs as job_rules
+from reconciler.model import pools as pool_rules
 from reconciler.model import states
 from reconciler.model.states import Described
 from reconciler.settings import Settings
@@ -44,7 +60,17 @@ PREFIX = "/api/v1"
 # Requests are matched in this order, so the routes of tenants come first.
 ROUTERS = (
     allocations.router,
+    slice_telemetry.router,
+    ingress.router,
+    ssh_access.router,
+    terminals.router,
+    terminals.admin_router,
+    jobs.router,
+    jobs.admin_router,
+    worker.router,
     apps.router,
+    catalog.router,
+    fleet.router,
     nodes.router,
     nodes.enrolment_router,
     nodework.state_router,
@@ -58,11 +84,14 @@ ROUTERS = (
     recovery.router,
     placement.router,
     recovery.policy_router,
+    maas.router,
+    netbox.router,
     usage.router,
     tasks.router,
     timeline.router,
     timeline.audit_router,
     projects.token_router,
+    console_sessions.router,
 )
 
 
@@ -173,6 +202,9 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     )
     app.state.settings = settings
     app.state.engine = engine
+    app.state.rates = Rates()
+    app.state.waits = worker.Waits()
+    app.state.judged = catalog.Judged()
     problems.install(app)
     app.add_middleware(telemetry.Correlation)
     api = APIRouter(prefix=PREFIX)
@@ -181,6 +213,8 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.include_router(api)
     app.include_router(health.router)
     app.include_router(health.operator_router)
+    app.include_router(pools.router)
+    app.include_router(control.router)
     return app
 
 
@@ -227,8 +261,8 @@ def _refusals(
     if not path.startswith("/api/"):
         return statuses | ({"503"} if path != "/healthz" else set())
     statuses |= {"503"}
-    if not secured and ("content" in path or "enrol" in path):
-        # The credential of these two is a token of their own.
+    if not secured and any(word in path for word in ("content", "enrol", "userdata", "worker")):
+        # The credential of these is a token of their own.
         statuses |= {"401"}
     if "{" in path:
         statuses |= {"404"}
@@ -290,7 +324,7 @@ def _component_name(parameter: Document) -> str:
 
 def _describe_states(schemas: Document) -> None:
     """Explain each value of the states."""
-    for name, kind in vars(states).items():
+    for name, kind in (vars(states) | vars(job_rules) | vars(pool_rules)).items():
         if name in schemas and isinstance(kind, type) and issubclass(kind, Described):
             lines = [f"- `{member.value}`: {member.meaning}" for member in kind]
             schemas[name]["description"] = "\n".join([f"{kind.__doc__}", "", *lines])

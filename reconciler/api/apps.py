@@ -182,12 +182,8 @@ def create(project_id: Id, body: NewAppInstance, context: Member) -> JSONRespons
 @router.get("")
 def list_instances(project_id: Id, context: Member, paging: Paging) -> PageOf[AppInstance]:
     """The project's instances, the newest first."""
-    return context.page(
-        paging,
-        apps.INSTANCES,
-        lambda conn, page: apps.every(conn, project_id, page),
-        AppInstance.of,
-    )
+    rows = partial(apps.every, project_id=project_id)
+    return context.page(paging, apps.INSTANCES, rows, AppInstance.of)
 
 
 @router.get("/{app_instance_id}", response_model=AppInstanceDetail)

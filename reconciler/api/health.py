@@ -14,16 +14,17 @@ from ipaddress import ip_address
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
 from sqlalchemy import Connection, Engine
 
-from reconciler.api import problems, telemetry
-from reconciler.api.models import Answer, Moment
+from reconciler.api import control, pools, problems, telemetry
+from reconciler.api.models import Answer, Moment, Reasoned
 from reconciler.api.security import Admin, Caller, caller
 from reconciler.db import leader, migrations
 from reconciler.db.engine import reading
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 from reconciler.settings import Settings
@@ -60,12 +61,25 @@ class Leader(Answer):
     pid: int | None
 
 
+class Process(Answer):
+    """A process that reports, or has ended without a word. roles: without those that hang."""
+
+    host: str
+    pid: int
+    roles: list[str]
+    version: str
+    started_at: Moment
+    seen_at: Moment
+    live: bool
+
+
 class Health(Ready):
     """The site can do its work, and which processes do it."""
 
     processes: dict[str, Annotated[int, Field(ge=1)]] = Field(
         description="The number of living processes of each role."
     )
+    instances: list[Process] = Field(description="Each of them, by machine.")
     leader: Leader
 
 
@@ -88,7 +102,10 @@ def ready(request: Request) -> Ready:
 @router.get("/metrics", response_class=PlainTextResponse)
 def numbers(context: Admin) -> Response:
     """Metrics of this process's requests and of the site, for Prometheus."""
-    return Response(telemetry.exposition(context.engine), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        telemetry.exposition(context.engine, context.settings.redis_url),
+        media_type=CONTENT_TYPE_LATEST,
+    )
 
 
 @operator_router.get("/health")
@@ -99,6 +116,10 @@ def site(request: Request, context: Admin) -> Health:
         status="ok",
         revision=revision,
         processes=context.read(leader.live_roles),
+        instances=sorted(
+            map(Process.of, context.read(leader.processes)),
+            key=lambda process: (process.host, process.pid),
+        ),
         leader=context.read(_leader),
     )
 
@@ -107,6 +128,17 @@ def site(request: Request, context: Admin) -> Health:
 def current_leader(context: Admin) -> Leader:
     """The process that leads, or led last. The epoch is 0 before the first leader."""
     return context.read(_leader)
+
+
+@operator_router.post("/control/leader/release", response_model=Leader)
+def release_leader(context: Admin, body: Reasoned | None = None) -> JSONResponse:
+    """End the term of the leader. It lets the other processes be elected before it leads again."""
+
+    def work(conn: Connection, act: Act) -> Leader:
+        leader.release(conn, leader.LOOPS, act)
+        return _leader(conn)
+
+    return context.write(work, body=body)
 
 
 def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
@@ -128,6 +160,8 @@ def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
     app.add_middleware(telemetry.Correlation)
     app.include_router(router)
     app.include_router(operator_router)
+    app.include_router(pools.router)
+    app.include_router(control.router)
     return app
 
 

@@ -44,6 +44,10 @@ class NewImage(Reasoned):
         json_schema_extra={"deprecated": True},
     )
     guest_profile: Label = ""
+    runtime: Annotated[list[Name], Field(max_length=16)] = Field(
+        default=[],
+        description="What the image contains: driver-VERSION, cuda-VERSION, rdma, nvlink-disabled.",
+    )
     compression: Literal["none", "zstd"] = "none"
     url_digest: Annotated[str, StringConstraints(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
 
@@ -57,6 +61,7 @@ class MemberImage(Answer):
     digest: str
     size_bytes: int
     minimum_disk_bytes: int
+    runtime: list[str]
     created_at: Moment
 
 

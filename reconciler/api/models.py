@@ -24,7 +24,9 @@ from reconciler.db import clock
 
 Record = dict[str, Any]
 
-_NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f]*$"
+# Control characters of both sets, line separators, and marks that turn the direction of a text: a
+# log or a list would show other words than were written.
+_NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]*$"
 
 # An identifier in a path. The pattern excludes anything that could be read as a file path.
 Id = Annotated[str, Path(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
@@ -113,9 +115,7 @@ class Answer(BaseModel):
     """
 
     model_config = ConfigDict(
-        from_attributes=True,
-        frozen=True,
-        json_schema_extra={"additionalProperties": False},
+        from_attributes=True, frozen=True, json_schema_extra={"additionalProperties": False}
     )
 
     @classmethod

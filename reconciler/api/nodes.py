@@ -6,7 +6,7 @@ import uuid
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from sqlalchemy import Connection
 from typing_extensions import TypeAliasType
@@ -144,6 +144,41 @@ class EnrolmentBody(Body):
     fabric_address: HostText = ""
 
 
+class Ticket(Body):
+    """The ticket of a machine that MAAS installs."""
+
+    ticket: HostText
+
+
+class FirmwareDifference(Answer):
+    """A difference of a machine's firmware, or of its settings, from before its last tenant."""
+
+    section: str
+    name: str
+    change: Literal["added", "removed", "changed", "not_compared", "more"] = Field(
+        description="`not_compared`: it could not be read before or after; the texts say why."
+        " `more`: the number of differences that are not listed."
+    )
+    before: str
+    after: str
+
+
+class Hardware(Answer):
+    """Vendor, product and serial number of a machine. Empty: its firmware does not say."""
+
+    vendor: str
+    product: str
+    serial: str
+
+
+class NetboxDevice(Answer):
+    """What NetBox knows of a machine. Empty: nothing."""
+
+    device_id: int
+    asset_tag: str
+    bmc_address: str
+
+
 class Node(Answer):
     """The record of a machine."""
 
@@ -162,6 +197,19 @@ class Node(Answer):
     profile: str
     maas_tags: list[str] | None = Field(
         description="The machine's tags in MAAS; null when they are not known."
+    )
+    maas_system_id: Annotated[
+        str,
+        BeforeValidator(lambda maas: (maas or {}).get("system_id", "")),
+        Field(
+            validation_alias="maas", description="The machine in MAAS that is this node, if any."
+        ),
+    ]
+    hardware: Hardware | None = Field(
+        description="The machine as its host reports it; null before the first discovery."
+    )
+    netbox: NetboxDevice | None = Field(
+        description="The machine's device in NetBox; null when none is known."
     )
     mode: NodeMode
     mode_reason: str
@@ -191,6 +239,16 @@ class Node(Answer):
             description="A tenant was root on it: it needs a new installation and a new host key.",
         ),
     ]
+    firmware_unverified: Annotated[
+        bool,
+        BeforeValidator(lambda before: before is not None),
+        Field(
+            validation_alias="firmware_before",
+            description="Since a tenant was root on it, its firmware was not yet shown to be the"
+            " same as before.",
+        ),
+    ]
+    firmware_differences: list[FirmwareDifference]
     last_contact_at: Moment | None
     created_at: Moment
 
@@ -273,10 +331,7 @@ def create(body: NewNode, context: Admin) -> JSONResponse:
 
 @router.get("/nodes")
 def list_nodes(
-    context: Admin,
-    paging: Paging,
-    state: NodeState | None = None,
-    mode: NodeMode | None = None,
+    context: Admin, paging: Paging, state: NodeState | None = None, mode: NodeMode | None = None
 ) -> PageOf[ListedNode]:
     """All nodes."""
     page = paging.page(nodes.ORDER)
@@ -287,9 +342,7 @@ def list_nodes(
 
     rows, ends = context.read(read)
     return paging.answer(
-        nodes.ORDER,
-        rows,
-        lambda row: ListedNode.of(row, certificate_valid_until=ends.get(row.id)),
+        nodes.ORDER, rows, lambda row: ListedNode.of(row, certificate_valid_until=ends.get(row.id))
     )
 
 
@@ -364,15 +417,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
     def work(conn: Connection, act: Act) -> IssuedEnrolment:
         node = nodes.get(conn, node_id)
         record, secret = tokens.issue_enrolment(conn, node_id, act)
-        script = enrolment.userdata(
-            context.settings.url_for_hosts,
-            node_id,
-            secret,
-            user=node.ssh_user,
-            ca=enrolment.read_pin(context.settings.enrolment_ca_file),
-            address=str(context.settings.public_address or ""),
-            insecure=context.settings.enrolment_insecure,
-        )
+        script = enrolment.site_userdata(context.settings, node_id, secret, user=node.ssh_user)
         return IssuedEnrolment.of(record, token=secret, userdata=script)
 
     return context.write(work, body=body, status=201, secrets=frozenset({"token", "userdata"}))
@@ -392,6 +437,28 @@ def renew(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
         return Task.of(host.queue_renewal(conn, context.settings, node_id, act))
 
     return context.write(work, body=body, status=202)
+
+
+@enrolment_router.post("/nodes/{node_id}/userdata", response_class=PlainTextResponse)
+def fetch(node_id: Id, body: Ticket, request: Request) -> PlainTextResponse:
+    """Called by a machine that MAAS has installed. The ticket in the body is its only credential,
+    and is accepted once, from the machine's address. The answer is the script that enrols it.
+    """
+    configuration: Settings = request.app.state.settings
+    address = request.client.host if request.client else ""
+    act = Act(f"node:{node_id}", "ticket redeemed", correlation_id(request), role="node")
+
+    def work(conn: Connection) -> str:
+        tokens.redeem_ticket(conn, node_id, body.ticket, address=address)
+        node = nodes.get(conn, node_id)
+        _, secret = tokens.issue_enrolment(conn, node_id, act)
+        return enrolment.site_userdata(configuration, node_id, secret, user=node.ssh_user)
+
+    # Before anything is written, as in `enrol`.
+    with reading(request.app.state.engine) as conn:
+        tokens.require_ticket(conn, node_id, body.ticket, address=address)
+    script = retrying(request.app.state.engine, work)
+    return PlainTextResponse(script, headers={"Cache-Control": "no-store"})
 
 
 @enrolment_router.post("/nodes/{node_id}/enrol")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -28,10 +29,11 @@ from reconciler.api.nodes import Node
 from reconciler.api.security import Admin, Context
 from reconciler.api.tasks import Task
 from reconciler.db import schema
-from reconciler.lifecycle import baremetal, gate, host, slots
+from reconciler.lifecycle import baremetal, firmware, gate, host, maintenance, slots
+from reconciler.model import firmware as firmware_model
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, TaskKind
+from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.records import images, nodes, queue, reports
 
 _PREFIX = "/admin/nodes/{node_id}"
@@ -47,6 +49,11 @@ Filesystem = Annotated[str, StringConstraints(max_length=32, pattern=r"^[A-Za-z0
 Signature = Annotated[
     str, StringConstraints(max_length=96, pattern=r"^[A-Za-z0-9_]+@[0-9]+(#[0-9a-f]+)?$")
 ]
+AllocationId = Annotated[
+    str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+]
+# Failed job of the BMC that a person has examined.
+BiosJob = Annotated[str, StringConstraints(max_length=24, pattern=r"^[JR]ID_[0-9]{6,20}$")]
 Device = Annotated[str, StringConstraints(max_length=200, pattern=r"^/dev/[A-Za-z0-9/._:+-]+$")]
 
 
@@ -67,6 +74,20 @@ class Conversion(Reasoned):
 
     to: Literal["slice", "baremetal"]
     allow_reboot: StrictFlag = False
+
+
+class Reboot(StateReason):
+    """The allocations on the node, all of them: their tenants know that the host is restarted."""
+
+    allocations: Annotated[list[AllocationId], Field(default_factory=list, max_length=64)]
+
+
+class FirmwareChange(Reasoned):
+    """Without `apply` a plan. With it, `digest` is that of the latest plan."""
+
+    apply: StrictFlag = False
+    digest: Annotated[str, StringConstraints(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
+    acknowledged_jobs: Annotated[list[BiosJob], Field(default_factory=list, max_length=64)]
 
 
 class DiskIdentity(Body):
@@ -103,6 +124,20 @@ class Cleaning(Reasoned):
     without_dead_disks: StrictFlag = False
 
 
+ReportText = Annotated[str, StringConstraints(max_length=firmware_model.LONGEST)]
+ReportSection = TypeAliasType(
+    "ReportSection",
+    Annotated[dict[ReportText, ReportText], Field(max_length=firmware_model.MOST_ENTRIES)],
+)
+
+
+class BmcReport(Reasoned):
+    """Output of `scripts/ops/redfish_firmware_inventory.py`; a section is there or unreadable."""
+
+    sections: dict[Literal["redfish_firmware", "redfish_users", "redfish_boot"], ReportSection]
+    unreadable: ReportSection = Field(default_factory=dict)
+
+
 class _Report(Answer):
     id: int
     node_id: str
@@ -133,6 +168,12 @@ class NoReport(Answer):
     """No report yet; `task` is the latest task for one."""
 
     document: None
+    task: Task | None
+
+
+class LatestDrift(Answer):
+    """The latest finished comparison of host and records; null before the first."""
+
     task: Task | None
 
 
@@ -174,16 +215,11 @@ def retire(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JS
 
 
 def _move(
-    context: Context,
-    node_id: str,
-    body: StateReason,
-    guard: Guard,
-    transition: Callable[[Connection, str, Act], Any],
+    context: Context, node_id: str, body: Body, guard: Guard, transition: Callable[..., object]
 ) -> JSONResponse:
-
     def work(conn: Connection, act: Act) -> Node:
         guard.check(conn, "node", node_id)
-        transition(conn, node_id, act)
+        transition(conn, node_id, act=act)
         return Node.of(nodes.get(conn, node_id))
 
     return context.write(work, body=body)
@@ -269,6 +305,46 @@ def cache_image(node_id: Id, body: ImageCache, context: Admin) -> JSONResponse:
     return _queue(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
 
 
+@router.post("/reboot", status_code=202, response_model=Task)
+def reboot(node_id: Id, body: Reboot, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Restart the host. The node is drained, its slices are shut down, and discovery and parity
+    follow; a pass takes the node back into use and starts the slices again.
+
+    Refused with `reboot_unconfirmed` unless `allocations` are those on the node.
+    """
+    request = partial(maintenance.request_reboot, allocations=body.allocations)
+    return _maintain(context, node_id, body, guard, request)
+
+
+@router.post("/firmware", status_code=202, response_model=Task)
+def change_firmware(
+    node_id: Id, context: Admin, guard: IfMatch, body: FirmwareChange | None = None
+) -> JSONResponse:
+    """Plan, or apply, the BIOS settings that slices need. A plan changes nothing; its task's result
+    has `digest`, which approves it.
+
+    Applying it power-cycles the machine and follows the BMC's job; refused while anything is on the
+    node. Discovery and parity follow, and a pass takes a drained node back into use.
+    """
+    body = body or FirmwareChange(acknowledged_jobs=[])
+    if not body.apply:
+        return _queue(context, node_id, TaskKind.NODE_FIRMWARE, body)
+    request = partial(
+        maintenance.request_firmware, digest=body.digest, acknowledged_jobs=body.acknowledged_jobs
+    )
+    return _maintain(context, node_id, body, guard, request)
+
+
+def _maintain(
+    context: Context, node_id: str, body: Body, guard: Guard, request: Callable[..., schema.Task]
+) -> JSONResponse:
+    def work(conn: Connection, act: Act) -> Task:
+        guard.check(conn, "node", node_id)
+        return Task.of(request(conn, node_id, act))
+
+    return context.write(work, body=body, status=202)
+
+
 def _queue(
     context: Context,
     node_id: str,
@@ -289,12 +365,7 @@ def _queue(
         if slice_host:
             host.require_slice_mode(conn, node_id)
         item = queue.Enqueue(
-            kind=kind,
-            node_id=node_id,
-            subject_kind="node",
-            subject_id=node_id,
-            parameters=parameters(conn, act),
-            audited=audited,
+            kind=kind, node_id=node_id, parameters=parameters(conn, act), audited=audited
         )
         return Task.of(queue.enqueue(conn, item, act))
 
@@ -308,23 +379,34 @@ def _queue(
 def clean_machine(node_id: Id, context: Admin, body: Cleaning | None = None) -> JSONResponse:
     """Remove what the last tenant left, wipe its disks and prove it. Answers with the task."""
     body = body or Cleaning()
-
-    def work(conn: Connection, act: Act) -> Task:
-        without = body.without_dead_disks
-        return Task.of(baremetal.clean(conn, node_id, act, without_dead_disks=without))
-
-    return context.write(work, body=body, status=202)
+    clean = partial(baremetal.clean, without_dead_disks=body.without_dead_disks)
+    return context.write(
+        lambda conn, act: Task.of(clean(conn, node_id, act)), body=body, status=202
+    )
 
 
 @baremetal_router.post("/accept-drift", response_model=Node)
 def accept_drift(node_id: Id, body: Reasoned, context: Admin, guard: IfMatch) -> JSONResponse:
     """Let the machine be sold with the differences that its last tenant left."""
+    return _move(context, node_id, body, guard, baremetal.accept_drift)
 
-    def work(conn: Connection, act: Act) -> Node:
-        guard.check(conn, "node", node_id)
-        return Node.of(baremetal.accept_drift(conn, node_id, act))
 
-    return context.write(work, body=body)
+@baremetal_router.put("/bmc-firmware", response_model=Node)
+def record_bmc(node_id: Id, body: BmcReport, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Record firmware versions, users and boot settings as the machine's BMC reports them.
+
+    The BMC answers whatever runs on the machine. A report from before a tenant is compared with one
+    from after the new installation; between the two, its differences are named at once.
+    """
+    report = body.model_dump(exclude={"reason"})
+    record = partial(firmware.record_bmc, report=report)
+    return _move(context, node_id, body, guard, record)
+
+
+@baremetal_router.post("/accept-firmware", response_model=Node)
+def accept_firmware(node_id: Id, body: Reasoned, context: Admin, guard: IfMatch) -> JSONResponse:
+    """Let the machine be sold with firmware that differs from before its last tenant."""
+    return _move(context, node_id, body, guard, firmware.accept)
 
 
 # -- Reports of hosts ---------------------------------------------------------------------------
@@ -379,9 +461,24 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
     """Compare now what the host holds of slices with the records.
 
     The task's result names every difference. An idle slot of which the host still holds something
-    goes off sale. Nothing on the host is changed.
+    goes off sale. The host's own baseline is repaired; nothing of a tenant is changed.
     """
     return _queue(context, node_id, TaskKind.SLICE_DRIFT_RECONCILE, body, slice_host=True)
+
+
+@topology_router.get("/drift", response_model=LatestDrift)
+def latest_drift(node_id: Id, context: Admin) -> LatestDrift:
+    """The latest finished comparison. Its result has the `differences`, and the `repairs` of the
+    host's own upkeep since its boot, with times.
+    """
+
+    def read(conn: Connection) -> LatestDrift:
+        nodes.get(conn, node_id)
+        kind, done = TaskKind.SLICE_DRIFT_RECONCILE, TaskState.SUCCEEDED
+        tasks = queue.every(conn, node_id=node_id, kind=kind, state=done, limit=1)
+        return LatestDrift.of({"task": tasks[0] if tasks else None})
+
+    return context.read(read)
 
 
 def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task | None:
@@ -390,9 +487,7 @@ def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task 
 
 
 def _report(
-    kind: type[Report],
-    row: schema.Discovery | schema.Parity | None,
-    task: schema.Task | None,
+    kind: type[Report], row: schema.Discovery | schema.Parity | None, task: schema.Task | None
 ) -> Report | NoReport:
     if row is None:
         return NoReport.of({"document": None, "task": task})

@@ -12,7 +12,8 @@ from typing_extensions import TypeAliasType
 from reconciler.api.models import Answer, Filter
 from reconciler.api.security import Admin
 from reconciler.lifecycle import placement
-from reconciler.model.scheduler.snapshot import Want
+from reconciler.model import hardware
+from reconciler.profiles import profile_offers
 
 router = APIRouter(prefix="/admin/placement", tags=["placement"])
 
@@ -94,7 +95,8 @@ def explain(
     node_id: Filter = None,
 ) -> PlacementJudgement:
     """Judge a request as a launch would, and reserve nothing."""
-    want = Want(gpus, region or "", pool or "", node_id or "")
+    offers = profile_offers(context.settings.profiles_dir)
+    want = hardware.want(offers, gpus, region=region or "", pool=pool or "", node_id=node_id or "")
 
     def read(conn: Connection) -> PlacementJudgement:
         placed, explanation = placement.judge(conn, want)

@@ -39,42 +39,65 @@ _ACCESS = """
     certificate_invalid enrolment_ca_unreadable enrolment_invalid enrolment_pin_without_tls
     enrolment_without_tls
     host_certificate_expired host_certificate_missing host_key_invalid host_key_not_accepted
-    identity_provider_unavailable keygen_failed node_id_invalid origin_refused role_required
+    identity_provider_unavailable keygen_failed login_failed node_id_invalid origin_refused
+    role_required access_unknown gateway_missing host_keys_unknown ssh_key_expired ssh_key_revoked
+    terminal_off token_ended too_many_tickets
     token_invalid unauthenticated
 """
 _UNKNOWN = """
     allocation_not_found claim_not_found disk_not_found fabric_vf_not_found gpu_not_found
-    image_file_not_found image_not_found node_not_found profile_unknown project_not_found
-    proof_not_found recovery_case_not_found slot_not_found task_not_found token_not_found
+    image_file_not_found image_not_found ingress_rule_not_found node_not_found profile_unknown
+    maas_not_configured maas_reading_not_found
+    netbox_not_configured netbox_reading_not_found project_not_found recording_not_found
+    proof_not_found recovery_case_not_found slot_not_found ssh_session_not_found
+    task_not_found token_not_found
 """
 _NODES = """
-    expected_identity_missing fabric_link_missing field_not_changeable machine_clean
-    machine_not_clean
-    mgmt_attachment_unsupported no_drift node_exists node_in_use node_is_baremetal
-    node_not_enrolled node_not_slice node_reachable node_unhealthy node_unreachable project_exists
-    public_url_missing reinstall_required scheduling_not_ready
+    boot_unknown expected_identity_missing fabric_link_missing fabric_numbers_missing
+    field_not_changeable firmware_plan_changed machine_clean machine_not_clean maintenance_under_way
+    disk_not_proven maas_machine_unknown mgmt_attachment_unsupported no_drift
+    no_firmware_difference node_busy node_exists node_in_service node_in_slice_mode node_in_use
+    node_is_baremetal node_not_enrolled node_not_slice node_reachable node_unhealthy
+    node_unreachable project_exists public_url_missing reboot_unconfirmed reinstall_required
+    scheduling_not_ready serial_twice
 """
 _SLOTS = """
     bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present
     disk_too_small
     disk_not_by_identity duplicate_disk duplicate_fabric_vf duplicate_gpu duplicate_ip
-    duplicate_mac duplicate_slot_index fabric_not_vf gate_closed identity_mismatch ip_invalid
-    mac_invalid numa_mismatch proof_class_refused proof_mismatch proof_missing proof_unverified
-    slot_in_use slot_not_blocked
+    duplicate_mac duplicate_slot_index fabric_not_vf gate_closed gpu_link_degraded gpu_unproven
+    identity_mismatch ip_invalid mac_invalid numa_cpus_exceeded numa_hugepages_exceeded
+    numa_memory_exceeded numa_mismatch proof_class_refused proof_mismatch
+    proof_missing proof_unverified slot_in_use slot_not_blocked
 """
 _ALLOCATIONS = """
-    absence_unproven allocation_active allocation_baremetal allocation_not_baremetal
-    allocation_not_releasable allocation_released allocation_releasing attempts_exhausted
-    claim_live digest_invalid gpu_count_invalid image_check_busy image_exists
-    image_file_invalid no_capacity
+    absence_unproven allocation_active allocation_baremetal allocation_busy
+    allocation_not_baremetal allocation_not_releasable allocation_released allocation_releasing
+    attempts_exhausted claim_live digest_invalid fabric_numbers_used_up gpu_count_invalid
+    gpu_count_not_sold numa_node_exceeded nvlink_partitions_unsupported nvlink_unsupported
+    host_unproven host_unreachable image_check_busy image_exists image_file_invalid no_capacity
+    power_of_whole_machine quota_exceeded rate_exceeded
     ready_deadline_too_short scheduling_off shape_not_schedulable sku_unknown stale_lease
+    image_runtime_missing user_data_invalid user_data_too_large
+    telemetry_of_whole_machine
+"""
+_INGRESS = """
+    ingress_address_reserved ingress_address_unknown ingress_expiry_invalid ingress_limit
+    ingress_needs_slice ingress_off ingress_port_in_use
 """
 _APPS = """
     allocation_in_app allocation_not_active app_instance_ended app_instance_exists
     app_instance_not_found app_member_not_found app_member_repeated app_operation_not_found
 """
+_JOBS = """
+    device_leased device_unknown input_invalid input_too_large job_ended job_limit job_not_found
+    maintenance model_unknown pool_ended pool_exists pool_full pool_host_missing pool_limit
+    pool_memory_exceeded pool_not_found pool_without_token sample_unfinished worker_not_found
+"""
 CODES: frozenset[str] = frozenset(
-    " ".join((_REQUEST, _ACCESS, _UNKNOWN, _NODES, _SLOTS, _ALLOCATIONS, _APPS)).split()
+    " ".join(
+        (_REQUEST, _ACCESS, _UNKNOWN, _NODES, _SLOTS, _ALLOCATIONS, _INGRESS, _APPS, _JOBS)
+    ).split()
 ) | frozenset(REMEDIES)
 
 
@@ -95,6 +118,8 @@ def respond(request: Request, problem: Problem) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if problem.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = "1"
+    if "retry_after_s" in problem.detail:
+        headers["Retry-After"] = str(problem.detail["retry_after_s"])
     return JSONResponse(
         jsonable_encoder(document), problem.status, headers=headers, media_type=MEDIA_TYPE
     )
@@ -164,7 +189,6 @@ _DATABASE = Problem(
 )
 _CONFLICT = Problem(
     "conflict",
-    409,
     expected="values that no other record has",
     found="a value that the schema allows in one record only",
     remedy="read the existing records, then choose other values",

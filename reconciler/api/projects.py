@@ -12,7 +12,8 @@ from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Id, Integer, Moment, Name, Reasoned
-from reconciler.api.security import Admin, Holder
+from reconciler.api.security import Admin, Holder, Member
+from reconciler.lifecycle import quota as quotas
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
@@ -37,6 +38,90 @@ class Project(Answer):
     created_at: Moment
 
 
+Limit = Annotated[Integer, Field(ge=0, le=1_000_000)] | None
+
+
+class Limits(Reasoned):
+    """Limits of a project; one that is left out is that of the site.
+
+    An allocation counts as a machine until it is released. A failure is a launch whose guest was
+    not reachable in time.
+    """
+
+    gpus: Limit = None
+    machines: Limit = None
+    open_requests: Limit = None
+    launches_per_hour: Limit = None
+    failures_per_hour: Limit = None
+
+
+class Quota(Answer):
+    """The limits of a project and the present use of each; without a limit only its use."""
+
+    project_id: str
+    limits: dict[str, int]
+    own: dict[str, int] = Field(description="Those of the project; the others are the site's.")
+    used: dict[str, int]
+
+    @classmethod
+    def read(cls, conn: Connection, project_id: str) -> Self:
+        project = projects.get(conn, project_id)
+        return cls(
+            project_id=project_id,
+            limits=quotas.limits(conn, project),
+            own=project.quota,
+            used=quotas.used(conn, project_id),
+        )
+
+
+class DefaultQuota(Answer):
+    """The limits of the site, for what a project has no limit of its own for."""
+
+    limits: dict[str, int]
+
+
+@router.get("/projects/{project_id}/quota", name="quota")
+def show_quota(project_id: Id, context: Member) -> Quota:
+    """The limits of the project and their use."""
+    return context.read(lambda conn: Quota.read(conn, project_id))
+
+
+@router.put("/admin/projects/{project_id}/quota", response_model=Quota)
+def limit(project_id: Id, body: Limits, context: Admin) -> JSONResponse:
+    """Replace the limits of a project. What it holds already stays."""
+
+    def work(conn: Connection, act: Act) -> Quota:
+        quotas.change(conn, project_id, _given(body), act)
+        return Quota.read(conn, project_id)
+
+    return context.write(work, body=body)
+
+
+@router.get("/admin/settings/default-quota", name="default_quota")
+def show_defaults(context: Admin) -> DefaultQuota:
+    """The limits of the site."""
+    return DefaultQuota(limits=context.read(quotas.defaults))
+
+
+@router.put(
+    "/admin/settings/default-quota", response_model=DefaultQuota, name="change_default_quota"
+)
+def change_defaults(body: Limits, context: Admin) -> JSONResponse:
+    """Replace the limits of the site; one that is left out is none. They hold for every project
+    without a limit of its own.
+    """
+
+    def work(conn: Connection, act: Act) -> DefaultQuota:
+        quotas.change_defaults(conn, _given(body), act)
+        return DefaultQuota(limits=quotas.defaults(conn))
+
+    return context.write(work, body=body)
+
+
+def _given(body: Limits) -> dict[str, int]:
+    return body.model_dump(exclude={"reason"}, exclude_none=True)
+
+
 @router.post("/admin/projects", status_code=201, response_model=Project)
 def create(body: NewProject, context: Admin) -> JSONResponse:
     """Add a project."""
@@ -45,7 +130,6 @@ def create(body: NewProject, context: Admin) -> JSONResponse:
         if body.id in {row.id for row in projects.every(conn)}:
             raise Problem(
                 "project_exists",
-                409,
                 expected="a new id",
                 found=f"{body.id!r}, which a project has",
                 remedy="use that project or another id",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from fastapi import Depends, Request, Security
 from fastapi.concurrency import run_in_threadpool
@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from sqlalchemy import Connection, Engine
+from starlette.requests import HTTPConnection
 
 from reconciler.api.http import (
     PageOf,
@@ -26,7 +27,8 @@ from reconciler.api.http import (
 from reconciler.api.models import Answer, Body, Id, Reasoned, Record
 from reconciler.db import idempotency
 from reconciler.db.engine import asking, reading, retrying
-from reconciler.db.rows import Order, Page
+from reconciler.db.rows import Order
+from reconciler.db.schema import ApiToken
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
@@ -34,11 +36,16 @@ from reconciler.records import projects, tokens
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 
+# Name of the console's cookie.
+COOKIE = "gpuaas"
 _bearer = HTTPBearer(
     auto_error=False,
     scheme_name="token",
     description="A token of `gpuaas`, or of the OpenID provider.",
 )
+# Keys of the request's scope under which the console passes its session and the secret of that. No
+# header reaches a scope.
+SESSION, SECRET = "gpuaas.session", "gpuaas.secret"
 _ACTOR: dict[str, str] = {
     Role.PLATFORM_ADMIN: "admin",
     Role.PROJECT_MEMBER: "member",
@@ -65,9 +72,22 @@ class Caller:
         return f"{_ACTOR[self.role]}:{self.name}{token}"
 
     def still(self, request: Request) -> bool:
-        """Whether the request's token still stands for this caller."""
-        _, secret = get_authorization_scheme_param(request.headers.get("Authorization"))
-        return _authenticate(request, secret) == self
+        """Whether the request's token or session still stands for this caller."""
+        return authenticate(request) == self
+
+    @classmethod
+    def of_token(cls, token: ApiToken) -> Self:
+        """The identity of a token of this site."""
+        project_ids = frozenset({token.project_id} if token.project_id else ())
+        return cls(token.id, token.name, token.role, project_ids)
+
+    @classmethod
+    def of_provider(cls, identity: oidc.Identity) -> Self:
+        """The identity of a person of the OpenID provider."""
+        # Names of stored tokens have no colon, so the audit log cannot confuse the two.
+        name = f"oidc:{identity.name}"
+        role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
+        return cls(identity.id, name, role.value, identity.projects, stored=False)
 
 
 @dataclass(frozen=True)
@@ -100,12 +120,12 @@ class Context:
         self,
         paging: PageRequest,
         order: Order,
-        rows: Callable[[Connection, Page], Sequence[R]],
+        rows: Callable[..., Sequence[R]],
         item: Callable[[R], T],
     ) -> PageOf[T]:
-        """Read one page of a list."""
+        """Read one page of a list. rows: gets the connection, and `page` by its name."""
         page = paging.page(order)
-        return paging.answer(order, self.read(lambda conn: rows(conn, page)), item)
+        return paging.answer(order, self.read(lambda conn: rows(conn, page=page)), item)
 
     def write(
         self,
@@ -162,7 +182,8 @@ def caller(
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
     """The holder of a valid token. Every invalid token gets the same 401."""
-    identity = None if credentials is None else _authenticate(request, credentials.credentials)
+    secret = "" if credentials is None else credentials.credentials
+    identity = authenticate(request, secret)
     if identity is None:
         raise Problem(
             "unauthenticated",
@@ -171,6 +192,8 @@ def caller(
             found="no token, or one that is unknown, expired or revoked",
             remedy="get one with `gpuaas token create`, or from the site's OpenID provider",
         )
+    if identity.role != Role.PLATFORM_ADMIN:
+        request.app.state.rates.take(identity.token_id)
     return identity
 
 
@@ -229,35 +252,61 @@ def provider(settings: Settings) -> oidc.Provider:
     return oidc.Provider(**{name: getattr(settings, f"oidc_{name}") for name in names})
 
 
+def person(settings: Settings, claims: dict[str, Any]) -> Caller | None:
+    """Whom the claims of a session stand for under the present settings."""
+    if claims["iss"] != settings.oidc_issuer:
+        return None
+    try:
+        return Caller.of_provider(oidc.identity_of(provider(settings), claims))
+    except ValueError:
+        return None
+
+
 def _require_project(request: Request, project_id: str) -> None:
     with asking(request.app.state.engine) as conn:
         projects.get(conn, project_id)
 
 
-def _authenticate(request: Request, secret: str) -> Caller | None:
+def cookie_name(request: HTTPConnection, name: str) -> str:
+    """The name with the prefix that a browser accepts only with Secure, from the host itself and
+    for the whole site; plain names are for loopback.
+    """
+    return f"__Host-{name}" if request.url.scheme in ("https", "wss") else name
+
+
+def credential(request: HTTPConnection) -> str:
+    """Digest of the session or token by which a request is authenticated."""
+    if SESSION in request.scope:
+        given = request.scope.get(SECRET) or request.cookies.get(cookie_name(request, COOKIE), "")
+        return tokens.digest(given)
+    return tokens.digest(bearer(request))
+
+
+def bearer(request: HTTPConnection) -> str:
+    """The token in a request's header."""
+    return get_authorization_scheme_param(request.headers.get("Authorization"))[1]
+
+
+def authenticate(request: HTTPConnection, secret: str | None = None) -> Caller | None:
+    """The identity of a request's session or token. secret: the token, if it is known."""
+    if session := request.scope.get(SESSION):
+        identity: Caller | None = session()
+        return identity
+    secret = bearer(request) if secret is None else secret
+    if not secret:
+        return None
     settings: Settings = request.app.state.settings
     if settings.oidc_issuer and oidc.looks_like_jwt(secret):
-        identity = oidc.verifier(provider(settings)).identity(secret)
-        return None if identity is None else _caller_of_provider(identity)
+        person = oidc.verifier(provider(settings)).identity(secret)
+        return None if person is None else Caller.of_provider(person)
     with asking(request.app.state.engine) as conn:
         record = tokens.authenticate(conn, secret)
-    if record is None:
-        return None
-    project_ids = frozenset({record.project_id} if record.project_id else ())
-    return Caller(record.id, record.name, record.role, project_ids)
-
-
-def _caller_of_provider(identity: oidc.Identity) -> Caller:
-    # Names of stored tokens have no colon, so the audit log cannot confuse the two.
-    name = f"oidc:{identity.name}"
-    role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
-    return Caller(identity.id, name, role.value, identity.projects, stored=False)
+    return None if record is None else Caller.of_token(record)
 
 
 def _shown_once(issued: Record) -> Problem:
     return Problem(
         "secret_shown_once",
-        409,
         expected="the first answer to have been kept",
         found="a repetition of it; the secret is not stored",
         remedy="issue another one with a new idempotency key, and revoke the first",

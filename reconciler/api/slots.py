@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
@@ -9,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
-from reconciler.api.http import IfMatch, PageOf, PageRequest, Paging, tagged
+from reconciler.api.http import Guard, IfMatch, PageOf, PageRequest, Paging, tagged
 from reconciler.api.models import (
     Answer,
     Body,
@@ -162,9 +164,8 @@ class SlotDetail(Slot):
 @router.get("")
 def list_slots(node_id: Id, context: Admin, paging: Paging) -> PageOf[ListedSlot]:
     """The node's approved slots, each with its last proof."""
-    page = paging.page(slot_records.ORDER)
-    rows = context.read(lambda conn: slot_records.of_node(conn, node_id, page))
-    return paging.answer(slot_records.ORDER, rows, _listed)
+    rows = partial(slot_records.of_node, node_id=node_id)
+    return context.page(paging, slot_records.ORDER, rows, _listed)
 
 
 @router.post("", status_code=201, response_model=Slots)
@@ -177,7 +178,9 @@ def approve(node_id: Id, body: Approval, context: Admin) -> JSONResponse:
             bundle = Bundle.of(request.model_dump())
             metadata = _capacity_metadata(profile, bundle)
             try:
-                slot_life.approve(conn, node_id, bundle, act, capacity_metadata=metadata)
+                slot_life.approve(
+                    conn, node_id, bundle, act, capacity_metadata=metadata, profile=profile
+                )
             except Problem as problem:
                 problem.detail.setdefault("slot_index", request.slot_index)
                 raise
@@ -234,20 +237,10 @@ def list_proofs(node_id: Id, slot_id: Id, context: Admin, paging: Paging) -> Pag
 
 @router.post("/{slot_id}/repair", status_code=202, response_model=Task)
 def repair(
-    node_id: Id,
-    slot_id: Id,
-    context: Admin,
-    guard: IfMatch,
-    body: Reasoned | None = None,
+    node_id: Id, slot_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
 ) -> JSONResponse:
     """Clean a blocked slot: remove what is left, wipe, verify. Answers with the task."""
-
-    def work(conn: Connection, act: Act) -> Task:
-        _slot_of(conn, node_id, slot_id)
-        guard.check(conn, "slot", slot_id)
-        return Task.of(recovery.repair(conn, slot_id, act))
-
-    return context.write(work, body=body, status=202)
+    return _queue(context, node_id, slot_id, body, guard, recovery.repair)
 
 
 @router.post("/{slot_id}/remove-orphan", status_code=202, response_model=Task)
@@ -255,11 +248,22 @@ def remove_orphan(
     node_id: Id, slot_id: Id, context: Admin, guard: IfMatch, body: Orphan
 ) -> JSONResponse:
     """Remove a machine without a record from an idle slot; wipe, verify. Answers with the task."""
+    remove = partial(recovery.remove_orphan, allocation_id=body.allocation_id)
+    return _queue(context, node_id, slot_id, body, guard, remove)
 
+
+def _queue(
+    context: Context,
+    node_id: str,
+    slot_id: str,
+    body: Body | None,
+    guard: Guard,
+    queue: Callable[..., schema.Task],
+) -> JSONResponse:
     def work(conn: Connection, act: Act) -> Task:
         _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return Task.of(recovery.remove_orphan(conn, slot_id, body.allocation_id, act))
+        return Task.of(queue(conn, slot_id, act=act))
 
     return context.write(work, body=body, status=202)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, field_validator
 from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
 
@@ -78,6 +78,12 @@ class Task(Answer):
     created_at: Moment
     started_at: Moment | None
     finished_at: Moment | None
+
+    @field_validator("parameters")
+    @classmethod
+    def _without_tenant_data(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A tenant's cloud-config may hold passwords, so no answer shows it."""
+        return {name: value for name, value in parameters.items() if name != "tenant_data"}
 
 
 def _absent(value: object) -> bool:

@@ -6,12 +6,13 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Engine
@@ -25,9 +26,14 @@ from reconciler.api.http import CORRELATION_HEADER
 from reconciler.db import clock, leader
 from reconciler.db.engine import reading
 from reconciler.db.schema import allocations, nodes, outbox, slots, tasks
-from reconciler.lifecycle import drift
+from reconciler.inventory import maas_sync, sync
+from reconciler.inventory.readings import Readings
+from reconciler.lifecycle import drift, slice_telemetry
 from reconciler.model.errors import Problem
+from reconciler.model.jobs import Mode
+from reconciler.model.pools import LIVE_POOLS
 from reconciler.model.states import TaskState
+from reconciler.pools import control, hints, jobs, pools, workers
 from reconciler.records import certificates
 from reconciler.records.leasing import DUE
 
@@ -121,24 +127,27 @@ def _count_request(scope: MutableMapping[str, Any], status: int, seconds: float)
     _REQUESTS.labels(method, route, str(status)).observe(seconds)
 
 
-def exposition(engine: Engine) -> bytes:
-    """All metrics in Prometheus' text format."""
+def exposition(engine: Engine, redis_url: str = "") -> bytes:
+    """All metrics in Prometheus' text format. redis_url: of the streams of jobs, if any."""
     site = CollectorRegistry(auto_describe=False)
     with reading(engine) as conn:
-        site.register(_Site(conn))
+        site.register(_Site(conn, redis_url))
         return generate_latest(_PROCESS) + generate_latest(site)
 
 
 class _Site(Collector):
     """Metrics of the whole site, read from the database."""
 
-    def __init__(self, conn: Connection) -> None:
+    def __init__(self, conn: Connection, redis_url: str) -> None:
         self._conn = conn
+        self._redis_url = redis_url
 
     def collect(self) -> Iterator[Metric]:
         yield from _tables(self._conn)
         yield from _certificates(self._conn)
         yield from _service(self._conn)
+        yield from _slices(self._conn)
+        yield from _jobs(self._conn, self._redis_url)
 
 
 def _tables(conn: Connection) -> Iterator[Metric]:
@@ -172,12 +181,60 @@ def _tables(conn: Connection) -> Iterator[Metric]:
         "Time since the last drift check of the slice host that has waited longest.",
         drift.overdue_nodes(conn),
     )
+    yield from _drift(conn)
+    refused = GaugeMetricFamily(
+        "gpuaas_refused_packets",
+        "Packets of active slices that their guards refused, by kind.",
+        labels=["kind"],
+    )
+    for kind, packets in slice_telemetry.refused_by_kind(conn).items():
+        refused.add_metric([kind], packets)
+    yield refused
+    yield from _inventory(conn, sync.READINGS)
+    yield from _inventory(conn, maas_sync.READINGS)
     unsent = outbox.c.published_at.is_(None)
     yield _gauge(
         "gpuaas_outbox_pending",
         "Events that have not been relayed yet.",
         _number(conn, sa.select(sa.func.count()).select_from(outbox).where(unsent)),
     )
+
+
+def _drift(conn: Connection) -> Iterator[Metric]:
+    differences = GaugeMetricFamily(
+        "gpuaas_drift_differences",
+        "Differences in the latest drift check of each slice host.",
+        labels=["severity"],
+    )
+    severities: Counter[str] = Counter(degraded=0, failed=0)
+    repairs = 0
+    for result in drift.latest_results(conn):
+        severities.update(row["severity"] for row in result.get("differences", ()))
+        repairs += sum(row["times"] for row in result.get("repairs", ()))
+    for severity, count in sorted(severities.items()):
+        differences.add_metric([severity], count)
+    yield differences
+    yield _gauge(
+        "gpuaas_drift_repairs",
+        "Repairs of slice hosts by their own upkeep since their boot, as of the latest check.",
+        repairs,
+    )
+
+
+def _inventory(conn: Connection, readings: Readings) -> Iterator[Metric]:
+    name, title, last = readings.name, readings.title, readings.latest(conn)
+    if last is None:
+        return
+    differences = GaugeMetricFamily(
+        f"gpuaas_{name}_differences", f"Differences from {title}, by code.", labels=["code"]
+    )
+    for code, count in sorted(last["counts"].items()):
+        differences.add_metric([code], count)
+    yield differences
+    text = f"Whether the last comparison with {title} came to its end."
+    yield _gauge(f"gpuaas_{name}_complete", text, int(last["complete"]))
+    text = f"Time since the last comparison with {title}."
+    yield _gauge(f"gpuaas_{name}_seconds", text, clock.read(conn) - last["at"])
 
 
 def _certificates(conn: Connection) -> Iterator[Metric]:
@@ -192,12 +249,14 @@ def _certificates(conn: Connection) -> Iterator[Metric]:
     family.add_metric(["valid"], len(until) - expired)
     family.add_metric(["expired"], expired)
     yield family
+    first = GaugeMetricFamily(
+        "gpuaas_host_certificate_seconds",
+        "Time until the first host certificate expires; negative after its expiry.",
+        labels=[],
+    )
     if until:
-        yield _gauge(
-            "gpuaas_host_certificate_seconds",
-            "Time until the first host certificate expires; negative after its expiry.",
-            min(until) - now,
-        )
+        first.add_metric([], min(until) - now)
+    yield first
 
 
 def _service(conn: Connection) -> Iterator[Metric]:
@@ -217,6 +276,103 @@ def _service(conn: Connection) -> Iterator[Metric]:
         "Number of the leader's term.",
         leads["epoch"] if leads else 0,
     )
+
+
+_TOTALS = {
+    "reclaimed": "Jobs whose lease expired, because their worker died or was away.",
+    "reclaimer_errors": "Failures of workers to reclaim such jobs.",
+    "job_retries": "Failed attempts that were followed by another.",
+    "worker_pool_evictions": "Pools that were stopped by force.",
+}
+
+
+def _jobs(conn: Connection, redis_url: str) -> Iterator[Metric]:
+    """Jobs under the names that dashboards of the orchestrator know."""
+    prefix = "gpu_orchestrator"
+    number = jobs.count(conn)
+    yield _gauge(f"{prefix}_pending_jobs", "Jobs that wait.", number["pending"])
+    yield _gauge(f"{prefix}_running_jobs", "Jobs that workers hold.", number["running"])
+    yield _gauge(f"{prefix}_dlq_length", "Jobs that failed too often.", number["dead_letter"])
+    # Families without a value, such as this one without Redis, are named all the same.
+    length = GaugeMetricFamily(f"{prefix}_stream_length", "Hints in the stream of jobs.", labels=[])
+    streams = hints.of(redis_url)
+    if lengths := streams.lengths() if streams else {}:
+        length.add_metric([], lengths[hints.STREAM])
+    yield length
+    counts = control.counts(conn)
+    for name, text in _TOTALS.items():
+        yield CounterMetricFamily(f"{prefix}_{name}", text, value=counts[name])
+    mode = GaugeMetricFamily(
+        f"{prefix}_mode", "1 for the mode of the site: normal, drain or drained.", labels=["mode"]
+    )
+    current = control.read(conn)
+    for each in Mode:
+        mode.add_metric([each], int(each == current.mode))
+    yield mode
+    text = "Time since the mode of the site changed."
+    yield _gauge(f"{prefix}_mode_seconds", text, clock.read(conn) - current.since)
+    leads = leader.read(conn, leader.LOOPS)
+    text = "1 while a leader's term is valid."
+    yield _gauge(f"{prefix}_leader", text, int(bool(leads and leads["live"])))
+    yield from _pools(conn, prefix)
+
+
+def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
+    """Living pools with their memory. Of a pool with GPUs it is that of its GPUs."""
+    states = GaugeMetricFamily(f"{prefix}_worker_pools", "Pools by state.", labels=["state"])
+    size = GaugeMetricFamily(
+        f"{prefix}_worker_pool_memory_bytes", "Memory of all workers of a pool.", labels=["pool"]
+    )
+    share = GaugeMetricFamily(
+        f"{prefix}_nvml_mem_util_pct",
+        "Used part of a GPU's memory, or without GPUs of the limit of a pool's largest worker.",
+        labels=["pool", "gpu"],
+    )
+    live = pools.live(conn)
+    for state in LIVE_POOLS:
+        states.add_metric([state], sum(pool.state == state for pool in live))
+    living = workers.living(conn, [pool.id for pool in live])
+    gpus = {(host.id, gpu["id"]): gpu for host in pools.hosts(conn) for gpu in host.devices}
+    for pool in live:
+        used = [worker.memory_bytes for worker in living[pool.id]]
+        size.add_metric([pool.name], sum(used))
+        for device in pool.devices:
+            if gpu := gpus.get((pool.host_id, device)):
+                part = 100 * gpu["memory_used_bytes"] / gpu["memory_bytes"]
+                share.add_metric([pool.name, device], part)
+        if not pool.devices:
+            part = 100 * max(used, default=0) / (pool.memory_mib << 20)
+            share.add_metric([pool.name, ""], part)
+    yield from (states, size, share)
+    yield _gauge(f"{prefix}_devices", "Devices of the hosts of pools.", len(gpus))
+    yield _gauge(f"{prefix}_leases", "Devices that pools have.", len(pools.leases(conn)))
+
+
+def _slices(conn: Connection) -> Iterator[Metric]:
+    """The newest telemetry of active slices: a series per value, and per GPU that a guest has."""
+    labels = ["allocation", "project", "source"]
+    families: dict[str, GaugeMetricFamily] = {}
+
+    def add(name: str, value: object, *texts: str) -> None:
+        if type(value) not in (int, float, bool):
+            return
+        names = [*labels, "gpu"] if len(texts) > len(labels) else labels
+        family = families.setdefault(
+            name,
+            GaugeMetricFamily(name, "Telemetry of a slice, in the unit of its name.", labels=names),
+        )
+        family.add_metric(texts, float(value))  # type: ignore[arg-type]
+
+    for allocation, sample in slice_telemetry.current(conn):
+        for source, values in (("host", sample.host), ("guest", sample.guest or {})):
+            texts = (allocation.id, allocation.project_id, source)
+            for name, value in values.items():
+                add(f"gpuaas_slice_{name}", value, *texts)
+            for gpu in values.get("gpus", ()):
+                for name, value in gpu.items():
+                    if name != "index":
+                        add(f"gpuaas_slice_gpu_{name}", value, *texts, str(gpu["index"]))
+    yield from families.values()
 
 
 def _counted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from fastapi import APIRouter
@@ -118,10 +119,7 @@ def of_correlation(correlation_id: Id, context: Admin, paging: Paging) -> PageOf
     changes of allocations, claims, slots and tasks, progress of tasks, and the audit log. The list
     is empty for an unknown id.
     """
-
-    def rows(conn: Connection, page: Page) -> list[Record]:
-        return timeline.of(conn, correlation_id=correlation_id, page=page)
-
+    rows = partial(timeline.of, correlation_id=correlation_id)
     return context.page(paging, timeline.ORDER, rows, TimelineEntry.model_validate)
 
 
@@ -134,14 +132,7 @@ def list_audit(
     correlation_id: Filter = None,
 ) -> PageOf[AuditEntry]:
     """Administrative actions with actor and reason, the newest first."""
-    page = paging.page(journal.AUDIT_ORDER)
-    rows = context.read(
-        lambda conn: journal.audit_rows(
-            conn,
-            action=action,
-            subject_id=subject_id,
-            correlation_id=correlation_id,
-            page=page,
-        )
+    rows = partial(
+        journal.audit_rows, action=action, subject_id=subject_id, correlation_id=correlation_id
     )
-    return paging.answer(journal.AUDIT_ORDER, rows, AuditEntry.of)
+    return context.page(paging, journal.AUDIT_ORDER, rows, AuditEntry.of)

@@ -26,8 +26,7 @@ router = APIRouter(tags=["usage"])
 
 Format = Literal["json", "csv"]
 From = Annotated[
-    AwareDatetime | None,
-    Query(alias="from", description="RFC 3339; by default the first record."),
+    AwareDatetime | None, Query(alias="from", description="RFC 3339; by default the first record.")
 ]
 To = Annotated[
     AwareDatetime | None,
@@ -63,9 +62,7 @@ class ProjectUsageRecord(Answer):
         """The answer for a row, with its share of the period in seconds."""
         counted = row["counted_ms"]
         return cls.of(
-            row,
-            counted_seconds=counted / 1000,
-            gpu_seconds=counted * row["gpu_count"] / 1000,
+            row, counted_seconds=counted / 1000, gpu_seconds=counted * row["gpu_count"] / 1000
         )
 
 

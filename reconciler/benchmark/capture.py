@@ -57,7 +57,6 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
         texts = {name: str(output["refusal"].get(name, ""))[:2000] for name in _REFUSAL}
         raise Problem(
             texts["code"][:100] or "refused",
-            409,
             expected=texts["expected"],
             found=texts["found"],
             remedy=texts["remedy"],

@@ -17,12 +17,7 @@ SAME_PERCENT = 1.0
 NOISY_PERCENT = 10.0
 
 # Loss of the prototype from bare metal to a slice VM with a GPU, in percent.
-REFERENCE = {
-    "gpu.fp64": -2.1,
-    "gpu.hbm_copy": 0.0,
-    "rdma.write": -43.0,
-    "vllm.throughput": -17.0,
-}
+REFERENCE = {"gpu.fp64": -2.1, "gpu.hbm_copy": 0.0, "rdma.write": -43.0, "vllm.throughput": -17.0}
 
 _SETTINGS = (
     "hugepages",

@@ -87,7 +87,6 @@ def guest_place(allocation: Record) -> tuple[str, str]:
     if (shape, state) != (CapacityShape.GPU_SLICE, AllocationState.ACTIVE):
         raise Problem(
             "no_slice_vm",
-            409,
             expected="an active allocation of GPU slices",
             found=f"a {shape} allocation, {state}",
             remedy="choose another allocation with `gpuaas allocations`, or use --host",
@@ -124,7 +123,6 @@ def guest_target(
     if not keys:
         raise Problem(
             "guest_key_unknown",
-            409,
             expected=f"SSH host keys of the guest on its console, {console}",
             found="no key",
             remedy="enable keys-to-console in the image's cloud-init, or pass the guest's key with"

@@ -1,8 +1,9 @@
-"""Allocations: `gpuaas launch`, `release`, `allocations`, `allocation`, `explain`."""
+"""Allocations: `gpuaas launch`, `release`, `start`, `stop`, `restart`, `reset`, `allocations`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from reconciler.cli import output
 from reconciler.cli.projects import project_id, suggesting
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
+from reconciler.model.states import PowerAction
 from reconciler.wait_timeout import WaitTimeout
 
 
@@ -44,6 +46,12 @@ def launch(
     hostname: str = "slice",
     region: str = "",
     pool: Annotated[str, typer.Option(help="Use only nodes of this pool.")] = "",
+    user_data: Annotated[
+        Path | None, typer.Option(help="File with your own cloud-config, for a slice.")
+    ] = None,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Let a slice accept the gateway's terminals.")
+    ] = False,
     wait: Annotated[bool, typer.Option(help="Wait until it can be used.")] = True,
 ) -> None:
     """Launch a virtual machine with whole GPUs, or a whole bare-metal machine."""
@@ -60,6 +68,10 @@ def launch(
         body["gpu_count"] = gpus
     if image:
         body["image"] = image
+    if terminal:
+        body["terminal"] = True
+    if user_data:
+        body["user_data"] = _text_of(user_data)
     try:
         allocation = client().post(f"/projects/{project}/allocations", body)
     except Problem as problem:
@@ -81,6 +93,50 @@ def release(
     if wait:
         document = _wait_for(document, "released")
     output.record(document)
+
+
+# A member's answer names no deadline of the action. Hardware profiles allow a guest's shutdown and
+# start much less; the rest is for tasks of the same host that come first.
+_POWER_S = 7200
+
+
+def _power(action: PowerAction) -> Callable[..., None]:
+    def change(
+        allocation: Allocation,
+        project: Project,
+        wait: Annotated[bool, typer.Option(help="Wait until it is done.")] = True,
+    ) -> None:
+        path = f"/projects/{project}/allocations/{allocation}"
+        document = client().post(f"{path}/power", {"action": action.value})
+        timeout = WaitTimeout(_POWER_S)
+        while wait and document["power_action"]:
+            if timeout.ends(None, None):
+                raise Problem(
+                    "power_timeout",
+                    504,
+                    expected=f"{action.value} of allocation {allocation} to have ended by now",
+                    found=f"{document['power_action']} under way for {_POWER_S // 60} minutes",
+                    remedy="look again with `gpuaas allocations`; the service goes on by itself."
+                    " If it lasts, the operators see what it waits for",
+                )
+            time.sleep(1)
+            document = client().get(path)
+        if wait and document["error_code"]:
+            raise Problem(
+                document["error_code"],
+                expected=f"{action.value} of allocation {allocation}",
+                found="its run failed",
+                remedy="ask again; an operator sees the cause in"
+                f" `gpuaas tasks list --allocation {allocation}`",
+            )
+        output.record(document)
+
+    change.__doc__ = action.meaning
+    return change
+
+
+for _action in PowerAction:
+    commands.command(_action.value)(_power(_action))
 
 
 @commands.command("allocations")
@@ -114,11 +170,38 @@ def show_allocation(
     # Lists get tables of their own: as JSON in a cell they would be unreadable.
     claims, tasks, events = (document.pop(name) for name in ("claims", "tasks", "timeline"))
     document.pop("task_ids", None)
+    refused = sorted(document.pop("refused_packets").items())
     output.record(document)
+    if refused:
+        output.rows([{"refused": kind, "packets": n} for kind, n in refused], "refused", "packets")
     output.rows(claims, "slot_id", "state", "gpu_pci_address", "nvme_identity", "fence")
     output.rows(tasks, "id", "kind", "state", "created_at", "error.code")
     changes = [row for row in events if row["type"] == "state"]
     output.rows(changes, "at", "entity", "source", "target", "actor", "reason")
+
+
+@app.command()
+def telemetry(
+    allocation: Allocation,
+    project: Project,
+    minutes: Annotated[int, typer.Option(min=1, max=1440, help="For JSON: how far back.")] = 60,
+) -> None:
+    """Show the newest telemetry of a slice: measured by its host, and said by its guest."""
+    path = f"/projects/{project}/allocations/{allocation}/telemetry"
+    document = client().get(path, minutes=minutes)
+    if output.in_json(document):
+        return
+    latest = document["latest"]
+    if latest is None:
+        output.line("no telemetry in the last minutes")
+        return
+    guest = latest["guest"] or {}
+    gpus = guest.pop("gpus", [])
+    output.line(f"measured at {latest['at']}")
+    for values in filter(None, (latest["host"], guest)):
+        output.record(values)
+    if gpus:
+        output.rows(gpus, *gpus[0])
 
 
 @app.command("force-release")
@@ -130,9 +213,7 @@ def force_release(
     """End use and billing although the host never answers; its slots stay blocked."""
     if not yes:
         typer.confirm(
-            f"{allocation} ends for its tenant, even if it still runs. Go on?",
-            abort=True,
-            err=True,
+            f"{allocation} ends for its tenant, even if it still runs. Go on?", abort=True, err=True
         )
     path = f"/admin/allocations/{allocation}/force-release"
     output.record(client().post(path, {"reason": reason}))
@@ -168,6 +249,19 @@ def public_key(file: Path) -> str:
     if len(text.splitlines()) != 1:
         raise _invalid_key(file, f"{len(text.splitlines())} lines")
     return text
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Problem(
+            "file_invalid",
+            422,
+            expected="a file with cloud-config, in UTF-8",
+            found=f"{file}: {getattr(error, 'strerror', None) or 'no text'}",
+            remedy="correct the path or the file",
+        ) from error
 
 
 def _explain_refusal(problem: Problem, gpus: int) -> None:

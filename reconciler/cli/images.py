@@ -15,6 +15,11 @@ from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Images for virtual machines.")
 
+Runtime = Annotated[
+    list[str] | None,
+    typer.Option(help="What it contains, such as driver-570-server; may be repeated."),
+]
+
 
 @app.command("list")
 def list_images() -> None:
@@ -40,6 +45,7 @@ def add(
     digest: Annotated[str, typer.Option(help="sha256:… of the raw image.")] = "",
     size: Annotated[int, typer.Option(help="Bytes of the raw image.")] = 0,
     compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
+    runtime: Runtime = None,
 ) -> None:
     """Register an image. For a raw file on this machine, digest and size are computed."""
     file = None if "://" in source else Path(source).resolve()
@@ -47,16 +53,59 @@ def add(
         digest, size = _measure(file)
     if not digest or not size:
         raise typer.BadParameter("--digest and --size of the raw image are needed")
-    body = {
-        "name": name,
-        "version": version,
-        "digest": digest,
-        "size_bytes": size,
-        "url": source if file is None else file.as_uri(),
-        "compression": compression,
-    }
-    # The service reads the whole file before it answers.
-    output.record(client().post("/admin/images", body, timeout_s=3600))
+    _register(
+        name=name,
+        version=version,
+        digest=digest,
+        size_bytes=size,
+        url=source if file is None else file.as_uri(),
+        compression=compression,
+        runtime=runtime or [],
+    )
+
+
+@app.command("import")
+def import_image(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A raw or qcow2 file, or an OCI image (folder or tar) with a disk."),
+    ],
+    *,
+    name: Annotated[str, typer.Option()],
+    version: Annotated[str, typer.Option()],
+    source_digest: Annotated[
+        str, typer.Option(help="sha256:… that the file, or the OCI manifest, must have.")
+    ] = "",
+    max_gib: Annotated[int, typer.Option(min=1, help="Largest raw image.")] = 64,
+    compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
+    runtime: Runtime = None,
+) -> None:
+    """Convert a disk into GPUAAS_IMAGES_DIR of this machine, and register it."""
+    from reconciler.images.convert import convert
+    from reconciler.settings import Settings
+
+    image = convert(
+        source,
+        Settings().images_dir,
+        limit_bytes=max_gib << 30,
+        source_digest=source_digest,
+        compression=compression,
+    )
+    try:
+        _register(
+            name=name,
+            version=version,
+            digest=image.digest,
+            size_bytes=image.size_bytes,
+            url=image.file.absolute().as_uri(),
+            compression=compression,
+            runtime=runtime or [],
+        )
+    except Problem as problem:
+        # After a lost connection the service may have registered it.
+        if image.new and 400 <= problem.status < 500:
+            image.file.unlink()
+        raise
 
 
 @app.command()
@@ -68,6 +117,11 @@ def cache(
     """Copy an image into a host's cache in advance of a launch."""
     body = {"image_id": _image_id(image)}
     tasks.run(f"/admin/nodes/{node}/image-cache", body, wait=wait)
+
+
+def _register(**body: object) -> None:
+    # The service reads the whole file before it answers.
+    output.record(client().post("/admin/images", body, timeout_s=3600))
 
 
 def _image_id(image: str) -> str:

@@ -13,17 +13,25 @@ import typer
 from reconciler.cli import (
     allocations,
     apps,
+    drill,
     failures,
     host,
     images,
+    ingress,
+    jobs,
+    maas,
+    netbox,
     nodes,
+    onboard,
     output,
+    pools,
     projects,
     recovery,
     service,
     session,
     site,
     slots,
+    ssh,
     tasks,
     tokens,
 )
@@ -35,14 +43,14 @@ app = typer.Typer(
     add_completion=False,
     help="Sell each GPU of a bare-metal server as a virtual machine.",
 )
-app.add_typer(nodes.app, name="nodes")
-app.add_typer(host.app, name="host")
-app.add_typer(slots.app, name="slots")
-app.add_typer(images.app, name="images")
-app.add_typer(projects.app, name="projects")
-app.add_typer(apps.app, name="apps")
-app.add_typer(tasks.app, name="tasks")
-for module in (service, tokens, allocations, recovery, site):
+nodes.app.command()(onboard.onboard)
+# Nouns are named as their modules.
+for noun in (
+    *(nodes, host, slots, images, projects, apps, ingress, jobs, pools),
+    *(drill, netbox, maas, tasks),
+):
+    app.add_typer(noun.app, name=noun.__name__.rpartition(".")[2])
+for module in (service, tokens, allocations, ssh, recovery, site):
     app.add_typer(module.commands)
 
 # Options with a value, in the next word or after "=".

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from reconciler.cli import output, tasks
-from reconciler.cli.options import with_options
+from reconciler.cli.options import read_json, with_options
 from reconciler.cli.session import client
+from reconciler.model.approval import approval_of
 from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sell.")
@@ -23,8 +25,6 @@ MAAS_TAG_HELP = 'A tag of the machine in MAAS; may be repeated, "" when it has n
 COLUMNS = ("id", "state", "mode", "slice_scheduling", "health_state", "profile", "address")
 # Columns of a discovery's candidates.
 BUNDLE = ("gpu_pci_address", "nvme_device", "private_ip", "fabric_vf_pci_address", "numa_node")
-# Partition tables, and the file shares of a bare-metal host. Other types must be named.
-PLAIN_TYPES = frozenset({"gpt", "dos", "ext2", "ext3", "ext4", "xfs", "vfat"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +140,59 @@ def convert(
     To slice: approved slots are bound and proven as well; fails when they cannot be sold then.
     """
     body = {"to": to, "allow_reboot": allow_reboot}
-    task = tasks.run(f"/admin/nodes/{node}/conversion", body, wait=wait)
-    if task and (task["result"].get("failures") or task["result"].get("closed")):
-        output.line(f"not proven: `gpuaas nodes parity {node}` shows what is open")
-        raise typer.Exit(1)
+    _require_proven(node, tasks.run(f"/admin/nodes/{node}/conversion", body, wait=wait))
+
+
+@app.command()
+def reboot(
+    node: Node,
+    reason: Reason,
+    allocation: Annotated[
+        list[str] | None,
+        typer.Option(help="An allocation on the node, which is stopped; all must be named."),
+    ] = None,
+    wait: Wait = True,
+) -> None:
+    """Restart the host, prove it again and start its slices. Refused unless all that are on it are
+    named.
+    """
+    body = {"reason": reason, "allocations": allocation or []}
+    _require_proven(node, tasks.run(f"/admin/nodes/{node}/reboot", body, wait=wait))
+
+
+@app.command("plan-firmware")
+def plan_firmware(node: Node, wait: Wait = True) -> None:
+    """Show the BIOS settings that slices need and that differ, and the digest to approve them."""
+    task = tasks.queue(f"/admin/nodes/{node}/firmware", wait=wait)
+    if task is None or output.in_json(result := task["result"]):
+        return
+    output.rows(result["bios"].get("differences", []), "name", "subject", "before", "after")
+    for refusal in result["bios"].get("refusals", []):
+        output.line(f"{refusal['code']}: {refusal['found']}")
+    output.line(f"digest {result['digest'] or 'none: nothing to change'}")
+
+
+@app.command("apply-firmware")
+def apply_firmware(
+    node: Node,
+    digest: Annotated[str, typer.Option(help="The digest that `plan-firmware` has shown.")],
+    reason: Reason,
+    acknowledged_job: Annotated[
+        list[str] | None,
+        typer.Option(help="A failed job of the BMC that you have examined; may be repeated."),
+    ] = None,
+    wait: Wait = True,
+) -> None:
+    """Change the approved BIOS settings, with a power cycle, and prove the host again. Refused
+    while anything is on the node.
+    """
+    body = {
+        "apply": True,
+        "digest": digest,
+        "reason": reason,
+        "acknowledged_jobs": acknowledged_job or [],
+    }
+    _require_proven(node, tasks.run(f"/admin/nodes/{node}/firmware", body, wait=wait))
 
 
 @app.command()
@@ -212,18 +261,32 @@ def parity(node: Node, wait: Wait = True) -> None:
 
 
 @app.command()
-def drift(node: Node, wait: Wait = True) -> None:
-    """Compare the slices on the host with the records. Fails when they differ."""
-    task = tasks.queue(f"/admin/nodes/{node}/drift", wait=wait)
+def drift(
+    node: Node,
+    *,
+    latest: Annotated[bool, typer.Option(help="Show the latest comparison instead.")] = False,
+    wait: Wait = True,
+) -> None:
+    """Mend the host's own baseline, and compare its slices with the records. Fails with any
+    difference that is left.
+    """
+    path = f"/admin/nodes/{node}/drift"
+    task = client().get(path)["task"] if latest else tasks.queue(path, wait=wait)
     if task is None:
+        if latest:
+            output.line("never compared")
         return
     result = task["result"]
     if not output.in_json(result):
+        output.line(f"compared at {task['finished_at']}")
         output.rows(result["differences"], "severity", "slot_id", "code", "found")
         for part, reason in result["unknown"].items():
             output.line(f"not looked at: {part}: {reason}")
         if result["skipped"]:
             output.line(f"work in progress, not judged: {', '.join(result['skipped'])}")
+        if repairs := result.get("repairs"):
+            output.line("mended by the host since its boot:")
+            output.rows(repairs, "last_at", "times", "step")
     output.line(f"differences {len(result['differences'])}, unknown {len(result['unknown'])}")
     if result["differences"] or result["unknown"]:
         raise typer.Exit(1)
@@ -234,8 +297,7 @@ def clean_machine(
     node: Node,
     *,
     without_dead_disks: Annotated[
-        bool,
-        typer.Option(help="Write off disks that the latest discovery lacks; needs a reason."),
+        bool, typer.Option(help="Write off disks that the latest discovery lacks; needs a reason.")
     ] = False,
     reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
     wait: Wait = True,
@@ -249,6 +311,43 @@ def clean_machine(
 def accept_drift(node: Node, reason: Reason) -> None:
     """Put the machine on sale although its last tenant left differences."""
     _post(node, "accept-drift", reason)
+
+
+@app.command()
+def firmware(node: Node) -> None:
+    """Differences of the machine's firmware from before its last tenant. Fails with any."""
+    row = client().get(f"/admin/nodes/{node}")
+    differences = row["firmware_differences"]
+    if not output.in_json(differences):
+        output.rows(differences, "section", "name", "change", "before", "after")
+    if differences or row["firmware_unverified"]:
+        output.line(f"differences {len(differences)}; not sold until they are gone or accepted")
+        raise typer.Exit(1)
+
+
+@app.command("record-bmc")
+def record_bmc(
+    node: Node,
+    file: Annotated[
+        Path, typer.Argument(help="Output of scripts/ops/redfish_firmware_inventory.py.")
+    ],
+    reason: Reason = "",
+) -> None:
+    """Record what the machine's BMC reports of firmware, users and boot settings."""
+    report = read_json(
+        file,
+        "report_invalid",
+        "the BMC's report",
+        "make it with scripts/ops/redfish_firmware_inventory.py",
+    )
+    body = {**report, "reason": reason} if isinstance(report, dict) else report
+    output.record(client().put(f"/admin/nodes/{node}/bmc-firmware", body))
+
+
+@app.command("accept-firmware")
+def accept_firmware(node: Node, reason: Reason) -> None:
+    """Put the machine on sale with the differences that `firmware` names."""
+    _post(node, "accept-firmware", reason)
 
 
 @app.command()
@@ -280,9 +379,7 @@ def resume(node: Node, reason: Reason) -> None:
 
 @app.command()
 def retire(
-    node: Node,
-    reason: Reason,
-    yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
+    node: Node, reason: Reason, yes: Annotated[bool, typer.Option(help="Do not ask.")] = False
 ) -> None:
     """Retire a node for good. It must be in maintenance, or must never have enrolled."""
     if not yes:
@@ -292,22 +389,10 @@ def retire(
 
 @app.command("timeline")
 def node_timeline(
-    node: Node,
-    limit: Annotated[int, typer.Option(help="At most this many entries.")] = 50,
+    node: Node, limit: Annotated[int, typer.Option(help="At most this many entries.")] = 50
 ) -> None:
     """Show the latest events of the node, oldest first."""
     output.timeline(client().get(f"/admin/nodes/{node}/timeline", limit=limit)["items"])
-
-
-def approval_of(disk: dict[str, Any], types: list[str]) -> dict[str, Any]:
-    """The approval of a discovered disk; filesystem types beyond PLAIN_TYPES only if named."""
-    discovered = sorted((disk.get("filesystems") or {}).values())
-    return {
-        "serial": disk["serial"],
-        "eui": disk["eui"] or disk["nguid"],
-        "mounts": sorted(disk.get("mounts") or []),
-        "filesystems": [kind for kind in discovered if kind in PLAIN_TYPES or kind in types],
-    }
 
 
 def approval_line(path: str, approval: dict[str, Any]) -> str:
@@ -326,6 +411,13 @@ def show_approvals(approvals: Mapping[str, dict[str, Any]], *, ask: bool) -> Non
         output.line(approval_line(path, approval))
     if ask:
         typer.confirm("Everything on these disks is lost. Go on?", abort=True, err=True)
+
+
+def _require_proven(node: str, task: dict[str, Any] | None) -> None:
+    """Exit with an error when the last task of a chain leaves slots that cannot be sold."""
+    if task and (task["result"].get("failures") or task["result"].get("closed")):
+        output.line(f"not proven: `gpuaas nodes parity {node}` shows what is open")
+        raise typer.Exit(1)
 
 
 def _post(node: str, verb: str, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ def project_id(name: str) -> str:
     if name in {row["id"] for row in projects}:
         return name
     return next((str(row["id"]) for row in projects if row["name"] == name), name)
+
+
+Project = Annotated[str, typer.Argument(callback=project_id, help="The project's id or name.")]
 
 
 @contextmanager
@@ -48,6 +51,53 @@ def suggesting(options: str = "--project P") -> Iterator[None]:
 def list_projects() -> None:
     """List the caller's projects; admins see all projects."""
     output.rows(client().items("/projects"), "id", "name", "created_at")
+
+
+_DEFAULTS = "/admin/settings/default-quota"
+Limit = Annotated[int | None, typer.Option(min=0)]
+
+
+SomeProject = Annotated[
+    str, typer.Argument(callback=project_id, help="Left out: the site's limits for all projects.")
+]
+
+
+@app.command()
+def quota(project: SomeProject = "") -> None:
+    """Show the limits of a project and their use."""
+    _show_quota(client().get(f"/projects/{project}/quota" if project else _DEFAULTS))
+
+
+@app.command("set-quota")
+def set_quota(
+    project: SomeProject = "",
+    *,
+    gpus: Limit = None,
+    machines: Limit = None,
+    open_requests: Limit = None,
+    launches_per_hour: Limit = None,
+    failures_per_hour: Limit = None,
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+) -> None:
+    """Replace the limits of a project; one that is left out is the site's, or none."""
+    limits = {
+        "gpus": gpus,
+        "machines": machines,
+        "open_requests": open_requests,
+        "launches_per_hour": launches_per_hour,
+        "failures_per_hour": failures_per_hour,
+    }
+    path = f"/admin/projects/{project}/quota" if project else _DEFAULTS
+    _show_quota(client().put(path, limits | {"reason": reason}))
+
+
+def _show_quota(document: dict[str, Any]) -> None:
+    if output.in_json(document):
+        return
+    limits = document["limits"]
+    used = document.get("used", dict.fromkeys(limits))
+    table = [{"limit": key, "used": used[key], "allowed": limits.get(key)} for key in used]
+    output.rows(table, "limit", "used", "allowed")
 
 
 @app.command()

@@ -99,13 +99,12 @@ def _failure(case: Record) -> Problem | None:
     if case["state"] == "failed":
         error = case["failure"]
         parts = {part: error[part] for part in ("expected", "found", "remedy")}
-        return Problem(error["code"], 409, **parts)
+        return Problem(error["code"], **parts)
     wait = case["waits_for"] or {}
     if not wait.get("remedy"):
         return None
     return Problem(
         wait["code"],
-        409,
         expected=f"recovery case {case['id']} to go on",
         found=wait["detail"],
         remedy=f"{wait['remedy']}; the case goes on then",

@@ -31,6 +31,7 @@ commands = typer.Typer()
 
 # Time that open requests have after the signal to stop.
 GRACE_S = 10
+_LOGIN_S = 12 * 3600
 
 
 @commands.command()
@@ -38,10 +39,13 @@ def serve(
     api_only: Annotated[
         bool, typer.Option("--api-only", help="Leave tasks and loops to `gpuaas worker`.")
     ] = False,
+    login: Annotated[
+        bool, typer.Option("--login", help="Print a token of 12 hours for the console.")
+    ] = False,
 ) -> None:
     """Run the API, its workers and the loops until interrupted. Runs on hosts outlive it."""
     with failures.logged():
-        run_server(api_only=api_only)
+        run_server(api_only=api_only, login=login)
 
 
 @commands.command()
@@ -49,6 +53,13 @@ def worker() -> None:
     """Run tasks without an API. Several workers may run, on one machine or more."""
     with failures.logged():
         run_worker()
+
+
+@commands.command()
+def gateway() -> None:
+    """Run the SSH gateway for tenants. Several may run; each needs the site's trust folder."""
+    with failures.logged():
+        run_gateway()
 
 
 @commands.command()
@@ -103,9 +114,7 @@ def doctor() -> None:
 
     Changes nothing. Run it as the service's user, with the service's settings.
     """
-    from reconciler.doctor.examine import examine
-
-    findings = examine()
+    findings = _examine()
     failed = sum(finding["status"] == "fail" for finding in findings)
     warnings = sum(finding["status"] == "warn" for finding in findings)
     if not output.in_json({"failures": failed, "warnings": warnings, "findings": findings}):
@@ -123,17 +132,13 @@ def check() -> None:
     """
     from reconciler.backup import refuse_unfinished_restore
     from reconciler.db.engine import open_existing, reading
-    from reconciler.db.migrations import current, head
     from reconciler.lifecycle import invariants
     from reconciler.settings import Settings
 
     settings = Settings()
     refuse_unfinished_restore(settings)
     with open_existing(settings) as engine:
-        revision = current(engine)
-        if revision != head():
-            # The checks query the tables of this version's schema.
-            raise _outdated(revision)
+        revision = require_current(engine)
         with reading(engine) as conn:
             violations = invariants.check(conn)
     output.rows([vars(row) for row in violations], "invariant", "subject", "found")
@@ -143,13 +148,16 @@ def check() -> None:
         raise typer.Exit(1)
 
 
-def run_server(*, api_only: bool) -> None:
+def run_server(*, api_only: bool, login: bool = False) -> None:
     """Serve the API and the operators' listener, with workers and loops, until a signal."""
     import uvicorn
 
     from reconciler import logs
     from reconciler.api.app import create_app
     from reconciler.api.health import create_operator_app
+    from reconciler.console.app import mount
+    from reconciler.console.session import of_socket
+    from reconciler.gateway import web
     from reconciler.service import listeners, process
     from reconciler.settings import Settings
 
@@ -158,7 +166,8 @@ def run_server(*, api_only: bool) -> None:
     with listeners.api_sockets(settings) as sockets:
         engine, revision = open_migrated(settings)
         process.adopt(settings, engine)
-        app, operators = create_app(settings, engine), create_operator_app(settings, engine)
+        app = web.mount(mount(create_app(settings, engine), examine=_examine), of_socket)
+        operators = create_operator_app(settings, engine)
         # /readyz of this process answers for the whole site.
         app.state.needed = operators.state.needed = process.NEEDED
         config = uvicorn.Config(
@@ -167,6 +176,9 @@ def run_server(*, api_only: bool) -> None:
             log_config=None,
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
+            # Frames of terminals. A compressed frame could be much larger than it seems.
+            ws_max_size=web.FRAME,
+            ws_per_message_deflate=False,
         )
         # uvicorn stops at a signal and then raises it again. Without this handler the process would
         # end there, and its tasks would wait until their leases expire.
@@ -178,9 +190,20 @@ def run_server(*, api_only: bool) -> None:
                 process.running(settings, engine, api=True, work=not api_only),
             ):
                 log.info("database at %s, API on %s", revision, _listening(settings, sockets))
+                log.info("console on %s/console", _url(settings, sockets))
+                if login:
+                    # Not a line of the log, which others may read.
+                    output.line(f"log in with {_login(engine)}")
                 uvicorn.Server(config).run(sockets)
         finally:
             engine.dispose()
+
+
+def _examine() -> list[dict[str, str]]:
+    # Loaded when an operator asks for it.
+    from reconciler.doctor.examine import examine
+
+    return examine()
 
 
 def run_worker() -> None:
@@ -211,6 +234,26 @@ def run_worker() -> None:
         with process.running(settings, engine, api=False, work=True):
             log.info("database at %s, %d tasks at a time", revision, settings.workers)
             stopping.wait()
+    finally:
+        engine.dispose()
+
+
+def run_gateway() -> None:
+    """Forward tenants' SSH connections until SIGINT or SIGTERM."""
+    import asyncio
+
+    from reconciler import logs
+    from reconciler.gateway import server
+    from reconciler.service import process
+    from reconciler.settings import Settings
+
+    settings = Settings()
+    logs.configure(settings)
+    engine, _ = open_migrated(settings)
+    process.adopt(settings, engine)
+    try:
+        with process.running(settings, engine, gateway=True):
+            asyncio.run(server.serve(settings, engine))
     finally:
         engine.dispose()
 
@@ -263,6 +306,16 @@ def _open(settings: Settings) -> Engine:
     return open_engine(settings.database)
 
 
+def require_current(engine: Engine) -> str:
+    """The revision of a database with this version's schema; Problem `schema_outdated`."""
+    from reconciler.db.migrations import current, head
+
+    revision = current(engine)
+    if revision != head():
+        raise _outdated(revision)
+    return revision
+
+
 def _outdated(revision: str | None) -> Problem:
     """The refusal of a database with another version's schema."""
     from reconciler.db.migrations import head
@@ -285,6 +338,26 @@ def _unusable(settings: Settings, found: str) -> Problem:
         remedy="run it as the service's user (`runuser -u gpuaas -- gpuaas …`), or set another"
         " folder",
     )
+
+
+def _login(engine: Engine) -> str:
+    """A token of an operator for a day's work with the console."""
+    from reconciler.db.engine import transaction
+    from reconciler.model.act import Act
+    from reconciler.model.states import Role
+    from reconciler.records import tokens
+
+    act = Act("admin:console", "gpuaas serve --login", role=Role.PLATFORM_ADMIN)
+    with transaction(engine) as conn:
+        return tokens.issue(conn, act, role=Role.PLATFORM_ADMIN, name="console", ttl_s=_LOGIN_S)[1]
+
+
+def _url(settings: Settings, sockets: list[socket.socket]) -> str:
+    """The address under which people open the console."""
+    from reconciler.service.listeners import host_port
+
+    listening = f"http://{host_port(sockets[0].getsockname()[:2])}"
+    return (settings.public_url or listening).rstrip("/")
 
 
 def _listening(settings: Settings, sockets: list[socket.socket]) -> str:

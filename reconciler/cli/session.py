@@ -36,12 +36,35 @@ class Session:
 
         file = self.token_file or default_token_file()
         remedy = "`gpuaas token create --role platform-admin --name YOU --save`"
-        return Client(self.url, secret(file, f"{remedy}, or set GPUAAS_TOKEN_FILE"))
+        return Client(self.safe_url, secret(file, f"{remedy}, or set GPUAAS_TOKEN_FILE"))
+
+    @property
+    def safe_url(self) -> str:
+        """Address of the service to which a token may travel; Problem `api_without_tls`."""
+        if self.api:
+            # The service of this machine is reached without a network, whatever address it has.
+            _require_private(self.api)
+        return self.url
 
     @cached_property
     def url(self) -> str:
         """Address of the service."""
         return self.api or local_api()
+
+
+def _require_private(url: str) -> None:
+    """Problem `api_without_tls` for an address to which a token would travel readable."""
+    from reconciler.settings import is_exposed
+
+    if is_exposed(url):
+        raise Problem(
+            "api_without_tls",
+            400,
+            expected="an https:// address of the API, or one of this machine",
+            found=url,
+            remedy="put a proxy with TLS before the API (docs/operations.md, TLS), or tunnel with"
+            " `ssh -L 8080:127.0.0.1:8080 HOST` and give --api http://127.0.0.1:8080",
+        )
 
 
 _current: ContextVar[Session] = ContextVar("session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from typing import Annotated, Literal
 
 import typer
@@ -109,6 +110,44 @@ def recovery_policy(
         body = {name: policy[name] if value is None else value for name, value in options.items()}
         policy = client().put(_RECOVERY_POLICY, body | {"enabled": switch == "on"})
     output.record(policy)
+
+
+@commands.command()
+def maintenance(
+    switch: Annotated[
+        Literal["show", "drain", "normal"], typer.Argument(help="drain: run no more jobs.")
+    ] = "show",
+    deadline: Annotated[
+        int, typer.Option(min=0, help="Seconds after which jobs that still run are canceled.")
+    ] = 300,
+    wait: Annotated[bool, typer.Option(help="Wait until no job runs.")] = False,
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+) -> None:
+    """Show or set the maintenance of the site's jobs. Slices and their hosts are not concerned."""
+    path = "/control/maintenance"
+    state = client().get(path)
+    if switch != "show":
+        state = client().post(
+            path, {"mode": switch, "drain_deadline_s": deadline, "reason": reason}
+        )
+    while wait and state["mode"] == "drain":
+        time.sleep(0.5)
+        state = client().get(path)
+    output.record(state)
+
+
+@commands.command()
+def leader(
+    switch: Annotated[
+        Literal["show", "release"], typer.Argument(help="release: have another elected.")
+    ] = "show",
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+) -> None:
+    """Show the process that leads, or end its term so that another process takes over."""
+    if switch == "show":
+        output.record(client().get("/status/leader"))
+    else:
+        output.record(client().post("/control/leader/release", {"reason": reason}))
 
 
 def _moment(text: str) -> str:

@@ -61,6 +61,23 @@ def revoke(token: Annotated[str, typer.Argument(help="The token's id.")]) -> Non
     output.record(client().delete(f"/admin/tokens/{token}"))
 
 
+@app.command("sessions")
+def list_sessions() -> None:
+    """List who is logged in to the console."""
+    columns = ("id", "actor", "address", "created_at", "expires_at")
+    output.rows(client().items("/admin/console-sessions"), *columns)
+
+
+@app.command("end-sessions")
+def end_sessions(
+    actor: Annotated[str, typer.Argument(help="The person, as `gpuaas token sessions` says.")],
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+) -> None:
+    """End all sessions of a person in the console, with their terminals."""
+    body = {"actor": actor, "reason": reason}
+    output.record(client().post("/admin/console-sessions/end", body))
+
+
 @commands.command()
 def login(
     issuer: Annotated[str, typer.Option(envvar="GPUAAS_OIDC_ISSUER", help="The provider.")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from reconciler.settings import Settings
 T = TypeVar("T")
 # How long an SQLite writer waits for another writer: longer than any transaction lasts.
 BUSY_MS = 30_000
+# Before that, it naps so often and so long.
+_NAPS = 200
+_NAP_S = 0.0005
 _READING = "gpuaas_reading"
 _GUARD = "gpuaas_guard"
 # A connection that was idle for longer is pinged before use, because the network may have dropped
@@ -218,7 +222,28 @@ def _sqlite_connect(connection: Any, _record: object) -> None:
 def _sqlite_begin(conn: sa.Connection) -> None:
     # A writer takes the write lock at once, because a later upgrade fails without waiting.
     reads = conn.get_execution_options().get(_READING)
+    if not reads and _took_lock(conn.connection.driver_connection):
+        return
     conn.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def _took_lock(connection: Any) -> bool:
+    """Wait for the write lock in short naps. SQLite's own naps grow to a tenth of a second, in
+    which transactions of a millisecond let the lock lie.
+    """
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        for _ in range(_NAPS):
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                return True
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                    return False
+            time.sleep(_NAP_S)
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
 
 
 @contextmanager

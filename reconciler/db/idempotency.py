@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -101,8 +100,8 @@ def _new(engine: sa.Engine, call: Call, holder: str) -> bool:
 def _insert(dialect: str) -> sa.Insert:
     made = {"expires_at": clock.now() + IN_FLIGHT_S, "created_at": clock.now()}
     plain = ("scope", "key", "fingerprint", "holder", *_NOTHING_YET)
-    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    statement = insert(table).values({**made, **{name: sa.bindparam(name) for name in plain}})
+    insert = rows.conflict_insert(dialect, table)
+    statement = insert.values({**made, **{name: sa.bindparam(name) for name in plain}})
     return statement.on_conflict_do_nothing().returning(soon())
 
 
@@ -182,7 +181,6 @@ def _mine(call: Call, holder: str) -> dict[str, str]:
 def _in_flight() -> Problem:
     return Problem(
         "idempotency_in_flight",
-        409,
         expected="the first request with this key to have ended",
         found="it is still being worked on",
         remedy="repeat the request in a few seconds with the same key",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningUpdate
@@ -19,8 +19,9 @@ from reconciler.db.schema import (
     AppOperation,
     AuditEntry,
     Claim,
+    IngressRule,
     Node,
-    OutboxEvent,
+    Pool,
     RecoveryCase,
     Row,
     Slot,
@@ -34,12 +35,15 @@ from reconciler.model import commands, transitions
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 
+R = TypeVar("R", bound=Row)
+
 
 @dataclass(frozen=True)
-class Entity:
-    """Table and columns that store the state of an entity."""
+class Entity(Generic[R]):
+    """Table and columns that store the state of an entity. name: as the transition table has it."""
 
-    kind: type[Row]
+    name: str
+    kind: type[R]
     state: str = "state"
     deadline: str = "deadline_at"
 
@@ -53,17 +57,21 @@ class Entity:
         return tuple(column.name for column in self.table.columns if column.computed is not None)
 
 
-ENTITIES = {
-    "node": Entity(Node),
-    "node_mode": Entity(Node, "mode", "mode_deadline_at"),
-    "slot": Entity(Slot, "status"),
-    "allocation": Entity(Allocation),
-    "claim": Entity(Claim),
-    "task": Entity(Task),
-    "app_instance": Entity(AppInstance, "status"),
-    "app_member": Entity(AppMember, "status"),
-    "app_operation": Entity(AppOperation, "status"),
-    "recovery_case": Entity(RecoveryCase),
+NODE_MODE = Entity("node_mode", Node, "mode", "mode_deadline_at")
+# In the order in which deadlines are applied: a slot's before that of its allocation.
+ENTITIES: dict[str, Entity[Any]] = {
+    "node": Entity("node", Node),
+    NODE_MODE.name: NODE_MODE,
+    "slot": Entity("slot", Slot, "status"),
+    "allocation": Entity("allocation", Allocation),
+    "claim": Entity("claim", Claim),
+    "task": Entity("task", Task),
+    "app_instance": Entity("app_instance", AppInstance, "status"),
+    "app_member": Entity("app_member", AppMember, "status"),
+    "app_operation": Entity("app_operation", AppOperation, "status"),
+    "recovery_case": Entity("recovery_case", RecoveryCase),
+    "ingress_rule": Entity("ingress_rule", IngressRule),
+    "pool": Entity("pool", Pool),
 }
 
 
@@ -78,114 +86,24 @@ class Overdue:
     event: str
 
 
-class _Options(TypedDict, total=False):
-    expect_generation: int | None
-    columns: Mapping[str, Any] | None
-    held: Row | None
-
-
-@overload
 def advance(
     conn: sa.Connection,
-    entity: Literal["node", "node_mode"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> Node: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["slot"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> Slot: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["allocation"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> Allocation: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["claim"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> Claim: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["task"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> Task: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["app_instance"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> AppInstance: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["app_member"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> AppMember: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["app_operation"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> AppOperation: ...
-@overload
-def advance(
-    conn: sa.Connection,
-    entity: Literal["recovery_case"],
-    key: str,
-    event: str,
-    act: Act,
-    **options: Unpack[_Options],
-) -> RecoveryCase: ...
-@overload
-def advance(
-    conn: sa.Connection, entity: str, key: str, event: str, act: Act, **options: Unpack[_Options]
-) -> Row: ...
-def advance(
-    conn: sa.Connection,
-    entity: str,
+    of: type[R] | Entity[R],
     key: str,
     event: str,
     act: Act,
     *,
     expect_generation: int | None = None,
     columns: Mapping[str, Any] | None = None,
-    held: Row | None = None,
-) -> Any:
+    held: R | None = None,
+) -> R:
     """Apply an event, conditional on id, state and generation, and write history and outbox row.
 
     columns: set by the same update, so that they cannot disagree with the state. held: the whole
     row, if the caller's transaction has read and locked it already.
     """
-    where = ENTITIES[entity]
+    where: Entity[R] = of if isinstance(of, Entity) else ENTITIES[of.ENTITY]
+    entity = where.name
     before = held or rows.get(conn, where.kind, key, lock=True)
     source = str(getattr(before, where.state))
     target = transitions.target(entity, source, event)
@@ -214,10 +132,16 @@ def advance(
     return after
 
 
-def begin(conn: sa.Connection, entity: str, record: Row, act: Act) -> None:
-    """Write history and outbox row for a row that was just inserted in its first state."""
-    state = str(getattr(record, ENTITIES[entity].state))
-    _write_change(conn, entity, record, act, change=("", "create", state))
+def create(conn: sa.Connection, kind: type[R], act: Act, /, **values: Any) -> R:
+    """Insert a row in its first state and write history and outbox row. The id is random unless it
+    is given, the deadline is that of the state.
+    """
+    where = ENTITIES[kind.ENTITY]
+    state = str(values[where.state])
+    first = {"id": rows.new_id(), where.deadline: limit(where.name, state)}
+    record = rows.add(conn, kind, {**first, **values, where.state: state})
+    _write_change(conn, where.name, record, act, change=("", "create", state))
+    return record
 
 
 def remark(conn: sa.Connection, entity: str, record: Row, act: Act, event: str) -> None:
@@ -300,7 +224,6 @@ def _refused(entity: str, record: Row, source: str, event: str) -> Problem:
     states = " or ".join(commands.sources(entity, event)) or "no state at all"
     return Problem(
         "transition_refused",
-        409,
         expected=f"{entity} {record.id} in {states}, for {commands.named(entity, fields, event)}",
         found=f"{source}; what can be asked for there: {can}" if can else source,
         remedy=commands.remedy(entity, fields, source, event),
@@ -311,7 +234,6 @@ def _refused(entity: str, record: Row, source: str, event: str) -> Problem:
 def _outpaced(entity: str, key: str, expected: int, found: int | None) -> Problem:
     return Problem(
         "generation_conflict",
-        409,
         expected=f"{entity} {key} at generation {expected}",
         found="a later one" if found is None else f"generation {found}",
         remedy=f"read the {entity} again and decide anew",
@@ -391,21 +313,6 @@ def emit(
     )
 
 
-def pending_events(conn: sa.Connection, limit: int = 100) -> list[OutboxEvent]:
-    """Events that no relay has published yet, oldest first."""
-    query = sa.select(outbox).where(outbox.c.published_at.is_(None))
-    return rows.every(conn, query.order_by(outbox.c.id).limit(limit), OutboxEvent)
-
-
-def mark_published(conn: sa.Connection, ids: Sequence[int]) -> None:
-    """Mark events as delivered. Delivery is at least once: an event may be delivered twice."""
-    conn.execute(
-        sa.update(outbox)
-        .where(outbox.c.id.in_(ids), outbox.c.published_at.is_(None))
-        .values(published_at=clock.now())
-    )
-
-
 AUDIT_ORDER = Order(audit_log, ("id",), descending=True)
 
 
@@ -435,6 +342,18 @@ def audit(
             "correlation_id": act.correlation_id,
         },
     )
+
+
+def audit_of(
+    conn: sa.Connection,
+    act: Act,
+    action: str,
+    record: Row,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    """Write an audit row about a record that belongs to a project."""
+    project_id = getattr(record, "project_id", "")
+    audit(conn, act, action, record.ENTITY, record.id, detail=detail, project_id=project_id)
 
 
 def audit_rows(

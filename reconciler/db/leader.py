@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from reconciler.db import clock, engine, rows
+from reconciler.db import clock, engine, journal, rows
 from reconciler.db.rows import Record
 from reconciler.db.schema import leaders
 from reconciler.db.schema import service_processes as table
-from reconciler.model.errors import Refusal
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, Refusal
 
 # Name of the leader of all loops that may run in a single process only.
 LOOPS = "loops"
@@ -25,6 +26,8 @@ LOOPS = "loops"
 ELECTION_S = 2.0
 # Longest pause within a transaction of a leader, and longest wait for a lock, as part of its term.
 _PAUSE = 0.4
+# The last leader waits for this part of a term, two elections of the others, before it leads again.
+_COURTESY = 0.5
 
 
 class Deposed(Refusal):
@@ -45,10 +48,14 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
     """Renew the term, or take it when it is free; None while another process has it.
 
     holder: unique among all processes that ever ran. After a lapse the same holder gets a new
-    epoch, because another leader may have superseded its work under the old epoch.
+    epoch, because another leader may have superseded its work under the old epoch. It lets the
+    others take the term first, so that a leader that was released does not lead again.
     """
     until = clock.now() + seconds
     live = leaders.c.expires_at > clock.now()
+    others_first = sa.and_(
+        leaders.c.holder == holder, leaders.c.expires_at > clock.now() - seconds * _COURTESY
+    )
     mine = sa.update(leaders).where(leaders.c.name == name, leaders.c.holder == holder, live)
     kept = conn.execute(mine.values(expires_at=until).returning(leaders.c.epoch)).scalar()
     if kept is not None:
@@ -56,7 +63,7 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
     fresh = {"holder": holder, "acquired_at": clock.now(), "expires_at": until}
     # The lock excludes transactions of the last leader. It is not waited for, because a candidate
     # campaigns again soon.
-    ended = sa.select(leaders.c.epoch).where(leaders.c.name == name, ~live)
+    ended = sa.select(leaders.c.epoch).where(leaders.c.name == name, ~live, ~others_first)
     taken: int | None = None
     if conn.execute(ended.with_for_update(skip_locked=True)).scalar() is not None:
         free = sa.update(leaders).where(leaders.c.name == name, ~live)
@@ -71,7 +78,26 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
 
 def resign(conn: sa.Connection, lease: Lease) -> None:
     """End the term now, so that another process need not wait for its expiry."""
-    held = sa.update(leaders).where(leaders.c.name == lease.name, leaders.c.epoch == lease.epoch)
+    _end(conn, lease.name, lease.epoch)
+
+
+def release(conn: sa.Connection, name: str, act: Act) -> None:
+    """End the term of the present leader, who need not agree; Problem `leader_missing`."""
+    term = read(conn, name)
+    if not term or not term["live"]:
+        raise Problem(
+            "leader_missing",
+            expected="a process that leads",
+            found="none: the last term has ended",
+            remedy="wait for the next election, then read the log of the workers",
+        )
+    _end(conn, name, term["epoch"])
+    detail = {"holder": term["holder"], "epoch": term["epoch"]}
+    journal.audit(conn, act, "leader.released", "leader", name, detail=detail)
+
+
+def _end(conn: sa.Connection, name: str, epoch: int) -> None:
+    held = sa.update(leaders).where(leaders.c.name == name, leaders.c.epoch == epoch)
     conn.execute(held.values(expires_at=clock.now()))
 
 

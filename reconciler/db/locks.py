@@ -27,7 +27,7 @@ import sqlalchemy as sa
 
 from reconciler.db import rows
 from reconciler.db.journal import ENTITIES
-from reconciler.db.schema import Allocation, Node, Slot, Task
+from reconciler.db.schema import Allocation, IngressRule, Node, Slot, Task
 from reconciler.db.schema import slots as slot_table
 from reconciler.model.errors import Problem
 
@@ -103,11 +103,19 @@ def task(conn: sa.Connection, task_id: str) -> Iterator[Task]:
         yield rows.get(conn, Task, task_id, lock=True)
 
 
+@contextmanager
+def ingress_rule(conn: sa.Connection, rule_id: str) -> Iterator[IngressRule]:
+    """Lock a rule of public ingress, and before it the allocation that it is about."""
+    with allocation(conn, rows.get(conn, IngressRule, rule_id).allocation_id):
+        yield rows.get(conn, IngressRule, rule_id, lock=True)
+
+
 # Of an entity that a caller changes by a condition, the scope that its change needs. A slot may
 # have to be judged, and the end of a task changes its subject.
 _SCOPES: dict[str, Callable[[sa.Connection, str], AbstractContextManager[object]]] = {
     "slot": slot,
     "task": task,
+    "ingress_rule": ingress_rule,
 }
 
 

@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any, TypeVar, overload
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.dml import ReturningInsert
 
@@ -282,6 +283,11 @@ def insert(conn: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> N
     plain, made = _split(table, values)
     shape = Shape(table, tuple(plain), tuple(made.items()), ())
     _insert(conn, BatchRow(shape, plain, {}))
+
+
+def conflict_insert(dialect: str, table: sa.Table) -> postgresql.Insert | sqlite.Insert:
+    """An INSERT that may say what is done when the row exists already."""
+    return (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
 
 
 def _split(table: sa.Table, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,18 +17,27 @@ RESTORED = "restored_at"
 
 def read(conn: sa.Connection, name: str, default: Any = None) -> Any:
     """Value of a setting; the default when it was never set."""
-    query = sa.select(settings.c.value).where(settings.c.name == name)
-    value = conn.execute(query).scalar_one_or_none()
+    value = conn.execute(sa.select(column(name))).scalar_one_or_none()
     return default if value is None else value
+
+
+def column(name: str) -> sa.ScalarSelect[Any]:
+    """Value of a setting, for a statement that reads something else too; NULL when never set."""
+    return sa.select(settings.c.value).where(settings.c.name == name).scalar_subquery()
 
 
 def write(conn: sa.Connection, name: str, value: Any, act: Act) -> None:
     """Set the value and audit the change."""
+    store(conn, name, value)
+    journal.audit(conn, act, "admin.setting.changed", "setting", name, detail={"value": value})
+
+
+def store(conn: sa.Connection, name: str, value: Any) -> None:
+    """Set a value that the service keeps for itself."""
     values = {"value": value, "changed_at": clock.now()}
     update = sa.update(settings).where(settings.c.name == name).values(**values)
     if not conn.execute(update).rowcount:
         conn.execute(sa.insert(settings).values(name=name, **values))
-    journal.audit(conn, act, "admin.setting.changed", "setting", name, detail={"value": value})
 
 
 def site_scheduling(conn: sa.Connection) -> bool:

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from sqlalchemy import Connection
 
 from reconciler.db.engine import open_engine, reading
-from reconciler.doctor import Finding, fail, installation, ok, services, warn
+from reconciler.doctor import Finding, fail, installation, inventory, ok, services, warn
 from reconciler.service.configuration import OTHERS
 from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
 # Variables of other programs of this project: the lab, and scripts that run on hosts.
-_OTHER_PREFIXES = ("GPUAAS_LAB_", "GPUAAS_SLICE_", "GPUAAS_RUN_", "GPUAAS_MAAS_")
+_OTHER_PREFIXES = ("GPUAAS_LAB_", "GPUAAS_SLICE_", "GPUAAS_RUN_")
 _CHECKS: dict[str, Callable[[Settings], Iterable[Finding]]] = {
     "listen": installation.listen,
     "operator_listen": installation.operator_listen,
@@ -30,6 +30,8 @@ _CHECKS: dict[str, Callable[[Settings], Iterable[Finding]]] = {
     "profiles": installation.profiles,
     "identity_provider": services.identity_provider,
     "awx": services.awx,
+    "netbox": inventory.netbox,
+    "maas": inventory.maas,
     "database": services.database,
 }
 _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] = {

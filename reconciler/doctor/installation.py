@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +16,7 @@ from jsonschema import Draft202012Validator
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.runs import contract
+from reconciler.runs.launch import SEARCH_PATH
 from reconciler.service.listeners import api_address, host_port, is_local, operator_address
 from reconciler.settings import Settings, is_exposed
 from reconciler.trust.ca import Trust
@@ -141,10 +141,8 @@ def free_space(settings: Settings) -> Iterator[Finding]:
 
 def program(name: str, _settings: Settings) -> Iterator[Finding]:
     """The program is on the search path of a run."""
-    bin_folder = str(Path(sys.executable).parent)
-    path = f"{bin_folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    file = shutil.which(name, path=path)
-    text = file or f"not in {path}"
+    file = shutil.which(name, path=SEARCH_PATH)
+    text = file or f"not in {SEARCH_PATH}"
     yield fail(text, unless=bool(file), expected="the program", remedy=PROGRAMS[name])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 
+import asyncssh
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
@@ -15,6 +17,7 @@ from reconciler.db import settings as site
 from reconciler.db.engine import open_engine
 from reconciler.db.schema import Task, api_tokens, slots, tasks
 from reconciler.doctor import Finding, fail, ok, refused, warn
+from reconciler.gateway.machine import probe
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, SlotState, TaskState
 from reconciler.records import certificates, images
@@ -273,9 +276,20 @@ def run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
 
 
 def member_address(settings: Settings, conn: Connection) -> Iterator[Finding]:
-    """Tenants of slices get an address to connect to."""
+    """Tenants of slices get an address to connect to, and the gateway answers there."""
     if settings.member_address:
-        yield ok(settings.member_address)
+        name, port = settings.gateway
+        try:
+            asyncio.run(probe(Trust(settings.state_dir / "trust"), name, port))
+        except (OSError, TimeoutError, asyncssh.Error) as failure:
+            text = " ".join(str(failure).split()) or type(failure).__name__
+            yield warn(
+                f"{settings.member_address}: {text}",
+                expected="a gateway with a certificate of this site's authority",
+                remedy="start gpuaas-gateway.service, and let GPUAAS_MEMBER_ADDRESS lead to it",
+            )
+        else:
+            yield ok(f"{settings.member_address} proves itself, and asks for a key")
         return
     on_sale = sa.select(sa.func.count()).where(slots.c.status == SlotState.AVAILABLE)
     count = conn.execute(on_sale).scalar()

@@ -35,6 +35,7 @@ from reconciler.db.schema import (
 from reconciler.lifecycle import baremetal
 from reconciler.model.act import Act
 from reconciler.model.states import (
+    ENDED_TASKS,
     AllocationState,
     AppStatus,
     CapacityShape,
@@ -43,10 +44,8 @@ from reconciler.model.states import (
     OperationKind,
     OperationStatus,
     TaskKind,
-    TaskState,
 )
 from reconciler.records import queue
-from reconciler.records.leasing import DUE
 
 # Lifetime of a key on its host. If it is too short, a host that is away for a night locks its
 # application out. If it is too long, a key that could not be removed opens the host for that time.
@@ -80,22 +79,19 @@ def request(
         return same
     id, whole = rows.ordered_id(), allocation.capacity_shape == CapacityShape.BAREMETAL
     task = _enqueue(conn, instance, allocation, kind, id, act) if whole else None
-    operation = rows.add(
+    operation = journal.create(
         conn,
         AppOperation,
-        {
-            "id": id,
-            "instance_id": instance.id,
-            "member_id": member.id,
-            "kind": kind.value,
-            "status": OperationStatus.ACCEPTED.value,
-            "deadline_at": journal.limit("app_operation", OperationStatus.ACCEPTED),
-            "task_id": task.id if task else None,
-            "requested_by": act.actor,
-            "correlation_id": act.correlation_id,
-        },
+        act,
+        id=id,
+        instance_id=instance.id,
+        member_id=member.id,
+        kind=kind.value,
+        status=OperationStatus.ACCEPTED,
+        task_id=task.id if task else None,
+        requested_by=act.actor,
+        correlation_id=act.correlation_id,
     )
-    journal.begin(conn, "app_operation", operation, act)
     if not whole:
         _fail(conn, operation, act, _GUEST)
         operation = rows.get(conn, AppOperation, id)
@@ -120,7 +116,7 @@ def began(conn: sa.Connection, operation_id: str, act: Act) -> str:
     if not removes and instance.status in ENDED:
         return f"its app instance {instance.status}"
     if operation.status == OperationStatus.ACCEPTED:
-        advance(conn, "app_operation", operation_id, "begin", act, held=operation)
+        advance(conn, AppOperation, operation_id, "begin", act, held=operation)
     return ""
 
 
@@ -132,7 +128,7 @@ def succeeded(
     if operation.status != OperationStatus.RUNNING:
         return False
     over = {"finished_at": clock.now()}
-    advance(conn, "app_operation", operation_id, "succeed", act, columns=over, held=operation)
+    advance(conn, AppOperation, operation_id, "succeed", act, columns=over, held=operation)
     _set(conn, member, key_expires_at=expires_at)
     return True
 
@@ -173,12 +169,12 @@ def left(conn: sa.Connection, instance: AppInstance, member: AppMember, act: Act
     """
     act = act.because("allocation_ended", {"allocation_id": member.allocation_id})
     if member.status != MemberStatus.FAILED:
-        advance(conn, "app_member", member.id, "fail", act)
+        advance(conn, AppMember, member.id, "fail", act)
     _set(conn, member, left_at=clock.now(), key_expires_at=None)
     living = instance.status in (AppStatus.DEPLOYING, AppStatus.RUNNING)
     if living and member.role == MemberRole.CONTROLLER:
         ended = {"ended_at": clock.now()}
-        advance(conn, "app_instance", instance.id, "fail", act, columns=ended)
+        advance(conn, AppInstance, instance.id, "fail", act, columns=ended)
 
 
 def held(conn: sa.Connection, operation_id: str) -> tuple[AppOperation, AppMember, AppInstance]:
@@ -220,8 +216,6 @@ def _enqueue(
         kind=TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY,
         node_id=allocation.node_id,
         # One task at a time per allocation, and none during its release.
-        subject_kind="allocation",
-        subject_id=allocation.id,
         allocation_id=allocation.id,
         parameters=parameters,
         deadline_s=600,
@@ -234,11 +228,11 @@ def _fail(conn: sa.Connection, operation: AppOperation, act: Act, error: Mapping
     failure = {name: str(error.get(name, "")) for name in names}
     failure_act = act.because(failure["code"])
     columns = {"failure": failure, "finished_at": clock.now()}
-    advance(conn, "app_operation", operation.id, "fail", failure_act, columns=columns)
+    advance(conn, AppOperation, operation.id, "fail", failure_act, columns=columns)
     member = rows.get(conn, AppMember, operation.member_id, lock=True)
     present = operation.kind != OperationKind.BOOTSTRAP_SSH_REMOVE
     if present and member.status == MemberStatus.RECONCILING and member.left_at is None:
-        advance(conn, "app_member", member.id, "fail", failure_act, held=member)
+        advance(conn, AppMember, member.id, "fail", failure_act, held=member)
 
 
 def _open_of(member_id: str) -> sa.Select[Any]:
@@ -341,10 +335,7 @@ def _operations_to_close() -> sa.Select[Any]:
     return (
         sa.select(app_operations.c.id)
         .join(tasks, tasks.c.id == app_operations.c.task_id)
-        .where(
-            app_operations.c.status.in_(OPEN),
-            tasks.c.state.not_in((*DUE, TaskState.RUNNING)),
-        )
+        .where(app_operations.c.status.in_(OPEN), tasks.c.state.in_(ENDED_TASKS))
     )
 
 

@@ -64,28 +64,33 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
         )
     # Lock in a fixed order, so that two requests for the same allocations do not deadlock.
     held = {key: _usable(conn, wish.project_id, key) for key in sorted(ids)}
-    instance = rows.add(
+    instance = journal.create(
         conn,
         AppInstance,
-        {
-            "id": rows.new_id(),
-            "project_id": wish.project_id,
-            "slug": wish.slug,
-            "name": wish.name,
-            "managed_key": wish.managed_key,
-            "status": AppStatus.DEPLOYING.value,
-            "status_reason": act.reason,
-            "deadline_at": journal.limit("app_instance", AppStatus.DEPLOYING),
-            "requested_by": act.actor,
-            "correlation_id": act.correlation_id,
-        },
+        act,
+        project_id=wish.project_id,
+        slug=wish.slug,
+        name=wish.name,
+        managed_key=wish.managed_key,
+        status=AppStatus.DEPLOYING,
+        status_reason=act.reason,
+        requested_by=act.actor,
+        correlation_id=act.correlation_id,
     )
-    journal.begin(conn, "app_instance", instance, act)
     detail = {"slug": wish.slug, "allocations": ids}
-    _audit(conn, instance, "app_instance.created", act, detail)
+    journal.audit_of(conn, act, "app_instance.created", instance, detail)
     for key in ids:
         role = MemberRole.CONTROLLER if key == wish.controller_id else MemberRole.WORKER
-        member = _add_member(conn, instance, key, role, act)
+        member = journal.create(
+            conn,
+            AppMember,
+            act,
+            id=rows.ordered_id(),
+            instance_id=instance.id,
+            allocation_id=key,
+            role=role.value,
+            status=MemberStatus.RECONCILING,
+        )
         app_operations.request(conn, instance, member, held[key], OperationKind.MEMBER_ADD, act)
     return instance
 
@@ -127,7 +132,7 @@ def members(conn: sa.Connection, instance_id: str, page: Page | None = None) -> 
 def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[AppOperation]:
     """Put the managed key on every member again. Returns the operations."""
     instance = _living(conn, project_id, id)
-    _audit(conn, instance, "app_instance.bootstrap_ssh_reconcile", act, {})
+    journal.audit_of(conn, act, "app_instance.bootstrap_ssh_reconcile", instance)
     made = []
     for member in _present(conn, id):
         allocation = rows.get(conn, Allocation, member.allocation_id)
@@ -137,7 +142,7 @@ def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[A
                 break  # The instance has failed too and needs no keys.
             continue
         if member.status == MemberStatus.FAILED:
-            advance(conn, "app_member", member.id, "reconcile", act)
+            advance(conn, AppMember, member.id, "reconcile", act)
         kind = OperationKind.BOOTSTRAP_SSH_RECONCILE
         made.append(app_operations.request(conn, instance, member, allocation, kind, act))
     return made
@@ -147,8 +152,8 @@ def stop(conn: sa.Connection, project_id: str, id: str, act: Act) -> AppInstance
     """Stop an instance and remove its keys. Its allocations stay, free for other instances."""
     instance = get(conn, project_id, id, lock=True)
     now = {"ended_at": clock.now()}
-    stopped = advance(conn, "app_instance", id, "stop", act, columns=now, held=instance)
-    _audit(conn, instance, "app_instance.stopped", act, {})
+    stopped = advance(conn, AppInstance, id, "stop", act, columns=now, held=instance)
+    journal.audit_of(conn, act, "app_instance.stopped", instance)
     for member in _present(conn, id):
         app_operations.leave(conn, member, act)
     app_operations.REMOVE_KEYS(conn, act, app_members.c.instance_id == id)
@@ -165,11 +170,11 @@ def reported(
         update = sa.update(app_members).where(app_members.c.id == member_id)
         conn.execute(update.values(columns))
     else:
-        advance(conn, "app_member", member_id, "prepare", act, columns=columns, held=member)
+        advance(conn, AppMember, member_id, "prepare", act, columns=columns, held=member)
         all_ready = all(other.status == MemberStatus.READY for other in _present(conn, instance.id))
         if all_ready and instance.status == AppStatus.DEPLOYING:
             ready_act = act.because("every member is ready")
-            advance(conn, "app_instance", instance.id, "run", ready_act, held=instance)
+            advance(conn, AppInstance, instance.id, "run", ready_act, held=instance)
     return rows.get(conn, AppMember, member_id)
 
 
@@ -198,7 +203,6 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
     if rows.first(conn, same, AppInstance) is not None:
         raise Problem(
             "app_instance_exists",
-            409,
             expected="a name that no instance of the project has",
             found=f"{wish.name!r}, which one has that is not stopped",
             remedy="stop that one, or use another name",
@@ -214,7 +218,6 @@ def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",
-            409,
             expected=f"allocation {id} active",
             found=str(allocation.state),
             remedy="wait until it is active, or name another one",
@@ -226,31 +229,11 @@ def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
     if taken is not None:
         raise Problem(
             "allocation_in_app",
-            409,
             expected=f"allocation {id} in no application",
             found=f"a member of app instance {taken.instance_id}",
             remedy="stop that instance first, or name another allocation",
         )
     return allocation
-
-
-def _add_member(
-    conn: sa.Connection, instance: AppInstance, allocation_id: str, role: MemberRole, act: Act
-) -> AppMember:
-    member = rows.add(
-        conn,
-        AppMember,
-        {
-            "id": rows.ordered_id(),
-            "instance_id": instance.id,
-            "allocation_id": allocation_id,
-            "role": role.value,
-            "status": MemberStatus.RECONCILING.value,
-            "deadline_at": journal.limit("app_member", MemberStatus.RECONCILING),
-        },
-    )
-    journal.begin(conn, "app_member", member, act)
-    return member
 
 
 def _present(conn: sa.Connection, instance_id: str) -> list[AppMember]:
@@ -267,23 +250,8 @@ def _living(conn: sa.Connection, project_id: str, id: str) -> AppInstance:
     if instance.status in app_operations.ENDED:
         raise Problem(
             "app_instance_ended",
-            409,
             expected=f"app instance {id} deploying or running",
             found=str(instance.status),
             remedy="make another one over allocations that are active",
         )
     return instance
-
-
-def _audit(
-    conn: sa.Connection, instance: AppInstance, action: str, act: Act, detail: Mapping[str, Any]
-) -> None:
-    journal.audit(
-        conn,
-        act,
-        action,
-        "app_instance",
-        instance.id,
-        detail=detail,
-        project_id=instance.project_id,
-    )

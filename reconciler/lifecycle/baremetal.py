@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, rows
 from reconciler.db.schema import Allocation, Claim, Discovery, Node, Task, claims, nodes, slots
-from reconciler.lifecycle import gate, host, slices
+from reconciler.lifecycle import firmware, gate, host, installation, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import disk_identity
@@ -17,8 +17,9 @@ from reconciler.model.errors import Problem
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.scheduler.explain import explain_machines
 from reconciler.model.scheduler.place import choose_machine
-from reconciler.model.scheduler.snapshot import IDLE, NodeView, Want
+from reconciler.model.scheduler.snapshot import NodeView, Want
 from reconciler.model.states import (
+    IDLE_SLOTS,
     LIVE_CLAIMS,
     AllocationState,
     CapacityShape,
@@ -28,8 +29,8 @@ from reconciler.model.states import (
     NodeState,
     TaskKind,
 )
+from reconciler.records import certificates, proofs, queue, reports, tokens
 from reconciler.records import nodes as node_records
-from reconciler.records import proofs, queue, reports, tokens
 from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_allocation
 
 # Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
@@ -54,7 +55,6 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
             explanation = explain_machines(views, want)
             raise Problem(
                 "no_capacity",
-                409,
                 expected="a free machine in bare-metal mode",
                 found=explanation["summary"],
                 remedy="ask later, or for GPU slices",
@@ -70,7 +70,6 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
                 return node, discovery
     raise Problem(
         "generation_conflict",
-        409,
         expected="a machine that stays free while it is being claimed",
         found=f"others took it {_TRIES} times",
         remedy="repeat the request",
@@ -106,7 +105,8 @@ def _refusal(conn: sa.Connection, node: Node) -> str:
         if wrong:
             return reason
     reinstall = node_records.REINSTALL if node.tenant_machine_ids else ""
-    return _in_use(conn, node.id) or reinstall or _unknown(conn, node)
+    changed = node_records.firmware_blocker(node)
+    return _in_use(conn, node.id) or reinstall or changed or _unknown(conn, node)
 
 
 def _in_use(conn: sa.Connection, node_id: str) -> str:
@@ -115,7 +115,9 @@ def _in_use(conn: sa.Connection, node_id: str) -> str:
     )
     if rows.first(conn, live) is not None:
         return "claimed"
-    busy = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status.not_in(IDLE))
+    busy = sa.select(slots.c.id).where(
+        slots.c.node_id == node_id, slots.c.status.not_in(IDLE_SLOTS)
+    )
     return "slots_in_use" if rows.first(conn, busy) is not None else ""
 
 
@@ -157,7 +159,6 @@ def claim_of(conn: sa.Connection, allocation_id: str) -> Claim:
     if not exclusive:
         raise Problem(
             "allocation_not_baremetal",
-            409,
             expected="an allocation of a whole machine",
             found=f"{allocation_id}, which has no claim on a node",
             remedy="use the routes for slices",
@@ -200,6 +201,7 @@ def entered(conn: sa.Connection, node_id: str) -> None:
     node = rows.get(conn, Node, node_id, lock=True)
     ids = {*node.tenant_machine_ids, node.machine_id}
     node_records.update(conn, node_id, tenant_machine_ids=sorted(ids))
+    firmware.remember(conn, node_id)
     there = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
     conn.execute(sa.update(slots).where(*there).values(disk_generation=slots.c.disk_generation + 1))
 
@@ -220,6 +222,8 @@ def provision_succeeded(
         "port": node.tenant_port,
         "username": allocation.username,
     }
+    if keys := certificates.host_keys(conn, node.id):
+        connection["host_keys"] = keys
     if node.telemetry_url:
         connection["telemetry_url"] = node.telemetry_url
     reports.record_baseline(conn, node.id, allocation_id, baseline, task_id=task_id)
@@ -246,6 +250,7 @@ def provision_failed(
     )
     if untouched and _never_in(conn, allocation_id, step):
         node_records.update(conn, allocation.node_id, tenant_machine_ids=[])
+        firmware.forget(conn, allocation.node_id)
     if not untouched:
         left_behind(conn, allocation_id, act, step=step, error=error)
     elif error.get("code") == IN_SLICE_MODE:
@@ -303,10 +308,12 @@ def release_succeeded(
             task_id=task_id,
         )
     node_records.update(conn, node.id, unclean_allocation_id="")
+    firmware.forget_bmc(conn, node.id)
     _name_drift(conn, node.id, allocation_id, evidence)
     if node.tenant_machine_ids:
         why = act.because("a tenant was root on the host")
         tokens.replace_certificates(conn, node.id, "", why)
+        installation.queue_after_tenant(conn, node.id, why)
     else:
         host.reverify(conn, node, act)
     return True
@@ -377,7 +384,6 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
     if not allocation_id:
         raise Problem(
             "machine_clean",
-            409,
             expected="a node on which a tenant may have left something",
             found=f"health {node.health_state}, nothing known to be left",
             remedy="nothing to clean; a tenant that is there is released first",
@@ -390,7 +396,6 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
     if rows.first(conn, live, Claim) is not None:
         raise Problem(
             "node_in_use",
-            409,
             expected="a node without another tenant",
             found="a live claim of another allocation",
             remedy="release it first",
@@ -412,7 +417,6 @@ def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act)
     if not dead:
         raise Problem(
             "disk_present",
-            409,
             expected="a disk of the tenant's that the latest discovery does not show",
             found="all of them, or no discovery since the machine was last cleaned",
             remedy="discover the node and ask again; clean it with all disks that are there",
@@ -428,7 +432,6 @@ def accept_drift(conn: sa.Connection, node_id: str, act: Act) -> Node:
     if detail.get("code") != node_records.DRIFT:
         raise Problem(
             "no_drift",
-            409,
             expected="a node whose last tenant left named differences",
             found=f"health {node.health_state}",
             remedy="nothing to accept",
@@ -486,15 +489,10 @@ def _enqueue(
     parameters: Mapping[str, Any],
     act: Act,
 ) -> Task:
-    return queue.enqueue(
-        conn,
-        queue.Enqueue(
-            kind=kind,
-            node_id=allocation.node_id,
-            subject_kind="allocation",
-            subject_id=allocation.id,
-            allocation_id=allocation.id,
-            parameters=parameters,
-        ),
-        act,
+    item = queue.Enqueue(
+        kind=kind,
+        node_id=allocation.node_id,
+        allocation_id=allocation.id,
+        parameters=parameters,
     )
+    return queue.enqueue(conn, item, act)

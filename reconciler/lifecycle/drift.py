@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,8 @@ from reconciler.db.schema import (
     slots,
     tasks,
 )
-from reconciler.lifecycle import gate, host, slices
+from reconciler.lifecycle import gate, host, ingress, power, slices
+from reconciler.model import host_faults
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import (
@@ -32,13 +34,14 @@ from reconciler.model.drift import (
     Findings,
     Records,
     compare,
+    powered_off,
     prefixes,
 )
 from reconciler.model.states import (
+    ANSWERING_NODES,
     AllocationState,
     HealthState,
     NodeMode,
-    NodeState,
     SlotState,
     TaskKind,
     TaskState,
@@ -55,22 +58,15 @@ LOOKS = (
     TaskKind.SLICE_DRIFT_RECONCILE,
     TaskKind.NODE_PARITY,
 )
-_AT_WORK = (
-    SlotState.RESERVED,
-    SlotState.PROVISIONING,
-    SlotState.RELEASING,
-    SlotState.CLEANUP,
-)
-_UNDER_WAY = (
-    AllocationState.REQUESTED,
-    AllocationState.PROVISIONING,
-    AllocationState.RELEASING,
-)
+_AT_WORK = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.RELEASING, SlotState.CLEANUP)
+_UNDER_WAY = (AllocationState.REQUESTED, AllocationState.PROVISIONING, AllocationState.RELEASING)
 # Limit on allocation names from a host. No genuine host has more; the rest stay unknown.
 _NAMES = 500
 # Digits of an allocation id.
 _DIGITS = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
+# A host's clock may differ by this much from the database's.
+_CLOCK_S = 60.0
 
 
 def expected_state(
@@ -101,6 +97,7 @@ def expected_state(
     query = sa.select(allocations).where(allocations.c.id.in_(sorted(named)))
     records = {row.id: row for row in rows.every(conn, query, Allocation)}
     records |= {row.id: row for row in _named(conn, holdings, records)}
+    rules = ingress.expected(conn, records, since)
     return Records(
         tuple(expected.values()),
         tuple(
@@ -109,6 +106,8 @@ def expected_state(
                 record.state == AllocationState.ACTIVE and record.node_id == node_id,
                 _settled(record, "state", _UNDER_WAY, busy, since),
                 tuple(slot.id for slot in expected.values() if slot.holder == key),
+                record.stopped,
+                *rules.get(key, ((), ())),
             )
             for key, record in sorted(records.items())
         ),
@@ -184,10 +183,9 @@ def _dashed(digits: str) -> str:
     return "-".join(part for part in parts if part)
 
 
-# Node states in which drift is measured. The watch probes unreachable hosts, and an unprepared
+# Hosts whose drift is measured. The watch probes unreachable hosts, and an unprepared
 # host has nothing to compare.
-ASKED = (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
-_COMPARED = sa.and_(nodes.c.mode == NodeMode.SLICE, nodes.c.state.in_(ASKED))
+_COMPARED = sa.and_(nodes.c.mode == NodeMode.SLICE, nodes.c.state.in_(ANSWERING_NODES))
 # Unexpected use of the disk has ended on the host, but no proof of a clean disk is newer.
 UNPROVEN = "disk_unproven"
 
@@ -198,15 +196,20 @@ def reconcile(
     """Compare a snapshot with the records and apply the findings to slots and node.
 
     since: when the snapshot of the host began, on the database's clock. Returns the task's result:
-    differences, skipped, unknown, and the slots that were blocked, shut, healed and opened.
+    differences, skipped, unknown, repairs of the host's own upkeep, and the slots that were
+    blocked, shut, healed and opened.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     if node.mode != NodeMode.SLICE:
         # Holdings change during a conversion, so drift is compared in slice mode only.
         return {"differences": [], "skipped": [node_id], "unknown": {}}
     _heed_boot(conn, node, evidence["identity"], act)
-    holdings = evidence["holdings"]
+    holdings = {**evidence["holdings"], "baseline": _baseline(conn, evidence, since)}
     records = expected_state(conn, node_id, holdings, since=since)
+    off_act = act.because("its guest has powered itself off")
+    boot_id = evidence["identity"]["boot_id"] or "unknown"
+    if power.powered_off(conn, powered_off(holdings, records), off_act, boot_id=boot_id):
+        records = expected_state(conn, node_id, holdings, since=since)
     findings = compare(holdings, records)
     done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
     for slot in records.slots:
@@ -216,7 +219,7 @@ def reconcile(
             ]
             for what in _of_slot(conn, slot, mine, findings, act, since):
                 done[what].append(slot.id)
-    _of_node(conn, node, findings, act)
+    _of_node(conn, node_id, findings, act)
     counts = {
         "differences": len(findings.differences),
         "skipped": len(findings.skipped),
@@ -235,8 +238,37 @@ def reconcile(
         "differences": [difference.document() for difference in findings.differences],
         "skipped": list(findings.skipped),
         "unknown": dict(findings.unknown),
+        "repairs": evidence.get("repairs", {}).get("found", []),
         **done,
     }
+
+
+def _baseline(conn: sa.Connection, evidence: Mapping[str, Any], since: float) -> dict[str, Any]:
+    """Faults that the host's upkeep reports, and that of its clock."""
+    part = dict(evidence.get("baseline") or {"known": True, "detail": "", "found": []})
+    if collected_at := evidence.get("collected_at"):
+        now = clock.read(conn)
+        at = datetime.fromisoformat(collected_at).timestamp()
+        if not since - _CLOCK_S <= at <= now + _CLOCK_S:
+            part["found"] = [*part["found"], host_faults.wrong_clock(at, now)]
+    return part
+
+
+def latest_results(conn: sa.Connection) -> Iterator[Mapping[str, Any]]:
+    """Result of the latest finished comparison of each slice host."""
+    latest = (
+        sa.select(tasks.c.result)
+        .where(
+            tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE,
+            tasks.c.node_id == nodes.c.id,
+            tasks.c.state == TaskState.SUCCEEDED,
+        )
+        .order_by(tasks.c.created_at.desc())
+        .limit(1)
+        .correlate(nodes)
+    )
+    query = sa.select(latest.scalar_subquery()).where(_COMPARED)
+    yield from (result for result in conn.execute(query).scalars() if result)
 
 
 def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
@@ -251,12 +283,10 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     )
     open_ones = {row.id: row.state for row in conn.execute(queued)}
     # Comparisons that wait for an unreachable host do not count against the limit.
-    under_way = sum(state in ASKED for state in open_ones.values())
+    under_way = sum(state in ANSWERING_NODES for state in open_ones.values())
     since = _asked_at()
     query = sa.select(nodes.c.id).where(
-        _COMPARED,
-        nodes.c.id.not_in(list(open_ones)),
-        since < clock.now() - every_s,
+        _COMPARED, nodes.c.id.not_in(list(open_ones)), since < clock.now() - every_s
     )
     free = max(at_once - under_way, 0)
     return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
@@ -271,12 +301,7 @@ def overdue_nodes(conn: sa.Connection) -> float:
 def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
     """Queue drift detection for one host, at a lower priority than requested work."""
     item = queue.Enqueue(
-        kind=TaskKind.SLICE_DRIFT_RECONCILE,
-        node_id=node_id,
-        subject_kind="node",
-        subject_id=node_id,
-        deadline_s=600,
-        priority=-1,
+        kind=TaskKind.SLICE_DRIFT_RECONCILE, node_id=node_id, deadline_s=600, priority=-1
     )
     return queue.enqueue(conn, item, act)
 
@@ -389,17 +414,12 @@ def _detail(differences: Sequence[Difference], reason: str) -> dict[str, Any]:
     return detail | ({"allocation_id": named[0]} if named else {})
 
 
-def _of_node(conn: sa.Connection, node: Node, findings: Findings, act: Act) -> None:
-    """Record differences without a slot as node health, unless the node has another fault."""
+def _of_node(conn: sa.Connection, node_id: str, findings: Findings, act: Act) -> None:
+    """Record differences without a slot as node health."""
     loose = [row for row in findings.differences if not row.slot_id]
     reasons = [f"{row.code}: {row.found}" for row in loose]
     reasons += [f"{name} {why}" for name, why in sorted(findings.unknown.items())]
-    ours = node.health_detail.get("step") == STEP
-    if reasons and (ours or not node.health_detail):
-        reason = "; ".join(reasons)[:2000]
-        detail = {"step": STEP, "code": loose[0].code if loose else "unknown", "reason": reason}
-        if node.health_detail != detail:
-            node_records.set_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
-    elif ours and not reasons:
-        act = act.because("the host is as the records say")
-        node_records.set_health(conn, node, HealthState.HEALTHY, {}, act)
+    code = loose[0].code if loose else "unknown"
+    fault = (code, "; ".join(reasons)) if reasons else None
+    well = "the host is as the records say"
+    node_records.note_fault(conn, node_id, STEP, fault, act, well=well)

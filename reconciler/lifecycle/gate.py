@@ -17,7 +17,8 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.discovery import Blocker
 from reconciler.model.errors import Problem
 from reconciler.model.gate import FAILING, DiskProof, GateEvidence, Sighting, blockers
-from reconciler.model.states import HealthState, ProofKind, SlotState
+from reconciler.model.states import IDLE_SLOTS, HealthState, ProofKind, SlotState
+from reconciler.records import nodes as node_records
 from reconciler.records import proofs, reports
 from reconciler.records.claims import exclusive_ended_at
 
@@ -70,6 +71,7 @@ def judge(
             install_id=seen.node.install_id,
             reboot_required=seen.node.reboot_required,
             reinstall_required=bool(seen.node.tenant_machine_ids),
+            firmware=node_records.firmware_blocker(seen.node),
             discovery=seen.discovery,
             parity=seen.parity,
             proof=_proof(proof),
@@ -78,6 +80,7 @@ def judge(
             wipe_policy=proofs.policy(slot),
             others=tuple(bundle for key, bundle in seen.bundles.items() if key != slot.id),
             drift=_drift(slot),
+            partition=_partition(seen.node, slot),
             failures=proofs.launch_failures(conn, slot),
         )
     )
@@ -98,7 +101,6 @@ def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
         if closed_by or proof is None:
             raise Problem(
                 "gate_closed",
-                409,
                 expected="a slot without blockers",
                 found="; ".join(f"{row.code}: {row.detail}" for row in closed_by),
                 remedy="remove the causes on the host, then run discovery and parity again",
@@ -106,7 +108,7 @@ def make_available(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
             )
         return advance(
             conn,
-            "slot",
+            Slot,
             slot_id,
             "enable",
             act.because(act.reason or "gate passed", {**act.evidence, "proof_id": proof.id}),
@@ -161,7 +163,7 @@ def close(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
 
 def take_off_sale(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Disable an available slot."""
-    return advance(conn, "slot", slot_id, "disable", act, columns={"available_proof_id": None})
+    return advance(conn, Slot, slot_id, "disable", act, columns={"available_proof_id": None})
 
 
 def _lock_on_sale(conn: sa.Connection, node_id: str) -> list[Slot]:
@@ -187,7 +189,7 @@ def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
     if slot.wanted == SlotState.AVAILABLE and not closed_by:
         columns["available_proof_id"] = proof.id
         return advance(
-            conn, "slot", slot.id, "return", act.because(act.reason, evidence), columns=columns
+            conn, Slot, slot.id, "return", act.because(act.reason, evidence), columns=columns
         )
     for row in closed_by:
         if row.code in FAILING:
@@ -196,14 +198,26 @@ def give_back(conn: sa.Connection, slot: Slot, proof: Proof, act: Act) -> Slot:
     why = "; ".join(row.code for row in closed_by) if closed_by else "it is wanted disabled"
     evidence["blockers"] = [row.document() for row in closed_by]
     parked = act.because(f"{act.reason}; disabled: {why}", evidence)
-    return advance(conn, "slot", slot.id, "park", parked, columns=columns)
+    return advance(conn, Slot, slot.id, "park", parked, columns=columns)
 
 
 def _drift(slot: Slot) -> str:
     """Drift of an idle slot. The detail of a slot in clean-up is older than its verification."""
     detail = slot.health_detail
-    idle_drift = detail.get("step") == drift.STEP and slot.status in drift.IDLE
+    idle_drift = detail.get("step") == drift.STEP and slot.status in IDLE_SLOTS
     return str(detail["reason"]) if idle_drift else ""
+
+
+def _partition(node: Node, slot: Slot) -> str:
+    """What the latest reading of the fabric's partitions has against the slot."""
+    read = node.fabric_reading
+    if read is None:
+        return ""
+    if read["error"]:
+        return str(read["error"])
+    if slot.id not in read["slots"]:
+        return "its partitions have not been read since its approval"
+    return str(read["problems"].get(slot.id, ""))
 
 
 def _proof(record: Proof | None) -> DiskProof | None:
@@ -217,6 +231,7 @@ def _proof(record: Proof | None) -> DiskProof | None:
         recorded_at=record.created_at,
         method=method,
         install_id=record.install_id,
+        gpu=str((record.document.get(proofs.GPU) or {}).get("address") or ""),
     )
 
 

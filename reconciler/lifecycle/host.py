@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
-from reconciler.db.journal import advance
+from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.schema import (
     Allocation,
     Discovery,
@@ -20,24 +20,15 @@ from reconciler.db.schema import (
     slots,
     tasks,
 )
-from reconciler.lifecycle import gate
+from reconciler.lifecycle import firmware, gate, ingress
 from reconciler.lifecycle import slots as slot_life
-from reconciler.model import discovery, transitions
+from reconciler.model import discovery, hardware, transitions
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
-from reconciler.model.states import (
-    ClaimKind,
-    ClaimState,
-    HealthState,
-    NodeMode,
-    NodeState,
-    TaskKind,
-    TaskState,
-)
+from reconciler.model.states import ClaimKind, ClaimState, NodeMode, NodeState, TaskKind
 from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
-from reconciler.records.leasing import DUE
 from reconciler.records.reports import install_id
 from reconciler.settings import Settings
 from reconciler.trust import ca
@@ -50,13 +41,7 @@ _DISCOVERY = "discovery"
 
 
 def enrolled(
-    conn: sa.Connection,
-    id: str,
-    act: Act,
-    *,
-    machine_id: str,
-    host_key: str,
-    boot_id: str = "",
+    conn: sa.Connection, id: str, act: Act, *, machine_id: str, host_key: str, boot_id: str = ""
 ) -> Node:
     """Record that the host's key is certified. A new installation must be bootstrapped again.
 
@@ -76,7 +61,7 @@ def enrolled(
         return node
     if renewed and before.state == NodeState.UNREACHABLE:
         return regained(conn, id, act)
-    return advance(conn, "node", id, "enrol", act.because("enrolled", {"identity": identity}))
+    return advance(conn, Node, id, "enrol", act.because("enrolled", {"identity": identity}))
 
 
 def _installed_anew(
@@ -97,7 +82,8 @@ def _installed_anew(
         if certificates.cut_off(conn, node.id):
             node_records.require_installed(node)
         return
-    values: dict[str, Any] = {"tenant_machine_ids": []}
+    # The old installation ran until now and can have changed the BMC.
+    values: dict[str, Any] = {"tenant_machine_ids": [], "firmware_bmc": None}
     if node.health_detail.get("code") == node_records.DRIFT:
         # Drift of the previous installation.
         values |= gate.HEALTHY
@@ -117,9 +103,9 @@ def bootstrapped(
     observed(conn, id, act, identity=identity, reboot_required=False, began=began)
     node = node_records.get(conn, id)
     if node.state == NodeState.BOOTSTRAPPING:
-        node = advance(conn, "node", id, "bootstrap", act)
+        node = advance(conn, Node, id, "bootstrap", act)
     if node.mode == NodeMode.CONVERTING_TO_SLICE:
-        node = advance(conn, "node_mode", id, "converted", act)
+        node = advance(conn, NODE_MODE, id, "converted", act)
     return node
 
 
@@ -136,14 +122,14 @@ def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, addr
 
 def lost(conn: sa.Connection, id: str, act: Act) -> Node:
     """Record lost contact. Nothing is freed, because the state of the host is unknown (I13)."""
-    return advance(conn, "node", id, "lose", act)
+    return advance(conn, Node, id, "lose", act)
 
 
 def regained(conn: sa.Connection, id: str, act: Act) -> Node:
     """Record regained contact. The node returns to its state from before the loss."""
     losses = [row for row in journal.history_of(conn, "node", id) if row.event == "lose"]
     before = losses[-1].source if losses else NodeState.MAINTENANCE.value
-    return advance(conn, "node", id, f"regain_{before}", act)
+    return advance(conn, Node, id, f"regain_{before}", act)
 
 
 def drain(conn: sa.Connection, id: str, act: Act) -> Node:
@@ -186,6 +172,7 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Node:
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     for task in task_queue.open_of_node(conn, id):
         task_queue.cancel(conn, task.id, act.because("its node is retired"))
+    ingress.given_up(conn, id, act.because("its node is retired"))
     detail = {"written_off_slots": given_up, "unclean": node.unclean_allocation_id}
     return node_records.by_admin(conn, id, "retire", act, detail)
 
@@ -206,7 +193,7 @@ def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
         node_records.require_installed(node)
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     journal.audit(conn, act, "admin.node.converted", "node", id, detail={"to": to})
-    return advance(conn, "node_mode", id, f"to_{to}", act)
+    return advance(conn, NODE_MODE, id, f"to_{to}", act)
 
 
 def require_slice_mode(conn: sa.Connection, id: str) -> Node:
@@ -215,7 +202,6 @@ def require_slice_mode(conn: sa.Connection, id: str) -> Node:
     if node.mode in (NodeMode.BAREMETAL, NodeMode.CONVERTING_TO_BAREMETAL):
         raise Problem(
             "node_is_baremetal",
-            409,
             expected="a slice host, or a node that is being made one",
             found=f"mode {node.mode}",
             remedy="convert the node to a slice host first",
@@ -225,7 +211,7 @@ def require_slice_mode(conn: sa.Connection, id: str) -> Node:
 
 def converted(conn: sa.Connection, id: str, act: Act) -> Node:
     """Record that the conversion is complete and proven."""
-    return advance(conn, "node_mode", id, "converted", act)
+    return advance(conn, NODE_MODE, id, "converted", act)
 
 
 def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
@@ -240,7 +226,6 @@ def set_scheduling(conn: sa.Connection, id: str, on: bool, act: Act) -> Node:
         if missing:
             raise Problem(
                 "scheduling_not_ready",
-                409,
                 expected="approved slots and a passing parity report",
                 found=f"no {' and no '.join(missing)}",
                 remedy="approve slots, bind the topology and run parity first",
@@ -322,26 +307,27 @@ def record_discovery(
     observed(conn, node_id, act, identity=identity, reboot_required=reboot, began=observed_at)
     values = reports.report_values(node_id, document, task_id, observed_at)
     row = rows.add(conn, Discovery, {**values, "reboot_required": reboot})
+    _learn_hardware(conn, node_id, document, install_id=row.install_id)
+    firmware.compare(conn, node_id, document, act, install_id=row.install_id)
     gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row.id}))
-    _degrade(conn, node_id, document, act)
+    faults = discovery.degraded(document)
+    fault = (faults[0].code, "; ".join(row.detail for row in faults)) if faults else None
+    well = "every GPU is present and answers"
+    node_records.note_fault(conn, node_id, _DISCOVERY, fault, act, well=well)
     summary = dict(document.get("candidate_summary") or {})
     reports.emit_report(conn, "node.discovered", node_id, summary, act)
     return row
 
 
-def _degrade(conn: sa.Connection, node_id: str, document: Mapping[str, Any], act: Act) -> None:
-    """Record faults of single GPUs as node health, unless the node has another fault."""
-    node = rows.get(conn, Node, node_id)
-    faults = discovery.degraded(document)
-    ours = node.health_detail.get("step") == _DISCOVERY
-    if faults and (ours or not node.health_detail):
-        reason = "; ".join(row.detail for row in faults)[:2000]
-        detail = {"step": _DISCOVERY, "code": faults[0].code, "reason": reason}
-        if detail != node.health_detail:
-            node_records.set_health(conn, node, HealthState.DEGRADED, detail, act.because(reason))
-    elif ours and not faults:
-        act = act.because("every GPU is present and answers")
-        node_records.set_health(conn, node, HealthState.HEALTHY, {}, act)
+def _learn_hardware(
+    conn: sa.Connection, node_id: str, document: Mapping[str, Any], *, install_id: str
+) -> None:
+    """Keep what the host says of its machine. A tenant who was root could report any machine."""
+    node, machine = rows.get(conn, Node, node_id), hardware.machine_of(document)
+    own = install_id == node.install_id and not node.tenant_machine_ids
+    if not machine or not own or machine == node.hardware:
+        return
+    node_records.update(conn, node_id, hardware=machine)
 
 
 def record_parity(
@@ -370,7 +356,8 @@ def record_parity(
     if failures and row.intent == "slice":
         why = act.because(f"gate closed: {failures} parity checks fail", {"parity_id": row.id})
         gate.close(conn, node_id, why)
-    elif report.get("dead_gpus"):
+    elif row.intent == "slice":
+        # A GPU that died, or was used since its reset, closes the gate of its own slot.
         gate.review(conn, node_id, act.because(act.reason, {"parity_id": row.id}))
     counts = {"failures": failures, "warnings": row.warnings}
     reports.emit_report(conn, "node.parity", node_id, counts, act)
@@ -443,10 +430,7 @@ def reverify(conn: sa.Connection, node: Node, act: Act) -> None:
     """Queue discovery for a host, and parity if it is a slice host."""
     node_id, sliced = node.id, NodeMode(node.mode).purpose == "slice"
     for kind in _VERIFICATION if sliced else _VERIFICATION[:1]:
-        item = task_queue.Enqueue(
-            kind=kind, node_id=node_id, subject_kind="node", subject_id=node_id
-        )
-        task_queue.enqueue(conn, item, act)
+        task_queue.enqueue(conn, task_queue.Enqueue(kind, node_id), act)
 
 
 # Interval between attempts to renew a certificate. People repair the cause of a failed renewal, and
@@ -467,7 +451,7 @@ def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
         tasks.c.node_id == nodes.c.id,
         tasks.c.kind == TaskKind.NODE_ENROL,
         sa.or_(
-            tasks.c.state.in_((*DUE, TaskState.RUNNING)),
+            tasks.c.state.in_(task_queue.OPEN),
             tasks.c.created_at > clock.now() - RENEWAL_RETRY_S,
         ),
     )
@@ -509,8 +493,6 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
     item = task_queue.Enqueue(
         kind=TaskKind.NODE_ENROL,
         node_id=node_id,
-        subject_kind="node",
-        subject_id=node_id,
         parameters={"certificate": signed, "public_key": certificate.public_key},
         audited=bool(act.role),
     )

@@ -37,6 +37,7 @@ from reconciler.model import transitions
 from reconciler.model.proof import accepts, nothing_written
 from reconciler.model.states import (
     LIVE_CLAIMS,
+    UNCLEAN_SLOTS,
     AllocationState,
     ClaimKind,
     ClaimState,
@@ -49,8 +50,8 @@ from reconciler.model.states import (
 )
 from reconciler.records import proofs, reports
 from reconciler.records.claims import exclusive_ended_at
-from reconciler.records.leasing import DUE
-from reconciler.records.queue import GRACE_S
+from reconciler.records.queue import GRACE_S, OPEN
+from reconciler.records.usage import SOLD
 
 # Rows per fetch of a stream.
 _AT_ONCE = 500
@@ -96,10 +97,6 @@ def _in_order(
         yield row[key.name], number, row
 
 
-# Fields of a claim that a usage record stores.
-_SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
-
-
 def history_told(conn: sa.Connection) -> Found:
     """I20: every state has its history, without a gap."""
     for entity, where in ENTITIES.items():
@@ -141,7 +138,7 @@ def usage_counted(conn: sa.Connection) -> Found:
     first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
     ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
     recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
-    sold = (claims.c[name] for name in _SOLD)
+    sold = (claims.c[name] for name in SOLD)
     held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
     for key, (began, records, claimed) in beside(conn, first, recorded, held):
         if len(records) != len(began):
@@ -173,7 +170,7 @@ def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
 
 
 def _sold(listed: list[Record]) -> list[tuple[str, ...]]:
-    return sorted(tuple(str(claim[name]) for name in _SOLD) for claim in listed)
+    return sorted(tuple(str(claim[name]) for name in SOLD) for claim in listed)
 
 
 # Every worker checks deadlines every few seconds. A deadline that ends a run takes GRACE_S more.
@@ -186,7 +183,6 @@ _CLAIMS_OF = {
     AllocationState.RELEASING: ClaimState.RELEASING,
 }
 _HELD = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.ACTIVE, SlotState.RELEASING)
-_BEING_PROVEN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
 
 
 def check(conn: sa.Connection) -> list[Violation]:
@@ -249,7 +245,7 @@ def committed_together(conn: sa.Connection) -> Found:
     for slot in rows.every(conn, sa.select(slots), Slot):
         holding = held.get(slot.id)
         state, status = (holding.state if holding else ""), slot.status
-        fine = status == state if status in _HELD else not state or status in _BEING_PROVEN
+        fine = status == state if status in _HELD else not state or status in UNCLEAN_SLOTS
         if not fine or (holding and holding.disk_generation != slot.disk_generation):
             problem = f"{status} at disk generation {slot.disk_generation}, its claim"
             theirs = f"{state} at {holding.disk_generation}" if holding else "none"
@@ -285,7 +281,7 @@ def fenced(conn: sa.Connection) -> Found:
         if claim.fence > fences[claim.slot_id or ""]:
             problem = f"fence {claim.fence}, of its slot {fences[claim.slot_id or '']}"
             yield Violation("I10", f"claim {claim.id}", problem)
-    open_tasks = sa.select(tasks).where(tasks.c.state.in_((*DUE, TaskState.RUNNING)))
+    open_tasks = sa.select(tasks).where(tasks.c.state.in_(OPEN))
     for task in rows.every(conn, open_tasks, Task):
         for slot_id, fence in task.fences.items():
             if fence > fences.get(slot_id, fence):

@@ -12,20 +12,20 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Record, batch_insert
-from reconciler.db.schema import Allocation, Claim, Image, Slot, Task, nodes
+from reconciler.db.schema import Allocation, Image, Slot, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
-from reconciler.lifecycle import baremetal, gate, placement
-from reconciler.lifecycle.slices import advance_together, move_claims
+from reconciler.lifecycle import baremetal, gate, ingress, placement, quota
+from reconciler.lifecycle.slices import advance_together, move_claims, run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.hardware import gpu_count, tenant_disks
+from reconciler.model.hardware import Offer, gpu_count, tenant_disks, want
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import AllocationState, CapacityShape, ProofKind, TaskKind, TaskState
 from reconciler.records import allocations as allocation_records
 from reconciler.records import projects, proofs, queue
-from reconciler.records.claims import claim_node, claim_slot, held_slots, of_allocation, run_bundles
+from reconciler.records.claims import claim_node, claim_slot, held_slots, of_allocation
 
 _OF_NODE = ("id", "boot_id", "profile", "region", "pool")
 
@@ -35,7 +35,8 @@ class Launch:
     """A tenant's request, checked for its form by the API.
 
     A slice names its image by id, or by name with an optional version. catalogue: the SKU of each
-    hardware profile, by profile name. A requested SKU must be in the catalogue.
+    hardware profile, by profile name. A requested SKU must be in the catalogue. offers: what slices
+    each hardware profile sells. user_data: the tenant's own cloud-config, parsed.
     """
 
     project_id: str
@@ -54,6 +55,8 @@ class Launch:
     node_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     catalogue: Mapping[str, str] = field(default_factory=dict)
+    offers: Mapping[str, Offer] = field(default_factory=dict)
+    user_data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def profiles(self) -> tuple[str, ...]:
@@ -74,7 +77,14 @@ class Launch:
     @property
     def want(self) -> Want:
         """The request for the scheduler."""
-        return Want(self.gpu_count, self.region, self.pool, self.node_id, self.profiles)
+        return want(
+            self.offers,
+            self.gpu_count,
+            region=self.region,
+            pool=self.pool,
+            node_id=self.node_id,
+            profiles=self.profiles,
+        )
 
 
 def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
@@ -82,6 +92,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
+    quota.admit(conn, launch.project_id, launch.gpu_count)
     try:
         node_id, chosen = placement.reserve(conn, launch.want)
     except Problem:
@@ -92,6 +103,8 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     # (I16).
     image, node = _named(conn, launch, node_id)
     _require_room(image, chosen[0])
+    if offer := launch.offers.get(node["profile"]):
+        _require_runtime(image, offer.runtime)
     with batch_insert(conn):
         allocation = _record(conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image.id)
         slot_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
@@ -99,7 +112,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
             claim_slot(conn, allocation.id, slot, position, slot_act)
             for position, slot in enumerate(chosen)
         ]
-        item = _item(
+        item = run_on_slots(
             allocation,
             TaskKind.SLICE_VM_PROVISION,
             held,
@@ -113,6 +126,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
             runtime_profile=launch.runtime_profile,
             parameters=dict(launch.parameters),
             boot_id=node["boot_id"],
+            **({"tenant_data": dict(launch.user_data)} if launch.user_data else {}),
         )
         task = queue.add(conn, item, act)
     # Equal to the result of a fresh `get`, without another read.
@@ -121,10 +135,12 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
 
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     """Allocate a whole machine, with every unused disk that was taken over."""
-    projects.get(conn, launch.project_id)
+    quota.admit(conn, launch.project_id, 0)
     node, discovery = baremetal.reserve(conn, launch.want)
     document = discovery.document
-    allocation = _record(conn, launch, act, vars(node), gpu_count=gpu_count(document))
+    gpus = gpu_count(document)
+    quota.admit(conn, launch.project_id, gpus)
+    allocation = _record(conn, launch, act, vars(node), gpu_count=gpus)
     claim_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
     disks = tenant_disks(document, proofs.taken_over(conn, node))
     claim_node(conn, allocation.id, node.id, claim_act, disks=disks)
@@ -141,47 +157,33 @@ def _record(
     gpu_count: int,
     image_id: str | None = None,
 ) -> Allocation:
-    allocation = rows.add(
+    allocation = journal.create(
         conn,
         Allocation,
-        {
-            "id": rows.new_id(),
-            "project_id": launch.project_id,
-            "node_id": node["id"],
-            "capacity_shape": launch.capacity_shape,
-            # Billing uses these values, so they come from the node and not from the request.
-            "sku": launch.catalogue.get(node["profile"], launch.sku),
-            "region": node["region"],
-            "pool": node["pool"],
-            "gpu_count": gpu_count,
-            "name": launch.hostname,
-            "hostname": launch.hostname,
-            "username": launch.username,
-            "ssh_keys": list(launch.ssh_keys),
-            "image_id": image_id,
-            "runtime_profile": launch.runtime_profile,
-            "parameters": dict(launch.parameters),
-            "state": AllocationState.REQUESTED.value,
-            "state_reason": act.reason,
-            "deadline_at": journal.limit("allocation", AllocationState.REQUESTED),
-            "requested_by": act.actor,
-            "correlation_id": act.correlation_id,
-        },
-    )
-    journal.begin(conn, "allocation", allocation, act)
-    journal.audit(
-        conn,
         act,
-        "allocation.created",
-        "allocation",
-        allocation.id,
-        detail={
-            "capacity_shape": launch.capacity_shape,
-            "gpu_count": gpu_count,
-            "node_id": node["id"],
-        },
         project_id=launch.project_id,
+        node_id=node["id"],
+        capacity_shape=launch.capacity_shape,
+        # Billing uses these values, so they come from the node and not from the request.
+        sku=launch.catalogue.get(node["profile"], launch.sku),
+        region=node["region"],
+        pool=node["pool"],
+        gpu_count=gpu_count,
+        name=launch.hostname,
+        hostname=launch.hostname,
+        username=launch.username,
+        ssh_keys=list(launch.ssh_keys),
+        image_id=image_id,
+        runtime_profile=launch.runtime_profile,
+        parameters=dict(launch.parameters),
+        state=AllocationState.REQUESTED,
+        state_reason=act.reason,
+        requested_by=act.actor,
+        correlation_id=act.correlation_id,
     )
+    names = ("capacity_shape", "gpu_count", "node_id")
+    detail = {name: getattr(allocation, name) for name in names}
+    journal.audit_of(conn, act, "allocation.created", allocation, detail)
     return allocation
 
 
@@ -192,30 +194,27 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
     queued = queue.open_of_allocation(conn, id)
     unstarted = all(task.started_at is None for task in queued)
     if state == AllocationState.ACTIVE:
-        advance_together(conn, id, "release", act)
+        for task in queued:
+            if task.kind == TaskKind.SLICE_VM_POWER:
+                queue.cancel(conn, task.id, act.because("its allocation is released"))
+        advance_together(conn, id, "release", act, columns={"power_action": ""})
         if allocation.capacity_shape == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:
+            ingress.end_all(conn, id, act)
             held = of_allocation(conn, id)
-            queue.enqueue(conn, _item(allocation, TaskKind.SLICE_VM_RELEASE, held), act)
+            item = run_on_slots(allocation, TaskKind.SLICE_VM_RELEASE, held)
+            queue.enqueue(conn, item, act)
     elif state == AllocationState.REQUESTED and unstarted:
         _withdraw(conn, id, queued, act)
     else:
         raise Problem(
             "allocation_not_releasable",
-            409,
             expected="an allocation that is active, or requested and not begun",
             found=str(state),
             remedy=_instead_of_release(allocation),
         )
-    journal.audit(
-        conn,
-        act,
-        "allocation.released",
-        "allocation",
-        id,
-        project_id=allocation.project_id,
-    )
+    journal.audit_of(conn, act, "allocation.released", allocation)
     return allocation_records.get(conn, id)
 
 
@@ -261,10 +260,20 @@ def _require_room(image: Image, boot_slot: Slot) -> None:
     if image.size_bytes > boot_slot.nvme_size_bytes:
         raise Problem(
             "disk_too_small",
-            409,
             expected=f"a disk of at least {image.size_bytes} bytes for the image {image.name}",
             found=f"{boot_slot.nvme_size_bytes} bytes in the slot that is free",
             remedy="choose a smaller image, or another SKU",
+        )
+
+
+def _require_runtime(image: Image, required: Sequence[str]) -> None:
+    """Problem `image_runtime_missing` for an image whose guests could not compute on this node."""
+    if missing := [name for name in required if name not in image.runtime]:
+        raise Problem(
+            "image_runtime_missing",
+            expected=f"an image that contains {', '.join(required)}",
+            found=f"{image.name} {image.version}, whose record lacks {', '.join(missing)}",
+            remedy="choose another image; an operator registers what an image contains",
         )
 
 
@@ -311,21 +320,6 @@ def _naming(how: str) -> sa.Select[Any]:
     return query.where(image_table.c.version == version) if how == "version" else query
 
 
-def _item(
-    allocation: Allocation, kind: TaskKind, held: Sequence[Claim], /, **parameters: Any
-) -> queue.Enqueue:
-    slots = run_bundles(held)
-    return queue.Enqueue(
-        kind=kind,
-        node_id=allocation.node_id,
-        subject_kind="allocation",
-        subject_id=allocation.id,
-        allocation_id=allocation.id,
-        parameters={"allocation": {"id": allocation.id}, "slots": slots, **parameters},
-        fences={slot["slot_id"]: slot["fence"] for slot in slots},
-    )
-
-
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
     with locks.allocation(conn, id):
         for task in queued:
@@ -334,7 +328,6 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) ->
             if ended.state != TaskState.CANCELED or ended.started_at is not None:
                 raise Problem(
                     "generation_conflict",
-                    409,
                     expected=f"task {task.id} not begun",
                     found=f"{ended.state}, begun meanwhile",
                     remedy="read the allocation again and decide anew",
@@ -351,4 +344,4 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) ->
         for slot in held_slots(conn, id):
             proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
             gate.give_back(conn, slot, proof, slot_act)
-        advance(conn, "allocation", id, "withdraw", slot_act, columns={"ended_at": clock.now()})
+        advance(conn, Allocation, id, "withdraw", slot_act, columns={"ended_at": clock.now()})

@@ -15,16 +15,17 @@ from reconciler.db.schema import settings as settings_table
 from reconciler.model.bundle import REQUIRED
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import Explanation, explain
-from reconciler.model.scheduler.place import Placement, place
-from reconciler.model.scheduler.snapshot import (
-    IDLE,
-    NodeView,
-    NvlinkSets,
-    SlotView,
-    Snapshot,
-    Want,
+from reconciler.model.scheduler.place import Placement, by_numa, place
+from reconciler.model.scheduler.snapshot import NodeView, NvlinkSets, SlotView, Snapshot, Want
+from reconciler.model.scheduler.snapshot import refusal as node_refusal
+from reconciler.model.states import (
+    IDLE_SLOTS,
+    HealthState,
+    NodeMode,
+    NodeState,
+    SharingMechanism,
+    SlotState,
 )
-from reconciler.model.states import HealthState, NodeMode, NodeState, SharingMechanism, SlotState
 
 # Attempts to reserve slots when concurrent launches take the candidates (PostgreSQL only).
 TRIES = 20
@@ -79,7 +80,6 @@ def contended() -> Problem:
     """Problem when concurrent launches took the slots in every attempt."""
     return Problem(
         "generation_conflict",
-        409,
         expected="slots that stay free while they are being reserved",
         found=f"others took them {TRIES} times",
         remedy="repeat the request",
@@ -92,7 +92,10 @@ def refusal(conn: sa.Connection, want: Want) -> Problem | None:
     This judges one snapshot. `reserve` reads two, between which a node may get its first slice.
     """
     placement, explanation = judge(conn, want)
-    return None if placement is not None else _no_capacity(explanation, want)
+    if placement is not None:
+        return None
+    apart = _apart(snapshot(conn), want) if want.gpus > 1 else None
+    return _barred(explanation, want) or apart or _no_capacity(explanation, want)
 
 
 def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanation]:
@@ -182,8 +185,7 @@ def _first(conn: sa.Connection, slot_ids: Sequence[str]) -> dict[str, Slot]:
 @cache
 def _locking(skip: bool) -> sa.Select[Any]:
     query = sa.select(slots).where(
-        slots.c.id.in_(sa.bindparam("ids", expanding=True)),
-        slots.c.status == SlotState.AVAILABLE,
+        slots.c.id.in_(sa.bindparam("ids", expanding=True)), slots.c.status == SlotState.AVAILABLE
     )
     return query.order_by(slots.c.id).with_for_update(skip_locked=skip)
 
@@ -196,12 +198,40 @@ def _choosing() -> sa.Select[Any]:
     return query.order_by(order).limit(1).with_for_update(skip_locked=True)
 
 
+def _barred(explanation: Explanation, want: Want) -> Problem | None:
+    """Problem when every node of this request has a profile that sells no such slice."""
+    refusals = {barred.code: barred for _, barred in want.barred}
+    codes = {code for code in explanation["reasons"] if not code.startswith("other_")}
+    if explanation["free"] or not codes or not codes <= set(refusals):
+        return None
+    barred = refusals[min(codes)]
+    return Problem(
+        barred.code, 422, expected=barred.expected, found=f"{want.gpus} GPUs", remedy=barred.remedy
+    )
+
+
+def _apart(snapshot: Snapshot, want: Want) -> Problem | None:
+    """Problem when nodes have so many slots, but no NUMA node of theirs ever has."""
+    nodes = [node for node in snapshot.nodes if not node_refusal(node, want)]
+    most = max((len(cell) for node in nodes for cell in by_numa(node.slots)), default=0)
+    enough = any(len(node.slots) >= want.gpus for node in nodes)
+    if not enough or most >= want.gpus or any(node.profile in want.spanning for node in nodes):
+        return None
+    return Problem(
+        "numa_node_exceeded",
+        422,
+        expected=f"{want.gpus} GPUs on one NUMA node of a host",
+        found=f"at most {most}",
+        remedy=f"ask for {most} or fewer; a slice spans NUMA nodes only if vm.span_numa of the"
+        " hardware profile is set",
+    )
+
+
 def _no_capacity(explanation: Explanation, want: Want) -> Problem:
     refusals = set(explanation["reasons"])
     if refusals and refusals <= _OFF and not explanation["free"]:
         return Problem(
             "scheduling_off",
-            409,
             expected="slice scheduling switched on for the site and a node",
             found=", ".join(sorted(refusals)),
             remedy="an admin switches it on once the node is proven",
@@ -209,7 +239,6 @@ def _no_capacity(explanation: Explanation, want: Want) -> Problem:
         )
     return Problem(
         "no_capacity",
-        409,
         expected=f"{want.gpus} free GPUs on one node",
         found=explanation["summary"],
         remedy=_remedy(explanation),
@@ -245,12 +274,7 @@ def snapshot(conn: sa.Connection) -> Snapshot:
 
 
 def likely(
-    conn: sa.Connection,
-    want: Want,
-    limit: int,
-    *,
-    sliced: bool,
-    beside: Collection[str] = (),
+    conn: sa.Connection, want: Want, limit: int, *, sliced: bool, beside: Collection[str] = ()
 ) -> Snapshot:
     """The nodes that rank first for this request by their slot counts, except those in `beside`.
 
@@ -260,13 +284,16 @@ def likely(
     """
     requested = {"region": want.region, "pool": want.pool, "id": want.node_id}
     given = {name: value for name, value in requested.items() if value}
-    query = _likely(sliced, tuple(given), bool(want.profiles), bool(beside))
+    lists = {
+        "profiles": sorted(want.profiles),
+        "barred": sorted(name for name, _ in want.barred),
+        "spanning": sorted(want.spanning),
+        "beside": sorted(beside),
+    }
+    lists = {name: values for name, values in lists.items() if values}
+    query = _likely(sliced, tuple(given), frozenset(lists))
     values: dict[str, Any] = {f"wanted_{name}": value for name, value in given.items()}
-    if want.profiles:
-        values["profiles"] = sorted(want.profiles)
-    if beside:
-        values["beside"] = sorted(beside)
-    return _read(conn, query, values | {"gpus": want.gpus, "most": limit})
+    return _read(conn, query, {**values, **lists, "gpus": want.gpus, "most": limit})
 
 
 def _read(
@@ -307,13 +334,17 @@ def _complete() -> sa.ColumnElement[bool]:
 
 
 @cache
-def _likely(
-    sliced: bool, requested: tuple[str, ...], profiles: bool, beside: bool
-) -> sa.Select[Any]:
+def _likely(sliced: bool, requested: tuple[str, ...], lists: frozenset[str]) -> sa.Select[Any]:
     counted = _counted(sliced)
     host = nodes.alias("host")
     gpus = sa.bindparam("gpus", type_=sa.Integer)
-    some = [host.c.profile.in_(sa.bindparam("profiles", expanding=True))] if profiles else []
+
+    def listed(column: sa.ColumnElement[str], name: str) -> sa.ColumnElement[bool]:
+        if name not in lists:
+            return sa.false()
+        return column.in_(sa.bindparam(name, expanding=True, type_=sa.Text))
+
+    some = [listed(host.c.profile, "profiles")] if "profiles" in lists else []
     fit = sa.and_(
         host.c.mode == NodeMode.SLICE,
         host.c.state == NodeState.READY,
@@ -322,6 +353,7 @@ def _likely(
         host.c.slice_scheduling.is_(True),
         *(host.c[name] == sa.bindparam(f"wanted_{name}") for name in requested),
         *some,
+        *([sa.not_(listed(host.c.profile, "barred"))] if "barred" in lists else []),
     )
     counts: sa.CTE | sa.Subquery
     if sliced:
@@ -337,10 +369,10 @@ def _likely(
         unfit = sa.select(host.c.id).where(sa.not_(fit))
         node_id = counts.c.node_id
         best = sa.select(node_id).where(node_id.not_in(unfit), node_id.not_in(_busy()))
-    best = best.where(counts.c.free >= gpus)
-    if beside:
-        others = sa.bindparam("beside", expanding=True, type_=sa.Text)
-        best = best.where(counts.c.node_id.not_in(others))
+    # Whether a slice may span NUMA nodes is judged later, for each node by its profile.
+    best = best.where((counts.c.free if "spanning" in lists else counts.c.together) >= gpus)
+    if "beside" in lists:
+        best = best.where(sa.not_(listed(counts.c.node_id, "beside")))
     best = best.order_by(
         sa.case((counts.c.together >= gpus, 0), else_=1),
         counts.c.free,
@@ -376,7 +408,8 @@ def _busy() -> sa.Select[tuple[str]]:
     """Nodes with a slice, one row for each busy slot."""
     other = slots.alias("busy")
     return sa.select(other.c.node_id).where(
-        other.c.retired_at.is_(None), other.c.status.not_in([_literal(state) for state in IDLE])
+        other.c.retired_at.is_(None),
+        other.c.status.not_in([_literal(state) for state in IDLE_SLOTS]),
     )
 
 

@@ -15,7 +15,7 @@ from reconciler.db.journal import ENTITIES, Overdue, advance
 from reconciler.db.rows import Record
 from reconciler.db.schema import Allocation, Node, Proof, Slot, Task, allocations
 from reconciler.db.schema import slots as slot_table
-from reconciler.lifecycle import baremetal, gate, slices
+from reconciler.lifecycle import baremetal, gate, ingress, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.slices import move_claims
 from reconciler.model.act import Act, require_reason
@@ -23,6 +23,8 @@ from reconciler.model.bundle import run_bundle
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import (
+    ANSWERING_NODES,
+    ENDED_ALLOCATIONS,
     AllocationState,
     CapacityShape,
     HealthState,
@@ -79,20 +81,14 @@ def force_cleanup(
         if cleaning:
             task = queue_host_task(conn, TaskKind.SLICE_WIPE, allocation_id, cleaning, slot_act)
             task_ids = {slot.id: task.id for slot in cleaning}
-        journal.audit(
-            conn,
-            act,
-            FORCE_CLEANUP,
-            "allocation",
-            allocation_id,
-            detail={
-                "runtime_verified_absent": runtime_verified_absent,
-                "slots": {slot.id: slot.status for slot in changed},
-                "canceled_tasks": canceled,
-                **{name: act.evidence[name] for name in (CASE,) if name in act.evidence},
-            },
-            project_id=allocation.project_id,
-        )
+        detail = {
+            "runtime_verified_absent": runtime_verified_absent,
+            "slots": {slot.id: slot.status for slot in changed},
+            "canceled_tasks": canceled,
+        }
+        if CASE in act.evidence:
+            detail[CASE] = act.evidence[CASE]
+        journal.audit_of(conn, act, FORCE_CLEANUP, allocation, detail)
         return {
             "allocation_id": allocation_id,
             "state": AllocationState.FAILED.value,
@@ -137,7 +133,6 @@ def _require_slices(allocation: Allocation) -> None:
     if allocation.capacity_shape == CapacityShape.BAREMETAL:
         raise Problem(
             "allocation_baremetal",
-            409,
             expected=_STUCK,
             found="a bare-metal allocation",
             remedy="release it; `gpuaas nodes clean-machine` cleans a machine that stays unclean",
@@ -147,7 +142,7 @@ def _require_slices(allocation: Allocation) -> None:
 def _require_healthy_node(conn: sa.Connection, allocation: Allocation) -> None:
     node = rows.get(conn, Node, allocation.node_id)
     unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
-    unready = node.state not in (NodeState.READY, *DRAINED)
+    unready = node.state not in ANSWERING_NODES
     for wrong, code, finding, remedy in (
         (
             allocation.state == AllocationState.RELEASED,
@@ -179,8 +174,8 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
     require_reason(act, "say why this is forced")
     _require_silence(conn, rows.get(conn, Allocation, allocation_id, lock=True))
     act = slices.about(act, allocation_id)
-    columns = {"ended_at": clock.now()}
-    allocation = advance(conn, "allocation", allocation_id, "force_release", act, columns=columns)
+    columns = {"ended_at": clock.now(), "power_action": ""}
+    allocation = advance(conn, Allocation, allocation_id, "force_release", act, columns=columns)
     _cancel(conn, allocation_id, act)
     move_claims(conn, allocation_id, "finish", act)
     error = {"code": "force_release", "found": act.reason}
@@ -188,14 +183,8 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
         if slot.status in (SlotState.ACTIVE, SlotState.RELEASING):
             slices.block(conn, slot, allocation_id, act, step="force_release", error=error)
     baremetal.left_behind(conn, allocation_id, act, step="force_release", error=error)
-    journal.audit(
-        conn,
-        act,
-        "admin.allocation.force_release.applied",
-        "allocation",
-        allocation_id,
-        project_id=allocation.project_id,
-    )
+    ingress.end_all(conn, allocation_id, act)
+    journal.audit_of(conn, act, "admin.allocation.force_release.applied", allocation)
     return allocation
 
 
@@ -205,7 +194,6 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
     if slot.status != SlotState.CLEANUP_BLOCKED:
         raise Problem(
             "slot_not_blocked",
-            409,
             expected="a slot in cleanup_blocked",
             found=str(slot.status),
             remedy="nothing to repair; disable and enable it to have its gate judged again",
@@ -259,7 +247,7 @@ def _expire(conn: sa.Connection, overdue: Overdue, act: Act, holder: str) -> boo
             slot, act = rows.get(conn, Slot, overdue.id, lock=True), slices.about(act, holder)
             slices.block(conn, slot, holder, act, step="deadline", error=error)
     elif overdue.entity == "node":
-        advance(conn, "node", overdue.id, overdue.event, act)
+        advance(conn, Node, overdue.id, overdue.event, act)
     else:
         return False
     return True
@@ -313,7 +301,6 @@ def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
     if node.state != NodeState.UNREACHABLE and not release_failed:
         raise Problem(
             "node_reachable",
-            409,
             expected="an allocation whose host does not answer",
             found=f"node {node.state}",
             remedy="release it; force-cleanup ends the release of a slice that failed",
@@ -362,7 +349,7 @@ def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
 
     From the first step of the clean-up on, the host refuses any run that is still alive.
     """
-    return advance(conn, "slot", slot.id, "clean", act, columns={"fence": slot.fence + 1})
+    return advance(conn, Slot, slot.id, "clean", act, columns={"fence": slot.fence + 1})
 
 
 def queue_host_task(
@@ -391,8 +378,8 @@ def queue_host_task(
         task_queue.Enqueue(
             kind=kind,
             node_id=slots[0].node_id if slots or record is None else record["node_id"],
-            subject_kind="allocation" if record else "slot",
-            subject_id=name if record else slots[0].id,
+            subject_kind="" if record else "slot",
+            subject_id="" if record else slots[0].id,
             allocation_id=name if record else None,
             parameters=parameters,
             fences={slot.id: slot.fence for slot in slots},
@@ -403,7 +390,6 @@ def queue_host_task(
 
 
 ORPHAN_STEP = "remove_orphan"
-_ENDED = (AllocationState.RELEASED, AllocationState.FAILED)
 
 
 def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Task:
@@ -429,15 +415,13 @@ def _remove_orphan(
     if slot.status not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot.retired_at:
         raise Problem(
             "slot_in_use",
-            409,
             expected="a slot that is disabled or blocked",
             found=str(slot.status),
             remedy="disable it first; what a known tenant has is released",
         )
-    if allocation is not None and allocation.state not in _ENDED:
+    if allocation is not None and allocation.state not in ENDED_ALLOCATIONS:
         raise Problem(
             "allocation_active",
-            409,
             expected="an allocation that is not in the records, or has ended",
             found=f"one that is {allocation.state}",
             remedy="release it, or recover it",
@@ -468,7 +452,6 @@ def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
         return
     raise Problem(
         "slot_in_use",
-        409,
         expected="a slot that is disabled, or blocked by the removal of a machine like this",
         found=f"cleanup_blocked: {slot.status_reason}",
         remedy="repair the slot first; if this machine keeps that from its end, stop it by hand",

@@ -64,31 +64,28 @@ def open_case(
         held = held_slots(conn, allocation_id)
         recovery.refuse(allocation, held)
         require_reason(act, "say why the allocation is recovered")
-        case = rows.add(
-            conn,
-            RecoveryCase,
-            {
-                "id": rows.ordered_id(),
-                "allocation_id": allocation_id,
-                "node_id": allocation.node_id,
-                "state": RecoveryState.OPENED.value,
-                "state_reason": act.why,
-                "deadline_at": journal.limit("recovery_case", RecoveryState.OPENED),
-                "requested_by": act.actor,
-                "role": act.role,
-                "reason": act.reason,
-                "remove_leftovers": remove_leftovers,
-                "slot_ids": [slot.id for slot in held],
-                "correlation_id": act.correlation_id,
-            },
-        )
         steps = [
             _step("allocation", {"state": allocation.state, "error": allocation.error}),
             _step("inventory", recovery_evidence.inventory(conn, held)),
         ]
-        journal.begin(conn, "recovery_case", case, _with_steps(act, steps))
+        case = journal.create(
+            conn,
+            RecoveryCase,
+            _with_steps(act, steps),
+            id=rows.ordered_id(),
+            allocation_id=allocation_id,
+            node_id=allocation.node_id,
+            state=RecoveryState.OPENED,
+            state_reason=act.why,
+            requested_by=act.actor,
+            role=act.role,
+            reason=act.reason,
+            remove_leftovers=remove_leftovers,
+            slot_ids=[slot.id for slot in held],
+            correlation_id=act.correlation_id,
+        )
         if act.actor != ACTOR:
-            _audit(conn, OPENED, case, allocation, act)
+            journal.audit_of(conn, act, OPENED, allocation, {recovery.CASE: case.id})
         return case
 
 
@@ -100,7 +97,7 @@ def _adopt(conn: sa.Connection, case: RecoveryCase, act: Act) -> RecoveryCase:
     if case.requested_by != ACTOR and not _kept(conn, case):
         return case
     allocation = rows.get(conn, Allocation, case.allocation_id)
-    _audit(conn, ADOPTED, case, allocation, act)
+    journal.audit_of(conn, act, ADOPTED, allocation, {recovery.CASE: case.id})
     columns = {
         "requested_by": act.actor,
         "role": act.role,
@@ -111,7 +108,7 @@ def _adopt(conn: sa.Connection, case: RecoveryCase, act: Act) -> RecoveryCase:
         "waits_for": {},
         **_SAME_TIME,
     }
-    return advance(conn, "recovery_case", case.id, "adopt", act, columns=columns)
+    return advance(conn, RecoveryCase, case.id, "adopt", act, columns=columns)
 
 
 def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation | None:
@@ -283,7 +280,7 @@ def _wait(conn: sa.Connection, case: RecoveryCase, hold: Document, act: Act) -> 
         return None
     why = f"waits: {hold['found']}" if hold else "goes on"
     columns = {"waits_for": hold, **_SAME_TIME}
-    return advance(conn, "recovery_case", case.id, "wait", act.because(why), columns=columns)
+    return advance(conn, RecoveryCase, case.id, "wait", act.because(why), columns=columns)
 
 
 def _look(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) -> RecoveryCase:
@@ -375,7 +372,7 @@ def _end(
 def _advance(
     conn: sa.Connection, case: RecoveryCase, event: str, act: Act, steps: Steps, columns: Document
 ) -> RecoveryCase:
-    return advance(conn, "recovery_case", case.id, event, _with_steps(act, steps), columns=columns)
+    return advance(conn, RecoveryCase, case.id, event, _with_steps(act, steps), columns=columns)
 
 
 def _unanswered(conn: sa.Connection, case: RecoveryCase) -> Document:
@@ -439,18 +436,4 @@ def _act_of(case: RecoveryCase) -> Act:
         case.correlation_id,
         evidence={recovery.CASE: case.id},
         role=case.role,
-    )
-
-
-def _audit(
-    conn: sa.Connection, action: str, case: RecoveryCase, allocation: Allocation, act: Act
-) -> None:
-    journal.audit(
-        conn,
-        act,
-        action,
-        "allocation",
-        case.allocation_id,
-        detail={recovery.CASE: case.id},
-        project_id=allocation.project_id,
     )

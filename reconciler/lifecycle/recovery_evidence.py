@@ -12,13 +12,11 @@ from reconciler.db.schema import RecoveryCase, Slot, slots
 from reconciler.db.schema.base import Row
 from reconciler.lifecycle import gate
 from reconciler.lifecycle.recovery import FORCE_CLEANUP
-from reconciler.model.states import SlotState
+from reconciler.model.states import IDLE_SLOTS, SlotState
 from reconciler.records import proofs as proof_records
 from reconciler.records.claims import of_allocation
 
 Document = dict[str, Any]
-# A slot enters these states from its clean-up only with the proof of a clean disk.
-_RECOVERED = (SlotState.AVAILABLE, SlotState.DISABLED)
 _PROOF = (
     "id", "kind", "method", "disk_identity", "disk_generation", "allocation_id", "task_id",
 )  # fmt: skip
@@ -58,14 +56,18 @@ def not_recovered(slot_rows: Sequence[Slot]) -> Document:
     return {
         "code": "slots_not_recovered",
         "expected": "every slot of the allocation proven clean",
-        "found": ", ".join(f"{slot.id} {slot.status}" for slot in _stuck_slots(slot_rows)),
-        "remedy": "read the slot's health_detail and the task that failed; when the host is mended,"
-        " recover again",
+        "found": ", ".join(
+            f"{slot.id} {slot.status} {slot.health_detail.get('code', '')}".rstrip()
+            for slot in _stuck_slots(slot_rows)
+        ),
+        "remedy": "read the slot's health_detail, and the remedy of the task that failed; when the"
+        " host or its disk is mended, recover again",
     }
 
 
 def _stuck_slots(slot_rows: Sequence[Slot]) -> list[Slot]:
-    return [slot for slot in slot_rows if slot.status not in _RECOVERED or slot.retired_at]
+    # From its clean-up a slot becomes idle only with the proof of a clean disk.
+    return [slot for slot in slot_rows if slot.status not in IDLE_SLOTS or slot.retired_at]
 
 
 def cleaning(conn: sa.Connection, case: RecoveryCase) -> str:
@@ -130,6 +132,8 @@ def _gate(conn: sa.Connection, slot: Slot) -> Document:
         command = f"gpuaas slots enable {node} {slot.id} --reason WHY"
     elif any(code.startswith("proof_") for code in codes):
         command = f"gpuaas nodes transition {node} --device {slot.nvme_device}"
+    elif "gpu_unproven" in codes:
+        command = f"gpuaas nodes bind {node} && gpuaas nodes parity {node}"
     else:
         command = f"gpuaas nodes discover {node} && gpuaas nodes parity {node}"
     return {"gate": blockers, "wanted": slot.wanted, "next": command}

@@ -70,8 +70,7 @@ def blocked_allocations(conn: sa.Connection) -> list[BlockedAllocation]:
         begun = rows.every(conn, query, AuditEntry)
     judged = [_judge(conn, policy, key, held, begun) for key, held in by_allocation.items()]
     return sorted(
-        judged,
-        key=lambda row: (min(slot.status_since for slot in row.slots), row.allocation_id),
+        judged, key=lambda row: (min(slot.status_since for slot in row.slots), row.allocation_id)
     )
 
 

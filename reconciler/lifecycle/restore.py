@@ -8,11 +8,20 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
-from reconciler.db.schema import Task, claims, leaders, nodes, service_processes, slots, tasks
+from reconciler.db.schema import (
+    Task,
+    claims,
+    leaders,
+    nodes,
+    pools,
+    service_processes,
+    slots,
+    tasks,
+)
 from reconciler.lifecycle import host, recovery_cases
 from reconciler.model.act import Act
 from reconciler.model.states import LIVE_CLAIMS, SlotState
-from reconciler.records import tokens
+from reconciler.records import console_sessions, tokens
 from reconciler.records.leasing import DUE
 
 # Added to every fence: more claims than a slot can have had since the backup. Hosts refuse a fence
@@ -45,6 +54,9 @@ def doubt(
     settings.set_site_scheduling(conn, False, act)
     recovery_cases.end_restored(conn, act)
     tokens.end_enrolments(conn)
+    # They may have been replaced since the backup.
+    conn.execute(sa.update(pools).values(token_hash=""))
+    console_sessions.end_all(conn)
     # The stored processes and terms are from before the restore.
     conn.execute(sa.update(leaders).values(expires_at=0))
     conn.execute(sa.delete(service_processes))

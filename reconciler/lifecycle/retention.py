@@ -13,14 +13,22 @@ import sqlalchemy as sa
 
 from reconciler.db import clock
 from reconciler.db.engine import without_limits
-from reconciler.db.schema import allocations, idempotency_keys, outbox, slots, task_events, tasks
-from reconciler.model.states import AllocationState, SlotState, TaskState
-from reconciler.records.leasing import DUE
+from reconciler.db.schema import (
+    allocations,
+    idempotency_keys,
+    outbox,
+    slots,
+    task_events,
+    tasks,
+    telemetry_samples,
+    terminal_recordings,
+)
+from reconciler.lifecycle import slice_telemetry
+from reconciler.model.states import ENDED_ALLOCATIONS, ENDED_TASKS, UNCLEAN_SLOTS
 
 # Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
-_OVER = (AllocationState.RELEASED, AllocationState.FAILED)
-_UNCLEAN = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+RECORDINGS_S = 30 * 86_400.0
 
 
 def events(conn: sa.Connection, *, sent_s: float, unsent_s: float) -> int:
@@ -38,7 +46,9 @@ def answers(conn: sa.Connection, *, age_s: float) -> int:
     """
     table = idempotency_keys
     named = table.c.body["id"].as_string()
-    lives = sa.exists().where(allocations.c.id == named, allocations.c.state.not_in(_OVER))
+    lives = sa.exists().where(
+        allocations.c.id == named, allocations.c.state.not_in(ENDED_ALLOCATIONS)
+    )
     # A request that never completed did nothing. A late completion of an expired key is refused.
     since = sa.func.coalesce(table.c.completed_at, table.c.expires_at, table.c.created_at)
     old = sa.select(table.c.scope, table.c.key).where(clock.now() - since > age_s, ~lives)
@@ -51,6 +61,21 @@ def progress(conn: sa.Connection, *, age_s: float) -> int:
     return _delete(conn, task_events, (task_events.c.id,), old.where(_done(age_s)))
 
 
+def telemetry(conn: sa.Connection) -> int:
+    """Delete samples that no newer sample has replaced, such as those of ended allocations."""
+    table = telemetry_samples
+    key = (table.c.allocation_id, table.c.minute)
+    old = sa.select(*key).where(table.c.at < clock.now() - slice_telemetry.KEPT_S)
+    return _delete(conn, table, key, old)
+
+
+def recordings(conn: sa.Connection) -> int:
+    """Delete recordings of terminals after 30 days. Their sessions stay."""
+    table = terminal_recordings
+    old = sa.select(table.c.id).where(table.c.at < clock.now() - RECORDINGS_S)
+    return _delete(conn, table, (table.c.id,), old)
+
+
 def done(conn: sa.Connection, ids: Collection[str], *, age_s: float) -> set[str]:
     """The tasks among `ids` that ended long enough ago to delete the files of their runs."""
     query = sa.select(tasks.c.id).where(tasks.c.id.in_(ids), _done(age_s))
@@ -60,11 +85,11 @@ def done(conn: sa.Connection, ids: Collection[str], *, age_s: float) -> set[str]
 def _done(age_s: float) -> sa.ColumnElement[bool]:
     named = slots.c.health_detail["allocation_id"].as_string()
     needed = sa.exists().where(
-        allocations.c.id == tasks.c.allocation_id, allocations.c.state.not_in(_OVER)
+        allocations.c.id == tasks.c.allocation_id, allocations.c.state.not_in(ENDED_ALLOCATIONS)
     )
-    unclean = sa.exists().where(slots.c.status.in_(_UNCLEAN), named == tasks.c.allocation_id)
+    unclean = sa.exists().where(slots.c.status.in_(UNCLEAN_SLOTS), named == tasks.c.allocation_id)
     return sa.and_(
-        tasks.c.state.not_in((*DUE, TaskState.RUNNING)),
+        tasks.c.state.in_(ENDED_TASKS),
         clock.now() - tasks.c.finished_at > age_s,
         ~needed,
         ~unclean,

@@ -14,20 +14,27 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.schema import Allocation, Slot, allocations
-from reconciler.lifecycle import gate, host
+from reconciler.db.schema import Allocation, Claim, Slot, allocations
+from reconciler.lifecycle import gate, host, ingress
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.proof import nothing_written
-from reconciler.model.states import LIVE_CLAIMS, AllocationState, HealthState, ProofKind, SlotState
-from reconciler.records import claims, reports, usage
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    UNCLEAN_SLOTS,
+    AllocationState,
+    HealthState,
+    ProofKind,
+    SlotState,
+    TaskKind,
+)
+from reconciler.records import claims, queue, reports, usage
 from reconciler.records import proofs as proof_records
 from reconciler.records.claims import held_slots, last_holder
 
 Proofs = Mapping[str, Mapping[str, Any]]
 BUILDING = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
 CLAIMED = (SlotState.RESERVED, SlotState.PROVISIONING)
-CLEANING = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
 
 
 def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool:
@@ -39,12 +46,23 @@ def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool
 
 
 def provision_succeeded(
-    conn: sa.Connection, allocation_id: str, act: Act, *, connection: Mapping[str, Any]
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    connection: Mapping[str, Any],
+    boot_id: str = "",
 ) -> bool:
-    """Activate the allocation. connection: the access data that the tenant may see."""
+    """Activate the allocation. connection: the access data that the tenant may see. boot_id: the
+    boot of the host under which it was started.
+    """
     if not _in_state(conn, allocation_id, AllocationState.PROVISIONING):
         return False
-    columns = {"connection": dict(connection), "activated_at": clock.now()}
+    columns = {
+        "connection": dict(connection),
+        "activated_at": clock.now(),
+        "started_boot_id": boot_id,
+    }
     advance_together(conn, allocation_id, "activate", act, columns=columns, on_slots=gate.HEALTHY)
     return True
 
@@ -87,12 +105,7 @@ def provision_failed(
 
 
 def release_succeeded(
-    conn: sa.Connection,
-    allocation_id: str,
-    act: Act,
-    *,
-    proofs: Proofs,
-    absence: Mapping[str, Any],
+    conn: sa.Connection, allocation_id: str, act: Act, *, proofs: Proofs, absence: Mapping[str, Any]
 ) -> bool:
     """Finish a release with absence and wipe proofs. Raises when the evidence falls short."""
     if not _in_state(conn, allocation_id, AllocationState.RELEASING):
@@ -106,13 +119,12 @@ def release_succeeded(
             if slot.id not in proofs:
                 raise Problem(
                     "proof_missing",
-                    409,
                     expected=f"a wipe proof for slot {slot.id}",
                     found=f"proofs for {', '.join(sorted(proofs)) or 'no slot'}",
                     remedy="treat the run as failed; `gpuaas recover` wipes again",
                 )
             _give_back_wiped(conn, slot, proofs[slot.id], allocation_id, act)
-        advance(conn, "allocation", allocation_id, "finish", act, columns={"ended_at": clock.now()})
+        advance(conn, Allocation, allocation_id, "finish", act, columns={"ended_at": clock.now()})
         return True
 
 
@@ -129,7 +141,7 @@ def release_failed(
                 block(conn, slot, allocation_id, act, step=step, error=error)
         # Keep the deadline: the release time limit runs from the first attempt.
         columns = {"error": dict(error), "deadline_at": allocations.c.deadline_at}
-        advance(conn, "allocation", allocation_id, "strand", act, columns=columns)
+        advance(conn, Allocation, allocation_id, "strand", act, columns=columns)
         return True
 
 
@@ -143,7 +155,7 @@ def cleanup_succeeded(
     """
     with ExitStack() as scopes:
         locked = [scopes.enter_context(locks.slot(conn, slot_id)) for slot_id in sorted(proofs)]
-        cleaning = [slot for slot in locked if slot.status in CLEANING]
+        cleaning = [slot for slot in locked if slot.status in UNCLEAN_SLOTS]
         if cleaning:
             require_absence(conn, measured, absence, act)
         for slot in cleaning:
@@ -154,12 +166,7 @@ def cleanup_succeeded(
 
 
 def cleanup_failed(
-    conn: sa.Connection,
-    slot_ids: Sequence[str],
-    act: Act,
-    *,
-    step: str,
-    error: Mapping[str, Any],
+    conn: sa.Connection, slot_ids: Sequence[str], act: Act, *, step: str, error: Mapping[str, Any]
 ) -> bool:
     """Block slots again after a clean-up without proof, with the reason."""
     blocked = False
@@ -176,7 +183,7 @@ def cleanup_failed(
 def fail(conn: sa.Connection, allocation_id: str, act: Act, *, error: Mapping[str, Any]) -> None:
     """End an allocation and its claims as failed."""
     columns = {"error": dict(error), "ended_at": clock.now()}
-    advance(conn, "allocation", allocation_id, "fail", act, columns=columns)
+    advance(conn, Allocation, allocation_id, "fail", act, columns=columns)
     move_claims(conn, allocation_id, "fail", act)
 
 
@@ -199,7 +206,7 @@ def block(
         "health_detail": detail,
         "available_proof_id": None,
     }
-    return advance(conn, "slot", slot.id, "block", act, columns=columns)
+    return advance(conn, Slot, slot.id, "block", act, columns=columns)
 
 
 def require_absence(
@@ -214,11 +221,11 @@ def require_absence(
     if absence.get("absent") is not True:
         raise Problem(
             "absence_unproven",
-            409,
             expected="proof that nothing of the allocation is left on the host",
             found=str(absence.get("checks") or "no answer"),
             remedy="treat the run as failed; `gpuaas recover` verifies again",
         )
+    ingress.proven_absent(conn, allocation_id, absence, act)
 
 
 def _give_back_wiped(
@@ -239,10 +246,24 @@ def advance_together(
 ) -> None:
     """Apply an event to an allocation, its live claims and its slots."""
     act = about(act, allocation_id)
-    advance(conn, "allocation", allocation_id, event, act, columns=columns)
+    advance(conn, Allocation, allocation_id, event, act, columns=columns)
     move_claims(conn, allocation_id, event, act)
     for slot in held_slots(conn, allocation_id):
-        advance(conn, "slot", slot.id, event, act, columns=on_slots)
+        advance(conn, Slot, slot.id, event, act, columns=on_slots)
+
+
+def run_on_slots(
+    allocation: Allocation, kind: TaskKind, held: Sequence[Claim], /, **parameters: Any
+) -> queue.Enqueue:
+    """The task of a run on the slots of an allocation, under the fences of its claims."""
+    slots = claims.run_bundles(held)
+    return queue.Enqueue(
+        kind=kind,
+        node_id=allocation.node_id,
+        allocation_id=allocation.id,
+        parameters={"allocation": {"id": allocation.id}, "slots": slots, **parameters},
+        fences={slot["slot_id"]: slot["fence"] for slot in slots},
+    )
 
 
 def about(act: Act, allocation_id: str, reason: str = "", **evidence: object) -> Act:
@@ -263,7 +284,7 @@ def move_claims(conn: sa.Connection, allocation_id: str, event: str, act: Act) -
         if claim.state in LIVE_CLAIMS:
             ended = event in claims.ENDS
             columns = {"ended_at": clock.now()} if ended else None
-            advance(conn, "claim", claim.id, event, act, columns=columns)
+            advance(conn, Claim, claim.id, event, act, columns=columns)
     if event == "activate":
         usage.begin(conn, allocation_id)
     elif event in claims.ENDS:

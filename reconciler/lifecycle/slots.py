@@ -32,6 +32,7 @@ _UNIQUE = {
     "gpu_pci_address": ("duplicate_gpu", True),
     "nvme_identity": ("duplicate_disk", False),
     "fabric_vf_pci_address": ("duplicate_fabric_vf", True),
+    "fabric_identity": ("duplicate_fabric_vf", False),
     "management_mac": ("duplicate_mac", False),
     "private_ip": ("duplicate_ip", True),
 }
@@ -44,21 +45,32 @@ def approve(
     act: Act,
     *,
     capacity_metadata: Mapping[str, Any] | None = None,
+    profile: Mapping[str, Any] | None = None,
 ) -> Slot:
-    """Approve a bundle that the latest discovery shows free. The new slot starts disabled."""
+    """Approve a bundle that the latest discovery shows free. The new slot starts disabled.
+
+    profile: the node's hardware profile, which says how much of the host a slot takes.
+    """
     node = rows.get(conn, Node, node_id, lock=True)
     if node.mode not in (NodeMode.SLICE, NodeMode.CONVERTING_TO_SLICE):
         raise Problem(
             "node_not_slice",
-            409,
             expected="a node in slice mode",
             found=f"mode {node.mode}",
             remedy="convert the node first",
         )
     discovery = _fresh_discovery(conn, node)
-    approval.refuse(bundle, discovery.document, tuple(approved(conn, node_id).values()))
-    columns = {**bundle.document(), "nvme_identity": bundle.identity}
+    others = tuple(approved(conn, node_id).values())
+    approval.refuse(bundle, discovery.document, others)
+    function = seen.function(discovery.document, bundle.fabric_vf_pci_address) or {}
+    columns = {
+        **bundle.document(),
+        "nvme_identity": bundle.identity,
+        "fabric_identity": str(function.get("identity") or ""),
+    }
     _refuse_duplicates(conn, node_id, columns)
+    if profile:
+        approval.refuse_room(bundle, discovery.document, others, profile)
     metadata = {
         "storage_ownership": "slice",
         "storage_mode": "slice",
@@ -70,22 +82,19 @@ def approve(
         **_place(discovery.document, bundle),
         **(capacity_metadata or {}),
     }
-    slot = rows.add(
+    slot = journal.create(
         conn,
         Slot,
-        {
-            "id": rows.new_id(),
-            "node_id": node_id,
-            **columns,
-            "capacity_metadata": metadata,
-            "status": SlotState.DISABLED.value,
-            "status_reason": "approved; its gate has not been passed",
-            "disk_generation": proofs.generation(conn, bundle.identity),
-            "approved_discovery_id": discovery.id,
-            "approved_by": act.actor,
-        },
+        act,
+        node_id=node_id,
+        **columns,
+        capacity_metadata=metadata,
+        status=SlotState.DISABLED,
+        status_reason="approved; its gate has not been passed",
+        disk_generation=proofs.generation(conn, bundle.identity),
+        approved_discovery_id=discovery.id,
+        approved_by=act.actor,
     )
-    journal.begin(conn, "slot", slot, act)
     journal.audit(
         conn, act, "admin.slot.approved", "slot", slot.id, detail={"bundle": bundle.document()}
     )
@@ -125,7 +134,6 @@ def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     if slot.status != SlotState.DISABLED:
         raise Problem(
             "slot_in_use",
-            409,
             expected="a disabled slot",
             found=str(slot.status),
             remedy="disable the slot; one that is in use must be released or recovered first",
@@ -138,10 +146,10 @@ def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 
 
 def _place(document: Mapping[str, Any], bundle: Bundle) -> dict[str, Any]:
-    """Topology of the GPU for the scheduler: its PCIe switch, and its module if known."""
+    """The GPU's switch, and module if known, for the scheduler; its link for later proofs."""
     gpu = find_gpu(document, bundle.gpu_pci_address) or {}
     module = {"gpu_module_id": gpu["module_id"]} if isinstance(gpu.get("module_id"), int) else {}
-    return {"pcie_switch": pcie_switch(gpu), **module}
+    return {"pcie_switch": pcie_switch(gpu), "gpu_link": gpu.get("link") or {}, **module}
 
 
 def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
@@ -149,7 +157,6 @@ def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
     if discovery is None:
         raise Problem(
             "discovery_missing",
-            409,
             expected="a discovery of the node",
             found="none",
             remedy=f"POST /api/v1/admin/nodes/{node.id}/slice-topology/discovery",
@@ -158,7 +165,6 @@ def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
     if identity != (node.boot_id, node.install_id):
         raise Problem(
             "discovery_stale",
-            409,
             expected="a discovery under the node's current boot and installation",
             found=f"one of {clock.iso(discovery.observed_at)}, before that",
             remedy="discover the node again",
@@ -168,6 +174,9 @@ def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
 
 def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, Any]) -> None:
     for column, (code, on_node) in _UNIQUE.items():
+        if columns[column] == "":
+            # Hosts of earlier versions did not report it.
+            continue
         query = sa.select(slots).where(
             slots.c[column] == columns[column], slots.c.retired_at.is_(None)
         )
@@ -178,7 +187,6 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
             where = "this node" if other.node_id == node_id else f"node {other.node_id}"
             raise Problem(
                 code,
-                409,
                 expected=f"{column.replace('_', ' ')} {columns[column]} in no other slot",
                 found=f"slot {other.slot_index} of {where} has it",
                 remedy="choose another, or withdraw that slot first",
@@ -210,7 +218,6 @@ def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
     if latest is None or not missing:
         raise Problem(
             "slot_in_use",
-            409,
             expected="a disabled slot, or a blocked one whose disk or GPU has died",
             found="cleanup_blocked, its disk and GPU are there"
             if latest
@@ -228,7 +235,6 @@ def require_claim_ended(conn: sa.Connection, slot_id: str) -> str:
     if any(claim.state in LIVE_CLAIMS for claim in claimed):
         raise Problem(
             "claim_live",
-            409,
             expected="a slot whose last claim has ended",
             found=f"the claim of allocation {holder}",
             remedy=f"end it first: `gpuaas recover {holder}`, or force its release",
@@ -301,7 +307,7 @@ def _withdraw(
     # that a slot still has if it was idle when it was blocked.
     slot_act = act.because(f"{act.reason}; written off: {why}", {**act.evidence, **evidence})
     columns = {"fence": slot.fence + 1, "disk_generation": slot.disk_generation + 1}
-    return advance(conn, "slot", slot.id, "withdraw", slot_act, columns=columns)
+    return advance(conn, Slot, slot.id, "withdraw", slot_act, columns=columns)
 
 
 def _after(conn: sa.Connection, node_id: str, since: float) -> Discovery | None:

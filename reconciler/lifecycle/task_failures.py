@@ -15,7 +15,15 @@ from sqlalchemy import Connection
 
 from reconciler.db import locks
 from reconciler.db.schema import Task
-from reconciler.lifecycle import app_operations, baremetal, host, slices
+from reconciler.lifecycle import (
+    app_operations,
+    baremetal,
+    host,
+    ingress,
+    maintenance,
+    power,
+    slices,
+)
 from reconciler.model.act import Act
 from reconciler.model.proof import NOTHING_DONE, nothing_written
 from reconciler.model.states import TaskKind
@@ -133,6 +141,19 @@ def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
     )
 
 
+def _power_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    _close_gate_after_reboot(conn, task, failure)
+    power.failed(conn, task.allocation_id or "", failure.error)
+
+
+def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    """Prove the host again, which also starts the slices that the run has stopped."""
+    if task.kind == TaskKind.NODE_FIRMWARE and not task.parameters.get("apply"):
+        return
+    _close_gate_after_reboot(conn, task, failure)
+    maintenance.bring_back(conn, task, act_of(task).because(failure.error["code"]))
+
+
 def _release_failed(conn: Connection, task: Task, failure: Failure) -> None:
     act = act_of(task).because(failure.error["code"], failure.evidence)
     slices.release_failed(
@@ -178,6 +199,15 @@ def _managed_key_failed(conn: Connection, task: Task, failure: Failure) -> None:
     app_operations.failed(conn, task.parameters["operation_id"], act, failure.error)
 
 
+def _ingress_failed(conn: Connection, task: Task, failure: Failure) -> None:
+    """The rule ends only if the host says that it does not forward, or no run began."""
+    rule_id, answer = task.parameters["rule_id"], failure.evidence.get("ingress")
+    says = failure.known and isinstance(answer, dict) and rule_id not in answer["rules"]
+    act = act_of(task).because(failure.error["code"], failure.evidence)
+    forwards = not (says or failure.untouched)
+    ingress.failed(conn, rule_id, act, failure.error, forwards=forwards)
+
+
 def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> None:
     """Close the node's gate when the host reports a restart."""
     if failure.error["code"] == BOOT_CHANGED:
@@ -188,9 +218,13 @@ def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> 
 # Effects by kind. Other kinds change no records; their failure is stored in the task.
 EFFECTS: dict[str, Callable[[Connection, Task, Failure], None]] = {
     TaskKind.SLICE_VM_PROVISION: _provision_failed,
+    TaskKind.SLICE_VM_POWER: _power_failed,
+    TaskKind.NODE_REBOOT: _maintenance_failed,
+    TaskKind.NODE_FIRMWARE: _maintenance_failed,
     TaskKind.SLICE_VM_RELEASE: _release_failed,
     TaskKind.SLICE_WIPE: _wipe_failed,
     TaskKind.BAREMETAL_PROVISION: _machine_provision_failed,
     TaskKind.BAREMETAL_RELEASE: _machine_release_failed,
+    TaskKind.SLICE_INGRESS_APPLY: _ingress_failed,
     TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY: _managed_key_failed,
 }

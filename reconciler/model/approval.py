@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from reconciler.model import discovery
 from reconciler.model.bundle import Bundle
@@ -41,6 +42,21 @@ REMEDIES = {
 # Several blockers may hold at once. A refusal names the first in this order: causes before effects.
 GRAVITY = tuple(REMEDIES)
 
+# Partition tables, and the file shares of a bare-metal host. Other types must be named.
+PLAIN_TYPES = frozenset({"gpt", "dos", "ext2", "ext3", "ext4", "xfs", "vfat"})
+
+
+def approval_of(disk: Document, types: Iterable[str] = ()) -> dict[str, Any]:
+    """The approval of a discovered disk; filesystem types beyond PLAIN_TYPES only if named."""
+    named = PLAIN_TYPES.union(types)
+    discovered = sorted((disk.get("filesystems") or {}).values())
+    return {
+        "serial": disk["serial"],
+        "eui": disk["eui"] or disk["nguid"],
+        "mounts": sorted(disk.get("mounts") or []),
+        "filesystems": [kind for kind in discovered if kind in named],
+    }
+
 
 def refuse(bundle: Bundle, document: Document, others: Iterable[Bundle] = ()) -> None:
     """Raise the first reason against the bundle; return without any reason.
@@ -65,6 +81,50 @@ def refuse(bundle: Bundle, document: Document, others: Iterable[Bundle] = ()) ->
     for shared in discovery.group_blockers(document, bundle, others):
         raise _blocked(shared.code, bundle.gpu_pci_address, shared.detail)
     _refuse_address(bundle, document)
+
+
+def refuse_room(
+    bundle: Bundle, document: Document, others: Iterable[Bundle], profile: Mapping[str, Any]
+) -> None:
+    """Refuse a slot for which the CPUs or the memory of its NUMA node do not suffice.
+
+    Every slot may be in use at once, beside what the profile keeps for the host. A bundle without a
+    NUMA node is judged by the whole host.
+    """
+    vm, node = profile["vm"], bundle.numa_node
+    slots = 1 + sum(node in (-1, other.numa_node) for other in others)
+    rows = [
+        row for row in discovery.section(document, "host", "numa") if node in (-1, row.get("node"))
+    ]
+    cpus = sum(discovery.cpu_count(str(row.get("cpus") or "")) for row in rows)
+    memory = sum(int(row.get("memory_mib") or 0) for row in rows)
+    kept = (
+        len(rows) * int(vm.get("host_cpus") or 0),
+        len(rows) * int(vm.get("host_memory_mib") or 0),
+    )
+    needed = slots * int(vm["vcpus_per_gpu"]), slots * int(vm["memory_mib_per_gpu"])
+    where = f"on NUMA node {node}" if node >= 0 else "on the host"
+    for code, unit, need, keep, have in (
+        ("numa_cpus_exceeded", "CPUs", needed[0], kept[0], cpus),
+        ("numa_memory_exceeded", "MiB of memory", needed[1], kept[1], memory),
+    ):
+        if need + keep > have:
+            raise Problem(
+                code,
+                422,
+                expected=f"{need} {unit} for {slots} slots {where}, and {keep} for the host",
+                found=f"{have} {unit}",
+                remedy="approve fewer slots of this NUMA node, or a profile with smaller slices",
+            )
+    pages = sum(int(row.get("hugepages_1g", row.get("hugepages_1g_free")) or 0) for row in rows)
+    if vm.get("hugepages") and needed[1] > 1024 * pages:
+        raise Problem(
+            "numa_hugepages_exceeded",
+            422,
+            expected=f"{-(-needed[1] // 1024)} pages of 1 GiB for {slots} slots {where}",
+            found=f"{pages} pages",
+            remedy="take the pages by the tuning hugepages-1g, restart the host, discover again",
+        )
 
 
 def _refuse_use(name: str, document: Document) -> None:

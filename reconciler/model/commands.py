@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reconciler.model import transitions
-from reconciler.model.states import NodeMode, NodeState, TaskState
+from reconciler.model.states import ENDED_TASKS, NodeMode, NodeState
 
 COMMANDS = {
     ("node", "drain"): "gpuaas nodes drain {id} --reason WHY",
@@ -31,7 +31,6 @@ COMMANDS = {
 }
 # Steps that take a node out of use, in order: each step may need the steps before it.
 _LADDER = ("drain", "maintain", "retire")
-_ENDED = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.LOST, TaskState.CANCELED)
 # Remedies by state for requests that no command of the entity can help.
 _OTHERWISE: dict[tuple[str, str], str] = {
     ("node", NodeState.ENROLLING): "enrol its host first: `gpuaas nodes userdata {id}`",
@@ -42,7 +41,7 @@ _OTHERWISE: dict[tuple[str, str], str] = {
     ("node", NodeState.RETIRED): "nothing: it never comes back; add the machine under another id",
     ("node_mode", NodeMode.SLICE): "nothing: it is a slice host already",
     ("node_mode", NodeMode.BAREMETAL): "nothing: it is bare metal already",
-    **{("task", state): "nothing: it has ended" for state in _ENDED},
+    **{("task", state): "nothing: it has ended" for state in ENDED_TASKS},
     ("node_mode", NodeMode.CONVERTING_TO_SLICE): "go on with the conversion under way:"
     " `gpuaas nodes convert {id} slice`",
     ("node_mode", NodeMode.CONVERTING_TO_BAREMETAL): "go on with the conversion under way:"

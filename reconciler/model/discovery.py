@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -63,6 +64,12 @@ def pcie_switch(gpu: Document) -> str:
     steps = gpu.get("pci_path")
     path = [str(step) for step in steps] if isinstance(steps, list) else []
     return path[-2] if len(path) > 1 else "".join(path)
+
+
+def cpu_count(text: str) -> int:
+    """Number of CPUs in the kernel's list format: `0-3,8` has 5. Other text has none."""
+    parts = re.findall(r"(?:^|,)(\d{1,6})(?:-(\d{1,6}))?(?=,|\s*$)", text)
+    return sum(max(int(last or first) - int(first) + 1, 0) for first, last in parts)
 
 
 def gpu(document: Document, address: str) -> Document | None:

@@ -13,18 +13,26 @@ from functools import cached_property
 from typing import Any
 
 from reconciler.model.bundle import Bundle
-from reconciler.model.states import HealthState, SlotState
+from reconciler.model.states import IDLE_SLOTS, HealthState, SlotState
 
 # Value of `step` in the health detail of a slot or node with a difference.
 STEP = "drift"
-IDLE = (SlotState.AVAILABLE, SlotState.DISABLED)
 # In every other state a run is under way, or the slot waits for evidence already.
-JUDGED = (*IDLE, SlotState.ACTIVE)
+JUDGED = (*IDLE_SLOTS, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
 # The length of an allocation id.
 _WHOLE = 36
 # Fewest digits that the host reports of an id when it does not have the whole id.
 LEAST_DIGITS = 12
+# Parts of the host's baseline without which a machine can be sold; a full disk or an empty image
+# is named on the node, and refuses the launch by itself. The silence of an address outside is not
+# of this host: its guests' packets leave.
+_LATER = frozenset(
+    {
+        *("host_disk_full", "image_cache", "network_settings_differ", "clock_wrong"),
+        "egress_target_silent",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -39,17 +47,23 @@ class ExpectedSlot:
 
     @property
     def idle(self) -> bool:
-        return self.status in IDLE
+        return self.status in IDLE_SLOTS
 
 
 @dataclass(frozen=True)
 class ExpectedAllocation:
-    """active: its machine should run on this host. slots: slots of this host that it has or had."""
+    """active: it has a machine on this host. slots: slots of this host that it has or had. stopped:
+    its project has stopped the machine. ingress: rules that its host must have. ingress_live: rules
+    that it may have.
+    """
 
     id: str
     active: bool
     settled: bool
     slots: tuple[str, ...] = ()
+    stopped: bool = False
+    ingress: tuple[str, ...] = ()
+    ingress_live: tuple[str, ...] = ()
 
     @property
     def hexadecimal(self) -> str:
@@ -126,6 +140,7 @@ class Trace:
 def compare(holdings: Mapping[str, Any], records: Records) -> Findings:
     """All differences, with those of slots first."""
     drift = [*_losses(holdings, records), *_orphans(holdings, records), *_unfit(holdings, records)]
+    drift += _baseline(holdings, records)
     settled = {slot.id for slot in records.slots if slot.settled}
     kept = [row for row in drift if not row.slot_id or row.slot_id in settled]
     skipped = [slot.id for slot in records.slots if not slot.settled]
@@ -133,6 +148,20 @@ def compare(holdings: Mapping[str, Any], records: Records) -> Findings:
     unknown = {name: part["detail"] for name, part in holdings.items() if not part["known"]}
     order = sorted(set(kept), key=lambda row: (not row.slot_id, row.slot_id, row.code, row.found))
     return Findings(tuple(order), tuple(sorted(skipped)), unknown)
+
+
+def powered_off(holdings: Mapping[str, Any], records: Records) -> list[str]:
+    """Allocations whose guests are off by their own doing, although nothing has stopped them."""
+    rows = _rows(holdings, "domains") if holdings["domains"]["known"] else []
+    off = {row["allocation_id"] for row in rows if row.get("off_by_guest")}
+    return [
+        allocation.id
+        for allocation in records.allocations
+        if allocation.id in off
+        and allocation.active
+        and allocation.settled
+        and not allocation.stopped
+    ]
 
 
 def _losses(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
@@ -155,9 +184,10 @@ def _missing(
         running = any(row["active"] for row in theirs)
         if not theirs:
             yield "domain_missing", HealthState.FAILED, "its machine is not on the host"
-        elif not running:
+        elif not running and not allocation.stopped:
             yield "guest_stopped", HealthState.DEGRADED, f"its machine is {theirs[0]['state']}"
-        else:
+        elif running:
+            yield from _unwell(theirs)
             given = {part for row in theirs for part in (*row["devices"], *row["disks"])}
             lacking = sorted(_parts(records, allocation.slots) - given)
             if lacking:
@@ -170,11 +200,48 @@ def _missing(
         yield "guard_missing", HealthState.FAILED, "no flows keep its port to its own addresses"
     if _lacks(holdings, "reservations", lambda row: row["allocation_id"] == allocation.id):
         yield "reservation_missing", HealthState.DEGRADED, "no address is reserved for it"
+    elif running:
+        yield from _unleased(holdings, allocation)
+    yield from _ingress(holdings, allocation)
     leased = {row["slot_id"]: row["allocation_id"] for row in _rows(holdings, "leases")}
     if holdings["leases"]["known"] and any(
         leased.get(slot) != allocation.id for slot in allocation.slots
     ):
         yield "lease_missing", HealthState.DEGRADED, "the host's ledger does not name it"
+
+
+def _unleased(
+    holdings: Mapping[str, Any], allocation: ExpectedAllocation
+) -> Iterator[tuple[str, HealthState, str]]:
+    """A running guest without the DHCP lease of its reserved address."""
+    leases = [(row["mac"], row["ip"]) for row in _rows(holdings, "addresses")]
+    for row in _rows(holdings, "reservations") if holdings["addresses"]["known"] else ():
+        if row["allocation_id"] == allocation.id and (row["mac"], row["ip"]) not in leases:
+            yield "guest_unleased", HealthState.DEGRADED, f"it has no DHCP lease of {row['ip']}"
+
+
+def _unwell(machines: list[dict[str, Any]]) -> Iterator[tuple[str, HealthState, str]]:
+    """Faults of machines that have not ended."""
+    for row in machines:
+        if row["active"] and row["state"] != "running":
+            yield "guest_unwell", HealthState.DEGRADED, f"its machine is {row['state']}"
+        if row.get("limited") is False:
+            yield "limit_missing", HealthState.DEGRADED, "its port lacks the profile's rate limit"
+
+
+def _ingress(
+    holdings: Mapping[str, Any], allocation: ExpectedAllocation
+) -> Iterator[tuple[str, HealthState, str]]:
+    """Rules of public ingress that a running tenant lacks, or that nobody has requested."""
+    if not holdings["ingress"]["known"]:
+        return
+    rows = _rows(holdings, "ingress")
+    forwards = {row["rule_id"] for row in rows if row["allocation_id"] == allocation.id}
+    if missing := sorted({*allocation.ingress} - forwards):
+        yield "ingress_missing", HealthState.DEGRADED, f"rule {', '.join(missing)} is not in force"
+    if strange := sorted(forwards - {*allocation.ingress_live}):
+        text = f"rule {', '.join(strange)} is in force, and in no record"
+        yield "ingress_unrecorded", HealthState.FAILED, text
 
 
 def _orphans(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
@@ -243,6 +310,8 @@ def _traces(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
         yield Trace("orphan_file", row["allocation_id"], row["path"])
     for row in _rows(holdings, "limits"):
         yield Trace("orphan_limit", row["allocation_id"], f"QoS row {row['row']} of the switch")
+    for row in _rows(holdings, "ingress"):
+        yield Trace("orphan_ingress", row["allocation_id"], f"ingress rule {row['rule_id']}")
 
 
 def _ledger(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
@@ -270,6 +339,16 @@ def _unfit(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference
                 slot.id,
                 disk_used=slot.idle and row["code"] in _DISK_USED,
             )
+
+
+def _baseline(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
+    """Faults of the host itself that its upkeep could not repair. Idle slots are not sold then."""
+    for row in _rows(holdings, "baseline") if "baseline" in holdings else ():
+        text = f"expected {row['expected']}, found {row['found']}; {row['remedy']}"
+        yield Difference(row["code"], text, HealthState.DEGRADED)
+        for slot in records.slots if row["code"] not in _LATER else ():
+            if slot.idle:
+                yield Difference(row["code"], text, HealthState.FAILED, slot.id)
 
 
 def _rows(holdings: Mapping[str, Any], part: str) -> list[dict[str, Any]]:

@@ -10,7 +10,10 @@ from reconciler.model import discovery
 from reconciler.model.bundle import Bundle
 from reconciler.model.discovery import Blocker
 from reconciler.model.proof import DEFAULT_POLICY, accepts
-from reconciler.model.states import NodeMode, NodeState
+from reconciler.model.states import ANSWERING_NODES, NodeMode
+
+# Parity check of the fabric's isolation, and the detail of a check that a profile leaves out.
+ISOLATION_CHECK, NOT_APPLICABLE = "fabric_isolation", "not_applicable"
 
 # Blockers that come from failed launches and not from a report about the host.
 FAILING = ("launch_failed", "launches_failed")
@@ -33,7 +36,7 @@ class DiskProof:
 
     method: how the disk was wiped; None when nothing was written since the previous proof.
     install_id: the host installation that gave the proof; another installation's ledger does not
-    have it.
+    have it. gpu: address of the GPU that was reset with the wipe, "" without evidence.
     """
 
     disk_identity: str
@@ -41,6 +44,7 @@ class DiskProof:
     recorded_at: float
     method: str | None
     install_id: str
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class GateEvidence:
 
     others: the bundles of the node's other slots. restored_at: when the records were restored from
     a backup, 0 for never; a backup lacks every use of the disk since it was made. drift: a trace on
-    the host of a slot that no allocation has, "" without any.
+    the host of a slot that no allocation has, "" without any. firmware: code of a blocker of the
+    machine's firmware after a tenant was root on it.
     """
 
     bundle: Bundle
@@ -76,11 +81,13 @@ class GateEvidence:
     parity: Sighting | None
     proof: DiskProof | None
     reinstall_required: bool = False
+    firmware: str = ""
     exclusive_ended_at: float = 0.0
     restored_at: float = 0.0
     wipe_policy: str = DEFAULT_POLICY
     others: tuple[Bundle, ...] = ()
     drift: str = ""
+    partition: str = ""
     failures: Failures = Failures()
 
 
@@ -101,23 +108,45 @@ def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
     blockers.extend(_sighting("parity", evidence.parity, evidence))
     if evidence.parity is not None and evidence.parity.failures:
         blockers.append(Blocker("parity_failed", f"{evidence.parity.failures} checks fail"))
-    gpu = evidence.bundle.gpu_pci_address
-    if evidence.parity is not None and gpu in evidence.parity.document.get("dead_gpus", ()):
-        blockers.append(Blocker("gpu_dead", f"{gpu} is missing or does not answer"))
+    blockers.extend(_fabric(evidence))
+    if evidence.parity is not None:
+        blockers.extend(_gpu(evidence, evidence.parity))
     return tuple(blockers)
+
+
+def _gpu(evidence: GateEvidence, parity: Sighting) -> list[Blocker]:
+    """Blockers of the GPU. The newer of parity and proof tells whether its reset still counts."""
+    gpu, proof = evidence.bundle.gpu_pci_address, evidence.proof
+    if gpu in parity.document.get("dead_gpus", ()):
+        return [Blocker("gpu_dead", f"{gpu} is missing or does not answer")]
+    reset_in = [gpu in parity.document.get("reset_gpus", ())]
+    if proof is not None and proof.recorded_at > parity.observed_at:
+        reset_in.append(proof.gpu == gpu)
+    if any(reset_in):
+        return []
+    why = f"{gpu} was not reset since its last use: bind the topology, then run parity"
+    return [Blocker("gpu_unproven", why)]
+
+
+_FIRMWARE = {
+    "firmware_unverified": "not compared with the firmware before the last tenant: run discovery",
+    "firmware_changed": "it differs from before the last tenant (`gpuaas nodes firmware`)",
+}
 
 
 def _node(evidence: GateEvidence) -> list[Blocker]:
     blockers = []
     if evidence.node_mode != NodeMode.SLICE:
         blockers.append(Blocker("node_not_slice", f"the node's mode is {evidence.node_mode}"))
-    if evidence.node_state not in (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE):
+    if evidence.node_state not in ANSWERING_NODES:
         blockers.append(Blocker("node_not_ready", f"the node is {evidence.node_state}"))
     if evidence.reboot_required:
         blockers.append(Blocker("reboot_required", "the host must be rebooted first"))
     if evidence.reinstall_required:
         text = "a tenant was root on it: install it anew, then enrol it (`gpuaas nodes userdata`)"
         blockers.append(Blocker("reinstall_required", text))
+    if evidence.firmware:
+        blockers.append(Blocker(evidence.firmware, _FIRMWARE[evidence.firmware]))
     return blockers
 
 
@@ -133,6 +162,33 @@ def _failures(evidence: GateEvidence) -> list[Blocker]:
     ):
         return [Blocker("launch_failed", f"not looked at since a launch failed: {failures.last}")]
     return []
+
+
+def _fabric(evidence: GateEvidence) -> list[Blocker]:
+    """Blocker of a fabric function that is not kept apart from those of other tenants."""
+    if evidence.parity is None or not evidence.bundle.fabric_vf_pci_address:
+        return []
+    check = next(
+        (
+            row
+            for row in discovery.section(evidence.parity.document, "checks")
+            if row.get("check") == ISOLATION_CHECK
+        ),
+        {},
+    )
+    # The profile cannot declare this check not applicable.
+    isolated = check.get("status") == "PASS" and check.get("detail") != NOT_APPLICABLE
+    if isolated and not evidence.partition:
+        return []
+    actual = check.get("detail") or "no such check in the parity report"
+    if isolated:
+        actual = evidence.partition
+    remedy = check.get("remediation") or "run parity again with this version"
+    text = (
+        f"expected {evidence.bundle.fabric_vf_pci_address} kept apart from other tenants,"
+        f" found {actual}; {remedy}, or say fabric.isolation single_tenant in the profile"
+    )
+    return [Blocker("fabric_not_isolated", text[:2000])]
 
 
 def _proof(evidence: GateEvidence) -> list[Blocker]:
@@ -157,11 +213,7 @@ def _proof(evidence: GateEvidence) -> list[Blocker]:
             "proof_outdated",
             "the proof is from before the records were restored from a backup",
         ),
-        (
-            elsewhere,
-            "proof_stale",
-            "the disk was proven clean to another installation or host key",
-        ),
+        (elsewhere, "proof_stale", "the disk was proven clean to another installation or host key"),
         (
             refused,
             "proof_class_refused",
@@ -216,6 +268,9 @@ _ELSEWHERE = frozenset(
         "boot_changed",
         "canceled",
         "deadline_passed",
+        "fabric_guid_missing",
+        "fabric_numbers_missing",
+        "fabric_numbers_used_up",
         "run_not_started",
         "runner_unreadable",
         "variables_invalid",
@@ -231,4 +286,4 @@ def fails_on_host(code: str) -> bool:
     """
     if code.startswith("image_"):
         return code == "image_no_room"
-    return code not in _ELSEWHERE and not code.startswith("awx_")
+    return code not in _ELSEWHERE and not code.startswith(("awx_", "partition_", "ufm_"))

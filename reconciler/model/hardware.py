@@ -3,12 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from reconciler.model import fabric as fabric_model
 from reconciler.model.errors import Problem
+from reconciler.model.scheduler.snapshot import Refusal, Want
 
+_MACHINE = ("vendor", "product", "serial")
+# Serial numbers that a firmware shows where nobody has set any, beside a single repeated character.
+_NO_SERIALS = frozenset(
+    {
+        *(
+            "unknown",
+            "none",
+            "n/a",
+            "na",
+            "null",
+            "not specified",
+            "not available",
+            "not applicable",
+        ),
+        *(
+            "default string",
+            "to be filled by o.e.m.",
+            "to be filled by oem",
+            "system serial number",
+        ),
+        *("chassis serial number", "base board serial number", "serial number", "invalid", "oem"),
+        *("0123456789", "123456789", "1234567890", "empty", "undefined", "not provided"),
+    }
+)
+# Remedy for a serial number that several hosts report.
+TWICE = "find out which record is of this machine, and retire or correct the other"
 # Field of the node's record to key of the profile's `fabric` section.
 NODE_FIELDS = {"fabric_interface": "interface", "fabric_address": "site_address"}
+
+
+def serial_number(text: object) -> str:
+    """A machine's serial number in the form in which two are compared; "" if it is unknown."""
+    serial = " ".join(text.split()).lower() if isinstance(text, str) else ""
+    return "" if serial in _NO_SERIALS or len(set(serial)) < 2 else serial.upper()
+
+
+def machine_of(document: Mapping[str, Any]) -> dict[str, str]:
+    """The machine that a discovery describes; {} for a document that describes none."""
+    machine = document.get("machine") or {}
+    return {name: str(machine.get(name) or "")[:200] for name in _MACHINE if machine}
+
+
+def serial_of(hardware: Mapping[str, Any] | None) -> str:
+    """Serial number of a node's machine; "" if its host did not report one."""
+    return serial_number((hardware or {}).get("serial"))
+
+
+def by_serial(nodes: Iterable[tuple[str, Mapping[str, Any] | None]]) -> dict[str, list[str]]:
+    """Ids of nodes by the serial number that their hosts report. nodes: id and hardware of each."""
+    result: dict[str, list[str]] = {}
+    for id, hardware in nodes:
+        if serial := serial_of(hardware):
+            result.setdefault(serial, []).append(id)
+    return result
 
 
 def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,11 +83,87 @@ def maas_tags(tags: list[str] | None) -> dict[str, Any]:
     return {} if tags is None else {"slice_maas_tags": tags}
 
 
-def check(profile: Mapping[str, Any], name: str) -> None:
-    """Problem `mgmt_attachment_unsupported` for a valid attachment that no host supports yet.
+@dataclass(frozen=True)
+class Offer:
+    """Slices that a hardware profile sells.
 
-    Silently using a tap instead would send a guest's traffic by another path than was bought.
+    counts: allowed numbers of GPUs in a slice, () for any. nvlink: use of the board's NVSwitches by
+    slices, "" for a board without them. spans_numa: whether a slice may span NUMA nodes.
+    runtime: what an image must contain.
     """
+
+    sku: str = ""
+    counts: tuple[int, ...] = ()
+    nvlink: str = ""
+    spans_numa: bool = False
+    ready_minimum_s: int = 0
+    runtime: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, profile: Mapping[str, Any]) -> Offer:
+        deadlines = profile.get("deadlines") or {}
+        return cls(
+            sku=str(profile.get("sku") or ""),
+            counts=tuple(map(int, (profile.get("gpu") or {}).get("counts") or ())),
+            nvlink=nvlink(profile),
+            spans_numa=bool((profile.get("vm") or {}).get("span_numa")),
+            ready_minimum_s=int(deadlines.get("ready_minimum", deadlines.get("ready", 0))),
+            runtime=baked_runtime(profile),
+        )
+
+    def refusal(self, gpus: int) -> Refusal | None:
+        """Why no slice with this number of GPUs is sold; None when it is."""
+        if gpus > 1 and self.nvlink == NVLINK_UNSUPPORTED:
+            return Refusal(
+                "nvlink_unsupported",
+                "one GPU in a slice: NVSwitches join the GPUs, and gpu.nvlink of the hardware"
+                " profile is unsupported",
+                "ask for one GPU, or have an operator set gpu.nvlink to isolated",
+            )
+        if self.counts and gpus not in self.counts:
+            counts = ", ".join(map(str, sorted(self.counts)))
+            return Refusal(
+                "gpu_count_not_sold", f"{counts} GPUs in a slice", "ask for such a number"
+            )
+        return None
+
+
+def want(offers: Mapping[str, Offer], gpus: int, **fields: Any) -> Want:
+    """The scheduler's request for a slice. offers: what each hardware profile sells."""
+    refusals = {name: offer.refusal(gpus) for name, offer in sorted(offers.items())}
+    return Want(
+        gpus,
+        **fields,
+        barred=tuple((name, refusal) for name, refusal in refusals.items() if refusal),
+        # A single GPU is on a single NUMA node.
+        spanning=tuple(name for name in refusals if offers[name].spans_numa and gpus > 1),
+    )
+
+
+NVLINK_UNSUPPORTED, NVLINK_ISOLATED = "unsupported", "isolated"
+
+
+def nvlink(profile: Mapping[str, Any]) -> str:
+    """Use of NVLink by slices; "" for a board without NVSwitches."""
+    gpu = profile.get("gpu") or {}
+    return str(gpu.get("nvlink") or (NVLINK_UNSUPPORTED if gpu.get("nvswitch_ids") else ""))
+
+
+def check(profile: Mapping[str, Any], name: str) -> None:
+    """Problem for a valid value that no host supports yet.
+
+    A tap instead of the requested attachment would send a guest's traffic by another path than was
+    bought, and GPUs without their partition would not start CUDA.
+    """
+    if nvlink(profile) == "partitions":
+        raise Problem(
+            "nvlink_partitions_unsupported",
+            422,
+            expected=f"gpu.nvlink {NVLINK_UNSUPPORTED} or {NVLINK_ISOLATED}",
+            found=f"partitions in the hardware profile {name}",
+            remedy="set it to isolated, or sell one GPU per slice:"
+            " partitions of the Fabric Manager are not built yet",
+        )
     attachment = (profile.get("vm") or {}).get("mgmt_attachment", "tap")
     if attachment != "tap":
         raise Problem(
@@ -44,8 +175,25 @@ def check(profile: Mapping[str, Any], name: str) -> None:
         )
 
 
+def baked_runtime(profile: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an image must contain for a guest on this hardware, as image records name it."""
+    runtime = (profile.get("vm") or {}).get("guest_runtime") or {}
+    if runtime.get("source") != "baked":
+        return ()
+    driver = runtime.get("driver", "edu")
+    names = {
+        f"driver-{driver}": driver != "edu",
+        f"cuda-{runtime.get('cuda')}": runtime.get("cuda"),
+        "rdma": runtime.get("rdma"),
+        # The driver of an image loads before cloud-init could tell it.
+        "nvlink-disabled": driver != "edu" and nvlink(profile),
+    }
+    return tuple(name for name, needed in names.items() if needed)
+
+
 def check_link(profile: Mapping[str, Any], name: str) -> None:
-    """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type.
+    """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type, and
+    `fabric_numbers_missing` for one that does not say how tenants are kept apart.
 
     Only for nodes that adopt this profile: giving back a node with an older profile needs no link.
     """
@@ -58,6 +206,8 @@ def check_link(profile: Mapping[str, Any], name: str) -> None:
             found=f"no fabric.link in the hardware profile {name}",
             remedy="say in the profile what the fabric speaks: a vendor gives one id to both",
         )
+    if fabric.get("pf_ids"):
+        fabric_model.numbers(profile)
 
 
 def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""Checks of a disk proof: identity, verification, and wipe class against the slot's policy."""
+"""Checks of a slot's proof: its disk and wipe class, and the reset of its GPU."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,6 @@ def check_proof(
     if wrong:
         raise Problem(
             "proof_mismatch",
-            409,
             expected=", ".join(f"{name} {expected[name]}" for name in wrong),
             found=", ".join(f"{name} {stated[name]}" for name in wrong),
             remedy="the proof is for another disk: discover the node, then wipe the slot again",
@@ -64,7 +64,6 @@ def check_proof(
     if document.get("verified") is not True:
         raise Problem(
             "proof_unverified",
-            409,
             expected=f"a wipe of {identity} that was read back and verified",
             found=f"verified={document.get('verified')!r}",
             remedy="wipe the slot again (`gpuaas recover`)",
@@ -73,11 +72,43 @@ def check_proof(
     if not accepts(policy, method):
         raise Problem(
             "proof_class_refused",
-            409,
             expected=f"a wipe of {identity} that the policy {policy!r} accepts",
             found=f"method {method!r}, class {CLASSES.get(method, 'unknown')}",
             remedy="allow a method of a better class in the profile's wipe_methods and wipe again",
         )
+
+
+def check_gpu(evidence: object, *, address: str, link: Mapping[str, Any]) -> None:
+    """Raise unless the evidence shows a verified reset of this GPU, with its link as approved.
+
+    link: speed and width of the PCIe link at the approval; {} when it has none.
+    """
+    gpu = evidence if isinstance(evidence, Mapping) else {}
+    if gpu.get("verified") is not True or gpu.get("address") != address:
+        raise Problem(
+            "gpu_unproven",
+            409,
+            expected=f"evidence of a verified reset of the GPU {address}",
+            found=f"address={gpu.get('address')!r}, verified={gpu.get('verified')!r}",
+            remedy="treat the run as failed; `gpuaas recover` resets it again",
+        )
+    reported = gpu.get("link")
+    slower = [name for name in link if _amount(reported, name) < _amount(link, name)]
+    if slower:
+        raise Problem(
+            "gpu_link_degraded",
+            409,
+            expected=f"a link of {address} with " + ", ".join(f"{n} {link[n]}" for n in slower),
+            found=f"link {reported!r}"[:200],
+            remedy="reseat or replace the GPU, restart the host, then recover the slot",
+        )
+
+
+def _amount(link: object, name: str) -> float:
+    """The number that a speed (`32.0 GT/s PCIe`) or a width (`16`) begins with; 0 without one."""
+    text = str(link.get(name) or "") if isinstance(link, Mapping) else ""
+    match = re.match(r"\d{1,4}(\.\d{1,4})?", text)
+    return float(match.group()) if match else 0.0
 
 
 # Evidence for a host on which no run was started.

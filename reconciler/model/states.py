@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 
 class Described(StrEnum):
@@ -46,6 +47,10 @@ class NodeState(Described):
     RETIRED = "retired", "Gone for good; kept for the record."
 
 
+# A prepared host that answers.
+ANSWERING_NODES = (NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
+
+
 class SlotState(Described):
     """Whether a slot can be given to a tenant."""
 
@@ -57,6 +62,11 @@ class SlotState(Described):
     RELEASING = "releasing", "A run is removing the tenant's machine and wiping the disk."
     CLEANUP = "cleanup", "A run removes what a failure left and wipes the disk."
     CLEANUP_BLOCKED = "cleanup_blocked", "Something may be left; it waits for evidence."
+
+
+# No run is at work on it and no tenant has it; and what a tenant left is still to be proven gone.
+IDLE_SLOTS = (SlotState.AVAILABLE, SlotState.DISABLED)
+UNCLEAN_SLOTS = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
 
 
 class HealthState(Described):
@@ -77,6 +87,9 @@ class AllocationState(Described):
     RELEASING = "releasing", "The tenant gave it back; its slots are being proven clean."
     RELEASED = "released", "Ended; nothing of it holds capacity by claim."
     FAILED = "failed", "Never became usable, or its release was forced to an end."
+
+
+ENDED_ALLOCATIONS = (AllocationState.RELEASED, AllocationState.FAILED)
 
 
 class ClaimState(Described):
@@ -110,6 +123,9 @@ class TaskState(Described):
     LOST = "lost", "No outcome of its run was ever seen: the effect on the host is unknown."
 
 
+ENDED_TASKS = (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED, TaskState.LOST)
+
+
 class RecoveryState(Described):
     """Lifecycle of a recovery case: an attempt to bring back the slots of an allocation."""
 
@@ -141,6 +157,15 @@ class ClaimKind(Described):
 
     SLICE = "slice", "One slot of a node."
     NODE_EXCLUSIVE = "node_exclusive", "The whole node."
+
+
+class PowerAction(Described):
+    """Power action on a slice that its project asks for."""
+
+    START = "start", "Start the stopped machine."
+    STOP = "stop", "Shut the machine down; its slots and its disk stay."
+    RESTART = "restart", "Shut the machine down and start it."
+    RESET = "reset", "Take the power away and start it; for a guest that does not answer."
 
 
 class ProofKind(Described):
@@ -212,6 +237,26 @@ class OperationKind(Described):
     BOOTSTRAP_SSH_REMOVE = "bootstrap_ssh_remove", "The managed key is taken away."
 
 
+class IngressState(Described):
+    """Lifecycle of a rule of public ingress."""
+
+    REQUESTED = "requested", "Recorded; the host does not forward yet."
+    APPLIED = "applied", "The guest's port has answered, and the host forwards to it."
+    REMOVING = "removing", "The host may still forward; the public port stays taken."
+    REMOVED = "removed", "The host does not forward any more."
+    FAILED = "failed", "The host refused it and does not forward; its failure has a code."
+
+
+# States in which a rule has its public port.
+LIVE_INGRESS = (IngressState.REQUESTED, IngressState.APPLIED, IngressState.REMOVING)
+
+
+class IngressProtocol(Described):
+    """Protocol of a rule of public ingress. A UDP port cannot be proven to answer."""
+
+    TCP = "tcp", "Connections of TCP."
+
+
 class Role(Described):
     """Role of a token: the party that it speaks for."""
 
@@ -220,58 +265,51 @@ class Role(Described):
     NODE = "node", "A machine speaking about itself."
 
 
+# More attempts would report a permanent failure later.
+_ATTEMPTS = 3
+
+
 class TaskKind(StrEnum):
     """Kind of a task; each kind has its handler in reconciler/work/kinds."""
 
-    SLICE_TOPOLOGY_DISCOVER = "slice.topology_discover"
+    # exclusive: the task changes the host itself, so that no other task may run on the node.
+    # repeatable: the task only reads, or is idempotent, and its failure changes no record. The
+    # failure of any other task is decided by its outcome; a person requests it again.
+    exclusive: bool
+    attempts: int
+
+    def __new__(cls, value: str, nature: Literal["exclusive", "repeatable", ""] = "") -> TaskKind:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.exclusive = nature == "exclusive"
+        member.attempts = _ATTEMPTS if nature == "repeatable" else 1
+        return member
+
+    SLICE_TOPOLOGY_DISCOVER = "slice.topology_discover", "repeatable"
     SLICE_VM_PROVISION = "slice.vm_provision"
+    SLICE_VM_POWER = "slice.vm_power"
     SLICE_VM_RELEASE = "slice.vm_release"
     SLICE_ABSENCE_VERIFY = "slice.absence_verify"
     SLICE_WIPE = "slice.wipe"
-    SLICE_DRIFT_RECONCILE = "slice.drift_reconcile"
-    NODE_ENROL = "node.enrol"
-    NODE_BOOTSTRAP = "node.bootstrap"
-    NODE_PARITY = "node.parity"
-    NODE_BIND_TOPOLOGY = "node.bind_topology"
-    NODE_STORAGE_TRANSITION = "node.storage_transition"
-    NODE_IMAGE_CACHE = "node.image_cache"
-    NODE_CONVERT = "node.convert"
-    BAREMETAL_PROVISION = "baremetal.provision"
-    BAREMETAL_RELEASE = "baremetal.release"
+    SLICE_DRIFT_RECONCILE = "slice.drift_reconcile", "repeatable"
+    SLICE_INGRESS_APPLY = "slice.ingress_apply"
+    NODE_ENROL = "node.enrol", "repeatable"
+    NODE_BOOTSTRAP = "node.bootstrap", "exclusive"
+    NODE_PARITY = "node.parity", "repeatable"
+    NODE_BIND_TOPOLOGY = "node.bind_topology", "exclusive"
+    NODE_STORAGE_TRANSITION = "node.storage_transition", "exclusive"
+    NODE_IMAGE_CACHE = "node.image_cache", "repeatable"
+    NODE_CONVERT = "node.convert", "exclusive"
+    NODE_REBOOT = "node.reboot", "exclusive"
+    NODE_FIRMWARE = "node.firmware", "exclusive"
+    NODE_DEPLOY = "node.deploy", "exclusive"
+    NODE_RELEASE = "node.release", "exclusive"
+    BAREMETAL_PROVISION = "baremetal.provision", "exclusive"
+    BAREMETAL_RELEASE = "baremetal.release", "exclusive"
     ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY = "allocation.reconcile_managed_authorized_key"
     TERMINAL_OPEN = "terminal.open"
 
-    @property
-    def exclusive(self) -> bool:
-        """True when the task changes the host itself, so that no other task may run on the node."""
-        return self in _EXCLUSIVE
 
-    @property
-    def attempts(self) -> int:
-        """Attempts of a task when its failure may be temporary (reconciler/work/retry.py)."""
-        return _ATTEMPTS if self in _REPEATABLE else 1
-
-
-# More attempts would report a permanent failure later.
-_ATTEMPTS = 3
-# These tasks only read, or are idempotent, and their failure changes no record. For every other
-# task the outcome decides the meaning of a failure, and a new request is needed to repeat it.
-_REPEATABLE = frozenset(
-    {
-        TaskKind.SLICE_TOPOLOGY_DISCOVER,
-        TaskKind.SLICE_DRIFT_RECONCILE,
-        TaskKind.NODE_ENROL,
-        TaskKind.NODE_PARITY,
-        TaskKind.NODE_IMAGE_CACHE,
-    }
-)
-_EXCLUSIVE = frozenset(
-    {
-        TaskKind.NODE_BOOTSTRAP,
-        TaskKind.NODE_BIND_TOPOLOGY,
-        TaskKind.NODE_STORAGE_TRANSITION,
-        TaskKind.NODE_CONVERT,
-        TaskKind.BAREMETAL_PROVISION,
-        TaskKind.BAREMETAL_RELEASE,
-    }
-)
+# Kinds that MAAS carries out, without a run on the host. Between two looks at MAAS such a task
+# waits, and its node is busy.
+BY_MAAS = (TaskKind.NODE_DEPLOY, TaskKind.NODE_RELEASE)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reconciler.model.pools import PoolState
 from reconciler.model.states import (
     AllocationState,
     AppStatus,
     ClaimState,
     Described,
+    IngressState,
     MemberStatus,
     NodeMode,
     NodeState,
@@ -20,7 +22,7 @@ from reconciler.model.states import (
 
 N, M, S, A, C, T = NodeState, NodeMode, SlotState, AllocationState, ClaimState, TaskState
 P, B, W = AppStatus, MemberStatus, OperationStatus
-R = RecoveryState
+R, G, L = RecoveryState, IngressState, PoolState
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ ENTITIES: dict[str, type[Described]] = {
     "app_member": MemberStatus,
     "app_operation": OperationStatus,
     "recovery_case": RecoveryState,
+    "ingress_rule": IngressState,
+    "pool": PoolState,
 }
 
 
@@ -198,6 +202,30 @@ TABLE: tuple[Transition, ...] = (
         (R.CLEANING, "adopt", R.CLEANING),
         (R.CONFIRMING, "adopt", R.CONFIRMING),
     ),
+    *_rows(
+        "ingress_rule",
+        (G.REQUESTED, "apply", G.APPLIED),
+        # Both only with proof, or without a run: the host does not forward.
+        (G.REQUESTED, "fail", G.FAILED),
+        (G.REQUESTED, "withdraw", G.REMOVED),
+        ((G.REQUESTED, G.APPLIED), "remove", G.REMOVING),
+        (G.REMOVING, "finish", G.REMOVED),
+    ),
+    *_rows(
+        "pool",
+        (L.REQUESTED, "begin", L.STARTING),
+        # No process exists yet.
+        (L.REQUESTED, "stopped", L.STOPPED),
+        (L.REQUESTED, "evicted", L.EVICTED),
+        (L.REQUESTED, "failed", L.FAILED),
+        (L.STARTING, "ready", L.RUNNING),
+        ((L.STARTING, L.RUNNING), "drain", L.DRAINING),
+        ((L.STARTING, L.RUNNING, L.DRAINING), "end", L.STOPPING),
+        # Only with proof that none of its processes is left.
+        ((L.DRAINING, L.STOPPING), "stopped", L.STOPPED),
+        (L.STOPPING, "evicted", L.EVICTED),
+        (L.STOPPING, "failed", L.FAILED),
+    ),
 )
 
 # A lower limit reports a slow boot as a failure; a higher limit hides a stuck slot for longer.
@@ -234,6 +262,15 @@ DEADLINES: dict[tuple[str, str], Deadline] = {
     ("recovery_case", R.CONFIRMING): Deadline(115_200, "fail"),
     # The case ends with its slots, which have their own limits: some disks are wiped for hours.
     ("recovery_case", R.CLEANING): Deadline(86_400, ""),
+    # Rules end with their task, which has its own limit, or with their allocation.
+    ("ingress_rule", G.REQUESTED): Deadline(90_000, ""),
+    ("ingress_rule", G.REMOVING): Deadline(3_600, ""),
+    ("pool", L.REQUESTED): Deadline(60, "failed"),
+    ("pool", L.STARTING): Deadline(900, "end"),
+    # As long as the pool's own drain_s and grace_s say. A process that cannot be killed keeps its
+    # devices, so the end of a pool is only waited for.
+    ("pool", L.DRAINING): Deadline(600, "end"),
+    ("pool", L.STOPPING): Deadline(90, ""),
 }
 
 _TARGETS = {(row.entity, row.source, row.event): row.target for row in TABLE}

@@ -27,6 +27,21 @@ def get(conn: sa.Connection, id: str) -> Allocation:
     )
 
 
+def launch_times(conn: sa.Connection, like: Allocation, most: int = 20) -> list[float]:
+    """Seconds from request to activity of the site's newest machines of the same shape and size,
+    the shortest first.
+    """
+    columns = allocations.c
+    took = columns.activated_at - columns.created_at
+    query = sa.select(took).where(
+        columns.activated_at.is_not(None),
+        columns.capacity_shape == like.capacity_shape,
+        columns.gpu_count == like.gpu_count,
+    )
+    newest = query.order_by(columns.activated_at.desc()).limit(most)
+    return sorted(map(float, conn.execute(newest).scalars()))
+
+
 def every(
     conn: sa.Connection,
     *,

@@ -50,6 +50,15 @@ def accepted(conn: sa.Connection) -> list[Record]:
     return rows.every(conn, query)
 
 
+def host_keys(conn: sa.Connection, node_id: str) -> list[str]:
+    """Trusted host keys of a node: type and base64."""
+    return [
+        " ".join(row["public_key"].split()[:2])
+        for row in accepted(conn)
+        if row["node_id"] == node_id
+    ]
+
+
 def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
     """The current certificate of a host; Problem when it is missing or has expired."""
     table = node_certificates
@@ -60,7 +69,6 @@ def current(conn: sa.Connection, node_id: str) -> NodeCertificate:
     if certificate is None:
         raise Problem(
             "host_certificate_missing",
-            409,
             expected="a node whose host has enrolled",
             found="no certificate of its SSH key",
             remedy=_enrol(node_id),
@@ -94,7 +102,6 @@ def expired(node_id: str, until: float, message: str = "") -> Problem:
     """Problem for a host with an expired certificate. message: the last message of SSH."""
     return Problem(
         "host_certificate_expired",
-        409,
         expected="a host whose certificate is valid",
         found=f"one that ended at {clock.iso(until)}{f'; {message}' if message else ''}",
         remedy=_enrol(node_id),

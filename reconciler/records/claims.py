@@ -30,7 +30,7 @@ def claim_slot(
     """
     reserved = advance(
         conn,
-        "slot",
+        Slot,
         slot.id,
         "reserve",
         act,
@@ -41,17 +41,18 @@ def claim_slot(
             "available_proof_id": None,
         },
     )
-    return _insert(
+    return journal.create(
         conn,
-        {
-            "allocation_id": allocation_id,
-            "kind": ClaimKind.SLICE.value,
-            "node_id": reserved.node_id,
-            "slot_id": reserved.id,
-            "position": position,
-            **{name: getattr(reserved, name) for name in _COPIED},
-        },
+        Claim,
         act,
+        allocation_id=allocation_id,
+        kind=ClaimKind.SLICE.value,
+        node_id=reserved.node_id,
+        slot_id=reserved.id,
+        position=position,
+        state=ClaimState.RESERVED,
+        state_reason=act.reason,
+        **{name: getattr(reserved, name) for name in _COPIED},
     )
 
 
@@ -67,14 +68,18 @@ def claim_node(
 
     The schema refuses the claim on a node that is not in bare-metal mode.
     """
-    values = {
-        "allocation_id": allocation_id,
-        "kind": ClaimKind.NODE_EXCLUSIVE.value,
-        "node_id": node_id,
-        "fence": next_node_fence(conn, node_id),
-        "disks": [dict(disk) for disk in disks],
-    }
-    return _insert(conn, values, act)
+    return journal.create(
+        conn,
+        Claim,
+        act,
+        allocation_id=allocation_id,
+        kind=ClaimKind.NODE_EXCLUSIVE.value,
+        node_id=node_id,
+        fence=next_node_fence(conn, node_id),
+        disks=[dict(disk) for disk in disks],
+        state=ClaimState.RESERVED,
+        state_reason=act.reason,
+    )
 
 
 def next_node_fence(conn: sa.Connection, node_id: str) -> int:
@@ -163,17 +168,3 @@ def last_holder(conn: sa.Connection, slot_id: str) -> str:
     query = sa.select(claims.c.allocation_id).where(claims.c.slot_id == slot_id)
     last = conn.execute(query.order_by(claims.c.disk_generation.desc()).limit(1))
     return str(last.scalar() or "")
-
-
-def _insert(conn: sa.Connection, values: Mapping[str, Any], act: Act) -> Claim:
-    state = ClaimState.RESERVED
-    row = {
-        "id": rows.new_id(),
-        "state": state.value,
-        "state_reason": act.reason,
-        "deadline_at": journal.limit("claim", state),
-        **values,
-    }
-    claim = rows.add(conn, Claim, row)
-    journal.begin(conn, "claim", claim, act)
-    return claim

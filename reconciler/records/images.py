@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.rows import Order, Page, part
@@ -31,8 +31,12 @@ def register(
     guest_profile: str = "",
     compression: str = "none",
     url_digest: str = "",
+    runtime: Sequence[str] = (),
 ) -> Image:
-    """Add an image. The bytes of a version never change: another digest needs another version."""
+    """Add an image. The bytes of a version never change: another digest needs another version.
+
+    runtime: what it contains for its guests to compute, such as driver-570-server.
+    """
     require_digest(digest)
     same = sa.select(images).where(images.c.name == name, images.c.version == version)
     values = {
@@ -42,6 +46,7 @@ def register(
         "url_digest": url_digest,
         "compression": compression,
         "guest_profile": guest_profile,
+        "runtime": sorted(set(runtime)),
     }
     existing = rows.first(conn, same, Image)
     if existing is not None:
@@ -50,7 +55,6 @@ def register(
             return existing
         raise Problem(
             "image_exists",
-            409,
             expected=f"{name} {version} as it is registered, with digest {existing.digest}",
             found=f"another {', '.join(others)}",
             remedy="register it under a new version",
@@ -81,10 +85,10 @@ def link_key(conn: sa.Connection) -> bytes:
     query = sa.select(settings.c.value).where(settings.c.name == LINK_KEY)
     value = conn.execute(query).scalar_one_or_none()
     if value is None:
-        insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
         row = {"name": LINK_KEY, "value": secrets.token_hex(32), "changed_at": clock.now()}
         # Two workers can make the first link at the same time; the first key counts.
-        conn.execute(insert(settings).values(**row).on_conflict_do_nothing())
+        insert = rows.conflict_insert(conn.dialect.name, settings)
+        conn.execute(insert.values(**row).on_conflict_do_nothing())
         value = conn.execute(query).scalar_one()
     return bytes.fromhex(value)
 

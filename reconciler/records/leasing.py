@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db import clock, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.schema import Node, Task, nodes, tasks
+from reconciler.db.schema import Node, Task, allocations, nodes, tasks
 from reconciler.model.act import Act
-from reconciler.model.states import NodeState, TaskKind, TaskState
+from reconciler.model.states import BY_MAAS, NodeState, TaskKind, TaskState
 from reconciler.records import certificates
 
 DUE = (TaskState.QUEUED, TaskState.WAITING)
@@ -19,6 +19,7 @@ DUE = (TaskState.QUEUED, TaskState.WAITING)
 # skipped only when other workers take them or when earlier rows of this call exclude them.
 _SPARE = 50
 _other = tasks.alias("other")
+_OF = tasks.c.allocation_id == allocations.c.id
 
 
 def lease(
@@ -35,15 +36,19 @@ def lease(
     runner: id of the folder with this worker's runs (runs.paths.runner_id). A worker cannot see
     whether a run of another runner is alive. So it neither attaches to such a run nor starts it a
     second time.
+
+    Of equal priority, the project with the fewest running tasks comes first. So no project keeps
+    the workers from the others, for example by machines that never answer.
     """
     query = sa.select(tasks).where(sa.or_(_may_begin(runner), _left(runner)))
     if kinds is not None:
         query = query.where(tasks.c.kind.in_(kinds))
-    order = (tasks.c.priority.desc(), tasks.c.created_at, tasks.c.id)
+    turn, joined = _turn()
+    order = (tasks.c.priority.desc(), turn, tasks.c.created_at, tasks.c.id)
     taken: list[Task] = []
     locked: set[str] = set()
     while len(taken) < limit:
-        free = query.where(tasks.c.node_id.not_in(sorted(locked))).order_by(*order)
+        free = joined(query).where(tasks.c.node_id.not_in(sorted(locked))).order_by(*order)
         candidates = rows.every(conn, free.limit(limit - len(taken) + _SPARE), Task)
         before = len(locked)
         for candidate in candidates:
@@ -65,6 +70,34 @@ def lease(
     return taken
 
 
+def _turn() -> tuple[sa.ColumnElement[int], Callable[[sa.Select[Any]], sa.Select[Any]]]:
+    """A task's turn among those of its project: 1 for the first of a project without a running
+    task. Also the join that it needs. Tasks without an allocation take turns as one project.
+    """
+    project = sa.func.coalesce(allocations.c.project_id, "")
+    busy = (
+        sa.select(project.label("project"), sa.func.count().label("tasks"))
+        .select_from(tasks.join(allocations, _OF, isouter=True))
+        .where(tasks.c.state == TaskState.RUNNING)
+        .group_by(project)
+        .subquery()
+    )
+    number = sa.func.row_number().over(
+        partition_by=project, order_by=(tasks.c.created_at, tasks.c.id)
+    )
+
+    def joined(query: sa.Select[Any]) -> sa.Select[Any]:
+        return query.join(allocations, _OF, isouter=True).join(
+            busy, busy.c.project == project, isouter=True
+        )
+
+    # A run that lost its worker is not begun but gone on with.
+    turn = sa.case(
+        (tasks.c.state == TaskState.RUNNING, 0), else_=number + sa.func.coalesce(busy.c.tasks, 0)
+    )
+    return turn, joined
+
+
 def _may_begin(runner: str) -> sa.ColumnElement[bool]:
     on_node = sa.exists().where(_other.c.node_id == tasks.c.node_id)
     running = on_node.where(_other.c.state == TaskState.RUNNING)
@@ -80,15 +113,19 @@ def _may_begin(runner: str) -> sa.ColumnElement[bool]:
         sa.tuple_(_other.c.created_at, _other.c.id) < sa.tuple_(tasks.c.created_at, tasks.c.id),
         _due(_other.c),
     )
+    # A machine that MAAS installs is nothing for other tasks, and need not answer.
+    installed = on_node.where(
+        _other.c.kind.in_(BY_MAAS), _other.c.state == TaskState.WAITING, _other.c.id != tasks.c.id
+    )
     return sa.and_(
         tasks.c.state.in_(DUE),
         _due(tasks.c),
         sa.or_(tasks.c.run_id == "", tasks.c.runner == runner),
-        ~_unreachable(),
+        sa.or_(tasks.c.kind.in_(BY_MAAS), ~_unreachable()),
+        ~installed,
         ~same_subject,
         sa.case(
-            (tasks.c.exclusive, ~running),
-            else_=sa.and_(~running.where(_other.c.exclusive), ~ahead),
+            (tasks.c.exclusive, ~running), else_=sa.and_(~running.where(_other.c.exclusive), ~ahead)
         ),
     )
 
@@ -120,7 +157,7 @@ def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: flo
     fresh: dict[str, Any] = {} if again else {"error": {}}
     return advance(
         conn,
-        "task",
+        Task,
         task.id,
         "lease",
         Act(owner, reason, task.correlation_id),
@@ -137,7 +174,7 @@ def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: flo
 
 
 # Errors of the controller side, which executes runs: AWX, the run folder, and its own identity.
-CONTROLLER_CODES = ("awx_silent", "run_folder_unwritable", "controller_unready")
+CONTROLLER_CODES = ("awx_silent", "maas_silent", "run_folder_unwritable", "controller_unready")
 
 
 def wait_reasons(conn: sa.Connection, waiting: Sequence[Task]) -> dict[str, dict[str, Any]]:
@@ -154,7 +191,11 @@ def wait_reasons(conn: sa.Connection, waiting: Sequence[Task]) -> dict[str, dict
     read = rows.every(conn, sa.select(nodes).where(nodes.c.id.in_(ids)), Node)
     hosts = {node.id: node for node in read}
     query = sa.select(tasks).where(
-        tasks.c.node_id.in_(ids), tasks.c.state.in_((TaskState.RUNNING, TaskState.QUEUED))
+        tasks.c.node_id.in_(ids),
+        sa.or_(
+            tasks.c.state.in_((TaskState.RUNNING, TaskState.QUEUED)),
+            sa.and_(tasks.c.kind.in_(BY_MAAS), tasks.c.state == TaskState.WAITING),
+        ),
     )
     beside = rows.every(conn, query.order_by(tasks.c.created_at, tasks.c.id), Task)
     now = clock.read(conn)
@@ -171,7 +212,7 @@ def wait_reasons(conn: sa.Connection, waiting: Sequence[Task]) -> dict[str, dict
 
 
 def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> dict[str, Any]:
-    lost = node.state == NodeState.UNREACHABLE
+    lost = node.state == NodeState.UNREACHABLE and task.kind not in BY_MAAS
     later = task.not_before is not None and task.not_before > now
     if not lost and later and (ours := task.error.get("code")) in CONTROLLER_CODES:
         return {
@@ -194,20 +235,15 @@ def _reason(task: Task, node: Node, beside: Sequence[Task], now: float) -> dict[
         return {"code": "later", "detail": detail, "not_before": task.not_before}
     for other in beside:
         if other.node_id == task.node_id and (code := _ahead(task, other)):
-            return {
-                "code": code,
-                "detail": f"{other.kind} {other.state}",
-                "task_id": other.id,
-            }
+            return {"code": code, "detail": f"{other.kind} {other.state}", "task_id": other.id}
     return {"code": "worker", "detail": "a worker that is free"}
 
 
 def _ahead(task: Task, other: Task) -> str:
     """Code of the reason why the other task keeps this task from beginning; "" when it does not."""
-    same = (task.subject_kind, task.subject_id) == (
-        other.subject_kind,
-        other.subject_id,
-    )
+    same = (task.subject_kind, task.subject_id) == (other.subject_kind, other.subject_id)
+    if other.state == TaskState.WAITING:
+        return "node_busy" if other.id != task.id else ""
     if other.state == TaskState.RUNNING:
         return "node_busy" if same or task.exclusive or other.exclusive else ""
     first = (other.created_at, other.id) < (task.created_at, task.id)

@@ -14,6 +14,7 @@ from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Node, claims, nodes, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.model.hardware import TWICE, serial_of
 from reconciler.model.states import LIVE_CLAIMS, HealthState, NodeMode, NodeState, SlotState
 
 CHANGEABLE = (
@@ -61,25 +62,21 @@ def create(
     if rows.first(conn, sa.select(nodes).where(taken), Node):
         raise Problem(
             "node_exists",
-            409,
             expected="an id and a name that no node has",
             found=f"{id!r}, {name or id!r}",
             remedy="use the node that is there, or another id and name",
         )
-    record = rows.add(
+    record = journal.create(
         conn,
         Node,
-        {
-            "id": id,
-            "name": name or id,
-            **values,
-            "mode": str(mode),
-            "mode_deadline_at": journal.limit("node_mode", mode),
-            "state": NodeState.ENROLLING.value,
-            "deadline_at": journal.limit("node", NodeState.ENROLLING),
-        },
+        act,
+        id=id,
+        name=name or id,
+        mode=str(mode),
+        mode_deadline_at=journal.limit("node_mode", mode),
+        state=NodeState.ENROLLING,
+        **values,
     )
-    journal.begin(conn, "node", record, act)
     journal.audit(conn, act, "admin.node.created", "node", id)
     return record
 
@@ -145,13 +142,28 @@ def set_health(
     )
 
 
+def note_fault(
+    conn: sa.Connection, id: str, step: str, fault: tuple[str, str] | None, act: Act, *, well: str
+) -> None:
+    """Record a fault (code, reason) that `step` has noticed as node health, or its end, for the
+    reason `well`. A fault of another step stays.
+    """
+    node = rows.get(conn, Node, id)
+    ours = node.health_detail.get("step") == step
+    if fault and (ours or not node.health_detail):
+        detail = {"step": step, "code": fault[0], "reason": fault[1][:2000]}
+        if detail != node.health_detail:
+            set_health(conn, node, HealthState.DEGRADED, detail, act.because(detail["reason"]))
+    elif ours and not fault:
+        set_health(conn, node, HealthState.HEALTHY, {}, act.because(well))
+
+
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
     """The node; Problem `node_not_enrolled` if its host never enrolled, as no run can reach it."""
     node = rows.get(conn, Node, id)
     if node.state == NodeState.ENROLLING:
         raise Problem(
             "node_not_enrolled",
-            409,
             expected="a node whose host has enrolled",
             found=f"state {node.state}: no key of its host is certified",
             remedy=f"run the script that `gpuaas nodes userdata {id}` prints on the host as root,"
@@ -167,17 +179,9 @@ def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY
     that is under way, because it locks the slots.
     """
     with locks.slots(conn, id):
-        held = sa.select(slots.c.id, slots.c.status).where(
-            slots.c.node_id == id, slots.c.status.in_(busy)
-        )
-        live = sa.select(claims.c.id, claims.c.state).where(
-            claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
-        )
-        uses = [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
-        if uses:
+        if uses := _uses(conn, id, busy):
             raise Problem(
                 "node_in_use",
-                409,
                 expected="a node without claims and without slots in use or in clean-up",
                 found=", ".join(uses),
                 remedy="drain the node, release or recover what is on it, then ask again; of a node"
@@ -185,12 +189,42 @@ def refuse_in_use(conn: sa.Connection, id: str, busy: Sequence[SlotState] = BUSY
             )
 
 
+def is_in_use(conn: sa.Connection, id: str) -> bool:
+    """Whether the node has live claims, or slots in use or in clean-up."""
+    return bool(_uses(conn, id, BUSY))
+
+
+def _uses(conn: sa.Connection, id: str, busy: Sequence[SlotState]) -> list[str]:
+    held = sa.select(slots.c.id, slots.c.status).where(
+        slots.c.node_id == id, slots.c.status.in_(busy)
+    )
+    live = sa.select(claims.c.id, claims.c.state).where(
+        claims.c.node_id == id, claims.c.state.in_(LIVE_CLAIMS)
+    )
+    return [f"{key} {state}" for query in (held, live) for key, state in conn.execute(query)]
+
+
 def by_admin(
     conn: sa.Connection, id: str, event: str, act: Act, detail: Mapping[str, Any] | None = None
 ) -> Node:
-    node = advance(conn, "node", id, event, act)
+    node = advance(conn, Node, id, event, act)
     journal.audit(conn, act, f"admin.node.{event}", "node", id, detail=detail)
     return node
+
+
+def require_own_serial(conn: sa.Connection, node: Node) -> None:
+    """Problem `serial_twice` if the host of another node reports the same serial number."""
+    if not (serial := serial_of(node.hardware)):
+        return
+    living = sa.select(nodes.c.id, nodes.c.hardware).where(nodes.c.state != NodeState.RETIRED)
+    same = {id for id, hardware in conn.execute(living) if serial_of(hardware) == serial}
+    if others := sorted(same - {node.id}):
+        raise Problem(
+            "serial_twice",
+            expected=f"serial number {serial} at the host of node {node.id} only",
+            found=f"the same at {', '.join(others)}",
+            remedy=TWICE,
+        )
 
 
 NOT_CLEAN = "machine_not_clean"
@@ -203,12 +237,24 @@ def require_installed(node: Node) -> None:
     if node.tenant_machine_ids:
         raise Problem(
             REINSTALL,
-            409,
             expected="a machine that was installed anew after its tenant, with a new SSH host key",
             found="the installation on which a tenant was root",
-            remedy="install the machine anew, then run the script that"
+            remedy=f"`gpuaas maas deploy {node.id}`, if its task has failed; it says why"
+            if node.maas
+            else "install the machine anew, then run the script that"
             f" `gpuaas nodes userdata {node.id}` prints on it as root",
         )
+
+
+FIRMWARE_UNVERIFIED = "firmware_unverified"
+FIRMWARE_CHANGED = "firmware_changed"
+
+
+def firmware_blocker(node: Node) -> str:
+    """Code of the reason why the machine's firmware keeps it from being sold; "" without one."""
+    if node.firmware_before is None or node.tenant_machine_ids:
+        return ""
+    return FIRMWARE_CHANGED if node.firmware_differences else FIRMWARE_UNVERIFIED
 
 
 def require_clean(node: Node) -> None:
@@ -216,7 +262,6 @@ def require_clean(node: Node) -> None:
     if node.unclean_allocation_id:
         raise Problem(
             NOT_CLEAN,
-            409,
             expected="a machine that is proven clean",
             found=f"allocation {node.unclean_allocation_id} may have left something",
             remedy="clean it first (`gpuaas nodes clean-machine`)",

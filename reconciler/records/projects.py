@@ -20,7 +20,6 @@ def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -
     if rows.first(conn, sa.select(projects).where(projects.c.name == name), Project):
         raise Problem(
             "project_exists",
-            409,
             expected="a new name",
             found=f"{name!r}, which a project has",
             remedy="use that project or another name",

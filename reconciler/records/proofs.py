@@ -15,9 +15,11 @@ from reconciler.model.act import Act
 from reconciler.model.bundle import disk_identity
 from reconciler.model.errors import Problem
 from reconciler.model.gate import Failures
-from reconciler.model.proof import DEFAULT_POLICY, check_proof
+from reconciler.model.proof import DEFAULT_POLICY, check_gpu, check_proof
 from reconciler.model.states import ProofKind, SlotState
 
+# Key of the GPU's evidence in the document of a slot's proof.
+GPU = "gpu"
 ORDER = Order(proofs, ("created_at", "id"), descending=True)
 
 
@@ -30,7 +32,11 @@ def record(
     allocation_id: str | None = None,
     task_id: str | None = None,
 ) -> Proof:
-    """Record a proof for a slot's disk at its current generation."""
+    """Record a proof for a slot's disk at its current generation.
+
+    A wipe proof also needs the evidence of the GPU's reset. An untouched slot keeps that of its
+    last proof, because no guest has had the GPU since.
+    """
     if kind is ProofKind.WIPE:
         check_proof(
             document,
@@ -39,7 +45,15 @@ def record(
             size_bytes=slot.nvme_size_bytes,
             policy=policy(slot),
         )
-    untouched = kind is ProofKind.UNTOUCHED
+        link = slot.capacity_metadata.get("gpu_link") or {}
+        check_gpu(document.get(GPU), address=slot.gpu_pci_address, link=link)
+    columns = {}
+    if kind is ProofKind.UNTOUCHED and slot.last_proof_id:
+        last = get(conn, slot.last_proof_id)
+        # The disk is as clean as at its sale, and only for that installation, because the host may
+        # have been reimaged since.
+        columns["install_id"] = last.install_id
+        document = {**document, **{k: v for k, v in last.document.items() if k == GPU}}
     return _add(
         conn,
         kind,
@@ -50,7 +64,7 @@ def record(
         allocation_id=allocation_id,
         task_id=task_id,
         disk_generation=slot.disk_generation,
-        **({"install_id": _sold_under(conn, slot)} if untouched else {}),
+        **columns,
     )
 
 
@@ -71,12 +85,12 @@ def record_transition(
     check_proof(proof, identity=identity)
     query = sa.select(slots).where(slots.c.nvme_identity == identity, slots.c.retired_at.is_(None))
     slot = rows.first(conn, query, Slot)
-    if slot is not None and slot.status != SlotState.DISABLED:
+    # A host answers for its own slots only.
+    if slot is not None and (slot.node_id, slot.status) != (node_id, SlotState.DISABLED):
         raise Problem(
             "disk_in_use",
-            409,
-            expected=f"{identity} in no slot, or in one that is disabled",
-            found=f"slot {slot.id} is {slot.status}",
+            expected=f"{identity} in no slot, or in a disabled one of node {node_id}",
+            found=f"slot {slot.id} of node {slot.node_id} is {slot.status}",
             remedy="disable the slot before its disk is taken over",
         )
     if slot is not None and manifest:
@@ -109,7 +123,6 @@ def record_disk(
     if document is None:
         raise Problem(
             "proof_missing",
-            409,
             expected=f"a wipe proof for {identity}",
             found="none",
             remedy="treat the run as failed; clean the node again",
@@ -215,14 +228,6 @@ def of_slot(conn: sa.Connection, slot_id: str, page: Page | None = None) -> list
 def get(conn: sa.Connection, proof_id: str) -> Proof:
     """The proof with an id."""
     return rows.get(conn, Proof, proof_id)
-
-
-def _sold_under(conn: sa.Connection, slot: Slot) -> str:
-    """Installation of the slot's last proof. An untouched disk is as clean as at its sale, and only
-    for that installation, because the host may have been reimaged since.
-    """
-    last = slot.last_proof_id
-    return str(get(conn, last).install_id) if last else ""
 
 
 SLOT_ENABLED = "admin.slot.enabled"

@@ -54,13 +54,14 @@ _LONGEST_PAUSE_S = 300
 class Enqueue:
     """A request for a task. parameters: fully resolved, because the run makes no choices.
 
-    audited: queueing it is an admin's act that no other audit row names.
+    subject_kind, subject_id: by default the allocation of the task, or else its node. audited:
+    queueing it is an admin's act that no other audit row names.
     """
 
     kind: TaskKind
     node_id: str
-    subject_kind: str
-    subject_id: str
+    subject_kind: str = ""
+    subject_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     fences: Mapping[str, int] = field(default_factory=dict)
     allocation_id: str | None = None
@@ -69,10 +70,19 @@ class Enqueue:
     not_before_s: float = 0
     audited: bool = False
 
+    @property
+    def subject(self) -> tuple[str, str]:
+        if self.subject_kind:
+            return self.subject_kind, self.subject_id
+        return ("allocation", self.allocation_id) if self.allocation_id else ("node", self.node_id)
 
-def then(kinds: Sequence[TaskKind]) -> dict[str, Any]:
-    """Task parameters that name the following steps, each queued when its predecessor succeeds."""
-    return {"then": [kind.value for kind in kinds]}
+
+def then(kinds: Sequence[TaskKind], *, resume: bool = False) -> dict[str, Any]:
+    """Task parameters that name the following steps, each queued when its predecessor succeeds.
+
+    resume: a passing parity of these steps also takes the drained node back into use.
+    """
+    return {"then": [kind.value for kind in kinds], **({"resume": True} if resume else {})}
 
 
 def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
@@ -80,8 +90,7 @@ def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
     query = sa.select(tasks).where(
         tasks.c.node_id == item.node_id,
         tasks.c.kind == item.kind,
-        tasks.c.subject_kind == item.subject_kind,
-        tasks.c.subject_id == item.subject_id,
+        sa.tuple_(tasks.c.subject_kind, tasks.c.subject_id) == item.subject,
         tasks.c.state.in_(DUE),
     )
     for same in db_rows.every(conn, part(query, ORDER, None), Task):
@@ -93,34 +102,31 @@ def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
 
 def add(conn: sa.Connection, item: Enqueue, act: Act) -> Task:
     """Queue a task without a search for duplicates, for subjects that this transaction created."""
-    record = db_rows.add(
+    subject_kind, subject_id = item.subject
+    record = journal.create(
         conn,
         Task,
-        {
-            "id": db_rows.ordered_id(),
-            "kind": item.kind.value,
-            "subject_kind": item.subject_kind,
-            "subject_id": item.subject_id,
-            "node_id": item.node_id,
-            "allocation_id": item.allocation_id,
-            "state": TaskState.QUEUED.value,
-            "deadline_at": journal.limit("task", TaskState.QUEUED),
-            "deadline_s": item.deadline_s,
-            "priority": item.priority,
-            "exclusive": item.kind.exclusive,
-            "parameters": dict(item.parameters),
-            "fences": dict(item.fences),
-            "max_attempts": item.kind.attempts,
-            "not_before": clock.now() + item.not_before_s if item.not_before_s else None,
-            "correlation_id": act.correlation_id,
-            "requested_by": act.actor,
-        },
+        act,
+        id=db_rows.ordered_id(),
+        kind=item.kind.value,
+        subject_kind=subject_kind,
+        subject_id=subject_id,
+        node_id=item.node_id,
+        allocation_id=item.allocation_id,
+        state=TaskState.QUEUED,
+        deadline_s=item.deadline_s,
+        priority=item.priority,
+        exclusive=item.kind.exclusive,
+        parameters=dict(item.parameters),
+        fences=dict(item.fences),
+        max_attempts=item.kind.attempts,
+        not_before=clock.now() + item.not_before_s if item.not_before_s else None,
+        correlation_id=act.correlation_id,
+        requested_by=act.actor,
     )
-    journal.begin(conn, "task", record, act)
     if item.audited:
         detail = {"kind": record.kind, "task_id": record.id}
-        subject = (record.subject_kind, record.subject_id)
-        journal.audit(conn, act, "admin.task.queued", *subject, detail=detail)
+        journal.audit(conn, act, "admin.task.queued", *item.subject, detail=detail)
     return record
 
 
@@ -190,6 +196,19 @@ def progress(
     return task
 
 
+def step_since(conn: sa.Connection, task: Task) -> float | None:
+    """When the run of a task began its present step, by the newest lines of its progress."""
+    query = sa.select(task_events.c.at, task_events.c.document).where(
+        task_events.c.task_id == task.id
+    )
+    since = None
+    for at, document in conn.execute(query.order_by(task_events.c.id.desc()).limit(200)):
+        if document.get("step") != task.progress.get("step"):
+            break
+        since = float(at)
+    return since
+
+
 def wait_for_host(
     conn: sa.Connection,
     task_id: str,
@@ -198,22 +217,26 @@ def wait_for_host(
     *,
     act: Act,
     error: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
 ) -> Task:
     """Give the task back because its run never reached the host, so that nothing was done there.
 
     The next run has its own id and belongs to the same attempt. It starts when the host answers, or
-    after a pause that doubles each time. error: the cause, if it is not the host.
+    after a pause that doubles each time. error: the cause, if it is not the host. seconds: the
+    pause of a task that was answered, and waits for MAAS.
     """
     task = _held(conn, task_id, token, {})
     pause = min(_FIRST_PAUSE_S * 2 ** min(task.unreached, 20), _LONGEST_PAUSE_S)
+    if seconds is not None:
+        pause = seconds
     columns = {
         **_FREE,
         **_NO_RUN,
-        "unreached": task.unreached + 1,
+        "unreached": 0 if seconds is not None else task.unreached + 1,
         "not_before": clock.now() + pause,
         "error": dict(error or {}),
     }
-    return advance(conn, "task", task_id, "wait", act.because(reason), columns=columns)
+    return advance(conn, Task, task_id, "wait", act.because(reason), columns=columns)
 
 
 def retry(
@@ -231,7 +254,6 @@ def retry(
     if task.attempt >= task.max_attempts:
         raise Problem(
             "attempts_exhausted",
-            409,
             expected=f"at most {task.max_attempts} attempts",
             found=f"attempt {task.attempt} has ended",
             remedy="finish the task as failed; its error says what to do",
@@ -244,7 +266,7 @@ def retry(
         "not_before": clock.now() + seconds,
         "error": dict(error or {}),
     }
-    return advance(conn, "task", task_id, "retry", act.because(reason), columns=columns)
+    return advance(conn, Task, task_id, "retry", act.because(reason), columns=columns)
 
 
 def postpone_behind(conn: sa.Connection, task: Task, kind: TaskKind) -> None:
@@ -281,7 +303,7 @@ def finish(
         "error": dict(error or {}),
         "finished_at": clock.now(),
     }
-    return advance(conn, "task", task_id, _ENDS[state], act, columns=columns)
+    return advance(conn, Task, task_id, _ENDS[state], act, columns=columns)
 
 
 def cancel(conn: sa.Connection, task_id: str, act: Act) -> Task:
@@ -292,7 +314,7 @@ def cancel(conn: sa.Connection, task_id: str, act: Act) -> Task:
     task = db_rows.get(conn, Task, task_id, lock=True)
     if task.state in DUE:
         columns = {"finished_at": clock.now(), "cancel_requested": True}
-        return advance(conn, "task", task_id, "cancel", act, columns=columns)
+        return advance(conn, Task, task_id, "cancel", act, columns=columns)
     if task.state != TaskState.RUNNING or task.cancel_requested:
         return task
     return _ask_to_end(conn, act, tasks.c.id == task_id) or task
@@ -303,7 +325,7 @@ def drop(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) ->
     columns = {"error": dict(error), "finished_at": clock.now(), "cancel_requested": True}
     return advance(
         conn,
-        "task",
+        Task,
         task.id,
         "cancel",
         act,
@@ -328,7 +350,7 @@ def lose(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) ->
     """End a task that its run and lease holder did not end, if it is unchanged since the read."""
     columns = {**_FREE, "error": dict(error), "finished_at": clock.now()}
     return advance(
-        conn, "task", task.id, "lose", act, expect_generation=task.generation, columns=columns
+        conn, Task, task.id, "lose", act, expect_generation=task.generation, columns=columns
     )
 
 
@@ -478,7 +500,6 @@ def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, An
         task = get(conn, task_id)
         raise Problem(
             "stale_lease",
-            409,
             expected=f"the holder of task {task_id}",
             found=f"a lease that ended; the task is {task.state}",
             remedy="stop: another worker goes on with this task, or it has ended",

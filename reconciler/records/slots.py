@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,15 @@ def bundles(conn: sa.Connection, node_id: str, *, fences: bool = False) -> list[
     return [
         run_bundle(vars(slot), fence=fences) for slot in rows.every(conn, _approved(node_id), Slot)
     ]
+
+
+def fabric_identities(conn: sa.Connection, bundles: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The approved MAC or GUID of each fabric function, by PCI address, of these slots."""
+    ids = [bundle["slot_id"] for bundle in bundles]
+    query = sa.select(slots.c.fabric_vf_pci_address, slots.c.fabric_identity).where(
+        slots.c.id.in_(ids), slots.c.fabric_identity != ""
+    )
+    return {row.fabric_vf_pci_address: row.fabric_identity for row in conn.execute(query)}
 
 
 def set_health(

@@ -17,6 +17,15 @@ from reconciler.db.schema import audit_log, history, task_events, tasks
 PROGRESS, STATE, AUDIT = "progress", "state", "audit"
 
 
+def latest(conn: sa.Connection) -> tuple[int | None, int | None]:
+    """Numbers of the newest state change and audit entry."""
+    newest = (
+        sa.select(sa.func.max(table.c.id)).scalar_subquery() for table in (history, audit_log)
+    )
+    state, audit = conn.execute(sa.select(*newest)).one()
+    return state, audit
+
+
 def _light(
     kind: str, table: sa.Table, node: object, allocation: object, request: object
 ) -> sa.Select[Any]:
@@ -41,11 +50,7 @@ _ALL = sa.union_all(
         PROGRESS, task_events, tasks.c.node_id, tasks.c.allocation_id, tasks.c.correlation_id
     ).join(tasks, tasks.c.id == task_events.c.task_id),
     _light(
-        AUDIT,
-        audit_log,
-        _BY_SUBJECT["node"],
-        _BY_SUBJECT["allocation"],
-        audit_log.c.correlation_id,
+        AUDIT, audit_log, _BY_SUBJECT["node"], _BY_SUBJECT["allocation"], audit_log.c.correlation_id
     ),
 ).subquery("timeline")
 

@@ -31,6 +31,8 @@ T = TypeVar("T", ApiToken, EnrolmentToken)
 
 # A stolen enrolment token can enrol a false host, so its lifetime covers only a first boot.
 ENROLMENT_MAX_S = 900
+# A ticket is useless without the machine's address, and lasts for an installation.
+TICKET_S = 4 * 3600
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
 _OPEN = (
     api_tokens.c.revoked_at.is_(None),
@@ -57,7 +59,7 @@ def issue(
         {
             "id": rows.new_id(),
             "name": name,
-            "hash": _hash(secret),
+            "hash": digest(secret),
             "role": str(role),
             "project_id": project_id,
             "node_id": node_id,
@@ -72,7 +74,13 @@ def issue(
 
 def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
     """Token of a secret; None when it is unknown, expired or revoked."""
-    row = conn.execute(_VALID, {"given": _hash(secret)}).mappings().first()
+    row = conn.execute(_VALID, {"given": digest(secret)}).mappings().first()
+    return None if row is None else _without_hash(ApiToken(**row))
+
+
+def valid_one(conn: sa.Connection, query: sa.Select[Any]) -> ApiToken | None:
+    """The token that a query selects; None when it is unknown, expired or revoked."""
+    row = conn.execute(query.where(*_OPEN)).mappings().first()
     return None if row is None else _without_hash(ApiToken(**row))
 
 
@@ -95,24 +103,65 @@ def issue_enrolment(
     conn: sa.Connection, node_id: str, act: Act, *, ttl_s: float = ENROLMENT_MAX_S
 ) -> tuple[EnrolmentToken, str]:
     """Issue a single-use enrolment token for a host. Unused older tokens of the node expire."""
-    conn.execute(
-        sa.update(enrolment_tokens)
-        .where(enrolment_tokens.c.node_id == node_id, enrolment_tokens.c.used_at.is_(None))
-        .values(expires_at=clock.now())
-    )
-    secret = f"enrol_{secrets.token_urlsafe(32)}"
-    record = rows.add(
-        conn,
-        EnrolmentToken,
-        {
-            "id": rows.new_id(),
-            "hash": _hash(secret),
-            "node_id": node_id,
-            "expires_at": clock.now() + min(ttl_s, ENROLMENT_MAX_S),
-        },
-    )
+    table = enrolment_tokens.c
+    older = (table.node_id == node_id, table.used_at.is_(None), table.ticket.is_(None))
+    conn.execute(sa.update(enrolment_tokens).where(*older).values(expires_at=clock.now()))
+    record, secret = _add_enrolment(conn, "enrol", node_id, min(ttl_s, ENROLMENT_MAX_S))
     journal.audit(conn, act, "admin.node.enrollment_token.issued", "node", node_id)
+    return record, secret
+
+
+def issue_ticket(
+    conn: sa.Connection, node_id: str, system_id: str, addresses: Sequence[str], act: Act
+) -> str:
+    """Issue a ticket by which a machine of MAAS fetches its enrolment token once.
+
+    Older tickets stay: a deployment without an answer may have sent them to the machine.
+    """
+    ticket = {"system_id": system_id, "addresses": list(addresses)}
+    _, secret = _add_enrolment(conn, "ticket", node_id, TICKET_S, ticket=ticket)
+    journal.audit(conn, act, "node.enrolment_ticket.issued", "node", node_id, detail=ticket)
+    return secret
+
+
+def _add_enrolment(
+    conn: sa.Connection, name: str, node_id: str, seconds: float, **values: Any
+) -> tuple[EnrolmentToken, str]:
+    secret = f"{name}_{secrets.token_urlsafe(32)}"
+    fresh = {"id": rows.new_id(), "hash": digest(secret), "node_id": node_id}
+    ends = {"expires_at": clock.now() + seconds}
+    record = rows.add(conn, EnrolmentToken, {**fresh, **ends, **values})
     return _without_hash(record), secret
+
+
+def require_ticket(conn: sa.Connection, node_id: str, secret: str, *, address: str) -> None:
+    """Problem `token_invalid` unless the ticket can be redeemed from this address."""
+    query = sa.select(enrolment_tokens).where(*_open_tickets(node_id))
+    _require_ticket(rows.every(conn, query, EnrolmentToken), node_id, secret, address)
+
+
+def _require_ticket(
+    tickets: Sequence[EnrolmentToken], node_id: str, secret: str, address: str
+) -> None:
+    for ticket in tickets:
+        if ticket.hash == digest(secret) and address in (ticket.ticket or {})["addresses"]:
+            return
+    raise _invalid_enrolment(node_id)
+
+
+def redeem_ticket(conn: sa.Connection, node_id: str, secret: str, *, address: str) -> None:
+    """Use up a ticket, and all others of the node. Of two simultaneous uses one succeeds."""
+    update = sa.update(enrolment_tokens).where(*_open_tickets(node_id))
+    values = {"used_at": clock.now(), "used_by": {"address": address}}
+    used = conn.execute(update.values(values).returning(enrolment_tokens)).mappings()
+    # A refusal takes the update back.
+    _require_ticket([EnrolmentToken(**row) for row in used], node_id, secret, address)
+
+
+def end_tickets(conn: sa.Connection, node_id: str) -> None:
+    """Expire the tickets of a node whose deployment has ended."""
+    unused = sa.update(enrolment_tokens).where(*_open_tickets(node_id))
+    conn.execute(unused.values(expires_at=clock.now()))
 
 
 def redeem_enrolment(
@@ -144,12 +193,17 @@ def require_enrolment(conn: sa.Connection, node_id: str, secret: str) -> None:
 
 def _usable(node_id: str, secret: str) -> tuple[sa.ColumnElement[bool], ...]:
     columns = enrolment_tokens.c
-    return (
-        columns.hash == _hash(secret),
-        columns.node_id == node_id,
-        columns.used_at.is_(None),
-        columns.expires_at > clock.now(),
-    )
+    return (columns.hash == digest(secret), columns.ticket.is_(None), *_unused(node_id))
+
+
+def _open_tickets(node_id: str) -> tuple[sa.ColumnElement[bool], ...]:
+    return (enrolment_tokens.c.ticket.is_not(None), *_unused(node_id))
+
+
+def _unused(node_id: str) -> tuple[sa.ColumnElement[bool], ...]:
+    columns = enrolment_tokens.c
+    due = columns.expires_at > clock.now()
+    return (columns.node_id == node_id, columns.used_at.is_(None), due)
 
 
 def _invalid_enrolment(node_id: str) -> Problem:
@@ -217,7 +271,6 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
         if certificate.revoked_at is not None or certificate.node_id != node_id:
             raise Problem(
                 "host_key_not_accepted",
-                409,
                 expected="a host key that no other node has and that was not replaced before",
                 found="one that is revoked" if certificate.revoked_at else "one of another node",
                 remedy="delete /etc/ssh/ssh_host_ed25519_key and its .pub, then enrol again:"
@@ -271,7 +324,8 @@ def certificates(conn: sa.Connection, node_id: str) -> list[NodeCertificate]:
     return rows.every(conn, query.order_by(node_certificates.c.created_at.desc()), NodeCertificate)
 
 
-def _hash(secret: str) -> str:
+def digest(secret: str) -> str:
+    """The stored form of a secret."""
     # A secret of 256 random bits cannot be guessed, so it needs neither a salt nor a slow hash.
     return hashlib.sha256(secret.encode()).hexdigest()
 

@@ -19,7 +19,8 @@ from reconciler.model.errors import Problem
 
 ORDER = Order(usage, ("started_at", "allocation_id"))
 _COPIED = ("project_id", "node_id", "capacity_shape", "sku", "region", "pool", "gpu_count")
-_CLAIM = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
+# Fields of a claim that a record stores.
+SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Period:
 def begin(conn: sa.Connection, allocation_id: str) -> None:
     """Open the usage record of an allocation that has just become active."""
     allocation = rows.get(conn, Allocation, allocation_id)
-    query = sa.select(*(claims.c[name] for name in _CLAIM))
+    query = sa.select(*(claims.c[name] for name in SOLD))
     held = query.where(claims.c.allocation_id == allocation_id).order_by(claims.c.position)
     rows.add(
         conn,

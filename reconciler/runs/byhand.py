@@ -39,10 +39,7 @@ class Work:
 
 
 def play(
-    work: Work,
-    reach: Reach,
-    collections: Path,
-    on_task: Callable[[str], None] = lambda _task: None,
+    work: Work, reach: Reach, collections: Path, on_task: Callable[[str], None] = lambda _task: None
 ) -> dict[str, Any]:
     """The evidence of the playbook's result. on_task: gets the name of each task as it starts.
 

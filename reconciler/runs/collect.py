@@ -18,6 +18,9 @@ from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text
 from reconciler.runs.spec import RunError
 
+# The problem of a run whose folder was deleted while it was alive.
+FOLDER_GONE = "run_folder_gone"
+
 
 class Phase(StrEnum):
     """State of a run."""
@@ -78,6 +81,18 @@ def observe(run_dir: Path) -> RunState:
     if paths.process.exists():
         return _without_process(run_dir)
     return RunState(Phase.PREPARED if paths.manifest.exists() else Phase.ABSENT)
+
+
+def end_without_folder(run_dir: Path, *, by_awx: bool) -> Outcome | None:
+    """End a run that had begun, and whose folder is gone; None while its processes still end.
+
+    They carry the folder's name in their environment, and can report nothing any more. A job of AWX
+    may go on, because the folder had its number.
+    """
+    if lock.end_processes(run_dir):
+        return None
+    code = f"awx_{FOLDER_GONE}" if by_awx else FOLDER_GONE
+    return Outcome("lost", None, f"{code}: {run_dir} was deleted while the run was alive")
 
 
 def is_untouched(outcome: Outcome) -> bool:

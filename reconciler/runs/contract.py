@@ -31,6 +31,8 @@ PLAYBOOKS = tuple(
 
 # Error code of a result that cannot be stored; the effect of its run on the host is unknown.
 UNREADABLE = "outcome_unreadable"
+# Error code of a result in a form that the contract does not allow. Its effect is unknown too.
+INVALID = "result_invalid"
 # Our documents nest ten deep. Much deeper documents exhaust the stack of recursive readers.
 _DEEPEST = 100
 STORABLE = (
@@ -73,12 +75,18 @@ def check_result(document: object) -> dict[str, Any]:
             found="something else",
             remedy="the effect on the host is unknown: verify the host before anything is freed",
         )
-    _check("result_invalid", "result", document)
+    _check(INVALID, "result", document)
+    return cast("dict[str, Any]", document)
+
+
+def check_discovery(document: object) -> dict[str, Any]:
+    """The discovery itself when its schema allows it; its readers rely on that form."""
+    _check(UNREADABLE, "../discovery", document)
     return cast("dict[str, Any]", document)
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The schema of a playbook, or `result` or `common`."""
+    """The schema of a playbook, or `result` or `common`, or `../discovery`."""
     text = (DIRECTORY / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
     return cast("dict[str, Any]", json.loads(text))
 
@@ -148,11 +156,19 @@ def _pattern(
         yield ValidationError(f"{instance[:100]!r} does not match {pattern!r}")
 
 
+def _max_bytes(
+    _validator: object, limit: int, instance: object, _schema: object
+) -> Iterator[ValidationError]:
+    """Bound of a whole value, which no keyword of JSON Schema can give."""
+    if len(json.dumps(instance)) > limit:
+        yield ValidationError(f"longer than {limit} bytes as JSON")
+
+
 @functools.cache
 def _validator(name: str) -> Draft202012Validator:
     common = Resource.from_contents(schema("common"))
     registry: Registry[Any] = Registry().with_resource("common.schema.json", common)
     # jsonschema does not annotate this function.
     extended: Callable[..., type[Draft202012Validator]] = extend
-    strict = extended(Draft202012Validator, {"pattern": _pattern})
+    strict = extended(Draft202012Validator, {"pattern": _pattern, "maxBytes": _max_bytes})
     return strict(schema(name), registry=registry)

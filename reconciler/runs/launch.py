@@ -33,6 +33,10 @@ from reconciler.runs.paths import (
 )
 from reconciler.runs.spec import PYTHON, LauncherAway, RunError, RunSpec, SpecError
 
+# Where runs find programs: beside our interpreter first.
+SEARCH_PATH = (
+    f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+)
 # An interpreter needs less time to start, even on a loaded machine.
 _START_LIMIT_S = 60
 # Pause between two starts of the process that follows an AWX job. Too low, and a process that
@@ -170,6 +174,7 @@ def _inventory(spec: RunSpec) -> dict[str, Any]:
         "ansible_host": node.address,
         "ansible_port": node.port,
         "ansible_user": node.user,
+        "ansible_become": node.user != "root",
         "ansible_python_interpreter": PYTHON,
     }
     return {"all": {"hosts": {node.node_id: host}}}
@@ -229,9 +234,8 @@ def _spawn(paths: RunPaths, descriptor: int) -> None:
 
 def _clean_environment(paths: RunPaths) -> dict[str, str]:
     """Nothing of the reconciler's environment: it may hold secrets, and runs record theirs."""
-    programs = Path(sys.executable).parent
     return {
-        "PATH": f"{programs}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": SEARCH_PATH,
         "HOME": str(paths.root / "home"),
         "LANG": "C.UTF-8",
         "LC_ALL": "C.UTF-8",

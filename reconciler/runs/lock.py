@@ -13,8 +13,9 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 # A process that tests the lock holds it for microseconds; a run holds it for as long as it lives.
@@ -67,7 +68,7 @@ def end_processes(run_dir: Path, timeout_s: float = 10) -> list[int]:
     limit = time.monotonic() + timeout_s
     while remaining := list(processes(run_dir)):
         for pid in remaining:
-            _kill(pid, mark)
+            send(pid, partial(is_marked, pid, mark))
         if time.monotonic() > limit:
             return remaining
         time.sleep(0.05)
@@ -95,16 +96,32 @@ def _belongs(entry: Path, mark: bytes) -> bool:
         return False
 
 
-def _kill(pid: int, mark: bytes) -> None:
-    """Kill through a descriptor and check the mark again: the id may have been reused."""
+def is_marked(pid: int, mark: bytes) -> bool:
+    """Whether a process has the mark, NAME=VALUE, in its environment."""
+    return _belongs(_PROC / str(pid), mark)
+
+
+def send(pid: int, is_meant: Callable[[], bool], number: int = signal.SIGKILL) -> None:
+    """Send a signal through a descriptor, and ask before: the id may have been reused."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        if _belongs(_PROC / str(pid), mark):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        if is_meant():
+            signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:
         return
     finally:
         os.close(descriptor)
+
+
+def start_ticks(pid: int | str = "self") -> int:
+    """Time of a process's start, in clock ticks since the boot. With it a process id is unique."""
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[19])  # field 22; two are before the bracket
+
+
+def boot_id() -> str:
+    """The id of this boot of the machine."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()

@@ -8,6 +8,7 @@ AWX carries out goes on without its process, which is then started again.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import ansible_runner
 
-from reconciler.runs import lock
+from reconciler.runs import contract, lock
 from reconciler.runs.awx import job
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json, write_json
@@ -30,6 +31,8 @@ _CUT_SHORT = "Data could not be sent to remote host"
 _BACK = "the connection ended before anything was sent; the host answers now"
 _PROBE = "probe"
 _PROBE_LIMIT_S = 120
+# Ansible needs 60 MiB, and about ten times the length of the longest answer (`bounded_ssh`).
+_MEMORY = 320 * 1024 * 1024
 
 
 def main(arguments: list[str]) -> int:
@@ -43,6 +46,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
     write_json(paths.process, _identity())
+    _limit_memory(paths)
     _carry_out(paths, stop)
     return 0
 
@@ -63,11 +67,10 @@ class StopRequest:
 
 def _identity() -> dict[str, Any]:
     """Information for people; no decision depends on it."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return {
         "pid": os.getpid(),
-        "start_ticks": int(fields[19]),  # field 22; two are before the bracket
-        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "start_ticks": lock.start_ticks(),
+        "boot_id": lock.boot_id(),
         "started_at": datetime.now(UTC).isoformat(),
     }
 
@@ -87,6 +90,10 @@ def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
         # Its modules ran elsewhere, so nothing that it says counts for the node.
         problem = f"wrong_node: {', '.join(sorted(others))} answered for {manifest['node_id']}"
         verdict |= {"status": "failed", "result": None, "touched": True, "problem": problem}
+    if verdict["result"] and verdict["result"]["playbook"] != manifest["playbook"]:
+        # Its evidence was checked for another playbook.
+        problem = f"{contract.INVALID}: playbook: {manifest['playbook']}"
+        verdict |= {"status": "failed", "result": None, "problem": problem}
     _forget_variables(paths)
     write_json(
         paths.outcome,
@@ -98,6 +105,15 @@ def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
             **verdict,
         },
     )
+
+
+def _limit_memory(paths: RunPaths) -> None:
+    """Limit the memory of each process of the run. A host must not exhaust the controller.
+
+    Modules that work on this machine itself, in a run by hand, may need more and have no limit.
+    """
+    if (read_json(paths.env / "envvars") or {}).get("ANSIBLE_TRANSPORT") != "local":
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
 
 
 def _play(

@@ -35,10 +35,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         lambda link: f"{link[1]}?{GONE}" if link[2] else link[1],
     ),
     # name: value and name=value, quoted or not; in JSON also with the quotes escaped.
-    (
-        re.compile(rf"(?i)({_NAME}\\?[\"']?\s*+[:=]\s*+)(\\?[\"'])(?!\2).+?(\2)"),
-        rf"\1\2{GONE}\3",
-    ),
+    (re.compile(rf"(?i)({_NAME}\\?[\"']?\s*+[:=]\s*+)(\\?[\"'])(?!\2).+?(\2)"), rf"\1\2{GONE}\3"),
     (re.compile(rf"(?i)({_NAME}\s*+[:=]\s*+)(?![\"'\\\[{{])[^\s,;}}\]]++"), rf"\1{GONE}"),
 )
 

@@ -12,12 +12,16 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reconciler.model.host_faults import CLOCK_COMMAND
+from reconciler.runs import bounded_ssh
 from reconciler.runs.paths import socket_directory
-from reconciler.runs.spec import BY_HAND, NodeAccess
+from reconciler.runs.spec import BY_HAND, NodeAccess, RunError
 
 _CERTIFIED = (
     "ssh-ed25519-cert-v01@openssh.com",
@@ -27,6 +31,12 @@ _CERTIFIED = (
 # A reachable host answers within a second, an emulated host within a few.
 _PROBE_CONNECT_S = 15
 _PROBE_LIMIT_S = 60
+# Epoch seconds that a date of this library can hold.
+_CLOCK = re.compile(r"-?[0-9]{1,11}")
+_CLOCK_DIGITS = 16
+# A login to an emulated, busy host takes long. How often the caller may give up meanwhile.
+TELEMETRY_LIMIT_S = 60.0
+_LOOK_S = 0.5
 # The system's own texts: runs and probes have LC_ALL=C.UTF-8.
 _NO_ROUTE = "|".join(
     re.escape(os.strerror(code))
@@ -90,13 +100,8 @@ class Reach:
         words += sharing(f"{socket_directory(state_dir, self.host)}/%C")
         words += ["-F", str(self.config.resolve())] if self.config else []
         words += ["-i", str(self.key.resolve())] if self.key else []
-        values = {
-            "ANSIBLE_SSH_ARGS": shlex.join(words),
-            "ANSIBLE_SSH_RETRIES": "0",
-            "ANSIBLE_TIMEOUT": "90",
-        }
         agent = os.environ.get("SSH_AUTH_SOCK")
-        return values | ({"SSH_AUTH_SOCK": agent} if agent else {})
+        return _for_ansible(words) | ({"SSH_AUTH_SOCK": agent} if agent else {})
 
 
 def options(access: SshAccess, node_id: str) -> list[str]:
@@ -160,8 +165,17 @@ def sharing(path: str) -> list[str]:
 
 def environment(access: SshAccess, node_id: str, sockets: Path) -> dict[str, str]:
     """The same options for Ansible, with a shared connection per node."""
+    return _for_ansible(options(access, node_id) + sharing(f"{sockets}/%C"))
+
+
+def _for_ansible(words: list[str]) -> dict[str, str]:
+    """Ansible's settings for a connection with these arguments of SSH."""
     return {
-        "ANSIBLE_SSH_ARGS": shlex.join(options(access, node_id) + sharing(f"{sockets}/%C")),
+        # Ansible's executable is a single path, which these arguments follow.
+        "ANSIBLE_SSH_EXECUTABLE": sys.executable,
+        "ANSIBLE_SSH_ARGS": shlex.join(["-I", "-S", bounded_ssh.__file__, *words]),
+        # sftp and scp would take the arguments as their own.
+        "ANSIBLE_SSH_TRANSFER_METHOD": "piped",
         # A retry would send the module again after the connection was lost, while the first copy
         # may still be working on the host, perhaps on a disk. The task decides whether to repeat,
         # because it knows how far the run got. The reboot of bootstrap does not need retries: it
@@ -177,22 +191,76 @@ def probe(access: SshAccess, node: NodeAccess) -> str:
 
     Otherwise the last words of SSH.
     """
-    words = [*options(access, node.node_id), "-o", f"ConnectTimeout={_PROBE_CONNECT_S}"]
-    target = ["-p", str(node.port), "-l", node.user, "--", node.address, "true"]
     try:
-        done = subprocess.run(
-            ["ssh", "-T", "-n", *words, *target],
-            capture_output=True,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
-            timeout=_PROBE_LIMIT_S,
-            check=False,
-        )
+        done = _call(access, node, "true")
     except subprocess.TimeoutExpired:
         return f"no end of the connection within {_PROBE_LIMIT_S} s"
     if done.returncode == 0:
         return ""
     text = " ".join(done.stderr.decode("utf-8", "replace").split())
     return text[-500:] or f"exit status {done.returncode}"
+
+
+def read_clock(access: SshAccess, node: NodeAccess) -> float | None:
+    """The host's time in epoch seconds; None when it does not tell it."""
+    try:
+        done = _call(access, node, CLOCK_COMMAND)
+    except subprocess.TimeoutExpired:
+        return None
+    text = done.stdout[:_CLOCK_DIGITS].decode("ascii", "replace").strip()
+    return float(text) if done.returncode == 0 and _CLOCK.fullmatch(text) else None
+
+
+def _call(access: SshAccess, node: NodeAccess, command: str) -> subprocess.CompletedProcess[bytes]:
+    words = [*options(access, node.node_id), "-o", f"ConnectTimeout={_PROBE_CONNECT_S}"]
+    target = ["-p", str(node.port), "-l", node.user, "--", node.address, command]
+    return subprocess.run(
+        ["ssh", "-T", "-n", *words, *target],
+        capture_output=True,
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+        timeout=_PROBE_LIMIT_S,
+        check=False,
+    )
+
+
+def is_refused(message: str) -> bool:
+    """Whether the last words of SSH mean that the host refused our certificate."""
+    return "Permission denied (publickey" in message
+
+
+def telemetry(access: SshAccess, node: NodeAccess, given_up: Callable[[], bool]) -> bytes:
+    """What the account `node.user` prints under its forced command, for which no words are sent.
+
+    RunError `telemetry_unanswered` with the last words of SSH. given_up: asked while it waits.
+    """
+    words = [*options(access, node.node_id), "-o", f"ConnectTimeout={_PROBE_CONNECT_S}"]
+    target = ["-p", str(node.port), "-l", node.user, "--", node.address]
+    # The bounded SSH ends ssh when it gets a SIGTERM, and a longer answer by itself.
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", bounded_ssh.__file__, "-T", "-n", *words, *target],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+    )
+    end = time.monotonic() + TELEMETRY_LIMIT_S
+    with process:
+        while True:
+            try:
+                out, err = process.communicate(timeout=_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                if given_up() or time.monotonic() > end:
+                    process.terminate()
+    text = " ".join(err.decode("utf-8", "replace").split())[-500:]
+    if process.returncode == 0 and out:
+        return out
+    raise RunError(
+        "telemetry_unanswered",
+        expected=f"a snapshot within {TELEMETRY_LIMIT_S:g} s",
+        found=text or f"exit status {process.returncode}, {len(out)} bytes",
+        remedy="see gpuaas-slice-telemetry.service on the host; bootstrap installs it",
+    )
 
 
 def is_unreachable(message: str) -> bool:

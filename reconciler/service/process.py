@@ -19,11 +19,13 @@ from reconciler.db import leader
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine, reading, retrying
 from reconciler.db.leader import Lease
+from reconciler.inventory import maas_sync, sync
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.pools.supervisor import Supervisor
 from reconciler.settings import Settings
 from reconciler.trust.ca import authorities, open_trust
-from reconciler.work.loops import Loops
+from reconciler.work.loops import Loop, Loops
 from reconciler.work.worker import Worker
 
 # Runbooks quote the lines of this logger, so their wording must not change.
@@ -31,14 +33,23 @@ log = logging.getLogger("gpuaas.leader")
 
 # Name of the stored setting with the site's authorities.
 AUTHORITIES = "ssh_authorities"
-API, WORKER, LOOPS = "api", "worker", "loops"
+# Pause between two looks for changes that NetBox or MAAS should show.
+INVENTORY_S = 5.0
+API, WORKER, LOOPS, GATEWAY = "api", "worker", "loops", "gateway"
 # Roles that a site needs besides the API, on any machine: they carry out and end all work.
 NEEDED = (WORKER, LOOPS)
 
 
 @contextmanager
-def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Iterator[Heartbeat]:
-    """Run all parts except the API's server until the block ends.
+def running(
+    settings: Settings,
+    engine: Engine,
+    *,
+    api: bool = False,
+    work: bool = False,
+    gateway: bool = False,
+) -> Iterator[Heartbeat]:
+    """Run all parts except the servers of API and gateway until the block ends.
 
     work: run tasks and, while this process is the leader, the loops. A process without it only
     reports that it is alive. The parts stop in reverse order: the loops first, then the heartbeat,
@@ -50,13 +61,22 @@ def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Ite
         # A part whose thread has died or hangs has no role, even if the process lives on.
         working = worker is not None and worker.looking()
         looping = work and loops.turning()
-        states = ((API, api), (WORKER, working), (LOOPS, looping))
+        states = ((API, api), (WORKER, working), (LOOPS, looping), (GATEWAY, gateway))
         return [role for role, active in states if active]
 
     # A connection of its own: requests may occupy all others.
     own = open_engine(settings.database)
     heartbeat = Heartbeat(own, roles, lease_s=settings.leader_lease_s)
     loops = Loops(settings, engine, heartbeat.lease)
+    # Each in a thread of its own, so that a NetBox or MAAS that hangs keeps no other loop waiting.
+    inventories = [
+        Loops(settings, engine, heartbeat.lease, (loop,))
+        for loop, url in (
+            (Loop("netbox", INVENTORY_S, sync.tend), settings.netbox_url),
+            (Loop("maas", INVENTORY_S, maas_sync.tend), settings.maas_url),
+        )
+        if url
+    ]
     with ExitStack() as parts:
         parts.callback(own.dispose)
         if worker is not None:
@@ -67,6 +87,12 @@ def running(settings: Settings, engine: Engine, *, api: bool, work: bool) -> Ite
         if work:
             loops.start()
             parts.callback(loops.stop)
+            supervisor = Supervisor(settings, engine)
+            supervisor.start()
+            parts.callback(supervisor.stop)
+        for inventory in inventories if work else ():
+            inventory.start()
+            parts.callback(inventory.stop)
         yield heartbeat
 
 

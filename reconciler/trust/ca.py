@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from reconciler.trust.certificates import Signature, certify, read_certificate
+from reconciler.trust.certificates import Signature, certify, certify_clock, read_certificate
 from reconciler.trust.keygen import TrustError, new_key, public_key
 
 OPERATOR = "gpuaas-operator"
+# Account of hosts, and the principal that it accepts: it prints telemetry and can do nothing else.
+TELEMETRY = "gpuaas-telemetry"
 # Validity of a host certificate. Renewal begins when a third is left: long enough for a host that
 # is offline for weeks, short enough to limit the use of a stolen key.
 HOST_DAYS = 90
@@ -31,13 +33,14 @@ _BACKDATE = timedelta(hours=1)
 
 
 class Trust:
-    """Folder with the keys of both authorities and of the operator; created by `open_trust`."""
+    """Folder with the keys of both authorities and of our logins; created by `open_trust`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.host_authority = directory / "host_ca"
         self.user_authority = directory / "user_ca"
         self.operator = directory / "operator"
+        self.telemetry = directory / "telemetry"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def open_trust(state_dir: Path) -> Trust:
         _ensure_key(trust.host_authority, "gpuaas host authority")
         _ensure_key(trust.user_authority, "gpuaas user authority")
         _ensure_key(trust.operator, "gpuaas operator")
+        _ensure_key(trust.telemetry, "gpuaas telemetry")
         _write_known_hosts(trust, _revoked(trust))
     return trust
 
@@ -101,26 +105,94 @@ def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
     A run can outlive the reconciler, and nothing renews its certificate then, so `valid_s` must
     exceed the deadline of the run.
     """
-    path = trust.directory / "operator-cert.pub"
+    return _identity(trust, trust.operator, OPERATOR, valid_s)
+
+
+def telemetry_identity(trust: Trust, valid_s: int) -> Identity:
+    """The identity that may only print the telemetry of hosts."""
+    return _identity(trust, trust.telemetry, TELEMETRY, valid_s)
+
+
+def _identity(trust: Trust, key: Path, principal: str, valid_s: int) -> Identity:
+    path = key.with_name(f"{key.name}-cert.pub")
     now = datetime.now(UTC)
     needed = now + timedelta(seconds=valid_s)
-    identity = Identity(trust.operator, path, known_hosts(trust))
+    identity = Identity(key, path, known_hosts(trust))
     with _locked(trust):
         if path.exists():
             present = read_certificate(path.read_text())
-            if present.valid_before > needed and present.principals == (OPERATOR,):
+            if present.valid_before > needed and present.principals == (principal,):
                 return identity
         signature = Signature(
-            key_id=OPERATOR,
-            principals=(OPERATOR,),
+            key_id=principal,
+            principals=(principal,),
             valid_after=now - _BACKDATE,
             # Longer than needed, so that the next launch can use the same certificate.
             valid_before=needed + timedelta(minutes=30),
             serial=secrets.randbits(63),
             host=False,
         )
-        _write(path, certify(trust.user_authority, _public(trust.operator), signature) + "\n")
+        _write(path, certify(trust.user_authority, _public(key), signature) + "\n")
     return identity
+
+
+def clock_identity(trust: Trust) -> Identity:
+    """An identity that only reads the clock of a host, whatever time the host's clock shows."""
+    path = trust.directory / "clock-cert.pub"
+    with _locked(trust):
+        if not path.exists():
+            line = certify_clock(trust.user_authority, _public(trust.operator), OPERATOR)
+            _write(path, line + "\n")
+    return Identity(trust.operator, path, known_hosts(trust))
+
+
+def relay_certificate(trust: Trust, key: str, allocation_id: str) -> str:
+    """Certificate of the gateway for one connection to the host of a slice, for five minutes.
+
+    The host accepts its principal only while the slice lives, and for one address.
+    """
+    return _gateway_certificate(trust, key, f"slice:{allocation_id}", b"permit-port-forwarding")
+
+
+def terminal_certificate(trust: Trust, key: str, allocation_id: str) -> str:
+    """Certificate of the gateway for one terminal in a slice, for five minutes.
+
+    The guest accepts its principal only if it was launched with a terminal.
+    """
+    return _gateway_certificate(trust, key, terminal_principal(allocation_id), b"permit-pty")
+
+
+def terminal_principal(allocation_id: str) -> str:
+    """The principal of terminals in a slice, which its seed lets in."""
+    return f"terminal:{allocation_id}"
+
+
+def _gateway_certificate(trust: Trust, key: str, principal: str, extension: bytes) -> str:
+    now = datetime.now(UTC)
+    signature = Signature(
+        key_id=f"gateway {principal}",
+        principals=(principal,),
+        valid_after=now - _BACKDATE,
+        valid_before=now + timedelta(minutes=5),
+        serial=secrets.randbits(63),
+        host=False,
+        extensions=(extension,),
+    )
+    return certify(trust.user_authority, key, signature)
+
+
+def gateway_key(trust: Trust) -> Path:
+    """The host key of this machine's gateway, created at first use."""
+    key = trust.directory / "gateway"
+    with _locked(trust):
+        _ensure_key(key, "gpuaas gateway")
+    return key
+
+
+def gateway_hosts(trust: Trust, name: str, port: int) -> str:
+    """The known_hosts line by which a client knows every gateway of the site."""
+    where = name if port == 22 else f"[{name}]:{port}"
+    return f"@cert-authority {where} {_public(trust.host_authority)}\n"
 
 
 def user_ca(trust: Trust) -> str:

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_identity,
 )
 
+from reconciler.model.host_faults import CLOCK_COMMAND
 from reconciler.trust.keygen import TrustError, public_key
 
 SigningKey = Ed25519PrivateKey | EllipticCurvePrivateKey | RSAPrivateKey
@@ -55,7 +56,7 @@ class CertificateInfo:
 
 @dataclass(frozen=True)
 class Signature:
-    """Fields of a certificate to be signed."""
+    """Fields of a certificate to be signed. extensions: rights of a user's certificate."""
 
     key_id: str
     principals: tuple[str, ...]
@@ -63,6 +64,7 @@ class Signature:
     valid_before: datetime
     serial: int
     host: bool
+    extensions: tuple[bytes, ...] = _USER_EXTENSIONS
 
 
 def certify(authority: Path, key: str, signature: Signature) -> str:
@@ -82,7 +84,7 @@ def certify(authority: Path, key: str, signature: Signature) -> str:
             .valid_after(signature.valid_after.timestamp())
             .valid_before(signature.valid_before.timestamp())
         )
-        for extension in () if signature.host else _USER_EXTENSIONS:
+        for extension in () if signature.host else signature.extensions:
             builder = builder.add_extension(extension, b"")
         return builder.sign(signer).public_bytes().decode()
     except _UNREADABLE as error:
@@ -92,6 +94,22 @@ def certify(authority: Path, key: str, signature: Signature) -> str:
             found=str(error)[:300],
             remedy="send the content of /etc/ssh/ssh_host_ed25519_key.pub",
         ) from error
+
+
+def certify_clock(authority: Path, key: str, principal: str) -> str:
+    """A line with a user certificate that is always valid, and runs nothing but CLOCK_COMMAND."""
+    builder = (
+        SSHCertificateBuilder()
+        .public_key(load_ssh_public_identity(public_key(key).encode()))  # type: ignore[arg-type]
+        .type(SSHCertificateType.USER)
+        .key_id(b"clock")
+        .serial(0)
+        .valid_principals([principal.encode()])
+        .valid_after(_ALWAYS)
+        .valid_before(_FOREVER)
+        .add_critical_option(b"force-command", CLOCK_COMMAND.encode())
+    )
+    return builder.sign(_signing_key(authority)).public_bytes().decode()
 
 
 def read_certificate(text: str) -> CertificateInfo:

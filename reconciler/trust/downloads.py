@@ -113,11 +113,11 @@ def check_source(
     with file:
         size = os.fstat(file.fileno()).st_size
         valid = size == size_bytes if raw else file.read(len(_ZSTD)) == _ZSTD
-        found = _sha256(file) if valid else ""
-    if not found or found != (digest if raw else url_digest or found):
+        actual = _sha256(file) if valid else ""
+    if not actual or actual != (digest if raw else url_digest or actual):
         expected = "the size and the SHA-256" if raw else "zstd, with the SHA-256 in url_digest"
         raise _invalid(f"the file to have the registered content ({expected})", f"{text}: another")
-    return url_digest if raw else found
+    return url_digest if raw else actual
 
 
 def _sha256(file: BufferedReader) -> str:

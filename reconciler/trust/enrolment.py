@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from reconciler.settings import is_exposed
+from reconciler.settings import Settings, is_exposed
 from reconciler.trust.ca import OPERATOR, Trust, certify_host, user_ca
 from reconciler.trust.keygen import TrustError, public_key
 
 _SCRIPT = Path(__file__).with_name("enrol.sh")
+_FETCH = Path(__file__).with_name("fetch.sh")
 _MARK = "# @values@\n"
 
 # None of these patterns admits a character that ends a quoted string of the shell.
@@ -114,10 +115,12 @@ def userdata(
     ca: str = "",
     address: str = "",
     insecure: bool = False,
+    ticket: bool = False,
 ) -> str:
     """A cloud-init script that enrols the machine it runs on as `node_id`.
 
     It contains the token: deliver it over a private channel and keep no copy.
+    ticket: the token is a ticket, and the script fetches the script with a token by it.
     ca: PEM certificates (`read_pin`), the only CAs accepted for the API; "" accepts those that the
     machine trusts. A pinned CA requires an https URL.
     address: IP address of the API, for a machine whose DNS does not resolve the name; "" uses DNS.
@@ -147,7 +150,24 @@ def userdata(
         "ca": ca,
     }
     lines = "".join(f"{key}='{value}'\n" for key, value in values.items())
-    return _SCRIPT.read_text(encoding="utf-8").replace(_MARK, lines, 1)
+    script = _FETCH if ticket else _SCRIPT
+    return script.read_text(encoding="utf-8").replace(_MARK, lines, 1)
+
+
+def site_userdata(
+    settings: Settings, node_id: str, token: str, *, user: str, ticket: bool = False
+) -> str:
+    """`userdata` with the site's settings of enrolment."""
+    return userdata(
+        settings.url_for_hosts,
+        node_id,
+        token,
+        user=user,
+        ca=read_pin(settings.enrolment_ca_file),
+        address=str(settings.public_address or ""),
+        insecure=settings.enrolment_insecure,
+        ticket=ticket,
+    )
 
 
 def _require_https(url: str) -> None:

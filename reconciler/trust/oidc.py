@@ -1,4 +1,4 @@
-"""Verification of bearer tokens from the site's OpenID provider.
+"""The site's OpenID provider: verification of its tokens, and exchange of a code for an ID token.
 
 Only asymmetric signatures by a published key of the provider are accepted. A token with another
 algorithm, or without a signature, is refused before a key is looked up.
@@ -10,7 +10,9 @@ answer of any size.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import hmac
 import logging
 import ssl
 import threading
@@ -34,7 +36,8 @@ ALGORITHMS = (
 )  # fmt: skip
 # The type of an ID token is JWT or absent, of an access token at+jwt (RFC 9068). A logout token is
 # signed by the same key and must not be accepted.
-_TYPES = frozenset({"", "jwt", "at+jwt", "application/at+jwt"})
+_ID_TOKEN = frozenset({"", "jwt"})
+_TYPES = _ID_TOKEN | {"at+jwt", "application/at+jwt"}
 # Keys are fetched again after this time, so that a withdrawn key is refused.
 FRESH_S = 600.0
 # While the provider does not answer, the last keys stay valid for this time.
@@ -43,12 +46,24 @@ STALE_S = 86_400.0
 # flood it.
 QUIET_S = 10.0
 _TIMEOUT_S = 5.0
+# Of a whole answer. The limit above starts again with every byte.
+_DEADLINE_S = 10.0
 _LONGEST_TOKEN = 16_384
 _LONGEST_ANSWER = 1 << 20
 _LONGEST_NAME = 128
+# Life of a token, from its issue to its end. Its groups cannot be asked for again in between.
+_LONGEST_LIFE_S = 86_400
+# Bits of an RSA key; shorter ones have been factored, or will be.
+_LEAST_RSA = 2048
 
 # Errors of a provider that does not answer, is not trusted, or sends an unexpected document.
-UNREADABLE = (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (
+    httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, TypeError, AttributeError,
+    # JSON that is nested too deeply.
+    RecursionError,
+)  # fmt: skip
+# Errors of a token that is not valid.
+INVALID = (jwt.PyJWTError, ValueError, TypeError)
 
 Claims = Mapping[str, Any]
 Fetch = Callable[[str], Any]
@@ -92,10 +107,11 @@ class Verifier:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._provider = provider
-        self._fetch = fetch or partial(_get, provider.ca_file)
+        self._fetch = fetch or partial(_converse, provider.ca_file, "GET")
         self._now = now
         self._lock = threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
+        self._configuration: Claims = {}
         self._read_at: float | None = None
         self._tried_at: float | None = None
         self._failure = ""
@@ -106,17 +122,51 @@ class Verifier:
         Problem `identity_provider_unavailable` when there is no key to verify it with.
         """
         try:
-            return self._identity(self._claims(token))
-        except (jwt.PyJWTError, ValueError, TypeError):
+            return identity_of(self._provider, self._claims(token))
+        except INVALID:
             return None
 
-    def _claims(self, token: str) -> Claims:
+    def endpoint(self, name: str) -> str:
+        """The address of this name in the provider's configuration."""
+        self._ensure_keys(None)
+        address = str(self._configuration.get(name, ""))
+        try:
+            usable = trusted(str(httpx.URL(address)))
+        except (httpx.InvalidURL, ValueError):
+            usable = False
+        if not usable:
+            self._failure = f"no {name}, or one that is neither https nor local"
+            raise self._unavailable()
+        return address
+
+    def login(self, form: Mapping[str, str], nonce: str) -> Claims:
+        """Exchange a code at the provider; the claims of the ID token that it gives for this login.
+
+        One of INVALID for every other answer. The login page shows its text.
+        """
+        endpoint = self.endpoint("token_endpoint")
+        try:
+            token = _converse(self._provider.ca_file, "POST", endpoint, dict(form))["id_token"]
+        except httpx.HTTPStatusError as refused:
+            status = refused.response.status_code
+            raise ValueError(f"the provider refuses the code: HTTP {status}") from refused
+        except UNREADABLE as error:
+            raise ValueError(f"no ID token of the provider: {type(error).__name__}") from error
+        claims = self._claims(str(token), kinds=_ID_TOKEN)
+        if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), nonce.encode()):
+            raise ValueError("an ID token of another login")
+        several = isinstance(claims["aud"], list) and len(claims["aud"]) > 1
+        if claims.get("azp", None if several else self._provider.audience) != form["client_id"]:
+            raise ValueError("an ID token that was issued to another program")
+        return claims
+
+    def _claims(self, token: str, kinds: frozenset[str] = _TYPES) -> Claims:
         if len(token) > _LONGEST_TOKEN:
             raise ValueError("too long")
         header = jwt.get_unverified_header(token)
         kind = str(header.get("typ") or "").lower()
-        if header.get("alg") not in ALGORITHMS or kind not in _TYPES:
-            raise ValueError("not an ID or access token with an accepted algorithm")
+        if header.get("alg") not in ALGORITHMS or kind not in kinds:
+            raise ValueError("not a token of an accepted type and algorithm")
         key = self._key(str(header.get("kid") or ""))
         if key is None:
             raise ValueError("signed by an unknown key")
@@ -131,33 +181,19 @@ class Verifier:
             leeway=provider.skew_s,
             options={"require": ["exp", "iat", "iss", "aud", "sub"]},
         )
+        if claims["exp"] - claims["iat"] > _LONGEST_LIFE_S:
+            raise ValueError("valid for too long")
+        if "cnf" in claims:
+            # Bound to a key of its sender (RFC 7800), of which a bearer shows nothing.
+            raise ValueError("no bearer token")
         return claims
 
-    def _identity(self, claims: Claims) -> Identity:
-        provider = self._provider
-        name = claims.get(provider.name_claim)
-        if (
-            not isinstance(name, str)
-            or not name.isprintable()
-            or not 0 < len(name) <= _LONGEST_NAME
-        ):
-            raise ValueError(f"no usable {provider.name_claim}")
-        listed = _listed(claims.get(provider.groups_claim))
-        groups = frozenset(group for group in listed if isinstance(group, str))
-        prefix = provider.project_prefix
-        subject = f"{provider.issuer}\n{claims['sub']}".encode()
-        return Identity(
-            id=f"oidc:{hashlib.sha256(subject).hexdigest()[:32]}",
-            name=name,
-            admin=bool(provider.admin_group) and provider.admin_group in groups,
-            projects=frozenset(
-                group.removeprefix(prefix)
-                for group in groups
-                if prefix and group.startswith(prefix)
-            ),
-        )
-
     def _key(self, kid: str) -> jwt.PyJWK | None:
+        self._ensure_keys(kid)
+        return self._keys.get(kid)
+
+    def _ensure_keys(self, kid: str | None) -> None:
+        """Read the provider's documents when they are old, or lack the key."""
         # A single thread asks the provider. The others use the cached keys, if there are any.
         if self._due(kid) and self._lock.acquire(blocking=self._read_at is None):
             try:
@@ -166,17 +202,19 @@ class Verifier:
             finally:
                 self._lock.release()
         if self._age(self._read_at) > STALE_S:
-            raise Problem(
-                "identity_provider_unavailable",
-                503,
-                expected=f"the keys of {self._provider.issuer}",
-                found=self._failure,
-                remedy="try again; tokens of `gpuaas token create` work meanwhile",
-            )
-        return self._keys.get(kid)
+            raise self._unavailable()
 
-    def _due(self, kid: str) -> bool:
-        old = self._age(self._read_at) > FRESH_S or kid not in self._keys
+    def _unavailable(self) -> Problem:
+        return Problem(
+            "identity_provider_unavailable",
+            503,
+            expected=f"the keys and addresses of {self._provider.issuer}",
+            found=self._failure,
+            remedy="try again; tokens of `gpuaas token create` work meanwhile",
+        )
+
+    def _due(self, kid: str | None) -> bool:
+        old = self._age(self._read_at) > FRESH_S or (kid is not None and kid not in self._keys)
         return old and self._age(self._tried_at) >= QUIET_S
 
     def _refresh(self) -> None:
@@ -207,10 +245,32 @@ class Verifier:
             if document.get("kty") == "oct" or document.get("use", "sig") != "sig":
                 continue
             try:
-                keys[str(document.get("kid") or "")] = jwt.PyJWK(document)
+                key = jwt.PyJWK(document)
             except jwt.PyJWTError:
                 continue
+            if getattr(key.key, "key_size", _LEAST_RSA) >= _LEAST_RSA or key.key_type != "RSA":
+                keys[str(document.get("kid") or "")] = key
+        self._configuration = configuration
         return keys
+
+
+def identity_of(provider: Provider, claims: Claims) -> Identity:
+    """The holder of verified claims; ValueError without a usable name."""
+    name = claims.get(provider.name_claim)
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+        raise ValueError(f"no usable {provider.name_claim}")
+    listed = _listed(claims.get(provider.groups_claim))
+    groups = frozenset(group for group in listed if isinstance(group, str))
+    prefix = provider.project_prefix
+    subject = f"{provider.issuer}\n{claims['sub']}".encode()
+    return Identity(
+        id=f"oidc:{hashlib.sha256(subject).hexdigest()[:32]}",
+        name=name,
+        admin=bool(provider.admin_group) and provider.admin_group in groups,
+        projects=frozenset(
+            group.removeprefix(prefix) for group in groups if prefix and group.startswith(prefix)
+        ),
+    )
 
 
 def trusted(url: str) -> bool:
@@ -239,15 +299,24 @@ def _listed(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else []
 
 
-def _get(ca_file: Path | None, url: str) -> Any:
+def _converse(
+    ca_file: Path | None, method: str, url: str, form: dict[str, str] | None = None
+) -> Any:
+    """The JSON of an answer. Called in a thread; the loop is there for its deadline."""
+    return asyncio.run(_ask(ca_file, method, url, form))
+
+
+async def _ask(ca_file: Path | None, method: str, url: str, form: dict[str, str] | None) -> Any:
     verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
-    with (
-        httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False, verify=verify) as client,
-        client.stream("GET", url, headers={"Accept": "application/json"}) as answer,
+    headers = {"Accept": "application/json"}
+    async with (
+        asyncio.timeout(_DEADLINE_S),
+        httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=False, verify=verify) as client,
+        client.stream(method, url, headers=headers, data=form) as answer,
     ):
         answer.raise_for_status()
         body = b""
-        for part in answer.iter_bytes():
+        async for part in answer.aiter_bytes():
             body += part
             if len(body) > _LONGEST_ANSWER:
                 raise ValueError(f"an answer of more than {_LONGEST_ANSWER} bytes")

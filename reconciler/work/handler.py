@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 
 from reconciler.db.schema import Node, Task
 from reconciler.lifecycle.task_failures import act_of
@@ -64,9 +64,11 @@ class Handler:
 
     deadlines: entries of the profile's deadlines that the run may use up. wiped: the variable that
     lists the disks; the profile's `wipe` is the limit per disk, and disks are wiped in sequence.
+    stopped: the variable that lists the guests, which are shut down in sequence.
     variables must be deterministic per task, because a restarted reconciler calls it again and the
     run contract refuses a different document. succeed runs in the transaction that ends the task
-    and returns the task's result. start may refuse the run.
+    and returns the task's result. start may refuse the run. arrange does what other machines must
+    do before the run, outside of transactions; it may be repeated.
     """
 
     playbook: str
@@ -75,11 +77,15 @@ class Handler:
     start: Callable[[Work], None] = lambda _work: None
     deadlines: tuple[str, ...] = ()
     wiped: str = ""
+    stopped: str = ""
+    arrange: Callable[[Engine, Settings, Task], None] = lambda _engine, _settings, _task: None
 
     def deadline_s(self, work: Work, variables: dict[str, Any]) -> int:
         """Time limit of a run in seconds: the profile's limits of its parts, plus 600 s."""
         wipes = max(1, len(variables[self.wiped])) if self.wiped else 0
-        allowed = hardware.limit_s(work.profile, (*self.deadlines, *("wipe",) * wipes))
+        stops = max(1, len(variables[self.stopped])) if self.stopped else 0
+        parts = (*self.deadlines, *("wipe",) * wipes, *("shutdown",) * stops)
+        allowed = hardware.limit_s(work.profile, parts)
         return min(LONGEST_S, max(int(work.task.deadline_s), allowed + 600))
 
 

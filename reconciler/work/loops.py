@@ -25,6 +25,7 @@ from reconciler.lifecycle import (
     app_operations,
     drift,
     host,
+    ingress,
     recovery,
     recovery_cases,
     recovery_policy,
@@ -34,7 +35,9 @@ from reconciler.lifecycle import (
 from reconciler.lifecycle.app_operations import Look
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.model.jobs import Mode
 from reconciler.model.recovery import Move
+from reconciler.pools import control, hints, jobs, leases, pools, remote
 from reconciler.records import queue
 from reconciler.runs import collect
 from reconciler.runs.paths import runner_id, runs_directory
@@ -46,9 +49,13 @@ _OVERDUE_LOG = logging.getLogger("gpuaas.overdue")
 _DRIFT_LOG = logging.getLogger("gpuaas.drift")
 _CERTIFICATES_LOG = logging.getLogger("gpuaas.certificates")
 _APPS_LOG = logging.getLogger("gpuaas.apps")
+_INGRESS_LOG = logging.getLogger("gpuaas.ingress")
 _RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
+_MAINTENANCE_LOG = logging.getLogger("gpuaas.maintenance")
+_POOLS_LOG = logging.getLogger("gpuaas.pools")
 _RETENTION_LOG = logging.getLogger("gpuaas.retention")
 _DRIFT_ACT = Act("reconciler", "compared every so often")
+_INGRESS_ACT = Act("reconciler", "looked at every so often")
 _APPS_ACT = Act("reconciler", "looked at every so often")
 _APP_LOOKS: dict[str, Look] = {
     "members whose allocation has ended left": app_operations.LET_GO,
@@ -57,6 +64,8 @@ _APP_LOOKS: dict[str, Look] = {
     "keys are to be removed": app_operations.REMOVE_KEYS,
 }
 DAY_S = 86_400.0
+# Ended jobs are kept for so long, unless their project needs the room before.
+JOBS_S = 7 * DAY_S
 # The loops count as stuck when no transaction began for so long. A statement may take a minute.
 STUCK_S = 90.0
 # Interval at which a machine checks its run folders.
@@ -98,6 +107,9 @@ def end_overdue(engine: Engine, settings: Settings) -> None:
                     _end_task(engine, settings, item, act)
                 elif item.entity == "task" and item.event == "cancel":
                     _cancel_task(engine, item)
+                elif item.entity == "pool":
+                    with transaction(engine) as conn:
+                        pools.expire(conn, item, act)
                 else:
                     case = item.entity == "recovery_case"
                     with transaction(engine) as conn:
@@ -177,6 +189,28 @@ def tend_apps(engine: Engine, _settings: Settings) -> None:
             _APPS_LOG.info("apps: %d %s", count, message)
 
 
+def tend_ingress(engine: Engine, _settings: Settings) -> None:
+    """Loop for public ingress: end rules that have expired, try failed removals again."""
+    with reading(engine) as conn:
+        rule_ids = ingress.due(conn)
+    for rule_id in rule_ids:
+        with _isolated(_INGRESS_LOG, "ingress rule %s is left as it is", rule_id):
+            follow = partial(ingress.follow_up, rule_id=rule_id, act=_INGRESS_ACT)
+            retrying(engine, follow)
+            _INGRESS_LOG.info("ingress rule %s is removed", rule_id)
+
+
+def follow_drain(engine: Engine, _settings: Settings) -> None:
+    """Loop for maintenance of jobs: from the deadline of a drain to its end."""
+    with reading(engine) as conn:
+        if control.read(conn).mode != Mode.DRAIN:
+            return
+    # Jobs of dead workers go back to the queue, also when no worker is left that would do it.
+    retrying(engine, leases.tend)
+    if line := retrying(engine, control.follow):
+        _MAINTENANCE_LOG.info("%s", line)
+
+
 def recover_blocked(engine: Engine, _settings: Settings) -> None:
     """Loop for recovery: open a recovery case where the policy of the site allows it."""
     with reading(engine) as conn:
@@ -220,6 +254,9 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         ),
         "answers": partial(retention.answers, age_s=settings.keep_answers_days * DAY_S),
         "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
+        "telemetry": retention.telemetry,
+        "recordings": retention.recordings,
+        "jobs": partial(jobs.forget, age_s=JOBS_S, limit=retention.AT_ONCE),
     }
     gone = dict.fromkeys(works, 0)
     for name, work in works.items():
@@ -277,6 +314,18 @@ def _discarded(folder: Path) -> bool:
     return True
 
 
+def tend_remote_workers(engine: Engine, settings: Settings) -> None:
+    """Loop for workers without the database: their lost jobs, and the ends of their pools."""
+    with reading(engine) as conn:
+        if not remote.any_pool(conn):
+            return
+    swept = retrying(engine, leases.tend)
+    if streams := hints.of(settings.redis_url):
+        streams.bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
+    for pool in retrying(engine, remote.tend):
+        _POOLS_LOG.info("pool %s is %s", pool.name, pool.state)
+
+
 @dataclass(frozen=True)
 class Loop:
     """Periodic work without input. every_s is the time from an end to the next start."""
@@ -294,6 +343,9 @@ LOOPS: tuple[Loop, ...] = (
     Loop("drift", 10.0, compare_hosts),
     Loop("certificates", 600.0, renew_certificates),
     Loop("apps", 30.0, tend_apps),
+    Loop("ingress", 10.0, tend_ingress),
+    Loop("maintenance", 1.0, follow_drain),
+    Loop("remote_workers", 1.0, tend_remote_workers),
     Loop("retention", 600.0, forget),
 )
 

@@ -22,21 +22,30 @@ from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host, task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
+from reconciler.model import host_faults
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import certificates, claims, queue, slots
+from reconciler.records import certificates, claims, nodes, queue, slots
 from reconciler.records.queue import DEADLINE_PASSED
-from reconciler.runs import contract
-from reconciler.runs.collect import Outcome, is_untouched
+from reconciler.runs import contract, ssh
+from reconciler.runs.collect import FOLDER_GONE, Outcome, is_untouched
+from reconciler.runs.spec import NodeAccess
 from reconciler.settings import Settings
+from reconciler.trust.ca import clock_identity, open_trust
+from reconciler.trust.keygen import TrustError
 from reconciler.work.handler import Handler, Work, open_work
 
+# A smaller difference of a host's clock makes no certificate invalid.
+_LEAST_S = 60.0
 # Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
-# Errors of a result that fits no record: the run contract allows it, the databases do not.
-_MISFITS = (KeyError, TypeError, ValueError, OverflowError, exc.DataError)
+# Errors of a result that fits no record: the run contract allows it, code or database does not.
+_MISFITS = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError),
+    *(exc.DataError, exc.ProgrammingError),
+)
 _UNKNOWN_EFFECT = "the effect on the host is unknown: verify the host before anything is freed"
 _NO_EFFECT = "repair what is named, then ask again; nothing was done on the host"
 _NOT_STARTED = "run_not_started"
@@ -47,7 +56,9 @@ _PAUSE_FACTOR = 4
 # Transient error codes of playbooks. All other codes are refusals, which hold until a person acts.
 _TRANSIENT = frozenset({"command_timeout", "image_unreachable"})
 # Codes of a run without a reported end: its process or the connection to its host was lost.
-_BROKEN = frozenset({"run_failed", "run_lost"})
+_BROKEN = frozenset({"run_failed", "run_lost", FOLDER_GONE})
+# Codes of failures that only Ansible or the system has put in words.
+_UNNAMED = frozenset({"task_failed", "system_error", "command_failed"})
 
 
 def settle(
@@ -66,7 +77,7 @@ def settle(
         if failure is None:
             return
     else:
-        failure = _with_cause(engine, task, outcome, read_failure(outcome))
+        failure = _with_cause(engine, settings, task, outcome, read_failure(outcome))
         if not outcome.begun and task.attempt <= 1:
             # Only an earlier attempt could have acted.
             nothing = dict(NOTHING_DONE)
@@ -95,7 +106,8 @@ def queue_next_step(work: Work, result: dict[str, Any]) -> dict[str, Any]:
     node_id = work.task.node_id
     if not slots.bundles(work.conn, node_id):
         return {**result, "story": "ends here: the node has no approved slots"}
-    item = queue.Enqueue(rest[0], node_id, "node", node_id, queue.then(rest[1:]))
+    parameters = queue.then(rest[1:], resume=bool(work.parameters.get("resume")))
+    item = queue.Enqueue(rest[0], node_id, parameters=parameters)
     act = work.act.because(f"follows {work.task.kind} {work.task.id}")
     return {**result, "next_task_id": queue.add(work.conn, item, act).id}
 
@@ -112,18 +124,22 @@ def read_failure(outcome: Outcome) -> Failure:
         }
         reported = result.get("error") or {}
         error = {part: reported.get(part, text) for part, text in default.items()}
+        if error["code"] in _UNNAMED:
+            error = host_faults.full_disk(error["found"]) or error
         return Failure(result.get("step", ""), error, result.get("evidence", {}), known=True)
     code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
     code = code if outcome.begun else _NOT_STARTED
     problem = outcome.problem or f"the run ended as {outcome.status}"
-    if problem.partition(":")[0] == contract.UNREADABLE:
-        code = contract.UNREADABLE
+    if problem.partition(":")[0] in (contract.UNREADABLE, contract.INVALID, FOLDER_GONE):
+        code = problem.partition(":")[0]
     ended = {
         "code": code,
         "expected": "a run that ends with a result",
         "found": problem,
         "remedy": _UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
+    if outcome.unreachable:
+        ended = host_faults.full_disk(problem) or ended
     return Failure("", ended, result.get("evidence", {}), known=False)
 
 
@@ -153,6 +169,8 @@ def _succeed(
         return Failure("record the outcome", problem.to_dict(), evidence, known=True)
     except exc.IntegrityError as refusal:
         return Failure("record the outcome", _record_error(refusal), evidence, known=False)
+    except contract.ContractError as broken:
+        return Failure("record the outcome", broken.to_dict(), {}, known=False)
     except _MISFITS as unreadable:
         # Without a failure here, the task would be leased and settled for ever.
         return Failure("record the outcome", _record_error(unreadable), {}, known=False)
@@ -232,11 +250,14 @@ def _wait_for_host(engine: Engine, task: Task, outcome: Outcome) -> bool:
     return True
 
 
-def _with_cause(engine: Engine, task: Task, outcome: Outcome, failure: Failure) -> Failure:
-    """The failure with its real cause, for runs that ended by a deadline or a certificate.
+def _with_cause(
+    engine: Engine, settings: Settings, task: Task, outcome: Outcome, failure: Failure
+) -> Failure:
+    """The failure with its real cause, for runs that ended by a deadline, a certificate or a clock.
 
     A run canceled because of its deadline reports the deadline, not the cancellation. A run whose
-    host was refused because of an expired certificate reports the certificate.
+    host was refused because of an expired certificate reports the certificate. A run whose login
+    the host refused reports the host's clock, if that is wrong.
     """
     if outcome.status == "canceled":
         with reading(engine) as conn:
@@ -246,8 +267,10 @@ def _with_cause(engine: Engine, task: Task, outcome: Outcome, failure: Failure) 
         return failure
     with reading(engine) as conn:
         until = certificates.ends(conn, [task.node_id]).get(task.node_id)
-        if until is None or until > clock.read(conn):
-            return failure
+        valid = until is None or until > clock.read(conn)
+    if valid or until is None:
+        fault = clock_fault(engine, settings, task.node_id, outcome)
+        return replace(failure, error=fault) if fault else failure
     problem = certificates.expired(task.node_id, until, failure.error["found"])
     return replace(failure, error=problem.to_dict())
 
@@ -265,3 +288,26 @@ def _record_error(cause: Exception) -> dict[str, str]:
         expected = "a result that this version of the reconciler can record"
         text = f"{type(cause).__name__}: {text}"
     return {"code": code, "expected": expected, "found": text, "remedy": _UNKNOWN_EFFECT}
+
+
+def clock_fault(
+    engine: Engine, settings: Settings, node_id: str, outcome: Outcome
+) -> dict[str, str] | None:
+    """The fault of the clock of a host that refuses our login; None if its clock is right or cannot
+    be read. A wrong clock makes our certificate invalid.
+    """
+    if not ssh.is_refused(outcome.problem):
+        return None
+    with reading(engine) as conn:
+        node = nodes.get(conn, node_id)
+    try:
+        identity = clock_identity(open_trust(settings.state_dir))
+    except (TrustError, OSError):
+        return None
+    access = ssh.SshAccess(identity.key, identity.certificate, identity.known_hosts)
+    at = ssh.read_clock(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
+    with reading(engine) as conn:
+        now = clock.read(conn)
+    if at is None or abs(at - now) < _LEAST_S:
+        return None
+    return host_faults.wrong_clock(at, now, outcome.problem)

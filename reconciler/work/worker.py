@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from reconciler.lifecycle import task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
-from reconciler.model.states import TaskState
+from reconciler.model.states import BY_MAAS, TaskState
 from reconciler.records import certificates, leasing, queue, tokens
 from reconciler.runs import collect, contract
 from reconciler.runs.awx.client import awx_access
@@ -35,12 +36,21 @@ from reconciler.runs.paths import run_directory, runner_id
 from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
-from reconciler.trust.ca import open_trust, operator_identity, revoke_host
+from reconciler.trust.ca import (
+    Identity,
+    Trust,
+    open_trust,
+    operator_identity,
+    revoke_host,
+    telemetry_identity,
+)
 from reconciler.trust.keygen import TrustError
+from reconciler.work import maas
 from reconciler.work.handler import Handler, canceled, open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import tidy_on
 from reconciler.work.settle import settle
+from reconciler.work.telemetry import Telemetry
 from reconciler.work.watch import Watch
 
 log = logging.getLogger("gpuaas.worker")
@@ -78,6 +88,12 @@ class Worker:
         self._watch = threading.Thread(
             target=watch.run, args=(self._stopping,), name="watch", daemon=True
         )
+        telemetry = Telemetry(
+            engine, lambda: _access(engine, settings, PROBE_S, telemetry_identity)
+        )
+        self._telemetry = threading.Thread(
+            target=telemetry.run, args=(self._stopping,), name="telemetry", daemon=True
+        )
         # Every machine tidies its own folder, because the leader sees only its own.
         self._tidy = threading.Thread(
             target=tidy_on, args=(engine, settings, self._stopping), name="tidy", daemon=True
@@ -86,6 +102,7 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
         self._watch.start()
+        self._telemetry.start()
         self._tidy.start()
 
     def stop(self) -> None:
@@ -197,12 +214,17 @@ def _is_dead(pid: int) -> bool:
 
 def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.Event) -> None:
     """Attend a leased task until it ends, or leave it running when the worker stops."""
+    if task.kind in BY_MAAS:
+        maas.attend(engine, settings, task)
+        return
     handler = HANDLERS[task.kind]
     run_id = queue.run_id(task)
     directory = run_directory(settings.state_dir, run_id)
-    if collect.observe(directory).phase in NOT_BEGUN:
+    begun = bool(task.progress_offset)
+    if collect.observe(directory).phase in NOT_BEGUN and not begun:
         try:
             spec = prepare(engine, settings, handler, task, run_id)
+            handler.arrange(engine, settings, task)
             launch(_site(engine, settings, spec.deadline_s), spec)
         except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
             # A launcher can fail after its child began. The run then reports its own outcome.
@@ -214,6 +236,11 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
     since = task.progress_offset
     while True:
         state = collect.observe(directory)
+        if state.phase is Phase.ABSENT:
+            outcome = collect.end_without_folder(directory, by_awx=settings.launcher == "awx")
+            if outcome is not None:
+                settle(engine, settings, handler, task, outcome)
+                return
         if state.outcome is not None:
             # Report the lines that came after the last pass.
             _report(engine, settings, task, directory, since)
@@ -348,11 +375,16 @@ def _site(engine: Engine, settings: Settings, deadline_s: int) -> Site:
     return Site(settings.state_dir, settings.collections_path, access)
 
 
-def _access(engine: Engine, settings: Settings, valid_s: int) -> SshAccess:
+def _access(
+    engine: Engine,
+    settings: Settings,
+    valid_s: int,
+    login: Callable[[Trust, int], Identity] = operator_identity,
+) -> SshAccess:
     trust = open_trust(settings.state_dir)
     # Other services enrol hosts too, so the revoked host keys come from the records.
     with reading(engine) as conn:
         revoked = tokens.revoked_host_keys(conn)
     revoke_host(trust, *revoked)
-    identity = operator_identity(trust, valid_s=valid_s)
+    identity = login(trust, valid_s)
     return SshAccess(identity.key, identity.certificate, identity.known_hosts)

@@ -101,10 +101,7 @@ def measure(request: Request) -> dict[str, Any]:
                 "copies": _COPIES,
                 "repetitions": rounds,
             },
-            "metrics": [
-                metric("gpu.fp64", "TFLOP/s", fma),
-                metric("gpu.hbm_copy", "GB/s", copied),
-            ],
+            "metrics": [metric("gpu.fp64", "TFLOP/s", fma), metric("gpu.hbm_copy", "GB/s", copied)],
         }
     finally:
         gpu.close()

@@ -34,7 +34,6 @@ def migrate(engine: sa.Engine, to: str = "head") -> str:
         if revision is not None and revision not in revisions():
             raise Problem(
                 "schema_outdated",
-                409,
                 expected=f"an empty database, or a schema from {revisions()[0]} to {head()}",
                 found=f"revision {revision}",
                 remedy="start the version of the service that made this database; this version"

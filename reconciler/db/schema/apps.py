@@ -74,11 +74,7 @@ class AppMember(StatusRow):
     "app_member_operations",
     "app_operation",
     sa.Index("ix_app_member_operations_instance_id", "instance_id"),
-    unique(
-        "uq_app_member_operations_open",
-        "member_id",
-        where="status IN ('accepted', 'running')",
-    ),
+    unique("uq_app_member_operations_open", "member_id", where="status IN ('accepted', 'running')"),
 )
 class AppOperation(StatusRow):
     """An operation on a member of an application."""

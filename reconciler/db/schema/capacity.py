@@ -18,24 +18,30 @@ from reconciler.db.schema.base import (
     Row,
     StateRow,
     StatusRow,
+    TaskId,
     Text,
     partial,
     table,
     unique,
 )
+from reconciler.model.fabric import Isolation
 from reconciler.model.states import (
     LIVE_CLAIMS,
+    LIVE_INGRESS,
     AllocationState,
     CapacityShape,
     ClaimKind,
     ClaimState,
     HealthState,
+    IngressProtocol,
+    IngressState,
     ProofKind,
     SharingMechanism,
     SlotState,
 )
 
 LIVE = "state IN ({})".format(", ".join(f"'{state.value}'" for state in LIVE_CLAIMS))
+_LIVE_INGRESS = "state IN ({})".format(", ".join(f"'{state.value}'" for state in LIVE_INGRESS))
 _LIVE_SLICE = f"kind = 'slice' AND {LIVE}"
 APPROVED = "retired_at IS NULL"
 # Slots that a launch may take, and slots in use: the conditions of two partial indexes, by which
@@ -77,6 +83,7 @@ class Image(Row):
     url_digest: Text
     compression: Annotated[str, Default("none")]
     guest_profile: Text
+    runtime: list[str]
     created_at: float
 
 
@@ -129,6 +136,9 @@ class Proof(Row):
     unique("uq_slots_gpu", "node_id", "gpu_pci_address", where=APPROVED),
     unique("uq_slots_disk", "nvme_identity", where=APPROVED),
     unique("uq_slots_fabric", "node_id", "fabric_vf_pci_address", where=APPROVED),
+    unique(
+        "uq_slots_fabric_identity", "fabric_identity", where=f"{APPROVED} AND fabric_identity <> ''"
+    ),
     unique("uq_slots_mac", "management_mac", where=APPROVED),
     unique("uq_slots_ip", "node_id", "private_ip", where=APPROVED),
 )
@@ -147,6 +157,9 @@ class Slot(StatusRow, BundleRow):
     health_detail: dict[str, Any]
     available_proof_id: str | None
     last_proof_id: Annotated[str, Reference("wipe_proofs")] | None
+    # MAC or GUID of the fabric function when it was approved. Partitions are made of it, and not of
+    # a later word of the host.
+    fabric_identity: Text
     approved_discovery_id: int | None
     approved_at: float
     approved_by: Text
@@ -161,9 +174,7 @@ class Slot(StatusRow, BundleRow):
     "claim",
     sa.CheckConstraint("kind <> 'slice' OR slot_id IS NOT NULL", name="slice_has_slot"),
     sa.ForeignKeyConstraint(
-        ["node_id", "live_mode"],
-        ["nodes.id", "nodes.mode"],
-        name="fk_claims_live_mode",
+        ["node_id", "live_mode"], ["nodes.id", "nodes.mode"], name="fk_claims_live_mode"
     ),
     sa.Index("ix_claims_allocation_id", "allocation_id"),
     sa.Index("ix_claims_node_id", "node_id"),
@@ -224,6 +235,14 @@ class Allocation(StateRow):
     runtime_profile: Text
     parameters: dict[str, Any]
     state: Annotated[str, AllocationState]
+    # Whether the project has stopped its slice, the power action under way, and the host's boot
+    # under which it was started last. It starts again under a new boot, unless it was stopped.
+    stopped: bool
+    power_action: Text
+    started_boot_id: Text
+    # Packets that the guard of the slice refused, by kind, and the host's last counters of them.
+    refused_packets: dict[str, Any]
+    refused_readings: dict[str, Any]
     connection: dict[str, Any]
     error: dict[str, Any]
     requested_by: Text
@@ -267,9 +286,77 @@ class Usage(Row):
     end_state: Text
 
 
+@table(
+    "fabric_segments",
+    "segment",
+    sa.PrimaryKeyConstraint("kind", "number"),
+    sa.UniqueConstraint("project_id", "kind", "first_number"),
+)
+class Segment(Row):
+    """A project's VLAN or partition key on the fabric. first_number: of the range it is from."""
+
+    kind: Annotated[str, Isolation]
+    number: int
+    project_id: ProjectId
+    first_number: int
+    used_at: float
+
+
+@table("telemetry_samples", "telemetry_sample", sa.Index("ix_telemetry_samples_at", "at"))
+class TelemetrySample(Row):
+    """Telemetry of a slice in a minute of the day, which replaces that of the day before.
+
+    host, guest: by source; guest is None while the guest says nothing.
+    """
+
+    allocation_id: Annotated[AllocationId, KEY]
+    minute: Annotated[int, KEY]
+    at: float
+    host: dict[str, Any]
+    guest: dict[str, Any] | None
+
+
+@table(
+    "ingress_rules",
+    "ingress_rule",
+    sa.Index("ix_ingress_rules_allocation_id", "allocation_id", "created_at"),
+    unique(
+        "uq_ingress_rules_listener",
+        "public_address",
+        "protocol",
+        "public_port",
+        where=_LIVE_INGRESS,
+    ),
+)
+class IngressRule(StateRow):
+    """A rule by which a host forwards a public address and port to the guest of a slice."""
+
+    allocation_id: AllocationId
+    project_id: ProjectId
+    protocol: Annotated[str, IngressProtocol]
+    public_address: str
+    public_port: int
+    guest_port: int
+    sources: list[str]
+    reason: Text
+    expires_at: float
+    state: Annotated[str, IngressState]
+    # {} unless the rule failed: code, expected, found, remedy.
+    failure: dict[str, Any]
+    # The last task that applies or removes it.
+    task_id: TaskId | None
+    requested_by: Text
+    correlation_id: Text
+    created_at: float
+    ended_at: float | None
+
+
 images = Image.TABLE
 proofs = Proof.TABLE
 slots = Slot.TABLE
 allocations = Allocation.TABLE
 claims = Claim.TABLE
 usage = Usage.TABLE
+segments = Segment.TABLE
+telemetry_samples = TelemetrySample.TABLE
+ingress_rules = IngressRule.TABLE

@@ -38,6 +38,14 @@ class Node(StateRow):
     profile: Text
     # Tags of the machine in MAAS. Null: unknown, or the site has no MAAS; []: MAAS has no tags.
     maas_tags: list[Any] | None
+    # The machine in MAAS that is this node: `system_id`, `identity` of its hardware, `purpose` that
+    # was last agreed by its tags, `locked` by this service, `series` last deployed. Null: none.
+    maas: dict[str, Any] | None
+    # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
+    # the installation is the tenant's. Null: not discovered yet.
+    hardware: dict[str, Any] | None
+    # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
+    netbox: dict[str, Any] | None
     mode: Annotated[str, NodeMode]
     mode_reason: Text
     mode_since: float
@@ -55,6 +63,15 @@ class Node(StateRow):
     # Machine ids that the host had since a tenant was root on it. While there are any, the machine
     # needs a new installation with a new host key.
     tenant_machine_ids: list[Any]
+    # Firmware before a tenant was root, until a new installation shows the same or a person accepts
+    # the differences. Null: nothing to compare; {}: it was never recorded.
+    firmware_before: dict[str, Any] | None
+    firmware_differences: list[Any]
+    # Partitions of the slots' fabric functions as the subnet manager showed them: `slots` that were
+    # compared, `problems` by slot, `error`. Null: the fabric has no partitions.
+    fabric_reading: dict[str, Any] | None
+    # The BMC's report of the firmware since then, or before the tenant. Null: none.
+    firmware_bmc: dict[str, Any] | None
     boot_id: Text
     install_id: Text
     # When boot_id was learned, or was found to be unknown. A report that began earlier and shows

@@ -112,8 +112,11 @@ def _summary(judged: list[Feasible], free: int, most: int, gpus: int) -> str:
     noun = "GPU" if free == 1 else "GPUs"
     if not free:
         return "no GPU free"
-    if max(len(node.free) for node in judged) >= gpus > most:
-        return f"{free} {noun} free, no {gpus} that NVLink joins on one node"
+    roomy = [node for node in judged if len(node.free) >= gpus]
+    if roomy and gpus > most:
+        joined = any(node.node.nvlink_sets for node in roomy)
+        where = "that NVLink joins on one node" if joined else "on one NUMA node"
+        return f"{free} {noun} free, no {gpus} {where}"
     if most < gpus:
         return f"{free} {noun} free, no {gpus} on one node"
     return f"{free} {noun} free, {most} on one node"

@@ -75,13 +75,22 @@ def groups(node: Feasible, count: int) -> Iterator[Group]:
     """Every group that may serve a slice, without groups that only swap equal slots."""
     if not 1 <= count <= len(node.free):
         return
-    if count > 1 and node.node.nvlink_sets:
-        yield from _allowed(node.free, node.node.nvlink_sets, count)
-        return
-    cells: dict[tuple[int, str], Cell] = {}
-    for slot in node.free:
-        cells.setdefault(_position(slot), []).append(slot)
-    yield from _spread([cells[position] for position in sorted(cells)], count)
+    for free in [node.free] if node.spans else by_numa(node.free):
+        if count > 1 and node.node.nvlink_sets:
+            yield from _allowed(free, node.node.nvlink_sets, count)
+            continue
+        cells: dict[tuple[int, str], Cell] = {}
+        for slot in free:
+            cells.setdefault(_position(slot), []).append(slot)
+        yield from _spread([cells[position] for position in sorted(cells)], count)
+
+
+def by_numa(slots: Iterable[SlotView]) -> list[Cell]:
+    """The slots by NUMA node. Slots of an unknown node count as neighbours."""
+    parts: dict[int, Cell] = {}
+    for slot in slots:
+        parts.setdefault(slot.numa_node, []).append(slot)
+    return [parts[node] for node in sorted(parts)]
 
 
 def largest(node: Feasible) -> int:

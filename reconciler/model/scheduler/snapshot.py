@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from reconciler.model.states import SlotState
+from reconciler.model.states import IDLE_SLOTS, SlotState
 
-IDLE = (SlotState.AVAILABLE, SlotState.DISABLED)
 NvlinkSets = frozenset[frozenset[int]]
 
 
@@ -74,28 +73,47 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Why a hardware profile does not serve a request: the code and the texts of a Problem."""
+
+    code: str
+    expected: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class Want:
-    """A request; an empty field means "any". profiles: hardware profiles that fit."""
+    """A request; an empty field means "any".
+
+    profiles: hardware profiles that fit. barred: other profiles, with the reason. spanning:
+    profiles whose slices may span NUMA nodes.
+    """
 
     gpus: int
     region: str = ""
     pool: str = ""
     node_id: str = ""
     profiles: tuple[str, ...] = ()
+    barred: tuple[tuple[str, Refusal], ...] = ()
+    spanning: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Feasible:
-    """Free slots of a node. reasons: the count of all other slots by reason code."""
+    """Free slots of a node. reasons: the count of all other slots by reason code.
+
+    spans: whether a slice may have GPUs of several NUMA nodes.
+    """
 
     node: NodeView
     free: tuple[SlotView, ...]
     reasons: Counter[str]
+    spans: bool = False
 
     @property
     def sliced(self) -> bool:
         """True when a tenant's slice is already on the node."""
-        return any(slot.status not in IDLE for slot in self.node.slots)
+        return any(slot.status not in IDLE_SLOTS for slot in self.node.slots)
 
 
 def feasible(node: NodeView, want: Want) -> Feasible:
@@ -103,7 +121,7 @@ def feasible(node: NodeView, want: Want) -> Feasible:
     refused = refusal(node, want)
     reasons: Counter[str] = Counter()
     free: list[SlotView] = []
-    taken = {slot.fabric for slot in node.slots if slot.fabric and slot.status not in IDLE}
+    taken = {slot.fabric for slot in node.slots if slot.fabric and slot.status not in IDLE_SLOTS}
     for slot in sorted(node.slots, key=lambda slot: (slot.index, slot.id)):
         reason = refused or _reason(slot, taken)
         if reason:
@@ -113,7 +131,7 @@ def feasible(node: NodeView, want: Want) -> Feasible:
             # A card that several slots name can serve a single slice, so the first slot takes it.
             if slot.fabric and not slot.own_function:
                 taken.add(slot.fabric)
-    return Feasible(node, tuple(free), reasons)
+    return Feasible(node, tuple(free), reasons, node.profile in want.spanning)
 
 
 def refusal(node: NodeView, want: Want) -> str:
@@ -127,6 +145,9 @@ def refusal(node: NodeView, want: Want) -> str:
             return reason
     if want.profiles and node.profile not in want.profiles:
         return "other_sku"
+    for profile, barred in want.barred:
+        if profile == node.profile:
+            return barred.code
     return node.refusal
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import httpx
 
 from reconciler.runs.scrub import scrub
+from reconciler.runs.service_access import LATER, LONGEST_FOUND, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
@@ -21,15 +20,11 @@ PAGE_SIZE = 200
 # Between two bytes, not for a whole answer. Too low, and a busy AWX counts as silent; too high, and
 # a launch holds its worker for longer than the lease of the task.
 _TIMEOUT_S = 8.0
-# Statuses of a proxy that mean "later". Every status from 500 on is no answer of AWX either.
-_LATER = frozenset({408, 425, 429})
-_LONGEST_FOUND = 300
 _NAMES = {
     401: ("awx_unauthorized", "a valid token", "put a new token into the token file"),
     403: ("awx_forbidden", "the right to do this", "give the token's user execute on the template"),
     404: ("awx_not_found", "an object that the token's user may see", "look at it in AWX"),
 }
-_TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 class Silent(LauncherAway):
@@ -41,27 +36,16 @@ class NotSent(Silent):
 
 
 @dataclass(frozen=True)
-class AwxAccess:
-    """Address and credentials of AWX.
+class AwxAccess(ServiceAccess):
+    """Access to AWX, whose address has no /api.
 
-    url: of AWX itself, without /api. ca_file: the only CA that may vouch for AWX; None: the
-    system's CAs. templates: prefix of a job template's name, before the name of its playbook.
+    templates: prefix of a job template's name, before the name of its playbook.
     """
 
-    url: str
-    token_file: Path
-    ca_file: Path | None = None
-    templates: str = "gpuaas.slice."
+    NAME = "AWX"
+    REMEDY = "write the OAuth2 token of AWX's service user there, readable by the reconciler"
 
-    def token(self) -> str:
-        """Read for each request, so that a token may be replaced while runs are alive."""
-        try:
-            text = self.token_file.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as unreadable:
-            raise _no_token(self.token_file, type(unreadable).__name__) from unreadable
-        if not _TOKEN.fullmatch(text):
-            raise _no_token(self.token_file, "none, or more than one line")
-        return text
+    templates: str = "gpuaas.slice."
 
     def document(self) -> dict[str, Any]:
         """The entry in a run's manifest: paths, never the token."""
@@ -90,21 +74,7 @@ class Client:
 
     def __init__(self, access: AwxAccess) -> None:
         self._access = access
-        cafile = str(access.ca_file) if access.ca_file else None
-        try:
-            context = ssl.create_default_context(cafile=cafile)
-        except (OSError, ssl.SSLError) as unreadable:
-            raise RunError(
-                "awx_ca_unreadable",
-                expected=f"certificates in {cafile}",
-                found=str(unreadable),
-                remedy="correct GPUAAS_AWX_CA_FILE",
-            ) from unreadable
-        # Ignore the user's proxy and .netrc settings. Redirects are not followed, so the token
-        # goes to no other host.
-        self._http = httpx.Client(
-            base_url=access.url, verify=context, trust_env=False, timeout=_TIMEOUT_S
-        )
+        self._http = access.open(timeout=_TIMEOUT_S)
 
     def __enter__(self) -> Client:
         return self
@@ -133,8 +103,7 @@ class Client:
         try:
             answer = self._http.request(method, f"{API}{path}", headers=headers, **arguments)
         except (httpx.ConnectError, httpx.ConnectTimeout) as lost:
-            if _distrusted(lost):
-                raise _untrusted(self._access.url, lost) from lost
+            self._access.require_trust(lost)
             raise _away(NotSent, request, lost) from lost
         except httpx.HTTPError as lost:
             raise _away(Silent, request, lost) from lost
@@ -151,7 +120,7 @@ def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _document(answer: httpx.Response, request: str) -> dict[str, Any]:
     status = answer.status_code
-    if status >= 500 or status in _LATER:
+    if status >= 500 or status in LATER:
         raise _away(Silent, request, f"HTTP {status}")
     if not answer.is_success:
         raise _refused(answer, request)
@@ -169,7 +138,7 @@ def _document(answer: httpx.Response, request: str) -> dict[str, Any]:
 def _refused(answer: httpx.Response, request: str) -> RunError:
     default = ("awx_refused", "AWX to accept the request", "read AWX's answer")
     code, expected, remedy = _NAMES.get(answer.status_code, default)
-    text = scrub(" ".join(answer.text.split()))[:_LONGEST_FOUND]
+    text = scrub(" ".join(answer.text.split()))[:LONGEST_FOUND]
     return RunError(
         code,
         expected=f"{expected} for {request}",
@@ -183,32 +152,6 @@ def _away(kind: type[Silent], request: str, found: object) -> Silent:
     return kind(
         "awx_silent",
         expected=f"AWX to answer {request}",
-        found=text[:_LONGEST_FOUND],
+        found=text[:LONGEST_FOUND],
         remedy="none if AWX comes back; else check AWX and the connection to it",
-    )
-
-
-def _distrusted(cause: BaseException | None) -> bool:
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
-def _untrusted(url: str, cause: Exception) -> RunError:
-    return RunError(
-        "awx_untrusted",
-        expected=f"a certificate for {url} by a trusted CA",
-        found=str(cause)[:_LONGEST_FOUND],
-        remedy="set GPUAAS_AWX_CA_FILE to the CA that vouches for AWX",
-    )
-
-
-def _no_token(path: Path, found: str) -> RunError:
-    return RunError(
-        "awx_token_unreadable",
-        expected=f"one token in {path}",
-        found=found,
-        remedy="write the OAuth2 token of AWX's service user there, readable by the reconciler",
     )

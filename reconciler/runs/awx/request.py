@@ -194,6 +194,7 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
         "ansible_host": node.address,
         "ansible_port": node.port,
         "ansible_user": node.user,
+        "ansible_become": node.user != "root",
         "ansible_python_interpreter": PYTHON,
         "ansible_host_key_checking": True,
         "ansible_ssh_args": shlex.join([*words, *ssh.sharing("/tmp/gpuaas-ssh-%C")]),  # noqa: S108

@@ -6,6 +6,7 @@ from typing import Any
 
 from reconciler.lifecycle import baremetal
 from reconciler.model.proof import DEFAULT_POLICY
+from reconciler.model.states import TaskKind
 from reconciler.records import reports
 from reconciler.work.handler import Handler, Work
 from reconciler.work.kinds.slices import begin_provision
@@ -38,15 +39,6 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-PROVISION = Handler(
-    "provision_baremetal",
-    provision_variables,
-    provision_succeeded,
-    provision_start,
-    wiped="slice_disks",
-)
-
-
 def release_variables(work: Work) -> dict[str, Any]:
     disks = baremetal.claim_of(work.conn, work.allocation_id).disks
     dead = work.parameters.get("written_off", [])
@@ -75,10 +67,19 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-RELEASE = Handler(
-    "release_baremetal",
-    release_variables,
-    release_succeeded,
-    deadlines=("shutdown",),
-    wiped="slice_disks",
-)
+HANDLERS: dict[str, Handler] = {
+    TaskKind.BAREMETAL_PROVISION: Handler(
+        "provision_baremetal",
+        provision_variables,
+        provision_succeeded,
+        provision_start,
+        wiped="slice_disks",
+    ),
+    TaskKind.BAREMETAL_RELEASE: Handler(
+        "release_baremetal",
+        release_variables,
+        release_succeeded,
+        deadlines=("shutdown",),
+        wiped="slice_disks",
+    ),
+}

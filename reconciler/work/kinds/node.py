@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from reconciler.lifecycle import drift, host
+from reconciler.lifecycle import drift, host, maintenance, power
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
-from reconciler.model.states import NodeMode, NodeState
+from reconciler.model.states import NodeMode, NodeState, TaskKind
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
+from reconciler.runs import contract
+from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work
 from reconciler.work.kinds.slices import image_document
 
@@ -25,9 +27,6 @@ def enrol_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("certificate renewed", evidence)
     host.record_certificate(work.conn, work.task.node_id, act, certificate=text, public_key=key)
     return evidence
-
-
-ENROL = Handler("renew_certificate", enrol_variables, enrol_succeeded)
 
 
 def bootstrap_variables(work: Work) -> dict[str, Any]:
@@ -48,26 +47,13 @@ def bootstrap_start(work: Work) -> None:
 def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("bootstrap finished", evidence)
     host.bootstrapped(
-        work.conn,
-        work.task.node_id,
-        act,
-        identity=evidence["identity"],
-        began=work.task.started_at,
+        work.conn, work.task.node_id, act, identity=evidence["identity"], began=work.task.started_at
     )
     return evidence
 
 
-BOOTSTRAP = Handler(
-    "bootstrap",
-    bootstrap_variables,
-    bootstrap_succeeded,
-    start=bootstrap_start,
-    deadlines=("reboot",),
-)
-
-
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    document = evidence["discovery"]
+    document = contract.check_discovery(evidence["discovery"])
     host.record_discovery(
         work.conn,
         work.task.node_id,
@@ -84,9 +70,6 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     # Reopen the gate of slots that an earlier discovery closed and this discovery shows healthy.
     slot_gate.open_gate(work.conn, work.task.node_id, work.act.because("seen without blockers"))
     return {"candidate_summary": document["candidate_summary"]}
-
-
-DISCOVER = Handler("discover", lambda _work: {}, discover_succeeded)
 
 
 def takeover_variables(work: Work) -> dict[str, Any]:
@@ -113,21 +96,15 @@ def takeover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-TAKEOVER = Handler(
-    "transition_storage", takeover_variables, takeover_succeeded, wiped="slice_devices"
-)
-
-
 def bind_variables(work: Work) -> dict[str, Any]:
     return {"slice_slots": slots.bundles(work.conn, work.task.node_id)}
 
 
-BIND = Handler("bind_topology", bind_variables)
-
-
 def parity_variables(work: Work) -> dict[str, Any]:
     node_id, intent = work.task.node_id, NodeMode(work.node.mode).purpose
-    tags = hardware.maas_tags(work.node.maas_tags)
+    known = work.node.maas_tags
+    # On a site with MAAS, a machine of unknown intent is none that may be sold.
+    tags = hardware.maas_tags([] if known is None and work.settings.maas_url else known)
     if intent != "slice":
         return {"slice_slots": [], "slice_intent": intent, **tags}
     latest = reports.latest_discovery(work.conn, node_id)
@@ -155,11 +132,13 @@ def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     result = {"failures": report["failures"], "warnings": report["warnings"]}
     if report["failures"] or report.get("intent", "slice") != "slice":
         return result
-    gate = slot_gate.open_gate(work.conn, node_id, work.act.because("parity passed", result))
-    return {**result, **gate}
-
-
-PARITY = Handler("parity", parity_variables, parity_succeeded)
+    act = work.act.because("parity passed", result)
+    gate = slot_gate.open_gate(work.conn, node_id, act)
+    restart = work.profile["vm"].get("restart_after_host_reboot", True)
+    started = power.start_after_boot(work.conn, node_id, act, restart=restart)
+    if work.parameters.get("resume"):
+        result["resumed"] = maintenance.finish(work.conn, node_id, act)
+    return {**result, **gate, "started": started}
 
 
 def convert_variables(work: Work) -> dict[str, Any]:
@@ -173,20 +152,12 @@ def convert_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     """Record the conversion. The run compared the host item by item with an ordinary machine."""
     act = work.act.because("the host is bare metal again", evidence)
     host.observed(
-        work.conn,
-        work.task.node_id,
-        act,
-        identity=evidence["identity"],
-        began=work.task.started_at,
+        work.conn, work.task.node_id, act, identity=evidence["identity"], began=work.task.started_at
     )
     if work.node.mode == NodeMode.CONVERTING_TO_BAREMETAL:
         host.converted(work.conn, work.task.node_id, act)
         drift.forget(work.conn, work.task.node_id, act)
     return evidence
-
-
-# A failure leaves the node in conversion, where nothing is sold. A new request continues there.
-CONVERT = Handler("restore_baremetal", convert_variables, convert_succeeded, deadlines=("reboot",))
 
 
 def cache_image_variables(work: Work) -> dict[str, Any]:
@@ -197,4 +168,26 @@ def cache_image_variables(work: Work) -> dict[str, Any]:
     }
 
 
-CACHE_IMAGE = Handler("cache_image", cache_image_variables)
+HANDLERS: dict[str, Handler] = {
+    TaskKind.NODE_ENROL: Handler("renew_certificate", enrol_variables, enrol_succeeded),
+    TaskKind.NODE_BOOTSTRAP: Handler(
+        "bootstrap",
+        bootstrap_variables,
+        bootstrap_succeeded,
+        start=bootstrap_start,
+        deadlines=("reboot",),
+    ),
+    TaskKind.SLICE_TOPOLOGY_DISCOVER: Handler("discover", lambda _work: {}, discover_succeeded),
+    TaskKind.NODE_STORAGE_TRANSITION: Handler(
+        "transition_storage", takeover_variables, takeover_succeeded, wiped="slice_devices"
+    ),
+    # A failure leaves the node in conversion, where nothing is sold. A new request continues there.
+    TaskKind.NODE_CONVERT: Handler(
+        "restore_baremetal", convert_variables, convert_succeeded, deadlines=("reboot",)
+    ),
+    TaskKind.NODE_BIND_TOPOLOGY: Handler("bind_topology", bind_variables),
+    TaskKind.NODE_PARITY: Handler(
+        "parity", parity_variables, parity_succeeded, arrange=partitions.look
+    ),
+    TaskKind.NODE_IMAGE_CACHE: Handler("cache_image", cache_image_variables),
+}

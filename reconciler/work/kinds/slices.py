@@ -1,24 +1,50 @@
-"""Task kinds for slices: provision, release, wipe, absence, drift; managed keys; start checks."""
+"""Task kinds for slices: provision, release, wipe, absence, drift, power, ingress; managed keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from reconciler.db import locks
-from reconciler.lifecycle import app_operations, drift, slices
+from reconciler.db import locks, rows
+from reconciler.db.schema import IngressRule
+from reconciler.lifecycle import (
+    app_operations,
+    drift,
+    guest_terminal,
+    ingress,
+    power,
+    slice_telemetry,
+    slices,
+)
 from reconciler.lifecycle.task_failures import BOOT_CHANGED, unfenced_slots
+from reconciler.model import fabric, hardware
 from reconciler.model.errors import Problem
-from reconciler.model.states import AllocationState
-from reconciler.records import allocations, claims, images, reports
+from reconciler.model.fabric import Isolation
+from reconciler.model.states import AllocationState, PowerAction, TaskKind
+from reconciler.records import allocations, claims, images, reports, segments
 from reconciler.records import slots as slot_records
+from reconciler.trust.ca import Trust, user_ca
 from reconciler.trust.downloads import url as download_url
+from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
 
 _KEPT = "/etc/cloud/cloud.cfg.d/99-gpuaas-seed.cfg"
+_NVLINK = "/etc/modprobe.d/gpuaas-nvlink.conf"
+_WITHOUT_NVLINK = "options nvidia NVreg_NvLinkDisable=1\n"
 
 
-def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str, Any]:
-    """Cloud-init documents user_data, meta_data and network_config, which the host renders."""
+def seed_documents(
+    allocation: dict[str, Any],
+    management_mac: str,
+    *,
+    nvswitches: bool = False,
+    terminal: Sequence[dict[str, str]] = (),
+) -> dict[str, Any]:
+    """Cloud-init documents user_data, meta_data and network_config, which the host renders.
+
+    nvswitches: the GPUs are joined by NVSwitches, of which the guest sees nothing. CUDA does not
+    start while its driver waits for them. terminal: files of `guest_terminal`.
+    """
     user = {
         "name": allocation["username"],
         "shell": "/bin/bash",
@@ -34,12 +60,13 @@ def seed_documents(allocation: dict[str, Any], management_mac: str) -> dict[str,
             "ssh_pwauth": False,
             # The seed is destroyed once the guest is ready. Later boots use what cloud-init has
             # kept, so that they do not look like a new instance with new host keys.
-            "write_files": [{"path": _KEPT, "content": "manual_cache_clean: true\n"}],
+            "write_files": [
+                {"path": _KEPT, "content": "manual_cache_clean: true\n"},
+                *([{"path": _NVLINK, "content": _WITHOUT_NVLINK}] if nvswitches else []),
+                *terminal,
+            ],
         },
-        "meta_data": {
-            "instance-id": allocation["id"],
-            "local-hostname": allocation["hostname"],
-        },
+        "meta_data": {"instance-id": allocation["id"], "local-hostname": allocation["hostname"]},
         "network_config": {
             "version": 2,
             "ethernets": {
@@ -96,26 +123,64 @@ def provision_variables(work: Work) -> dict[str, Any]:
         "slice_slots": slots,
         "slice_image": image_document(work, work.parameters["image"]),
         "slice_vm": machine_shape(work.profile, len(slots)),
-        "slice_seed": seed_documents(allocation, slots[0]["management_mac"]),
+        "slice_fabric": fabric_network(work),
+        "slice_seed": {
+            **seed_documents(
+                allocation,
+                slots[0]["management_mac"],
+                nvswitches=bool(hardware.nvlink(work.profile)),
+                terminal=_terminal(work),
+            ),
+            "tenant_data": work.parameters.get("tenant_data", {}),
+        },
         "slice_ready_deadline": ready_deadline(work),
         "boot_id": work.parameters["boot_id"],
     }
 
 
+def _terminal(work: Work) -> list[dict[str, str]]:
+    if not work.parameters.get("parameters", {}).get("terminal"):
+        return []
+    authority = user_ca(Trust(work.settings.state_dir / "trust"))
+    allocation, bridge = work.parameters["allocation"], work.profile["network"]["address"]
+    return guest_terminal.files(allocation["id"], allocation["username"], authority, bridge)
+
+
 def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
     """Shape of a VM: the profile's share of CPUs and memory per GPU, times `gpus`."""
     vm = profile["vm"]
-    limit = {"mgmt_qos": vm["mgmt_qos"]} if vm.get("mgmt_qos") else {}
+    chosen = {name: vm[name] for name in ("mgmt_qos", "guest_runtime") if vm.get(name)}
     return {
-        **limit,
+        **chosen,
         "mgmt_attachment": vm.get("mgmt_attachment", "tap"),
         "vcpus": vm["vcpus_per_gpu"] * gpus,
         "memory_mib": vm["memory_mib_per_gpu"] * gpus,
+        "host_cpus": vm.get("host_cpus", 0),
         "firmware": vm["firmware"],
         "hugepages": vm["hugepages"],
         "nested": vm.get("nested", False),
         "qemu_arguments": vm["qemu_arguments"][vm["firmware"]],
     }
+
+
+def fabric_network(work: Work) -> dict[str, Any]:
+    """Network of the tenant on the fabric. Its number stays the project's while this task lives."""
+    kind = fabric.isolation(work.profile)
+    project = allocations.get(work.conn, work.allocation_id).project_id
+    network: dict[str, Any] = {
+        "isolation": kind.value,
+        "link": work.profile["fabric"].get("link") or fabric.INFINIBAND,
+        "vlan": 0,
+    }
+    if kind is Isolation.SINGLE_TENANT:
+        return network
+    number = segments.assign(work.conn, project, kind, fabric.numbers(work.profile))
+    if kind is Isolation.VLAN:
+        network["vlan"] = number
+    else:
+        network["partition"] = f"0x{number:x}"
+    names = slot_records.fabric_identities(work.conn, work.parameters["slots"])
+    return {**network, "identities": names} if names else network
 
 
 def ready_deadline(work: Work) -> int:
@@ -126,27 +191,22 @@ def ready_deadline(work: Work) -> int:
 
 
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    host, port = work.settings.gateway
     connection = {
-        "host": work.settings.member_address,
-        "port": 22,
+        "host": host,
+        "port": port,
         "username": work.parameters["allocation"]["username"],
+        # Read by the host over the guest's own port. Tenants get them with the allocation.
+        "host_keys": evidence["readiness"].get("host_keys", []),
     }
     slices.provision_succeeded(
         work.conn,
         work.allocation_id,
         work.act.because("reachable", {"readiness": evidence["readiness"]}),
         connection=connection,
+        boot_id=work.parameters["boot_id"],
     )
     return evidence
-
-
-PROVISION = Handler(
-    "provision_slice",
-    provision_variables,
-    provision_succeeded,
-    begin_provision,
-    deadlines=("clone", "ready"),
-)
 
 
 def release_variables(work: Work) -> dict[str, Any]:
@@ -167,15 +227,6 @@ def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         absence=evidence["absence"],
     )
     return evidence
-
-
-RELEASE = Handler(
-    "release_slice",
-    release_variables,
-    release_succeeded,
-    deadlines=("shutdown",),
-    wiped="slice_slots",
-)
 
 
 def wipe_variables(work: Work) -> dict[str, Any]:
@@ -208,15 +259,6 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-WIPE = Handler(
-    "release_slice",
-    wipe_variables,
-    wipe_succeeded,
-    deadlines=("shutdown",),
-    wiped="slice_slots",
-)
-
-
 def absence_variables(work: Work) -> dict[str, Any]:
     allocation_id = work.allocation_id
     return {
@@ -237,9 +279,6 @@ def absence_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-ABSENCE = Handler("verify_absent", absence_variables, absence_succeeded)
-
-
 def drift_variables(work: Work) -> dict[str, Any]:
     return {"slice_slots": slot_records.bundles(work.conn, work.task.node_id)}
 
@@ -247,13 +286,10 @@ def drift_variables(work: Work) -> dict[str, Any]:
 def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     # Use the start of the task, because it is earlier than the inspection of the host.
     since = work.task.started_at or 0.0
+    slice_telemetry.record_refused(work.conn, work.task.node_id, evidence.get("refused", {}))
     return drift.reconcile(
         work.conn, work.task.node_id, evidence, work.act.because("compared"), since=since
     )
-
-
-# A failed comparison changes nothing: the content of the host is as unknown as before (I13).
-DRIFT = Handler("reconcile_drift", drift_variables, drift_succeeded)
 
 
 def managed_key_variables(work: Work) -> dict[str, Any]:
@@ -280,9 +316,106 @@ def managed_key_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any
     return evidence
 
 
-MANAGED_KEY = Handler(
-    "managed_key",
-    managed_key_variables,
-    managed_key_succeeded,
-    managed_key_start,
-)
+def power_begin(work: Work) -> None:
+    """Problem `canceled`, which starts no run, when the allocation is not active any more."""
+    if state := power.began(work.conn, work.allocation_id):
+        raise canceled("an active allocation", state)
+
+
+def power_variables(work: Work) -> dict[str, Any]:
+    parameters, action = work.parameters, PowerAction(work.parameters["action"])
+    if action != PowerAction.STOP:
+        require_proven_boot(work)
+    deadlines = work.profile["deadlines"]
+    return {
+        "slice_allocation": parameters["allocation"],
+        "slice_slots": parameters["slots"],
+        "slice_vm": machine_shape(work.profile, len(parameters["slots"])),
+        "slice_fabric": fabric_network(work),
+        "slice_power": action.value,
+        # A reset is for a guest that does not answer.
+        "slice_shutdown_deadline": 0 if action == PowerAction.RESET else deadlines["shutdown"],
+        "slice_ready_deadline": deadlines["ready"],
+        "boot_id": parameters["boot_id"],
+    }
+
+
+def power_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    stopped = work.parameters["action"] == PowerAction.STOP
+    boot_id = "" if stopped else work.parameters["boot_id"]
+    power.succeeded(work.conn, work.allocation_id, boot_id=boot_id)
+    return evidence
+
+
+def ingress_variables(work: Work) -> dict[str, Any]:
+    rule = rows.get(work.conn, IngressRule, work.parameters["rule_id"])
+    return {
+        "slice_allocation": {"id": work.allocation_id},
+        "slice_slots": claims.bundles(work.conn, work.allocation_id),
+        "slice_ingress": {"rule": ingress.on_host(rule), "state": work.parameters["state"]},
+    }
+
+
+def ingress_begin(work: Work) -> None:
+    """Problem `canceled`, which starts no run, if the task is no longer wanted."""
+    present = work.parameters["state"] == "present"
+    reason = ingress.began(work.conn, work.parameters["rule_id"], present=present)
+    if reason:
+        raise canceled("a rule that still needs the task", reason)
+
+
+def ingress_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    ingress.reported(
+        work.conn,
+        work.parameters["rule_id"],
+        work.act.because("as the host says", evidence),
+        present=work.parameters["state"] == "present",
+        in_force=evidence["ingress"]["rules"],
+    )
+    return evidence
+
+
+HANDLERS: dict[str, Handler] = {
+    TaskKind.SLICE_VM_PROVISION: Handler(
+        "provision_slice",
+        provision_variables,
+        provision_succeeded,
+        begin_provision,
+        deadlines=("clone", "ready"),
+        arrange=partitions.join,
+    ),
+    TaskKind.SLICE_VM_RELEASE: Handler(
+        "release_slice",
+        release_variables,
+        release_succeeded,
+        deadlines=("shutdown",),
+        wiped="slice_slots",
+        arrange=partitions.leave,
+    ),
+    TaskKind.SLICE_WIPE: Handler(
+        "release_slice",
+        wipe_variables,
+        wipe_succeeded,
+        deadlines=("shutdown",),
+        wiped="slice_slots",
+        arrange=partitions.leave,
+    ),
+    TaskKind.SLICE_ABSENCE_VERIFY: Handler("verify_absent", absence_variables, absence_succeeded),
+    # A failed comparison changes nothing: the content of the host is as unknown as before (I13).
+    TaskKind.SLICE_DRIFT_RECONCILE: Handler(
+        "reconcile_drift", drift_variables, drift_succeeded, arrange=partitions.look
+    ),
+    TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY: Handler(
+        "managed_key", managed_key_variables, managed_key_succeeded, managed_key_start
+    ),
+    TaskKind.SLICE_VM_POWER: Handler(
+        "power_slice",
+        power_variables,
+        power_succeeded,
+        power_begin,
+        deadlines=("shutdown", "ready"),
+    ),
+    TaskKind.SLICE_INGRESS_APPLY: Handler(
+        "apply_ingress", ingress_variables, ingress_succeeded, ingress_begin
+    ),
+}

@@ -1,0 +1,190 @@
+"""The catalogue for tenants: offers with their sizes, regions, and how much is free now."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+from sqlalchemy import Connection
+
+from reconciler.api.models import Answer, Filter
+from reconciler.api.placement import NearestRequest, SlotCounts
+from reconciler.api.security import Holder
+from reconciler.lifecycle import placement
+from reconciler.model import hardware
+from reconciler.model.errors import Problem
+from reconciler.model.scheduler.explain import public
+from reconciler.model.states import CapacityShape
+from reconciler.profiles import hardware_profile, profile_offers
+from reconciler.records import fleet, timeline
+
+router = APIRouter(prefix="/catalog", tags=["catalog"])
+
+# Sizes that people choose from; a launch may name any number that its profile sells.
+_COUNTS = (1, 2, 4, 8)
+
+
+class Sku(Answer):
+    """An offer. A launch names it by `name`; its sizes are for each GPU."""
+
+    name: str
+    title: str
+    capacity_shape: CapacityShape
+    gpu_counts: list[int] = Field(description="GPUs that one machine of this offer can have.")
+    vcpus_per_gpu: int
+    memory_mib_per_gpu: int
+
+
+class Region(Answer):
+    """A region with machines, or one to come. `enabled`: something of it can be launched."""
+
+    name: str
+    enabled: bool
+    planned: bool = Field(description="It has no machine yet.")
+    reason: str
+
+
+class Catalog(Answer):
+    """Everything that a launch can name, except images."""
+
+    skus: list[Sku]
+    regions: list[Region]
+
+
+class Availability(Answer):
+    """Whether a slice of this size fits now; otherwise why not, and the nearest that fits."""
+
+    sku: str
+    region: str
+    gpus: int
+    fits: bool
+    free: int
+    largest: int = Field(description="The most GPUs that one slice could have now.")
+    summary: str
+    reasons: SlotCounts
+    nearest: list[NearestRequest]
+
+
+class Judged:
+    """Availabilities of a moment. Each costs the judgement of every slot of the site: 0.1 s of a
+    processor for 3,200 of them. So the same question is judged once until something changes, and
+    other questions of a process only a few at a time.
+    """
+
+    FRESH_S = 2.0
+    AT_ONCE = 4
+
+    def __init__(self) -> None:
+        self._places = threading.BoundedSemaphore(self.AT_ONCE)
+        self._moment: tuple[object, float] = (None, 0.0)
+        self._answers: dict[Hashable, Availability] = {}
+
+    def get(
+        self, conn: Connection, question: Hashable, judge: Callable[[Connection], Availability]
+    ) -> Availability:
+        """The answer to a question; Problem `rate_exceeded` while many others are judged."""
+        # Every change of a slot has a row in the history, and one of a switch in the audit log.
+        # Rows with an earlier number may be committed later, so a moment also has an age.
+        latest = timeline.latest(conn)
+        if self._moment[0] != latest or time.monotonic() - self._moment[1] > self.FRESH_S:
+            self._moment, self._answers = (latest, time.monotonic()), {}
+        answers = self._answers
+        if question not in answers:
+            if not self._places.acquire(blocking=False):
+                raise Problem(
+                    "rate_exceeded",
+                    429,
+                    expected=f"at most {self.AT_ONCE} availabilities at a time",
+                    found="more questions",
+                    remedy="ask again in a second",
+                    detail={"retry_after_s": 1},
+                )
+            try:
+                answers[question] = judge(conn)
+            finally:
+                self._places.release()
+        return answers[question]
+
+
+@router.get("")
+def show(context: Holder) -> Catalog:
+    """Offers and regions."""
+    settings = context.settings
+    regions = context.read(partial(_regions, planned=settings.regions_to_come))
+    return Catalog(skus=_skus(settings.profiles_dir), regions=regions)
+
+
+@router.get("/availability")
+def availability(
+    context: Holder,
+    gpus: Annotated[int, Query(ge=1, le=1024, description="GPUs in one slice.")],
+    *,
+    sku: Filter = None,
+    region: Filter = None,
+) -> Availability:
+    """Judge a slice as a launch would, and reserve nothing. Names no machine."""
+    offers = profile_offers(context.settings.profiles_dir)
+    profiles = tuple(name for name, offer in offers.items() if sku and offer.sku == sku)
+    if sku and not profiles:
+        raise Problem(
+            "sku_unknown",
+            422,
+            expected=f"one of {', '.join(sorted({offer.sku for offer in offers.values()} - {''}))}",
+            found=sku,
+            remedy="choose an SKU of GET /api/v1/catalog",
+        )
+    want = hardware.want(offers, gpus, region=region or "", profiles=profiles)
+
+    def judge(conn: Connection) -> Availability:
+        placed, explanation = placement.judge(conn, want)
+        names = {"sku": sku or "", "region": region or "", "gpus": gpus}
+        return Availability.of(public(explanation), **names, fits=placed is not None)
+
+    judged: Judged = context.request.app.state.judged
+    return context.read(lambda conn: judged.get(conn, (sku, region, gpus, profiles), judge))
+
+
+def _skus(folder: Path) -> list[Sku]:
+    """Offers by SKU. Of profiles with the same SKU the first describes it."""
+    skus: dict[str, Sku] = {}
+    for name, offer in profile_offers(folder).items():
+        if not offer.sku or offer.sku in skus:
+            continue
+        profile = hardware_profile(folder, name)
+        vm = profile.get("vm") or {}
+        most = int((profile.get("gpu") or {}).get("expected") or 1)
+        skus[offer.sku] = Sku(
+            name=offer.sku,
+            title=str(profile.get("sku_title") or offer.sku),
+            capacity_shape=CapacityShape.GPU_SLICE,
+            gpu_counts=[count for count in _COUNTS if count <= most and not offer.refusal(count)],
+            vcpus_per_gpu=int(vm.get("vcpus_per_gpu") or 0),
+            memory_mib_per_gpu=int(vm.get("memory_mib_per_gpu") or 0),
+        )
+    return list(skus.values())
+
+
+def _regions(conn: Connection, planned: Collection[str]) -> list[Region]:
+    free: dict[str, int] = {}
+    for row in fleet.sums(conn).slots:
+        free.setdefault(row["region"], 0)
+        free[row["region"]] += row["count"] if row["status"] == "available" else 0
+    regions = [
+        Region(
+            name=name,
+            enabled=count > 0,
+            planned=False,
+            reason="" if count else "nothing is free here now",
+        )
+        for name, count in sorted(free.items())
+    ]
+    return regions + [
+        Region(name=name, enabled=False, planned=True, reason="this region is to come")
+        for name in sorted(set(planned) - set(free))
+    ]

@@ -1,0 +1,95 @@
+"""Sessions of the console: an operator sees who is logged in, and ends one person's."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from sqlalchemy import Connection
+
+from reconciler.api.http import PageOf, Paging
+from reconciler.api.models import Answer, Moment, Reasoned, RequiredText
+from reconciler.api.security import Admin, Caller, person
+from reconciler.db import schema
+from reconciler.lifecycle import ssh_access
+from reconciler.model.act import Act
+from reconciler.records import console_sessions, tokens
+from reconciler.settings import Settings
+
+router = APIRouter(prefix="/admin/console-sessions", tags=["console sessions"])
+
+
+class EndedPerson(Reasoned):
+    """A person, by the name in the audit log. Bar them at the provider, or revoke their token, so
+    that they cannot log in again.
+    """
+
+    actor: RequiredText
+
+
+class ConsoleSession(Answer):
+    """An open session."""
+
+    id: str
+    actor: str = Field(description="Empty: it opens nothing under the present settings.")
+    address: str
+    agent: str
+    created_at: Moment
+    expires_at: Moment
+
+
+class Ended(Answer):
+    """What was ended."""
+
+    actor: str
+    sessions: int
+    ssh_keys: int = Field(description="Keys for the gateway, of a person of the provider.")
+
+
+@router.get("")
+def list_sessions(context: Admin, paging: Paging) -> PageOf[ConsoleSession]:
+    """Open sessions, the newest first."""
+    page = paging.page(console_sessions.ORDER)
+
+    def read(conn: Connection) -> tuple[list[schema.ConsoleSession], dict[str, str]]:
+        sessions = console_sessions.every(conn, page)
+        return sessions, _actors(conn, context.settings, sessions)
+
+    sessions, actors = context.read(read)
+    return paging.answer(
+        console_sessions.ORDER,
+        sessions,
+        lambda session: ConsoleSession.of(session, actor=actors[session.id]),
+    )
+
+
+@router.post("/end", response_model=Ended)
+def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
+    """End all sessions of a person with their streams and terminals. The keys of a person of the
+    provider open nothing any more.
+    """
+
+    def work(conn: Connection, act: Act) -> Ended:
+        sessions = console_sessions.every(conn)
+        actors = _actors(conn, context.settings, sessions)
+        theirs = [session for session in sessions if actors[session.id] == body.actor]
+        console_sessions.end_some(conn, theirs, act)
+        keys = ssh_access.end_person(conn, body.actor, act)
+        return Ended(actor=body.actor, sessions=len(theirs), ssh_keys=keys)
+
+    return context.write(work, body=body)
+
+
+def _actors(
+    conn: Connection, settings: Settings, sessions: list[schema.ConsoleSession]
+) -> dict[str, str]:
+    """Whom each session stands for."""
+    holders = {token.id: token for token in tokens.every(conn)}
+    actors = {}
+    for session in sessions:
+        if session.token_id:
+            caller: Caller | None = Caller.of_token(holders[session.token_id])
+        else:
+            caller = person(settings, session.claims)
+        actors[session.id] = caller.actor if caller else ""
+    return actors

@@ -1,0 +1,243 @@
+"""Inference jobs of a project: enqueued, followed, canceled, taken back from the dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Self
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse
+from pydantic import Field, model_validator
+from sqlalchemy import Connection
+
+from reconciler.api.http import PageOf, Paging
+from reconciler.api.models import (
+    Answer,
+    Body,
+    Document,
+    Id,
+    Integer,
+    Moment,
+    Name,
+    Reasoned,
+    StrictFlag,
+)
+from reconciler.api.security import Admin, Context, Member
+from reconciler.db import schema
+from reconciler.db.rows import Record
+from reconciler.model.act import Act
+from reconciler.model.jobs import JobStatus
+from reconciler.model.states import Role
+from reconciler.pools import hints, jobs
+
+router = APIRouter(prefix="/projects/{project_id}/jobs", tags=["jobs"])
+admin_router = APIRouter(prefix="/admin/jobs", tags=["jobs"])
+
+_DAY_S = 86_400
+# Jobs of one request; the body's limit is 1 MiB anyway.
+_TOGETHER = 100
+
+
+class NewJob(Body):
+    """A call of a model with an input."""
+
+    model: Name
+    input: Document
+    priority: Annotated[Integer, Field(ge=0, le=9, description="0 is served first.")] = 5
+    delay_s: Annotated[Integer, Field(ge=0, le=7 * _DAY_S)] = 0
+    max_attempts: Annotated[Integer, Field(ge=1, le=10)] = 3
+    timeout_s: Annotated[Integer, Field(ge=1, le=3600)] = 60
+
+
+class NewJobs(Body):
+    """Jobs that are queued together, all or none."""
+
+    jobs: Annotated[list[NewJob], Field(min_length=1, max_length=_TOGETHER)]
+
+
+class Reprocess(Reasoned):
+    """Which dead letters to queue again: a sample of the oldest, or all (a thousand at a time)."""
+
+    sample: Annotated[Integer, Field(ge=1, le=jobs.REPROCESS_LIMIT)] | None = None
+    all: StrictFlag = False
+    force: Annotated[
+        StrictFlag, Field(description="Also if the last sample has not succeeded.")
+    ] = False
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if (self.sample is None) is not self.all:
+            raise ValueError("either a sample or all")
+        return self
+
+
+class QueueDepth(Answer):
+    """How many jobs had not ended, at the end of each step since a time."""
+
+    since: Moment
+    step_s: int
+    open: list[int]
+
+
+class SiteQueue(QueueDepth):
+    """The queue of all projects."""
+
+    projects: dict[str, dict[str, int]] = Field(
+        description="Number of jobs by status, of each project that has any."
+    )
+
+
+class JobIds(Answer):
+    """Jobs by their ids."""
+
+    ids: list[str]
+
+
+class Failure(Answer):
+    """The last failure. detail: for operators, because it may name files of the worker."""
+
+    code: str
+    expected: str
+    found: str
+    remedy: str
+    detail: str = ""
+
+
+class JobSummary(Answer):
+    """A job without its input and result."""
+
+    id: str
+    project_id: str
+    model: str
+    priority: int
+    status: JobStatus
+    attempts: int
+    max_attempts: int
+    lost: int = Field(description="How often its worker died or was away for too long.")
+    timeout_s: int
+    not_before: Moment | None
+    failure: Failure | None
+    correlation_id: str
+    enqueued_at: Moment
+    started_at: Moment | None
+    updated_at: Moment
+    reprocessed_at: Moment | None
+
+    @classmethod
+    def of_job(cls, job: schema.Job | Record, context: Context) -> Self:
+        error = job.error if isinstance(job, schema.Job) else job["error"]
+        if error and context.caller.role != Role.PLATFORM_ADMIN:
+            error = {**error, "detail": ""}
+        return cls.of(job, failure=error or None)
+
+
+class Job(JobSummary):
+    """A job."""
+
+    input: Document
+    result: Document | None
+
+
+# Answers to requests with a key are remembered for days, so they leave out what a job may hold:
+# a project could fill the database with copies of one input.
+@router.post("", status_code=201, response_model=JobSummary)
+def create(project_id: Id, body: NewJob, context: Member) -> JSONResponse:
+    """Queue a call of a model. Its `result` can be read once the job is `done`."""
+
+    def work(conn: Connection, act: Act) -> JobSummary:
+        (id,) = jobs.enqueue(conn, project_id, [_wish(body)], act)
+        return JobSummary.of_job(jobs.get(conn, project_id, id), context)
+
+    return _announced(context, work, body)
+
+
+@router.post("/batch", status_code=201, response_model=JobIds)
+def create_together(project_id: Id, body: NewJobs, context: Member) -> JSONResponse:
+    """Queue jobs together, all or none; their ids are in the order of the request."""
+
+    def work(conn: Connection, act: Act) -> JobIds:
+        wishes = [_wish(job) for job in body.jobs]
+        return JobIds(ids=jobs.enqueue(conn, project_id, wishes, act))
+
+    return _announced(context, work, body)
+
+
+@router.post("/dlq/reprocess", response_model=JobIds)
+def reprocess(project_id: Id, body: Reprocess, context: Member) -> JSONResponse:
+    """Queue dead letters again with all their attempts; answers their ids."""
+
+    def work(conn: Connection, act: Act) -> JobIds:
+        ids = jobs.reprocess(conn, project_id, act, sample=body.sample, force=body.force)
+        return JobIds(ids=ids)
+
+    return context.write(work, body=body, reason="requested by its project")
+
+
+@router.get("")
+def list_jobs(
+    project_id: Id,
+    context: Member,
+    paging: Paging,
+    status: Annotated[JobStatus | None, Query()] = None,
+    model: Annotated[Name | None, Query()] = None,
+) -> PageOf[JobSummary]:
+    """The project's jobs, the newest first. Dead letters have the status dead_letter."""
+    read = partial(jobs.every, project_id=project_id, status=status, model=model)
+    return context.page(
+        *(paging, jobs.ORDER, lambda conn, page: read(conn, page=page)),
+        lambda job: JobSummary.of_job(job, context),
+    )
+
+
+@router.get("/depth")
+def depth(project_id: Id, context: Member) -> QueueDepth:
+    """The project's queue over the last hour. Jobs that were deleted since are not in it."""
+    queue = context.read(lambda conn: jobs.depth(conn, project_id))
+    return QueueDepth.of(queue._asdict(), step_s=jobs.DEPTH_STEP_S)
+
+
+@admin_router.get("/queue")
+def site_queue(context: Admin) -> SiteQueue:
+    """Jobs of all projects: the queue over the last hour, and their number by project."""
+    queue, counts = context.read(lambda conn: (jobs.depth(conn), jobs.by_project(conn)))
+    return SiteQueue.of(queue._asdict(), step_s=jobs.DEPTH_STEP_S, projects=counts)
+
+
+@router.get("/{job_id}")
+def show(project_id: Id, job_id: Id, context: Member) -> Job:
+    """One job with its input and its result."""
+    return Job.of_job(context.read(lambda conn: jobs.get(conn, project_id, job_id)), context)
+
+
+@router.post("/{job_id}/cancel", response_model=JobSummary)
+def cancel(project_id: Id, job_id: Id, context: Member) -> JSONResponse:
+    """Cancel a job that has not ended. Its result does not count, even if a worker runs it."""
+
+    def work(conn: Connection, _act: Act) -> JobSummary:
+        return JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context)
+
+    return context.write(work)
+
+
+def _announced(
+    context: Context, work: Callable[[Connection, Act], JobSummary | JobIds], body: Body
+) -> JSONResponse:
+    """Queue jobs, and wake workers once they are committed."""
+    ids: list[str] = []
+
+    def done(conn: Connection, act: Act) -> JobSummary | JobIds:
+        answer = work(conn, act)
+        ids[:] = answer.ids if isinstance(answer, JobIds) else [answer.id]
+        return answer
+
+    response = context.write(done, body=body, reason="requested by its project", status=201)
+    streams = hints.of(context.settings.redis_url)
+    if streams is not None and ids:
+        streams.announce(ids)
+    return response
+
+
+def _wish(body: NewJob) -> jobs.NewJob:
+    values: dict[str, Any] = body.model_dump()
+    return jobs.NewJob(**values)

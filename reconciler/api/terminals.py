@@ -1,0 +1,151 @@
+"""Terminals: a ticket for one in the browser, and recordings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from sqlalchemy import Connection
+
+from reconciler.api.models import Answer, Id, Moment, Reasoned, Switch
+from reconciler.api.security import Admin, Context, Member, credential
+from reconciler.lifecycle import guest_terminal, ssh_access
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.profiles import hardware_profile
+from reconciler.records import projects, terminals
+from reconciler.trust.ca import Trust, user_ca
+
+router = APIRouter(prefix="/projects/{project_id}", tags=["terminals"])
+admin_router = APIRouter(prefix="/admin/ssh-sessions", tags=["terminals"])
+
+
+class Ticket(Answer):
+    """Permission to open a terminal once, for the session or token that asked for it."""
+
+    allocation_id: str
+    expires_at: Moment
+    recorded: bool = Field(description="Whether what the terminal shows is kept.")
+    path: str = Field(description="Path of the WebSocket, whose first frame has the ticket.")
+    ticket: str
+
+
+class Setup(Answer):
+    """Whether the gateway offers terminals of a slice, and what its machine must be told."""
+
+    allocation_id: str
+    enabled: bool
+    script: str = Field(description="Shell script for root of the machine; it holds no secret.")
+
+
+class Recording(Answer):
+    """Whether what the project's terminals show is kept."""
+
+    project_id: str
+    enabled: bool
+
+    @classmethod
+    def read(cls, conn: Connection, project_id: str) -> Self:
+        enabled = projects.get(conn, project_id).records_terminals
+        return cls(project_id=project_id, enabled=enabled)
+
+
+class Replay(Answer):
+    """What a terminal showed, in the form of asciicast 2."""
+
+    session_id: str
+    actor: str
+    digest: Annotated[str, Field(description="SHA-256 of it; empty if it is not complete.")]
+    cast: str
+
+
+@router.post("/allocations/{allocation_id}/terminal", status_code=201, response_model=Ticket)
+def open_terminal(
+    project_id: Id, allocation_id: Id, context: Member, body: Reasoned | None = None
+) -> JSONResponse:
+    """Get a ticket for a terminal of a slice that was launched with one. It is valid for 30 seconds
+    and one use.
+    """
+    holder = credential(context.request)
+
+    def work(conn: Connection, act: Act) -> Ticket:
+        grant = ssh_access.authorise_member(conn, project_id, allocation_id, act.actor)
+        _require_gateway(context)
+        ssh_access.require_terminal(grant)
+        names = {"allocation_id": allocation_id, "project_id": project_id}
+        ticket, secret = terminals.issue(conn, act, holder=holder, **names)
+        recorded = projects.get(conn, project_id).records_terminals
+        return Ticket.of(ticket, recorded=recorded, path="/terminal", ticket=secret)
+
+    return context.write(work, body=body, status=201, secrets=frozenset({"ticket"}))
+
+
+@router.put("/allocations/{allocation_id}/terminal", response_model=Setup, name="switch")
+def switch_terminal(
+    project_id: Id, allocation_id: Id, body: Switch, context: Member
+) -> JSONResponse:
+    """Offer terminals of a running slice, or no longer, which ends the open ones. Only its tenant
+    can write into the machine: the script of the answer is for its root.
+    """
+    settings = context.settings
+
+    def work(conn: Connection, act: Act) -> Setup:
+        grant = ssh_access.authorise_member(conn, project_id, allocation_id, act.actor)
+        _require_gateway(context)
+        enabled = body.enabled
+        node = guest_terminal.switch(conn, allocation_id, act, enabled=enabled)
+        files = []
+        if enabled:
+            profile = hardware_profile(settings.profiles_dir, node.profile)
+            authority = user_ca(Trust(settings.state_dir / "trust"))
+            files = guest_terminal.files(
+                *(allocation_id, grant.username, authority, profile["network"]["address"])
+            )
+        return Setup(
+            allocation_id=allocation_id, enabled=enabled, script=guest_terminal.script(files)
+        )
+
+    return context.write(work, body=body)
+
+
+@router.get("/terminal-recording", name="recording")
+def show_recording(project_id: Id, context: Member) -> Recording:
+    """Whether what the project's terminals show is kept."""
+    return context.read(lambda conn: Recording.read(conn, project_id))
+
+
+@router.put("/terminal-recording", response_model=Recording, name="switch_recording")
+def switch_recording(project_id: Id, body: Switch, context: Member) -> JSONResponse:
+    """Keep what the project's terminals show, or no longer, from the next terminal on. Each of them
+    announces it. What is typed is kept only where it shows.
+    """
+
+    def work(conn: Connection, act: Act) -> Recording:
+        terminals.record_terminals(conn, project_id, act, enabled=body.enabled)
+        return Recording.read(conn, project_id)
+
+    return context.write(work, body=body)
+
+
+@admin_router.post("/{session_id}/replay", response_model=Replay)
+def replay(session_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
+    """Read the recording of a terminal. A reason is required; it is kept in the audit log."""
+
+    def work(conn: Connection, act: Act) -> Replay:
+        session, cast = terminals.replay(conn, session_id, act)
+        digest = session.recording_digest
+        return Replay(session_id=session.id, actor=session.actor, digest=digest, cast=cast)
+
+    return context.write(work, body=body, secrets=frozenset({"cast"}))
+
+
+def _require_gateway(context: Context) -> None:
+    if not context.settings.member_address:
+        raise Problem(
+            "gateway_missing",
+            expected="an SSH gateway",
+            found="none is configured",
+            remedy="ask the operators to set GPUAAS_MEMBER_ADDRESS",
+        )

@@ -1,0 +1,282 @@
+"""Workers that run jobs without the database. The token of their pool is their only credential."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, TypeVar
+from uuid import UUID
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import Field, StringConstraints
+from sqlalchemy import Connection
+
+from reconciler.api.models import Answer, Body, Document, Integer, Label, Name, StrictFlag
+from reconciler.api.security import bearer
+from reconciler.db.engine import reading, retrying
+from reconciler.db.schema import Pool
+from reconciler.model.errors import Problem
+from reconciler.model.jobs import Call, Outcome
+from reconciler.model.pools import SERVING_POOLS
+from reconciler.pools import leases, remote
+from reconciler.pools.runner import checked
+from reconciler.runs.contract import storable_text
+
+router = APIRouter(prefix="/worker", tags=["worker"])
+T = TypeVar("T")
+
+# The longest wait for a job to be due.
+_WAIT_S = 20
+Key = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
+Line = Annotated[str, StringConstraints(max_length=2_000)]
+
+
+class Waits:
+    """Requests of each pool that wait for jobs, in this process."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+
+    @contextmanager
+    def waiting(self, pool: Pool) -> Iterator[bool]:
+        """Whether the pool may have another request wait: one for each of its workers."""
+        self._count[pool.id] += 1
+        try:
+            yield self._count[pool.id] <= pool.replicas
+        finally:
+            self._count[pool.id] -= 1
+            if not self._count[pool.id]:
+                del self._count[pool.id]
+
+
+@dataclass(frozen=True)
+class Credential:
+    """A request with the token of a pool."""
+
+    request: Request
+    pool: Pool
+
+    def write(self, work: Callable[..., T], **given: Any) -> T:
+        """Do the work in a transaction, unless the token is no longer valid in it."""
+
+        def done(conn: Connection) -> T:
+            return work(conn, _authenticate(conn, self.request), **given)
+
+        return retrying(self.request.app.state.engine, done)
+
+    def read(self, work: Callable[[Connection, Pool], T]) -> T:
+        with reading(self.request.app.state.engine) as conn:
+            return work(conn, _authenticate(conn, self.request))
+
+
+def _authenticate(conn: Connection, request: Request) -> Pool:
+    pool = remote.authenticate(conn, bearer(request))
+    if pool is None:
+        raise Problem(
+            "unauthenticated",
+            401,
+            expected="Authorization: Bearer with the token of a pool that serves",
+            found="no token, or one that is unknown, expired or replaced",
+            remedy="get one with `gpuaas pools token POOL`",
+        )
+    return pool
+
+
+def _credential(request: Request) -> Credential:
+    with reading(request.app.state.engine) as conn:
+        pool = _authenticate(conn, request)
+    request.app.state.rates.take(f"pool:{pool.id}", pool.replicas)
+    return Credential(request, pool)
+
+
+Worker = Annotated[Credential, Depends(_credential)]
+
+
+class Registration(Body):
+    """A worker process with the models that it has loaded."""
+
+    host: Label
+    pid: Annotated[Integer, Field(ge=1, le=1 << 22)]
+    models: Annotated[list[Name], Field(min_length=1, max_length=32)]
+
+
+class Registered(Answer):
+    """lease_s: jobs that are not renewed for so long go to others. beat_s: when to renew."""
+
+    worker_id: str
+    lease_s: float
+    beat_s: float
+
+
+class Held(Body):
+    """A job that the worker has. token: of the claim."""
+
+    id: Key
+    token: Key
+
+
+class Failure(Body):
+    """Why a call failed. detail: for operators."""
+
+    code: Annotated[str, StringConstraints(max_length=64, pattern=r"^[a-z][a-z0-9_]*$")]
+    expected: Line
+    found: Line
+    remedy: Line
+    detail: Line = ""
+
+
+class Ended(Held):
+    """How a call ended. permanent: another attempt would fail, too."""
+
+    result: Document | None = None
+    error: Failure | None = None
+    permanent: StrictFlag = False
+
+    def end(self) -> tuple[Call, Outcome]:
+        """As the records get it. Without an error and a result that can be kept, it is an error."""
+        call = Call(self.id, self.token, "", {}, 0)
+        if self.error is None:
+            answer = checked(self.result)
+        else:
+            texts = {name: storable_text(text) for name, text in self.error.model_dump().items()}
+            answer = {"error": texts, "permanent": self.permanent}
+        return call, Outcome(**answer)
+
+
+class Claim(Body):
+    """A repetition with the same token gets the same jobs, should an answer be lost."""
+
+    token: Annotated[UUID, Field(strict=False)]
+    limit: Annotated[Integer, Field(ge=1, le=remote.HELD)]
+
+
+class Turn(Body):
+    """Outcomes, jobs that were not begun, and a claim of others."""
+
+    worker_id: Key
+    ended: Annotated[list[Ended], Field(max_length=remote.HELD, default_factory=list)]
+    returned: Annotated[list[Held], Field(max_length=remote.HELD, default_factory=list)]
+    claim: Claim | None = None
+
+
+class ClaimedJob(Answer):
+    """A job for the worker to run."""
+
+    id: str
+    token: str
+    model: str
+    input: Document
+    timeout_s: int
+
+
+class Turned(Answer):
+    """counted: how many outcomes counted. serving: whether the pool gives out jobs."""
+
+    counted: int
+    jobs: list[ClaimedJob]
+    serving: bool
+
+
+class Renewal(Body):
+    """Leases to renew, by the tokens of their claims."""
+
+    worker_id: Key
+    tokens: Annotated[list[Key], Field(max_length=remote.HELD)]
+
+
+class Renewed(Answer):
+    """held: ids of the jobs that the worker still has."""
+
+    held: list[str]
+    serving: bool
+
+
+class Wait(Body):
+    """How long to wait for a job to be due."""
+
+    worker_id: Key
+    wait_s: Annotated[Integer, Field(ge=0, le=_WAIT_S)] = 0
+
+
+class Due(Answer):
+    """due: whether a claim would get jobs."""
+
+    due: bool
+    serving: bool
+
+
+class Leaving(Body):
+    """The worker that ends."""
+
+    worker_id: Key
+
+
+class Left(Answer):
+    """The end is recorded."""
+
+
+@router.post("/register")
+def register(body: Registration, worker: Worker) -> Registered:
+    """Called by a worker that has loaded its models."""
+    row = worker.write(remote.register, **body.model_dump())
+    return Registered(worker_id=row.id, lease_s=leases.LEASE_S, beat_s=leases.BEAT_S)
+
+
+@router.post("/turn")
+def turn(body: Turn, worker: Worker) -> Turned:
+    """Record outcomes, give jobs back and claim others, together. An outcome counts only under the
+    token that its job has, and for the worker that holds it.
+    """
+    claim = body.claim and remote.Claim(str(body.claim.token), body.claim.limit)
+    done = worker.write(
+        remote.turn,
+        worker_id=body.worker_id,
+        ended=[each.end() for each in body.ended],
+        returned=[Call(each.id, each.token, "", {}, 0) for each in body.returned],
+        claim=claim,
+    )
+    return Turned(
+        counted=done.counted,
+        jobs=[ClaimedJob.of(leases.call(job)) for job in done.jobs],
+        serving=done.serving,
+    )
+
+
+@router.post("/renew")
+def renew(body: Renewal, worker: Worker) -> Renewed:
+    """The worker's heartbeat. A job that is not `held` any more is somebody else's."""
+    held = worker.write(remote.renew, worker_id=body.worker_id, tokens=body.tokens)
+    return Renewed(held=sorted(held), serving=worker.pool.state in SERVING_POOLS)
+
+
+@router.post("/due")
+async def due(body: Wait, worker: Worker) -> Due:
+    """Answers as soon as a job is due, or when the time is over."""
+    end = time.monotonic() + body.wait_s
+    state = worker.request.app.state
+
+    def look(conn: Connection, pool: Pool) -> Due:
+        return Due(
+            due=remote.is_due(conn, pool, body.worker_id), serving=pool.state in SERVING_POOLS
+        )
+
+    with state.waits.waiting(worker.pool) as may_wait:
+        while True:
+            answer = await run_in_threadpool(partial(worker.read, look))
+            over = not may_wait or time.monotonic() >= end
+            if over or answer.due or not answer.serving or await worker.request.is_disconnected():
+                return answer
+            await asyncio.sleep(state.settings.poll_s)
+
+
+@router.post("/leave")
+def leave(body: Leaving, worker: Worker) -> Left:
+    """Called by a worker that ends. Jobs that it holds are queued again."""
+    worker.write(remote.leave, worker_id=body.worker_id)
+    return Left()

@@ -1,0 +1,300 @@
+"""`gpuaas drill`: rehearsals of an operator's emergencies, each with a verdict and its evidence.
+
+They play on the running site. Jobs and workers are a drill's own, under a model name of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reconciler.cli import output
+from reconciler.cli.allocations import Project
+from reconciler.cli.session import client
+from reconciler.model.errors import Problem
+from reconciler.model.pools import LIVE_POOLS
+
+app = typer.Typer(no_args_is_help=True, help="Rehearse emergencies of jobs and of the leader.")
+
+_MAINTENANCE = "/control/maintenance"
+_START_S = 60.0
+# A lease of 30 s, the next sweep of a worker, and the job itself.
+_RECLAIM_S = 60.0
+# A term, in which the last leader holds back, and elections every two seconds.
+_LEADER_S = 30.0
+# For loading the model, and for the grace period of an eviction.
+_POOL_S = 120.0
+Patience = Annotated[int, typer.Option(min=1, help="Seconds for running jobs to end in.")]
+
+
+class _Drill:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = f"drill-{secrets.token_hex(4)}"
+        self.folder = Path()
+        self.evidence: list[dict[str, Any]] = []
+
+    def check(self, step: str, holds: object, found: object) -> bool:
+        """Record what was found, and whether it is as it must be."""
+        self.evidence.append({"holds": bool(holds), "step": step, "found": str(found)})
+        return bool(holds)
+
+    @contextmanager
+    def worker(self, function: str) -> Iterator[Any]:
+        from reconciler.pools import drills
+
+        with drills.worker(self.model, function, self.folder / "worker.log") as process:
+            yield process
+
+
+@contextmanager
+def _drill(name: str) -> Iterator[_Drill]:
+    drill = _Drill(name)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpuaas-drill-") as folder:
+        drill.folder = Path(folder)
+        try:
+            yield drill
+        except Problem as problem:
+            found = f"{problem.code}: expected {problem.expected}; found {problem.found}"
+            drill.check("the drill came to its end", False, found)
+    passed = all(row["holds"] for row in drill.evidence)
+    verdict = "passed" if passed else "failed"
+    seconds = round(time.monotonic() - began, 1)
+    document = {"drill": name, "verdict": verdict, "seconds": seconds, "evidence": drill.evidence}
+    if not output.in_json(document):
+        output.rows(drill.evidence, "holds", "step", "found")
+        output.line(f"drill {name}: {verdict} after {seconds} s")
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def drain(project: Project, patience: Patience = 300) -> None:
+    """Drain the site, replace a worker, resume: no job fails or is lost.
+
+    Jobs of all projects are refused meanwhile. None is canceled: the site resumes in any case.
+    """
+    with _drill("drain") as drill:
+        jobs = _Jobs(drill, project)
+        before = client().get(_MAINTENANCE)["mode"]
+        if not drill.check("the site is in normal operation", before == "normal", before):
+            return
+        with drill.worker("wait") as process:
+            jobs.submit([{"seconds": 1}] * 4)
+            jobs.reach(lambda states: "running" in states, _START_S)
+            try:
+                _drained(drill, jobs, patience)
+                process.send_signal(signal.SIGTERM)
+                code = process.wait(timeout=60)
+                drill.check("the worker ended in order", code == 0, f"status {code}")
+            finally:
+                client().post(_MAINTENANCE, {"mode": "normal", "reason": "end of the drill"})
+        with drill.worker("wait"):
+            jobs.reach(lambda states: set(states) == {"done"}, _START_S)
+        rows = jobs.read()
+        drill.check("all jobs are done", {row["status"] for row in rows} == {"done"}, jobs.states())
+        tries = [(row["attempts"], row["lost"]) for row in rows]
+        drill.check("each ran once", set(tries) == {(1, 0)}, f"(attempts, lost): {tries}")
+
+
+def _drained(drill: _Drill, jobs: _Jobs, patience: int) -> None:
+    # The longest deadline, so that the drill cancels no job of a tenant.
+    wish = {"mode": "drain", "drain_deadline_s": 86_400, "reason": "drill"}
+    client().post(_MAINTENANCE, wish)
+    began = time.monotonic()
+    try:
+        jobs.submit([{"seconds": 0}])
+        drill.check("a new job is refused", False, "it was admitted")
+    except Problem as problem:
+        retry = problem.detail.get("retry_after_s")
+        expected = (problem.code, problem.status) == ("maintenance", 503) and retry
+        drill.check("a new job is refused", expected, f"{problem.code}, again after {retry} s")
+    _until(patience, lambda: client().get(_MAINTENANCE)["mode"] == "drained")
+    state = client().get(_MAINTENANCE)
+    found = f"{state['mode']} after {time.monotonic() - began:.1f} s, {state['running']} run"
+    drill.check("no job runs", (state["mode"], state["running"]) == ("drained", 0), found)
+    health = client().get("/health")
+    drill.check("the site is alive", health["status"] == "ok", health["processes"])
+
+
+@app.command()
+def reclaim(project: Project) -> None:
+    """Kill a worker in the middle of a job: another one does the job."""
+    with _drill("reclaim") as drill:
+        jobs = _Jobs(drill, project)
+        before = _metric("reclaimed_total")
+        with drill.worker("wait") as process:
+            jobs.submit([{"seconds": 2}])
+            jobs.reach(lambda states: states == ["running"], _START_S)
+            process.kill()
+            process.wait()
+        drill.check("the worker was killed while its job ran", True, f"process {process.pid}")
+        with drill.worker("wait"):
+            jobs.reach(lambda states: states == ["done"], _RECLAIM_S)
+        (row,) = jobs.read()
+        drill.check("another worker did the job", row["status"] == "done", row["status"])
+        drill.check("its loss is recorded", row["lost"] == 1, f"lost {row['lost']} times")
+        after = _metric("reclaimed_total")
+        drill.check("the loss is counted", after > before, f"{before:.0f} before, {after:.0f} now")
+
+
+@app.command()
+def leader(reason: str = "drill") -> None:
+    """End the leader's term: another process takes over, with a newer term."""
+    with _drill("leader") as drill:
+        before = client().get("/status/leader")
+        candidates = client().get("/health")["processes"].get("loops", 0)
+        client().post("/control/leader/release", {"reason": reason})
+        began = time.monotonic()
+        _until(_LEADER_S, lambda: client().get("/status/leader")["live"])
+        after = client().get("/status/leader")
+        took = f"term {after['epoch']} after {time.monotonic() - began:.1f} s"
+        live = after["live"] and after["epoch"] > before["epoch"]
+        drill.check("a process leads again", live, f"{took}; before: term {before['epoch']}")
+        found = f"{after['holder']} after {before['holder']}, of {candidates} candidates"
+        other = after["holder"] != before["holder"] or candidates < 2
+        drill.check("another process leads, if there is one", other, found)
+        health = client().get("/health")
+        drill.check("the site is alive", health["status"] == "ok", health["processes"])
+
+
+@app.command()
+def evict(
+    model: Annotated[str, typer.Option(help="A model of a host of pools.")] = "digits",
+    memory: Annotated[int, typer.Option(min=256, help="MiB of the worker.")] = 512,
+) -> None:
+    """Start a pool and evict it: its process and leases are gone, other pools are not touched."""
+    with _drill("evict") as drill:
+        others = _pools()
+        before = _metric("worker_pool_evictions_total")
+        wish = {"name": drill.model, "models": [model], "memory_mib": memory, "reason": "drill"}
+        path = f"/pools/{client().post('/pools', wish)['id']}"
+        try:
+            up = _until(_POOL_S, lambda: client().get(path)["state"] == "running")
+            pool = client().get(path)
+            pids = [worker["pid"] for worker in pool["workers"]]
+            drill.check("a pool runs", up and pids, f"{pool['state']}, processes {pids}")
+        finally:
+            client().post(f"{path}/evict", {"reason": "end of the drill"})
+        began = time.monotonic()
+        _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
+        pool = client().get(path)
+        found = f"{pool['state']} after {time.monotonic() - began:.1f} s"
+        drill.check("it is evicted", pool["state"] == "evicted", found)
+        hosts = {host["id"]: host["name"] for host in client().get("/pools/hosts")["hosts"]}
+        if hosts.get(pool["host_id"]) == socket.gethostname():
+            alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+            drill.check("its processes are gone", not alive, f"{alive} left of {pids}")
+        leases = [each for each in client().items("/leases") if each["pool_id"] == pool["id"]]
+        drill.check("its leases are released", not leases, f"{len(leases)} left")
+        after = _metric("worker_pool_evictions_total")
+        drill.check("it is counted", after > before, f"{before:.0f} before, {after:.0f} now")
+        drill.check("other pools are as they were", _pools() == others, others)
+
+
+def _pools() -> dict[str, str]:
+    """States of pools that live."""
+    pools = client().items("/pools")
+    return {pool["id"]: pool["state"] for pool in pools if pool["state"] in LIVE_POOLS}
+
+
+@app.command()
+def dlq(project: Project) -> None:
+    """Let jobs become dead letters, mend the cause, and take them back by a sample first.
+
+    The project must have no other dead letters.
+    """
+    with _drill("dlq") as drill:
+        jobs = _Jobs(drill, project)
+        others = client().get(jobs.path, status="dead_letter", limit=1)["items"]
+        if not drill.check(
+            "the project has no dead letters", not others, f"{len(others)} at least"
+        ):
+            return
+        cause = drill.folder / "broken"
+        cause.touch()
+        with drill.worker("fail"):
+            jobs.submit([{"broken": str(cause)}] * 5, max_attempts=1)
+            jobs.reach(lambda states: set(states) == {"dead_letter"}, _START_S)
+            codes = {(row["failure"] or {}).get("code") for row in jobs.read()}
+            drill.check(
+                "they failed for one reason", codes == {"function_failed"}, sorted(map(str, codes))
+            )
+            jobs.reprocess(sample=1)
+            jobs.reach(lambda states: set(states) == {"dead_letter"}, _START_S)
+            try:
+                jobs.reprocess(all=True)
+                drill.check("a bad sample keeps the others back", False, "all were queued")
+            except Problem as problem:
+                kept = problem.code == "sample_unfinished"
+                drill.check("a bad sample keeps the others back", kept, problem.code)
+            cause.unlink()
+            jobs.reprocess(sample=1, force=True)
+            jobs.reach(lambda states: states.count("done") == 1, _START_S)
+            drill.check("a sample succeeds once the cause is mended", True, jobs.states())
+            jobs.reprocess(all=True)
+            jobs.reach(lambda states: set(states) == {"done"}, _START_S)
+            drill.check("all are done", set(jobs.states()) == {"done"}, jobs.states())
+
+
+class _Jobs:
+    """Jobs of a drill."""
+
+    def __init__(self, drill: _Drill, project: str) -> None:
+        self.path = f"/projects/{project}/jobs"
+        self._drill = drill
+        self._ids: list[str] = []
+
+    def submit(self, inputs: list[dict[str, Any]], **options: Any) -> None:
+        """Queue jobs, as soon as the drill's worker serves its model."""
+        body = [{"model": self._drill.model, "input": given, **options} for given in inputs]
+        end = time.monotonic() + _START_S
+        while True:
+            try:
+                self._ids += client().post(f"{self.path}/batch", {"jobs": body})["ids"]
+                return
+            except Problem as problem:
+                if problem.code != "model_unknown" or time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    def read(self) -> list[dict[str, Any]]:
+        return [client().get(f"{self.path}/{id}") for id in self._ids]
+
+    def states(self) -> list[str]:
+        return [row["status"] for row in self.read()]
+
+    def reach(self, goal: Callable[[list[str]], bool], seconds: float) -> None:
+        """Wait for states. Evidence if they do not come."""
+        if not _until(seconds, lambda: goal(self.states())):
+            found = f"{self.states()} after {seconds:.0f} s"
+            self._drill.check("the jobs go on", False, found)
+
+    def reprocess(self, **wish: Any) -> None:
+        client().post(f"{self.path}/dlq/reprocess", {**wish, "reason": "drill"})
+
+
+def _until(seconds: float, ask: Callable[[], object]) -> bool:
+    end = time.monotonic() + seconds
+    while not ask():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _metric(name: str) -> float:
+    for line in client().text("/metrics").splitlines():
+        if line.startswith(f"gpu_orchestrator_{name} "):
+            return float(line.split()[1])
+    return 0.0

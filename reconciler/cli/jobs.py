@@ -1,0 +1,170 @@
+"""`gpuaas jobs`: inference jobs of a project, and the workers that run them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reconciler.cli import failures, output
+from reconciler.cli.allocations import Project
+from reconciler.cli.options import read_json
+from reconciler.cli.session import client, current, secret
+
+if TYPE_CHECKING:
+    from reconciler.pools.queue import JobQueue
+    from reconciler.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Inference jobs, and workers that run them.")
+COLUMNS = ("id", "model", "status", "attempts", "lost", "enqueued_at", "updated_at")
+JobId = Annotated[str, typer.Argument(help="The job's id.")]
+
+
+@app.command()
+def submit(
+    model: Annotated[str, typer.Argument(help="Name of a model that a worker serves.")],
+    file: Annotated[Path, typer.Argument(help="JSON input, or a list of inputs.")],
+    *,
+    project: Project,
+    priority: Annotated[int, typer.Option(min=0, max=9, help="0 is served first.")] = 5,
+    delay: Annotated[int, typer.Option(min=0, help="Seconds before it is due.")] = 0,
+    attempts: Annotated[int, typer.Option(min=1, max=10, help="Attempts at most.")] = 3,
+    timeout: Annotated[int, typer.Option(min=1, max=3600, help="Seconds of one attempt.")] = 60,
+    wait: Annotated[bool, typer.Option(help="Wait for the result of a single job.")] = False,
+) -> None:
+    """Queue a job, or all jobs of a list of at most 100 inputs."""
+    content = read_json(
+        *(file, "input_unreadable", "a JSON object, or a list of them"), "correct the file"
+    )
+    options = {
+        "model": model,
+        "priority": priority,
+        "delay_s": delay,
+        "max_attempts": attempts,
+        "timeout_s": timeout,
+    }
+    if isinstance(content, list):
+        body = {"jobs": [{**options, "input": item} for item in content]}
+        output.record(client().post(f"{_path(project)}/batch", body))
+        return
+    job = client().post(_path(project), {**options, "input": content})
+    while wait and job["status"] in ("pending", "running"):
+        time.sleep(0.2)
+        job = client().get(f"{_path(project)}/{job['id']}")
+    output.record(job)
+
+
+@app.command("list")
+def list_jobs(
+    project: Project,
+    status: Annotated[str, typer.Option(help="Only jobs of a status, such as dead_letter.")] = "",
+) -> None:
+    """List jobs, the newest first."""
+    query = {"status": status} if status else {}
+    output.rows(client().items(_path(project), **query), *COLUMNS)
+
+
+@app.command()
+def show(job: JobId, project: Project) -> None:
+    """Show a job with its input and its result."""
+    output.record(client().get(f"{_path(project)}/{job}"))
+
+
+@app.command()
+def cancel(job: JobId, project: Project) -> None:
+    """Cancel a job that has not ended."""
+    output.record(client().post(f"{_path(project)}/{job}/cancel"))
+
+
+@app.command()
+def reprocess(
+    *,
+    project: Project,
+    sample: Annotated[int, typer.Option(min=0, help="So many of the oldest; 0: all.")] = 5,
+    force: Annotated[bool, typer.Option(help="Also if the last sample has not succeeded.")] = False,
+) -> None:
+    """Queue dead letters again: first a sample, then all."""
+    body: dict[str, Any] = {"sample": sample} if sample else {"all": True}
+    output.record(client().post(f"{_path(project)}/dlq/reprocess", {**body, "force": force}))
+
+
+@app.command()
+def worker(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=TARGET",
+            help="A model: FILE.onnx, or MODULE:FUNCTION in Python; may be repeated."
+            " Default: the shipped model of digits.",
+        ),
+    ] = None,
+    memory: Annotated[int, typer.Option(min=64, help="MiB that calls may use.")] = 2048,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to finish a job in.")] = 30,
+    pool_token: Annotated[
+        Path | None,
+        typer.Option(help="A file with the token of a remote pool: use the API, not the database."),
+    ] = None,
+) -> None:
+    """Run jobs on this machine until SIGTERM, which lets the present job finish.
+
+    Needs the service's database, not its API; with --pool-token, the API (--api) and no database.
+    Several may run.
+    """
+    with failures.logged():
+        _work(model or [], memory, drain, pool_token)
+
+
+def _work(words: list[str], memory: int, drain: float, pool_token: Path | None) -> None:
+    from reconciler import logs
+    from reconciler.pools.child import Runner, parse
+    from reconciler.pools.worker import Worker
+    from reconciler.settings import Settings
+
+    models = parse(words)
+    settings = Settings()
+    logs.configure(settings)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    with _queue(settings, sorted(models), stopping, pool_token) as queue:
+        Worker(queue, Runner(models, memory), stopping, drain_s=drain).run()
+
+
+@contextmanager
+def _queue(
+    settings: Settings, models: list[str], stopping: threading.Event, pool_token: Path | None
+) -> Iterator[JobQueue]:
+    """The queue in the database, or behind the API with the token of a pool."""
+    if pool_token is not None:
+        from reconciler.pools.api_queue import ApiQueue
+
+        remedy = "save what `gpuaas pools token POOL` prints there"
+        yield ApiQueue(current().safe_url, partial(secret, pool_token, remedy), models, stopping)
+        return
+    from reconciler.cli.service import open_unmigrated
+    from reconciler.pools import hints
+    from reconciler.pools.processes import MARK
+    from reconciler.pools.queue import DatabaseQueue
+
+    engine = open_unmigrated()
+    try:
+        yield DatabaseQueue(
+            *(engine, models),
+            hints=hints.of(settings.redis_url),
+            pool_worker=os.environ.get(MARK, "").rpartition("/")[2],
+            poll_s=settings.poll_s,
+        )
+    finally:
+        engine.dispose()
+
+
+def _path(project: str) -> str:
+    return f"/projects/{project}/jobs"

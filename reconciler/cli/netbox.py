@@ -1,0 +1,77 @@
+"""`gpuaas netbox`: differences between NetBox and the records, and their synchronisation."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from reconciler.cli import output
+from reconciler.cli.session import client
+from reconciler.model.errors import Problem
+
+app = typer.Typer(
+    no_args_is_help=True, help="NetBox, whose tagged devices are the site's machines."
+)
+# A pass ends within a minute, and begins within seconds if a process leads.
+_WAIT_S = 90.0
+Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
+
+
+@app.command()
+def diff(reason: Reason = "") -> None:
+    """Compare NetBox with the records, and list the differences with their reasons."""
+    _show(asked("netbox", "diff", reason))
+
+
+@app.command()
+def sync(reason: Reason = "") -> None:
+    """Add new devices as nodes and write slots and state into NetBox; list what is left."""
+    _show(asked("netbox", "sync", reason))
+
+
+@app.command()
+def show() -> None:
+    """Show the last comparison."""
+    _show(client().get("/admin/netbox"))
+
+
+def asked(service: str, verb: str, reason: str) -> output.Record:
+    """Ask for a comparison with a service, and wait for its reading."""
+    request_id = client().post(f"/admin/{service}/{verb}", {"reason": reason})["request_id"]
+    ends = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            reading: output.Record = client().get(f"/admin/{service}")
+            if reading["request_id"] == request_id:
+                return reading
+        except Problem as problem:
+            if problem.code != f"{service}_reading_not_found":
+                raise
+        if time.monotonic() > ends:
+            raise Problem(
+                f"{service}_timeout",
+                504,
+                expected=f"a comparison within {_WAIT_S:.0f} s",
+                found="none yet",
+                remedy="check that a process leads (`gpuaas doctor`), then"
+                f" `gpuaas {service} show`",
+            )
+        time.sleep(0.5)
+
+
+def _show(reading: output.Record) -> None:
+    show_reading(reading, "devices")
+
+
+def show_reading(reading: output.Record, objects: str) -> None:
+    """Print a reading. objects: the key of its number of foreign objects."""
+    if not output.in_json(reading):
+        output.rows(reading["findings"], "code", "subject", "expected", "found", "remedy")
+        done = ", ".join(f"{count} {what}" for what, count in reading["done"].items())
+        counts = f"{reading['nodes']} nodes, {reading[objects]} {objects}"
+        total = sum(reading["counts"].values())
+        output.line(f"{counts}: {total} differences; {done or 'nothing'} written")
+    if reading["error"]:
+        raise Problem(**reading["error"])

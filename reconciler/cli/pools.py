@@ -1,0 +1,267 @@
+"""`gpuaas pools`: worker pools, by the API or on the database itself."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reconciler.cli import output
+from reconciler.cli.session import client
+from reconciler.model.errors import Problem
+from reconciler.model.pools import LIVE_POOLS
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from reconciler.db.schema import Pool
+    from reconciler.model.act import Act
+    from reconciler.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Pools of workers that run inference jobs.")
+COLUMNS = ("id", "name", "state", "models", "replicas", "memory_bytes", "memory_mib", "devices")
+_LOOK_S = 0.2
+
+Direct = Annotated[
+    bool,
+    typer.Option("--direct", help="Use the service's database and this machine, not the API."),
+]
+Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
+PoolKey = Annotated[str, typer.Argument(help="Id of a pool, or the name of a living pool.")]
+Wait = Annotated[bool, typer.Option(help="Wait until none of its processes is left.")]
+
+
+@app.command("list")
+def list_pools(
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Also pools that have ended.")] = False,
+    direct: Direct = False,
+) -> None:
+    """List pools, with the memory of all their workers in use and the limit of each."""
+    pools = _read() if direct else list(client().items("/pools"))
+    live = [pool for pool in pools if every or pool["state"] in LIVE_POOLS]
+    output.rows(live, *COLUMNS)
+
+
+@app.command()
+def show(pool: PoolKey) -> None:
+    """Show a pool with its workers."""
+    output.record(client().get(f"/pools/{pool}"))
+
+
+@app.command()
+def hosts() -> None:
+    """List machines that can run pools, with their models, devices and memory."""
+    columns = ("id", "name", "isolation", "models", "devices", "memory_bytes", "memory_used_bytes")
+    output.rows(client().get("/pools/hosts")["hosts"], *columns, "seen_at")
+
+
+@app.command()
+def leases() -> None:
+    """List devices that pools have."""
+    output.rows(client().items("/leases"), "device", "host_id", "pool_id", "since")
+
+
+@app.command()
+def start(
+    name: str,
+    *,
+    model: Annotated[list[str], typer.Option(help="A model of the host; may be repeated.")],
+    replicas: Annotated[int, typer.Option(min=1, max=64, help="Workers.")] = 1,
+    memory: Annotated[int, typer.Option(min=256, help="MiB of each worker at most.")] = 2048,
+    kill_on_oom: Annotated[
+        bool, typer.Option("--kill-on-oom", help="End it when memory runs out, largest first.")
+    ] = False,
+    device: Annotated[
+        list[str] | None, typer.Option(help="Id of a GPU of the host; may be repeated.")
+    ] = None,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds for jobs to end at a stop.")] = 600,
+    grace: Annotated[int, typer.Option(min=1, help="Seconds from SIGTERM to SIGKILL.")] = 30,
+    host: Annotated[str, typer.Option(help="Id or name. Default: the one with most memory.")] = "",
+    project: Annotated[str, typer.Option(help="Run the jobs of this project only.")] = "",
+    target: Annotated[
+        str, typer.Option(help="host: a machine of the service; remote: workers started elsewhere.")
+    ] = "host",
+    direct: Direct = False,
+    reason: Reason = "",
+    wait: Annotated[bool, typer.Option(help="Wait until its workers have loaded.")] = False,
+) -> None:
+    """Start a pool of workers, on a machine of the service or wherever people start them."""
+    body = {
+        "name": name,
+        "models": model,
+        "replicas": replicas,
+        "memory_mib": memory,
+        "kill_on_oom": kill_on_oom,
+        "devices": device or [],
+        "drain_s": drain,
+        "grace_s": grace,
+        "host": host,
+        "project_id": project or None,
+        "target": target,
+    }
+    pool = _start(body, reason) if direct else client().post("/pools", {**body, "reason": reason})
+    while wait and pool["state"] in ("requested", "starting"):
+        time.sleep(_LOOK_S)
+        pool = _read(pool["id"])[0] if direct else client().get(f"/pools/{pool['id']}")
+    output.record(pool)
+
+
+@app.command()
+def token(
+    pool: PoolKey,
+    *,
+    ttl: Annotated[int, typer.Option(min=60, help="Seconds that it is valid.")] = 86_400,
+    reason: Reason = "",
+) -> None:
+    """Print a new token of a remote pool, for `jobs worker --pool-token`. The one before ends."""
+    issued = client().post(f"/pools/{pool}/token", {"ttl_s": ttl, "reason": reason})
+    typer.echo(issued["token"])
+
+
+@app.command()
+def stop(
+    pool: Annotated[str, typer.Argument(help="Id of a pool, or the name of a living pool.")] = "",
+    *,
+    every: Annotated[bool, typer.Option("--all", help="All pools.")] = False,
+    direct: Direct = False,
+    reason: Reason = "",
+    wait: Wait = False,
+) -> None:
+    """Let a pool finish the jobs that it holds, then end it."""
+    if bool(pool) is every:
+        raise Problem(
+            "request_invalid",
+            422,
+            expected="a pool or --all",
+            found="both" if pool else "neither",
+            remedy="name one of them",
+        )
+    if direct:
+        from reconciler.pools import pools
+
+        stopped = _directly(
+            lambda conn, act: [pools.stop(conn, pool, act)] if pool else pools.stop_all(conn, act),
+            reason,
+        )
+    elif every:
+        stopped = _followed(client().post("/pools/stop-all", {"reason": reason})["items"], wait)
+    else:
+        stopped = _followed([client().post(f"/pools/{pool}/stop", {"reason": reason})], wait)
+    _print(stopped)
+
+
+@app.command()
+def evict(
+    pool: PoolKey, *, direct: Direct = False, reason: Reason = "", wait: Wait = False
+) -> None:
+    """End a pool at once: SIGTERM, then SIGKILL. Jobs that it holds go to other workers."""
+    if direct:
+        from reconciler.pools import pools
+
+        evicted = _directly(lambda conn, act: [pools.evict(conn, pool, act)], reason)
+    else:
+        evicted = _followed([client().post(f"/pools/{pool}/evict", {"reason": reason})], wait)
+    _print(evicted)
+
+
+def _print(pools: list[dict[str, Any]]) -> None:
+    if len(pools) == 1:
+        output.record(pools[0])
+    else:
+        output.rows(pools, *COLUMNS)
+
+
+def _followed(pools: list[dict[str, Any]], wait: bool) -> list[dict[str, Any]]:
+    """The pools, when asked for once they have ended."""
+    while wait and any(pool["state"] in LIVE_POOLS for pool in pools):
+        time.sleep(_LOOK_S)
+        pools = [client().get(f"/pools/{pool['id']}") for pool in pools]
+    return pools
+
+
+def _read(id: str = "") -> list[dict[str, Any]]:
+    from reconciler.pools import pools
+
+    with _database() as (_settings, engine):
+        return _answers(engine, lambda conn: [pools.get(conn, id)] if id else pools.every(conn))
+
+
+def _start(body: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Record a pool. The service on its host starts it."""
+    from reconciler.api.pools import NewPool
+    from reconciler.db.engine import retrying
+    from reconciler.pools import pools
+
+    wish = pools.NewPool(**NewPool(**body).model_dump(exclude={"reason"}))
+    with _database() as (settings, engine):
+        most = settings.gpu_pool_max_total
+        start = partial(pools.start, wish=wish, act=_act(reason), most=most)
+        pool = retrying(engine, start)
+        return _answers(engine, lambda _conn: [pool])[0]
+
+
+def _act(reason: str) -> Act:
+    from reconciler.model.act import Act
+
+    # Who can open the database may do everything that the API may.
+    return Act(f"direct:{getpass.getuser()}", reason or "gpuaas pools --direct")
+
+
+def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> list[dict[str, Any]]:
+    """Do the work on the database and wait for its end. Pools of this machine are ended by this
+    command itself if no service runs here; those of others by theirs.
+    """
+    from reconciler.db.engine import reading, retrying
+    from reconciler.db.schema import Pool
+    from reconciler.pools.supervisor import Supervisor
+
+    act = _act(reason)
+    with _database() as (settings, engine):
+        ids = [pool.id for pool in retrying(engine, lambda conn: work(conn, act))]
+        supervisor = Supervisor(settings, engine, only=frozenset(ids))
+
+        def current(conn: Connection) -> list[Pool]:
+            from reconciler.db import rows
+
+            return [rows.get(conn, Pool, id) for id in ids]
+
+        while True:
+            with supervisor.lock() as lock:
+                if lock is not None:
+                    supervisor.tend()
+            with reading(engine) as conn:
+                left = [pool for pool in current(conn) if pool.state in LIVE_POOLS]
+            if not any(pool.host_id == supervisor.host_id for pool in left):
+                break
+            time.sleep(_LOOK_S)
+        for pool in left:
+            output.line(f"pool {pool.name} is ended by the service on its host {pool.host_id}")
+        return _answers(engine, current)
+
+
+def _answers(engine: Engine, read: Callable[[Connection], list[Pool]]) -> list[dict[str, Any]]:
+    """Pools as the API answers them."""
+    from reconciler.api.pools import Pool as Answer
+    from reconciler.db.engine import reading
+
+    with reading(engine) as conn:
+        return [pool.model_dump(mode="json") for pool in Answer.of_pools(conn, read(conn))]
+
+
+@contextmanager
+def _database() -> Iterator[tuple[Settings, Engine]]:
+    """The service's database. Problem `schema_outdated` if it is of another version."""
+    from reconciler.cli.service import require_current
+    from reconciler.db.engine import open_existing
+    from reconciler.settings import Settings
+
+    settings = Settings()
+    with open_existing(settings) as engine:
+        require_current(engine)
+        yield settings, engine

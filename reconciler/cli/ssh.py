@@ -1,0 +1,189 @@
+"""SSH through the gateway: `gpuaas ssh`, `ssh-config`, `ssh-keys`, `ssh-sessions`, `ssh-replay`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reconciler.cli import output
+from reconciler.cli.allocations import Allocation, Project, public_key
+from reconciler.cli.session import client
+from reconciler.model.errors import Problem
+
+commands = typer.Typer()
+app = typer.Typer(no_args_is_help=True, help="Keys that the SSH gateway lets through.")
+commands.add_typer(app, name="ssh-keys")
+File = Annotated[Path, typer.Argument(help="File with a public SSH key.")]
+Identity = Annotated[
+    Path | None, typer.Option("--key", help="Private key; default: those that ssh uses itself.")
+]
+COLUMNS = ("fingerprint", "name", "registered_by", "created_at", "expires_at", "revoked_at")
+
+
+@commands.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def ssh(
+    context: typer.Context, allocation: Allocation, project: Project, key: Identity = None
+) -> None:
+    """Log in to a machine, or run a command: `gpuaas ssh ALLOCATION [SSH OPTIONS] [-- COMMAND]`."""
+    file = _folder() / f"{allocation}.conf"
+    _write(file, _config(allocation, project, key))
+    sys.stdout.flush()
+    words = ["ssh", "-F", str(file), allocation, *context.args]
+    try:
+        os.execvp(words[0], words)  # noqa: S606 - the words are no text of a shell
+    except FileNotFoundError:
+        raise Problem(
+            "program_missing",
+            expected="ssh on this machine",
+            found="no such program",
+            remedy="install OpenSSH's client",
+        ) from None
+
+
+@commands.command("ssh-config")
+def ssh_config(allocation: Allocation, project: Project, key: Identity = None) -> None:
+    """Print the settings by which ssh, scp, rsync and editors reach a machine.
+
+    Append them to ~/.ssh/config, then use the allocation's id as host: `scp FILE ALLOCATION:`.
+    """
+    sys.stdout.write(_config(allocation, project, key))
+
+
+@commands.command("ssh-terminal")
+def terminal(
+    allocation: Allocation,
+    project: Project,
+    *,
+    off: Annotated[bool, typer.Option("--off", help="Close it again.")] = False,
+    key: Identity = None,
+) -> None:
+    """Let a running machine accept terminals: asks the service, then tells the machine by ssh."""
+    path = f"/projects/{project}/allocations/{allocation}/terminal"
+    document = client().put(path, {"enabled": not off})
+    file = _folder() / f"{allocation}.conf"
+    _write(file, _config(allocation, project, key))
+    words = ["ssh", "-F", str(file), allocation, "sudo", "sh"]
+    done = subprocess.run(words, input=document["script"], text=True, check=False)
+    if done.returncode:
+        raise Problem(
+            "machine_not_set_up",
+            expected="ssh to the machine, and sudo there",
+            found=f"exit status {done.returncode}",
+            remedy="repeat the command once it can; the page of the terminal shows its script",
+        )
+    output.record({"allocation_id": allocation, "enabled": not off})
+
+
+@commands.command("ssh-sessions")
+def sessions(
+    project: Project,
+    allocation: Annotated[str, typer.Option(help="Only of this allocation.")] = "",
+) -> None:
+    """List the sessions through the gateway, newest first."""
+    path = f"/projects/{project}/ssh-sessions"
+    columns = ("opened_at", "id", "way", "allocation_id", "actor", "address", "closed_at", "reason")
+    output.rows(client().items(path, allocation_id=allocation), *columns, "bytes_in", "bytes_out")
+
+
+@commands.command("ssh-replay")
+def replay(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    file: Annotated[Path, typer.Argument(help="A new file, for asciinema.")],
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")],
+) -> None:
+    """Write the recording of a terminal into a file, for admins only."""
+    document = client().post(f"/admin/ssh-sessions/{session}/replay", {"reason": reason})
+    with file.open("x", encoding="utf-8") as handle:
+        handle.write(document.pop("cast"))
+    output.record(document)
+
+
+@app.command("add")
+def add_key(key: File, project: Project) -> None:
+    """Let a key through to the machines of a project, as long as your token is valid."""
+    output.record(client().post(_keys(project), {"public_key": public_key(key)}))
+
+
+@app.command("list")
+def list_keys(project: Project) -> None:
+    """List the keys that were registered or revoked."""
+    output.rows(client().items(_keys(project)), *COLUMNS)
+
+
+@app.command("revoke")
+def revoke_key(
+    key: File,
+    project: Project,
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+) -> None:
+    """Let a key through no longer, for ever, and cut its sessions."""
+    body = {"public_key": public_key(key), "reason": reason}
+    output.record(client().post(f"{_keys(project)}/revoke", body))
+
+
+def _keys(project: str) -> str:
+    return f"/projects/{project}/ssh-keys"
+
+
+def _config(id: str, project: str, key: Path | None) -> str:
+    document = client().get(f"/projects/{project}/allocations/{id}")
+    known_hosts = _folder() / f"{document['id']}.known_hosts"
+    text = config(document, known_hosts, key)
+    _write(known_hosts, document["connection"]["known_hosts"])
+    return text
+
+
+def config(document: dict[str, Any], known_hosts: Path, key: Path | None = None) -> str:
+    """Settings of OpenSSH for an allocation. Every key is known before the first connection."""
+    connection = document["connection"]
+    if not connection:
+        raise Problem(
+            "allocation_not_active",
+            expected=f"allocation {document['id']} active",
+            found=document["state"],
+            remedy="wait until `gpuaas allocations` shows it active",
+        )
+    id, host = document["id"], connection["host"]
+    mine = f'    IdentityFile "{key.absolute()}"\n    IdentitiesOnly yes\n' if key else ""
+    machine = f"    User {connection['username']}\n{mine}"
+    if document["capacity_shape"] != "gpu_slice" and not connection["known_hosts"]:
+        return f"Host {id}\n    HostName {host}\n    Port {connection['port']}\n{machine}"
+    if not host or f"{id} " not in connection["known_hosts"]:
+        raise Problem(
+            "gateway_missing" if not host else "host_keys_unknown",
+            expected="an SSH gateway, and the host keys of the machine",
+            found="no gateway is configured" if not host else "no key was read at its start",
+            remedy="ask the operators to set GPUAAS_MEMBER_ADDRESS and to run `gpuaas gateway`"
+            if not host
+            else "launch it again; an older allocation has no recorded keys",
+        )
+    safe = (
+        f'    UserKnownHostsFile "{known_hosts}"\n    GlobalKnownHostsFile /dev/null\n'
+        "    StrictHostKeyChecking yes\n    UpdateHostKeys no\n"
+    )
+    gateway = f"gateway-{id}"
+    return (
+        f"Host {gateway}\n    HostName {host}\n    Port {connection['port']}\n"
+        f"    User {id}\n{mine}{safe}"
+        f"Host {id}\n    HostName slice\n    Port 22\n    HostKeyAlias {id}\n"
+        f"    ProxyJump {gateway}\n{machine}{safe}"
+    )
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "gpuaas" / "ssh"
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(file)

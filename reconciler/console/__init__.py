@@ -1,0 +1,1 @@
+"""The web console: pages over the API, for tenants and operators."""

@@ -1,0 +1,218 @@
+"""Login pages: by token, and through the OpenID provider by an authorization code with PKCE."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import re
+import secrets
+import threading
+import time
+from functools import partial
+from hashlib import sha256
+from urllib.parse import quote, unquote, urlsplit
+
+import httpx
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from reconciler.api.security import cookie_name, provider
+from reconciler.console import forms, guard, pages, session
+from reconciler.console.visit import is_page
+from reconciler.model.errors import Problem
+from reconciler.records.console_sessions import LOGIN_S
+from reconciler.settings import Settings
+from reconciler.trust import oidc
+
+START = "/console/"
+_COOKIE = "gpuaas-login"
+# Of the page after a login. A longer address does not fit into the cookie.
+_LONGEST = 2000
+# Each exchange holds a thread until the provider answers. Others must not wait for one that hangs.
+_EXCHANGES = threading.BoundedSemaphore(8)
+_ERROR = re.compile(r"[a-z_]{1,64}")
+
+
+async def by_token(api: FastAPI, request: Request) -> Response:
+    """The login page, and a login by token."""
+    guard.require_same_origin(request.method, request.headers)
+    after = _wish(request)
+    refused = None
+    if request.method == "POST":
+        values = await forms.fields(request)
+        token = values.get("token", [""])[-1]
+        try:
+            secret = await run_in_threadpool(session.start, request, api.state.engine, token)
+        except Problem as problem:
+            refused = problem
+        else:
+            answer = RedirectResponse(after, 303)
+            session.set_cookie(request, answer, secret)
+            return answer
+    return _page(api, after, refused)
+
+
+async def to_provider(api: FastAPI, request: Request) -> Response:
+    """Send the browser to the provider. A cookie ties the answer to this browser."""
+    settings = _settings(api)
+    after = _wish(request)
+    verifier = oidc.verifier(provider(settings))
+    try:
+        endpoint = await run_in_threadpool(verifier.endpoint, "authorization_endpoint")
+    except Problem as problem:
+        return _page(api, after, problem)
+    return _ask(request, settings, endpoint, after)
+
+
+async def ask_again(api: FastAPI, request: Request) -> Response | None:
+    """Have the provider say again who a page's person is, and in which groups; None when that is
+    not due, or the provider is away.
+    """
+    settings: Settings = api.state.settings
+    if not settings.oidc_issuer or not await run_in_threadpool(
+        session.asks, request, api.state.engine
+    ):
+        return None
+    verifier = oidc.verifier(provider(settings))
+    try:
+        endpoint = await run_in_threadpool(verifier.endpoint, "authorization_endpoint")
+    except Problem:
+        return None
+    query = f"?{request.url.query}" if request.url.query else ""
+    after = request.url.path + query
+    return _ask(request, settings, endpoint, after if len(after) <= _LONGEST else START)
+
+
+def _ask(request: Request, settings: Settings, endpoint: str, after: str) -> Response:
+    login = f"{int(time.time())}.{secrets.token_urlsafe(32)}.{quote(after, safe='')}"
+    challenge = _encoded(sha256(_derived(login, "verifier").encode()).digest())
+    target = httpx.URL(endpoint).copy_merge_params(
+        {
+            "response_type": "code",
+            "client_id": settings.oidc_audience,
+            "redirect_uri": _callback(request),
+            "scope": "openid profile",
+            "state": _derived(login, "state"),
+            "nonce": _derived(login, "nonce"),
+            "code_challenge": challenge,
+            "code_challenge_method": "S256",
+        }
+    )
+    answer = RedirectResponse(str(target), 303)
+    session.keep(request, answer, _COOKIE, login, LOGIN_S)
+    return answer
+
+
+async def from_provider(api: FastAPI, request: Request) -> Response:
+    """Where the provider sends the browser back: exchange the code, and start a session."""
+    settings = _settings(api)
+    after = START
+    try:
+        login, after = _begun(request)
+        work = partial(_exchange, request, api, settings, login)
+        secret = await run_in_threadpool(work)
+    except Problem as problem:
+        answer = _page(api, after, problem)
+    else:
+        answer = RedirectResponse(after, 303)
+        session.set_cookie(request, answer, secret)
+    session.keep(request, answer, _COOKIE, "", 0)
+    return answer
+
+
+def _begun(request: Request) -> tuple[str, str]:
+    """The login that this browser began, and the page to which it leads."""
+    login = request.cookies.get(cookie_name(request, _COOKIE), "")
+    begun_at, _, rest = login.partition(".")
+    state = request.query_params.get("state", "")
+    if not hmac.compare_digest(state.encode(), _derived(login, "state").encode()):
+        raise _failed("the answer to a login that this browser began", "another state")
+    age = time.time() - int(begun_at) if re.fullmatch(r"[0-9]{1,12}", begun_at) else LOGIN_S + 1
+    # Another machine of the site, whose clock differs, may have begun it.
+    if not -60 <= age <= LOGIN_S:
+        raise _failed(f"the answer within {LOGIN_S:.0f} seconds", "a login that began earlier")
+    after = unquote(rest.partition(".")[2])
+    return login, after if is_page(after) else START
+
+
+def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) -> str:
+    """Exchange the code for an ID token, and start the session of its holder."""
+    answer = request.query_params
+    if answer.get("iss", settings.oidc_issuer) != settings.oidc_issuer:
+        raise _failed(f"an answer of {settings.oidc_issuer}", "an answer of another provider")
+    if error := answer.get("error"):
+        session.end_persons(request, api.state)
+        found = error if _ERROR.fullmatch(error) else "another error"
+        raise _failed("the provider to log you in", found)
+    form = {
+        "grant_type": "authorization_code",
+        "code": answer.get("code", ""),
+        "redirect_uri": _callback(request),
+        "client_id": settings.oidc_audience,
+        "code_verifier": _derived(login, "verifier"),
+    }
+    if not _EXCHANGES.acquire(blocking=False):
+        raise _failed("the provider to answer others first", "too many logins at once", 503)
+    try:
+        verifier = oidc.verifier(provider(settings))
+        claims = verifier.login(form, _derived(login, "nonce"))
+        try:
+            return session.start_by_provider(request, api.state, login, claims)
+        except ValueError:
+            # Nobody here any more, so neither in the session that has asked again.
+            session.end_persons(request, api.state)
+            raise
+    except oidc.INVALID as refused:
+        raise _failed("an ID token of the provider for this login", str(refused)[:200]) from refused
+    finally:
+        _EXCHANGES.release()
+
+
+def _derived(login: str, purpose: str) -> str:
+    """A value of a login for one purpose. The browser's cookie is the only copy of what it is
+    derived from, so that logins that are never finished leave nothing behind.
+    """
+    return _encoded(hmac.digest(login.encode(), purpose.encode(), "sha256"))
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _callback(request: Request) -> str:
+    return f"{request.url.scheme}://{request.url.netloc}{START}login/callback"
+
+
+def _wish(request: Request) -> str:
+    wish = request.query_params.get("next", "")
+    return wish if is_page(wish) and len(wish) <= _LONGEST else START
+
+
+def _settings(api: FastAPI) -> Settings:
+    settings: Settings = api.state.settings
+    if not settings.oidc_issuer:
+        raise HTTPException(404)
+    return settings
+
+
+def _page(api: FastAPI, after: str, refused: Problem | None) -> Response:
+    return pages.render(
+        "login.html",
+        status=refused.status if refused else 200,
+        refused=refused,
+        after=after,
+        provider=urlsplit(api.state.settings.oidc_issuer).hostname,
+    )
+
+
+def _failed(expected: str, found: str, status: int = 401) -> Problem:
+    return Problem(
+        "login_failed",
+        status,
+        expected=expected,
+        found=found,
+        remedy="begin again on the login page, or use a token",
+    )

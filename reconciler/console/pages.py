@@ -1,0 +1,127 @@
+"""Rendering of pages: the template environment and its filters."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.responses import HTMLResponse
+
+from reconciler.model import states
+
+HERE = Path(__file__).parent
+HTMX = "htmx-4.0.1.min.js"
+SSE = "hx-sse-4.0.1.min.js"
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+# The colour of a state. The word is always there too.
+_TONES = {
+    "good": "available ready active succeeded healthy recovered applied pass PASS ok running"
+    " normal",
+    "busy": "reserved provisioning releasing cleanup requested bootstrapping verifying cleaning"
+    " confirming opened removing converting_to_slice converting_to_baremetal waiting enrolling"
+    " starting stopping",
+    "warn": "draining maintenance degraded WARN warn canceled stopped warning drain drained",
+    "bad": "cleanup_blocked unreachable failed evicted lost FAIL fail blocked error",
+}
+_TONE = {word: tone for tone, words in _TONES.items() for word in words.split()}
+
+
+def _meanings() -> dict[str, str]:
+    """The sentence of each state. A word that several kinds of states share has none."""
+    sentences: dict[str, str] = {}
+    for kind in (states.NodeState, states.NodeMode, states.SlotState):
+        for member in kind:
+            sentences[member.value] = member.meaning
+    return sentences
+
+
+_MEANING = _meanings()
+
+
+def _state(word: Any) -> Markup:
+    text = str(word)
+    return Markup('<span class="state {}">{}</span>').format(
+        _TONE.get(text, "idle"), text.replace("_", " ")
+    )
+
+
+def _when(text: str | None) -> Markup | str:
+    """A time in UTC and how far it is from now."""
+    if not text:
+        return "—"
+    at = datetime.fromisoformat(text)
+    distance = (at - datetime.now(UTC)).total_seconds()
+    words = _duration(abs(distance))
+    relative = f"in {words}" if distance > 0 else f"{words} ago"
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        text, at.strftime("%Y-%m-%d %H:%M:%S UTC"), relative
+    )
+
+
+def _stamp(text: str | None) -> Markup | str:
+    """A time in UTC."""
+    if not text:
+        return "—"
+    at = datetime.fromisoformat(text)
+    return Markup('<time datetime="{}">{}</time>').format(text, at.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= size:
+            return (
+                f"{seconds / size:.1f} {unit}" if size == _DAY else f"{seconds // size:.0f} {unit}"
+            )
+    return f"{seconds:.0f} s"
+
+
+def size(count: float) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while count >= 1024 and power < len(units) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.1f}".removesuffix(".0") + f" {units[power]}"
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "state": _state,
+        "when": _when,
+        "stamp": _stamp,
+        "size": size,
+        "duration": _duration,
+        "pretty": lambda value: json.dumps(value, indent=2, sort_keys=True),
+    }
+    environment.globals |= {
+        "new_key": lambda: str(uuid.uuid4()),
+        "meaning": lambda word: _MEANING.get(str(word), ""),
+        "scripts": (HTMX, SSE),
+    }
+    return environment
+
+
+_TEMPLATES = _environment()
+
+
+def render(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
+    """The page of a template."""
+    return HTMLResponse(_TEMPLATES.get_template(template).render(values), status)
+
+
+def render_block(template: str, name: str, **values: Any) -> str:
+    """A block of a template by itself, as a stream sends it."""
+    macros = _TEMPLATES.get_template("macros.html").make_module(values)
+    page = _TEMPLATES.get_template(template)
+    return "".join(page.blocks[name](page.new_context({**values, "ui": macros})))

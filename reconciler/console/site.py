@@ -1,0 +1,97 @@
+"""Pages of the site: images, tokens, usage, health."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from reconciler.console.visit import Document, Refused, Visit
+from reconciler.model.errors import Problem
+
+# Findings of `gpuaas doctor`, each with status, check, found, expected and remedy.
+Examine = Callable[[], list[dict[str, str]]]
+_EXAMINING = threading.Lock()
+_ORDER = {"fail": 0, "warn": 1, "ok": 2}
+
+
+async def images(visit: Visit) -> Response:
+    """The catalogue of images, and the form that registers one."""
+    page = await visit.get("/admin/images", limit=1000)
+    return visit.page("images.html", images=page["items"])
+
+
+async def tokens(visit: Visit) -> Response:
+    """API tokens. A new token's secret is shown once."""
+    page = await visit.get("/admin/tokens", limit=1000)
+    projects = await visit.get("/admin/projects", limit=1000)
+    sessions = await visit.get("/admin/console-sessions", limit=1000)
+    return visit.page(
+        "tokens.html",
+        tokens=page["items"],
+        projects=projects["items"],
+        sessions=sessions["items"],
+        own=visit.caller.actor,
+    )
+
+
+async def usage(visit: Visit) -> Response:
+    """Usage of all projects in a period."""
+    return await _usage(visit, "/admin/usage", "usage of all projects")
+
+
+async def project_usage(visit: Visit) -> Response:
+    """Usage of one project in a period."""
+    project = visit.named("project")
+    return await _usage(visit, f"/projects/{project}/usage", f"usage of {project}", project)
+
+
+async def _usage(visit: Visit, path: str, title: str, project: str = "") -> Response:
+    days = visit.query("from", "to")
+    period = {name: f"{day}T00:00:00Z" for name, day in days.items() if day}
+    page = await visit.get(path, limit=100, **period, **visit.query("cursor"))
+    return visit.page("usage.html", page=page, days=days, heading=title, project=project)
+
+
+async def health(visit: Visit) -> Response:
+    """Whether the site can do its work, its processes, its switches, and the machine's checks."""
+    examine: Examine | None = visit.request.app.state.examine
+    findings = None
+    if examine and "examine" in visit.request.query_params:
+        findings = await run_in_threadpool(_examined, examine)
+    problem: Document = {}
+    state: Document = {}
+    try:
+        state = await visit.get("/health")
+    except Refused as refused:
+        problem = refused.problem
+    policy = await visit.get("/admin/settings/recovery-policy")
+    return visit.page(
+        "health.html",
+        health=state,
+        problem=problem,
+        policy=policy,
+        maintenance=await visit.get("/control/maintenance"),
+        offered=examine is not None,
+        findings=findings,
+        machine=socket.gethostname(),
+    )
+
+
+def _examined(examine: Examine) -> list[dict[str, str]]:
+    """The findings, the worst first. One examination at a time: it asks other services."""
+    if not _EXAMINING.acquire(blocking=False):
+        raise Problem(
+            "rate_exceeded",
+            429,
+            expected="one examination at a time",
+            found="another one that has not ended",
+            remedy="try again in a minute",
+        )
+    try:
+        return sorted(examine(), key=lambda row: _ORDER.get(row["status"], 0))
+    finally:
+        _EXAMINING.release()

@@ -1,0 +1,244 @@
+"""Pages of tenants: projects, the launch wizard, an allocation, the catalogue."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import RedirectResponse, Response
+
+from reconciler.api.app import PREFIX
+from reconciler.console import charts, forms, guard
+from reconciler.console.stream import Part
+from reconciler.console.visit import Document, Visit
+
+# Steps of the wizard with the fields that each of them asks for.
+STEPS = ("shape", "region", "image", "access", "review")
+_FIELDS = (
+    *("capacity_shape", "gpu_count:int", "sku", "region", "image_id", "hostname", "username"),
+    "terminal:json",
+)
+_KEYS = "ssh_keys:lines"
+
+
+async def start(visit: Visit) -> Response:
+    """Operators begin with the fleet, members with their project."""
+    if visit.admin:
+        return RedirectResponse("/console/fleet", 303)
+    own = (await visit.get("/projects"))["items"]
+    target = f"/console/projects/{own[0]['id']}" if len(own) == 1 else "/console/projects"
+    return RedirectResponse(target, 303)
+
+
+async def list_projects(visit: Visit) -> Response:
+    """The visitor's projects; operators can add one."""
+    projects = (await visit.get("/projects", limit=1000))["items"]
+    defaults: Document = {}
+    if visit.admin:
+        defaults = (await visit.get("/admin/settings/default-quota"))["limits"]
+    return visit.page("projects.html", projects=projects, defaults=defaults)
+
+
+async def project(visit: Visit) -> Response:
+    """Allocations of a project, its quota, and for operators its limits and tokens."""
+    name = visit.named("project")
+    query = visit.query("cursor", "state")
+    allocations = await visit.get(f"/projects/{name}/allocations", limit=50, **query)
+    quota = await visit.get(f"/projects/{name}/quota")
+    tokens: list[Document] = []
+    if visit.admin:
+        every = (await visit.get("/admin/tokens", limit=1000))["items"]
+        tokens = [token for token in every if token["project_id"] == quota["project_id"]]
+    return visit.page(
+        "project.html",
+        project=quota["project_id"],
+        allocations=allocations,
+        quota=quota,
+        tokens=tokens,
+        state=query["state"],
+    )
+
+
+async def jobs(visit: Visit) -> Response:
+    """Queue and dead letters of a project's inference jobs."""
+    path = f"/projects/{visit.named('project')}/jobs"
+    dead = await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor"))
+    chart = charts.of_queue(await visit.get(f"{path}/depth"))
+    return visit.page("jobs.html", project=visit.named("project"), dead=dead, charts=[chart])
+
+
+async def read_allocation(visit: Visit) -> Part:
+    """The part of an allocation's page that a stream sends: state, connection, timeline."""
+    path = _path(visit)
+    detail = await visit.get(path)
+    # Everything that the part shows: a stream sends it without the rest of the page.
+    values = {
+        "allocation": detail,
+        "timeline": await visit.get(f"{path}/timeline"),
+        "slice": detail["capacity_shape"] == "gpu_slice",
+        "page": f"/console/projects/{detail['project_id']}/allocations/{detail['id']}",
+    }
+    return Part("allocation.html", values, ended=detail["state"] in ("released", "failed"))
+
+
+async def allocation(visit: Visit) -> Response:
+    """One allocation: connection, timeline, telemetry, power, ingress rules, release."""
+    path = _path(visit)
+    part = await read_allocation(visit)
+    detail = part.values["allocation"]
+    rules: Document = {"items": []}
+    telemetry = None
+    wish = visit.request.query_params.get("minutes", "")
+    minutes = int(wish) if wish in map(str, charts.PERIODS) else charts.PERIODS[0]
+    if detail["capacity_shape"] == "gpu_slice":
+        rules = await visit.get(f"{path}/ingress")
+        if detail["activated_at"]:
+            telemetry = await visit.get(f"{path}/telemetry", minutes=minutes)
+    return visit.page(
+        part.template,
+        **part.values,
+        ended=part.ended,
+        project=detail["project_id"],
+        rules=rules["items"],
+        path=path,
+        telemetry=telemetry,
+        charts=charts.of_slice(telemetry, minutes) if telemetry else [],
+        periods=charts.PERIODS,
+        minutes=minutes,
+    )
+
+
+async def terminal(visit: Visit) -> Response:
+    """A terminal of a slice in the page, opened by a ticket that the page's form gets."""
+    project = f"/projects/{visit.named('project')}"
+    path = _path(visit)
+    detail = await visit.get(path)
+    answer = visit.page(
+        "terminal.html",
+        project=detail["project_id"],
+        allocation=detail,
+        path=path,
+        recording=await visit.get(f"{project}/terminal-recording"),
+    )
+    answer.headers["Content-Security-Policy"] = guard.TERMINAL_POLICY
+    return answer
+
+
+def _path(visit: Visit) -> str:
+    return f"/projects/{visit.named('project')}/allocations/{visit.named('allocation')}"
+
+
+async def ssh(visit: Visit) -> Response:
+    """Keys that open the project's machines through the gateway, and sessions through it."""
+    path = f"/projects/{visit.named('project')}"
+    return visit.page(
+        "ssh.html",
+        project=visit.request.path_params["project"],
+        keys=await visit.get(f"{path}/ssh-keys", limit=50, **visit.query("cursor")),
+        sessions=await visit.get(f"{path}/ssh-sessions", limit=50),
+        recording=await visit.get(f"{path}/terminal-recording"),
+    )
+
+
+async def catalog(visit: Visit) -> Response:
+    """Offers with what is free of each, and the images."""
+    offers = await visit.get("/catalog")
+    free = {
+        sku["name"]: await visit.get("/catalog/availability", gpus=1, sku=sku["name"])
+        for sku in offers["skus"]
+    }
+    images = (await visit.get("/images", limit=1000))["items"]
+    return visit.page("catalog.html", catalog=offers, free=free, images=images)
+
+
+async def launch(visit: Visit) -> Response:
+    """The wizard. Its state is in the address, so that back and reload are harmless."""
+    project = visit.named("project")
+    values = _chosen(visit)
+    catalog = await visit.get("/catalog")
+    images = (await visit.get("/images", limit=1000))["items"]
+    sku = next((sku for sku in catalog["skus"] if sku["name"] == values["sku"]), None)
+    step = _step(visit, values)
+    free: dict[str, Document] = {}
+    if step == "shape":
+        for each in catalog["skus"]:
+            free[each["name"]] = await _availability(visit, values | {"sku": each["name"]})
+    elif step == "region":
+        for region in catalog["regions"]:
+            free[region["name"]] = await _availability(visit, values, region["name"])
+    body = _body(values)
+    return visit.page(
+        "launch.html",
+        project=project,
+        quota=await visit.get(f"/projects/{project}/quota"),
+        step=step,
+        steps=STEPS,
+        values=values,
+        catalog=catalog,
+        images=images,
+        image=next((image for image in images if image["id"] == values["image_id"]), None),
+        sku=sku,
+        free=free,
+        fields=[(name, values[name.partition(":")[0]]) for name in (*_FIELDS, _KEYS)],
+        curl=_curl(visit, project, body),
+    )
+
+
+def _chosen(visit: Visit) -> dict[str, str]:
+    """What was chosen so far: from the address, or from the form that was refused."""
+    query = visit.request.query_params
+    sent = visit.form.values if visit.form else {}
+    values = {}
+    for field in (*_FIELDS, _KEYS):
+        name = field.partition(":")[0]
+        values[name] = sent[field][-1] if field in sent else query.get(name, "")
+    # One choice decides shape, SKU and number of GPUs.
+    shape, _, count = query.get("offer", "").rpartition("*")
+    if shape == "baremetal":
+        values |= dict.fromkeys(("sku", "gpu_count", "image_id", "terminal"), "")
+        values["capacity_shape"] = "baremetal"
+    elif count.isdigit():
+        values |= {"capacity_shape": "gpu_slice", "sku": shape, "gpu_count": count}
+    return values
+
+
+def _step(visit: Visit, values: dict[str, str]) -> str:
+    """The requested step, or an earlier one that is not complete."""
+    if visit.form:
+        return "review"
+    wish = visit.request.query_params.get("step", "shape")
+    last = STEPS.index(wish) if wish in STEPS else 0
+    slice_ = values["capacity_shape"] == "gpu_slice"
+    complete = {
+        "shape": bool(values["capacity_shape"]),
+        "region": True,
+        "image": bool(values["image_id"]) or not slice_,
+        "access": all(values[name] for name in ("hostname", "username", "ssh_keys")),
+    }
+    return next((step for step in STEPS[:last] if not complete[step]), STEPS[last])
+
+
+async def _availability(visit: Visit, values: dict[str, str], region: str = "") -> Document:
+    return await visit.get(
+        "/catalog/availability",
+        gpus=values["gpu_count"] if region and values["gpu_count"] else 1,
+        sku=values["sku"],
+        region=region,
+    )
+
+
+def _body(values: dict[str, str]) -> dict[str, Any]:
+    """The body that the form of the last step sends."""
+    return forms.body({name: [values[name.partition(":")[0]]] for name in (*_FIELDS, _KEYS)})
+
+
+def _curl(visit: Visit, project: str, body: dict[str, Any]) -> str:
+    """The same launch as a command. A single quote in it ends and begins the shell's quoting."""
+    base = str(visit.request.base_url).rstrip("/").removesuffix("/console")
+    document = json.dumps(body, indent=2).replace("'", "'\\''")
+    return (
+        f"curl -X POST {base}{PREFIX}/projects/{project}/allocations \\\n"
+        '  -H "Authorization: Bearer $GPUAAS_TOKEN" \\\n'
+        "  -H \"Idempotency-Key: $(uuidgen)\" -H 'Content-Type: application/json' \\\n"
+        f"  -d '{document}'"
+    )

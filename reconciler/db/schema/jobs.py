@@ -1,0 +1,140 @@
+"""Tables of inference jobs and of the workers that run them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import sqlalchemy as sa
+
+from reconciler.db.schema.base import (
+    Default,
+    Number,
+    ProjectId,
+    Row,
+    Text,
+    partial,
+    table,
+)
+from reconciler.model.jobs import JobStatus, Mode
+
+
+@table(
+    "orchestrator_jobs",
+    "job",
+    # Jobs that are due, in the order in which a model's worker takes those of a project.
+    partial(
+        "ix_orchestrator_jobs_due",
+        *("model", "project_id", "priority", "enqueued_at"),
+        where="status = 'pending' AND not_before IS NULL",
+    ),
+    partial(
+        "ix_orchestrator_jobs_delayed",
+        "not_before",
+        where="status = 'pending' AND not_before IS NOT NULL",
+    ),
+    partial(
+        "ix_orchestrator_jobs_running", "lease_expires_at", "project_id", where="status = 'running'"
+    ),
+    # Lists of a project, and its use of its limits.
+    sa.Index("ix_orchestrator_jobs_project", "project_id", "enqueued_at", "id", "status", "size"),
+    partial(
+        "ix_orchestrator_jobs_ended",
+        "updated_at",
+        where="status IN ('done', 'dead_letter', 'canceled')",
+    ),
+)
+class Job(Row):
+    """A call of a model with an input. Its history is this row: attempts, losses, last error."""
+
+    id: str
+    project_id: ProjectId
+    model: str
+    input: dict[str, Any]
+    # 0 is served first.
+    priority: Number
+    status: Annotated[str, JobStatus]
+    # Calls that came to an end, good or bad.
+    attempts: Number
+    max_attempts: Annotated[int, Default(3)]
+    # Leases that expired: the worker died, or was away for too long.
+    lost: Number
+    timeout_s: Annotated[int, Default(60)]
+    # A delayed job is not due before this time. The worker that sees it due clears the time.
+    not_before: float | None
+    # Of the claim that holds the job; only with it can the job be finished.
+    token: Text
+    # Id of the last worker.
+    worker: Text
+    lease_expires_at: float | None
+    result: dict[str, Any] | None
+    # {} or the last failure: code, expected, found, remedy, and detail for operators.
+    error: dict[str, Any]
+    # Bytes of input and result.
+    size: Number
+    requested_by: str
+    correlation_id: Text
+    enqueued_at: float
+    started_at: float | None
+    updated_at: float
+    # When the job was last taken back from the dead letters; equal for all of one request.
+    reprocessed_at: float | None
+
+
+@table(
+    "pool_workers", "worker", partial("ix_pool_workers_live", "pool_id", where="ended_at IS NULL")
+)
+class PoolWorker(Row):
+    """A process that runs jobs, or did."""
+
+    id: str
+    host: str
+    # 0 until the process of a pool has come up. With the time of its start, in clock ticks since
+    # the boot, it names a process for good.
+    pid: int
+    start_ticks: Number
+    # "" for a worker that a person started.
+    pool_id: Text
+    boot_id: Text
+    # "" where the memory controller cannot be used.
+    cgroup: Text
+    # Names of the models that it serves. Others are refused at admission.
+    models: list[Any]
+    memory_bytes: Number
+    oom_kills: Number
+    # How it ended.
+    ending: Text
+    started_at: float
+    beat_at: float
+    ended_at: float | None
+
+
+@table("orchestrator_control", "control")
+class Control(Row):
+    """The single row that says whether jobs are admitted and claimed."""
+
+    id: str
+    mode: Annotated[str, Mode]
+    reason: Text
+    changed_by: Text
+    since: float
+    # Until then, what runs may end by itself.
+    deadline_at: float | None
+    # When jobs that still ran at the deadline were canceled.
+    canceled_at: float | None
+
+
+@table("orchestrator_totals", "totals")
+class Totals(Row):
+    """Counters since the beginning, in a single row. Not in that of Control, which claims lock."""
+
+    id: str
+    reclaimed: Number
+    reclaimer_errors: Number
+    job_retries: Number
+    worker_pool_evictions: Number
+
+
+jobs = Job.TABLE
+pool_workers = PoolWorker.TABLE
+control = Control.TABLE
+totals = Totals.TABLE

@@ -1,0 +1,1 @@
+"""SSH gateway: the tenants' way to their machines."""

@@ -1,0 +1,188 @@
+"""The gateway's side of a connection to a machine: by the host's relay account, or directly; and
+its own login there, for terminals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import asyncssh
+
+from reconciler.gateway.pipe import End, heed
+from reconciler.lifecycle.ssh_access import Grant
+from reconciler.model.errors import Problem
+from reconciler.trust.ca import (
+    Trust,
+    gateway_hosts,
+    known_hosts,
+    relay_certificate,
+    terminal_certificate,
+)
+
+T = TypeVar("T")
+Certify = Callable[[Trust, str, str], str]
+
+# Account on slice hosts (`plugins/module_utils/slice/_relay.py`).
+ACCOUNT = "gpuaas-relay"
+SSH_PORT = 22
+# Options of every SSH connection, to which a key or a certificate is the only way in.
+PLAIN = {
+    "config": None,
+    "password_auth": False,
+    "kbdint_auth": False,
+    "gss_kex": False,
+    "gss_auth": False,
+    "host_based_auth": False,
+    "compression_algs": None,
+}
+# Of those that the gateway makes: also no agent of this user.
+_CLIENT = {**PLAIN, "agent_path": None}
+_LOGIN = {**_CLIENT, "preferred_auth": "publickey", "disable_trivial_auth": True}
+
+
+class Machine:
+    """Connections of one session to its machine. The login at the host is made at the first."""
+
+    def __init__(self, trust: Trust, grant: Grant, timeout_s: float) -> None:
+        self._trust = trust
+        self._grant = grant
+        self._timeout_s = timeout_s
+        self._host: asyncssh.SSHClientConnection | None = None
+        self._guests: list[asyncssh.SSHClientConnection] = []
+        self._lock = asyncio.Lock()
+        self._ends: list[End] = []
+
+    async def connect(self, end: End) -> None:
+        """Connect an end to the machine's SSH server, or raise a Problem."""
+        await self._within(self._connect(end))
+
+    async def log_in(self) -> asyncssh.SSHClientConnection:
+        """Log in to the machine itself with a certificate of the gateway, or raise a Problem."""
+        return await self._within(self._log_in())
+
+    async def _within(self, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work
+        except TimeoutError:
+            raise _problem("machine_silent", f"no answer in {self._timeout_s:g} s") from None
+        except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
+            raise Problem(
+                "host_not_proven",
+                502,
+                expected="a host with a certificate of this site",
+                found="a host with another key",
+                remedy="tell the operators; nothing of yours was sent to it",
+            ) from None
+        except asyncssh.PermissionDenied:
+            raise _problem("relay_refused", "the host does not lead there (any more)") from None
+        except asyncssh.ChannelOpenError as refused:
+            closed = refused.code != asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED
+            actual = "no SSH server on the machine" if closed else "the host does not lead there"
+            raise _problem("machine_refused" if closed else "relay_refused", actual) from None
+        except (OSError, asyncssh.Error):
+            raise _problem("host_unreachable", "the connection failed") from None
+
+    async def _connect(self, end: End) -> None:
+        grant = self._grant
+        if not grant.address:
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: end, grant.host, grant.port)
+            end.hold("opening")
+            return
+        host = await self._logged_in()
+        await host.create_connection(lambda: end, grant.address, SSH_PORT)
+        end.hold("opening")
+        self._ends = [*(other for other in self._ends if not other.lost), end]
+
+    async def _logged_in(self) -> asyncssh.SSHClientConnection:
+        async with self._lock:
+            if self._host is None or self._host.is_closed():
+                self._host = await self._login()
+        return self._host
+
+    async def _login(self) -> asyncssh.SSHClientConnection:
+        grant = self._grant
+        host = await asyncssh.connect(
+            grant.host,
+            grant.port,
+            username=ACCOUNT,
+            client_keys=[await self._certified(relay_certificate)],
+            known_hosts=str(known_hosts(self._trust)),
+            host_key_alias=grant.node_id,
+            keepalive_interval=15,
+            **_LOGIN,
+        )
+        heed(host, lambda: [end.peer for end in self._ends], "host")
+        return host
+
+    async def _log_in(self) -> asyncssh.SSHClientConnection:
+        grant = self._grant
+        host = await self._logged_in()
+        try:
+            guest = await asyncssh.connect(
+                grant.address,
+                SSH_PORT,
+                tunnel=host,
+                username=grant.username,
+                client_keys=[await self._certified(terminal_certificate)],
+                # Those that its host read at its start, and no authority.
+                known_hosts=([asyncssh.import_public_key(key) for key in grant.host_keys], [], []),
+                **_LOGIN,
+            )
+        except asyncssh.PermissionDenied:
+            raise Problem(
+                "terminal_refused_by_guest",
+                502,
+                expected="a machine that accepts the gateway's certificates",
+                found="it refuses them: its certificate authority for terminals was removed",
+                remedy="use `gpuaas ssh`, or write the files of the terminal again",
+            ) from None
+        except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
+            raise Problem(
+                "guest_not_proven",
+                502,
+                expected="a machine with the host key that it had at its start",
+                found="another key",
+                remedy="if you have not changed it yourself, tell the operators",
+            ) from None
+        self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
+        return guest
+
+    async def _certified(self, certify: Certify) -> tuple[asyncssh.SSHKey, asyncssh.SSHCertificate]:
+        """A new key with a certificate for this allocation."""
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        public = key.export_public_key("openssh").decode()
+        line = await asyncio.to_thread(certify, self._trust, public, self._grant.allocation_id)
+        return key, asyncssh.import_certificate(line)
+
+    def close(self) -> None:
+        for guest in self._guests:
+            guest.abort()
+        if self._host is not None:
+            self._host.abort()
+
+
+def _problem(code: str, found: str) -> Problem:
+    return Problem(
+        code,
+        502,
+        expected="the machine's SSH server",
+        found=found,
+        remedy="try again in a minute; `gpuaas allocations` shows whether the machine runs",
+    )
+
+
+async def probe(trust: Trust, name: str, port: int) -> None:
+    """Connect to a gateway without a key. Raises unless it proves itself and asks for one."""
+    known = asyncssh.import_known_hosts(gateway_hosts(trust, name, port))
+    with contextlib.suppress(asyncssh.PermissionDenied):
+        async with asyncio.timeout(10):
+            connection = await asyncssh.connect(
+                name, port, username="doctor", client_keys=None, known_hosts=known, **_CLIENT
+            )
+        connection.abort()
+        raise ConnectionError("it lets a client in that has no key")

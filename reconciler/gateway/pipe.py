@@ -1,0 +1,130 @@
+"""Two ends of a forwarded connection, each an SSH channel or a TCP connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import asyncssh
+
+
+class Held(Protocol):
+    """A sender that waits while there is a reason."""
+
+    def hold(self, why: str) -> None: ...
+    def release(self, why: str) -> None: ...
+
+
+class End(asyncssh.SSHTCPSession[bytes], asyncio.Protocol):
+    """One end. What it receives goes to its peer, at the pace at which the peer takes it."""
+
+    peer: End
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.lost = False
+        self._channel: Any = None
+        self._early: list[bytes] = []
+        self._eof = False
+        self._holds: set[str] = set()
+
+    def connection_made(self, transport: Any) -> None:
+        self._channel = transport
+        for data in self._early:
+            transport.write(data)
+        self._early.clear()
+        if self._eof:
+            transport.write_eof()
+        # Not at once: a new SSH channel begins to read after this call, whatever is said in it.
+        asyncio.get_running_loop().call_soon(self._pace)
+        self.peer.release("opening")
+
+    def data_received(self, data: bytes, _datatype: object = None) -> None:
+        self.received += len(data)
+        self.peer.write(data)
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep until this end is connected: a server may speak first."""
+        if self._channel is None:
+            self._early.append(data)
+        elif not self._channel.is_closing():
+            self._channel.write(data)
+
+    def eof_received(self) -> bool:
+        """Pass the end of one direction on; the other stays open. A TCP connection whose directions
+        have both ended would stay, and its peer with it.
+        """
+        self.peer.write_eof()
+        if self._eof:
+            self.close()
+            self.peer.close()
+        return True
+
+    def write_eof(self) -> None:
+        self._eof = True
+        if self._channel is not None and not self._channel.is_closing():
+            self._channel.write_eof()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self.lost = True
+        if not self.peer.lost:
+            self.peer.close()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def pause_writing(self) -> None:
+        self.peer.hold("window")
+
+    def resume_writing(self) -> None:
+        self.peer.release("window")
+
+    def hold(self, why: str) -> None:
+        """Do not read until the reason is released."""
+        self._holds.add(why)
+        self._pace()
+
+    def release(self, why: str) -> None:
+        if why in self._holds:
+            self._holds.discard(why)
+            self._pace()
+
+    def _pace(self) -> None:
+        if self._channel is None or self.lost:
+            return
+        if self._holds:
+            self._channel.pause_reading()
+        else:
+            self._channel.resume_reading()
+
+
+def pair() -> tuple[End, End]:
+    """Two ends that are connected to each other."""
+    near, far = End(), End()
+    near.peer, far.peer = far, near
+    return near, far
+
+
+def heed(
+    connection: asyncssh.SSHServerConnection | asyncssh.SSHClientConnection,
+    ends: Callable[[], Iterable[Held]],
+    why: str,
+) -> None:
+    """Hold these ends while the connection's own TCP peer does not read.
+
+    asyncssh looks at the windows of channels only. A peer that grants a large window and then reads
+    nothing would fill this process's memory.
+    """
+
+    def pause() -> None:
+        for end in ends():
+            end.hold(why)
+
+    def resume() -> None:
+        for end in ends():
+            end.release(why)
+
+    connection.pause_writing = pause  # type: ignore[method-assign]
+    connection.resume_writing = resume  # type: ignore[method-assign]

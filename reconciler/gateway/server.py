@@ -1,0 +1,339 @@
+"""SSH server of the gateway: it authorises, forwards to one machine, and cuts what has ended.
+
+A client opens connections to `slice`, port 22, which stands for the machine of the allocation that
+is its user name: its SSH with that machine passes through unread. Or it asks the gateway itself for
+a shell there, if the machine was launched with a terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import uuid
+from collections.abc import Awaitable
+
+import asyncssh
+from sqlalchemy import Connection, Engine
+
+from reconciler.gateway.machine import PLAIN, Machine
+from reconciler.gateway.pipe import End, heed, pair
+from reconciler.gateway.sessions import Session, Sessions, keep
+from reconciler.gateway.shell import Shell
+from reconciler.gateway.terminal import WINDOW
+from reconciler.lifecycle import ssh_access
+from reconciler.lifecycle.ssh_access import Grant
+from reconciler.model.errors import Problem
+from reconciler.records import ssh_keys, ssh_sessions
+from reconciler.settings import Settings
+from reconciler.trust.ca import certify_host, gateway_key, open_trust
+
+log = logging.getLogger("gpuaas.gateway")
+DESTINATION, PORT = "slice", 22
+_SIGNATURES = (
+    "ssh-ed25519",
+    "sk-ssh-ed25519@openssh.com",
+    "ecdsa-sha2-nistp256",
+    "ecdsa-sha2-nistp384",
+    "ecdsa-sha2-nistp521",
+    "sk-ecdsa-sha2-nistp256@openssh.com",
+    "rsa-sha2-256",
+    "rsa-sha2-512",
+)
+_PROHIBITED = asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED
+
+
+async def serve(settings: Settings, engine: Engine) -> None:
+    """Run the gateway of this machine until SIGINT or SIGTERM."""
+    if not settings.member_address:
+        raise Problem(
+            "gateway_nameless",
+            400,
+            expected="GPUAAS_MEMBER_ADDRESS, the name by which tenants reach this gateway",
+            found="none",
+            remedy="set it for the whole site, such as ssh.gpuaas.example:2222",
+        )
+    name, _ = settings.gateway
+    gateway = Gateway(engine, open_trust(settings.state_dir), name)
+    host, _, port = settings.gateway_listen.rpartition(":")
+    acceptor = await gateway.listen(host.strip("[]"), int(port))
+    log.info("gateway %s on %s", settings.member_address, settings.gateway_listen)
+    running = asyncio.create_task(gateway.run(acceptor))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, running.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    acceptor.close()
+    await gateway.stop()
+
+
+class Gateway(Sessions):
+    """One process of the gateway."""
+
+    async def listen(self, host: str, port: int) -> asyncssh.SSHAcceptor:
+        """Listen for clients. `run` must run too, because it ends what may not go on."""
+        return await asyncssh.create_server(
+            lambda: Client(self),
+            host,
+            port,
+            server_host_keys=[self._host_key()],
+            signature_algs=_SIGNATURES,
+            public_key_auth=True,
+            login_timeout=self.limits.login_s,
+            keepalive_interval=15,
+            keepalive_count_max=4,
+            agent_forwarding=False,
+            x11_forwarding=False,
+            # Whether there is a terminal, the machine's launch decides.
+            allow_pty=True,
+            encoding=None,
+            window=WINDOW,
+            line_editor=False,
+            allow_scp=False,
+            server_version="gpuaas",
+            **PLAIN,
+        )
+
+    async def run(self, acceptor: asyncssh.SSHAcceptor) -> None:
+        """Authorise the open sessions again and again, report them, and renew the certificate."""
+        renewing = asyncio.create_task(self._renew(acceptor))
+        try:
+            await self.watch()
+        finally:
+            renewing.cancel()
+
+    async def _renew(self, acceptor: asyncssh.SSHAcceptor) -> None:
+        while True:
+            await asyncio.sleep(86_400)
+            acceptor.update(server_host_keys=[self._host_key()])
+
+    def _host_key(self) -> tuple[str, asyncssh.SSHCertificate]:
+        path = gateway_key(self.trust)
+        public = path.with_name(f"{path.name}.pub").read_text()
+        line = certify_host(self.trust, public, self.name)
+        return str(path), asyncssh.import_certificate(line)
+
+
+class Client(Session, asyncssh.SSHServer):
+    """One connection of an SSH client."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway)
+        self._key = ""
+        self._keys = 0
+        self._connection: asyncssh.SSHServerConnection | None = None
+        self._machine: Machine | None = None
+        self._ends: list[tuple[End, End]] = []
+        self._terminals: list[Shell] = []
+        self._opening = 0
+        self._spent = (0, 0)
+        self._user = ""
+
+    def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+        self._connection = conn
+        heed(conn, lambda: [*(far for _, far in self._ends), *self._terminals], "client")
+        self.address = str((conn.get_extra_info("peername") or ("",))[0])
+        self.gateway.clients.add(self)
+        if self.gateway.full(self):
+            self._why = "too_many_connections"
+            conn.abort()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if self._machine is not None:
+            self._machine.close()
+        keep(self.finish())
+
+    def begin_auth(self, username: str) -> bool:
+        self._user = username
+        return True
+
+    def public_key_auth_supported(self) -> bool:
+        return True
+
+    async def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        self.grant = None
+        self._keys += 1
+        if self._keys > 2 * self.gateway.limits.keys:
+            self.cut("too_many_keys")
+            return False
+        line = ssh_keys.bare(key.export_public_key("openssh").decode())
+        try:
+            if not _is_id(username):
+                raise Problem(
+                    "access_unknown",
+                    403,
+                    expected="an allocation's id as user name",
+                    found="another name",
+                    remedy="use `gpuaas ssh`, or ssh -J ALLOCATION@GATEWAY USER@slice",
+                )
+            grant = await self.gateway.ask(lambda conn: ssh_access.authorise(conn, username, line))
+        except Problem as problem:
+            await self._refused(problem)
+            return False
+        except Exception as failure:
+            log.error("cannot authorise a connection: %s", failure)
+            self._banner("The gateway cannot ask its records. Try again in a minute.")
+            return False
+        # The client may offer several keys. Its signature decides later which of them it has.
+        self.grant, self._key = grant, line
+        return True
+
+    async def _refused(self, problem: Problem) -> None:
+        user = self._user if _is_id(self._user) else "-"
+        if problem.code != "access_unknown":
+            self._banner(f"{problem.found}. {problem.remedy[:1].upper()}{problem.remedy[1:]}.")
+        await self.gateway.refuse(problem, self.address, user, self.grant)
+
+    def _banner(self, text: str) -> None:
+        if self._connection is not None:
+            self._connection.send_auth_banner(f"gpuaas: {text}\n")
+
+    def auth_completed(self) -> None:
+        grant, limits = self.grant, self.gateway.limits
+        others = [c for c in self.gateway.clients if c.since and c.grant_id == self.grant_id]
+        if grant is None or len(others) >= limits.of_allocation:
+            self.cut("too_many_connections")
+            return
+        self.since = asyncio.get_running_loop().time()
+        self._machine = Machine(self.gateway.trust, grant, limits.machine_s)
+
+    def session_requested(self) -> asyncssh.SSHServerSession[bytes]:
+        """A shell or command of the machine, in a terminal or without one."""
+        self._require_room()
+        shell = Shell(self._run)
+        self._terminals = [*(other for other in self._terminals if not other.over), shell]
+        return shell
+
+    async def _run(self, shell: Shell) -> None:
+        try:
+            grant = await self._authorised()
+            ssh_access.require_terminal(grant)
+            if self._machine is None:
+                raise ConnectionError("the client has gone")
+            await shell.run(self, self._machine, grant)
+        except Problem as problem:
+            shell.refuse(f"{problem.code}: {problem.found}. {problem.remedy}")
+            self._later(problem)
+        except Exception as failure:
+            shell.refuse("the gateway cannot do it now; try again in a minute")
+            if not self.ended.is_set():
+                log.error("cannot open a terminal: %s: %s", type(failure).__name__, failure)
+        finally:
+            shell.over = True
+            self._spent = tuple(map(sum, zip(self._spent, shell.traffic(), strict=True)))  # type: ignore[assignment]
+
+    async def _authorised(self) -> Grant:
+        """Not by the answer at login: much may have happened since."""
+        return await self.gateway.ask(
+            lambda conn: ssh_access.authorise(conn, self.grant_id, self._key)
+        )
+
+    def _require_room(self) -> None:
+        live = sum(not near.lost for near, _ in self._ends) + self._opening
+        live += sum(not shell.over for shell in self._terminals)
+        if live >= self.gateway.limits.channels:
+            raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many channels")
+
+    def connection_requested(
+        self, dest_host: str, dest_port: int, _orig_host: str, _orig_port: int
+    ) -> Awaitable[asyncssh.SSHTCPSession[bytes]]:
+        if (dest_host, dest_port) != (DESTINATION, PORT):
+            self._later(_not_there(f"{dest_host[:100]!r} port {dest_port}"))
+            raise asyncssh.ChannelOpenError(
+                _PROHIBITED, f"this gateway leads to {DESTINATION}:{PORT} only"
+            )
+        self._require_room()
+        self._opening += 1
+        return self._open()
+
+    async def _open(self) -> asyncssh.SSHTCPSession[bytes]:
+        near, far = pair()
+        try:
+            grant = await self._authorised()
+            if self._machine is None:
+                raise ConnectionError("the client has gone")
+            await self._machine.connect(far)
+            await self.begin(grant, "jump")
+        except Problem as problem:
+            far.close()
+            self._later(problem)
+            raise asyncssh.ChannelOpenError(
+                asyncssh.OPEN_CONNECT_FAILED, f"{problem.code}: {problem.found}. {problem.remedy}"
+            ) from None
+        except Exception as failure:
+            far.close()
+            log.error("cannot open a connection: %s: %s", type(failure).__name__, failure)
+            raise asyncssh.ChannelOpenError(
+                asyncssh.OPEN_CONNECT_FAILED, "the gateway cannot do it now; try again in a minute"
+            ) from None
+        finally:
+            self._opening -= 1
+        self._ends = [ends for ends in self._ends if not self._counted(*ends)]
+        self._ends.append((near, far))
+        return near
+
+    @property
+    def claim(self) -> tuple[str, str, bool]:
+        return self.grant_id, self._key, any(not shell.over for shell in self._terminals)
+
+    def reason(self, conn: Connection) -> str:
+        id, key, in_terminal = self.claim
+        try:
+            grant = ssh_access.authorise(conn, id, key)
+            if in_terminal:
+                ssh_access.require_terminal(grant)
+        except Problem as problem:
+            return problem.code
+        return ""
+
+    def idle(self, now: float) -> str:
+        limits = self.gateway.limits
+        ends = [shell.ends(now, limits) for shell in self._terminals if not shell.over]
+        if self._opening or any(not near.lost for near, _ in self._ends) or "" in ends:
+            self.since = now
+        elif ends:
+            return ends[0]
+        return "idle" if self.since and now - self.since > limits.idle_s else ""
+
+    def cut(self, reason: str) -> None:
+        self._why = reason
+        if self._machine is not None:
+            self._machine.close()
+        if self._connection is not None:
+            # A disconnect is sent politely, and then nothing more is waited for.
+            self._connection.disconnect(asyncssh.DISC_BY_APPLICATION, f"gpuaas: {reason}")
+            self._connection.abort()
+
+    def traffic(self) -> ssh_sessions.Traffic:
+        shells = [shell.traffic() for shell in self._terminals if not shell.over]
+        near = sum(near.received for near, _ in self._ends) + self._spent[0]
+        far = sum(far.received for _, far in self._ends) + self._spent[1]
+        return near + sum(bytes_in for bytes_in, _ in shells), far + sum(out for _, out in shells)
+
+    def _counted(self, near: End, far: End) -> bool:
+        """Take the bytes of ends that are closed into the sum."""
+        if near.lost:
+            self._spent = (self._spent[0] + near.received, self._spent[1] + far.received)
+        return near.lost
+
+    def _later(self, problem: Problem) -> None:
+        keep(self.gateway.refuse(problem, self.address, self.grant_id, self.grant))
+
+
+def _is_id(text: str) -> bool:
+    try:
+        return str(uuid.UUID(text)) == text
+    except ValueError:
+        return False
+
+
+def _not_there(found: str) -> Problem:
+    return Problem(
+        "destination_refused",
+        403,
+        expected=f"{DESTINATION} port {PORT}",
+        found=found,
+        remedy=f"ssh -J ALLOCATION@GATEWAY USER@{DESTINATION}",
+    )

@@ -1,0 +1,256 @@
+"""A shell or command in a machine: its bytes, its size, and its recording.
+
+What it prints is read at the pace of its reader, and what is typed is taken at the pace of the
+machine. So neither side can fill this process's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+
+import asyncssh
+from sqlalchemy import Connection
+
+from reconciler.db.schema import Project
+from reconciler.gateway.machine import Machine
+from reconciler.gateway.sessions import Session
+from reconciler.lifecycle.ssh_access import Grant
+from reconciler.model.errors import Problem
+from reconciler.records import projects, terminals
+
+log = logging.getLogger("gpuaas.gateway")
+
+# Of output that waits for its reader, and of one piece of it.
+WINDOW, PIECE = 256 << 10, 32 << 10
+LARGEST = 1000
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a client asks for. kind: the type of its terminal; "" without one."""
+
+    columns: int
+    rows: int
+    kind: str = "xterm-256color"
+    command: str | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and rows, with usual ones in the place of useless ones."""
+        return (_within(self.columns, 80), _within(self.rows, 24))
+
+
+def _within(count: int, usual: int) -> int:
+    return count if 1 <= count <= LARGEST else usual
+
+
+class Terminal:
+    """A running shell or command."""
+
+    def __init__(
+        self,
+        guest: asyncssh.SSHClientConnection,
+        process: asyncssh.SSHClientProcess[bytes],
+        recording: Recording | None,
+    ) -> None:
+        self.process = process
+        self.recording = recording
+        self.received = self.sent = 0
+        self._guest = guest
+        self._size: tuple[int, int] | None = None
+        self._free = asyncio.Event()
+        self._free.set()
+        loop = asyncio.get_running_loop()
+        self._began = self._typed = loop.time()
+        # asyncssh answers what a machine asks, whether it takes the answers or not.
+        guest.pause_writing = self._pause  # type: ignore[method-assign]
+        guest.resume_writing = self._resume  # type: ignore[method-assign]
+
+    def _pause(self) -> None:
+        self._free.clear()
+        self._guest._transport.pause_reading()  # type: ignore[union-attr]
+
+    def _resume(self) -> None:
+        self._free.set()
+        self._guest._transport.resume_reading()  # type: ignore[union-attr]
+        if self._size:
+            self.resize(*self._size)
+
+    async def read(self, reader: asyncssh.SSHReader[bytes]) -> bytes:
+        """The next piece of output; b"" at its end."""
+        data = await reader.read(PIECE)
+        self.sent += len(data)
+        if self.recording is not None:
+            await self.recording.keep(data)
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Type something, as soon as the machine takes it."""
+        self._typed = asyncio.get_running_loop().time()
+        self.received += len(data)
+        self.process.stdin.write(data)
+        await self.process.stdin.drain()
+        await self._free.wait()
+
+    def write_eof(self) -> None:
+        """End the input of a command."""
+        if not self.process.is_closing():
+            self.process.stdin.write_eof()
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Change the size; the newest one later, while the machine takes nothing."""
+        size = Wish(columns, rows).size
+        if not self._free.is_set():
+            self._size = size
+            return
+        self._size = None
+        if not self.process.is_closing():
+            self.process.change_terminal_size(*size)
+            if self.recording is not None:
+                self.recording.resize(*size)
+
+    def signal(self, name: str) -> None:
+        """Send a signal to a machine that takes it."""
+        if self._free.is_set() and not self.process.is_closing():
+            self.process.send_signal(name)
+
+    def over(self, now: float, typed_s: float, lives_s: float) -> str:
+        """Why the terminal ends, although it may go on; "" if it does not."""
+        if now - self._began > lives_s:
+            return "time_is_over"
+        return "idle" if now - self._typed > typed_s else ""
+
+    async def close(self) -> None:
+        """End the shell, and its recording."""
+        self._guest.abort()
+        if self.recording is not None:
+            try:
+                await self.recording.close()
+            except Exception as failure:
+                log.error("cannot complete a recording: %s", failure)
+
+
+async def open_terminal(
+    session: Session, machine: Machine, grant: Grant, wish: Wish, way: str
+) -> Terminal:
+    """Open a shell or command and record its session, or raise a Problem."""
+    gateway = session.gateway
+
+    def ask(conn: Connection) -> Project:
+        # Again when the session is recorded; here, so that one too many does not reach the machine.
+        session.require_room(conn, grant, way)
+        return projects.get(conn, grant.project_id)
+
+    project = await gateway.ask(ask)
+    guest = await machine.log_in()
+    try:
+        await session.begin(grant, way)
+        recording = None
+        if project.records_terminals:
+            recording = Recording(session, grant.project_id, wish.size)
+            await gateway.write(lambda conn: terminals.make_room(conn, grant.project_id))
+        process: asyncssh.SSHClientProcess[bytes] = await guest.create_process(
+            wish.command,
+            encoding=None,
+            request_pty="force" if wish.kind else False,
+            term_type=wish.kind or None,
+            term_size=wish.size,
+            window=WINDOW,
+        )
+    except asyncssh.ChannelOpenError:
+        guest.abort()
+        raise Problem(
+            "terminal_refused_by_guest",
+            502,
+            expected="a machine that opens a shell",
+            found="it accepts the certificate and opens none",
+            remedy="use `gpuaas ssh`",
+        ) from None
+    except BaseException:
+        guest.abort()
+        raise
+    return Terminal(guest, process, recording)
+
+
+class Recording:
+    """Output of a terminal in the form of asciicast 2. What is typed is kept only where it shows.
+
+    The session ends at the limit, so that nothing is shown that is not kept.
+    """
+
+    LIMIT = 8 << 20
+    PART, PART_S = 64 << 10, 5.0
+    NOTICE = "The project {} records what this terminal shows. Operators can replay it.\r\n"
+
+    def __init__(self, session: Session, project_id: str, size: tuple[int, int]) -> None:
+        self._session = session
+        self._project_id = project_id
+        self._began = self._written = time.monotonic()
+        self._lines: list[str] = []
+        self._waiting = self._whole = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._checksum = hashlib.sha256()
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        header = {"version": 2, "width": size[0], "height": size[1], "timestamp": int(time.time())}
+        self._add(header)
+
+    @property
+    def notice(self) -> bytes:
+        """The announcement, which is shown before anything else."""
+        return self.NOTICE.format(self._project_id).encode()
+
+    async def keep(self, data: bytes) -> None:
+        """Keep a piece of output; b"" is its end."""
+        if text := self._text.decode(data, final=not data):
+            self._add([self._elapsed(), "o", text])
+        if self._waiting > self.PART or time.monotonic() - self._written > self.PART_S:
+            await self._flush()
+        if self._whole > self.LIMIT:
+            raise Problem(
+                "recording_full",
+                expected=f"at most {self.LIMIT >> 20} MiB of a recording",
+                found="more",
+                remedy="open another terminal, or copy much data with scp",
+            )
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Keep a change of size."""
+        self._add([self._elapsed(), "r", f"{columns}x{rows}"])
+
+    async def close(self) -> None:
+        """Write the rest, and the digest of all."""
+        await self._flush()
+        checksum, session = self._checksum.hexdigest(), self._session.session
+        await self._session.gateway.write(lambda conn: terminals.finish(conn, session, checksum))
+
+    def _elapsed(self) -> float:
+        return round(time.monotonic() - self._began, 3)
+
+    def _add(self, entry: object) -> None:
+        line = json.dumps(entry) + "\n"
+        self._checksum.update(line.encode())
+        self._lines.append(line)
+        self._waiting += len(line)
+        self._whole += len(line)
+
+    async def _flush(self) -> None:
+        part, self._lines, self._waiting = "".join(self._lines), [], 0
+        self._written = time.monotonic()
+        # A part is written although its reader was cut, and before the next.
+        self._writing = asyncio.create_task(self._write(part, self._writing))
+        await asyncio.shield(self._writing)
+
+    async def _write(self, part: str, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        session, project = self._session.session, self._project_id
+        if part:
+            await self._session.gateway.write(
+                lambda conn: terminals.append(conn, session, project, part)
+            )

@@ -1,0 +1,1 @@
+"""Import of images: disks in other forms become raw files with a digest."""

@@ -1,0 +1,222 @@
+"""Raw image from a disk: a raw or qcow2 file, or an OCI image that contains either.
+
+A source is hostile by assumption. It does not decide which other file is read, how much memory is
+used, or how many bytes are written. A raw file gets its name in the folder when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from reconciler.images import bounds, oci
+from reconciler.model.errors import Problem
+
+SECTOR = 512
+LIMIT_S = 3600
+MEMORY = 2 << 30
+NOBODY = 65534
+QCOW2 = b"QFI\xfb"
+# Incompatible features of qcow2: external data file, and those that change how its own bytes are
+# read (compression type, extended L2 entries).
+EXTERNAL_DATA, READABLE = 0b100, 0b11000
+Compression = Literal["none", "zstd"]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A file in the folder of images.
+
+    digest, size_bytes: of its raw bytes. new: the folder did not have it.
+    """
+
+    file: Path
+    digest: str
+    size_bytes: int
+    new: bool
+
+
+def convert(
+    source: Path,
+    folder: Path,
+    *,
+    limit_bytes: int,
+    source_digest: str = "",
+    compression: Compression = "none",
+) -> Converted:
+    """Convert a source into the folder, where nothing is left of a source that is refused.
+
+    limit_bytes: of the raw image. source_digest: what the file must have, or the manifest of an OCI
+    image; "" for any.
+    """
+    with _drafts(folder) as drafts:
+        raw = drafts / "raw"
+        with _disk_of(source, drafts, limit_bytes, source_digest).open("rb") as disk:
+            head = disk.read(SECTOR)
+            if head.startswith(QCOW2):
+                size = _virtual_size(head)
+                _require_size(size, limit_bytes, folder)
+                _run_qemu_img(disk, raw, size)
+            else:
+                _require_bootable(head)
+                size = os.fstat(disk.fileno()).st_size
+                _require_size(size, limit_bytes, folder)
+                disk.seek(0)
+                bounds.copy_sparse(disk, raw, size)
+        with raw.open("rb") as image:
+            _require_bootable(image.read(SECTOR))
+            image.seek(0)
+            digest = bounds.digest_of(image)
+        return _place(raw, folder, digest, compression)
+
+
+def _disk_of(source: Path, drafts: Path, limit_bytes: int, source_digest: str) -> Path:
+    """The disk file of a source: itself, or taken out of an OCI image."""
+    try:
+        mode = source.stat().st_mode
+    except OSError as error:
+        expected = "a disk file or an OCI image that this user can read"
+        raise bounds.invalid(expected, f"{source}: {error.strerror}") from error
+    # The opening of a pipe would wait for a writer, and a device has no end.
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise bounds.invalid("a plain file, or a folder with an OCI image", f"{source}: neither")
+    if oci.is_image(source):
+        disk = drafts / "disk"
+        oci.extract(source, disk, limit_bytes, source_digest)
+        return disk
+    if source_digest:
+        with source.open("rb") as file:
+            actual = bounds.digest_of(file)
+        if actual != source_digest:
+            raise bounds.invalid(f"{source} with the digest {source_digest}", actual)
+    return source
+
+
+def _virtual_size(head: bytes) -> int:
+    """Size of a qcow2 disk all of whose bytes are in this file."""
+    if len(head) < SECTOR:
+        raise bounds.invalid("a qcow2 file with a header", f"{len(head)} bytes")
+    version, backing, _length, _bits, size, encrypted = struct.unpack_from(">IQIIQI", head, 4)
+    features = struct.unpack_from(">Q", head, 72)[0] if version == 3 else 0
+    if backing or features & EXTERNAL_DATA:
+        raise Problem(
+            "image_needs_another_file",
+            422,
+            expected="a qcow2 file that contains all of its data",
+            found="a backing file" if backing else "an external data file",
+            remedy="where both files are, run: qemu-img convert -O qcow2 OLD NEW",
+        )
+    if version not in (2, 3) or encrypted or features & ~READABLE:
+        found = f"version {version}, encryption {encrypted}, incompatible features {features:#x}"
+        raise bounds.invalid("qcow2 of version 2 or 3, consistent and not encrypted", found)
+    return int(size)
+
+
+def _require_size(size: int, limit_bytes: int, folder: Path) -> None:
+    if size > limit_bytes:
+        raise bounds.too_large(limit_bytes, f"{size} bytes")
+    if size == 0 or size % SECTOR:
+        raise bounds.invalid(f"a disk of whole sectors of {SECTOR} bytes", f"{size} bytes")
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise Problem(
+            "image_no_room",
+            507,
+            expected=f"{size} bytes free in {folder}",
+            found=f"{free} bytes",
+            remedy="remove files that no image names, or use a larger file system",
+        )
+
+
+def _run_qemu_img(disk: IO[bytes], raw: Path, size: int) -> None:
+    """Let qemu-img read the open file, as qcow2 without a backing file and within limits."""
+    if not shutil.which("qemu-img"):
+        raise Problem(
+            "program_missing",
+            500,
+            expected="qemu-img on this machine",
+            found="none on PATH",
+            remedy="install the package qemu-utils",
+        )
+    place = {"driver": "file", "filename": f"/proc/self/fd/{disk.fileno()}", "locking": "off"}
+    node = {"driver": "qcow2", "read-only": True, "backing": None, "file": place}
+    raw.touch(mode=0o600, exist_ok=False)
+    limits = [f"--fsize={size}", f"--as={MEMORY}", f"--cpu={LIMIT_S}", "--core=0"]
+    with raw.open("r+b") as target:
+        program = ["prlimit", *limits, "--", "qemu-img", "convert", "-q", "-O", "raw", "--"]
+        if os.geteuid() == 0:
+            # It opens both files again by their descriptors, as nobody.
+            os.fchown(target.fileno(), NOBODY, NOBODY)
+            ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
+            program = ["setpriv", *ids, "--", *program]
+        try:
+            done = subprocess.run(
+                [*program, f"json:{json.dumps(node)}", f"/proc/self/fd/{target.fileno()}"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                pass_fds=(disk.fileno(), target.fileno()),
+                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C"},
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise bounds.invalid(f"qemu-img to end within {LIMIT_S} s", "no end") from error
+        os.fchown(target.fileno(), os.geteuid(), os.getegid())
+    if done.returncode or raw.stat().st_size != size:
+        text = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+        expected = f"a qcow2 disk of {size} bytes that qemu-img can read"
+        raise bounds.invalid(expected, f"exit {done.returncode}: {text}")
+
+
+def _require_bootable(head: bytes) -> None:
+    """A raw file has no mark of its own; a disk has that of a partition table."""
+    if head[510:] != b"\x55\xaa":
+        raise Problem(
+            "image_format_unknown",
+            422,
+            expected="a disk with a partition table (55 aa at byte 510), raw or as qcow2",
+            found=f"first bytes {head[:8].hex(' ')}",
+            remedy="unpack the file, or convert it: qemu-img convert -O qcow2 OLD NEW",
+        )
+
+
+def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Converted:
+    """Move the file into the folder, durably, under the name of its digest."""
+    file, size = folder / f"{digest.removeprefix('sha256:')}.raw", raw.stat().st_size
+    if compression == "zstd":
+        packed = raw.with_suffix(".zst")
+        words = ["zstd", "-q", "-T0", "-o", str(packed), "--", str(raw)]
+        subprocess.run(words, check=True, timeout=LIMIT_S)
+        raw, file = packed, file.with_suffix(".raw.zst")
+    raw.chmod(0o644)
+    with raw.open("rb") as stream:
+        os.fsync(stream.fileno())
+    new = not file.exists()
+    raw.replace(file)
+    return Converted(file, digest, size, new)
+
+
+@contextmanager
+def _drafts(folder: Path) -> Iterator[Path]:
+    try:
+        drafts = tempfile.TemporaryDirectory(prefix=".import-", dir=folder)
+    except OSError as error:
+        raise Problem(
+            "images_dir_unusable",
+            422,
+            expected=f"{folder} (GPUAAS_IMAGES_DIR), a folder in which this user may create files",
+            found=error.strerror or str(error),
+            remedy="create it, or run this as its owner on a machine of the service",
+        ) from error
+    with drafts as name:
+        yield Path(name)

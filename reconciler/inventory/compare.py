@@ -1,0 +1,535 @@
+"""Comparison of NetBox with the records: differences with their reasons, and what a sync writes.
+
+Pure. A device with contradictory tags or identity takes part in no write at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_interface, ip_network
+from typing import Any
+
+from reconciler.inventory.expected import (
+    ALLOCATION,
+    DEVICE_FIELDS,
+    LIVE,
+    MACHINE_FIELDS,
+    SEAL,
+    ExpectedMachine,
+    ExpectedNode,
+    is_retired,
+)
+from reconciler.inventory.netbox import Address, Device, Machine, Prefix, VmInterface
+from reconciler.inventory.networks import MANAGED, Network, Parts, parts_of, vrf_name
+from reconciler.inventory.patches import (
+    BLOCKED,
+    PURPOSES,
+    device_patch,
+    device_values,
+    machine_patch,
+    machine_values,
+    purpose_of,
+    shown_machine,
+    untouched,
+)
+from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
+from reconciler.model.states import AllocationState
+
+_NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LONGEST = 200
+_SYNC = "`gpuaas netbox sync` writes it"
+_HAND_OVER = f"put the old value back, or empty {SEAL} to have the values of the records written"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference. action: how a sync ends it; "" if a person must."""
+
+    code: str
+    subject: str
+    expected: str
+    found: str
+    remedy: str
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class NewNode:
+    """A node to be added, in `enrolling`."""
+
+    id: str
+    purpose: str
+    address: str
+    region: str
+    profile: str
+    device: Device
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """NetBox's side: devices with our tags or with the names of our nodes, our virtual machines,
+    and the networks of the devices' sites. slice_network: None if it could not be read.
+    """
+
+    devices: Sequence[Device]
+    machines: Sequence[Machine]
+    networks: Sequence[Prefix] = ()
+    slice_network: Network | None = None
+
+
+@dataclass
+class Comparison:
+    """Findings, and what a sync does about those with an action."""
+
+    findings: list[Finding] = field(default_factory=list)
+    new_nodes: list[NewNode] = field(default_factory=list)
+    devices: list[tuple[ExpectedNode, Device]] = field(default_factory=list)
+    created: list[tuple[ExpectedMachine, Device]] = field(default_factory=list)
+    changed: list[tuple[ExpectedMachine, Machine, Device]] = field(default_factory=list)
+    deleted: list[tuple[ExpectedMachine, Machine]] = field(default_factory=list)
+    parts: list[Parts] = field(default_factory=list)
+    ended: list[VmInterface] = field(default_factory=list)
+    # What NetBox knows of the device of each node.
+    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def note(
+        self,
+        code: str,
+        subject: str,
+        expected: object,
+        found: object,
+        remedy: str,
+        action: str = "",
+    ) -> None:
+        texts = (shown(subject), shown(expected), shown(found), remedy)
+        self.findings.append(Finding(f"netbox_{code}", *texts, action))
+
+
+def compare(
+    nodes: Sequence[ExpectedNode],
+    machines: Sequence[ExpectedMachine],
+    netbox: Inventory,
+    profiles: Collection[str],
+) -> Comparison:
+    """All differences of both sides. profiles: names of the site's hardware profiles."""
+    result = Comparison()
+    writable = _has_fields(result, netbox.devices, DEVICE_FIELDS)
+    pairs = _pair(result, nodes, netbox.devices)
+    contradictory = set(_contradictory(result, netbox.devices))
+    contradictory |= set(_other_serials(result, nodes, pairs))
+    for expected in nodes:
+        device = pairs.get(expected.node.id)
+        if device is not None and device.id not in contradictory:
+            _intent(result, expected, device, netbox.networks)
+            if writable:
+                _device(result, expected, device)
+    paired = {device.id for device in pairs.values()}
+    addresses = {expected.node.address for expected in nodes}
+    serials = {serial_of(row.node.hardware) for row in nodes if not is_retired(row.node)}
+    for device in netbox.devices:
+        if device.id not in paired | contradictory and purpose_of(device):
+            _new_node(result, device, netbox.networks, profiles, addresses, serials)
+    usable = {id: device for id, device in pairs.items() if device.id not in contradictory}
+    result.known = {id: _known(device) for id, device in usable.items() if " " not in id}
+    if _has_fields(result, netbox.machines, MACHINE_FIELDS):
+        shown = _machines(result, machines, netbox.machines, usable)
+        if netbox.slice_network is not None:
+            _networks(result, shown, netbox.slice_network)
+    return result
+
+
+def _has_fields(
+    result: Comparison, objects: Sequence[Device] | Sequence[Machine], names: Mapping[str, str]
+) -> bool:
+    """NetBox shows every custom field of a kind in each of its objects, also without a value."""
+    missing = sorted(names.keys() - objects[0].custom_fields.keys()) if objects else []
+    if missing:
+        result.note(
+            *("field_missing", f"custom fields of a {type(objects[0]).__name__.lower()}"),
+            *(", ".join(names), f"no {', '.join(missing)}"),
+            "import the custom fields of docs/netbox.md into NetBox; until then nothing is written",
+        )
+    return not missing
+
+
+def _pair(
+    result: Comparison, nodes: Sequence[ExpectedNode], devices: Sequence[Device]
+) -> dict[str, Device]:
+    """The device of each node: by the id that was written into it, else by name."""
+    by_id: dict[object, list[Device]] = {}
+    by_name: dict[object, list[Device]] = {}
+    ids = {expected.node.id for expected in nodes}
+    for device in devices:
+        node_id = device.custom_fields.get("gpuaas_node_id")
+        if isinstance(node_id, str) and node_id in ids:
+            by_id.setdefault(node_id, []).append(device)
+        else:
+            by_name.setdefault(device.name, []).append(device)
+    pairs = {}
+    for expected in nodes:
+        node = expected.node
+        candidates = by_id.get(node.id) or by_name.get(node.name) or by_name.get(node.id) or []
+        if len(candidates) == 1:
+            pairs[node.id] = candidates[0]
+        elif candidates:
+            names = ", ".join(device_name(device) for device in candidates)
+            remedy = "rename or untag the others in NetBox, and empty gpuaas_node_id of a copy"
+            result.note("device_twice", f"node {node.id}", "one device", names, remedy)
+            # None of them is a new machine.
+            for device in candidates:
+                pairs[f"{node.id} {device.id}"] = device
+        elif not is_retired(node):
+            result.note(
+                *(
+                    "missing",
+                    f"node {node.id}",
+                    f"a device {node.name} with one of our tags",
+                    "none",
+                ),
+                "add the device to NetBox, or retire the node",
+            )
+    return pairs
+
+
+def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[int]:
+    serials = Counter(filter(None, map(_serial, devices)))
+    addresses = Counter(_ip(device.oob_ip) for device in devices if _ip(device.oob_ip))
+    # A BMC has an address of its own.
+    addresses.update({_address(device) for device in devices} & addresses.keys())
+    for device in devices:
+        subject = f"device {device_name(device)}"
+        tags = [tag for tag in PURPOSES.values() if device.tagged(tag)]
+        if len(tags) != 1:
+            code = "tags_contradict" if tags else "tag_missing"
+            result.note(
+                *(code, subject, f"one of the tags {', '.join(PURPOSES.values())}"),
+                " and ".join(tags) or "neither",
+                "set the tag of the intended use in NetBox, and no other",
+            )
+            yield device.id
+        if addresses[bmc := _ip(device.oob_ip)] > 1:
+            # The node of neither gets it: a command to the wrong BMC ends another machine.
+            remedy = "correct the out-of-band addresses in NetBox"
+            text = f"the out-of-band address {bmc} at one device, and at no machine"
+            result.note("bmc_twice", subject, text, "several", remedy)
+            yield device.id
+        if serials[serial := _serial(device)] > 1:
+            others = [device_name(row) for row in devices if _serial(row) == serial]
+            result.note(
+                *("serial_twice", subject, f"serial number {serial} at one device"),
+                ", ".join(others),
+                "correct the serial numbers in NetBox",
+            )
+            yield device.id
+
+
+def _other_serials(
+    result: Comparison, nodes: Sequence[ExpectedNode], pairs: Mapping[str, Device]
+) -> Iterator[int]:
+    """Devices that are another machine than the host of their node, or whose host is not unique."""
+    living = [
+        row.node for row in nodes if serial_of(row.node.hardware) and not is_retired(row.node)
+    ]
+    serials = by_serial((node.id, node.hardware) for node in living)
+    for node in living:
+        reported, device = serial_of(node.hardware), pairs.get(node.id)
+        if len(serials[reported]) > 1:
+            result.note(
+                *("serial_twice", f"node {node.id}", f"serial number {reported} at one host"),
+                *(", ".join(serials[reported]), TWICE),
+            )
+        elif device is not None and _serial(device) not in ("", reported):
+            result.note(
+                *("serial_differs", f"node {node.id}", f"serial number {reported}, as its host"),
+                f"{_serial(device)} at device {device_name(device)}",
+                "find out which machine has the node's address, and correct the node or NetBox",
+            )
+        else:
+            continue
+        if device is not None:
+            yield device.id
+
+
+def _intent(
+    result: Comparison, expected: ExpectedNode, device: Device, networks: Sequence[Prefix]
+) -> None:
+    """Intent that differs from the node. A person decides: a conversion erases disks."""
+    node = expected.node
+    if is_retired(node):
+        return
+    subject = f"node {node.id}"
+    for name, intended, actual in (
+        ("use", purpose_of(device), expected.purpose),
+        ("name", device.name or "", node.name),
+        ("region", device.site.slug, node.region),
+        ("profile", _profile(device), node.profile),
+    ):
+        if intended and actual and intended != actual:
+            result.note(
+                *("intent_differs", subject, f"{name} {intended}, as in NetBox", actual),
+                "convert or change the node (`gpuaas nodes convert|change`), or correct NetBox",
+            )
+    address = _address(device)
+    if address and _is_ip(node.address) and ip_address(node.address) != ip_address(address):
+        result.note(
+            *("address_differs", subject, f"{address}, the primary IPv4 in NetBox", node.address),
+            "change the node's address (`gpuaas nodes change`), or correct NetBox",
+        )
+    _outside(result, device, networks)
+
+
+def _device(result: Comparison, expected: ExpectedNode, device: Device) -> None:
+    patch, foreign = device_patch(expected, device)
+    subject = f"device {device_name(device)}"
+    if foreign:
+        result.note(*foreign_edit(subject, foreign, device_values(device), expected.fields))
+    elif patch:
+        fields = patch["custom_fields"]
+        names = [name for name in fields if name != SEAL] or [SEAL]
+        if BLOCKED not in names and patch.keys() & {"add_tags", "remove_tags"}:
+            names.append(BLOCKED)
+        actual = {**device_values(device), SEAL: device.custom_fields.get(SEAL)}
+        target = {**expected.fields, BLOCKED: expected.blocked, SEAL: fields[SEAL]}
+        result.note(
+            *("outdated", subject, _listed(names, target), _listed(names, actual)),
+            *(_SYNC, "write"),
+        )
+        result.devices.append((expected, device))
+
+
+def foreign_edit(
+    subject: str, names: Sequence[str], actual: Mapping[str, Any], target: Mapping[str, Any]
+) -> tuple[str, str, str, str, str]:
+    """The parts of a finding about values that somebody else has changed."""
+    wrong = f"{_listed(names, actual)}, which was not written by this service"
+    return "foreign_edit", subject, _listed(names, target), wrong, _HAND_OVER
+
+
+def _new_node(
+    result: Comparison,
+    device: Device,
+    networks: Sequence[Prefix],
+    profiles: Collection[str],
+    addresses: set[str],
+    serials: Collection[str],
+) -> None:
+    """A tagged device without a node. It is added if nothing about it is in doubt."""
+    name, address, profile = device.name or "", _address(device), _profile(device)
+    subject, before = f"device {device_name(device)}", len(result.findings)
+    remedy = "correct the device in NetBox"
+    if not _NODE_ID.fullmatch(name):
+        result.note("name_invalid", subject, "a name of a-z, 0-9 and -", name or "none", remedy)
+    if not _REGION.fullmatch(device.site.slug):
+        result.note(
+            "site_invalid", subject, "a site with a slug of at most 64", device.site.slug, remedy
+        )
+    if not address:
+        actual = device.primary_ip4.address if device.primary_ip4 else "none"
+        result.note("address_missing", subject, "a machine's primary IPv4", actual, remedy)
+    elif address in addresses:
+        result.note("address_taken", subject, "an address that no node has", address, remedy)
+    if _serial(device) and _serial(device) in serials:
+        parts = ("a serial number that the host of no node has", device.serial)
+        result.note("serial_taken", subject, *parts, "name the device as its node")
+    if profile not in profiles:
+        result.note(
+            *("profile_unknown", subject, f"one of the profiles {', '.join(sorted(profiles))}"),
+            profile or "none",
+            "set gpuaas.hardware_profile in the device's local config context",
+        )
+    if not _outside(result, device, networks) and len(result.findings) == before:
+        new = NewNode(name, purpose_of(device), address, device.site.slug, profile, device)
+        addresses.add(address)
+        remedy = "`gpuaas netbox sync` adds it in the state enrolling"
+        result.note("new_device", subject, f"a node {name}", "none", remedy, "add_node")
+        result.new_nodes.append(new)
+
+
+def _outside(result: Comparison, device: Device, networks: Sequence[Prefix]) -> bool:
+    """Whether the address is outside the networks of the device's site. A network of a part of a
+    site counts for each site. A site without networks is not judged.
+    """
+    address = _address(device)
+    near = [
+        row.prefix
+        for row in networks
+        if row.scope_type != "dcim.site" or row.scope_id == device.site.id
+    ]
+    if not address or not near or any(_contains(network, address) for network in near):
+        return False
+    result.note(
+        *("address_outside", f"device {device_name(device)}"),
+        f"an address in the networks of the site {device.site.slug}: {', '.join(near)}",
+        *(address, "correct the primary IPv4 address, or add the network to the site"),
+    )
+    return True
+
+
+def _machines(
+    result: Comparison,
+    expected: Sequence[ExpectedMachine],
+    machines: Sequence[Machine],
+    devices: Mapping[str, Device],
+) -> list[tuple[ExpectedMachine, Machine | None]]:
+    """Compare virtual machines; returns the slices that NetBox shows, or will show."""
+    shown: list[tuple[ExpectedMachine, Machine | None]] = []
+    of_allocation: dict[object, list[Machine]] = {}
+    for machine in machines:
+        if not machine.tagged(MANAGED):
+            continue
+        key = machine.custom_fields.get(ALLOCATION)
+        of_allocation.setdefault(key if isinstance(key, str) else None, []).append(machine)
+    for slice_ in expected:
+        existing = of_allocation.pop(slice_.allocation_id, [])
+        device = devices.get(slice_.node_id)
+        if len(existing) > 1:
+            names = ", ".join(f"{machine.name} ({machine.id})" for machine in existing)
+            remedy = "delete the copies in NetBox"
+            result.note("machine_twice", slice_.name, "one virtual machine", names, remedy)
+        elif existing and slice_.state == AllocationState.RELEASED:
+            _stale(result, slice_, existing[0])
+        elif existing and device:
+            if _machine(result, slice_, existing[0], device):
+                shown.append((slice_, existing[0]))
+        elif not existing and device and slice_.state in LIVE:
+            text = f"a virtual machine on {device_name(device)}, {slice_.status}"
+            result.note("machine_missing", slice_.name, text, "none", _SYNC, "create")
+            result.created.append((slice_, device))
+            shown.append((slice_, None))
+    for machine in (row for rows in of_allocation.values() for row in rows):
+        result.note(
+            *("machine_unknown", f"virtual machine {machine.name}"),
+            f"an allocation of this site in {ALLOCATION}",
+            machine.custom_fields.get(ALLOCATION) or "none",
+            f"remove the tag {MANAGED}, or delete it in NetBox; this service does not",
+        )
+    return shown
+
+
+def _networks(
+    result: Comparison,
+    shown: Sequence[tuple[ExpectedMachine, Machine | None]],
+    network: Network,
+) -> None:
+    # A failed slice without a slot: the next slice there gets the same addresses.
+    ended = {
+        machine.id: slice_
+        for slice_, machine in shown
+        if machine is not None and not slice_.mac and slice_.state not in LIVE
+    }
+    for interface in network.interfaces:
+        if slice_ := ended.get(interface.virtual_machine.id):
+            parts_ = ("no interface: it holds no slot", interface.name, _SYNC)
+            result.note("stale_network", slice_.name, *parts_, "delete")
+            result.ended.append(interface)
+    for parts in parts_of(shown, network):
+        slice_ = parts.slice
+        text = f"{slice_.mac}, {slice_.address} in the VRF {vrf_name(slice_.node_id)}"
+        if parts.wrong:
+            remedy = "put the old values back, or delete the interface in NetBox"
+            result.note("network_differs", slice_.name, text, ", ".join(parts.wrong), remedy)
+            continue
+        if parts.missing and parts.machine is not None:
+            actual = f"no {', no '.join(parts.missing)}"
+            result.note("network_missing", slice_.name, text, actual, _SYNC, "create")
+        if parts.missing:
+            result.parts.append(parts)
+
+
+def _machine(
+    result: Comparison, expected: ExpectedMachine, machine: Machine, device: Device
+) -> bool:
+    """Compare a virtual machine; returns whether it is as this service has written it."""
+    patch, foreign = machine_patch(expected, machine, device)
+    actual, target = shown_machine(machine), machine_values(expected, device)
+    if foreign:
+        result.note(*foreign_edit(expected.name, foreign, actual, target))
+    elif patch:
+        names = [name for name in target if actual[name] != target[name]]
+        result.note(
+            *("outdated", expected.name, _listed(names, target), _listed(names, actual)),
+            *(_SYNC, "write"),
+        )
+        result.changed.append((expected, machine, device))
+    return not foreign
+
+
+def _stale(result: Comparison, expected: ExpectedMachine, machine: Machine) -> None:
+    text = f"no virtual machine: allocation {expected.allocation_id} is released"
+    if untouched(machine):
+        remedy = "`gpuaas netbox sync` deletes it"
+        result.note("stale_machine", expected.name, text, machine.name, remedy, "delete")
+        result.deleted.append((expected, machine))
+    else:
+        changed = f"{machine.name}, which somebody has changed"
+        result.note("foreign_edit", expected.name, text, changed, "delete it in NetBox")
+
+
+def device_name(device: Device) -> str:
+    return shown(device.name or f"number {device.id}")
+
+
+def shown(value: object) -> str:
+    """Text for people, from a NetBox whose values anybody may have typed."""
+    text = str(value)
+    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _listed(names: Sequence[str], values: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name} {values.get(name)!r:.60}" for name in names)
+
+
+def _known(device: Device) -> dict[str, Any]:
+    """What a node keeps of its device, for people who stand before it or use its BMC."""
+    return {
+        "device_id": device.id,
+        "asset_tag": device.asset_tag or "",
+        "bmc_address": _ip(device.oob_ip),
+    }
+
+
+def _serial(device: Device) -> str:
+    return serial_number(device.serial)
+
+
+def _profile(device: Device) -> str:
+    context = (device.local_context_data or {}).get("gpuaas")
+    profile = context.get("hardware_profile") if isinstance(context, dict) else None
+    return profile if isinstance(profile, str) else ""
+
+
+def _address(device: Device) -> str:
+    """The address of the machine."""
+    address = _ip(device.primary_ip4)
+    return address if address and ip_address(address).version == 4 else ""
+
+
+def _ip(row: Address | None) -> str:
+    """An address of a machine; "" for none, and for one that several machines can have."""
+    try:
+        address = ip_interface(row.address).ip if row else None
+    except ValueError:
+        return ""
+    if address is None or address.is_loopback or address.is_unspecified or address.is_multicast:
+        return ""
+    return str(address)
+
+
+def _contains(network: str, address: str) -> bool:
+    try:
+        return ip_address(address) in ip_network(network, strict=False)
+    except ValueError:
+        return False
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True

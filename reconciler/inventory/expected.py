@@ -1,0 +1,164 @@
+"""The records of the site as NetBox should show them: nodes with their slots, and slices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.schema import Node, allocations, claims, nodes, parities, slots
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    AllocationState,
+    CapacityShape,
+    ClaimKind,
+    NodeMode,
+    NodeState,
+    SlotState,
+)
+
+# Custom fields of a device, with their type in NetBox. `gpuaas_slots` is shown to many people, so
+# it has no addresses of devices. SEAL is made of the other values: a value that was changed by
+# somebody else no longer fits it, and is not overwritten.
+SEAL = "gpuaas_written"
+DEVICE_FIELDS: Mapping[str, str] = {
+    "gpuaas_node_id": "text",
+    "gpuaas_state": "text",
+    "gpuaas_mode": "text",
+    "gpuaas_slots_total": "integer",
+    "gpuaas_slots_available": "integer",
+    "gpuaas_slots_active": "integer",
+    "gpuaas_slots_blocked": "integer",
+    "gpuaas_slots": "json",
+    "gpuaas_parity_at": "text",
+    "gpuaas_last_seen": "text",
+    SEAL: "text",
+}
+ALLOCATION = "gpuaas_allocation_id"
+MACHINE_FIELDS: Mapping[str, str] = {ALLOCATION: "text", SEAL: "text"}
+# Status of a virtual machine, by the state of its allocation.
+_STATUS = {
+    AllocationState.REQUESTED: "planned",
+    AllocationState.PROVISIONING: "staged",
+    AllocationState.ACTIVE: "active",
+    AllocationState.RELEASING: "decommissioning",
+    AllocationState.FAILED: "failed",
+}
+LIVE = tuple(state for state in _STATUS if state != AllocationState.FAILED)
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class ExpectedNode:
+    """A node. fields: the custom fields of its device. blocked: it has blocked slots."""
+
+    node: Node
+    fields: Mapping[str, Any]
+    blocked: bool
+
+    @property
+    def purpose(self) -> str:
+        return NodeMode(self.node.mode).purpose
+
+
+@dataclass(frozen=True)
+class ExpectedMachine:
+    """The virtual machine of a slice. state: of its allocation. mac, address: of its interface."""
+
+    allocation_id: str
+    node_id: str
+    state: str
+    status: str
+    mac: str = ""
+    address: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"gpuaas-slice-{self.allocation_id.replace('-', '')}"
+
+
+def read_nodes(conn: sa.Connection) -> list[ExpectedNode]:
+    """Every node, the retired ones included."""
+    of_node: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    columns = (slots.c.node_id, slots.c.slot_index, slots.c.status, slots.c.health_state)
+    query = sa.select(*columns).where(slots.c.retired_at.is_(None))
+    for node_id, index, status, health in conn.execute(query.order_by(slots.c.slot_index)):
+        of_node[node_id].append({"index": index, "status": status, "health": health})
+    latest = sa.select(parities.c.node_id, sa.func.max(parities.c.created_at))
+    parity = {row[0]: row[1] for row in conn.execute(latest.group_by(parities.c.node_id))}
+    all_nodes = rows.every(conn, sa.select(nodes).order_by(nodes.c.name), Node)
+    return [_node(node, of_node[node.id], parity.get(node.id)) for node in all_nodes]
+
+
+def _node(node: Node, of_node: list[dict[str, Any]], parity_at: float | None) -> ExpectedNode:
+    counts = Counter(slot["status"] for slot in of_node)
+    values = {
+        "gpuaas_node_id": node.id,
+        "gpuaas_state": node.state,
+        "gpuaas_mode": node.mode,
+        "gpuaas_slots_total": len(of_node),
+        "gpuaas_slots_available": counts[SlotState.AVAILABLE],
+        "gpuaas_slots_active": counts[SlotState.ACTIVE],
+        "gpuaas_slots_blocked": counts[SlotState.CLEANUP_BLOCKED],
+        "gpuaas_slots": of_node,
+        "gpuaas_parity_at": clock.iso(parity_at) if parity_at else None,
+        # The day only: a device that is written every few minutes has a change log of nothing else.
+        "gpuaas_last_seen": str(clock.iso(node.last_contact_at))[:10]
+        if node.last_contact_at
+        else None,
+    }
+    return ExpectedNode(node, values, counts[SlotState.CLEANUP_BLOCKED] > 0)
+
+
+def read_machines(conn: sa.Connection, shown: Collection[str]) -> list[ExpectedMachine]:
+    """Every live slice, and the ended ones among the allocations that NetBox shows."""
+    columns = (
+        *(allocations.c.id, allocations.c.node_id, allocations.c.state, allocations.c.stopped),
+        allocations.c.capacity_shape,
+    )
+    shape = allocations.c.capacity_shape == CapacityShape.GPU_SLICE
+    query = sa.select(*columns).where(shape)
+    by_id = {row.id: row for row in conn.execute(query.where(allocations.c.state.in_(LIVE)))}
+    for some in _chunks(sorted(set(shown) - by_id.keys())):
+        by_id |= {row.id: row for row in conn.execute(query.where(allocations.c.id.in_(some)))}
+    of_slice = sa.select(
+        claims.c.allocation_id, claims.c.management_mac, claims.c.private_ip
+    ).where(claims.c.kind == ClaimKind.SLICE, claims.c.state.in_(LIVE_CLAIMS))
+    # The interface is that of the first slot.
+    interfaces = {
+        key: (mac, address)
+        for key, mac, address in conn.execute(of_slice.order_by(claims.c.position.desc()))
+    }
+    return [
+        ExpectedMachine(
+            *(row.id, row.node_id or "", row.state, _status(row.state, row.stopped)),
+            *interfaces.get(row.id, ("", "")),
+        )
+        for row in by_id.values()
+    ]
+
+
+def _chunks(ids: list[str]) -> Iterable[list[str]]:
+    return (ids[begin : begin + _AT_ONCE] for begin in range(0, len(ids), _AT_ONCE))
+
+
+def _status(state: str, stopped: bool) -> str:
+    if state == AllocationState.ACTIVE and stopped:
+        return "offline"
+    return _STATUS.get(AllocationState(state), "")
+
+
+def is_retired(node: Node) -> bool:
+    return node.state == NodeState.RETIRED
+
+
+def seal(values: Mapping[str, Any]) -> str:
+    """Fingerprint of values as NetBox gives them back."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,267 @@
+"""Comparison with MAAS: one pass, its stored reading, the leader's loop.
+
+A pass reads tags, finds the machines of nodes, and keeps what protects and shows them in MAAS: the
+lock, the tag of intent after a conversion, annotations. It never deploys or releases a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine
+
+from reconciler.db import journal, locks
+from reconciler.db.engine import reading, retrying
+from reconciler.db.schema import Node, slots
+from reconciler.inventory.compare import shown
+from reconciler.inventory.maas import Client, Machine, Status, maas_access
+from reconciler.inventory.machines import (
+    Comparison,
+    ExpectedNode,
+    NewNode,
+    binding,
+    compare,
+    living,
+    purposes_of,
+    tags_of,
+)
+from reconciler.inventory.patches import PURPOSES
+from reconciler.inventory.readings import Reading, Readings
+from reconciler.lifecycle import installation
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, Refusal
+from reconciler.model.states import NodeMode, SlotState
+from reconciler.profiles import profile_skus
+from reconciler.records import nodes as node_records
+from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.settings import Settings
+from reconciler.shipped import SCRIPTS
+
+log = logging.getLogger("gpuaas.maas")
+READINGS = Readings("maas", "MAAS", "maas_reading")
+# Scripts that MAAS runs on machines, by their type.
+MAAS_SCRIPTS = {
+    "commissioning": SCRIPTS / "maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
+    "release": SCRIPTS / "maas/release/60-gpuaas-slice-disks.sh",
+}
+_ACT = Act("reconciler", "machines of MAAS")
+
+
+class Pass(Client):
+    """A pass over all machines. The next pass does what is left at the deadline."""
+
+    DEADLINE_S = 60.0
+
+
+def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> str:
+    """Record the wish for a pass; returns the id that its reading will have."""
+    maas_access(settings)
+    return READINGS.ask(conn, act, apply=apply)
+
+
+def tend(engine: Engine, settings: Settings) -> None:
+    """Loop: a pass when it is asked for, after changes of state, and every so often."""
+    if not settings.maas_url:
+        return
+    due = READINGS.due(engine)
+    if due.asked or (due.changed and not due.failed) or due.over:
+        run(engine, settings, Reading(due.at, due.event_id, due.request_id, due.apply))
+
+
+def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
+    """One pass: read both sides, compare, write, store the reading."""
+    result = Comparison()
+    done: Counter[str] = Counter()
+    try:
+        with Pass(maas_access(settings)) as maas:
+            result = _compare(engine, settings, maas, document)
+            _scripts(maas, result, done, apply=document.applied)
+            for expected, machine in result.bound:
+                node = expected.node
+                if retrying(engine, partial(_bind, node=node, machine=machine)):
+                    known = replace(expected, node=replace(node, maas=binding(machine)))
+                    result.pairs.append((known, machine))
+                    done["nodes bound"] += 1
+            if document.applied:
+                for new in result.added:
+                    with _named(result, new.id):
+                        done["nodes added"] += retrying(engine, partial(_add, new=new))
+                # The others are done.
+                result.findings = [row for row in result.findings if not row.action]
+            for node_id, tags in result.tags.items():
+                retrying(engine, partial(_keep_tags, node_id=node_id, tags=tags))
+            for expected, machine in result.pairs:
+                _write(engine, maas, result, expected, machine, done)
+        document.complete = True
+    except Refusal as refusal:
+        document.error = {name: shown(text) for name, text in refusal.to_dict().items()}
+        log.warning("MAAS: %s", refusal)
+    document.done = dict(+done)
+    READINGS.keep(engine, document, result.findings, log)
+    return document
+
+
+def unbind(conn: Connection, node_id: str, act: Act) -> Node:
+    """Forget which machine of MAAS the node is. A lock in MAAS stays."""
+    with locks.node(conn, node_id) as node:
+        node_records.update(conn, node_id, maas=None)
+        journal.audit(conn, act, "admin.maas.unbound", "node", node_id, detail={"was": node.maas})
+    return node_records.get(conn, node_id)
+
+
+def _compare(engine: Engine, settings: Settings, maas: Client, document: Reading) -> Comparison:
+    user = maas.user().username
+    machines = {row.system_id: row for tag in PURPOSES.values() for row in maas.machines(tag)}
+    networks = [subnet.cidr for subnet in maas.subnets()]
+    with reading(engine) as conn:
+        nodes = [_expected(conn, node) for node in living(node_records.every(conn))]
+    for expected in nodes:
+        system_id = str((expected.node.maas or {}).get("system_id", ""))
+        if system_id and system_id not in machines:
+            # Its tags were taken away, or MAAS has it no longer.
+            try:
+                machines[system_id] = maas.machine(system_id)
+            except RunError as refusal:
+                if refusal.code != "maas_not_found":
+                    raise
+    document.nodes, document.machines = len(nodes), len(machines)
+    return compare(nodes, machines, networks, profile_skus(settings.profiles_dir), user)
+
+
+def _expected(conn: Connection, node: Node) -> ExpectedNode:
+    query = sa.select(slots.c.status).where(
+        slots.c.node_id == node.id, slots.c.retired_at.is_(None)
+    )
+    states = Counter(conn.execute(query).scalars())
+    blocked = states[SlotState.CLEANUP_BLOCKED]
+    annotations = {"gpuaas.node": node.id, "gpuaas.mode": node.mode}
+    annotations |= {"gpuaas.slots": str(states.total()), "gpuaas.blocked": str(blocked)}
+    return ExpectedNode(node, installation.needs_lock(conn, node), annotations)
+
+
+def _scripts(maas: Client, result: Comparison, done: Counter[str], *, apply: bool) -> None:
+    for kind, path in MAAS_SCRIPTS.items():
+        subject = f"{kind} script {path.stem}"
+        try:
+            content = path.read_bytes()
+        except OSError as missing:
+            remedy = "install this version again, or build it (`python -m scripts.standalone`)"
+            result.note("script", subject, f"a script in {path}", type(missing).__name__, remedy)
+            continue
+        digest, actual = hashlib.sha256(content).hexdigest(), maas.script_digest(path.stem)
+        if actual == digest:
+            continue
+        if apply:
+            maas.upload(path.stem, kind, content, new=not actual)
+            done["scripts uploaded"] += 1
+        else:
+            text, remedy = (
+                f"SHA-256 {actual}" if actual else "none",
+                "`gpuaas maas sync` uploads it",
+            )
+            result.note("script", subject, f"SHA-256 {digest}", text, remedy, "upload")
+
+
+def _bind(conn: Connection, node: Node, machine: Machine) -> int:
+    with locks.node(conn, node.id) as current:
+        if current.maas or current.name != node.name or current.address != node.address:
+            return 0
+        values = {"maas": binding(machine), "maas_tags": tags_of(machine)}
+        node_records.update(conn, node.id, **values)
+        journal.audit(conn, _ACT, "node.maas.bound", "node", node.id, detail=values)
+        return 1
+
+
+def _add(conn: Connection, new: NewNode) -> int:
+    mode = NodeMode.BAREMETAL if new.purpose == "baremetal" else NodeMode.CONVERTING_TO_SLICE
+    fields = {"address": new.address, "profile": new.profile}
+    node = node_records.create(conn, _ACT, id=new.id, mode=mode, **fields)
+    return _bind(conn, node, new.machine)
+
+
+def _keep_tags(conn: Connection, node_id: str, tags: list[str]) -> None:
+    """Tags as MAAS has them replace typed ones. Without a change nothing is written."""
+    if node_records.get(conn, node_id).maas_tags != tags:
+        node_records.change(conn, node_id, _ACT, maas_tags=tags)
+
+
+@contextmanager
+def _named(result: Comparison, node_id: str) -> Iterator[None]:
+    """A refusal about one node is a finding, and the others follow. Silence ends the pass."""
+    try:
+        yield
+    except LauncherAway:
+        raise
+    except (Problem, RunError) as refusal:
+        result.note(
+            *("not_written", f"node {node_id}", refusal.expected),
+            *(f"{refusal.code}: {refusal.found}", refusal.remedy),
+        )
+
+
+def _write(
+    engine: Engine,
+    maas: Client,
+    result: Comparison,
+    expected: ExpectedNode,
+    machine: Machine,
+    done: Counter[str],
+) -> None:
+    """Write to one machine. The lock comes even if an annotation is refused."""
+    node, system_id = expected.node, machine.system_id
+    remembered = dict(node.maas or {})
+    comment = f"gpuaas.slice, node {node.id}"
+    deployed = machine.status == Status.DEPLOYED
+
+    def keep(**values: Any) -> None:
+        if {**remembered, **values} != remembered:
+            remembered.update(values)
+            retrying(engine, partial(_remember, node=node, maas=dict(remembered)))
+
+    with _named(result, node.id):
+        if purposes_of(machine) != [expected.purpose]:
+            # The new tag first: a machine with both is taken for nothing.
+            maas.tag(PURPOSES[expected.purpose], system_id, on=True)
+            for purpose, tag in PURPOSES.items():
+                if purpose != expected.purpose:
+                    maas.tag(tag, system_id, on=False)
+            done["tags set"] += 1
+        keep(purpose=expected.purpose, **({"series": machine.distro_series} if deployed else {}))
+    locked = machine.locked
+    if locked and remembered.get("locked") and not expected.locked:
+        with _named(result, node.id):
+            maas.unlock(system_id, comment=comment)
+            done["machines unlocked"] += 1
+            locked = False
+    if not locked and not expected.locked:
+        keep(locked=False)
+    # MAAS lets nobody annotate a locked machine, so its annotations are those from before.
+    changed = {
+        name: value
+        for name, value in expected.annotations.items()
+        if machine.workload_annotations.get(name) != value
+    }
+    if deployed and not locked and changed:
+        with _named(result, node.id):
+            maas.annotate(system_id, changed)
+            done["machines annotated"] += 1
+    if deployed and not locked and expected.locked:
+        # Before the request: a lock whose answer is lost is ours, too.
+        keep(locked=True)
+        with _named(result, node.id):
+            maas.lock(system_id, comment=f"{comment}: its release would destroy tenants' data")
+            done["machines locked"] += 1
+
+
+def _remember(conn: Connection, node: Node, maas: Mapping[str, Any]) -> None:
+    with locks.node(conn, node.id) as current:
+        if current.maas and current.maas.get("system_id") == maas["system_id"]:
+            node_records.update(conn, node.id, maas={**current.maas, **maas})

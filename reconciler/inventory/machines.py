@@ -1,0 +1,352 @@
+"""Nodes and the machines of MAAS: which is which, and what a comparison finds. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+from reconciler.db.schema import Node
+from reconciler.inventory.compare import Finding, shown
+from reconciler.inventory.maas import Machine, Status
+from reconciler.inventory.patches import PURPOSES
+from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
+from reconciler.model.states import NodeMode, NodeState
+
+# Tag that names the hardware profile of a machine without a node, before the name.
+HARDWARE = "gpuaas-hardware-"
+# Hardware by which two machines are the same.
+_IDENTITY = ("serial", "hardware_uuid")
+# What parity accepts as tags of a machine.
+_TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
+_NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_SYNC = "`gpuaas maas sync` does it"
+OTHER_SERIAL = (
+    "find out which machine has the node's address, and correct the node or MAAS; after a repair,"
+    " commission the machine in MAAS, discover the node, and `gpuaas maas unbind` it"
+)
+
+
+@dataclass(frozen=True)
+class ExpectedNode:
+    """A node. locked: whether a release in MAAS would destroy something. annotations: to show."""
+
+    node: Node
+    locked: bool = False
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def purpose(self) -> str:
+        return NodeMode(self.node.mode).purpose
+
+
+@dataclass(frozen=True)
+class NewNode:
+    """A node to be added, in `enrolling`."""
+
+    id: str
+    purpose: str
+    address: str
+    profile: str
+    machine: Machine
+
+
+@dataclass
+class Comparison:
+    """Findings; pairs that are in order and may be written to; tags as read, by node; pairs to be
+    bound; nodes to be added.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    pairs: list[tuple[ExpectedNode, Machine]] = field(default_factory=list)
+    tags: dict[str, list[str]] = field(default_factory=dict)
+    bound: list[tuple[ExpectedNode, Machine]] = field(default_factory=list)
+    added: list[NewNode] = field(default_factory=list)
+
+    def note(
+        self, code: str, subject: str, expected: str, found: str, remedy: str, action: str = ""
+    ) -> None:
+        texts = (shown(subject), shown(expected), shown(found), shown(remedy))
+        self.findings.append(Finding(f"maas_{code}", *texts, action))
+
+
+def purpose_of(machine: Machine) -> str:
+    """How the machine is to be sold, by its tags; "" without one, and with both."""
+    purposes = purposes_of(machine)
+    return purposes[0] if len(purposes) == 1 else ""
+
+
+def purposes_of(machine: Machine) -> list[str]:
+    return [purpose for purpose, tag in PURPOSES.items() if tag in machine.tag_names]
+
+
+def tags_of(machine: Machine) -> list[str]:
+    """Its tags, as a node keeps them; those of intent before all others."""
+    ours = {tag for tag in PURPOSES.values() if tag in machine.tag_names}
+    others = {tag for tag in machine.tag_names if _TAG.fullmatch(tag)} - ours
+    return sorted([*ours, *sorted(others)[: _MOST_TAGS - len(ours)]])
+
+
+def differing(node: Node, machine: Machine) -> str:
+    """Differences of the hardware from that which was bound to the node; "" for the same machine.
+
+    A replaced mainboard or network card is for a person, because it may be another machine.
+    """
+    bound = dict((node.maas or {}).get("identity") or {})
+    # A binding of an earlier version has the serial number as MAAS writes it.
+    bound["serial"] = serial_number(bound.get("serial"))
+    actual = machine.identity
+    wrong = [name for name in _IDENTITY if bound.get(name, "") != actual[name]]
+    before, now = set(bound.get("macs", ())), set(actual["macs"])
+    if before | now and not before & now:
+        wrong.append("macs")
+    return ", ".join(f"{name} {actual[name]!r:.80}, was {bound.get(name)!r:.80}" for name in wrong)
+
+
+def other_serial(node: Node, machine: Machine) -> str:
+    """Serial numbers of host and machine, if both are known and differ; "" otherwise."""
+    reported = serial_of(node.hardware)
+    if not reported or machine.serial in ("", reported):
+        return ""
+    return f"{reported} at the host, {machine.serial} in MAAS"
+
+
+def compare(
+    nodes: Sequence[ExpectedNode],
+    machines: Mapping[str, Machine],
+    networks: Sequence[str],
+    profiles: Collection[str],
+    user: str,
+) -> Comparison:
+    """Compare living nodes with the machines that have our tags or are bound to a node."""
+    result = Comparison()
+    doubtful = _doubtful(result, machines, networks)
+    bound = Counter(str(row.node.maas["system_id"]) for row in nodes if row.node.maas)
+    for expected in nodes:
+        if expected.node.maas:
+            _bound(result, expected, machines, doubtful, bound, user)
+    free = [machine for key, machine in machines.items() if key not in bound]
+    unbound = [row for row in nodes if not row.node.maas]
+    for machine in free:
+        _free(result, machine, unbound, nodes, profiles, machine.system_id in doubtful)
+    _drop_twice(result)
+    _drop_same_serial(result, nodes)
+    return result
+
+
+def _drop_same_serial(result: Comparison, nodes: Sequence[ExpectedNode]) -> None:
+    """Nothing is done for nodes whose hosts report the same serial number."""
+    of_serial = by_serial((row.node.id, row.node.hardware) for row in nodes)
+    same = {serial: ids for serial, ids in of_serial.items() if len(ids) > 1}
+    for serial, ids in same.items():
+        subject = f"serial number {serial}"
+        result.note("serial_twice", subject, "the host of one node", ", ".join(sorted(ids)), TWICE)
+    doubtful = {id for ids in same.values() for id in ids}
+    result.pairs = [row for row in result.pairs if row[0].node.id not in doubtful]
+    result.bound = [row for row in result.bound if row[0].node.id not in doubtful]
+
+
+def _drop_twice(result: Comparison) -> None:
+    """Nothing is done for a node, new or not, that several machines claim to be."""
+    claims = [(machine, {row.node.id}) for row, machine in result.bound]
+    claims += [(new.machine, {new.id, new.address}) for new in result.added]
+    count = Counter(key for _, keys in claims for key in keys)
+    twice = {machine.system_id for machine, keys in claims if any(count[key] > 1 for key in keys)}
+    for machine, keys in claims:
+        if machine.system_id in twice:
+            remedy = "correct names or addresses in MAAS"
+            text = f"{', '.join(sorted(keys))}, like another machine"
+            result.note("unsure", _name(machine), "one machine of each name", text, remedy)
+    result.bound = [row for row in result.bound if row[1].system_id not in twice]
+    result.added = [new for new in result.added if new.machine.system_id not in twice]
+
+
+def _doubtful(
+    result: Comparison, machines: Mapping[str, Machine], networks: Sequence[str]
+) -> set[str]:
+    """System ids of machines that nothing is done with, each with its finding."""
+    doubtful = set()
+    owners: dict[str, list[Machine]] = {}
+    for machine in machines.values():
+        for mark in _marks(machine):
+            owners.setdefault(mark, []).append(machine)
+        if len(purposes_of(machine)) > 1:
+            both = " and ".join(PURPOSES.values())
+            remedy = "remove the one that is wrong in MAAS"
+            result.note("both_tags", _name(machine), "one tag of intent", both, remedy)
+            doubtful.add(machine.system_id)
+        if not machine.identity["macs"] and not any(machine.identity[name] for name in _IDENTITY):
+            remedy = "commission the machine in MAAS"
+            text = "a serial number, a hardware UUID or a MAC address"
+            result.note("no_identity", _name(machine), text, "none", remedy)
+            doubtful.add(machine.system_id)
+        outside = [
+            text for text in machine.ip_addresses if networks and not _inside(text, networks)
+        ]
+        if outside:
+            result.note(
+                *("address_outside", _name(machine), f"an address in {', '.join(networks)}"),
+                *(", ".join(outside), "correct the address, or add its subnet to MAAS"),
+            )
+            doubtful.add(machine.system_id)
+    for mark, same in owners.items():
+        if len(same) > 1:
+            names = ", ".join(sorted(f"{row.hostname} ({row.system_id})" for row in same))
+            remedy = "find out in MAAS which of them exists, and delete the other"
+            result.note("machine_twice", mark, "one machine", names, remedy)
+            doubtful |= {row.system_id for row in same}
+    return doubtful
+
+
+def _marks(machine: Machine) -> Iterator[str]:
+    identity = machine.identity
+    for name in _IDENTITY:
+        if identity[name]:
+            yield f"{name.replace('_', ' ')} {identity[name]}"
+    yield from (f"MAC address {mac}" for mac in identity["macs"])
+
+
+def _bound(
+    result: Comparison,
+    expected: ExpectedNode,
+    machines: Mapping[str, Machine],
+    doubtful: Collection[str],
+    bound: Mapping[str, int],
+    user: str,
+) -> None:
+    node, maas = expected.node, expected.node.maas or {}
+    system_id, subject = str(maas["system_id"]), f"node {node.id}"
+    machine = machines.get(system_id)
+    if machine is None:
+        remedy = "look for it in MAAS; `gpuaas maas unbind` if the node has no machine there"
+        result.note("machine_lost", subject, f"machine {system_id}", "none", remedy)
+        return
+    result.tags[node.id] = tags_of(machine)
+    before = len(result.findings)
+    if bound[system_id] > 1:
+        remedy = "`gpuaas maas unbind` the wrong one"
+        result.note("bound_twice", subject, f"one node of {system_id}", "several", remedy)
+    if changed := differing(node, machine):
+        remedy = "`gpuaas maas unbind` it, if it is the same machine with other parts"
+        result.note("identity_changed", subject, "the hardware as bound", changed, remedy)
+    if other := other_serial(node, machine):
+        result.note("serial_differs", subject, "one serial number", other, OTHER_SERIAL)
+    if machine.owner not in ("", user):
+        remedy = f"let {user} have the machine in MAAS"
+        result.note("foreign_owner", subject, f"owner {user}", machine.owner, remedy)
+    deployed = machine.status == Status.DEPLOYED
+    installed = node.machine_id and not node.tenant_machine_ids
+    if (installed or expected.locked) and not deployed:
+        remedy = "find out who released it; MAAS may give it to anybody"
+        result.note("not_deployed", subject, "status Deployed", machine.status_name, remedy)
+    if deployed and _is_address(node.address) and node.address not in machine.ip_addresses:
+        addresses = ", ".join(machine.ip_addresses) or "none"
+        remedy = "correct the node (`gpuaas nodes change`), or the machine in MAAS"
+        result.note("address_differs", subject, node.address, addresses, remedy)
+    purposes = purposes_of(machine)
+    converted = maas.get("purpose") != expected.purpose and purposes
+    if purposes != [expected.purpose] and not converted:
+        remedy = "set the tag of the node's mode in MAAS, or convert the node"
+        actual = ", ".join(purposes) or "no tag"
+        result.note("intent_differs", subject, expected.purpose, actual, remedy)
+    hopeless = system_id in doubtful and not (converted and len(purposes) > 1)
+    if len(result.findings) == before and not hopeless:
+        result.pairs.append((expected, machine))
+
+
+def _free(
+    result: Comparison,
+    machine: Machine,
+    unbound: Sequence[ExpectedNode],
+    nodes: Sequence[ExpectedNode],
+    profiles: Collection[str],
+    doubtful: bool,
+) -> None:
+    """A tagged machine that is no node yet: a node with its name and address, or a new node."""
+    if doubtful or not purpose_of(machine):
+        return
+    name, addresses = machine.hostname.lower(), machine.ip_addresses
+    named = [row for row in unbound if name in (row.node.name.lower(), row.node.id)]
+    at = [row for row in unbound if row.node.address in addresses]
+    if len(named) == 1 and (at == named or (not at and not addresses)):
+        node = named[0].node
+        if other := other_serial(node, machine):
+            parts = ("one serial number", other, OTHER_SERIAL)
+            result.note("serial_differs", f"node {node.id}", *parts)
+            return
+        result.bound.append((named[0], machine))
+        return
+    others = [
+        row
+        for row in nodes
+        if name == row.node.id
+        or row.node.address in addresses
+        or (machine.serial and machine.serial == serial_of(row.node.hardware))
+    ]
+    taken = [row.node for row in named or at or others]
+    if taken:
+        text = "; ".join(f"{row.name} at {row.address}" for row in taken)
+        remedy = "correct name or address, in MAAS or of the node"
+        actual = f"{name} at {', '.join(addresses) or 'no address'}"
+        result.note("unsure", _name(machine), f"as the node: {text}", actual, remedy)
+        return
+    profile = _profile(machine)
+    address = [text for text in addresses if _is_address(text) and "." in text]
+    for wrong, code, needed, actual, remedy in (
+        (not _NODE_ID.fullmatch(name), "name_invalid", "a node's id", name, "rename it in MAAS"),
+        (
+            *(len(address) != 1, "address_missing", "one IPv4 address"),
+            *(", ".join(address) or "none", "give it a static address, or `gpuaas nodes add`"),
+        ),
+        (
+            *(profile not in profiles, "profile_unknown", f"a tag {HARDWARE}<profile>"),
+            *(profile or "none", f"set it in MAAS; profiles: {', '.join(sorted(profiles))}"),
+        ),
+    ):
+        if wrong:
+            result.note(code, _name(machine), needed, actual, remedy)
+            return
+    result.note("new_machine", _name(machine), f"a node {name}", "none", _SYNC, "add_node")
+    result.added.append(NewNode(name, purpose_of(machine), address[0], profile, machine))
+
+
+def _profile(machine: Machine) -> str:
+    names = [tag.removeprefix(HARDWARE) for tag in machine.tag_names if tag.startswith(HARDWARE)]
+    return names[0] if len(names) == 1 else ""
+
+
+def binding(machine: Machine) -> dict[str, Any]:
+    """What a node keeps of its machine."""
+    return {
+        "system_id": machine.system_id,
+        "identity": machine.identity,
+        "purpose": purpose_of(machine),
+        "locked": False,
+    }
+
+
+def living(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.state != NodeState.RETIRED]
+
+
+def _name(machine: Machine) -> str:
+    return f"machine {machine.hostname} ({machine.system_id})"
+
+
+def _inside(text: str, networks: Sequence[str]) -> bool:
+    try:
+        return any(ip_address(text) in ip_network(network, strict=False) for network in networks)
+    except ValueError:
+        return False
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is an address that belongs to one machine."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return False
+    return not (address.is_loopback or address.is_unspecified or address.is_multicast)

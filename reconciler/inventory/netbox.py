@@ -1,0 +1,339 @@
+"""NetBox's REST API: verified TLS, bounded answers, writes by compare-and-set.
+
+Written for NetBox 4.6, which has ETags, If-Match, cursors and `add_tags`. No client library is
+used: pynetbox sends no If-Match, follows links to other hosts and has neither deadlines nor limits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from reconciler.model.errors import Problem, Refusal
+from reconciler.runs.service_access import LONGEST_FOUND, Conversation, ServiceAccess, shown
+from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.settings import Settings
+
+API = "/api"
+DEVICES = "/dcim/devices/"
+MACHINES = "/virtualization/virtual-machines/"
+PREFIXES = "/ipam/prefixes/"
+VRFS = "/ipam/vrfs/"
+INTERFACES = "/virtualization/interfaces/"
+MACS = "/dcim/mac-addresses/"
+ADDRESSES = "/ipam/ip-addresses/"
+JOURNAL = "/extras/journal-entries/"
+# Half of NetBox's largest page. A page of devices is then about 1 MB.
+PAGE = 500
+# Objects that one request creates, and names in one query: gunicorn takes a line of 4,094 bytes.
+AT_ONCE = 50
+# Objects of one list. A site with more needs another division of its NetBox.
+_MOST = 50_000
+_NAMES = {
+    401: ("unauthorized", "a valid token", "put a new token into the token file"),
+    403: ("forbidden", "the right to do this", "give it to the token's user (docs/netbox.md)"),
+    404: ("not_found", "an object that the token's user may see", "look at it in NetBox"),
+}
+
+LEAST = (4, 6)
+_VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})")
+Text = Annotated[str, StringConstraints(max_length=300)]
+
+
+class Conflict(RunError):
+    """The object has changed since it was read; nothing was written."""
+
+
+class _Object(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    id: int
+
+
+class Site(_Object):
+    """The site of a device."""
+
+    slug: Text
+
+
+class _Tag(BaseModel):
+    slug: Text
+
+
+class Address(BaseModel):
+    """An address, with the length of its network."""
+
+    address: Text
+
+
+class _Choice(BaseModel):
+    value: Text
+
+
+class _Tracked(_Object):
+    """An object of ours, or about ours. etag: its version, on which a write depends."""
+
+    tags: list[_Tag] = Field(max_length=1000)
+    custom_fields: dict[str, Any]
+    last_updated: datetime | None
+    etag: str = ""
+
+    @property
+    def version(self) -> str:
+        """ETag. NetBox documents that it is made of `last_updated`, so a list gives it as well."""
+        if self.etag or self.last_updated is None:
+            return self.etag
+        return f'W/"{self.last_updated.astimezone(UTC).isoformat()}"'
+
+    def tagged(self, slug: str) -> bool:
+        return any(tag.slug == slug for tag in self.tags)
+
+
+class Device(_Tracked):
+    """A device."""
+
+    name: Text | None
+    serial: Text
+    asset_tag: Text | None
+    site: Site
+    cluster: _Object | None
+    primary_ip4: Address | None
+    oob_ip: Address | None
+    local_context_data: dict[str, Any] | None
+
+
+class Machine(_Tracked):
+    """A virtual machine."""
+
+    name: Text
+    status: _Choice
+    device: _Object | None
+    primary_ip4: _Object | None
+
+
+class Vrf(_Tracked):
+    """The network of a node's slices."""
+
+    name: Text
+
+
+class VmInterface(_Tracked):
+    """An interface of a virtual machine."""
+
+    name: Text
+    virtual_machine: _Object
+    primary_mac_address: _Object | None
+
+
+class _Assigned(_Tracked):
+    assigned_object_type: Text | None
+    assigned_object_id: int | None
+
+
+class MacAddress(_Assigned):
+    """A MAC address of an interface."""
+
+    mac_address: Text
+
+
+class IpAddress(_Assigned):
+    """An address of an interface."""
+
+    address: Text
+    vrf: _Object | None
+
+
+class Prefix(_Object):
+    """A network of a site."""
+
+    prefix: Text
+    scope_type: Text | None
+    scope_id: int | None
+
+
+T = TypeVar("T", bound=_Object)
+O = TypeVar("O", bound=_Tracked)  # noqa: E741
+_PATHS: Mapping[type[_Object], str] = {
+    **{Device: DEVICES, Machine: MACHINES, Prefix: PREFIXES},
+    **{Vrf: VRFS, VmInterface: INTERFACES, MacAddress: MACS, IpAddress: ADDRESSES},
+}
+
+
+@dataclass(frozen=True)
+class NetboxAccess(ServiceAccess):
+    """Access to NetBox, whose address has no /api."""
+
+    NAME = "NETBOX"
+    REMEDY = "write a token of NetBox there, readable by the reconciler"
+
+
+def netbox_access(settings: Settings) -> NetboxAccess:
+    """The NetBox of the site's settings; Problem `netbox_not_configured` without any."""
+    token_file = settings.netbox_token_file
+    if not settings.netbox_url or token_file is None:
+        raise Problem(
+            "netbox_not_configured",
+            expected="GPUAAS_NETBOX_URL and GPUAAS_NETBOX_TOKEN_FILE",
+            found="no NetBox in the settings",
+            remedy="set both (docs/netbox.md)",
+        )
+    return NetboxAccess(settings.netbox_url, token_file, settings.netbox_ca_file)
+
+
+class Client(Conversation):
+    """A pass over NetBox's objects. The next pass does what is left at the deadline."""
+
+    TITLE = "NetBox"
+    DEADLINE_S, REQUEST_S = 60.0, 15.0
+    LARGEST = 32 << 20
+
+    def __init__(self, access: NetboxAccess) -> None:
+        super().__init__(access)
+        self.requests = 0
+
+    def every(self, kind: type[T], **filters: str | Collection[str]) -> Iterator[T]:
+        """All objects of a list in the order of their ids. The page's link is not followed, because
+        it names a host.
+        """
+        query = {**filters, "fields": _fields(kind), "limit": str(PAGE)}
+        start, count = 0, 0
+        while True:
+            path = _PATHS[kind]
+            page, _ = self._request("GET", path, params={**query, "start": str(start)})
+            results = page.get("results") if isinstance(page, dict) else None
+            if not isinstance(results, list):
+                raise self.silent(f"GET {path}", "an answer without results")
+            for document in results:
+                item = self._parse(kind, document, f"a request to {path}")
+                if item.id < start:
+                    raise self.silent(f"GET {path}", "a list that is not in the order of its ids")
+                start, count = item.id + 1, count + 1
+                yield item
+            if count > _MOST:
+                raise self.silent(f"GET {path}", f"more than {_MOST} objects")
+            if not results or not page.get("next"):
+                return
+
+    def read(self, item: O) -> O:
+        """The object as it is now, with its ETag."""
+        kind = type(item)
+        path = f"{_PATHS[kind]}{item.id}/"
+        document, headers = self._request("GET", path, params={"fields": _fields(kind)})
+        item = self._parse(kind, document, f"a request to {_PATHS[kind]}")
+        return item.model_copy(update={"etag": headers.get("ETag", "")})
+
+    def patch(self, item: O, changes: Mapping[str, Any]) -> O:
+        """Change an object that is still as it was read; `Conflict` if it is not."""
+        kind = type(item)
+        match = {"If-Match": self._version(item)}
+        path = f"{_PATHS[kind]}{item.id}/"
+        document, _ = self._request("PATCH", path, json=dict(changes), headers=match)
+        return self._parse(kind, document, f"a request to {_PATHS[kind]}")
+
+    def delete(self, item: _Tracked) -> None:
+        """Delete an object that is still as it was read; `Conflict` if it is not."""
+        match = {"If-Match": self._version(item)}
+        self._request("DELETE", f"{_PATHS[type(item)]}{item.id}/", headers=match)
+
+    def create(self, kind: type[T], documents: Sequence[Mapping[str, Any]]) -> list[T]:
+        """Create all objects or none. NetBox answers in the order of the request."""
+        path = _PATHS[kind]
+        rows, _ = self._request("POST", path, json=list(documents))
+        if not isinstance(rows, list) or len(rows) != len(documents):
+            raise self.silent(f"POST {path}", "an answer without the objects that it created")
+        return [self._parse(kind, row, f"a request to {path}") for row in rows]
+
+    def add_journal(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        self._request("POST", JOURNAL, json=list(entries))
+
+    def rights(self, path: str) -> frozenset[str]:
+        """`add`, `change` and `delete`, as far as the token has the right for these objects."""
+        document, _ = self._request("OPTIONS", path)
+        actions = document.get("actions") if isinstance(document, dict) else None
+        names = {"POST": "add", "PUT": "change"}
+        rights = {names[method] for method in actions or () if method in names}
+        try:
+            # NetBox checks the right before it looks for the object, and has none with this number.
+            self._request("DELETE", f"{path}0/")
+        except RunError as refusal:
+            if refusal.code == "netbox_not_found":
+                rights.add("delete")
+            elif refusal.code != "netbox_forbidden":
+                raise
+        return frozenset(rights)
+
+    def _version(self, item: _Tracked) -> str:
+        if not item.version:
+            raise Conflict(
+                "netbox_without_version",
+                expected="an ETag for each object (NetBox 4.6 or later)",
+                found=f"none for {_PATHS[type(item)]}{item.id}/",
+                remedy="upgrade NetBox",
+            )
+        return item.version
+
+    def _request(
+        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **arguments: Any
+    ) -> tuple[Any, httpx.Headers]:
+        request = f"{method} {API}{path}"
+        token = self._access.token()
+        scheme = "Bearer" if token.startswith("nbt_") else "Token"
+        sent = {"Authorization": f"{scheme} {token}", "Accept": "application/json"}
+        if self.left_s < 0:
+            raise self.silent(request, "the deadline of this pass")
+        self.requests += 1
+        answer, body = self._ask(
+            method, f"{API}{path}", request, headers={**sent, **(headers or {})}, **arguments
+        )
+        return self._answer(answer, request, body), answer.headers
+
+    def _answer(self, answer: httpx.Response, request: str, body: bytes) -> Any:
+        status, text = answer.status_code, shown(answer, body)
+        if status == 412:
+            raise Conflict(
+                "netbox_changed",
+                expected=f"the object of {request} as it was read",
+                found=text[:LONGEST_FOUND],
+                remedy="none: it is read again",
+            )
+        if not 200 <= status < 300:
+            default = ("refused", "NetBox to accept it", "read NetBox's answer")
+            code, expected, remedy = _NAMES.get(status, default)
+            raise self._access.refuse(code, f"{expected} for {request}", text, remedy)
+        if status == 204:
+            return {}
+        document = self._document(body, request)
+        version = _VERSION.match(answer.headers.get("API-Version", ""))
+        if not version or (int(version[1]), int(version[2])) < LEAST:
+            # An earlier NetBox ignores If-Match and would overwrite what others have changed.
+            actual = f"version {version[0]}" if version else "no version"
+            remedy = "upgrade NetBox, or correct GPUAAS_NETBOX_URL"
+            raise self._access.refuse("too_old", "NetBox 4.6 or later", actual, remedy)
+        return document
+
+
+def _fields(kind: type[_Object]) -> str:
+    return ",".join(name for name in kind.model_fields if name != "etag")
+
+
+def chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The items in parts of the size of one request."""
+    return (items[begin : begin + AT_ONCE] for begin in range(0, len(items), AT_ONCE))
+
+
+def is_fatal(refusal: Refusal) -> bool:
+    """Whether the next request would meet the same: no answer, or a token without the right."""
+    return isinstance(refusal, LauncherAway) or refusal.code in (
+        "netbox_unauthorized",
+        "netbox_forbidden",
+        "netbox_token_unreadable",
+        "netbox_too_old",
+        "netbox_untrusted",
+        "netbox_ca_unreadable",
+    )

@@ -1,0 +1,110 @@
+"""Changes of an object of NetBox that make it show the records. Pure.
+
+Values that somebody else has changed since they were written forbid every change of the object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reconciler.inventory.expected import (
+    ALLOCATION,
+    DEVICE_FIELDS,
+    SEAL,
+    ExpectedMachine,
+    ExpectedNode,
+    seal,
+)
+from reconciler.inventory.netbox import Device, Machine
+from reconciler.inventory.networks import MANAGED
+
+# Tags by slug. The first two are intent: how the machine is to be sold.
+PURPOSES = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
+BLOCKED = "gpuaas-blocked"
+
+
+def purpose_of(device: Device) -> str:
+    """How the machine is to be sold; "" without a tag, and with both."""
+    purposes = [purpose for purpose, tag in PURPOSES.items() if device.tagged(tag)]
+    return purposes[0] if len(purposes) == 1 else ""
+
+
+def device_patch(expected: ExpectedNode, device: Device) -> tuple[dict[str, Any], list[str]]:
+    """The change that makes the device show the node, {} for none; and the names of values that
+    somebody else has changed, which forbid every change.
+    """
+    actual, target = device_values(device), {**expected.fields, BLOCKED: expected.blocked}
+    changes, foreign = _changes(actual, target, device.custom_fields.get(SEAL))
+    if not changes or foreign:
+        return {}, foreign
+    patch: dict[str, Any] = {}
+    if BLOCKED in changes:
+        verb = "add_tags" if changes.pop(BLOCKED) else "remove_tags"
+        patch[verb] = [{"name": BLOCKED, "slug": BLOCKED}]
+    return {"custom_fields": changes, **patch}, []
+
+
+def machine_patch(
+    expected: ExpectedMachine, machine: Machine, device: Device
+) -> tuple[dict[str, Any], list[str]]:
+    """As `device_patch`, for the virtual machine of a slice."""
+    actual, target = shown_machine(machine), machine_values(expected, device)
+    changes, foreign = _changes(actual, target, machine.custom_fields.get(SEAL))
+    if not changes or foreign:
+        return {}, foreign
+    patch: dict[str, Any] = {"custom_fields": {SEAL: changes.pop(SEAL)}}
+    if "device" in changes:
+        patch["cluster"] = device.cluster.id if device.cluster else None
+    return {**changes, **patch}, []
+
+
+def machine_document(expected: ExpectedMachine, device: Device) -> dict[str, Any]:
+    """A new virtual machine."""
+    values = machine_values(expected, device)
+    fields = {ALLOCATION: values.pop(ALLOCATION)}
+    fields[SEAL] = seal({**values, **fields})
+    tags = [{"name": MANAGED, "slug": MANAGED}]
+    cluster = {"cluster": device.cluster.id} if device.cluster else {}
+    return {**values, **cluster, "tags": tags, "custom_fields": fields}
+
+
+def machine_values(expected: ExpectedMachine, device: Device) -> dict[str, Any]:
+    """The values of a virtual machine that are ours."""
+    return {
+        "name": expected.name,
+        "status": expected.status,
+        "device": device.id,
+        ALLOCATION: expected.allocation_id,
+    }
+
+
+def untouched(machine: Machine) -> bool:
+    """Whether the virtual machine is as it was written last."""
+    return machine.custom_fields.get(SEAL) == seal(shown_machine(machine))
+
+
+def device_values(device: Device) -> dict[str, Any]:
+    names = (name for name in DEVICE_FIELDS if name != SEAL)
+    values = {name: device.custom_fields.get(name) for name in names}
+    return {**values, BLOCKED: device.tagged(BLOCKED)}
+
+
+def shown_machine(machine: Machine) -> dict[str, Any]:
+    return {
+        "name": machine.name,
+        "status": machine.status.value,
+        "device": machine.device.id if machine.device else None,
+        ALLOCATION: machine.custom_fields.get(ALLOCATION),
+    }
+
+
+def _changes(
+    actual: Mapping[str, Any], target: Mapping[str, Any], sealed: object
+) -> tuple[dict[str, Any], list[str]]:
+    changes = {name: value for name, value in target.items() if actual[name] != value}
+    if sealed and sealed != seal(actual) and changes:
+        return {}, sorted(changes)
+    if changes or sealed != seal(target):
+        changes[SEAL] = seal(target)
+    return changes, []

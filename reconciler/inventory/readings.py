@@ -1,0 +1,150 @@
+"""Comparisons with a service of the site: asked for by people, made by the leader, kept for all."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine
+
+from reconciler.db import clock, journal
+from reconciler.db import settings as site
+from reconciler.db.engine import reading, retrying
+from reconciler.db.schema import outbox
+from reconciler.inventory.compare import Finding
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+
+# Time between two comparisons without an event. Time after a failed one: the service is left alone.
+EVERY_S, RETRY_S = 900.0, 60.0
+# Findings that a reading keeps; all are counted.
+_MOST_FINDINGS = 500
+# Changes that other inventories show. Reports about hosts come too often, and change no state.
+_SUBJECTS = ("node", "node_mode", "slot", "allocation")
+_REPORTS = ("node.drift", "node.discovered", "node.parity", "allocation.absence")
+
+
+@dataclass
+class Reading:
+    """A comparison. event_id: the newest event before it. error: the four parts of the refusal that
+    ended it. counts: all findings, by code. done: what was written, by kind.
+    """
+
+    at: float
+    event_id: int = 0
+    request_id: str = ""
+    applied: bool = False
+    complete: bool = False
+    error: Mapping[str, Any] | None = None
+    nodes: int = 0
+    machines: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Due:
+    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: by a
+    person. changed: state, since the last one. over: the time that the last one is good for.
+    """
+
+    at: float
+    event_id: int
+    request_id: str
+    last: Mapping[str, Any]
+    asked: bool
+    apply: bool
+
+    @property
+    def changed(self) -> bool:
+        return self.event_id != self.last.get("event_id")
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.last.get("error"))
+
+    @property
+    def over(self) -> bool:
+        age = self.at - float(self.last.get("at", 0.0))
+        return age >= (RETRY_S if self.failed else EVERY_S)
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Requests for comparisons with a service, and the last one. name: of the service in addresses
+    and the audit log. title: its name for people. key: of the setting that holds the last one.
+    """
+
+    name: str
+    title: str
+    key: str
+
+    def ask(self, conn: Connection, act: Act, *, apply: bool) -> str:
+        """Record the wish for a comparison; returns the id that it will have."""
+        request_id = str(uuid.uuid4())
+        site.store(conn, self._request, {"id": request_id, "apply": apply})
+        action = f"admin.{self.name}.{'sync' if apply else 'diff'}"
+        journal.audit(conn, act, action, "site", self.name, detail={"request_id": request_id})
+        return request_id
+
+    def latest(self, conn: Connection) -> dict[str, Any] | None:
+        """The last comparison."""
+        document: dict[str, Any] | None = site.read(conn, self.key)
+        return document
+
+    def get(self, conn: Connection) -> dict[str, Any]:
+        """The last comparison; Problem `<key>_not_found` before the first."""
+        document = self.latest(conn)
+        if document is None:
+            raise Problem(
+                f"{self.key}_not_found",
+                404,
+                expected=f"a comparison with {self.title}",
+                found="none yet",
+                remedy=f"ask for one (`gpuaas {self.name} diff`)",
+            )
+        return document
+
+    def due(self, engine: Engine) -> Due:
+        """Reasons for a comparison now."""
+        with reading(engine) as conn:
+            last = self.latest(conn) or {}
+            request = site.read(conn, self._request) or {}
+            event_id = _newest_event(conn, int(last.get("event_id", 0)))
+            now = clock.read(conn)
+        request_id = request.get("id", "")
+        asked = request_id != last.get("request_id", "")
+        apply = asked and bool(request.get("apply"))
+        return Due(now, event_id, request_id, last, asked, apply)
+
+    def keep(
+        self, engine: Engine, document: Reading, findings: Sequence[Finding], log: logging.Logger
+    ) -> None:
+        """Complete a comparison by its findings and store it as the last."""
+        document.counts = dict(Counter(finding.code for finding in findings))
+        document.findings = list(findings[:_MOST_FINDINGS])
+        retrying(engine, partial(site.store, name=self.key, value=asdict(document)))
+        if document.done:
+            done = ", ".join(f"{count} {kind}" for kind, count in document.done.items())
+            log.info("%s: %s", self.title, done)
+
+    @property
+    def _request(self) -> str:
+        return f"{self.name}_request"
+
+
+def _newest_event(conn: Connection, last: int) -> int:
+    """The newest change that other inventories show."""
+    query = sa.select(outbox.c.id).where(
+        outbox.c.id > last,
+        outbox.c.subject_kind.in_(_SUBJECTS),
+        outbox.c.topic.not_in(_REPORTS),
+    )
+    return conn.execute(query.order_by(outbox.c.id.desc()).limit(1)).scalar() or last

@@ -1,0 +1,294 @@
+"""Writes of a pass into NetBox, and nodes that it adds: one object after the other.
+
+Never inside of a transaction. Before each write the leader's term is required, so a process that no
+longer leads stops writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection, Engine
+
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.inventory.compare import Comparison, NewNode, device_name, shown
+from reconciler.inventory.expected import ExpectedMachine, ExpectedNode, read_nodes
+from reconciler.inventory.netbox import (
+    Client,
+    Conflict,
+    Device,
+    IpAddress,
+    MacAddress,
+    Machine,
+    O,
+    VmInterface,
+    Vrf,
+    chunks,
+    is_fatal,
+)
+from reconciler.inventory.networks import (
+    MANAGED,
+    Parts,
+    address_document,
+    interface_document,
+    mac_document,
+    vrf_document,
+)
+from reconciler.inventory.patches import (
+    device_patch,
+    machine_document,
+    machine_patch,
+    purpose_of,
+    untouched,
+)
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, Refusal
+from reconciler.model.states import NodeMode, NodeState
+from reconciler.records import nodes as node_records
+from reconciler.runs.spec import RunError
+
+# An object that changes during each of so many attempts is left to the next pass.
+_ATTEMPTS = 3
+_ACT = Act("reconciler", "device in NetBox")
+
+
+class Writer:
+    """The writes of a pass. Each object is written as it was read, or read and decided again."""
+
+    def __init__(
+        self, engine: Engine, netbox: Client, comparison: Comparison, done: dict[str, int]
+    ) -> None:
+        self._engine = engine
+        self._netbox = netbox
+        self._comparison = comparison
+        self._done = done
+        self._journal: list[dict[str, Any]] = []
+
+    def write(self) -> None:
+        work = self._comparison
+        added: dict[str, Device] = {}
+        for new in work.new_nodes:
+            with self._refusable(f"device {new.id}"):
+                node_id = retrying(self._engine, partial(_add_node, new=new))
+                added[node_id] = new.device
+                self._count("nodes added")
+        with reading(self._engine) as conn:
+            nodes = read_nodes(conn) if added else []
+        work.devices += [(row, added[row.node.id]) for row in nodes if row.node.id in added]
+        try:
+            for expected, device in work.devices:
+                with self._refusable(f"device {device_name(device)}"):
+                    self._write_device(expected, device)
+        finally:
+            self._write_journal()
+        documents = [machine_document(expected, device) for expected, device in work.created]
+        made = self._create(Machine, documents, "virtual machines created")
+        of_slice = {
+            slice_.allocation_id: machine
+            for (slice_, _), machine in zip(work.created, made, strict=True)
+        }
+        for slice_, machine, device in work.changed:
+            patch = partial(_slice_patch, slice_, device)
+            with self._refusable(slice_.name):
+                self._write_object(machine, patch, "virtual machines changed")
+        for slice_, machine in work.deleted:
+            with self._refusable(slice_.name):
+                self._delete(machine, untouched, "virtual machines deleted")
+        for parts in work.parts:
+            parts.machine = parts.machine or of_slice.get(parts.slice.allocation_id)
+        self._write_networks([parts for parts in work.parts if parts.machine is not None])
+
+    def _write_networks(self, work: list[Parts]) -> None:
+        """Create what is missing, each kind after those that it refers to."""
+        try:
+            for interface in self._comparison.ended:
+                with self._refusable(shown(interface.name)):
+                    self._delete(interface, lambda _: True, "interface objects deleted")
+            self._create_vrfs(work)
+            work = [parts for parts in work if parts.vrf is not None]
+            self._create_parts(work, "interface", VmInterface, interface_document)
+            work = [parts for parts in work if parts.interface is not None]
+            self._create_parts(work, "mac", MacAddress, mac_document)
+            self._create_parts(work, "address", IpAddress, address_document)
+            for parts in work:
+                self._refer(parts.interface, "primary_mac_address", parts.mac)
+                self._refer(parts.machine, "primary_ip4", parts.address)
+        except RunError as refusal:
+            if refusal.code != "netbox_forbidden":
+                raise
+            self._refused("networks of slices", refusal)
+
+    def _create_vrfs(self, work: Sequence[Parts]) -> None:
+        node_ids = sorted({parts.slice.node_id for parts in work if parts.vrf is None})
+        made = self._create(Vrf, [vrf_document(node_id) for node_id in node_ids], "VRFs created")
+        of_node = dict(zip(node_ids, made, strict=True))
+        for parts in work:
+            parts.vrf = parts.vrf or of_node.get(parts.slice.node_id)
+
+    def _create_parts(
+        self, work: Sequence[Parts], name: str, kind: type[Any], document: Callable[[Parts], Any]
+    ) -> None:
+        lacking = [parts for parts in work if getattr(parts, name) is None]
+        documents = [document(parts) for parts in lacking]
+        made = self._create(kind, documents, f"{name} objects created")
+        for parts, item in zip(lacking, made, strict=True):
+            setattr(parts, name, item)
+
+    def _refer(self, item: Any, name: str, part: Any) -> None:
+        """Make a part the primary of its owner, if nobody has chosen one."""
+
+        def patch(item: Any) -> tuple[dict[str, Any], list[str]]:
+            return ({} if getattr(item, name) else {name: part.id}), []
+
+        if part is not None:
+            with self._refusable(f"{type(item).__name__} {item.id}"):
+                self._write_object(item, patch, "references set")
+
+    def _write_device(self, expected: ExpectedNode, device: Device) -> None:
+        before = device.custom_fields
+
+        def patch(device: Device) -> tuple[dict[str, Any], list[str]]:
+            if not purpose_of(device):
+                return {}, ["tags"]
+            return device_patch(expected, device)
+
+        if self._write_object(device, patch, "devices written"):
+            self._journal += _entries(expected, device, before)
+
+    def _write_object(
+        self,
+        item: Any,
+        decide: Callable[[Any], tuple[dict[str, Any], list[str]]],
+        counted: str,
+    ) -> bool:
+        """Write what `decide` says about the object as it is; whether something was written."""
+        for _ in range(_ATTEMPTS):
+            patch, foreign = decide(item)
+            if foreign:
+                text = f"somebody has changed {', '.join(foreign)} meanwhile"
+                parts = ("the values that this service wrote", text, "look at it in NetBox")
+                self._note("foreign_edit", shown(item.name), *parts)
+                return False
+            if not patch:
+                return False
+            self._require_term()
+            try:
+                after = self._netbox.patch(item, patch)
+            except Conflict:
+                item = self._netbox.read(item)
+                continue
+            if decide(after) != ({}, []):
+                text = "other values in its answer"
+                self._note("not_taken", shown(item.name), "NetBox to keep values", text, _CHECK)
+                return False
+            self._count(counted)
+            return True
+        text = f"changed during each of {_ATTEMPTS} attempts"
+        self._note("busy", shown(item.name), "an object at rest", text, "none: it is tried again")
+        return False
+
+    def _create(
+        self, kind: type[O], documents: Sequence[Mapping[str, Any]], counted: str
+    ) -> list[O | None]:
+        """Create objects. A refused one, None in the answer, does not keep back the others."""
+        made: list[O | None] = []
+        for some in chunks(documents):
+            self._require_term()
+            try:
+                made += self._netbox.create(kind, some)
+                self._count(counted, len(some))
+            except RunError as refusal:
+                if is_fatal(refusal):
+                    raise
+                if len(some) == 1:
+                    self._refused(shown(next(iter(some[0].values()))), refusal)
+                    made.append(None)
+                    continue
+                for document in some:
+                    made += self._create(kind, [document], counted)
+        return made
+
+    def _delete(self, item: Any, untouched: Callable[[Any], bool], counted: str) -> None:
+        for _ in range(_ATTEMPTS):
+            if not item.tagged(MANAGED) or not untouched(item):
+                parts = ("that it is gone", "somebody has changed it", "delete it in NetBox")
+                self._note("foreign_edit", shown(item.name), *parts)
+                return
+            self._require_term()
+            try:
+                self._netbox.delete(item)
+            except Conflict:
+                item = self._netbox.read(item)
+                continue
+            self._count(counted)
+            return
+
+    def _write_journal(self) -> None:
+        for some in chunks(self._journal):
+            self._require_term()
+            self._netbox.add_journal(some)
+            self._count("journal entries", len(some))
+
+    @contextlib.contextmanager
+    def _refusable(self, subject: str) -> Iterator[None]:
+        """A refusal that concerns one object is a finding, and the others are written."""
+        try:
+            yield
+        except (RunError, Problem) as refusal:
+            if is_fatal(refusal):
+                raise
+            self._refused(subject, refusal)
+
+    def _refused(self, subject: str, refusal: Refusal) -> None:
+        code = refusal.code.removeprefix("netbox_")
+        self._note(code, subject, refusal.expected, refusal.found, refusal.remedy)
+
+    def _note(self, code: str, subject: str, expected: str, found: str, remedy: str) -> None:
+        self._comparison.note(code, subject, expected, found, remedy)
+
+    def _count(self, what: str, count: int = 1) -> None:
+        self._done[what] = self._done.get(what, 0) + count
+
+    def _require_term(self) -> None:
+        # The transaction of a leader's engine begins by requiring its term.
+        with transaction(self._engine):
+            pass
+
+
+_CHECK = "look for rules or scripts in NetBox that change these fields"
+
+
+def _slice_patch(
+    expected: ExpectedMachine, device: Device, machine: Machine
+) -> tuple[dict[str, Any], list[str]]:
+    if not machine.tagged(MANAGED):
+        return {}, ["tags"]
+    return machine_patch(expected, machine, device)
+
+
+def _add_node(conn: Connection, new: NewNode) -> str:
+    mode = NodeMode.BAREMETAL if new.purpose == "baremetal" else NodeMode.CONVERTING_TO_SLICE
+    values = {"address": new.address, "region": new.region, "profile": new.profile}
+    return node_records.create(conn, _ACT, id=new.id, mode=mode, **values).id
+
+
+def _entries(
+    expected: ExpectedNode, device: Device, before: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A journal entry for changes that a person wants to see: state, mode, blocked slots."""
+    changes = []
+    for name in ("gpuaas_state", "gpuaas_mode", "gpuaas_slots_blocked"):
+        target = expected.fields[name]
+        if before.get(name) not in (None, target):
+            changes.append(f"{name.removeprefix('gpuaas_')}: {before.get(name)} -> {target}")
+    if changes:
+        bad = expected.blocked or expected.node.state == NodeState.UNREACHABLE
+        yield {
+            "assigned_object_type": "dcim.device",
+            "assigned_object_id": device.id,
+            "kind": "warning" if bad else "info",
+            "comments": shown(f"{'; '.join(changes)}. {expected.node.state_reason}"),
+        }

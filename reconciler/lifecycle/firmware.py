@@ -1,0 +1,119 @@
+"""Firmware of a machine over a tenancy: recorded before it, compared after it.
+
+A new installation changes no firmware. So a machine on which a tenant was root is sold again only
+when nothing of it differs, or when a person has accepted the differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.schema import Node
+from reconciler.lifecycle import gate
+from reconciler.model import firmware
+from reconciler.model.act import Act, require_reason
+from reconciler.model.errors import Problem
+from reconciler.records import nodes as node_records
+from reconciler.records import reports
+
+
+def remember(conn: sa.Connection, node_id: str) -> None:
+    """Keep the machine's latest report as its state before the tenant.
+
+    A later attempt, or a second tenant, changes nothing: what counts is the last state that no
+    tenant could have changed.
+    """
+    node = rows.get(conn, Node, node_id, lock=True)
+    if node.firmware_before is None:
+        latest = reports.latest_discovery(conn, node_id)
+        document = latest.document.get("firmware") if latest else {}
+        before = firmware.bounded(document, firmware.HOST)
+        merged = firmware.merged(before, node.firmware_bmc or {})
+        node_records.update(conn, node_id, firmware_before=merged, firmware_bmc=None)
+
+
+def forget_bmc(conn: sa.Connection, node_id: str) -> None:
+    """Forget the BMC's report, because the tenant's system can have changed the BMC since."""
+    node_records.update(conn, node_id, firmware_bmc=None)
+
+
+def forget(conn: sa.Connection, node_id: str) -> None:
+    """Forget the record, because no tenant was on the machine."""
+    node_records.update(conn, node_id, firmware_before=None, firmware_differences=[])
+
+
+def compare(
+    conn: sa.Connection, node_id: str, document: Mapping[str, Any], act: Act, *, install_id: str
+) -> None:
+    """Compare a discovery with the record, if it is that of an installation without a tenant.
+
+    install_id: of the discovery. A report of the tenant's installation proves nothing.
+    """
+    node = rows.get(conn, Node, node_id, lock=True)
+    own = install_id == node.install_id and not node.tenant_machine_ids
+    if node.firmware_before is None or not own:
+        return
+    host = firmware.bounded(document.get("firmware"), firmware.HOST)
+    after = firmware.merged(host, node.firmware_bmc or {})
+    _record(conn, node, firmware.differences(node.firmware_before, after), act)
+
+
+def record_bmc(conn: sa.Connection, node_id: str, report: Mapping[str, Any], act: Act) -> Node:
+    """Record what the BMC reports. It is believed whatever runs on the machine."""
+    node = rows.get(conn, Node, node_id, lock=True)
+    bmc = firmware.bounded(report, firmware.REDFISH)
+    node_records.update(conn, node_id, firmware_bmc=bmc)
+    journal.audit(conn, act, "admin.node.firmware.recorded", "node", node_id)
+    node = rows.get(conn, Node, node_id)
+    latest = reports.latest_discovery(conn, node_id)
+    if node.firmware_before is not None and node.tenant_machine_ids:
+        # Until the new installation, only what the BMC shows is compared.
+        differences = firmware.differences(node.firmware_before, bmc, firmware.REDFISH)
+        if differences != node.firmware_differences:
+            _name(conn, node_id, differences, act)
+    elif latest is not None:
+        compare(conn, node_id, latest.document, act, install_id=latest.install_id)
+        gate.open_gate(conn, node_id, act.because("firmware recorded"))
+    return rows.get(conn, Node, node_id)
+
+
+def _record(conn: sa.Connection, node: Node, found: list[dict[str, str]], act: Act) -> None:
+    node_id = node.id
+    if not found:
+        forget(conn, node_id)
+        journal.audit(conn, act, "node.firmware.unchanged", "node", node_id)
+    elif found != node.firmware_differences:
+        _name(conn, node_id, found, act)
+
+
+def _name(conn: sa.Connection, node_id: str, found: list[dict[str, str]], act: Act) -> None:
+    node_records.update(conn, node_id, firmware_differences=found)
+    detail = {"differences": found}
+    journal.audit(conn, act, "node.firmware.changed", "node", node_id, detail=detail)
+
+
+def accept(conn: sa.Connection, node_id: str, act: Act) -> Node:
+    """Accept the differences, on the responsibility of the person who reviewed them."""
+    node = rows.get(conn, Node, node_id, lock=True)
+    require_reason(act, "say why the firmware may stay as it is")
+    # Those of the tenant's installation come from the BMC only and are not all.
+    node_records.require_installed(node)
+    if not node.firmware_differences:
+        raise Problem(
+            "no_firmware_difference",
+            409,
+            expected="a node whose firmware differs from before its tenant",
+            found="no comparison yet" if node.firmware_before is not None else "no difference",
+            remedy="run discovery first"
+            if node.firmware_before is not None
+            else "nothing to accept",
+        )
+    detail = {"differences": node.firmware_differences}
+    journal.audit(conn, act, "admin.node.firmware.accepted", "node", node_id, detail=detail)
+    forget(conn, node_id)
+    gate.open_gate(conn, node_id, act.because(act.reason))
+    return rows.get(conn, Node, node_id)

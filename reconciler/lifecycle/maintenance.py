@@ -1,0 +1,224 @@
+"""Maintenance that restarts a host: a reboot, or a change of its firmware settings.
+
+The node is drained first. Afterwards discovery and parity prove the new boot; a pass takes the node
+back into use and starts its slices again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, locks, rows
+from reconciler.db.schema import Claim, Node, Task, claims
+from reconciler.lifecycle import gate, host, power
+from reconciler.model import firmware
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    ClaimKind,
+    ClaimState,
+    NodeMode,
+    NodeState,
+    SlotState,
+    TaskKind,
+    TaskState,
+)
+from reconciler.records import nodes, queue, slots
+
+Guests = list[dict[str, Any]]
+
+_AFTERWARDS = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+_REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
+
+
+def request_reboot(conn: sa.Connection, id: str, act: Act, *, allocations: Collection[str]) -> Task:
+    """Queue a restart of the host. allocations: all that are on it, as its operator names them.
+
+    Problem `node_in_use` while a run is at work on it or a tenant has the whole machine, and
+    `reboot_unconfirmed`, which names the allocations, when the operator names others.
+    """
+    with locks.node(conn, id):
+        node = _require_answering(nodes.require_enrolled(conn, id))
+        guests = _guests(conn, id)
+        present = {guest["allocation_id"] for guest in guests}
+        if present != set(allocations):
+            raise _unconfirmed(guests, allocations)
+        parameters = {"guests": guests, "boot_id": node.boot_id}
+        detail = {"allocations": sorted(present)}
+        return _begin(conn, node, TaskKind.NODE_REBOOT, parameters, act, detail)
+
+
+def request_firmware(
+    conn: sa.Connection, id: str, act: Act, *, digest: str, acknowledged_jobs: Sequence[str]
+) -> Task:
+    """Queue the firmware change whose plan has this digest, with the power cycle that it needs.
+
+    Problem `firmware_plan_changed` when that is not the latest plan, and `node_in_use` while
+    anything is on the node.
+    """
+    with locks.node(conn, id):
+        node = _require_answering(nodes.require_enrolled(conn, id))
+        nodes.refuse_in_use(conn, id)
+        plan = _latest_plan(conn, id)
+        if plan.get("digest") != digest:
+            raise Problem(
+                "firmware_plan_changed",
+                409,
+                expected="the digest of the latest plan, which has something to change",
+                found=plan.get("digest") or "no plan with a change",
+                remedy=f"run `gpuaas nodes plan-firmware {id}`, read it, then approve its digest",
+            )
+        parameters = {
+            "apply": True,
+            "digest": digest,
+            "acknowledged_jobs": sorted(acknowledged_jobs),
+            "boot_id": node.boot_id,
+        }
+        detail = {"digest": digest, "differences": plan["differences"]}
+        return _begin(conn, node, TaskKind.NODE_FIRMWARE, parameters, act, detail)
+
+
+def began(conn: sa.Connection, task: Task) -> None:
+    """Refuse a restart of a node on which others are by now, and note that its slices stop.
+
+    A slice counts as stopped by the restart until it is started after the next proof, whether the
+    host restarts or not.
+    """
+    named = [guest["allocation_id"] for guest in task.parameters.get("guests", ())]
+    # First, because allocations are locked before their node.
+    power.interrupted(conn, named)
+    with locks.node(conn, task.node_id):
+        if task.kind == TaskKind.NODE_FIRMWARE:
+            nodes.refuse_in_use(conn, task.node_id)
+            return
+        guests = _guests(conn, task.node_id)
+        if not {guest["allocation_id"] for guest in guests} <= set(named):
+            raise _unconfirmed(guests, named)
+
+
+def restarted(conn: sa.Connection, task: Task, act: Act) -> Task:
+    """Record that the host was restarted; returns the first task of its way back into use."""
+    host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"])
+    return bring_back(conn, task, act)
+
+
+def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task:
+    """Queue what proves the host again. A pass takes a node back that this work has drained."""
+    node = nodes.get(conn, task.node_id)
+    kinds = _AFTERWARDS if _sells_slices(conn, node) else _AFTERWARDS[:1]
+    parameters = queue.then(kinds[1:], resume=bool(task.parameters.get("resume")))
+    return queue.enqueue(conn, queue.Enqueue(kinds[0], node.id, parameters=parameters), act)
+
+
+def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:
+    """Take the node back into use, unless an operator has changed its state meanwhile."""
+    if rows.get(conn, Node, node_id, lock=True).state != NodeState.DRAINING:
+        return False
+    host.resume(conn, node_id, act.because("proven again after maintenance"))
+    return True
+
+
+def _begin(
+    conn: sa.Connection,
+    node: Node,
+    kind: TaskKind,
+    parameters: dict[str, Any],
+    act: Act,
+    detail: dict[str, Any],
+) -> Task:
+    for task in queue.open_of_node(conn, node.id):
+        if task.kind in (TaskKind.NODE_REBOOT, TaskKind.NODE_FIRMWARE):
+            if task.kind == kind and parameters.items() <= task.parameters.items():
+                return task
+            raise Problem(
+                "maintenance_under_way",
+                409,
+                expected="no other restart of this node",
+                found=f"{task.kind} {task.id}, {task.state}",
+                remedy="wait until it has ended, or cancel it, then ask again",
+            )
+    if not node.boot_id:
+        raise Problem(
+            "boot_unknown",
+            409,
+            expected="a host whose present boot is known",
+            found="a restart, or a doubt, since its last discovery",
+            remedy=f"run `gpuaas nodes discover {node.id}`, then ask again",
+        )
+    if node.state == NodeState.READY and _sells_slices(conn, node):
+        host.drain(conn, node.id, act)
+        parameters = {**parameters, "resume": True}
+    journal.audit(conn, act, f"admin.{kind}", "node", node.id, detail=detail)
+    return queue.add(conn, queue.Enqueue(kind, node.id, parameters=parameters), act)
+
+
+def _guests(conn: sa.Connection, node_id: str) -> Guests:
+    """Allocations on the node with their fenced slots, in the order of the slots: running slices,
+    and slices of which a blocked slot may have a trace.
+
+    Problem `node_in_use` while a run is at work on a slot or a tenant has the whole machine.
+    """
+    query = sa.select(claims).where(claims.c.node_id == node_id, claims.c.state.in_(LIVE_CLAIMS))
+    live = rows.every(conn, query, Claim)
+    active = {claim.slot_id: claim for claim in live if claim.state == ClaimState.ACTIVE}
+    if any(claim.kind == ClaimKind.NODE_EXCLUSIVE for claim in live) or len(active) < len(live):
+        nodes.refuse_in_use(conn, node_id)
+    guests: dict[str, list[dict[str, Any]]] = {}
+    for slot in slots.of_node(conn, node_id):
+        if slot.id in active:
+            key, fence = active[slot.id].allocation_id, active[slot.id].fence
+        elif slot.status == SlotState.CLEANUP_BLOCKED:
+            key, fence = str(slot.health_detail.get("allocation_id") or ""), slot.fence
+        else:
+            continue
+        if key:
+            guests.setdefault(key, []).append({"slot_id": slot.id, "fence": fence})
+    return [{"allocation_id": key, "slots": held} for key, held in guests.items()]
+
+
+def _unconfirmed(guests: Guests, named: Collection[str]) -> Problem:
+    present = [guest["allocation_id"] for guest in guests]
+    return Problem(
+        "reboot_unconfirmed",
+        409,
+        expected="the ids of all allocations on the node, because the restart stops them",
+        found=f"on it: {', '.join(present) or 'none'}; named: {', '.join(sorted(named)) or 'none'}",
+        remedy="tell their tenants, then ask again with exactly the allocations that are on it",
+        detail={"allocations": present},
+    )
+
+
+def _require_answering(node: Node) -> Node:
+    if node.state not in _REACHABLE:
+        raise Problem(
+            "host_unreachable",
+            409,
+            expected="a node whose host answers",
+            found=f"state {node.state}",
+            remedy="restart it by its management controller; its slices start again by themselves",
+        )
+    return node
+
+
+def _sells_slices(conn: sa.Connection, node: Node) -> bool:
+    return NodeMode(node.mode).purpose == "slice" and bool(gate.approved(conn, node.id))
+
+
+def _latest_plan(conn: sa.Connection, node_id: str) -> dict[str, Any]:
+    """Plan of the latest firmware task with its digest; {} without a change to approve.
+
+    A task that changed the settings outdates the plans before it.
+    """
+    for task in queue.every(conn, node_id=node_id, kind=TaskKind.NODE_FIRMWARE, limit=2):
+        apply = task.parameters.get("apply")
+        if apply and task.state in queue.OPEN:
+            # The same request, sent again.
+            continue
+        if apply or task.state != TaskState.SUCCEEDED:
+            return {}
+        return firmware.approvable((task.result.get("bios") or {}).get("differences") or [])
+    return {}

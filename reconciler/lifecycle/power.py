@@ -1,0 +1,179 @@
+"""Power of a slice: start, stop, restart and reset for its project, and start after a host's boot.
+
+The claim stays through all of it. A slice that its project stopped stays stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import journal, rows
+from reconciler.db.schema import Allocation, Node, allocations
+from reconciler.lifecycle.slices import run_on_slots
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState, CapacityShape, NodeState, PowerAction, TaskKind
+from reconciler.records import claims, queue, reports
+
+
+def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allocation:
+    """Queue a power action on a slice, unless the same action is under way.
+
+    Raises a Problem when the slice is not active, its host does not answer or is not proven since
+    its boot, or another task of the allocation is under way.
+    """
+    allocation = rows.get(conn, Allocation, id, lock=True)
+    _require_active_slice(allocation)
+    node = rows.get(conn, Node, allocation.node_id)
+    if node.state == NodeState.UNREACHABLE:
+        raise Problem(
+            "host_unreachable",
+            409,
+            expected="an answer of the host of this allocation",
+            found="no answer; whether the machine runs is unknown",
+            remedy="ask again when the host answers; the operators see it among the nodes",
+        )
+    if action != PowerAction.STOP:
+        _require_proven_boot(conn, node)
+    for task in queue.open_of_allocation(conn, id):
+        if task.kind == TaskKind.SLICE_VM_POWER and task.parameters["action"] == action:
+            return allocation
+        raise Problem(
+            "allocation_busy",
+            409,
+            expected="no other task of this allocation",
+            found=f"{task.kind}, {task.state}",
+            remedy="wait until it has ended, then ask again",
+        )
+    journal.audit_of(conn, act, "allocation.power", allocation, {"action": action.value})
+    _queue(conn, allocation, node, action, act)
+    return rows.get(conn, Allocation, id)
+
+
+def began(conn: sa.Connection, id: str) -> str:
+    """Reason why a queued action is no longer wanted; "" when its run may begin."""
+    state = rows.get(conn, Allocation, id, lock=True).state
+    return "" if state == AllocationState.ACTIVE else f"allocation {state}"
+
+
+def succeeded(conn: sa.Connection, id: str, *, boot_id: str) -> None:
+    """Record the boot under which the slice was started; "" when it was stopped."""
+    allocation = rows.get(conn, Allocation, id, lock=True)
+    if allocation.state == AllocationState.ACTIVE:
+        boot = boot_id or allocation.started_boot_id
+        _set(conn, allocation, power_action="", error={}, started_boot_id=boot)
+
+
+def failed(conn: sa.Connection, id: str, error: Mapping[str, Any]) -> None:
+    """Record the error with the allocation, which stays active: its claim holds the slots."""
+    allocation = rows.get(conn, Allocation, id, lock=True)
+    if allocation.state == AllocationState.ACTIVE:
+        _set(conn, allocation, power_action="", error=dict(error))
+
+
+def interrupted(conn: sa.Connection, ids: Collection[str]) -> None:
+    """Note that a restart of the host stops these slices, which the next proof starts again."""
+    for id in sorted(ids):
+        allocation = rows.get(conn, Allocation, id, lock=True)
+        if allocation.state == AllocationState.ACTIVE:
+            _set(conn, allocation, started_boot_id="")
+
+
+def powered_off(
+    conn: sa.Connection, ids: Collection[str], act: Act, *, boot_id: str = ""
+) -> list[str]:
+    """Record slices whose guests have powered themselves off; returns their allocations.
+
+    They stay stopped until their projects start them, also over a restart of the host. A slice
+    whose start has failed is left alone: a run has shut it down. boot_id: leave slices alone that
+    were not started under this boot, "" for any.
+    """
+    stopped = []
+    for id in sorted(ids):
+        allocation = rows.get(conn, Allocation, id, lock=True)
+        owed = allocation.error or boot_id not in ("", allocation.started_boot_id)
+        if allocation.state == AllocationState.ACTIVE and not allocation.stopped and not owed:
+            _set(conn, allocation, stopped=True)
+            journal.audit(conn, act, "allocation.powered_off", "allocation", id)
+            stopped.append(id)
+    return stopped
+
+
+def start_after_boot(
+    conn: sa.Connection, node_id: str, act: Act, *, restart: bool = True
+) -> list[str]:
+    """Queue the start of each slice that ran before the host's boot; returns the allocations.
+
+    The caller has just proven the host under this boot. restart: without it, as the profile may
+    say, the slices stay stopped until their projects start them.
+    """
+    node = rows.get(conn, Node, node_id)
+    query = sa.select(allocations).where(
+        allocations.c.node_id == node.id,
+        allocations.c.state == AllocationState.ACTIVE,
+        allocations.c.capacity_shape == CapacityShape.GPU_SLICE,
+        ~allocations.c.stopped,
+        allocations.c.started_boot_id != node.boot_id,
+    )
+    started = []
+    for allocation in rows.every(conn, query.order_by(allocations.c.id), Allocation):
+        if not restart:
+            powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
+        elif not queue.open_of_allocation(conn, allocation.id):
+            why = act.because("the host was restarted", {"boot_id": node.boot_id})
+            _queue(conn, allocation, node, PowerAction.START, why)
+            started.append(allocation.id)
+    return started
+
+
+def _queue(
+    conn: sa.Connection, allocation: Allocation, node: Node, action: PowerAction, act: Act
+) -> None:
+    stopped = action == PowerAction.STOP
+    _set(conn, allocation, power_action=action.value, stopped=stopped, error={})
+    held = claims.of_allocation(conn, allocation.id)
+    wanted = {"action": action.value, "boot_id": node.boot_id}
+    queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **wanted), act)
+
+
+def _set(conn: sa.Connection, allocation: Allocation, **values: Any) -> None:
+    later = {"generation": allocations.c.generation + 1}
+    update = sa.update(allocations).where(allocations.c.id == allocation.id)
+    conn.execute(update.values(**later, **values))
+
+
+def _require_active_slice(allocation: Allocation) -> None:
+    if allocation.capacity_shape != CapacityShape.GPU_SLICE:
+        raise Problem(
+            "power_of_whole_machine",
+            409,
+            expected="a slice",
+            found="a whole machine",
+            remedy="restart it from within; its tenant is root there",
+        )
+    if allocation.state != AllocationState.ACTIVE:
+        raise Problem(
+            "allocation_not_active",
+            409,
+            expected="an active allocation",
+            found=str(allocation.state),
+            remedy="wait until it is active; one that has ended needs a new launch",
+        )
+
+
+def _require_proven_boot(conn: sa.Connection, node: Node) -> None:
+    """Problem `host_unproven` unless parity has passed under the host's present boot (I16)."""
+    parity = reports.latest_parity(conn, node.id)
+    if parity and node.boot_id and parity.boot_id == node.boot_id and not parity.failures:
+        return
+    raise Problem(
+        "host_unproven",
+        409,
+        expected="a host that was proven since its last boot",
+        found="a host whose proof is missing or fails",
+        remedy="wait: slices that ran before start by themselves once the host is proven;"
+        " if it lasts, ask the operators",
+    )

@@ -1,0 +1,148 @@
+"""Quota of a project: the capacity that it may hold, and the rate of its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows, settings
+from reconciler.db.schema import Allocation, Project, allocations, projects
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState
+
+HOUR_S = 3_600
+# Limits of what a project holds at one time, and limits of what it does in an hour.
+HELD = ("gpus", "machines", "open_requests")
+HOURLY = ("launches_per_hour", "failures_per_hour")
+# Rows that a project can add in an hour, whoever of its members adds them. People need a few.
+KEYS_PER_HOUR, RULES_PER_HOUR = 60, 120
+_DEFAULTS = "default_quota"
+_OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
+_HOLDING = (*_OPEN, AllocationState.ACTIVE, AllocationState.RELEASING)
+# A guest that is not reachable in time is of the tenant's image, keys or data.
+_TENANTS_OWN = "readiness_failed"
+
+
+def change(conn: sa.Connection, id: str, limits: Mapping[str, int], act: Act) -> Project:
+    """Replace the limits of a project. A limit that is left out is the site's."""
+    before = rows.get(conn, Project, id, lock=True)
+    if before.quota == limits:
+        return before
+    conn.execute(sa.update(projects).where(projects.c.id == id).values(quota=dict(limits)))
+    detail = {"from": before.quota, "to": dict(limits)}
+    journal.audit(conn, act, "admin.project.quota", "project", id, detail=detail, project_id=id)
+    return rows.get(conn, Project, id)
+
+
+def defaults(conn: sa.Connection) -> dict[str, int]:
+    """The site's limits, for what a project has no limit of its own for."""
+    return dict(settings.read(conn, _DEFAULTS, {}))
+
+
+def change_defaults(conn: sa.Connection, limits: Mapping[str, int], act: Act) -> None:
+    """Replace the site's limits. A limit that is left out is none."""
+    settings.write(conn, _DEFAULTS, dict(limits), act)
+
+
+def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
+    """The limits that hold for a project."""
+    return defaults(conn) | project.quota
+
+
+def used(conn: sa.Connection, project_id: str) -> dict[str, int]:
+    """Present use of each limit."""
+    return _count(_rows(conn, project_id), clock.read(conn))
+
+
+def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
+    """Problem `quota_exceeded` or `rate_exceeded` when a launch would pass a limit of its project.
+
+    Launches of a project with limits wait for each other until their transactions end. Call this
+    before a node or a slot is locked.
+    """
+    # In one statement, because most projects and sites have no limits.
+    query = sa.select(projects.c.quota, settings.column(_DEFAULTS)).where(
+        projects.c.id == project_id
+    )
+    if (known := conn.execute(query).one_or_none()) and not any(known):
+        return
+    project = rows.get(conn, Project, project_id, lock=True)
+    records, now = _rows(conn, project_id), clock.read(conn)
+    use = _count(records, now)
+    for name, allowed in sorted(limits(conn, project).items()):
+        asked = gpus if name == "gpus" else 1
+        if use[name] + asked > allowed:
+            raise _exceeded(name, use[name], asked, allowed, _wait_s(records, name, allowed, now))
+
+
+def require_rate(conn: sa.Connection, project_id: str, table: sa.Table, allowed: int) -> None:
+    """Problem `rate_exceeded` when a project has added as many rows within the hour."""
+    now = clock.read(conn)
+    query = sa.select(table.c.created_at).where(
+        table.c.project_id == project_id, table.c.created_at > now - HOUR_S
+    )
+    newest = query.order_by(table.c.created_at.desc()).offset(allowed - 1).limit(1)
+    first = conn.execute(newest).scalar()
+    if first is not None:
+        wait_s = max(1, int(first + HOUR_S - now) + 1)
+        raise _exceeded(f"{table.name} an hour", allowed, 1, allowed, wait_s)
+
+
+def _rows(conn: sa.Connection, project_id: str) -> list[Allocation]:
+    """Allocations that hold capacity, and those of the last hour, the oldest first."""
+    query = sa.select(allocations).where(
+        allocations.c.project_id == project_id,
+        sa.or_(allocations.c.state.in_(_HOLDING), allocations.c.created_at > clock.now() - HOUR_S),
+    )
+    return rows.every(conn, query.order_by(allocations.c.created_at), Allocation)
+
+
+def _count(records: list[Allocation], now: float) -> dict[str, int]:
+    # A release that waits for an operator is no use of its tenant.
+    holding = [
+        row
+        for row in records
+        if row.state in _HOLDING and not (row.state == AllocationState.RELEASING and row.error)
+    ]
+    return {
+        "gpus": sum(row.gpu_count for row in holding),
+        "machines": len(holding),
+        "open_requests": sum(row.state in _OPEN for row in records),
+        **{name: len(_in_hour(records, name, now)) for name in HOURLY},
+    }
+
+
+def _in_hour(records: list[Allocation], name: str, now: float) -> list[Allocation]:
+    recent = [row for row in records if row.created_at > now - HOUR_S]
+    if name == HOURLY[0]:
+        return recent
+    failed = [row for row in recent if row.state == AllocationState.FAILED]
+    return [row for row in failed if row.error.get("code") == _TENANTS_OWN]
+
+
+def _wait_s(records: list[Allocation], name: str, allowed: int, now: float) -> int:
+    """Seconds until the hour holds few enough; 0 for a limit that time does not lift."""
+    if name not in HOURLY or not allowed:
+        return 0
+    recent = _in_hour(records, name, now)
+    return max(1, int(recent[-allowed].created_at + HOUR_S - now) + 1)
+
+
+def _exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Problem:
+    detail: dict[str, Any] = {"limit": name, "used": use, "allowed": allowed}
+    rate = bool(wait_s) or name in HOURLY
+    if wait_s:
+        detail["retry_after_s"] = wait_s
+    return Problem(
+        "rate_exceeded" if rate else "quota_exceeded",
+        429 if rate else 409,
+        expected=f"at most {allowed} {name} of this project",
+        found=str(use) if rate else f"{use}, and {asked} more asked for",
+        remedy=f"ask again after {wait_s} s"
+        if wait_s
+        else "release what is not needed, or ask the operators for more",
+        detail=detail,
+    )

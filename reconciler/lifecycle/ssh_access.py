@@ -1,0 +1,211 @@
+"""Access to the machine of an allocation through the gateway: who, with which key, where to.
+
+The same functions decide when a session begins and every two seconds while it is open. So the end
+of the allocation, of the key, or of its token with its membership also ends the session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.schema import Allocation, ApiToken, Node, SshKey, allocations, api_tokens
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.states import AllocationState, CapacityShape, Role
+from reconciler.records import claims, ssh_keys
+
+# A key of a member whom only the OpenID provider knows: its groups cannot be asked for later.
+PROVIDER_S = 12 * 3600.0
+_REGISTER = "register it with `gpuaas ssh-keys add`"
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Permission to connect. actor: the owner of the key, or the member of a session.
+
+    host, port: SSH server of the machine. Of a slice, that of its node, which relays to `address`;
+    the server of a bare-metal machine is the tenant's own, and `address` is "".
+    terminal: whether the machine was told to accept the gateway's certificates.
+    """
+
+    allocation_id: str
+    project_id: str
+    actor: str
+    fingerprint: str
+    node_id: str
+    host: str
+    port: int
+    address: str
+    username: str
+    host_keys: tuple[str, ...]
+    terminal: bool
+
+
+def authorise(conn: sa.Connection, allocation_id: str, key: str) -> Grant:
+    """Permission for a key, or a Problem. key: type and base64.
+
+    The answer for an unknown allocation and for an unknown key is the same, because neither may be
+    guessed.
+    """
+    query = sa.select(allocations).where(allocations.c.id == allocation_id)
+    allocation = rows.first(conn, query, Allocation)
+    if allocation is None:
+        raise _unknown()
+    actor = _owner(conn, allocation, key)
+    return _grant(conn, allocation, actor, ssh_keys.fingerprint(key))
+
+
+def authorise_member(conn: sa.Connection, project_id: str, allocation_id: str, actor: str) -> Grant:
+    """Permission for a member of the project, whom the caller has authenticated, or a Problem."""
+    query = sa.select(allocations).where(
+        allocations.c.id == allocation_id, allocations.c.project_id == project_id
+    )
+    allocation = rows.first(conn, query, Allocation)
+    if allocation is None:
+        raise not_found("allocation", allocation_id)
+    return _grant(conn, allocation, actor, "")
+
+
+def require_slice(conn: sa.Connection, allocation: Allocation) -> None:
+    """Problem unless it is an active slice whose host keys are known."""
+    grant = _grant(conn, allocation, "", "")
+    require_terminal(replace(grant, terminal=bool(grant.address)))
+
+
+def require_terminal(grant: Grant) -> None:
+    """Problem when the machine has no terminal, or its keys are not known."""
+    if not grant.terminal:
+        raise Problem(
+            "terminal_off",
+            expected="a slice with a terminal",
+            found="one without" if grant.address else "a whole machine",
+            remedy="use `gpuaas ssh`"
+            + (", or give it one with `gpuaas ssh-terminal`" if grant.address else ""),
+        )
+    if not grant.host_keys:
+        raise Problem(
+            "host_keys_unknown",
+            expected="the host keys of the machine, as read at its start",
+            found="none",
+            remedy="launch it again",
+        )
+
+
+def _grant(conn: sa.Connection, allocation: Allocation, actor: str, fingerprint: str) -> Grant:
+    if allocation.state != AllocationState.ACTIVE:
+        raise Problem(
+            "allocation_not_active",
+            expected="an active allocation",
+            found=allocation.state,
+            remedy="wait until `gpuaas allocations` shows it active, or launch another one",
+        )
+    node = rows.get(conn, Node, allocation.node_id)
+    if allocation.capacity_shape == CapacityShape.GPU_SLICE:
+        (bundle, *_) = claims.bundles(conn, allocation.id)
+        host, port, address = node.address, node.port, str(bundle["private_ip"])
+    else:
+        host, port, address = node.tenant_address, node.tenant_port, ""
+    return Grant(
+        allocation_id=allocation.id,
+        project_id=allocation.project_id,
+        actor=actor,
+        fingerprint=fingerprint,
+        node_id=node.id,
+        host=host,
+        port=port,
+        address=address,
+        username=str(allocation.connection.get("username", allocation.username)),
+        host_keys=tuple(allocation.connection.get("host_keys", ())),
+        terminal=bool(allocation.parameters.get("terminal")),
+    )
+
+
+def _owner(conn: sa.Connection, allocation: Allocation, key: str) -> str:
+    """The actor to whom the key belongs, as the project knows it now."""
+    record = ssh_keys.find(conn, allocation.project_id, key)
+    if record is None:
+        if key not in {ssh_keys.bare(line) for line in allocation.ssh_keys}:
+            raise _unknown()
+        actor = allocation.requested_by
+        _, _, token_id = actor.partition("#")
+        ends = allocation.created_at + PROVIDER_S if _of_provider(actor) else None
+    else:
+        actor, token_id, ends = record.registered_by, record.token_id or "", record.expires_at
+        _require_unrevoked(record)
+    if ends is not None and ends <= clock.read(conn):
+        raise _ended("ssh_key_expired", "a key that is still valid", "one that has expired")
+    if token_id and not is_member(conn, token_id, allocation.project_id):
+        raise _ended(
+            "token_ended",
+            "a key of a member whose token is valid",
+            f"the token of {actor.partition('#')[0]} is revoked or has expired",
+        )
+    return actor
+
+
+def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
+    """End the keys of a person of the provider, and cut their sessions; returns their number.
+
+    A key of a launch is let through for half a day because of the launch alone, so its end is
+    recorded.
+    """
+    if not _of_provider(actor):
+        return 0
+    keys = {(key.project_id, key.public_key) for key in ssh_keys.of_person(conn, actor)}
+    recent = sa.select(allocations).where(
+        allocations.c.requested_by == actor, allocations.c.created_at > clock.now() - PROVIDER_S
+    )
+    for allocation in rows.every(conn, recent, Allocation):
+        for line in allocation.ssh_keys:
+            if ssh_keys.find(conn, allocation.project_id, line) is None:
+                keys.add((allocation.project_id, ssh_keys.bare(line)))
+    for project_id, line in keys:
+        ssh_keys.end(conn, project_id, line, actor, act)
+    return len(keys)
+
+
+def is_member(conn: sa.Connection, token_id: str, project_id: str) -> bool:
+    """Whether a token is valid and opens the project."""
+    columns = api_tokens.c
+    query = sa.select(api_tokens).where(
+        columns.id == token_id,
+        columns.revoked_at.is_(None),
+        sa.or_(columns.expires_at.is_(None), columns.expires_at > clock.now()),
+    )
+    token = rows.first(conn, query, ApiToken)
+    if token is None:
+        return False
+    return token.role == Role.PLATFORM_ADMIN or token.project_id == project_id
+
+
+def _of_provider(actor: str) -> bool:
+    # "member:oidc:alice"; a stored token's name has no colon (`api.security`).
+    return actor.partition(":")[2].startswith("oidc:")
+
+
+def _require_unrevoked(record: SshKey) -> None:
+    if record.revoked_at is not None:
+        raise Problem(
+            "ssh_key_revoked",
+            403,
+            expected="a key that its project accepts",
+            found="one that it has revoked",
+            remedy="make a new pair with `ssh-keygen -t ed25519` and " + _REGISTER,
+        )
+
+
+def _ended(code: str, expected: str, found: str) -> Problem:
+    return Problem(code, 403, expected=expected, found=found, remedy=_REGISTER)
+
+
+def _unknown() -> Problem:
+    return Problem(
+        "access_unknown",
+        403,
+        expected="an allocation's id as user name, and a key that its project knows",
+        found="an unknown id, or a key that is not known there",
+        remedy="compare both with `gpuaas allocations` and `gpuaas ssh-keys list`",
+    )

@@ -1,0 +1,41 @@
+"""Faults of a host that stop its runs: a full disk and a wrong clock, by name."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+# Shows the time of a host in epoch seconds.
+CLOCK_COMMAND = "date +%s"
+
+# Words of the kernel and of Python, as Ansible passes them on. Python names no cause when not one
+# of its folders for temporary files can be written.
+_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|No usable temporary directory found",
+    re.IGNORECASE,
+)
+
+
+def full_disk(message: str) -> dict[str, str] | None:
+    """The fault if a full disk ended the run; None if the message says otherwise."""
+    if not _FULL.search(message):
+        return None
+    return {
+        "code": "host_disk_full",
+        "expected": "room for the modules of the run and their files on the host",
+        "found": message,
+        "remedy": "free space on the host (`df -h; df -i`), mostly in /tmp, /var or /root, then "
+        "request the task again",
+    }
+
+
+def wrong_clock(at: float, now: float, message: str = "") -> dict[str, str]:
+    """Fault of a host whose clock shows `at` when it is `now`."""
+    shown, right = (datetime.fromtimestamp(t, UTC).isoformat(timespec="seconds") for t in (at, now))
+    way = "behind" if at < now else "ahead"
+    return {
+        "code": "clock_wrong",
+        "expected": f"a clock near {right}",
+        "found": f"{shown}, {abs(at - now):.0f} s {way}{f'; {message}' if message else ''}",
+        "remedy": "set the host's clock and let it synchronise (`timedatectl`, `chronyc makestep`)",
+    }

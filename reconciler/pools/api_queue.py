@@ -1,0 +1,216 @@
+"""The queue of a worker without the database: HTTPS with the token of its pool."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from reconciler.model.errors import Problem
+from reconciler.model.jobs import Call, Outcome
+from reconciler.pools import leases
+from reconciler.pools.queue import Away, Dismissed, Ended, Turn
+
+log = logging.getLogger("gpuaas.jobs")
+
+_PATH = "/api/v1/worker"
+# An answer has at most 64 inputs of 64 KiB, with room for characters that JSON escapes.
+ANSWER_BYTES = 32 << 20
+# Below the limit of the service for a request.
+_REQUEST_BYTES = 900 << 10
+# Of a whole answer, however slowly it comes.
+_TIMEOUT_S = 15.0
+# So long a request waits for a job to be due, and so SIGTERM may have to wait.
+_WAIT_S = 5
+# Interval of the question whether more is due, of a worker that has jobs.
+_LOOK_S = 1.0
+# Statuses of a service, or of a proxy before it, that may be better soon.
+_PASSING = frozenset({408, 425, 429})
+
+
+class ApiQueue:
+    """secret: reads the token, which may be replaced while the worker runs.
+
+    stopping: set once the pool does not serve any more.
+    """
+
+    lease_s = leases.LEASE_S
+    beat_s = leases.BEAT_S
+
+    def __init__(
+        self, url: str, secret: Callable[[], str], models: Sequence[str], stopping: threading.Event
+    ) -> None:
+        self._secret = secret
+        self._token = secret()
+        self._models = models
+        self._stopping = stopping
+        # A proxy would read a token that travels without TLS.
+        private = url.startswith("https:")
+        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=private)
+        self._id = ""
+        self._serving = True
+        # Of the claim that has had no answer yet. Its repetition gets the same jobs.
+        self._claim = ""
+        self._due = True
+        self._asked = 0.0
+
+    def enter(self) -> bool:
+        return True
+
+    def serve(self) -> str:
+        body = {"host": socket.gethostname()[:64], "pid": os.getpid(), "models": self._models}
+        answer = self._ask("register", body)
+        try:
+            self._id = str(answer["worker_id"])
+            self.lease_s = min(max(float(answer["lease_s"]), 1.0), 3600.0)
+            self.beat_s = min(max(float(answer["beat_s"]), 0.1), self.lease_s / 2)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _strange(answer) from error
+        return self._id
+
+    def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+        counted = 0
+        parts = _parts(ended)
+        for part in parts[:-1]:
+            counted += self._turn(part, (), 0).counted
+        last = self._turn(parts[-1], returned, limit)
+        return Turn(counted + last.counted, last.calls)
+
+    def is_idle(self) -> bool:
+        if self._due:
+            self._due = False
+            return False
+        if time.monotonic() < self._asked + _LOOK_S:
+            return True
+        return not self._look(0)
+
+    def wait(self, stopping: threading.Event) -> None:
+        if not stopping.is_set():
+            self._due = self._look(_WAIT_S)
+
+    def renew(self, tokens: Sequence[str]) -> set[str]:
+        answer = self._ask("renew", {"worker_id": self._id, "tokens": list(tokens)})
+        held = answer.get("held")
+        if not isinstance(held, list):
+            raise _strange(answer)
+        return {str(id) for id in held}
+
+    def tend(self) -> None:
+        """The service does it."""
+
+    def leave(self) -> None:
+        # A pool that ends may have ended with the last job.
+        if not self._serving:
+            return
+        self._ask("leave", {"worker_id": self._id})
+
+    def _turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+        body: dict[str, Any] = {
+            "worker_id": self._id,
+            "ended": [_outcome(call, outcome) for call, outcome in ended],
+            "returned": [{"id": call.id, "token": call.token} for call in returned],
+        }
+        if limit:
+            self._claim = self._claim or str(uuid.uuid4())
+            body["claim"] = {"token": self._claim, "limit": limit}
+        answer = self._ask("turn", body)
+        try:
+            calls = [self._call(job) for job in answer["jobs"]]
+            counted = int(answer["counted"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _strange(answer) from error
+        if limit:
+            self._claim = ""
+        return Turn(counted, calls)
+
+    def _call(self, job: Mapping[str, Any]) -> Call:
+        given, seconds = job["input"], job["timeout_s"]
+        if job["model"] not in self._models or not isinstance(given, dict):
+            raise ValueError(job["model"])
+        return Call(str(job["id"]), str(job["token"]), job["model"], given, int(seconds))
+
+    def _look(self, wait_s: int) -> bool:
+        self._asked = time.monotonic()
+        return bool(self._ask("due", {"worker_id": self._id, "wait_s": wait_s}).get("due"))
+
+    def _ask(self, act: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        status, answer = self._send(act, body)
+        if status == httpx.codes.UNAUTHORIZED and self._renewed():
+            status, answer = self._send(act, body)
+        if status == httpx.codes.OK:
+            # A pool that drains gives out nothing more.
+            if answer.get("serving") is False:
+                self._serving = False
+                self._stopping.set()
+            return answer
+        code = answer.get("code", "no code")
+        reason = f"{code} ({status}): expected {answer.get('expected')}, {answer.get('remedy')}"
+        # A seat of the pool comes free within its lease.
+        if status >= httpx.codes.INTERNAL_SERVER_ERROR or status in _PASSING or code == "pool_full":
+            raise Away(f"the service refuses: {reason}")
+        raise Dismissed(reason)
+
+    def _renewed(self) -> bool:
+        """Whether the token has been replaced by another."""
+        before = self._token
+        with suppress(Problem):
+            self._token = self._secret()
+        return self._token != before
+
+    def _send(self, act: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and document of an answer, which is limited in size and time."""
+        end = time.monotonic() + _TIMEOUT_S + body.get("wait_s", 0)
+        headers = {"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"}
+        content = bytearray()
+        try:
+            with self._http.stream(
+                "POST",
+                f"{_PATH}/{act}",
+                json=body,
+                headers=headers,
+                timeout=httpx.Timeout(_TIMEOUT_S + body.get("wait_s", 0)),
+            ) as response:
+                for piece in response.iter_raw(1 << 16):
+                    content += piece
+                    if len(content) > ANSWER_BYTES or time.monotonic() > end:
+                        raise Away("the service's answer is too long, or too slow")
+            document = json.loads(content)
+        except (httpx.HTTPError, httpx.InvalidURL) as failure:
+            raise Away(f"the service does not answer: {failure!r}") from failure
+        except (ValueError, RecursionError) as failure:
+            raise Away(f"no answer of the service, status {response.status_code}") from failure
+        if not isinstance(document, dict):
+            raise _strange(document)
+        return response.status_code, document
+
+
+def _outcome(call: Call, outcome: Outcome) -> dict[str, Any]:
+    end = {"result": outcome.result} if outcome.result is not None else {"error": outcome.error}
+    return {"id": call.id, "token": call.token, "permanent": outcome.permanent, **end}
+
+
+def _parts(ended: Ended) -> list[Ended]:
+    """Outcomes by requests that the service takes; at least one part."""
+    parts: list[list[tuple[Call, Outcome]]] = [[]]
+    room = _REQUEST_BYTES
+    for call, outcome in ended:
+        size = len(json.dumps(_outcome(call, outcome)))
+        if size > room and parts[-1]:
+            parts.append([])
+            room = _REQUEST_BYTES
+        parts[-1].append((call, outcome))
+        room -= size
+    return list(parts)
+
+
+def _strange(answer: object) -> Away:
+    return Away(f"no answer of this service: {str(answer)[:200]}")

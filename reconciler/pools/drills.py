@@ -1,0 +1,38 @@
+"""Models of drills, and a worker of their own that a drill may kill."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def wait(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Take as many seconds as the input says."""
+    time.sleep(min(float(call["seconds"]), 60.0))
+    return {"seconds": call["seconds"]}
+
+
+def fail(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Fail while a file exists, as a model does whose weights cannot be read."""
+    if Path(str(call["broken"])).exists():
+        raise RuntimeError("the drill's fault")
+    return {}
+
+
+@contextmanager
+def worker(model: str, function: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker of this machine that serves one function of this module under a name."""
+    command = [sys.executable, "-m", "reconciler.cli.main", "jobs", "worker"]
+    command += ["--model", f"{model}={__name__}:{function}"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,120 @@
+"""Hints by Redis streams: they wake idle workers. Losing them all costs a worker's poll, no job."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import redis
+
+log = logging.getLogger("gpuaas.jobs")
+
+STREAM = "stream:orchestrator:inference_jobs"
+GROUP = "cg:inference"
+DEAD = f"{STREAM}:dlq"
+# Streams are cut to about these lengths: a hint that was lost is no loss.
+_LONGEST = 100_000
+_LONGEST_DEAD = 10_000
+# Hints that a worker takes at a time, and the age at which it takes over those of another worker.
+_COUNT = 32
+_IDLE_MS = 30_000
+# While Redis is away it is asked this rarely, so that it delays neither requests nor workers.
+_PAUSE_S = 5.0
+_TIMEOUT_S = 2.0
+
+
+class Hints:
+    """Connection to the Redis of a URL, which may be away at any time."""
+
+    def __init__(self, url: str) -> None:
+        self._redis: Any = redis.Redis.from_url(
+            url, decode_responses=True, socket_timeout=_TIMEOUT_S, socket_connect_timeout=0.5
+        )
+        self._away_until = 0.0
+        self._reclaims = True
+
+    def announce(self, ids: Iterable[str]) -> None:
+        """Tell workers of new jobs, which must be committed."""
+        self._add(STREAM, ({"job": id} for id in ids), _LONGEST)
+
+    def bury(self, codes: Mapping[str, str]) -> None:
+        """Tell watchers of new dead letters: the codes of their errors by id."""
+        if codes:
+            letters = ({"job": id, "code": code} for id, code in codes.items())
+            self._add(DEAD, letters, _LONGEST_DEAD)
+
+    def wait(self, consumer: str, seconds: float) -> bool:
+        """Wait for a hint, or so long; False at once while Redis is away."""
+        return self._try(lambda: self._read(consumer, seconds))
+
+    def lengths(self) -> dict[str, int]:
+        """Lengths of the streams; {} while Redis is away."""
+        found: dict[str, int] = {}
+        self._try(lambda: found.update({name: self._redis.xlen(name) for name in (STREAM, DEAD)}))
+        return found
+
+    def _add(self, stream: str, fields: Iterable[Mapping[str, str]], longest: int) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        for values in fields:
+            pipe.xadd(stream, values, maxlen=longest, approximate=True)
+        self._try(pipe.execute)
+
+    def _read(self, consumer: str, seconds: float) -> None:
+        entries = self._reclaim(consumer)
+        if not entries:
+            block = max(1, int(min(seconds, _TIMEOUT_S / 2) * 1000))
+            streams = {STREAM: ">"}
+            answer = self._redis.xreadgroup(GROUP, consumer, streams, count=_COUNT, block=block)
+            entries = [id for _, part in answer or () for id, _ in part]
+        if entries:
+            # The database says what is left to do, so a hint has served when it was read.
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.xack(STREAM, GROUP, *entries)
+            pipe.xdel(STREAM, *entries)
+            pipe.execute()
+
+    def _reclaim(self, consumer: str) -> list[str]:
+        """Hints that a worker took and did not acknowledge before it died."""
+        if not self._reclaims:
+            return []
+        try:
+            _, claimed, *_ = self._redis.xautoclaim(
+                STREAM, GROUP, consumer, min_idle_time=_IDLE_MS, count=_COUNT
+            )
+        except redis.ResponseError as error:
+            if "unknown command" not in str(error):
+                raise
+            # Before Redis 6.2. Workers find these jobs in the database.
+            log.warning("XAUTOCLAIM not available")
+            self._reclaims = False
+            return []
+        return [id for id, _ in claimed]
+
+    def _try(self, act: Callable[[], object]) -> bool:
+        if time.monotonic() < self._away_until:
+            return False
+        try:
+            act()
+        except redis.RedisError as error:
+            if str(error).startswith("NOGROUP"):
+                return self._try(self._make_group)
+            log.warning("Redis does not answer, jobs go on without it: %s", type(error).__name__)
+            self._away_until = time.monotonic() + _PAUSE_S
+            return False
+        return True
+
+    def _make_group(self) -> None:
+        try:
+            self._redis.xgroup_create(STREAM, GROUP, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):  # Another worker was quicker.
+                raise
+
+
+@lru_cache(maxsize=4)
+def of(url: str) -> Hints | None:
+    """The hints of a site; None for a site without Redis."""
+    return Hints(url) if url else None

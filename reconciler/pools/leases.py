@@ -1,0 +1,308 @@
+"""Leases of jobs: claimed, renewed and finished in groups by a worker; expired leases end here.
+
+Every function is a transaction's work. All times are the database's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers, projects
+from reconciler.model import jobs as rules
+from reconciler.model.jobs import Call, JobStatus, Outcome
+from reconciler.model.pools import SERVING_POOLS
+from reconciler.pools import control
+
+log = logging.getLogger("gpuaas.jobs")
+
+LEASE_S = 30.0
+BEAT_S = 10.0
+# Rows that change state in one transaction of `tend`.
+_AT_ONCE = 500
+# A literal, as `control.RUNNING` is.
+_PENDING = jobs.c.status == sa.literal_column(f"'{JobStatus.PENDING.value}'")
+_DUE = sa.and_(_PENDING, jobs.c.not_before.is_(None))
+_FREE = {"token": "", "lease_expires_at": None}
+# Queues of a claim, so that the number of projects does not slow it.
+_QUEUES = 8
+# Statements of claims and outcomes are built once: to build them takes longer than to execute them.
+_MODEL = jobs.c.model == sa.bindparam("of_model")
+_WAITING = sa.select(projects.c.id).where(
+    sa.exists().where(_DUE, jobs.c.project_id == projects.c.id, _MODEL)
+)
+# A range of the leases and no GROUP BY, because SQLite would read the index of all jobs.
+_HOLDERS = sa.select(jobs.c.project_id).where(control.RUNNING, jobs.c.lease_expires_at > 0)
+_FIRST = (
+    sa.select(jobs.c.id)
+    .where(_DUE, jobs.c.project_id == sa.bindparam("of_project"), _MODEL)
+    .order_by(jobs.c.priority, jobs.c.enqueued_at)
+    .limit(sa.bindparam("share", type_=sa.Integer()))
+    .with_for_update(skip_locked=True)
+)
+_THESE = jobs.c.id.in_(sa.bindparam("ids", expanding=True))
+_CLAIM = (
+    sa.update(jobs)
+    .where(_THESE, _DUE)
+    .values(
+        status=JobStatus.RUNNING,
+        token=sa.bindparam("new_token"),
+        worker=sa.bindparam("by"),
+        lease_expires_at=clock.now() + sa.bindparam("lease_s", type_=sa.Double()),
+        started_at=clock.now(),
+        updated_at=clock.now(),
+    )
+    .returning(jobs)
+)
+_HELD = (
+    sa.select(*(jobs.c[name] for name in ("id", "token", "attempts", "max_attempts", "size")))
+    .where(_THESE, control.RUNNING)
+    .order_by(jobs.c.id)
+    .with_for_update()
+)
+_FINISH = (
+    sa.update(jobs)
+    .where(jobs.c.id == sa.bindparam("of_id"))
+    .values(
+        **_FREE,
+        **{
+            name: sa.bindparam(f"new_{name}", type_=jobs.c[name].type)
+            for name in ("status", "attempts", "result", "error", "size")
+        },
+        not_before=clock.now() + sa.bindparam("pause", type_=sa.Double()),
+        updated_at=clock.now(),
+    )
+)
+LOST: Mapping[str, str] = {
+    "code": "worker_lost",
+    "expected": "a heartbeat of the worker within its lease",
+    "found": "none",
+    "remedy": "nothing: it is queued again, unless that happened too often",
+}
+
+
+def register(conn: sa.Connection, *, host: str, pid: int, models: Sequence[str]) -> PoolWorker:
+    """Record a worker process and the models that it serves."""
+    values = {"id": rows.new_id(), "host": host, "pid": pid, "models": sorted(models)}
+    return rows.add(conn, PoolWorker, values)
+
+
+def enter(conn: sa.Connection, worker_id: str, *, pid: int, start_ticks: int) -> PoolWorker | None:
+    """Record the process of a pool's worker; None if the pool does not wait for it any more."""
+    update = (
+        sa.update(pool_workers)
+        .where(
+            pool_workers.c.id == worker_id,
+            pool_workers.c.pid == 0,
+            pool_workers.c.ended_at.is_(None),
+        )
+        .values(pid=pid, start_ticks=start_ticks, beat_at=clock.now())
+        .returning(pool_workers)
+    )
+    row = conn.execute(update).mappings().first()
+    return None if row is None else PoolWorker(**row)
+
+
+def serve(conn: sa.Connection, worker_id: str, models: Sequence[str]) -> PoolWorker:
+    """Record that a pool's worker has loaded its models."""
+    update = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
+    conn.execute(update.values(models=sorted(models), beat_at=clock.now()))
+    return rows.get(conn, PoolWorker, worker_id)
+
+
+def sign_off(conn: sa.Connection, worker_id: str) -> None:
+    """Record that the worker has ended in order."""
+    update = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
+    conn.execute(update.values(ended_at=clock.now()))
+
+
+def claim(
+    conn: sa.Connection,
+    worker: PoolWorker,
+    *,
+    limit: int,
+    lease_s: float = LEASE_S,
+    token: str = "",
+) -> list[Job]:
+    """Take due jobs, fairly among the projects, under a token that they share, "" for a new one.
+
+    None during maintenance.
+    """
+    if not control.is_normal(conn):
+        return []
+    running = Counter(conn.execute(_HOLDERS).scalars())
+    waiting = _waiting(conn, worker)
+    # Equal projects take turns by chance, because a claim remembers nothing of the one before.
+    random.shuffle(waiting)
+    waiting = sorted(waiting, key=lambda queue: running[queue[0]])[:_QUEUES]
+    ids: list[str] = []
+    for (project_id, model), share in rules.shares(waiting, running, limit).items():
+        queue = {"of_project": project_id, "of_model": model, "share": share}
+        ids += conn.execute(_FIRST, queue).scalars()
+    if not ids:
+        return []
+    values = {"ids": ids, "by": worker.id, "lease_s": lease_s}
+    values["new_token"] = token or rows.new_id()
+    return [Job(**row) for row in conn.execute(_CLAIM, values).mappings()]
+
+
+def call(job: Job) -> Call:
+    """The part of a job that its worker gets."""
+    return Call(job.id, job.token, job.model, job.input, job.timeout_s)
+
+
+def is_idle(conn: sa.Connection, worker: PoolWorker) -> bool:
+    """Whether nothing is due for the worker: a read, which keeps no writer waiting."""
+    return not _waiting(conn, worker)
+
+
+def _waiting(conn: sa.Connection, worker: PoolWorker) -> list[tuple[str, str]]:
+    """The (project, model) queues with due jobs: one probe of the index for each.
+
+    None for a worker whose pool drains.
+    """
+    project_id = None
+    if worker.pool_id:
+        pool = rows.get(conn, Pool, worker.pool_id)
+        if pool.state not in SERVING_POOLS:
+            return []
+        project_id = pool.project_id
+    queues: list[tuple[str, str]] = []
+    for model in worker.models:
+        ids = conn.execute(_WAITING, {"of_model": model}).scalars()
+        queues += [(id, model) for id in ids if project_id in (None, id)]
+    return queues
+
+
+def renew(
+    conn: sa.Connection,
+    worker: PoolWorker,
+    tokens: Sequence[str],
+    *,
+    lease_s: float = LEASE_S,
+    extra_s: float | None = None,
+) -> set[str]:
+    """Renew the leases that the worker still holds; returns the ids of these jobs.
+
+    extra_s: only of jobs that began no longer ago than their own time and this.
+    """
+    beat = sa.update(pool_workers).where(pool_workers.c.id == worker.id)
+    conn.execute(beat.values(beat_at=clock.now()))
+    held = sa.update(jobs).where(
+        jobs.c.token.in_(tokens), control.RUNNING, jobs.c.worker == worker.id
+    )
+    if extra_s is not None:
+        held = held.where(jobs.c.started_at + jobs.c.timeout_s > clock.now() - extra_s)
+    held = held.values(lease_expires_at=clock.now() + lease_s)
+    return set(conn.execute(held.returning(jobs.c.id)).scalars())
+
+
+def finish(
+    conn: sa.Connection, ended: Sequence[tuple[Call | Job, Outcome]]
+) -> dict[str, JobStatus]:
+    """Record outcomes of jobs that are still held; returns the new status of these.
+
+    An outcome under a token that the job no longer has does not count.
+    """
+    if not ended:
+        return {}
+    leased = conn.execute(_HELD, {"ids": [call.id for call, _ in ended]})
+    held = {(job.id, job.token): job for job in leased}
+    counted: dict[str, JobStatus] = {}
+    values = []
+    for call, outcome in ended:
+        # Each job once, whatever a worker sends.
+        if job := held.pop((call.id, call.token), None):
+            after = _after(job, outcome)
+            values.append({"of_id": job.id, "new_attempts": job.attempts + 1, **after})
+            counted[job.id] = status = after["new_status"]
+            if status != JobStatus.DONE:
+                _log(job.id, status, outcome.error or {})
+    if values:
+        conn.execute(_FINISH, values)
+    retries = sum(status == JobStatus.PENDING for status in counted.values())
+    control.count(conn, job_retries=retries)
+    return counted
+
+
+def _after(job: sa.Row[Any], outcome: Outcome) -> dict[str, Any]:
+    """New values of a job. pause: seconds until it is due; None unless it is tried again."""
+    values: dict[str, Any] = {"new_result": None, "new_error": {}, "new_size": job.size}
+    if outcome.result is not None:
+        size = job.size + len(json.dumps(outcome.result).encode())
+        done = {"new_result": dict(outcome.result), "new_size": size}
+        return {**values, **done, "new_status": JobStatus.DONE, "pause": None}
+    values["new_error"] = dict(outcome.error or {})
+    attempts = job.attempts + 1
+    if rules.is_dead(attempts, job.max_attempts, outcome):
+        return {**values, "new_status": JobStatus.DEAD_LETTER, "pause": None}
+    pause = rules.pause(attempts, random.random())  # noqa: S311  # spreads retries
+    return {**values, "new_status": JobStatus.PENDING, "pause": pause}
+
+
+def give_back(conn: sa.Connection, held: Sequence[Call | Job]) -> None:
+    """Return jobs that the worker did not begin. It counts neither as an attempt nor as lost."""
+    if not held:
+        return
+    mine = sa.tuple_(jobs.c.id, jobs.c.token).in_([(job.id, job.token) for job in held])
+    update = sa.update(jobs).where(mine, control.RUNNING)
+    conn.execute(update.values(**_FREE, status=JobStatus.PENDING, updated_at=clock.now()))
+
+
+class Tended(NamedTuple):
+    """due: jobs whose delay is over. reclaimed: jobs whose lease has expired. dead: those of them
+    that are buried.
+    """
+
+    due: int
+    reclaimed: int
+    dead: list[str]
+
+
+def tend(conn: sa.Connection, errors: int = 0) -> Tended:
+    """Queue jobs whose delay is over, and those whose lease has expired, or bury the latter.
+
+    Any worker does it, so it needs no leader. errors: of the worker's attempts to do this.
+    """
+    now = clock.now()
+    delayed = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= now)
+    ready = sa.update(jobs).where(delayed, jobs.c.id.in_(_some(delayed)))
+    expired = sa.and_(control.RUNNING, jobs.c.lease_expires_at < now)
+    often = jobs.c.lost + 1 >= rules.LOST_LIMIT
+    lost = (
+        sa.update(jobs)
+        .where(expired, jobs.c.id.in_(_some(expired)))
+        .values(
+            **_FREE,
+            lost=jobs.c.lost + 1,
+            updated_at=now,
+            status=sa.case((often, JobStatus.DEAD_LETTER.value), else_=JobStatus.PENDING.value),
+            error=LOST,
+        )
+        .returning(jobs.c.id, jobs.c.status)
+    )
+    due = conn.execute(ready.values(not_before=None)).rowcount
+    reclaimed = conn.execute(lost).all()
+    for id, status in reclaimed:
+        _log(id, status, LOST)
+    dead = [id for id, status in reclaimed if status == JobStatus.DEAD_LETTER]
+    control.count(conn, reclaimed=len(reclaimed), reclaimer_errors=errors)
+    return Tended(due, len(reclaimed), dead)
+
+
+def _log(job_id: str, status: str, error: Mapping[str, str]) -> None:
+    # Runbooks look for the words "Job retry".
+    words = "Job retry" if status == JobStatus.PENDING else "Job dead letter"
+    log.warning("%s: job %s, %s, found %s", words, job_id, error["code"], error["found"])
+
+
+def _some(condition: sa.ColumnElement[bool]) -> sa.Select[tuple[str]]:
+    query = sa.select(jobs.c.id).where(condition).limit(_AT_ONCE)
+    return query.with_for_update(skip_locked=True)

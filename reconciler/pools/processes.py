@@ -1,0 +1,115 @@
+"""Processes of a pool's workers on this machine: found by their mark, signalled, started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from reconciler.db.schema import Pool, PoolWorker
+from reconciler.pools import memory
+from reconciler.runs import lock
+from reconciler.settings import Settings
+
+# The environment variable that names host and worker of a process. Children inherit it.
+MARK = "POOL_WORKER"
+# Target of the model that is shipped, by its name.
+SHIPPED = {"digits": str(Path(__file__).with_name("digits.onnx"))}
+# A worker gives its job back before it is killed.
+_DRAIN = 0.8
+# The shell keeps its process id. No memory is counted before the process is in its group.
+_INTO_GROUP = 'echo $$ > "$0/cgroup.procs"; exec "$@"'
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running process. Process and start time together are unique within a boot."""
+
+    pid: int
+    start_ticks: int
+
+
+def scan(host_id: str) -> dict[str, list[Process]]:
+    """All processes of workers of this host, by the worker's id. Zombies have ended."""
+    processes: dict[str, list[Process]] = {}
+    prefix = f"{MARK}={host_id}/".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "environ").read_bytes().split(b"\0")
+            ids = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
+            if ids:
+                process = Process(int(entry.name), lock.start_ticks(entry.name))
+                processes.setdefault(ids[0].decode(errors="replace"), []).append(process)
+        except OSError:  # It has just ended, or belongs to another user.
+            continue
+    return processes
+
+
+def leads(worker: PoolWorker, process: Process) -> bool:
+    """Whether it is the worker's own process, and not a child of it."""
+    return (process.pid, process.start_ticks) == (worker.pid, worker.start_ticks)
+
+
+def send(host_id: str, worker_id: str, processes: Sequence[Process], number: int) -> None:
+    """Send a signal to processes of a worker, unless they have just ended."""
+    for process in processes:
+        mark = f"{MARK}={host_id}/{worker_id}".encode()
+        lock.send(process.pid, partial(lock.is_marked, process.pid, mark), number)
+
+
+def kill(host_id: str, worker: PoolWorker, processes: Sequence[Process]) -> None:
+    """Kill all processes of a worker, those that hide their mark included."""
+    send(host_id, worker.id, processes, signal.SIGKILL)
+    memory.kill(worker.cgroup)
+
+
+def start(
+    settings: Settings, pool: Pool, worker: PoolWorker, models: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start the process of a worker. It survives this process. models: NAME=TARGET."""
+    command = [sys.executable, "-m", "reconciler.cli.main", "jobs", "worker"]
+    command += [word for model in models for word in ("--model", model)]
+    command += ["--memory", str(pool.memory_mib), "--drain", f"{pool.grace_s * _DRAIN:.1f}"]
+    if worker.cgroup:
+        command = ["/bin/sh", "-c", _INTO_GROUP, worker.cgroup, *command]
+    environment = {
+        **os.environ,
+        "GPUAAS_STATE_DIR": str(settings.state_dir),
+        "GPUAAS_DATABASE_URL": settings.database,
+        "CUDA_VISIBLE_DEVICES": ",".join(pool.devices),
+        MARK: f"{pool.host_id}/{worker.id}",
+    }
+    return subprocess.Popen(
+        command,
+        cwd=models_folder(settings),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        start_new_session=True,
+    )
+
+
+def models_folder(settings: Settings) -> Path:
+    """The folder of models that pools of this host can serve."""
+    return settings.state_dir / "models"
+
+
+def models(settings: Settings) -> dict[str, str]:
+    """Targets by name: FILE.onnx and the function `run` of FILE.py in the folder of models, and the
+    model that is shipped.
+    """
+    targets = dict(SHIPPED)
+    folder = models_folder(settings)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.suffix == ".onnx" and path.is_file():
+            targets[path.stem] = str(path)
+        elif path.suffix == ".py" and path.is_file() and path.stem.isidentifier():
+            targets[path.stem] = f"{path.stem}:run"
+    return targets

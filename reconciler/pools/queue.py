@@ -1,0 +1,174 @@
+"""The queue as a worker uses it: claims, outcomes and leases, here in the database itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+from sqlalchemy import Connection, Engine, exc
+
+from reconciler.db.engine import reading, retrying
+from reconciler.db.schema import PoolWorker
+from reconciler.model.jobs import Call, JobStatus, Outcome
+from reconciler.pools import leases
+from reconciler.pools.hints import Hints
+from reconciler.runs import lock
+
+log = logging.getLogger("gpuaas.jobs")
+T = TypeVar("T")
+
+TEND_S = 1.0
+Ended = Sequence[tuple[Call, Outcome]]
+
+
+class Away(Exception):
+    """The queue cannot be reached at present."""
+
+
+class Dismissed(Exception):
+    """The worker has no right to the queue any more."""
+
+
+class Turn(NamedTuple):
+    """counted: how many outcomes counted. calls: jobs that were claimed."""
+
+    counted: int
+    calls: list[Call]
+
+
+class JobQueue(Protocol):
+    """Every function raises `Away` or `Dismissed`. Only `renew` is called by another thread."""
+
+    lease_s: float
+    beat_s: float
+
+    def enter(self) -> bool:
+        """Begin, before the models are loaded; False if nothing waits for the worker."""
+
+    def serve(self) -> str:
+        """The worker's id, from when its models are loaded."""
+
+    def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+        """Record outcomes, give jobs back and claim others, together."""
+
+    def is_idle(self) -> bool:
+        """Whether nothing is due. Quicker than a claim, and disturbs no writer."""
+
+    def wait(self, stopping: threading.Event) -> None:
+        """Wait for a job to be due, for a bounded time."""
+
+    def renew(self, tokens: Sequence[str]) -> set[str]:
+        """Renew leases; returns the ids of the jobs that are still held."""
+
+    def tend(self) -> None:
+        """Queue what is due again."""
+
+    def leave(self) -> None:
+        """End in order."""
+
+
+class DatabaseQueue:
+    """pool_worker: the id of the worker's row, if a pool has started it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        models: Sequence[str],
+        *,
+        hints: Hints | None = None,
+        pool_worker: str = "",
+        poll_s: float = 0.5,
+        lease_s: float = leases.LEASE_S,
+        beat_s: float = leases.BEAT_S,
+    ) -> None:
+        self.lease_s = lease_s
+        self.beat_s = beat_s
+        self._engine = engine
+        self._models = models
+        self._hints = hints
+        self._id = pool_worker
+        self._poll_s = poll_s
+        # Failures to reclaim jobs that are not counted in the database yet.
+        self._errors = 0
+
+    def enter(self) -> bool:
+        if not self._id:
+            return True
+        ticks = lock.start_ticks()
+        enter = partial(leases.enter, worker_id=self._id, pid=os.getpid(), start_ticks=ticks)
+        if self._write(enter) is not None:
+            return True
+        log.warning("worker %s ends: its pool does not wait for it any more", self._id)
+        return False
+
+    def serve(self) -> str:
+        serve: Callable[[Connection], PoolWorker] = partial(
+            leases.register, host=socket.gethostname(), pid=os.getpid(), models=self._models
+        )
+        if self._id:
+            serve = partial(leases.serve, worker_id=self._id, models=self._models)
+        self._me = self._write(serve)
+        return self._me.id
+
+    def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+        def turn(conn: Connection) -> tuple[dict[str, JobStatus], list[Call]]:
+            calls: list[Call] = []
+            if limit:
+                held = leases.claim(conn, self._me, limit=limit, lease_s=self.lease_s)
+                calls = [leases.call(job) for job in held]
+            leases.give_back(conn, returned)
+            return leases.finish(conn, ended), calls
+
+        counted, calls = self._write(turn)
+        dead = {id for id, status in counted.items() if status == JobStatus.DEAD_LETTER}
+        errors = {call.id: outcome.error or {} for call, outcome in ended if call.id in dead}
+        self._bury({id: error["code"] for id, error in errors.items()})
+        return Turn(len(counted), calls)
+
+    def is_idle(self) -> bool:
+        try:
+            with reading(self._engine) as conn:
+                return leases.is_idle(conn, self._me)
+        except exc.SQLAlchemyError as failure:
+            raise _away(failure) from failure
+
+    def wait(self, stopping: threading.Event) -> None:
+        if self._hints is None or not self._hints.wait(self._me.id, TEND_S):
+            stopping.wait(self._poll_s)
+
+    def renew(self, tokens: Sequence[str]) -> set[str]:
+        renew = partial(leases.renew, worker=self._me, tokens=tokens, lease_s=self.lease_s)
+        return self._write(renew)
+
+    def tend(self) -> None:
+        try:
+            swept = self._write(partial(leases.tend, errors=self._errors))
+        except Away:
+            self._errors += 1
+            raise
+        self._errors = 0
+        self._bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
+
+    def leave(self) -> None:
+        # The end of a pool's worker is recorded once none of its processes is left.
+        if not self._id:
+            self._write(partial(leases.sign_off, worker_id=self._me.id))
+
+    def _bury(self, codes: dict[str, str]) -> None:
+        if self._hints is not None:
+            self._hints.bury(codes)
+
+    def _write(self, work: Callable[[Connection], T]) -> T:
+        try:
+            return retrying(self._engine, work)
+        except exc.SQLAlchemyError as failure:
+            raise _away(failure) from failure
+
+
+def _away(failure: exc.SQLAlchemyError) -> Away:
+    return Away(f"the database does not answer: {failure}")

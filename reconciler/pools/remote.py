@@ -1,0 +1,227 @@
+"""Workers without the database: the token of their pool, their seats, and the jobs that they hold.
+
+Every function is a transaction's work. A worker is believed nothing: it gets, renews and ends jobs
+that it holds itself, of its pool's project, as long as its pool has the token.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers
+from reconciler.db.schema import pools as table
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem, not_found
+from reconciler.model.jobs import Call, Mode, Outcome
+from reconciler.model.pools import LIVE_POOLS, REMOTE, SERVING_POOLS, PoolState
+from reconciler.pools import control, leases, pools, workers
+from reconciler.records.tokens import digest
+
+# Jobs that a worker can hold at a time.
+HELD = 64
+# Without a heartbeat for so long a worker has no lease any more, and its seat is free.
+SILENT_S = leases.LEASE_S
+# Then it is recorded as ended.
+_GONE_S = 600.0
+# A job is renewed for its own time and this, in which models are loaded again.
+_EXTRA_S = 360.0
+# A pool that is ended by force has no use of its token any more.
+_ADMITTED = (*SERVING_POOLS, PoolState.DRAINING)
+_ACT = Act("reconciler")
+
+
+class Claim(NamedTuple):
+    """A repetition with the same token gets the same jobs, should the first answer be lost."""
+
+    token: str
+    limit: int
+
+
+class Turn(NamedTuple):
+    """counted: how many outcomes counted. serving: whether the pool gives out jobs."""
+
+    counted: int
+    jobs: list[Job]
+    serving: bool
+
+
+def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, str]:
+    """Give a pool a token, in place of the one that it had. Returns the secret, too."""
+    pool = pools.get(conn, key, lock=True)
+    if pool.host_id != REMOTE or pool.state not in SERVING_POOLS:
+        raise Problem(
+            "pool_without_token",
+            expected="a pool with the target remote that serves",
+            found=f"one on a machine of the service, {pool.state}"
+            if pool.host_id != REMOTE
+            else str(pool.state),
+            remedy="start one with `gpuaas pools start --target remote`",
+        )
+    secret = f"gpuaas_pool_{secrets.token_urlsafe(32)}"
+    update = sa.update(table).where(table.c.id == pool.id)
+    expires = clock.now() + ttl_s
+    conn.execute(update.values(token_hash=digest(secret), token_expires_at=expires))
+    detail = {"name": pool.name, "ttl_s": ttl_s}
+    journal.audit(conn, act, "pool.token.issued", "pool", pool.id, detail=detail)
+    return pools.get(conn, pool.id), secret
+
+
+def authenticate(conn: sa.Connection, secret: str) -> Pool | None:
+    """The pool of a token; None when it is unknown or expired, or its pool has ended."""
+    query = sa.select(table).where(
+        table.c.token_hash == digest(secret),
+        table.c.token_expires_at > clock.now(),
+        table.c.state.in_(_ADMITTED),
+    )
+    return rows.first(conn, query, Pool)
+
+
+def register(
+    conn: sa.Connection, pool: Pool, *, host: str, pid: int, models: Sequence[str]
+) -> PoolWorker:
+    """Record a worker of a pool, which has a seat for each of its replicas."""
+    pool = rows.get(conn, Pool, pool.id, lock=True)
+    if pool.state not in SERVING_POOLS:
+        raise Problem(
+            "pool_ended",
+            expected="a pool that serves",
+            found=f"{pool.state}",
+            remedy="end the worker, or give it the token of another pool",
+        )
+    if unknown := sorted(set(models) - set(pool.models)):
+        raise Problem(
+            "model_unknown",
+            422,
+            expected=f"models of the pool: {', '.join(pool.models)}",
+            found=repr(unknown[0]),
+            remedy="correct --model, or start a pool with it",
+        )
+    _require_seat(conn, pool)
+    values = {"id": rows.new_id(), "pool_id": pool.id, "host": host, "pid": pid}
+    return rows.add(conn, PoolWorker, {**values, "models": sorted(set(models))})
+
+
+def turn(
+    conn: sa.Connection,
+    pool: Pool,
+    worker_id: str,
+    *,
+    ended: Sequence[tuple[Call, Outcome]] = (),
+    returned: Sequence[Call] = (),
+    claim: Claim | None = None,
+) -> Turn:
+    """Record outcomes of jobs that the worker holds, queue others again, and claim new ones."""
+    worker = _member(conn, pool, worker_id)
+    mine = sa.and_(control.RUNNING, jobs.c.worker == worker.id)
+    query = sa.select(jobs.c.id, jobs.c.token).where(mine)
+    held = {tuple(row) for row in conn.execute(query)}
+    own = [(call, outcome) for call, outcome in ended if (call.id, call.token) in held]
+    counted = leases.finish(conn, own)
+    leases.give_back(conn, [call for call in returned if (call.id, call.token) in held])
+    claimed: list[Job] = []
+    if claim is not None:
+        again = sa.update(jobs).where(mine, jobs.c.token == claim.token)
+        again = again.values(lease_expires_at=clock.now() + leases.LEASE_S).returning(jobs)
+        claimed = [Job(**row) for row in conn.execute(again).mappings()]
+        room = min(claim.limit, HELD - len(held) + len(counted))
+        if not claimed and room > 0:
+            claimed = leases.claim(conn, worker, limit=room, token=claim.token)
+    return Turn(len(counted), claimed, pool.state in SERVING_POOLS)
+
+
+def renew(conn: sa.Connection, pool: Pool, worker_id: str, tokens: Sequence[str]) -> set[str]:
+    """Renew leases; returns the ids of jobs that the worker still holds.
+
+    A job that has had its time is not renewed, and goes to another worker.
+    """
+    worker = _member(conn, pool, worker_id)
+    return leases.renew(conn, worker, tokens, extra_s=_EXTRA_S)
+
+
+def is_due(conn: sa.Connection, pool: Pool, worker_id: str) -> bool:
+    """Whether a claim of the worker would get jobs: a read."""
+    worker = rows.first(conn, _of(pool, worker_id), PoolWorker)
+    if worker is None:
+        raise not_found("worker", worker_id)
+    return control.read(conn).mode == Mode.NORMAL and not leases.is_idle(conn, worker)
+
+
+def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> None:
+    """Record the end of a worker. Jobs that it still holds are queued again."""
+    workers.end(conn, _member(conn, pool, worker_id), "left")
+
+
+def any_pool(conn: sa.Connection) -> bool:
+    """Whether `tend` has anything to do."""
+    query = sa.select(table.c.id).where(table.c.host_id == REMOTE, table.c.state.in_(LIVE_POOLS))
+    return conn.execute(query.limit(1)).first() is not None
+
+
+def tend(conn: sa.Connection) -> list[Pool]:
+    """Record the ends of silent workers and of pools; returns these pools.
+
+    Their processes are beyond reach. Without the token, whatever is left of them has no effect.
+    """
+    silent = sa.select(pool_workers).join(table, table.c.id == pool_workers.c.pool_id)
+    silent = silent.where(
+        table.c.host_id == REMOTE,
+        pool_workers.c.ended_at.is_(None),
+        pool_workers.c.beat_at < clock.now() - _GONE_S,
+    )
+    for worker in rows.every(conn, silent, PoolWorker):
+        workers.end(conn, worker, "silent")
+    ending = sa.select(table).where(
+        table.c.host_id == REMOTE,
+        table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING)),
+    )
+    ended = []
+    for pool in rows.every(conn, ending.with_for_update(), Pool):
+        living = workers.living(conn, [pool.id])[pool.id]
+        ids = [worker.id for worker in living]
+        if pool.state == PoolState.STOPPING or not workers.holding(conn, ids):
+            for worker in living:
+                workers.end(conn, worker, "dismissed")
+            act = _ACT.because("its token is revoked, and its workers hold no jobs")
+            ended.append(workers.conclude(conn, pool, act, PoolState(pool.ends_as)))
+    return ended
+
+
+def _of(pool: Pool, worker_id: str) -> sa.Select[tuple[PoolWorker]]:
+    return sa.select(pool_workers).where(
+        pool_workers.c.id == worker_id,
+        pool_workers.c.pool_id == pool.id,
+        pool_workers.c.ended_at.is_(None),
+    )
+
+
+def _member(conn: sa.Connection, pool: Pool, worker_id: str) -> PoolWorker:
+    """A living worker of the pool, locked: its requests come one after the other."""
+    worker = rows.first(conn, _of(pool, worker_id).with_for_update(), PoolWorker)
+    if worker is None:
+        raise not_found("worker", worker_id)
+    if worker.beat_at < clock.read(conn) - SILENT_S:
+        # Its seat may have gone to another worker.
+        _require_seat(conn, rows.get(conn, Pool, pool.id, lock=True), worker_id)
+    return worker
+
+
+def _require_seat(conn: sa.Connection, pool: Pool, worker_id: str = "") -> None:
+    taken = sa.select(sa.func.count()).where(
+        pool_workers.c.pool_id == pool.id,
+        pool_workers.c.id != worker_id,
+        pool_workers.c.ended_at.is_(None),
+        pool_workers.c.beat_at >= clock.now() - SILENT_S,
+    )
+    if (count := conn.execute(taken).scalar_one()) >= pool.replicas:
+        raise Problem(
+            "pool_full",
+            expected=f"at most {pool.replicas} workers of the pool",
+            found=f"{count} with a heartbeat in the last {SILENT_S:.0f} s",
+            remedy="end one of them, or start a pool with more replicas",
+            detail={"retry_after_s": int(SILENT_S)},
+        )

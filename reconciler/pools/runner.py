@@ -1,0 +1,123 @@
+"""Process that runs functions for a worker: a message of JSON in, a message of JSON out.
+
+It has neither the database nor its secrets. A call that crashes it, exceeds its memory or takes
+too long costs this process, not the worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from reconciler.runs.contract import STORABLE, storable_text, unstorable
+
+RESULT_BYTES = 64 << 10
+# More than any message has, whose texts may consist of escaped characters.
+LONGEST = 256 << 10
+MODEL_FILE = ".onnx"
+_DETAIL = 2_000
+_PR_SET_PDEATHSIG = 1
+
+Function = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class InputError(Exception):
+    """An input that the model cannot take; its texts are shown to the job's owner."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(f"expected {expected}; found {found}")
+        self.expected = expected
+        self.found = found
+
+
+def load(target: str) -> Function:
+    """The function MODULE:NAME, or that of a model in FILE.onnx."""
+    if target.endswith(MODEL_FILE):
+        return cast("Function", import_module("reconciler.pools.onnx").load(target))
+    module, _, name = target.partition(":")
+    function: Function = getattr(import_module(module), name)
+    if not callable(function):
+        raise TypeError(f"{target} is no function")
+    return function
+
+
+def answer(functions: Mapping[str, Function], request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a request: {"result": …}, or {"error": …, "permanent": …}."""
+    try:
+        result = functions[request["model"]](request["input"])
+        return checked(result)
+    except InputError as refused:
+        error = _error("input_refused", refused.expected, refused.found, "correct the input")
+        return {"error": error, "permanent": True}
+    except MemoryError:
+        return {"error": memory_exceeded(), "permanent": False}
+    except Exception as failure:
+        error = _error(
+            *("function_failed", "the model to answer", type(failure).__name__),
+            "read the reason in the worker's log, or ask the operators for it",
+        )
+        detail = storable_text(traceback.format_exc())[-_DETAIL:]
+        return {"error": {**error, "detail": detail}, "permanent": False}
+
+
+def memory_exceeded() -> dict[str, str]:
+    """The error of a call that needed more memory than its worker allows."""
+    return _error(
+        *("memory_exceeded", "a call within the worker's memory limit", "more"),
+        "send a smaller input, or ask the operators for a larger limit",
+    )
+
+
+def checked(result: object) -> dict[str, Any]:
+    """The answer with a result, or with the error of a result that cannot be kept."""
+    if isinstance(result, Mapping) and unstorable(result) is None:
+        size = len(json.dumps(result).encode())
+        if size <= RESULT_BYTES:
+            return {"result": result}
+        found = f"{size} bytes"
+    else:
+        found = f"another value, of type {type(result).__name__}"
+    expected = f"a document of at most {RESULT_BYTES} bytes, with {STORABLE}"
+    error = _error("result_invalid", expected, found, "ask the operators to correct the model")
+    return {"error": error, "permanent": True}
+
+
+def _error(code: str, expected: str, found: str, remedy: str) -> dict[str, str]:
+    parts = {"code": code, "expected": expected, "found": found, "remedy": remedy}
+    return {name: storable_text(text)[:_DETAIL] for name, text in parts.items()}
+
+
+def main(words: Sequence[str]) -> None:
+    """Serve requests until their socket ends."""
+    number, memory, *models = words
+    # The parent may be killed at any time, and nobody would read the answer then.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests = socket.socket(fileno=int(number))
+    requests.set_inheritable(False)
+    sys.path.insert(0, str(Path.cwd()))
+    functions = {}
+    for model in models:
+        name, _, target = model.partition("=")
+        functions[name] = load(target)
+    limit = int(memory) << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    requests.send(b'{"ready": true}')
+    buffer = bytearray(LONGEST)
+    while size := requests.recv_into(buffer):
+        request = json.loads(buffer[:size])
+        answered = {"number": request["number"], **answer(functions, request)}
+        requests.send(json.dumps(answered).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,371 @@
+"""Supervisor of the pools of this machine: starts, replaces, drains and kills their workers.
+
+One process of the service supervises, by a lock in the state folder. Workers outlive it: the next
+supervisor finds them by id, start time and mark. What is recorded as ended is proven absent.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Engine
+
+from reconciler.db import clock, rows
+from reconciler.db.engine import reading, retrying
+from reconciler.db.schema import Pool, PoolWorker
+from reconciler.model.act import Act
+from reconciler.model.errors import Problem
+from reconciler.model.pools import (
+    ENDS_LIMIT,
+    ENDS_S,
+    SERVING_POOLS,
+    WARN_SHARE,
+    Load,
+    PoolState,
+    victim,
+)
+from reconciler.pools import memory, pools, processes, workers
+from reconciler.pools.processes import Process
+from reconciler.runs import lock
+from reconciler.runs.paths import runner_id
+from reconciler.settings import Settings
+
+log = logging.getLogger("gpuaas.pools")
+
+EVERY_S = 1.0
+# Interval of reports: host, models, devices, memory of workers.
+REPORT_S = 5.0
+# nvidia-smi may take seconds.
+GPUS_S = 30.0
+_WARN_S = 60.0
+# A worker beats every 10 s. One that is silent for longer hangs, and is killed.
+SILENT_S = 60.0
+_MIB = 1 << 20
+_ACT = Act("reconciler")
+
+
+@dataclass
+class _Worker:
+    """A living worker of a pool, with the processes that are left of it."""
+
+    row: PoolWorker
+    processes: list[Process]
+
+    @property
+    def leader(self) -> list[Process]:
+        """Its own process, if it is there. Before that has come up, all there are."""
+        if not self.row.pid:
+            return self.processes
+        return [process for process in self.processes if processes.leads(self.row, process)]
+
+
+@dataclass
+class Supervisor:
+    """settings, engine: of the service. only: supervise no pools but these, for their end."""
+
+    settings: Settings
+    engine: Engine
+    only: frozenset[str] | None = None
+    _children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _gpus: list[dict[str, Any]] = field(default_factory=list)
+    _kills: dict[str, int] = field(default_factory=dict)
+    # Workers that have got SIGTERM.
+    _asked: set[str] = field(default_factory=set)
+    _due: dict[str, float] = field(default_factory=dict)
+    _in_touch_since: float | None = None
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.host_id = runner_id(self.settings.state_dir)
+        self._own = memory.own_group()
+        self._parent = memory.parent_group(self._own)
+
+    def start(self) -> None:
+        """Supervise in a thread, as soon as no other process does."""
+        self._thread = threading.Thread(target=self._run, name="pools", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the workers to the next supervisor."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with ExitStack() as stack:
+                if stack.enter_context(self.lock()) is not None:
+                    while not self._stopping.wait(EVERY_S):
+                        self._pass()
+            self._stopping.wait(EVERY_S)
+
+    def _pass(self) -> None:
+        try:
+            self.tend()
+        except Exception:
+            self._in_touch_since = None
+            log.exception("pools of this host are left as they are; tried again")
+
+    def lock(self) -> AbstractContextManager[int | None]:
+        """The lock of the supervisor; None while another process has it."""
+        return lock.attempt(self.settings.state_dir / "pools.lock")
+
+    def tend(self) -> None:
+        """Bring every pool of this host a step further."""
+        with reading(self.engine) as conn:
+            recorded = workers.on_host(conn, self.host_id)
+            now = clock.read(conn)
+        # Strays are looked for now and then.
+        looks = recorded or self._is_due("report")
+        seen = processes.scan(self.host_id) if looks else {}
+        boot = lock.boot_id()
+        loads: list[Load] = []
+        sizes: dict[str, tuple[int, int]] = {}
+        for pool, living in recorded:
+            if self.only is not None and pool.id not in self.only:
+                continue
+            tracked = [
+                _Worker(row, seen.pop(row.id, []) if row.boot_id == boot else []) for row in living
+            ]
+            try:
+                ended = [worker for worker in tracked if self._is_gone(worker)]
+                killed = True in [self._end(worker) for worker in ended]
+                present = [worker for worker in tracked if worker not in ended]
+                loads.append(self._measure(pool, present, sizes, killed=killed))
+                self._tend(pool, present, now)
+            except Problem as problem:  # Changed by another transaction.
+                log.info("pool %s moved on: %s", pool.name, problem.code)
+            except Exception:
+                # A pool that fails must not keep the others from being tended.
+                log.exception("pool %s is left as it is; tried again", pool.name)
+        self._in_touch_since = self._in_touch_since or time.monotonic()
+        if self.only is None:
+            self._end_strays(seen)
+            self._report(sizes)
+            self._relieve([pool for pool, _ in recorded], loads, now)
+
+    def _tend(self, pool: Pool, living: list[_Worker], now: float) -> None:
+        if pool.state == PoolState.REQUESTED:
+            self._move(pool, "begin")
+        elif pool.state in SERVING_POOLS:
+            self._serve(pool, living, now)
+        elif not living:
+            self._conclude(pool)
+        elif pool.state == PoolState.DRAINING:
+            with reading(self.engine) as conn:
+                busy = workers.holding(conn, [worker.row.id for worker in living])
+            for worker in living:
+                if worker.row.id not in busy:
+                    self._terminate(worker)
+        elif now > pool.state_since + pool.grace_s:
+            for worker in living:
+                processes.kill(self.host_id, worker.row, worker.processes)
+        else:
+            for worker in living:
+                self._terminate(worker)
+
+    def _serve(self, pool: Pool, living: list[_Worker], now: float) -> None:
+        """Replace workers that have ended or hang, unless that happens too often."""
+        in_touch = self._in_touch_since is not None and (
+            time.monotonic() - self._in_touch_since > SILENT_S / 2
+        )
+        for worker in living:
+            silent = worker.row.models and worker.row.beat_at < now - SILENT_S
+            # Without its own process, what is left of it are children that must not go on. A child
+            # of this process that has just been started may not be seen yet.
+            orphaned = not worker.leader and worker.row.id not in self._children
+            if (silent and in_touch) or orphaned:
+                log.warning("worker %s of pool %s hangs and is killed", worker.row.id, pool.name)
+                processes.kill(self.host_id, worker.row, worker.processes)
+        missing = pool.replicas - len(living)
+        if missing > 0:
+            with reading(self.engine) as conn:
+                ends = workers.recent_ends(conn, pool)
+            if ends >= ENDS_LIMIT:
+                self._give_up(pool, ends)
+                return
+            for _ in range(missing):
+                self._add(pool)
+        elif pool.state == PoolState.STARTING and all(worker.row.models for worker in living):
+            self._move(pool, "ready")
+
+    def _add(self, pool: Pool) -> None:
+        id = rows.new_id()
+        group = ""
+        if self._parent is not None:
+            group = memory.make(self._parent, id, pool.memory_mib * _MIB)
+        add = partial(
+            workers.add,
+            pool=pool,
+            worker_id=id,
+            host=socket.gethostname(),
+            boot_id=lock.boot_id(),
+            cgroup=group,
+        )
+        row = retrying(self.engine, add)
+        if row is None:
+            memory.remove(group)
+            return
+        targets = processes.models(self.settings)
+        words = [f"{name}={targets.get(name, name + '.onnx')}" for name in pool.models]
+        processes.models_folder(self.settings).mkdir(mode=0o700, exist_ok=True)
+        self._children[id] = processes.start(self.settings, pool, row, words)
+        log.info("pool %s: worker %s started", pool.name, id)
+
+    def _is_gone(self, worker: _Worker) -> bool:
+        child = self._children.get(worker.row.id)
+        if child is not None and child.poll() is None:
+            return False
+        return not worker.processes and not memory.members(worker.row.cgroup)
+
+    def _end(self, worker: _Worker) -> bool:
+        """Record the end of a worker; whether the kernel has killed it for its memory."""
+        usage = self._of_group(worker.row)
+        killed = usage.oom_kills > self._kills.pop(worker.row.id, worker.row.oom_kills)
+        child = self._children.pop(worker.row.id, None)
+        code = None if child is None else child.returncode
+        ending = "not there any more" if code is None else f"exit status {code}"
+        if killed:
+            ending += ", killed for its memory"
+        retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
+        memory.remove(worker.row.cgroup)
+        self._asked.discard(worker.row.id)
+        log.info("worker %s has ended: %s", worker.row.id, ending)
+        return killed
+
+    def _end_strays(self, seen: dict[str, list[Process]]) -> None:
+        """Kill processes of workers that are recorded as ended, or not at all."""
+        for worker_id, left in seen.items():
+            if worker_id not in self._children:
+                log.warning("processes of worker %s, which has ended, are killed", worker_id)
+                processes.send(self.host_id, worker_id, left, signal.SIGKILL)
+
+    def _terminate(self, worker: _Worker) -> None:
+        """Ask a worker once to end; it ends its child itself. A second signal could kill it."""
+        if worker.leader and worker.row.id not in self._asked:
+            self._asked.add(worker.row.id)
+            processes.send(self.host_id, worker.row.id, worker.leader, signal.SIGTERM)
+        elif not worker.leader and worker.row.id not in self._children:
+            processes.kill(self.host_id, worker.row, worker.processes)
+
+    def _move(self, pool: Pool, event: str) -> None:
+        retrying(self.engine, partial(workers.move, pool=pool, event=event, act=_ACT))
+
+    def _conclude(self, pool: Pool) -> None:
+        act = _ACT.because("none of its processes is left", {"host_id": self.host_id})
+        state = PoolState(pool.ends_as)
+        retrying(self.engine, partial(workers.conclude, pool=pool, act=act, state=state))
+        log.info("pool %s is %s", pool.name, state)
+
+    def _give_up(self, pool: Pool, ends: int) -> None:
+        failure = {
+            "code": "workers_ended",
+            "expected": "workers that go on",
+            "found": f"{ends} that ended by themselves within {ENDS_S / 60:.0f} minutes",
+            "remedy": "read the service's log on its host, correct the model, start it again",
+        }
+        act = _ACT.because("its workers ended too often")
+        values = {"ends_as": PoolState.FAILED.value, "failure": failure}
+        retrying(self.engine, partial(pools.end, pool=pool, act=act, values=values))
+
+    def _measure(
+        self,
+        pool: Pool,
+        living: list[_Worker],
+        sizes: dict[str, tuple[int, int]],
+        *,
+        killed: bool,
+    ) -> Load:
+        """Memory of a pool; without a memory controller, its limit is enforced here."""
+        limit = pool.memory_mib * _MIB
+        for worker in living:
+            id = worker.row.id
+            # The supervisor before this one has counted the kills of that time.
+            before = self._kills.setdefault(id, worker.row.oom_kills)
+            usage = self._usage(worker, limit, before)
+            if usage.oom_kills > before:
+                killed = True
+                self._due["report"] = 0.0
+                log.warning("worker %s of pool %s exceeded its memory", id, pool.name)
+            self._kills[id] = usage.oom_kills
+            sizes[id] = (usage.bytes, usage.oom_kills)
+        used = [sizes[worker.row.id][0] for worker in living]
+        share = max(used, default=0) / limit
+        return Load(pool.id, sum(used), share, pool.kill_on_oom, killed)
+
+    def _usage(self, worker: _Worker, limit: int, kills: int) -> memory.Usage:
+        if worker.row.cgroup:
+            return self._of_group(worker.row)
+        resident = memory.of_processes(process.pid for process in worker.processes)
+        size = sum(resident.values())
+        if size <= limit:
+            return memory.Usage(size, kills)
+        # As the kernel does it: the largest process ends, which is the one that runs the call.
+        largest = max(worker.processes, key=lambda process: resident.get(process.pid, 0))
+        processes.send(self.host_id, worker.row.id, [largest], signal.SIGKILL)
+        return memory.Usage(size, kills + 1)
+
+    def _of_group(self, row: PoolWorker) -> memory.Usage:
+        try:
+            return memory.of_group(row.cgroup)
+        except OSError:  # Without a group, or after a restart of the machine.
+            return memory.Usage(0, row.oom_kills)
+
+    def _is_due(self, name: str) -> bool:
+        return time.monotonic() >= self._due.get(name, 0.0)
+
+    def _report(self, sizes: dict[str, tuple[int, int]]) -> None:
+        if not self._is_due("report"):
+            return
+        if self._is_due("gpus"):
+            self._gpus = memory.gpus()
+            self._due["gpus"] = time.monotonic() + GPUS_S
+        total, used = memory.of_host(self._own)
+        host = {
+            "id": self.host_id,
+            "name": socket.gethostname(),
+            "boot_id": lock.boot_id(),
+            "memory_bytes": total,
+            "memory_used_bytes": used,
+            "isolation": f"cgroup{self._parent.version}" if self._parent else "process",
+            "models": sorted(processes.models(self.settings)),
+            "devices": self._gpus,
+        }
+        retrying(self.engine, partial(workers.report, host=host, loads=sizes))
+        self._due["report"] = time.monotonic() + REPORT_S
+
+    def _relieve(self, recorded: list[Pool], loads: list[Load], now: float) -> None:
+        """Evict the largest pool that must end for memory, one after the other."""
+        total, used = memory.of_host(self._own)
+        share = used / total
+        worst = max([share, *(load.share for load in loads)])
+        if recorded and worst >= WARN_SHARE and self._is_due("warn"):
+            log.warning(
+                "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, worst * 100
+            )
+            self._due["warn"] = time.monotonic() + _WARN_S
+        ending = [pool for pool in recorded if pool.state == PoolState.STOPPING]
+        if any((pool.deadline_at or 0) > now for pool in ending):
+            return  # Its memory comes free soon.
+        chosen = victim(loads, share)
+        if chosen is None:
+            return
+        failure = {
+            "code": "memory_exceeded",
+            "expected": "less than 90 % of the memory of host and workers in use",
+            "found": f"{share:.0%} of the host and {chosen.share:.0%} of a worker"
+            + (", with a process killed" if chosen.killed else ""),
+            "remedy": "start it again with more memory or fewer workers",
+        }
+        act = _ACT.because("kill_on_oom: the largest pool when memory ran out")
+        retrying(self.engine, partial(pools.evict, key=chosen.pool_id, act=act, failure=failure))

@@ -1,0 +1,211 @@
+"""A worker of jobs: claims them in groups, has them run by its child, records how they ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from reconciler.model.jobs import Call, Outcome
+from reconciler.pools.child import Runner
+from reconciler.pools.queue import TEND_S, Away, Dismissed, JobQueue, Turn
+
+log = logging.getLogger("gpuaas.jobs")
+T = TypeVar("T")
+Key = tuple[str, str]
+
+# Jobs that a worker holds at a time. Half of them end in a transaction, which claims as many, while
+# the runner does the other half. The number grows from 1 as long as jobs end quickly; those that
+# wait for longer behind another go back, so that slow jobs are not kept from other workers.
+LARGEST = 64
+_QUICK_S = 0.1
+# The longest wait for outcomes, and so for a signal.
+_LOOK_S = 0.1
+_AGAIN_S = 1.0
+
+
+class Worker:
+    """stopping: once set, the worker finishes its job within drain_s and ends."""
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        runner: Runner,
+        stopping: threading.Event,
+        *,
+        drain_s: float = 30.0,
+    ) -> None:
+        self._queue = queue
+        self._runner = runner
+        self._stopping = stopping
+        self._drain_s = drain_s
+        self._limit = 1
+        # Id and token of the jobs that the runner has, and those of them whose lease was lost.
+        self._held: dict[Key, Call] = {}
+        self._lost: set[Key] = set()
+        # The lease of each job lasts for at least so long, on the monotonic clock.
+        self._leased_until = 0.0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Run jobs until `stopping` is set."""
+        if not self._persist(self._queue.enter):
+            return
+        self._runner.start()
+        id = self._persist(self._queue.serve)
+        if id is None:
+            self._runner.stop()
+            return
+        log.info("worker %s takes jobs", id)
+        heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        heart.start()
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+            self._runner.stop()
+            heart.join(timeout=5)
+            self._persist(self._queue.leave)
+
+    def _work(self) -> None:
+        tended = 0.0
+        while not self._stopping.is_set():
+            try:
+                if time.monotonic() - tended > TEND_S:
+                    tended = time.monotonic()
+                    self._queue.tend()
+                self._turn(self._outcomes())
+                if not self._held:
+                    self._queue.wait(self._stopping)
+            except Away as away:
+                log.error("%s", away)
+                self._stopping.wait(_LOOK_S if self._held else _AGAIN_S)
+            except Dismissed as reason:
+                self._dismiss(reason)
+        self._drain()
+
+    def _outcomes(self) -> list[tuple[Call, Outcome]]:
+        """Outcomes of half of the jobs, or those that a moment brings."""
+        if not self._held:
+            return []
+        ended = self._runner.outcomes(_LOOK_S, (len(self._held) + 1) // 2)
+        if ended:
+            quick = self._runner.lag_s < _QUICK_S
+            self._limit = min(self._limit * 2, LARGEST) if quick else 1
+        if self._lost:
+            ended += self._runner.outcomes(0, len(self._runner))
+            self._revoke()
+        elif self._runner.waits_s() > _QUICK_S:
+            self._give_back(self._runner.recall())
+            self._limit = max(len(self._runner), 1)
+        return ended
+
+    def _turn(self, ended: list[tuple[Call, Outcome]]) -> None:
+        """Record outcomes and claim jobs, together."""
+        room = self._limit - len(self._runner)
+        if not ended and (room <= 0 or self._queue.is_idle()):
+            return
+
+        def turn() -> Turn:
+            began, others = time.monotonic(), len(self._runner)
+            limit = 0 if self._stopping.is_set() else max(room, 0)
+            done = self._queue.turn(ended, (), limit)
+            if done.calls and not others:
+                self._leased_until = began + self._queue.lease_s
+            return done
+
+        done = self._persist(turn)
+        self._recorded(ended, done)
+        if done is not None:
+            self._held.update((_key(call), call) for call in done.calls)
+            self._runner.send(done.calls)
+
+    def _recorded(self, ended: Sequence[tuple[Call, Outcome]], done: Turn | None) -> None:
+        self._forget(call for call, _ in ended)
+        late = len(ended) - (0 if done is None else done.counted)
+        if late:
+            log.warning("%d outcomes came too late and do not count", late)
+
+    def _drain(self) -> None:
+        """Finish the job that runs, within a bound, and give back the others."""
+        self._give_back(self._runner.recall())
+        end = time.monotonic() + self._drain_s
+        ended: list[tuple[Call, Outcome]] = []
+        while len(self._runner) and time.monotonic() < end:
+            ended += self._runner.outcomes(_LOOK_S, len(self._runner))
+            if self._lost:
+                self._revoke()
+        rest = self._runner.drop()
+        if ended or rest:
+            self._recorded(ended, self._persist(partial(self._queue.turn, ended, rest, 0)))
+        self._forget(rest)
+
+    def _revoke(self) -> None:
+        """Let go of the jobs whose lease is lost; the one that runs is ended."""
+        lost, self._lost = self._lost, set()
+        call = self._runner.first()
+        if call is not None and _key(call) in lost:
+            calls = self._runner.drop()
+        else:
+            calls = self._runner.recall()
+        mine = [call for call in calls if _key(call) not in lost]
+        self._forget(call for call in calls if _key(call) in lost)
+        self._give_back(mine)
+
+    def _give_back(self, calls: list[Call]) -> None:
+        if calls:
+            self._persist(partial(self._queue.turn, (), calls, 0))
+            self._forget(calls)
+
+    def _forget(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            self._held.pop(_key(call), None)
+
+    def _beat(self) -> None:
+        pause = self._queue.beat_s
+        while not self._ended.wait(pause):
+            pause = self._queue.beat_s
+            began, held = time.monotonic(), set(self._held)
+            try:
+                kept = self._queue.renew(sorted({token for _, token in held}))
+            except Away as away:
+                log.error("could not renew leases: %s", away)
+                if time.monotonic() > self._leased_until:
+                    self._lost = set(self._held)
+                pause = min(pause, _AGAIN_S)
+                continue
+            except Dismissed as reason:
+                self._dismiss(reason)
+                return
+            self._leased_until = began + self._queue.lease_s
+            # Jobs that have just been finished are not held any more either, and need no call.
+            self._lost = {key for key in held if key[0] not in kept} & set(self._held)
+
+    def _persist(self, work: Callable[[], T]) -> T | None:
+        """Do the work, again and again until the queue takes it.
+
+        Given up when the worker has to end, or its leases have: what it holds then goes to others.
+        """
+        while True:
+            try:
+                return work()
+            except Away as away:
+                log.error("%s", away)
+                over = self._held and time.monotonic() > self._leased_until
+                if over or self._stopping.wait(_AGAIN_S):
+                    return None
+            except Dismissed as reason:
+                self._dismiss(reason)
+                return None
+
+    def _dismiss(self, reason: Dismissed) -> None:
+        log.error("this worker ends: %s", reason)
+        self._lost = set(self._held)
+        self._stopping.set()
+
+
+def _key(call: Call) -> Key:
+    return call.id, call.token

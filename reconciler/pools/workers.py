@@ -1,0 +1,123 @@
+"""Records of a pool's workers, written by their host: begun, replaced, ended with proof."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import clock, rows
+from reconciler.db.journal import advance
+from reconciler.db.schema import (
+    Pool,
+    PoolHost,
+    PoolWorker,
+    device_leases,
+    jobs,
+    pool_hosts,
+    pool_workers,
+)
+from reconciler.db.schema import pools as table
+from reconciler.model.act import Act
+from reconciler.model.pools import ENDS_S, LIVE_POOLS, SERVING_POOLS, PoolState
+from reconciler.pools import control, leases
+
+log = logging.getLogger("gpuaas.pools")
+
+
+def report(
+    conn: sa.Connection, host: Mapping[str, Any], loads: Mapping[str, tuple[int, int]]
+) -> None:
+    """Record a host with its models, devices and memory, and bytes and OOM kills by worker."""
+    values = {**host, "seen_at": clock.now()}
+    update = sa.update(pool_hosts).where(pool_hosts.c.id == host["id"]).values(**values)
+    if not conn.execute(update).rowcount:
+        rows.add(conn, PoolHost, values)
+    for worker_id, (size, kills) in loads.items():
+        of_worker = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
+        conn.execute(of_worker.values(memory_bytes=size, oom_kills=kills))
+
+
+def on_host(conn: sa.Connection, host_id: str) -> list[tuple[Pool, list[PoolWorker]]]:
+    """Living pools of a host with their living workers."""
+    query = sa.select(table).where(table.c.state.in_(LIVE_POOLS), table.c.host_id == host_id)
+    pools = rows.every(conn, query.order_by(table.c.created_at), Pool)
+    if not pools:
+        return []
+    by_pool = living(conn, [pool.id for pool in pools])
+    return [(pool, by_pool[pool.id]) for pool in pools]
+
+
+def living(conn: sa.Connection, pool_ids: Sequence[str]) -> dict[str, list[PoolWorker]]:
+    """Living workers by pool."""
+    query = sa.select(pool_workers).where(
+        pool_workers.c.pool_id.in_(pool_ids), pool_workers.c.ended_at.is_(None)
+    )
+    by_pool: dict[str, list[PoolWorker]] = {id: [] for id in pool_ids}
+    for worker in rows.every(conn, query.order_by(pool_workers.c.started_at), PoolWorker):
+        by_pool[worker.pool_id].append(worker)
+    return by_pool
+
+
+def move(conn: sa.Connection, pool: Pool, event: str, act: Act) -> Pool | None:
+    """Apply an event to a pool, unless it has changed meanwhile."""
+    current = rows.get(conn, Pool, pool.id, lock=True)
+    if current.generation != pool.generation:
+        return None
+    return advance(conn, Pool, pool.id, event, act, held=current)
+
+
+def add(conn: sa.Connection, pool: Pool, worker_id: str, **values: str) -> PoolWorker | None:
+    """A worker that is about to be started; None if the pool needs no more workers."""
+    current = rows.get(conn, Pool, pool.id, lock=True)
+    if current.state not in SERVING_POOLS:
+        return None
+    return rows.add(
+        conn,
+        PoolWorker,
+        {"id": worker_id, "pool_id": pool.id, "pid": 0, "models": [], **values},
+    )
+
+
+def holding(conn: sa.Connection, worker_ids: Sequence[str]) -> dict[str, int]:
+    """Number of jobs by worker, of those workers that hold any."""
+    held = sa.select(jobs.c.worker, sa.func.count()).group_by(jobs.c.worker)
+    held = held.where(jobs.c.worker.in_(worker_ids), control.RUNNING)
+    return dict(conn.execute(held).all())
+
+
+def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
+    """Record that no process of a worker is left. Its jobs are queued again."""
+    ended = sa.update(pool_workers).where(
+        pool_workers.c.id == worker.id, pool_workers.c.ended_at.is_(None)
+    )
+    conn.execute(ended.values(ended_at=clock.now(), ending=ending, memory_bytes=0))
+    held = sa.update(jobs).where(jobs.c.worker == worker.id, control.RUNNING)
+    if conn.execute(held.values(lease_expires_at=clock.now() - 1)).rowcount:
+        leases.tend(conn)
+
+
+def recent_ends(conn: sa.Connection, pool: Pool) -> int:
+    """Workers of a serving pool that have ended lately, all of them by themselves."""
+    query = sa.select(sa.func.count()).where(
+        pool_workers.c.pool_id == pool.id, pool_workers.c.ended_at > clock.now() - ENDS_S
+    )
+    return int(conn.execute(query).scalar_one())
+
+
+def conclude(
+    conn: sa.Connection,
+    pool: Pool,
+    act: Act,
+    state: PoolState,
+    values: Mapping[str, Any] | None = None,
+) -> Pool:
+    """End a pool of which no process is left, and its leases of devices, together."""
+    held = sa.update(device_leases).where(
+        device_leases.c.pool_id == pool.id, device_leases.c.until.is_(None)
+    )
+    conn.execute(held.values(until=clock.now()))
+    columns = {"ended_at": clock.now(), "token_hash": "", **(values or {})}
+    return advance(conn, Pool, pool.id, state.value, act, columns=columns, held=pool)

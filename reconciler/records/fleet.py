@@ -1,0 +1,80 @@
+"""The whole fleet in few queries: sums of nodes and slots, and the slots of a page of nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db import rows
+from reconciler.db.rows import Order, Page, part
+from reconciler.db.schema import Node, claims, nodes, slots
+from reconciler.model.states import LIVE_CLAIMS, UNCLEAN_SLOTS, NodeState
+
+ORDER = Order(nodes, ("name",))
+_PRESENT = slots.c.retired_at.is_(None)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Numbers of nodes by state and of approved slots by region, profile and status."""
+
+    nodes: dict[str, int]
+    slots: list[dict[str, Any]]
+
+
+def sums(conn: sa.Connection) -> Sums:
+    """The sums over all nodes that are not retired."""
+    living = nodes.c.state != NodeState.RETIRED
+    counted = sa.select(nodes.c.state, sa.func.count()).where(living).group_by(nodes.c.state)
+    columns = (nodes.c.region, nodes.c.profile, slots.c.status)
+    by_place = (
+        sa.select(*columns, sa.func.count().label("count"))
+        .join_from(slots, nodes, slots.c.node_id == nodes.c.id)
+        .where(living, _PRESENT)
+        .group_by(*columns)
+        .order_by(*columns)
+    )
+    by_state = {str(state): int(count) for state, count in conn.execute(counted)}
+    return Sums(by_state, [dict(row) for row in conn.execute(by_place).mappings()])
+
+
+def nodes_with_slots(
+    conn: sa.Connection,
+    *,
+    region: str | None = None,
+    state: str | None = None,
+    blocked: bool = False,
+    page: Page | None = None,
+) -> list[dict[str, Any]]:
+    """Nodes in the order of their names, each with its slots and who is on them."""
+    query = rows.where(sa.select(nodes), nodes, region=region, state=state)
+    if state is None:
+        query = query.where(nodes.c.state != NodeState.RETIRED)
+    if blocked:
+        of_node = sa.select(slots.c.id).where(slots.c.node_id == nodes.c.id, _PRESENT)
+        query = query.where(of_node.where(slots.c.status.in_(UNCLEAN_SLOTS)).exists())
+    page_rows = rows.every(conn, part(query, ORDER, page), Node)
+    of_nodes = _slots(conn, [node.id for node in page_rows])
+    return [{**vars(node), "slots": of_nodes[node.id]} for node in page_rows]
+
+
+def _slots(conn: sa.Connection, node_ids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    names = ("id", "node_id", "slot_index", "status", "status_reason", "health_state")
+    # The claim of a blocked slot may have ended; its health then names the last allocation.
+    last = slots.c.health_detail["allocation_id"].as_string()
+    holder = sa.func.coalesce(claims.c.allocation_id, last).label("allocation_id")
+    live = sa.and_(claims.c.slot_id == slots.c.id, claims.c.state.in_(LIVE_CLAIMS))
+    query = (
+        sa.select(*(slots.c[name] for name in names), holder)
+        .join_from(slots, claims, live, isouter=True)
+        .where(slots.c.node_id.in_(node_ids), _PRESENT)
+        .order_by(slots.c.slot_index)
+    )
+    of_nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in conn.execute(query).mappings():
+        of_nodes[row["node_id"]].append(dict(row))
+    return of_nodes

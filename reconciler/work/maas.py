@@ -1,0 +1,258 @@
+"""Tasks that MAAS carries out: the installation of a machine, and its return to MAAS.
+
+Each lease does a step: it reads the machine, makes at most one request, and gives the task back
+until the next look. The step before a request is recorded, so a restart goes on. A request without
+an answer has an unknown effect, which the next reads show; only then it is repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from ipaddress import ip_address
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Engine
+
+from reconciler.db import clock, locks
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Node, Task
+from reconciler.inventory.maas import Client, Machine, Status, maas_access
+from reconciler.inventory.maas_sync import MAAS_SCRIPTS
+from reconciler.inventory.machines import OTHER_SERIAL, differing, other_serial, purpose_of
+from reconciler.lifecycle import host, installation
+from reconciler.lifecycle.task_failures import act_of
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.records import nodes, queue, tokens
+from reconciler.runs import contract
+from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.settings import Settings
+from reconciler.trust import enrolment
+from reconciler.work.handler import canceled
+
+log = logging.getLogger("gpuaas.maas")
+# Time between two looks at a machine. Time for the effect of a request that was not answered: MAAS
+# goes on after the proxy before it gave up. Requests of a kind at most.
+POLL_S, REPEAT_S, MOST = 15.0, 180.0, 3
+# MAAS gives up a deployment after 40 minutes, and a machine with 4 TiB of memory boots for 20.
+_LONGEST_S = 3 * 3600.0
+_FAILED = (Status.FAILED_DEPLOYMENT, Status.FAILED_RELEASING, Status.FAILED_DISK_ERASING)
+Verb = Literal["wait", "done", "unlock", "release", "deploy"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Progress of the task. phase: the last request. answered: whether MAAS has accepted it."""
+
+    task: str = ""
+    phase: str = ""
+    asked_at: float = 0.0
+    requests: int = 0
+    answered: bool = False
+    began_at: float = 0.0
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Memory:
+        names = [field.name for field in fields(cls) if field.name in document]
+        return cls(**{name: document[name] for name in names})
+
+
+def attend(engine: Engine, settings: Settings, task: Task) -> None:
+    """Do a step of a leased task."""
+    act = act_of(task)
+    try:
+        _step(engine, settings, task)
+    except LauncherAway as silent:
+        parts = {part: contract.storable_text(text) for part, text in silent.to_dict().items()}
+        with transaction(engine) as conn:
+            reason = contract.storable_text(str(silent))
+            queue.wait_for_host(conn, task.id, task.lease_token, reason, act=act, error=parts)
+    except (Problem, RunError) as refusal:
+        if refusal.code == "stale_lease":
+            raise
+        error = {part: contract.storable_text(text) for part, text in refusal.to_dict().items()}
+        state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
+        with transaction(engine) as conn:
+            tokens.end_tickets(conn, task.node_id)
+            why = act.because(refusal.code)
+            queue.finish(conn, task.id, task.lease_token, state, why, error=error)
+
+
+def _step(engine: Engine, settings: Settings, task: Task) -> None:
+    with reading(engine) as conn:
+        node, row, now = nodes.get(conn, task.node_id), queue.get(conn, task.id), clock.read(conn)
+    memory = Memory.of(row.progress)
+    if row.cancel_requested:
+        raise canceled("a task that is still wanted", "its cancellation; look at MAAS")
+    if not memory.phase:
+        with reading(engine) as conn:
+            installation.require_free(conn, node, TaskKind(task.kind))
+    if memory.began_at and now - memory.began_at > _LONGEST_S:
+        raise _late(task, memory)
+    system_id = str((node.maas or {}).get("system_id"))
+    with Client(maas_access(settings)) as maas:
+        user = maas.user().username
+        machine = maas.machine(system_id)
+        verb, text = _decide(TaskKind(task.kind), node, machine, user, memory, now)
+        memory = replace(memory, task=text, began_at=memory.began_at or now)
+        if verb == "done":
+            _finish(engine, task, machine, memory)
+        elif verb == "wait":
+            _give_back(engine, task, memory, row.progress)
+        else:
+            memory = _asking(memory, verb, now)
+            userdata = _begin(engine, settings, task, machine, memory)
+            _ask(maas, task, machine, verb, userdata)
+            _give_back(engine, task, replace(memory, answered=True), asdict(memory))
+
+
+def _decide(
+    kind: TaskKind, node: Node, machine: Machine, user: str, memory: Memory, now: float
+) -> tuple[Verb, str]:
+    """The next request, and the progress to show; RunError if a person must decide."""
+    status, shows = machine.status, f"{machine.system_id}: {machine.status_name}"
+    _require_machine(node, machine)
+    if status == Status.READY and kind == TaskKind.NODE_RELEASE:
+        return "done", shows
+    if status != Status.READY and machine.owner != user:
+        owner = f"machine {machine.system_id} of {machine.owner or 'nobody'}, {shows}"
+        raise _refused("foreign_owner", node, owner, f"let {user} have it, or choose another")
+    if memory.phase == "deploy" and status in (Status.DEPLOYING, Status.DEPLOYED):
+        if status == Status.DEPLOYED and installation.is_installed(node):
+            return "done", shows
+        return "wait", shows if status == Status.DEPLOYING else f"{shows}; waits for its enrolment"
+    if status in (Status.RELEASING, Status.DISK_ERASING) and memory.phase != "deploy":
+        return "wait", shows
+    verb = _request(kind, node, machine, memory)
+    if verb == memory.phase and (memory.answered or memory.requests >= MOST):
+        remedy = "read the machine's events in MAAS, then ask again"
+        raise _refused("undone", node, f"{shows} after {verb}", remedy)
+    if verb == memory.phase and now - memory.asked_at < REPEAT_S:
+        return "wait", f"{shows}; the effect of {verb} is not known yet"
+    if machine.locked and not (node.maas or {}).get("locked"):
+        raise _refused("locked", node, f"{shows}, locked by a person", "unlock it in MAAS")
+    if purpose_of(machine) != NodeMode(node.mode).purpose:
+        tags = ", ".join(machine.tag_names) or "none"
+        raise _refused("tags", node, f"tags {tags}", "set the tag of the node's mode in MAAS")
+    return ("unlock" if machine.locked else verb), shows
+
+
+def _request(kind: TaskKind, node: Node, machine: Machine, memory: Memory) -> Verb:
+    """The request that a machine in this status needs."""
+    status = machine.status
+    if kind == TaskKind.NODE_DEPLOY and status in (Status.READY, Status.ALLOCATED):
+        return "deploy"
+    failed = status in _FAILED and memory.phase in ("", "unlock")
+    if failed or status in (Status.DEPLOYED, Status.ALLOCATED):
+        if status == Status.DEPLOYED and not node.machine_id:
+            remedy = "enrol it (`gpuaas nodes userdata`), or release it in MAAS by hand"
+            raise _refused("occupied", node, "an installation that never enrolled here", remedy)
+        return "release"
+    text = f"{machine.system_id}: {machine.status_name}. {machine.status_message}"
+    remedy = "repair the machine in MAAS, then ask again"
+    raise _refused("failed" if status in _FAILED else "state", node, text, remedy)
+
+
+def _asking(memory: Memory, verb: Verb, now: float) -> Memory:
+    requests = memory.requests + 1 if memory.phase == verb else 1
+    return replace(memory, phase=verb, asked_at=now, requests=requests, answered=False)
+
+
+def _begin(engine: Engine, settings: Settings, task: Task, machine: Machine, memory: Memory) -> str:
+    """Record the request that follows, under the lock of the node; returns its userdata."""
+    act = act_of(task).because(f"{memory.phase} of machine {machine.system_id} in MAAS")
+    with transaction(engine) as conn, locks.node(conn, task.node_id) as node:
+        _require_machine(node, machine)
+        installation.begin(conn, node, TaskKind(task.kind), act)
+        queue.progress(conn, task.id, task.lease_token, asdict(memory))
+        if memory.phase != "deploy":
+            return ""
+        secret = tokens.issue_ticket(conn, node.id, machine.system_id, _sources(node, machine), act)
+        return enrolment.site_userdata(settings, node.id, secret, user=node.ssh_user, ticket=True)
+
+
+def _sources(node: Node, machine: Machine) -> list[str]:
+    """Addresses from which the machine may fetch its token."""
+    known = []
+    for text in {node.address, *machine.ip_addresses}:
+        try:
+            known.append(str(ip_address(text)))
+        except ValueError:
+            continue
+    if not known:
+        remedy = "give the node its address as a number (`gpuaas nodes change --address`)"
+        raise _refused("address_unknown", node, "no address of the machine", remedy)
+    return sorted(known)
+
+
+def _require_machine(node: Node, machine: Machine) -> None:
+    """Refuse a machine that is not the one bound to the node, or not the one its host is."""
+    bound = str((node.maas or {}).get("system_id"))
+    changed = bound if bound != machine.system_id else differing(node, machine)
+    if changed:
+        raise _refused("identity_changed", node, changed, "find out which machine this is in MAAS")
+    if other := other_serial(node, machine):
+        raise _refused("serial_differs", node, f"serial number {other}", OTHER_SERIAL)
+
+
+def _ask(maas: Client, task: Task, machine: Machine, verb: Verb, userdata: str) -> None:
+    comment = f"gpuaas.slice, task {task.id}"
+    if verb == "deploy":
+        series = str(task.parameters.get("series") or "")
+        maas.deploy(machine.system_id, userdata=userdata, series=series, comment=comment)
+    elif verb == "release":
+        script = MAAS_SCRIPTS["release"].stem if task.kind == TaskKind.NODE_RELEASE else ""
+        # MAAS refuses a release with a script that it does not have; a comparison names that.
+        uploaded = script if script and maas.script_digest(script) else ""
+        maas.release(machine.system_id, comment=comment, script=uploaded)
+    else:
+        maas.unlock(machine.system_id, comment=comment)
+    log.info("MAAS accepted %s of %s for node %s", verb, machine.system_id, task.node_id)
+
+
+def _give_back(engine: Engine, task: Task, memory: Memory, recorded: Mapping[str, Any]) -> None:
+    with transaction(engine) as conn:
+        if asdict(memory) != dict(recorded):
+            queue.progress(conn, task.id, task.lease_token, asdict(memory))
+        if memory.phase == "unlock" and memory.answered:
+            _remember(conn, task, locked=False)
+        act = act_of(task).because(memory.task)
+        queue.wait_for_host(conn, task.id, task.lease_token, memory.task, act=act, seconds=POLL_S)
+
+
+def _finish(engine: Engine, task: Task, machine: Machine, memory: Memory) -> None:
+    act = act_of(task).because(f"machine {machine.system_id} in MAAS: {machine.status_name}")
+    with transaction(engine) as conn:
+        result = {"system_id": machine.system_id, "status": machine.status_name}
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, act, result=result)
+        tokens.end_tickets(conn, task.node_id)
+        node = nodes.get(conn, task.node_id)
+        if not memory.phase:
+            # Somebody else has returned it.
+            installation.begin(conn, node, TaskKind(task.kind), act)
+        _remember(conn, task, locked=False)
+        if task.kind == TaskKind.NODE_DEPLOY and node.mode == NodeMode.BAREMETAL:
+            # Its discovery completes the preparation of a bare-metal machine.
+            host.reverify(conn, node, act)
+
+
+def _remember(conn: Connection, task: Task, **values: Any) -> None:
+    with locks.node(conn, task.node_id) as node:
+        nodes.update(conn, node.id, maas={**(node.maas or {}), **values})
+
+
+def _refused(code: str, node: Node, found: str, remedy: str) -> RunError:
+    expected = f"the machine of node {node.id}, ready for the next step"
+    return RunError(f"maas_{code}", expected=expected, found=found[:300], remedy=remedy)
+
+
+def _late(task: Task, memory: Memory) -> RunError:
+    return RunError(
+        "maas_late",
+        expected=f"the end of {task.kind} within {_LONGEST_S / 3600:.0f} hours",
+        found=memory.task[:300],
+        remedy="look at the machine in MAAS; enrol it by hand (`gpuaas nodes userdata`), or ask"
+        " again",
+    )

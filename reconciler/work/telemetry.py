@@ -1,0 +1,118 @@
+"""Collection of telemetry: every host of active slices is asked once per minute, over SSH.
+
+Nothing is stored but the samples: a process asks a host whose slices have no sample of this minute.
+Hosts that did not answer last time are asked beside the others, so that they delay none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from sqlalchemy import Engine
+
+from reconciler.db.engine import reading, retrying
+from reconciler.db.schema import Node
+from reconciler.lifecycle import slice_telemetry
+from reconciler.model.slice_telemetry import Snapshot
+from reconciler.runs import ssh
+from reconciler.runs.spec import NodeAccess, RunError
+from reconciler.runs.ssh import SshAccess
+from reconciler.trust.ca import TELEMETRY
+
+log = logging.getLogger("gpuaas.telemetry")
+
+# An answer of eight slices has some 10 KiB.
+LONGEST = 1 << 20
+# Pause after an answer or a first failure; it doubles up to the longest.
+FIRST_S = slice_telemetry.PERIOD_S - 5
+LONGEST_S = 600.0
+_AT_ONCE, _SILENT_AT_ONCE = 8, 2
+
+
+class Telemetry:
+    """access: makes the SSH identity for telemetry, for each pass with hosts that are due."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        access: Callable[[], SshAccess],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._access = access
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._busy: set[str] = set()
+        # Per node: time of the next question, the pause after it, and the last failure.
+        self._plan: dict[str, tuple[float, float, str]] = {}
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="telemetry")
+        self._silent = ThreadPoolExecutor(_SILENT_AT_ONCE, thread_name_prefix="telemetry-silent")
+
+    def run(self, stopping: threading.Event, every_s: float = 5.0) -> None:
+        """Ask the hosts that are due every `every_s` seconds until `stopping` is set."""
+        self._stopping = stopping
+        while not stopping.wait(every_s):
+            try:
+                self.look()
+            except Exception:
+                log.exception("collecting telemetry failed; trying again")
+        for pool in (self._pool, self._silent):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def look(self) -> list[str]:
+        """Begin to ask every host that is due, without waiting; returns the ids of their nodes."""
+        with reading(self._engine) as conn:
+            nodes = slice_telemetry.due(conn)
+        now = self._clock()
+        with self._lock:
+            never = (now, FIRST_S, "")
+            self._plan = {node.id: self._plan.get(node.id, never) for node in nodes} | {
+                node_id: plan for node_id, plan in self._plan.items() if node_id in self._busy
+            }
+            turn = [
+                node
+                for node in nodes
+                if node.id not in self._busy and self._plan[node.id][0] <= now
+            ]
+            self._busy.update(node.id for node in turn)
+        if turn:
+            access = self._access()
+            for node in turn:
+                failed = bool(self._plan[node.id][2])
+                pool: Executor = self._silent if failed else self._pool
+                pool.submit(self._ask, access, node)
+        return [node.id for node in turn]
+
+    def _ask(self, access: SshAccess, node: Node) -> None:
+        try:
+            failure = self._collect(access, node)
+        except Exception as broken:
+            failure = f"{type(broken).__name__}: {broken}"
+        with self._lock:
+            _, pause, before = self._plan.get(node.id, (0.0, FIRST_S, ""))
+            pause = min(pause * 2, LONGEST_S) if failure and before else FIRST_S
+            self._plan[node.id] = (self._clock() + pause, pause, failure)
+            self._busy.discard(node.id)
+        if failure and failure != before:
+            log.warning("no telemetry of node %s: %s", node.id, failure)
+
+    def _collect(self, access: SshAccess, node: Node) -> str:
+        """Store the host's snapshot; returns the reason why not."""
+        target = NodeAccess(node.id, node.address, node.port, TELEMETRY)
+        try:
+            text = ssh.telemetry(access, target, self._stopping.is_set)
+        except RunError as silent:
+            return silent.found
+        snapshot = Snapshot.read(text) if len(text) <= LONGEST else f"{len(text)} bytes"
+        if isinstance(snapshot, str):
+            return f"not a snapshot: {snapshot}"
+        retrying(self._engine, lambda conn: slice_telemetry.record(conn, node.id, snapshot))
+        if snapshot.problems:
+            log.info("node %s measures without %s", node.id, ", ".join(snapshot.problems))
+        return ""
