@@ -13,11 +13,12 @@ help: ## Show this list
 setup: ## Install what the project needs: packages, Python environment, collection path
 	@scripts/setup
 
-demo: setup ## Play the main job: prepare a slice host, launch a GPU VM for a tenant, release it and wipe its slot
+demo: ## Play the main job: prepare a slice host, launch a GPU VM for a tenant, release it and wipe its slot
+	@scripts/setup --demo
 	@$(PYTHON) -m lab.demo
 
-run: setup ## Start the reconciler on 127.0.0.1 with SQLite
-	@$(GPUAAS) serve
+run: setup ## Start the reconciler and its console on 127.0.0.1 with SQLite; prints a login
+	@$(GPUAAS) serve --login
 
 ##@ Tests
 test: ## Run all tests of CI; results by requirement in build/coverage
@@ -39,21 +40,41 @@ sanity: setup ## Run ansible-test sanity on the built archive of the collection
 	@scripts/sanity
 
 molecule: setup ## Test a role's drift and repair on the lab host: make molecule SCENARIO=slice_network
-	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m molecule test -s $(SCENARIO)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m scripts.scenarios --play $(SCENARIO)
 
 bench: ## Measure against the named peers; adds to build/bench.json (CLAIMS=--no-peer skips OpenStack)
 	@scripts/setup --tests
 	@$(PYTHON) -m tests.bench
+	@$(PYTHON) -m tests.bench.clone
 	@$(PYTHON) -m tests.bench.claims $(CLAIMS)
 	@$(PYTHON) -m tests.bench.tasks
 	@$(PYTHON) -m tests.bench.memory
+	@$(PYTHON) -m tests.bench.console
+	@$(PYTHON) -m tests.bench.gateway
+	@$(PYTHON) -m tests.bench.jobs
+
+image: setup ## Build an image for slices in build/images: make image RECIPE=base, or gpu with NVIDIA's driver and RDMA
+	@$(GPUAAS) lab image $(or $(RECIPE),base)
 
 scripts: setup ## Build the single-file programs into build/scripts
 	@$(PYTHON) -m scripts.standalone
 
+deb: setup ## Build the Debian package of the service into build/deb
+	@scripts/deb
+
+ee: setup ## Make the build context of AWX's execution environment: make ee CA=trust/host_ca.pub
+	@scripts/execution-environment "$(CA)"
+
+docs-site: setup ## Build the documentation site with a page of each module into build/site
+	@$(PYTHON) -m scripts.docs_site
+
+standins: ## Run stand-ins of NetBox, MAAS, UFM and AWX until interrupted, to look at the whole
+	@scripts/setup --tests
+	@$(PYTHON) -m tests.standin build/standins
+
 ##@ Lab host
-lab-up: setup ## Boot the lab host and leave it running
-	@$(GPUAAS) lab up
+lab-up: setup ## Boot the lab host and leave it running: make lab-up DISTRO=trixie for Debian 13
+	@GPUAAS_LAB_DISTRO=$(DISTRO) $(GPUAAS) lab up
 
 lab-ssh: setup ## Open a shell on the lab host
 	@$(GPUAAS) lab ssh
@@ -65,8 +86,8 @@ lab-save: setup ## Save a copy of the lab host's disks: make lab-save NAME=ready
 	@$(GPUAAS) lab save $(NAME)
 
 lab-load: setup ## Boot the lab host from a saved copy: make lab-load NAME=ready
-	@$(GPUAAS) lab load $(NAME)
-	@$(GPUAAS) lab up
+	@GPUAAS_LAB_DISTRO=$(DISTRO) $(GPUAAS) lab load $(NAME)
+	@GPUAAS_LAB_DISTRO=$(DISTRO) $(GPUAAS) lab up
 
 lab-saved: setup ## List the saved lab hosts
 	@$(GPUAAS) lab saved
@@ -75,8 +96,14 @@ lab-delete: setup ## Delete a saved lab host: make lab-delete NAME=ready
 	@$(GPUAAS) lab delete $(NAME)
 
 ##@ Maintenance
-lock: ## Resolve the dependencies again into requirements.lock
+lock: ## Resolve the dependencies again into requirements.lock and requirements-dev.lock
 	@scripts/lock
 
-.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts lab-up lab-ssh lab-down \
-	lab-save lab-load lab-saved lab-delete lock
+sbom: setup ## List the service's packages with their hashes in build/sbom.json (CycloneDX)
+	@$(PYTHON) -m scripts.sbom
+
+audit: setup ## Ask the public databases for known vulnerabilities of the service's packages
+	@.venv/bin/uv tool run pip-audit==2.10.1 --strict --disable-pip --require-hashes -r requirements.lock
+
+.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts deb ee docs-site standins lab-up lab-ssh lab-down \
+	lab-save lab-load lab-saved lab-delete lock sbom audit

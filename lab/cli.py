@@ -9,18 +9,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from lab import guest_image, host_image, machine, packages, qemu, saved, state, userdata
+from lab import (
+    guest_image,
+    host_image,
+    machine,
+    packages,
+    qemu,
+    saved,
+    slice_image,
+    state,
+    userdata,
+)
 from lab.command import LabError
-from lab.distro import this_distro
-from lab.paths import lab_folder
+from lab.distro import host_distro, this_distro
+from lab.paths import REPOSITORY, lab_folder
 
 app = typer.Typer(no_args_is_help=True, help="A virtual slice host on this machine.")
 say = Console(stderr=True, highlight=False)
+
+IMAGES = REPOSITORY / "build" / "images"
+# That of the shipped H200 profile; in Ubuntu's component restricted.
+DRIVER = "580-server-open"
 
 
 @contextmanager
@@ -40,10 +54,35 @@ def build() -> None:
         distro = this_distro()
         facts: dict[str, object] = {
             "qemu": qemu.ensure(distro).version,
-            "host_image": str(host_image.ensure(distro)),
+            "host_image": str(host_image.ensure(host_distro())),
             "guest_image": asdict(guest_image.ensure(distro)),
         }
         print(json.dumps(facts, indent=1))
+
+
+@app.command("image")
+def build_image(
+    recipe: Literal["base", "gpu"],
+    *,
+    folder: Annotated[Path, typer.Option(help="Where the image is left.")] = IMAGES,
+    driver: Annotated[str, typer.Option(help="NVIDIA's driver of a gpu image.")] = DRIVER,
+    cuda: Annotated[str, typer.Option(help="CUDA toolkit of a gpu image, such as 12-8.")] = "",
+    nvlink: Annotated[
+        bool, typer.Option(help="For GPUs that no NVSwitch connects; else NVLink is disabled.")
+    ] = False,
+    apt_source: Annotated[
+        list[str] | None,
+        typer.Option(help="A further source: deb [signed-by=FILE] URL SUITE COMPONENT."),
+    ] = None,
+) -> None:
+    """Build an image for slices of a site, and print how to register it."""
+    with _print_errors():
+        packages.ensure()
+        runtime = slice_image.Runtime(driver, cuda, rdma=True, nvlink=nvlink)
+        runtime = runtime if recipe == "gpu" else slice_image.Runtime()
+        sources = apt_source or []
+        made = slice_image.build(recipe, this_distro(), runtime, folder.absolute(), sources)
+        print(json.dumps(asdict(made), indent=1))
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.command import LabError
@@ -20,21 +22,27 @@ class Distro:
     components: str
     mirror: str
     keyring: str
+    # Further one-line sources.
+    more: tuple[str, ...] = ()
 
     @property
     def sources(self) -> list[str]:
-        """Return one-line apt sources: the release and its updates."""
+        """Return one-line apt sources: the release, its updates, and further ones."""
         option = f"[signed-by={self.keyring}]"
         return [
             f"deb {option} {self.mirror} {self.suite} {self.components}",
             f"deb {option} {self.mirror} {self.suite}-updates {self.components}",
+            *self.more,
         ]
 
 
 SUPPORTED = {
     ("debian", "bookworm"): ("main", "debian-archive-keyring.gpg"),
     ("ubuntu", "noble"): ("main universe", "ubuntu-archive-keyring.gpg"),
+    ("debian", "trixie"): ("main", "debian-archive-keyring.gpg"),
 }
+# Release of the lab host's own distribution, where it is not this machine's.
+HOST_VARIABLE = "GPUAAS_LAB_DISTRO"
 
 
 def parse_os_release(text: str) -> dict[str, str]:
@@ -87,3 +95,16 @@ def this_distro(root: Path = Path("/")) -> Distro:
     if mirror is None:
         raise LabError(f"no apt source of this machine offers {suite}: add one to {apt}")
     return Distro(name, suite, components, mirror.rstrip("/"), str(KEYRINGS / keyring))
+
+
+def host_distro(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Distro:
+    """Return the distribution of the lab host: this machine's, or another release from its mirror.
+
+    Debian 12's keyring has the keys of Debian 13.
+    """
+    here = this_distro(root)
+    suite = environment.get(HOST_VARIABLE) or here.suite
+    if (here.id, suite) not in SUPPORTED:
+        suites = ", ".join(suite for name, suite in SUPPORTED if name == here.id)
+        raise LabError(f"{HOST_VARIABLE} is one of {suites} on {here.id}; it is {suite!r}")
+    return replace(here, suite=suite)

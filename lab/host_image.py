@@ -38,9 +38,14 @@ FABRIC = ["rdma-core", "ibverbs-utils", "rdmacm-utils", "perftest"]
 INITRAMFS = ["nvme", "virtio_pci", "virtio_blk", "virtio_net", "ext4", "vfat"]
 
 
+def noun(distro: Distro) -> str:
+    """Return the kind of image in the cache."""
+    return f"{NOUN}-{distro.suite}" if distro.suite == "trixie" else NOUN
+
+
 def name(distro: Distro) -> str:
     """Return the name of the image's folder in the cache, whether or not it is built."""
-    return f"{NOUN}-{_key(distro)}"
+    return f"{noun(distro)}-{_key(distro)}"
 
 
 def _key(distro: Distro) -> str:
@@ -67,7 +72,7 @@ def ensure(distro: Distro) -> Path:
                 log=folder / "build.log",
             )
 
-    return cache.ensure(NOUN, key, build) / "host.raw"
+    return cache.ensure(noun(distro), key, build) / "host.raw"
 
 
 def _recipe(distro: Distro) -> rootfs.Recipe:

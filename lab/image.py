@@ -7,6 +7,7 @@ include/grub/i386/pc/boot.h and grub-core/boot/i386/pc/diskboot.S.
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import struct
 import tarfile
@@ -83,6 +84,22 @@ def overlay_tar(overlay: Path, private: frozenset[str]) -> bytes:
     return buffer.getvalue()
 
 
+def cut_padding(archive: Path) -> None:
+    """Cut a tar file behind its end marker, which is two empty blocks.
+
+    GNU tar reads a pipe in records of 20 blocks and ends after the record with the marker.
+    mmdebstrap puts entries in front of tar's output, so its padding can reach into a further
+    record. mmdebstrap's `tar-in` writes that record as well, and dies by SIGPIPE if tar has already
+    ended, as it does on a busy machine.
+    """
+    with tarfile.open(archive) as tar:
+        for _ in tar:
+            pass
+        end = tar.offset + 2 * tarfile.BLOCKSIZE
+    if archive.stat().st_size > end:
+        os.truncate(archive, end)
+
+
 def write(
     image: Path,
     layout: Layout,
@@ -103,6 +120,7 @@ def write(
         # Without root the hooks run as a mapped user, who may enter this folder and write one file.
         stage.chmod(0o755)
         disk = stage / "disk.raw"
+        cut_padding(rootfs)
         run(["truncate", "-s", f"{layout.size_mib}M", disk])
         run(["sfdisk", "-q", disk], stdin=layout.table().encode())
         disk.chmod(0o666)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lab import disks, host_image, packages, qmp, state, topology, userdata
 from lab.command import LabError, run
-from lab.distro import this_distro
+from lab.distro import host_distro, this_distro
 from lab.paths import lab_folder
 from lab.progress import step
 from lab.qemu import Qemu
@@ -36,8 +36,8 @@ def up(*, fresh: bool = False) -> state.Lab:
             raise LabError("this lab is up: `gpuaas lab down` first, then `up --fresh`")
         return existing
     packages.ensure()
-    distro = this_distro()
-    qemu = ensure_qemu(distro)
+    distro = host_distro()
+    qemu = ensure_qemu(this_distro())
     machine = topology.Machine(
         folder,
         FIRMWARE / "OVMF_CODE_4M.fd",
@@ -51,6 +51,11 @@ def up(*, fresh: bool = False) -> state.Lab:
     image = disks.backing_image(machine, qemu) or host_image.ensure(distro)
     if not image.exists():
         raise LabError(f"the image under this lab's disk is gone ({image}): use `up --fresh`")
+    if image.parent.name.rpartition("-")[0] != host_image.noun(distro):
+        raise LabError(
+            f"this lab's disk was made from {image.parent.name}, which is not {distro.suite}:"
+            " use `up --fresh`"
+        )
     disks.ensure(machine, qemu, image=image, variables=FIRMWARE / "OVMF_VARS_4M.fd")
     lab = _start(machine, qemu, image)
     lab.save()

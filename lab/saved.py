@@ -21,7 +21,7 @@ from typing import Any
 
 from lab import host_image, qmp, state, topology
 from lab.command import LabError, run
-from lab.distro import this_distro
+from lab.distro import host_distro
 from lab.paths import lab_folder, saved_folder
 from lab.progress import step
 
@@ -175,7 +175,7 @@ def _folder(name: str) -> Path:
 
 def _require_same_machine(saved: Saved) -> None:
     remedy = f"`gpuaas lab delete {saved.name}`, prepare a host anew and save that"
-    current = host_image.name(this_distro())
+    current = host_image.name(host_distro())
     if saved.image.name != current:
         raise LabError(
             f"{saved.name} was saved with host image {saved.image.name}; this checkout's is"

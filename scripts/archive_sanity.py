@@ -52,10 +52,11 @@ def unpack() -> None:
 
 
 def ignored() -> str:
-    """Return the ignored findings: ansible-test requires GPLv3 of modules; ours are Apache-2.0."""
-    modules = sorted((COLLECTION / "plugins" / "modules").glob("*.py"))
+    """Return the ignored findings: ansible-test requires GPLv3 of plugins; ours are Apache-2.0."""
+    plugins = COLLECTION / "plugins"
+    paths = sorted([*plugins.glob("modules/*.py"), *plugins.glob("inventory/*.py")])
     rule = "validate-modules:missing-gplv3-license"
-    return "".join(f"plugins/modules/{path.name} {rule}\n" for path in modules)
+    return "".join(f"{path.relative_to(COLLECTION)} {rule}\n" for path in paths)
 
 
 def galaxy(*argv: str) -> None:
@@ -103,10 +104,10 @@ def wanted_pip() -> str:
     source = (
         Path(import_module("ansible_test").__path__[0]) / "_internal" / "python_requirements.py"
     )
-    found = re.search(r"\bpip='([\d.]+)'", source.read_text())
-    if not found:
+    match = re.search(r"\bpip='([\d.]+)'", source.read_text())
+    if not match:
         raise SystemExit(f"sanity: expected the version of pip in {source}; found none")
-    return found[1]
+    return match[1]
 
 
 def main() -> int:

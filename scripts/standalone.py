@@ -83,15 +83,12 @@ _PROFILES = sorted(f"profiles/{file.name}" for file in ROOT.glob("profiles/*.yml
 _COMMISSIONED = yaml.safe_load((ROOT / "profiles/xe9680l-h200.yml").read_text(encoding="utf-8"))
 
 
-def _commissioning(**fields: str) -> str:
-    """Return the metadata of a script that MAAS runs while it commissions such a machine."""
-    rows = {
-        **fields,
-        "script_type": "commissioning",
-        "for_hardware": hardware(_COMMISSIONED),
-        "timeout": "02:00:00",
-        "may_reboot": "true",
-    }
+def _metadata(kind: str, **fields: str) -> str:
+    """Return the metadata of a script that MAAS runs on such a machine."""
+    rows = {**fields, "script_type": kind}
+    rows |= {"for_hardware": hardware(_COMMISSIONED), "timeout": "02:00:00"}
+    if kind == "commissioning":
+        rows["may_reboot"] = "true"
     return "\n".join(
         [
             "# --- Start MAAS 1.0 script metadata ---",
@@ -108,7 +105,8 @@ FIRMWARE = Script(
     about="Is the firmware of this machine fit for GPU slices? Reads only by default;\n"
     "--help names the settings, among them the one that changes the BIOS.",
     marker="GPUAAS_SLICE_FIRMWARE_SUMMARY",
-    metadata=_commissioning(
+    metadata=_metadata(
+        "commissioning",
         name="50-gpuaas-slice-firmware-preflight",
         title="GPU slice firmware preflight",
         description="BIOS settings, KVM, IOMMU, GPUs, fabric cards, NVMe disks;"
@@ -125,7 +123,8 @@ APPLYING = replace(
     path="55-gpuaas-slice-firmware-apply.sh",
     about="Changes the BIOS of this machine to what GPU slices need, and power-cycles it.\n"
     "The same program as 50-gpuaas-slice-firmware-preflight, told GPUAAS_SLICE_APPLY_BIOS=1.",
-    metadata=_commissioning(
+    metadata=_metadata(
+        "commissioning",
         name="55-gpuaas-slice-firmware-apply",
         title="GPU slice firmware, changes the BIOS",
         description="Stages the BIOS settings of GPU slices, power-cycles, follows the job",
@@ -134,8 +133,32 @@ APPLYING = replace(
     settings=({"GPUAAS_SLICE_APPLY_BIOS": "1"}, *FIRMWARE.settings),
 )
 
+RELEASE = Script(
+    path="scripts/maas/release/60-gpuaas-slice-disks.sh",
+    entry="topology._release_check:main",
+    about="Do the disks of slots read as zeros, now that the machine leaves this service?\n"
+    "Reads only; --help names the settings.",
+    marker="GPUAAS_SLICE_RELEASE_SUMMARY",
+    metadata=_metadata(
+        "release",
+        name="60-gpuaas-slice-disks",
+        title="GPU slice disks, read back",
+        description="Reads back both ends and 64 places of each slot's disk; reads only",
+        tags="gpuaas,noauto",
+    ),
+    settings=tuple(
+        {
+            name: value
+            for name, value in part.items()
+            if name in ("GPUAAS_SLICE_NVME_EXCLUDE", "GPUAAS_SLICE_GPU_EXPECTED")
+        }
+        for part in preflight.parts(_COMMISSIONED)
+    ),
+)
+
 SCRIPTS = (
     FIRMWARE,
+    RELEASE,
     Script(
         path="scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh",
         entry="boot._deploy_bootstrap:main",

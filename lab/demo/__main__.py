@@ -10,7 +10,7 @@ from functools import partial
 
 from rich.console import Console
 
-from lab.demo import host_steps, interruption, slice_steps
+from lab.demo import host_steps, interruption, pair_steps, pictures, slice_steps
 from lab.demo.report import Evidence, Report, Step
 from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
@@ -26,8 +26,12 @@ STEPS: tuple[PlannedStep, ...] = (
     ("approve", "approve two slots", host_steps.approve),
     ("bind", "bind their devices to vfio-pci", host_steps.bind),
     ("parity", "prove the host; the slots become available", host_steps.parity),
-    ("provision", "a tenant gets a GPU VM", slice_steps.provision),
+    ("provision", "a tenant gets a GPU VM, and launches a second beside it", pair_steps.provision),
     ("login", "log in and let the GPU stand-in compute", slice_steps.login),
+    ("isolation", "send packets from each VM to the other, in vain", pair_steps.isolation),
+    ("telemetry", "read what its host and its guest measure", slice_steps.telemetry),
+    ("power", "restart the second VM, and leave the first alone", pair_steps.power),
+    ("reboot", "restart the host under both, which start again", pair_steps.reboot),
     ("release", "end the VM and wipe its disk", slice_steps.release),
     ("wipe_proof", "search the disk for what the tenant wrote", slice_steps.wipe_proof),
     ("blocked", "a second VM fails its readiness gate", slice_steps.blocked),
@@ -51,6 +55,10 @@ SUMMARIES: dict[str, Callable[[Evidence], object]] = {
     ),
     "provision": lambda e: "{mac} has {actual_ip}, {lease_state}".format(**e["readiness"]),
     "login": lambda e: "BAR, DMA and interrupt ok" if e["gpu"]["ok"] else "the GPU is not right",
+    "isolation": lambda e: f"{len(e['attempts'])} VMs sent packets, none arrived",
+    "telemetry": lambda e: f"of the guest: {', '.join(sorted(e['guest']))}",
+    "power": lambda e: f"{e['restarted']} has booted again, the other VM has not",
+    "reboot": lambda e: f"{len(e['slices'])} VMs have booted again after their host",
     "release": lambda e: f"{e['shutdown']} shutdown, nothing left, slot {e['slot']}",
     "wipe_proof": lambda e: f"{e['proof']['method']}; {e['canary_copies_on_disk']} canaries left",
     "blocked": lambda e: f"{e['error']['code']}: slot {e['slot']}",
@@ -72,6 +80,7 @@ def main() -> int:
         return interruption.EXIT_CODE
     console.print(report.table(_summary))
     console.print("[bold]build/demo.json[/] holds the evidence of each step")
+    console.print("[bold]build/demo/*.png[/] are pictures of the console during them")
     return 0 if report.ok else 1
 
 
@@ -81,7 +90,7 @@ def play(stage: Stage, report: Report, steps: Iterable[PlannedStep] = STEPS) -> 
         with interruption.raised():
             stage.folder.mkdir(parents=True, exist_ok=True)
             for name, title, work in steps:
-                report.run(name, title, partial(work, stage))
+                report.run(name, title, partial(_with_pictures, stage, name, work))
             stage.close()
     except interruption.Interrupted:
         # First try an orderly stop. Processes that survive it are ended below.
@@ -94,6 +103,12 @@ def play(stage: Stage, report: Report, steps: Iterable[PlannedStep] = STEPS) -> 
         stage.close()
         raise
     return True
+
+
+def _with_pictures(stage: Stage, name: str, work: Callable[[Stage], Evidence]) -> Evidence:
+    evidence = work(stage)
+    taken = pictures.after(stage, name)
+    return {**evidence, "pictures": taken} if taken else evidence
 
 
 def _summary(step: Step) -> str:

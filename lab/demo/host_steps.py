@@ -11,8 +11,8 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Two slots: the first for the tenant, the second for the provisioning that is made to fail.
-SLOTS = (0, 1)
+# Two slots, a NUMA node each, because a node of this host has one CPU: so two slices run at once.
+SLOTS = (0, 3)
 IMAGE_NAME = "lab-slice"
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -34,6 +36,7 @@ class Service:
         self.folder = folder
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.ssh = f"127.0.0.1:{_free_port()}"
         self.environment = {
             **os.environ,
             "GPUAAS_STATE_DIR": str(folder),
@@ -45,6 +48,8 @@ class Service:
             # The guest image of the lab, in the cache of built parts.
             "GPUAAS_IMAGES_DIR": str(cache_folder()),
             "GPUAAS_API": self.url,
+            "GPUAAS_MEMBER_ADDRESS": self.ssh,
+            "GPUAAS_GATEWAY_LISTEN": self.ssh,
             **settings,
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,6 +90,32 @@ class Service:
                 f"gpuaas {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}"
             )
         return done.stdout.strip()
+
+    @contextmanager
+    def gateway(self) -> Iterator[None]:
+        """Run the SSH gateway in this block."""
+        with (self.folder / "gateway.log").open("ab") as sink:
+            process = subprocess.Popen(
+                [*self.command, "gateway"],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+            )
+        try:
+            end = time.monotonic() + START_DEADLINE_S
+            host, port = self.ssh.split(":")
+            while True:
+                with contextlib.suppress(OSError):
+                    socket.create_connection((host, int(port)), timeout=5).close()
+                    break
+                if process.poll() is not None or time.monotonic() > end:
+                    raise LabError("the gateway did not start: see gateway.log")
+                time.sleep(0.3)
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
 
     def kill(self) -> None:
         """Kill the process as a crash would, without any clean-up."""

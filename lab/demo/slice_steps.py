@@ -1,4 +1,4 @@
-"""Demonstration steps 9 to 14: a tenant's VM from launch to wipe proof, and a recovery."""
+"""Demonstration steps of a single slice: from launch to wipe proof, and a recovery."""
 
 from __future__ import annotations
 
@@ -15,21 +15,37 @@ from lab.command import LabError
 from lab.demo.report import Evidence
 from lab.demo.stage import TASK_DEADLINE_S, Stage
 from lab.paths import REPOSITORY
+from reconciler.cli.ssh import config
 from reconciler.runs.ssh import SshAccess, options
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity
 
 USER = "tenant"
-# Shorter than any VM's boot in the lab, so that the readiness gate must fail.
-HOPELESS_DEADLINE_S = 20
+# The tenant's own cloud-config, which hides the GPU from the guest's probe. Removing the GPU would
+# change the memory map under a running guest; QEMU's emulation may crash (docs/plan.md).
+WITHOUT_GPU = """\
+#cloud-config
+write_files:
+- path: /etc/systemd/system/gpuaas-readiness.service.d/hide-gpu.conf
+  content: |
+    [Service]
+    TemporaryFileSystem=/sys/bus/pci/devices
+"""
+# The guest's first line, the next measurement of the host, and the next question to the host.
+TELEMETRY_S = 300
 HOST_SIDE = (
     "ps -o pid,etime,time,stat,comm -C qemu-system-x86_64,dnsmasq; journalctl -u dnsmasq -n 20"
 )
 PROOF = REPOSITORY / "lab" / "guest" / "gpu_proof.py"
 
 
-def provision(stage: Stage) -> Evidence:
+def provision(stage: Stage, **changes: Any) -> Evidence:
     """Launch a slice: a transaction claims the slot, a task brings the VM to the readiness gate."""
-    allocation = wait_for(stage, launch(stage)["id"], {"active", "failed"})
+    return provisioned(stage, launch(stage, **changes))
+
+
+def provisioned(stage: Stage, launched: dict[str, Any]) -> Evidence:
+    """Wait for a launched slice, which the later steps use."""
+    allocation = wait_for(stage, launched["id"], {"active", "failed"})
     if allocation["state"] != "active":
         raise LabError(f"provisioning failed: {why(stage, allocation)}")
     task = stage.api().get(f"/admin/tasks/{allocation['task_ids'][0]}")
@@ -46,19 +62,38 @@ def provision(stage: Stage) -> Evidence:
 
 
 def login(stage: Stage) -> Evidence:
-    """Log in as tenant and prove that the GPU stand-in computes, does DMA and interrupts."""
+    """Log in as tenant and prove that the GPU stand-in is clean, computes, does DMA and interrupts.
+
+    The first login is an ordinary client's through the gateway. The proof leaves data in the
+    device, as the canary does on the disk.
+    """
+    user = through_gateway(stage, "id -un")
     proof = json.loads(in_guest(stage, "sudo python3 -", PROOF.read_text()))
     mark = secrets.token_hex(32)
     stage.facts["canary"] = mark
     in_guest(stage, "sudo python3 -", canary.writer(mark))
-    copies = canary.count(_disk_file(stage), mark)
+    copies = canary.count(disk_file(stage), mark)
     if copies == 0:
         raise LabError("the canary is not on the disk: its later absence would prove nothing")
     return {
         "gpu": proof,
         "canary_copies_on_disk": copies,
-        "user": in_guest(stage, "id -un").strip(),
+        "user": user,
     }
+
+
+def telemetry(stage: Stage) -> Evidence:
+    """Wait for a sample of the slice with what its guest says. An emulated guest begins late."""
+    path = f"/projects/{stage.facts['project']}/allocations/{stage.facts['allocation']['id']}"
+    end = time.monotonic() + TELEMETRY_S
+    while True:
+        latest = stage.api().get(f"{path}/telemetry")["latest"]
+        if latest and latest["guest"] and latest["host"]["sent_bytes"]:
+            evidence: Evidence = latest
+            return evidence
+        if time.monotonic() > end:
+            raise LabError(f"no telemetry of the guest in {TELEMETRY_S} s; newest sample: {latest}")
+        time.sleep(2)
 
 
 def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: None) -> Evidence:
@@ -81,21 +116,26 @@ def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: 
 
 
 def wipe_proof(stage: Stage) -> Evidence:
-    """Check the stored proof, and search every byte of the disk for the tenant's data."""
+    """Check the stored proof, and search the whole disk and the GPU for the tenant's data."""
     slot = slot_of(stage, stage.facts["allocation"])
-    copies = canary.count(_disk_file(stage), stage.facts["canary"])
-    if copies or slot["status"] != "available":
-        raise LabError(f"slot {slot['status']}, canary found {copies} times after the wipe")
-    return {"proof": slot["last_proof"], "canary_copies_on_disk": copies, "slot": slot["status"]}
+    copies = canary.count(disk_file(stage), stage.facts["canary"])
+    words = ("python3", "-", "--remains", slot["gpu_pci_address"])
+    gpu = json.loads(stage.on_host(*words, stdin=PROOF.read_text()))
+    if copies or not gpu["ok"] or slot["status"] != "available":
+        raise LabError(f"slot {slot['status']}, canary found {copies} times; in the GPU: {gpu}")
+    proof = {"proof": slot["last_proof"], "slot": slot["status"]}
+    return {**proof, "canary_copies_on_disk": copies, "gpu_after_reset": gpu}
 
 
 def blocked(stage: Stage) -> Evidence:
-    """Launch a VM that boots but is not reachable in time: it fails and its slot is blocked."""
-    allocation = launch(stage, ready_deadline_s=HOPELESS_DEADLINE_S)
+    """Launch a VM whose GPU does not compute: it fails and its slot is blocked."""
+    allocation = launch(stage, user_data=WITHOUT_GPU)
     ended = wait_for(stage, allocation["id"], {"active", "failed"})
     slot = slot_of(stage, ended)
     if ended["state"] != "failed" or slot["status"] != "cleanup_blocked":
         raise LabError(f"expected failed and cleanup_blocked; found {ended['state']}, {slot}")
+    if not ended["error"]["found"].startswith("gpu_compute: "):
+        raise LabError(f"expected a GPU that does not compute; found {why(stage, ended)}")
     stage.facts["blocked"] = ended
     return {
         "allocation": ended["id"],
@@ -123,11 +163,8 @@ def recover(stage: Stage) -> Evidence:
     return evidence
 
 
-def launch(stage: Stage, *, ready_deadline_s: int = 0, **changes: Any) -> dict[str, Any]:
-    """Launch a VM with one GPU as the tenant, with the tenant's own key.
-
-    Only an admin may set a deadline that a guest cannot meet.
-    """
+def launch(stage: Stage, **changes: Any) -> dict[str, Any]:
+    """Launch a VM with one GPU as the tenant, with the tenant's own key."""
     key = stage.folder / "tenant_key"
     if not key.exists():
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "tenant", "-f", str(key)]
@@ -141,11 +178,9 @@ def launch(stage: Stage, *, ready_deadline_s: int = 0, **changes: Any) -> dict[s
         "ssh_keys": [key.with_suffix(".pub").read_text().strip()],
         "hostname": "slice",
         "image_id": stage.facts["image_id"],
-        "parameters": {"ready_deadline_s": ready_deadline_s} if ready_deadline_s else {},
         **changes,
     }
-    client = stage.api() if ready_deadline_s else stage.member
-    allocation: dict[str, Any] = client.post(
+    allocation: dict[str, Any] = stage.member.post(
         f"/projects/{stage.facts['project']}/allocations", body
     )
     return allocation
@@ -183,7 +218,42 @@ def slot_of(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
     return slot
 
 
-def in_guest(stage: Stage, command: str, stdin: str = "") -> str:
+def gateway_settings(stage: Stage, allocation: dict[str, Any] | None = None) -> Path:
+    """OpenSSH's settings for the tenant's machine, as `gpuaas ssh-config` prints them. After its
+    end the tenant has the old ones.
+    """
+    if stage.member is None:
+        raise LabError("no tenant is admitted")
+    mine = allocation or stage.facts["allocation"]
+    document = stage.member.get(f"/projects/{stage.facts['project']}/allocations/{mine['id']}")
+    file, known_hosts = stage.folder / "ssh_config", stage.folder / "known_hosts"
+    if document["connection"]:
+        file.write_text(config(document, known_hosts, stage.folder / "tenant_key"))
+        known_hosts.write_text(document["connection"]["known_hosts"])
+    return file
+
+
+def through_gateway(
+    stage: Stage, command: str, stdin: str = "", *, allocation: dict[str, Any] | None = None
+) -> str:
+    """Run a command as the tenant does, who knows the machine's key from the allocation alone."""
+    if stage.service is None:
+        raise LabError("the reconciler is not started")
+    id = (allocation or stage.facts["allocation"])["id"]
+    settings = str(gateway_settings(stage, allocation))
+    words = ["ssh", "-F", settings, "-o", "BatchMode=yes", id, command]
+    with stage.service.gateway():
+        done = subprocess.run(
+            words, input=stdin, capture_output=True, text=True, timeout=600, check=False
+        )
+    if done.returncode != 0:
+        raise LabError(f"`{command[:200]}` through the gateway: {done.stderr.strip()[-800:]}")
+    return done.stdout.strip()
+
+
+def in_guest(
+    stage: Stage, command: str, stdin: str = "", *, allocation: dict[str, Any] | None = None
+) -> str:
     """Run a command in the VM, through the host as operator, with the tenant's key.
 
     The guest has no certificate, so its key is read by ssh-keyscan. The scan runs on the host, over
@@ -191,14 +261,16 @@ def in_guest(stage: Stage, command: str, stdin: str = "") -> str:
     is accepted. Only this demonstration does so: hosts are certified at enrolment and never
     scanned.
     """
-    address = stage.facts["allocation"]["claims"][0]["private_ip"]
-    file = stage.folder / "guest_known_hosts"
-    if stage.facts.get("guest_key_of") != stage.facts["allocation"]["id"]:
+    allocation = allocation or stage.facts["allocation"]
+    address = allocation["claims"][0]["private_ip"]
+    file = stage.folder / f"known_hosts_{address}"
+    keys = stage.facts.setdefault("guest_keys", {})
+    if allocation["id"] not in keys:
         # ssh-keyscan's default limit is five seconds; a guest in two layers of emulation needs
         # longer.
         scan = ("ssh-keyscan", "-T", "120", "-t", "ed25519", address)
-        file.write_text(stage.on_host(*scan))
-        stage.facts["guest_key_of"] = stage.facts["allocation"]["id"]
+        keys[allocation["id"]] = stage.on_host(*scan)
+        file.write_text(keys[allocation["id"]])
     words = ["ssh", "-F", "/dev/null", "-i", str(stage.folder / "tenant_key")]
     words += ["-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=yes"]
     words += ["-o", f"UserKnownHostsFile={file}", "-o", "LogLevel=ERROR"]
@@ -222,9 +294,9 @@ def _hop(stage: Stage, address: str) -> str:
     return " ".join(words)
 
 
-def _disk_file(stage: Stage) -> Path:
-    """Return the file that backs the boot disk of the tenant's slot in the lab's QEMU."""
-    claim = stage.facts["allocation"]["claims"][0]
+def disk_file(stage: Stage, position: int = 0) -> Path:
+    """Return the file that backs a disk of the tenant, the boot disk first, in the lab's QEMU."""
+    claim = stage.facts["allocation"]["claims"][position]
     eui = claim["nvme_identity"].removeprefix("eui.")
     for index, disk in enumerate(stage.host().devices["data"]):
         if disk["eui64"] == eui:

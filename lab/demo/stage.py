@@ -29,7 +29,7 @@ NODE = "lab-host"
 # Inventory of the lab host for Ansible by hand, past the reconciler. It follows GPUAAS_LAB_DIR.
 INVENTORY = REPOSITORY / "inventory" / "lab"
 PROJECT = "demo"
-TASK_DEADLINE_S = 1800
+TASK_DEADLINE_S = 2700
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Stage:
     service: Service | None = None
     admin: Client | None = None
     member: Client | None = None
+    # Tokens of the admin and of the tenant.
+    secrets: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     _shown: str = ""
 
@@ -107,11 +109,13 @@ class Stage:
         return service
 
     def _connect(self, service: Service, secret: str) -> None:
+        self.secrets["admin"] = secret
         self.admin = Client(service.url, secret, correlation_id="make-demo")
 
     def _admit_tenant(self, service: Service, name: str) -> None:
         body = {"role": "project-member", "name": name, "project_id": self.facts["project"]}
-        self.member = Client(service.url, self.api().post("/admin/tokens", body)["token"])
+        self.secrets["tenant"] = self.api().post("/admin/tokens", body)["token"]
+        self.member = Client(service.url, self.secrets["tenant"])
 
     def close(self) -> None:
         """Stop every process of this stage, even if stopping another process fails."""
@@ -224,8 +228,14 @@ class Stage:
         folder = self.folder / "profiles"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(REPOSITORY / "profiles", folder)
-        file = folder / "lab.yml"
-        profile = yaml.safe_load(file.read_text())
-        profile["vm"]["firmware"] = self.firmware
-        file.write_text(yaml.safe_dump(profile, sort_keys=False))
+        self.use_vm(firmware=self.firmware)
         return folder
+
+    def use_vm(self, **changes: Any) -> None:
+        """Change the profile's `vm`, for VMs whose run starts from now on."""
+        file = self.folder / "profiles" / "lab.yml"
+        profile = yaml.safe_load(file.read_text())
+        profile["vm"] |= changes
+        half = file.with_suffix(".partial")
+        half.write_text(yaml.safe_dump(profile, sort_keys=False))
+        half.rename(file)
