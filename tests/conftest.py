@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build" / "collections"))
@@ -17,26 +19,47 @@ from scripts import standalone
 
 pytest_plugins = ("tests.coverage", "tests.workers", "tests.standin.bmc_fixtures")
 
+# A busy machine is no failure: examples have no time limit.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
 # Files that take about ten seconds or more: make test runs them, make test-fast does not.
 SLOW = (
     "collection/",
+    "contract/test_awx.py",
+    "contract/test_by_hand.py",
+    "contract/test_example.py",
     "contract/test_firmware_playbook.py",
     "unit/playbooks/",
+    "unit/plugins/inventory/",
     "unit/reconciler/api/test_fuzz.py",
     "unit/reconciler/backup/test_backup.py",
     "unit/reconciler/cli/test_host.py",
     "unit/reconciler/cli/test_host_machine.py",
+    "unit/reconciler/console/test_browser.py",
     "unit/reconciler/db/test_upgrade.py",
     "unit/reconciler/faults/",
+    "unit/reconciler/gateway/",
     "unit/reconciler/lifecycle/test_concurrent_clients.py",
     "unit/reconciler/runs/awx/test_process.py",
     "unit/reconciler/runs/test_hostile_host.py",
     "unit/reconciler/runs/test_run.py",
+    "unit/reconciler/runs/test_secrets.py",
+    "unit/reconciler/pools/test_faults.py",
+    "unit/reconciler/service/test_actions.py",
+    "unit/reconciler/pools/test_worker.py",
     "unit/reconciler/service/test_crashes.py",
+    "unit/reconciler/service/test_inventory.py",
     "unit/reconciler/service/test_leader.py",
     "unit/reconciler/service/test_postgres.py",
     "unit/reconciler/work/test_awx.py",
 )
+
+
+def pytest_runtest_setup() -> None:
+    # An ssh that is killed leaves the input that it shares with all of us without blocking, which
+    # Ansible refuses.
+    os.set_blocking(0, True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,12 @@
 """Benchmark of the product against named peers on a lab host: `python -m tests.bench`.
 
 provision: seconds from the API call to an active allocation, against tests/bench/script.sh, which
-does the same steps by hand. clone: image_clone against dd of the same bytes to the same disk, both
-measured inside these runs. parity: the playbook in wall time, against the same questions as single
-Ansible tasks. Both sides leave out the questions that the profile calls not applicable.
+does the same steps by hand. overhead_s is without the clone and without the wait for the guest.
+ssh_round_trips are the modules that ran on the host meanwhile, as its journal has them: with
+Ansible's pipelining each is one command over SSH.
+clone: image_clone against dd of the same bytes to the same disk, both measured inside these runs.
+parity: the playbook in wall time, against the same questions as single Ansible tasks. Both sides
+leave out the questions that the profile calls not applicable.
 
 The ratios hide differences. The script takes no lease, writes no ledger, guards no port and pins no
 CPU, so it is the leaner side of `provision`. image_clone checks every chunk's digest while it
@@ -67,14 +70,18 @@ def main(output: Path = document.PATH) -> int:
 
 def provision(stage: Stage) -> dict[str, Any]:
     """Run product and script in turns on the same slot, so that both meet the same machine."""
-    ours, script, clone, dd = [], [], [], []
+    ours, script, clone, dd, overhead, trips = [], [], [], [], [], []
     size = stage.facts["image"].size / 2**20
     plan: dict[str, Any] = {}
 
     def product() -> None:
+        since = stage.on_host("date", "+%s").strip()
         began = time.monotonic()
         evidence = slice_steps.provision(stage)
         ours.append(time.monotonic() - began)
+        waits = float(evidence["image"]["seconds"]) + float(evidence["readiness"]["seconds"])
+        overhead.append(ours[-1] - waits)
+        trips.append(modules_run(stage, since))
         clone.append(size / float(evidence["image"]["seconds"]))
         plan.update(evidence["plan"])
         slice_steps.release(stage)
@@ -95,6 +102,8 @@ def provision(stage: Stage) -> dict[str, Any]:
             **_spread("ours_s", ours),
             **_spread("script_s", script),
             "ratio": round(statistics.median(ours) / statistics.median(script), 3),
+            "overhead_s": round(statistics.median(overhead), 2),
+            "ssh_round_trips": max(trips),
         },
         "clone": {
             **_spread("ours_mib_s", clone),
@@ -103,6 +112,13 @@ def provision(stage: Stage) -> dict[str, Any]:
             "zero_share": zero_share(stage.facts["image"].zst),
         },
     }
+
+
+def modules_run(stage: Stage, since: str) -> int:
+    """Count the modules that Ansible ran on the host since then (seconds of its own clock)."""
+    journal = stage.on_host("journalctl", "-q", "-o", "cat", f"--since=@{since}")
+    # A module writes this line when it starts.
+    return journal.count("Invoked with ")
 
 
 def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:

@@ -2,75 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import tarfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from tests.collection.conftest import Installed
+
+pytestmark = pytest.mark.covers("ECO-1")
+
 ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 MODULES = {f"gpuaas.slice.{path.stem}" for path in (ROOT / "plugins" / "modules").glob("*.py")}
+INVENTORIES = {f"gpuaas.slice.{path.stem}" for path in (ROOT / "plugins/inventory").glob("*.py")}
 ROLES = {f"gpuaas.slice.{path.name}" for path in (ROOT / "roles").iterdir() if path.is_dir()}
 PLAYBOOKS = {f"gpuaas.slice.{path.stem}" for path in (ROOT / "playbooks").glob("*.yml")}
-
-
-@dataclass(frozen=True)
-class Installed:
-    """members: the files of the archive. path: the installed collection, the only one there is."""
-
-    members: tuple[str, ...]
-    home: Path
-
-    @property
-    def path(self) -> Path:
-        return self.home / "collections" / "ansible_collections" / "gpuaas" / "slice"
-
-    def run(self, *argv: str, **environment: str) -> str:
-        """What an Ansible program prints; away from the checkout, and without its ansible.cfg."""
-        return _run(self.home, *argv, **environment)
-
-    def json(self, *argv: str) -> dict[str, Any]:
-        document = json.loads(self.run(*argv))
-        assert isinstance(document, dict)
-        return document
-
-
-def _run(home: Path, program: str, *argv: str, **environment: str) -> str:
-    done = subprocess.run(
-        [str(BIN / program), *argv],
-        cwd=home,
-        env={
-            **{key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")},
-            "ANSIBLE_HOME": str(home / "ansible"),
-            "ANSIBLE_COLLECTIONS_PATH": str(home / "collections"),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    home = tmp_path_factory.mktemp("galaxy")
-    _run(home, "ansible-galaxy", "collection", "build", str(ROOT), "--output-path", str(home))
-    (archive,) = home.glob("gpuaas-slice-*.tar.gz")
-    with tarfile.open(archive) as opened:
-        members = tuple(member.name for member in opened if member.isfile())
-    target = str(home / "collections")
-    _run(home, "ansible-galaxy", "collection", "install", str(archive), "-p", target, "--offline")
-    return Installed(members, home)
 
 
 def test_the_archive_holds_the_collection_and_nothing_else(installed: Installed) -> None:
@@ -78,10 +24,10 @@ def test_the_archive_holds_the_collection_and_nothing_else(installed: Installed)
     tops = {name.partition("/")[0] for name in installed.members}
     assert tops == {
         "FILES.json", "MANIFEST.json", "README.md", "LICENSE",
-        "changelogs", "meta", "playbooks", "plugins", "profiles", "roles",
+        "changelogs", "contracts", "meta", "playbooks", "plugins", "profiles", "roles",
     }  # fmt: skip
     kinds = {name.split("/")[1] for name in installed.members if name.startswith("plugins/")}
-    assert kinds <= {"doc_fragments", "inventory", "module_utils", "modules"}
+    assert kinds <= {"doc_fragments", "inventory", "module_utils", "modules", "plugin_utils"}
     assert not [name for name in installed.members if "__pycache__" in name or "/." in name]
 
 
@@ -101,6 +47,12 @@ def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Install
 
 def test_every_module_is_documented(installed: Installed) -> None:
     assert set(installed.json("ansible-doc", "--json", "--list", "gpuaas.slice")) == MODULES
+    inventories = installed.json("ansible-doc", "-t", "inventory", "--json", *sorted(INVENTORIES))
+    assert set(inventories) == INVENTORIES
+    for name, document in inventories.items():
+        options = document["doc"]["options"]
+        assert {"compose", "cache", "ca_file", "timeout"} <= set(options), name
+        assert set(yaml.safe_load(document["examples"])) <= set(options), name
     documents = installed.json("ansible-doc", "--json", *sorted(MODULES))
     assert set(documents) == MODULES
     for name, document in documents.items():
@@ -110,11 +62,24 @@ def test_every_module_is_documented(installed: Installed) -> None:
             assert value["description"], f"{name} says nothing of {key}"
         assert {"check_mode", "diff_mode"} <= set(doc["attributes"]), f"{name}: its attributes"
         assert document["return"], f"{name} documents no return value"
+        assert doc["requirements"], f"{name} names no requirement"
+        others = {other.get("module") or other["plugin"] for other in doc["seealso"]}
+        assert others and others <= MODULES | INVENTORIES, f"{name}: its references {others}"
         examples = yaml.safe_load(document["examples"])
         assert any(name in task for task in examples), f"no example calls {name}"
         for task in examples:
             unknown = set(task.get(name) or {}) - set(doc["options"])
             assert not unknown, f"an example of {name} uses {unknown}"
+
+
+def test_action_groups_are_the_modules_that_share_an_option(installed: Installed) -> None:
+    groups = yaml.safe_load((installed.path / "meta" / "runtime.yml").read_text())["action_groups"]
+    documents = installed.json("ansible-doc", "--json", *sorted(MODULES))
+    shared = {"allocation": "allocation_id", "profile": "profile", "reconciler": "token_file"}
+    assert set(groups) == set(shared)
+    for group, option in shared.items():
+        sharing = {name for name, doc in documents.items() if option in doc["doc"]["options"]}
+        assert {f"gpuaas.slice.{name}" for name in groups[group]} == sharing
 
 
 def test_every_role_is_documented(installed: Installed) -> None:
@@ -132,13 +97,6 @@ def test_every_playbook_is_found_by_its_full_name(installed: Installed) -> None:
 
 
 def test_a_playbook_runs_from_the_archive_alone(installed: Installed) -> None:
-    """Reads this machine: module, its private utilities, a profile and the result document."""
-    said = installed.run(
-        "ansible-playbook", "gpuaas.slice.discover", "-i", "localhost,", "-c", "local",
-        "-e", f"ansible_python_interpreter={sys.executable}",
-        "-e", f"slice_profile_file={installed.path / 'profiles' / 'lab.yml'}",
-        ANSIBLE_SHOW_CUSTOM_STATS="true",
-    )  # fmt: skip
-    result = json.loads(said.rpartition("RUN: ")[2])["slice_result"]
+    result = installed.discovered()
     assert result["ok"] is True
     assert result["evidence"]["discovery"]["schema"] == 1

@@ -1,7 +1,13 @@
-"""Job templates of awx/ against the run contract, and the import against the templates."""
+"""The import of awx/ by the collection awx.awx 24.6.1 into the stand-in, and what came of it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +15,151 @@ import pytest
 import yaml
 
 from reconciler.runs import contract
-from reconciler.runs.awx.request import REQUIRED
+from reconciler.runs.awx.client import Client
+from reconciler.runs.awx.request import REQUIRED, find_template, list_templates
+from tests.standin.controller import TOKEN, Controller, standing
 
-pytestmark = pytest.mark.covers("CTRL-9")
+pytestmark = pytest.mark.covers("CTRL-9", "ECO-4")
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATES: list[dict[str, Any]] = yaml.safe_load((ROOT / "awx/job_templates.yml").read_text())[
-    "job_templates"
-]
+BIN = Path(sys.executable).parent
+WEBHOOK = "https://chat.example/hook"
+SECRET = "canary-77aa01-do-not-print"
 
 
-def test_there_is_a_template_for_each_playbook() -> None:
-    names = [template["name"] for template in TEMPLATES]
-    assert sorted(names) == [f"gpuaas.slice.{playbook}" for playbook in contract.PLAYBOOKS]
+@dataclass(frozen=True)
+class Import:
+    """controller: the stand-in, which begins without our objects. folder: the site's files."""
+
+    controller: Controller
+    folder: Path
+
+    def __call__(self, *words: str) -> str:
+        """Play the import; returns its output."""
+        done = subprocess.run(
+            [str(BIN / "ansible-playbook"), "-i", "localhost,", ROOT / "awx/import.yml", *words],
+            env={
+                **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
+                "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "ansible-12.3.0"),
+                "CONTROLLER_HOST": self.controller.url,
+                "CONTROLLER_OAUTH_TOKEN": TOKEN,
+                "SSL_CERT_FILE": str(self.controller.ca_file),
+                "GPUAAS_TOKEN_FILE": str(self.folder / "reconciler-token"),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        assert SECRET not in output
+        return done.stdout
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template["name"])
-def test_a_template_is_what_its_launch_needs(template: dict[str, Any]) -> None:
-    playbook = template["name"].removeprefix("gpuaas.slice.")
-    assert template["playbook"] == f"playbooks/{playbook}.yml"
-    assert (ROOT / template["playbook"]).is_file()
-    said = template["description"].partition("Variables: ")[2].split(", ")
-    assert said == contract.schema(playbook)["required"]
-    assert {field: template[field] for field in REQUIRED} == REQUIRED
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Import]:
+    subprocess.run([str(ROOT / "scripts" / "ansible-collections")], check=True)
+    folder = tmp_path_factory.mktemp("awx")
+    (folder / "reconciler-token").write_text(f"{SECRET}\n")
+    with standing(folder) as controller:
+        controller.begin(empty=True)
+        first = Import(controller, folder)
+        first("-e", f"gpuaas_awx_webhook={WEBHOOK}")
+        yield first
 
 
-def test_the_import_leaves_no_field_out() -> None:
-    (play,) = yaml.safe_load((ROOT / "awx/import.yml").read_text())
-    (task,) = play["tasks"]
-    given = task["awx.awx.job_template"]
-    for template in TEMPLATES:
-        assert set(template) == set(given)
-    assert given == {field: f"{{{{ item.{field} }}}}" for field in given}
+def named(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (item,) = [item for item in objects if item["name"] == name]
+    return item
+
+
+def test_every_template_is_as_a_launch_needs_it(imported: Import) -> None:
+    """The launcher's own check, over the templates that the import has made."""
+    access = imported.controller.access
+    with Client(access) as client:
+        listed = list_templates(client, access)
+        for playbook in contract.PLAYBOOKS:
+            template = find_template(listed, access, playbook)
+            assert {field: template[field] for field in REQUIRED} == REQUIRED
+            assert (ROOT / template["playbook"]).is_file()
+            variables = template["description"].partition("Variables: ")[2].split(", ")
+            assert variables == contract.schema(playbook)["required"]
+    assert len(listed) == len(contract.PLAYBOOKS)
+
+
+def test_every_field_arrives(imported: Import) -> None:
+    """A field that AWX does not know would be dropped without a word."""
+    objects = imported.controller.objects()
+    common = yaml.safe_load((ROOT / "awx" / "job_templates.yml").read_text())["job_template"]
+    references = {"organization", "project", "inventory", "execution_environment", "credentials"}
+    plain = {name: value for name, value in common.items() if name not in references}
+    launched = [t for t in objects["job_templates"] if t["name"].startswith("gpuaas.slice.")]
+    for template in launched:
+        assert {name: template[name] for name in plain} == plain
+    source = named(objects["inventory_sources"], "gpuaas nodes")
+    assert (source["source"], source["overwrite"], source["overwrite_vars"]) == ("scm", True, True)
+    assert (ROOT / source["source_path"]).is_file()
+    assert source["update_on_launch"] is False
+    assert source["summary_fields"]["credential"]["name"] == "gpuaas reconciler"
+    project = named(objects["projects"], "gpuaas.slice")
+    assert project["scm_update_on_launch"] is False
+    started = [t for t in objects["job_templates"] if not t["name"].startswith("gpuaas.slice.")]
+    assert len(started) == 7
+    for template in started:
+        assert (ROOT / template["playbook"]).is_file()
+        assert template["ask_variables_on_launch"] is False
+        credentials = [item["name"] for item in template["summary_fields"]["credentials"]]
+        assert credentials == ["gpuaas reconciler"]
+    webhook = named(objects["notification_templates"], "gpuaas webhook")
+    assert webhook["notification_configuration"]["url"] == WEBHOOK
+    secret = named(objects["credentials"], "gpuaas reconciler")["inputs"]["token"]
+    assert secret == SECRET
+
+
+def test_no_question_takes_an_id_from_a_list(imported: Import) -> None:
+    """Lists of ids grow old. Everything that is started has a reason."""
+    surveys = imported.controller.objects()["surveys"]
+    assert len(surveys) == 7
+    for survey in surveys:
+        questions = {question["variable"]: question for question in survey["spec"]}
+        assert questions["gpuaas_reason"]["min"] == 10
+        if subject := questions.get("gpuaas_subject"):
+            assert subject["type"] == "text"
+            assert "choices" not in subject
+
+
+def test_a_person_decides_between_discovery_and_approval(imported: Import) -> None:
+    objects = imported.controller.objects()
+    links = {link["from"]: link["to"] for link in objects["links"]}
+    order = ["bootstrap", "discover", "decide", "approve", "bind", "parity"]
+    assert links == {step: [after] for step, after in pairwise(order)}
+    steps = {step["identifier"]: step for step in objects["workflow_job_template_nodes"]}
+    (approval,) = objects["workflow_approval_templates"]
+    assert steps["decide"]["unified_job_template"] == approval["id"]
+    assert "void" in approval["description"]
+
+
+def test_teams_get_what_they_need_and_no_more(imported: Import) -> None:
+    teams = imported.controller.objects()["teams_of"]
+    launched = {f"job_templates/gpuaas.slice.{name}/execute" for name in contract.PLAYBOOKS}
+    assert {role for role, who in teams.items() if "gpuaas reconciler" in who} == {
+        *launched,
+        "inventories/gpuaas.slice/read",
+    }
+    for role, who in teams.items():
+        if "gpuaas auditors" in who:
+            assert role.endswith("/read")
+        if "gpuaas operators" in who:
+            assert role not in launched
+    workflow = "workflow_job_templates/gpuaas deployed machine to slice host"
+    assert teams[f"{workflow}/approval"] == ["gpuaas operators"]
+
+
+def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import) -> None:
+    imported.controller.spoil("gpuaas.slice.parity", limit="all", allow_simultaneous=False)
+    output = imported("-e", f"gpuaas_awx_webhook={WEBHOOK}")
+    changed = [line for line in output.splitlines() if line.startswith("changed: ")]
+    assert changed == ["changed: [localhost] => (item=gpuaas.slice.parity)"]
+    template = named(imported.controller.objects()["job_templates"], "gpuaas.slice.parity")
+    assert template["limit"] == "no-host-chosen"
+    assert template["allow_simultaneous"] is True

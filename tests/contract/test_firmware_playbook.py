@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from reconciler.model import firmware
 from reconciler.runs import contract
 from tests.deployed_machine import ALONE, NEEDS_ROOT
 
@@ -52,7 +53,11 @@ def play(folder: Path, *, beside: str = "", **variables: Any) -> tuple[int, dict
 def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")
     state = tmp_path / "racadm-state.json"
-    code, result = play(tmp_path, slice_apply=True, slice_allow_reboot=True)
+    allowed = {"slice_apply": True, "slice_allow_reboot": True}
+    code, result = play(tmp_path, **allowed, slice_approved_plan=f"sha256:{'0' * 64}")
+    assert (code, result["error"]["code"]) == (2, "plan_changed")
+    plan = firmware.approvable(result["evidence"]["bios"]["differences"])
+    code, result = play(tmp_path, **allowed, slice_approved_plan=plan["digest"])
     assert (code, result["ok"], result["evidence"]["bios"]["settled"]) == (0, True, True)
     assert {job["status"] for job in result["evidence"]["bios"]["jobs"]} == {
         "Completed", "Reboot Completed",

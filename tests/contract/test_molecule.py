@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.covers("ECO-5")
+
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIOS = sorted(file.parent for file in (ROOT / "molecule").glob("*/molecule.yml"))
 ROLES = sorted(folder.name for folder in (ROOT / "roles").iterdir() if (folder / "tasks").is_dir())

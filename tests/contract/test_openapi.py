@@ -32,7 +32,10 @@ SEEDS = {
     },
 }
 # Packages whose problems reach a caller of the API; other packages are separate programs.
-RAISING = ("api", "model", "db", "records", "lifecycle", "trust", "profiles.py", "settings.py")
+RAISING = (
+    *("api", "inventory", "model", "db", "records", "lifecycle", "trust"),
+    *("pools/jobs.py", "pools/pools.py", "pools/remote.py", "profiles.py", "settings.py"),
+)
 
 
 @pytest.fixture(scope="module")

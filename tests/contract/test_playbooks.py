@@ -14,8 +14,8 @@ from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
 from reconciler.runs import contract
 from reconciler.work import kinds
+from tests.playbooks import FOLDER, text
 
-FOLDER = Path(__file__).resolve().parents[2] / "playbooks"
 RESULT = contract.schema("result")
 SPECS = yaml.safe_load((FOLDER / "vars" / "argument_specs.yml").read_text())["argument_specs"]
 # Variables that the reconciler always sends and that a run by hand may leave out.
@@ -85,10 +85,28 @@ def test_success_comes_with_the_evidence_that_is_read(playbook: str) -> None:
 
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
+def test_evidence_holds_only_what_the_contract_names(playbook: str) -> None:
+    """A name of its own would make every result of the playbook a broken one."""
+    (names,) = [
+        set(rule["then"]["properties"]["evidence"]["propertyNames"]["enum"])
+        for rule in RESULT["allOf"]
+        if rule["if"]["properties"] == {"playbook": {"const": playbook}}
+        and "maxBytes" in rule["then"]["properties"]["evidence"]
+    ]
+    play = yaml.safe_load((FOLDER / f"{playbook}.yml").read_text())[0]
+    used = set()
+    for result in results(playbook):
+        evidence = result["result_evidence"]
+        if isinstance(evidence, str):
+            evidence = play["vars"][evidence.strip("{ }")]
+        used |= set(evidence)
+    assert used == names
+
+
+@pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
 def test_a_playbook_uses_what_it_is_given(playbook: str) -> None:
-    text = (FOLDER / f"{playbook}.yml").read_text()
     given = set(contract.schema(playbook)["required"]) - {"slice_run", "slice_profile"}
-    assert {name for name in given if not re.search(rf"\b{name}\b", text)} == set()
+    assert {name for name in given if not re.search(rf"\b{name}\b", text(playbook))} == set()
 
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
@@ -116,6 +134,6 @@ def test_an_argument_specification_names_the_variables_of_the_contract(playbook:
     assert set(options) == set(schema["properties"])
     assert required <= set(schema["required"])
     assert set(schema["required"]) - required <= BY_HAND
-    text = (FOLDER / f"{playbook}.yml").read_text()
-    optional = {name for name in set(options) - required if re.search(rf"\b{name}\b", text)}
-    assert {name for name in optional if f"{name} | default(" not in text} == set()
+    content = text(playbook)
+    optional = {name for name in set(options) - required if re.search(rf"\b{name}\b", content)}
+    assert {name for name in optional if f"{name} | default(" not in content} == set()

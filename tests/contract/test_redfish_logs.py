@@ -52,7 +52,7 @@ def play(folder: Path, *tasks: dict[str, Any]) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.covers("HOST-3")
+@pytest.mark.covers("HOST-3", "P3")
 def test_the_password_of_a_bmc_is_in_no_log(bmc: standin.Bmc, tmp_path: Path) -> None:
     # Refusals of this BMC repeat the request.
     bmc.begin(echo=True)

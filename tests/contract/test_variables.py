@@ -109,11 +109,28 @@ OWN: dict[str, dict[str, Any]] = {
         "slice_slots": [bundle(fence=7)],
         "slice_image": IMAGE,
         "slice_vm": VM,
+        "slice_fabric": {"isolation": "vlan", "link": "ethernet", "vlan": 3001},
         "slice_seed": {"user_data": {"users": []}, "meta_data": {}, "network_config": {}},
         "slice_ready_deadline": 900,
         "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
     },
     "release_slice": RELEASE | {"slice_shutdown_deadline": 90},
+    "power_slice": RELEASE
+    | {
+        "slice_vm": VM,
+        "slice_fabric": {"isolation": "vlan", "link": "ethernet", "vlan": 3001},
+        "slice_power": "restart",
+        "slice_shutdown_deadline": 90,
+        "slice_ready_deadline": 900,
+        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
+    },
+    "reboot_node": {
+        "slice_guests": [
+            {"allocation_id": ALLOCATION, "slots": [{"slot_id": "slot-1", "fence": 7}]}
+        ],
+        "slice_shutdown_deadline": 90,
+        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
+    },
     "verify_absent": RELEASE,
     "reconcile_drift": {"slice_slots": [bundle(numa_node=-1)]},
     "renew_certificate": {"slice_certificate": "ssh-ed25519-cert-v01@openssh.com AAAAIHNzaA=="},
@@ -132,6 +149,22 @@ OWN: dict[str, dict[str, Any]] = {
         "slice_fence": 4,
         "slice_disks": TENANT_DISKS,
         "slice_baseline": {"accounts": {"root": "0f343b0931126a20"}},
+    },
+    "apply_ingress": {
+        "slice_allocation": {"id": ALLOCATION},
+        "slice_slots": [bundle(fence=7)],
+        "slice_ingress": {
+            "rule": {
+                "id": "7c9e6679-7425-40de-944b-e07fc1f90ae7",
+                "protocol": "tcp",
+                "public_address": "192.0.2.10",
+                "public_port": 443,
+                "guest_port": 8443,
+                "sources": ["198.51.100.0/24"],
+                "expires_at": 1767225600,
+            },
+            "state": "present",
+        },
     },
     "managed_key": {
         "slice_allocation": {"id": ALLOCATION, "username": "alice"},
@@ -213,6 +246,11 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_allocation.username", "provision_slice", "root:x"),
     ("slice_allocation.ssh_keys.0", "provision_slice", "ssh-ed25519 A\nssh-ed25519 B"),
     ("boot_id", "provision_slice", ""),
+    ("slice_power", "power_slice", "destroy"),
+    ("slice_guests.0.allocation_id", "reboot_node", "all"),
+    ("slice_guests.0.slots.0.fence", "reboot_node", 0),
+    ("boot_id", "reboot_node", ""),
+    ("slice_approved_plan", "firmware", "sha256:{{ lookup('pipe','id') }}"),
     ("boot_id", "provision_slice", "unknown"),
     ("slice_image.digest", "cache_image", "md5:0"),
     ("slice_image.url", "cache_image", "http://x/ -o /etc/shadow"),
@@ -246,6 +284,10 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_managed_key.public_key", "managed_key", "ssh-ed25519 AAAAC3Nz\nssh-rsa AAAAB3Nz"),
     ("slice_managed_key.instance_id", "managed_key", "x\nssh-rsa AAAA"),
     ("slice_managed_key.state", "managed_key", "purged"),
+    ("slice_ingress.rule.public_address", "apply_ingress", '192.0.2.10" accept comment "'),
+    ("slice_ingress.rule.sources.0", "apply_ingress", "0.0.0.0/0 } accept #"),
+    ("slice_ingress.rule.guest_port", "apply_ingress", 0),
+    ("slice_ingress.rule.protocol", "apply_ingress", "udp"),
 ]
 
 
@@ -269,7 +311,15 @@ def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
     given = variables("bootstrap")
     fabric = {"interface": "ibp65s0", "site_address": "10.20.0.7/16", "route": "10.20.0.0/16"}
     given["slice_profile"]["fabric"] |= fabric | {"link": "infiniband", "ipoib": True}
+    del given["slice_profile"]["fabric"]["vlans"]
     contract.check_vars("bootstrap", given)
+    # Ways to keep tenants apart that do not go with the link.
+    for wrong in ({"vlans": [3000, 3099]}, {"isolation": "vlan"}):
+        given["slice_profile"]["fabric"] |= wrong
+        with pytest.raises(ContractError):
+            contract.check_vars("bootstrap", given)
+        for name in wrong:
+            del given["slice_profile"]["fabric"][name]
 
 
 @pytest.mark.covers("HOST-7")
@@ -302,7 +352,7 @@ def test_a_limit_of_the_interface_is_the_profiles_and_the_machines() -> None:
 
 
 def test_slots_of_a_claim_need_their_fence() -> None:
-    for playbook in ("provision_slice", "release_slice"):
+    for playbook in ("provision_slice", "power_slice", "release_slice"):
         with pytest.raises(ContractError, match="fence"):
             contract.check_vars(playbook, variables(playbook) | {"slice_slots": [bundle()]})
 

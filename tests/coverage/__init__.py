@@ -1,21 +1,49 @@
 """Requirement coverage report, as a pytest plugin: which test shows which row, and its last result.
 
 `--coverage-pages FOLDER` writes a page for each group of rows.yml. Runs on the same folder add up:
-`make test` plays the unit tests and the lab tests one after the other.
+`make test` plays the unit tests and the lab tests one after the other. A row that no test shows is
+`open` in rows.yml; the gap of a row that is shown in part is its `left`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "rows.yml").read_text())
-KNOWN = frozenset(row for page in PAGES.values() for row in page["rows"])
+
+
+class Row(NamedTuple):
+    """A requirement, an invariant or a promise."""
+
+    title: str
+    # The work that will show the row: of a row without a test.
+    open: str = ""
+    # The same for what the tests of the row do not show.
+    left: str = ""
+
+
+ROWS: dict[str, Row] = {
+    name: Row(row) if isinstance(row, str) else Row(**row)
+    for page in PAGES.values()
+    for name, row in page["rows"].items()
+}
+KNOWN = frozenset(ROWS)
+# Rows that are shown on recorded or simulated devices, with what only hardware can show.
+NOT_ON_HARDWARE = dict(
+    re.findall(
+        r"^\| ([A-Z]+-?\d+) \| [^|]* \| ([^|]*) \|$",
+        (ROOT / "docs" / "hardware.md").read_text(),
+        re.MULTILINE,
+    )
+)
 # A file in the folder of the pages; the pages are written from it.
 RESULTS = "results.json"
 NOT_RUN = "not run"
@@ -97,19 +125,38 @@ def write(folder: Path, tests: Results) -> None:
 
 def markdown(page: dict[str, Any], results: Results) -> str:
     lines = [f"# {page['title']}", "", page["intro"], ""]
-    lines += ["| row | what | without a lab host | on the lab host |", "|---|---|---|---|"]
+    lines += [
+        "| row | what | state | without a lab host | on the lab host |",
+        "|---|---|---|---|---|",
+    ]
     sections: list[str] = []
-    for row, title in page["rows"].items():
+    for row in page["rows"]:
         places: dict[bool, list[str]] = {False: [], True: []}
         functions: dict[str, list[str]] = {}
         for name, test in results.items():
             if row in test["rows"]:
                 places[name.startswith("tests/lab/")].append(test["result"])
                 functions.setdefault(name.partition("[")[0], []).append(test["result"])
-        lines.append(f"| {row} | {title} | {summary(places[False])} | {summary(places[True])} |")
+        title = ROWS[row].title
+        shown = state(row, [*places[False], *places[True]])
+        counts = f"{summary(places[False])} | {summary(places[True])}"
+        lines.append(f"| {row} | {title} | {shown} | {counts} |")
         sections += ["", f"## {row}: {title}", ""]
         sections += [f"- {worst(of)}: `{name}`" for name, of in sorted(functions.items())]
     return "\n".join([*lines, *sections]) + "\n"
+
+
+def state(row: str, results: list[str]) -> str:
+    """Such as "shown; not on hardware: reset of a GPU"."""
+    if ROWS[row].open:
+        return f"open: {ROWS[row].open}"
+    if {"failed", "error"} & set(results):
+        return "fails"
+    if "passed" not in results:
+        return "not run"
+    left = f"; left: {ROWS[row].left}" if ROWS[row].left else ""
+    hardware = f"; not on hardware: {NOT_ON_HARDWARE[row]}" if row in NOT_ON_HARDWARE else ""
+    return f"shown{left}{hardware}"
 
 
 def worst(results: Iterable[str]) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import state
+from lab import machine, state
 from lab.command import LabError
 from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
@@ -117,6 +120,34 @@ def reboot(stage: Stage) -> None:
     """Reboot the host in order and wait until it answers again."""
     words = ["adhoc", "all", "-i", str(INVENTORY), "-m", "ansible.builtin.reboot"]
     _ansible(stage, [*words, "-a", f"reboot_timeout={_BOOT_S - 100}"], _BOOT_S)
+
+
+def power_cut(stage: Stage) -> None:
+    """Cut the power and restore it; the host gets no warning. Return once SSH answers."""
+    before = stage.host()
+    os.kill(before.pid, signal.SIGKILL)
+    while before.alive():
+        time.sleep(0.1)
+    stage.lab = machine.up()
+    if stage.lab.ssh_port != before.ssh_port:
+        stage.api().patch(stage.path(), {"port": stage.lab.ssh_port})
+
+
+@contextmanager
+def hanging_guardian(stage: Stage) -> Iterator[None]:
+    """Let the network's service hang, as its watchdog would notice after 90 seconds.
+
+    Otherwise it restores within seconds what a test removes. It works again afterwards.
+    """
+    unit = "gpuaas-slice-network-baseline.service"
+    stage.on_host("systemctl", "service-watchdogs", "no")
+    try:
+        stage.on_host("systemctl", "kill", "--signal=STOP", unit)
+        yield
+    finally:
+        stage.on_host("systemctl", "service-watchdogs", "yes")
+        stage.on_host("systemctl", "kill", "--signal=CONT", unit)
+        stage.on_host("systemctl", "restart", unit)
 
 
 def boot(stage: Stage) -> str:

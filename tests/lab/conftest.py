@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
+from scripts import scenarios
 from tests.lab import prepared
 
 ENDING = pytest.StashKey[contextlib.ExitStack]()
@@ -21,6 +23,7 @@ ENDING = pytest.StashKey[contextlib.ExitStack]()
 STORY = (
     "test_main_path",
     "test_roles",
+    "test_two_slices",
     "test_upkeep",
     "test_power_cut",
     "test_entry_points",
@@ -30,15 +33,20 @@ STORY = (
 )
 
 
-# Tests of make test-long, which also plays the rest of the story.
-LONG = frozenset({"test_roles", "test_power_cut", "test_entry_points", "test_way_forth"})
+# Tests of make test-long, which also plays the rest of the story. `make test` plays one short
+# scenario of test_roles.py, another on each day.
+LONG = frozenset(
+    {"test_roles", "test_two_slices", "test_power_cut", "test_entry_points", "test_way_forth"}
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if _is_ours(item)]
+    day = datetime.datetime.now(datetime.UTC).date()
+    today = scenarios.of_the_day(scenarios.README.read_text(encoding="utf-8"), day)
     for item in ours:
         item.add_marker(pytest.mark.lab)
-        if item.path.stem in LONG:
+        if item.path.stem in LONG and not (today and item.name.endswith(f"[{today}]")):
             item.add_marker(pytest.mark.long)
     ours.sort(key=lambda item: STORY.index(item.path.stem))
     # Lab tests run last, because a failing unit test makes the boot of a host pointless.
@@ -74,6 +82,8 @@ def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
             REPOSITORY / "build" / "test",
             firmware=os.environ.get("SLICE_FIRMWARE", "bios"),
             console=Console(stderr=True),
+            # Tests break the host on purpose, and ask for comparisons themselves.
+            settings={"GPUAAS_DRIFT_INTERVAL_S": "0"},
         )
         stage.folder.mkdir(parents=True, exist_ok=True)
         patch = ending.enter_context(pytest.MonkeyPatch.context())

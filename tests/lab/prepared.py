@@ -14,7 +14,7 @@ from lab import cache, guest_image, host_image, saved
 from lab.command import LabError
 from lab.demo import host_steps
 from lab.demo.stage import NODE, Stage
-from lab.distro import this_distro
+from lab.distro import host_distro, this_distro
 from lab.paths import REPOSITORY
 from reconciler.client import ENDED
 from tests.lab import traces
@@ -42,11 +42,10 @@ Done = dict[str, Any]
 
 def key(firmware: str) -> str:
     """Return a key that changes with every source of a prepared host."""
-    distro = this_distro()
     made = {
         "firmware": firmware,
-        "host": host_image.name(distro),
-        "guest": guest_image.ensure(distro).sha256,
+        "host": host_image.name(host_distro()),
+        "guest": guest_image.ensure(this_distro()).sha256,
     }
     sources = [REPOSITORY / name for name in SOURCES]
     return cache.content_key(made, [*sources, *sorted(REPOSITORY.glob(MIGRATIONS))])

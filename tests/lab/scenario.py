@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 from lab.demo.stage import Stage
 from lab.paths import REPOSITORY
+from scripts import scenarios
 
-FOLDER = REPOSITORY / "molecule"
 # Longer than the slowest scenario takes under emulation on an idle machine: a bootstrap, three
 # times.
 _LIMIT_S = 1500
 
 
-def names() -> list[str]:
-    """Return every scenario of the checkout."""
-    return sorted(file.parent.name for file in FOLDER.glob("*/molecule.yml"))
-
-
 def play(stage: Stage, name: str) -> None:
     """Play converge, idempotence, drift, repair, verify, restore; show a failure's output."""
+    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "molecule", "test", "-s", name],
         cwd=REPOSITORY,
@@ -37,3 +34,4 @@ def play(stage: Stage, name: str) -> None:
     # The failed task stands far above the end of the output, which reports the clean-up.
     told = [line[:3000] for line in done.stdout.splitlines() if "fatal: " in line]
     assert done.returncode == 0, "\n".join([*told, done.stdout[-3000:], done.stderr[-3000:]])
+    scenarios.SCENARIOS.record(name, str(round(time.monotonic() - began)))

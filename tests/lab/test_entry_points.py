@@ -318,7 +318,7 @@ def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
     assert {cell["direction"] for cell in rows.values()} <= {"better", "worse", "same", "unclear"}
 
 
-@pytest.mark.covers("HOST-10", "HOST-11")
+@pytest.mark.covers("HOST-10", "HOST-11", "P1", "P2")
 def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) -> None:
     """Shell, Jinja and forged lines in disk names stay plain text on the way to the operator."""
     assert stage.service is not None

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lab.command import LabError
 from lab.demo import host_steps, slice_steps
-from lab.demo.stage import Stage
+from lab.demo.stage import NODE, Stage
 from reconciler.model.errors import Problem
 from tests.lab import byhand, captures, prepared, traces
 from tests.lab.conftest import Chapter
@@ -46,7 +46,7 @@ def test_enrolment_certifies_the_host_key(stage: Stage, story: Chapter) -> None:
     story.done["enrol"] = evidence
 
 
-@pytest.mark.covers("HOST-13")
+@pytest.mark.covers("HOST-13", "P6")
 def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chapter) -> None:
     """Under another node id the same machine's certificate does not match, so SSH refuses."""
     story.needs("enrol")
@@ -272,22 +272,60 @@ def test_the_approved_devices_are_bound_to_vfio(stage: Stage, story: Chapter) ->
     story.done["bind"] = True
 
 
+@pytest.mark.covers("HOST-9")
+def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) -> None:
+    """They have no name but their own, for the running udev and for that of the next boot."""
+    story.needs("bind")
+    for bundle in story.done["approve"]["approved"]:
+        stage.on_host("udevadm", "trigger", "--action=add", "--settle", bundle["nvme_device"])
+        shown = stage.on_host("udevadm", "info", "--query=property", bundle["nvme_device"])
+        properties = dict(line.partition("=")[::2] for line in shown.splitlines())
+        assert properties["DEVLINKS"] == bundle["nvme_device"]
+        assert properties["SYSTEMD_READY"] == "0"
+    built = stage.on_host("sh", "-c", "'lsinitramfs /boot/initrd.img-$(uname -r)'")
+    assert "udev/rules.d/62-gpuaas-slice-disks.rules" in built
+
+
 @pytest.mark.covers("HOST-6", "HOST-10")
 def test_a_missing_nat_rule_fails_parity_though_all_services_run(
     stage: Stage, story: Chapter
 ) -> None:
     story.needs("bind")
     rule = "POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
-    stage.on_host("iptables", "-t", "nat", "-D", *rule.split())
-    stage.task(stage.path("/slice-topology/discovery"))
-    assert stage.task(stage.path("/parity"))["failures"] > 0
+    with byhand.hanging_guardian(stage):
+        stage.on_host("iptables", "-t", "nat", "-D", *rule.split())
+        stage.task(stage.path("/slice-topology/discovery"))
+        assert stage.task(stage.path("/parity"))["failures"] > 0
     checks = stage.api().get(stage.path("/parity"))["document"]["checks"]
     failed = {check["check"] for check in checks if check["status"] == "FAIL"}
     assert {"nat", "guest_egress"} <= failed
     assert not failed & {"dnsmasq", "libvirt", "ovs_bridge"}
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"disabled"}
-    stage.on_host("systemctl", "restart", "gpuaas-slice-network-baseline.service")
+
+
+ONBOARD = ("nodes", "onboard", NODE, "--reason", "a walk over the lab host")
+
+
+@pytest.mark.covers("CTRL-15")
+def test_one_command_goes_on_here_and_erases_nothing_without_its_plan(
+    stage: Stage, story: Chapter
+) -> None:
+    """Two candidates are left. The command looks at the host, and stops before their disks."""
+    story.needs("bind")
+    rows = host_steps._document(stage)["candidates"]
+    left = {
+        row["bundle"]["nvme_device"] for row in rows if row["slot_index"] not in host_steps.SLOTS
+    }
+    with pytest.raises(LabError, match="plan_unapproved"):
+        stage.service.cli(*ONBOARD, "--yes-to", "sha256:0")
+    kind = {"node_id": NODE, "kind": "node.storage_transition"}
+    newest = max(stage.api().items("/admin/tasks", **kind), key=lambda task: task["created_at"])
+    planned = newest["result"]["devices"]
+    assert {device["nvme_device"] for device in planned} <= left
+    assert planned and not any(device.get("proof") for device in planned)
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    assert {slot["status"] for slot in slots} == {"disabled"}
 
 
 @pytest.mark.covers("HOST-6", "HOST-7", "HOST-10", "HOST-14", "CTRL-3")
@@ -296,6 +334,10 @@ def test_parity_opens_the_gate(stage: Stage, story: Chapter) -> None:
     evidence = host_steps.parity(stage)
     assert evidence["failures"] == 0
     assert evidence["slots"] == ["available", "available"]
+    # With its slots on sale, a host is at the end of the walk, and nothing more is done to it.
+    tasks = {task["id"] for task in stage.api().items("/admin/tasks", node_id=NODE)}
+    assert '"available"' in stage.service.cli("--output", "json", *ONBOARD)
+    assert {task["id"] for task in stage.api().items("/admin/tasks", node_id=NODE)} == tasks
     story.done["parity"] = evidence
 
 
@@ -303,9 +345,13 @@ def test_parity_opens_the_gate(stage: Stage, story: Chapter) -> None:
 def test_more_gpus_than_one_node_has_are_refused(stage: Stage, story: Chapter) -> None:
     story.needs("parity")
     assert _refused(stage, lambda: slice_steps.launch(stage, gpu_count=3)) == "no_capacity"
+    stage.use_vm(span_numa=False)
+    code = _refused(stage, lambda: slice_steps.launch(stage, gpu_count=2))
+    stage.use_vm(span_numa=True)
+    assert code == "numa_node_exceeded", "the slots are on two NUMA nodes"
 
 
-@pytest.mark.covers("I4")
+@pytest.mark.covers("I4", "SLICE-2", "P14")
 def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story: Chapter) -> None:
     story.needs("parity")
     image = stage.facts["image"]
@@ -337,7 +383,7 @@ def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story
     assert [_beginning(stage, disk) for disk in disks] == before
 
 
-@pytest.mark.covers("CTRL-9", "I12")
+@pytest.mark.covers("CTRL-9", "I12", "SLICE-4", "SLICE-5")
 def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter) -> None:
     """After kill -9 in the middle of a run, it continues and the next reconciler settles it."""
     story.needs("parity")
@@ -351,6 +397,12 @@ def test_provisioning_survives_a_killed_reconciler(stage: Stage, story: Chapter)
     readiness = task["result"]["readiness"]
     assert readiness["actual_ip"] == readiness["expected_ip"]
     assert readiness["lease_state"] == "bound"
+    assert readiness["host_keys"][0].startswith("ssh-ed25519 ")
+    # The guest's own probe answered over the virtio-serial channel.
+    probes = {row["name"]: row for row in readiness["probes"]}
+    assert list(probes) == ["address", "lease", "ssh", "gpu_compute"]
+    assert all(row["ok"] for row in probes.values())
+    assert probes["gpu_compute"]["values"] == {"gpus": 1, "memory_bytes": 4096}
     # Open vSwitch has the profile's limit for each direction, and a single QoS row for it.
     wanted = stage.profile()["vm"]["mgmt_qos"]
     limit = task["result"]["domain"]["qos"]
@@ -368,88 +420,14 @@ def test_an_active_allocation_is_not_force_cleaned(stage: Stage, story: Chapter)
     assert _refused(stage, lambda: stage.api().post(path, body)) == "allocation_active"
 
 
+@pytest.mark.covers("SLICE-3", "SLICE-4")
 def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     story.needs("provision")
     evidence = slice_steps.login(stage)
     assert evidence["user"] == slice_steps.USER
+    (gpu,) = evidence["gpu"]["gpus"]
+    assert gpu["remains"]["ok"], gpu
     story.done["login"] = evidence
-
-
-# Run in the guest as root. Prints "open", "refused" or "timeout" for each address and port.
-_KNOCK = """
-import json, socket
-def knock(address, port):
-    with socket.socket() as handle:
-        handle.settimeout(4)
-        try:
-            handle.connect((address, port))
-            return "open"
-        except ConnectionRefusedError:
-            return "refused"
-        except OSError:
-            return "timeout"
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-    handle.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-    for address in BROADCASTS:
-        handle.sendto(b"from a guest", (address, 5999))
-print(json.dumps({f"{a}:{p}": knock(a, p) for a, p in TARGETS}))
-"""
-# Run on the host: everything that arrives at UDP port 5999 of any address within the time.
-_LISTEN = """
-import socket
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-    handle.bind(("0.0.0.0", 5999))
-    handle.settimeout(45)
-    try:
-        print(handle.recvfrom(100))
-    except TimeoutError:
-        print("nothing")
-"""
-# Run on the host: seconds until the guards are back after a crash. No flow may switch meanwhile.
-_CRASH = """
-set -eu
-flows() { ovs-ofctl dump-flows ovsbr0 2>/dev/null; }
-before=$(flows | grep -c cookie=0x)
-kill -9 "$(cat /run/openvswitch/ovs-vswitchd.pid)"
-began=$(date +%s)
-while :; do
-  now=$(flows || true)
-  case "$now" in *NORMAL*|*FLOOD*) echo "the bridge switched: $now"; exit 1 ;; esac
-  [ "$(echo "$now" | grep -c cookie=0x)" -lt "$before" ] || break
-  [ $(($(date +%s) - began)) -lt 90 ] || { echo "no guards after 90 s: $now"; exit 1; }
-done
-test "$(ovs-vsctl get-fail-mode ovsbr0)" = secure
-echo "restored after $(($(date +%s) - began)) s"
-"""
-
-
-@pytest.mark.covers("SLICE-9", "HOST-6")
-def test_a_guest_reaches_neither_the_host_nor_private_space(stage: Stage, story: Chapter) -> None:
-    story.needs("login")
-    own = stage.on_host("ip", "-4", "-br", "address").split()
-    host = next(word.partition("/")[0] for word in own if word.startswith("10.0.2."))
-    targets = [["10.100.0.1", 22], [host, 22], ["10.0.2.2", 22], ["169.254.169.254", 80]]
-    script = _KNOCK.replace("TARGETS", repr(targets)).replace(
-        "BROADCASTS", repr(["10.0.2.255", host])
-    )
-    with ThreadPoolExecutor() as pool:
-        heard = pool.submit(stage.on_host, "python3", "-", stdin=_LISTEN)
-        answers = json.loads(slice_steps.in_guest(stage, "sudo python3 -", script))
-        assert set(answers.values()) == {"timeout"}, answers
-        assert heard.result().strip() == "nothing"
-
-
-@pytest.mark.covers("SLICE-9", "HOST-6")
-def test_a_crash_of_the_switch_opens_nothing_and_the_guards_come_back(
-    stage: Stage, story: Chapter
-) -> None:
-    story.needs("login")
-    assert "restored after" in stage.on_host("sh", "-s", stdin=_CRASH)
-    assert slice_steps.in_guest(stage, "id -un").strip() == slice_steps.USER
-    journal = stage.on_host(
-        "journalctl", "-u", "gpuaas-slice-network-baseline.service", "-o", "cat"
-    )
-    assert "restored: guard_bridge" in journal
 
 
 @pytest.mark.covers("HOST-12")
@@ -487,6 +465,25 @@ def test_host_and_vm_are_measured_by_the_same_harness(
     assert missing == ("missing", "unavailable: tool_missing")
 
 
+@pytest.mark.covers("SLICE-11")
+def test_telemetry_comes_from_the_host_and_from_the_guest(stage: Stage, story: Chapter) -> None:
+    """Over a real virtio-serial channel and the account that bootstrap added."""
+    story.needs("provision")
+    latest = slice_steps.telemetry(stage)
+    host, guest = latest["host"], latest["guest"]
+    assert (host["source"], host["state"], host["address_leased"]) == ("host", "running", True)
+    assert host["cpu_s"] > 0 and host["disk_read_bytes"] > 0 and host["received_packets"] > 0
+    assert guest["source"] == "guest" and guest["cuda"] in ("absent", None)
+    assert guest["cpus"] == host["vcpus"]
+    assert 0 < guest["memory_available_bytes"] < guest["memory_total_bytes"]
+    assert guest["memory_total_bytes"] < host["memory_bytes"]
+    assert 0 < guest["disk_free_bytes"] < guest["disk_total_bytes"]
+    # The account can do nothing but print, whatever is asked of it.
+    words = stage.on_host("cat", "/etc/ssh/gpuaas_principals/gpuaas-telemetry")
+    assert words.startswith("restrict,command=")
+    assert "gpuaas-telemetry" not in stage.on_host("cat", "/etc/ssh/gpuaas_principals/root")
+
+
 @pytest.mark.covers("I7", "HOST-9")
 def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter) -> None:
     """The call carries the tenant's own fence, so that only QEMU's open descriptor protects the
@@ -506,7 +503,7 @@ def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter
     assert _ledger(stage, slot["slot_id"]) == ledger
 
 
-@pytest.mark.covers("CTRL-9", "I12")
+@pytest.mark.covers("CTRL-9", "I12", "SLICE-6", "SLICE-7")
 def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> None:
     """The reconciler is killed during this release as well."""
     story.needs("login")
@@ -519,15 +516,19 @@ def test_release_ends_with_an_available_slot(stage: Stage, story: Chapter) -> No
     story.done["release"] = evidence
 
 
-@pytest.mark.covers("I4")
+@pytest.mark.covers("I4", "SLICE-6", "P11")
 def test_no_byte_of_the_tenant_is_left(stage: Stage, story: Chapter) -> None:
     story.needs("release")
     evidence = slice_steps.wipe_proof(stage)
     assert evidence["proof"]["kind"] == "wipe"
     assert evidence["canary_copies_on_disk"] == 0
+    # The tenant left a pattern in the whole buffer of its GPU, and values in its registers.
+    assert evidence["gpu_after_reset"]["buffer_bytes"] == 0
+    gpu = evidence["proof"]["document"]["gpu"]
+    assert (gpu["method"], gpu["scrub"]["method"], gpu["verified"]) == ("bus", "edu", True)
 
 
-@pytest.mark.covers("I10")
+@pytest.mark.covers("I10", "SLICE-1")
 def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> None:
     """The host's ledger has a higher fence than a run from an older claim carries."""
     story.needs("release")
@@ -557,12 +558,15 @@ def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> N
     assert not _ledger(stage, slot["slot_id"])["dirty"]
 
 
-@pytest.mark.covers("I6")
-def test_a_vm_that_is_not_reachable_blocks_its_slot(stage: Stage, story: Chapter) -> None:
+@pytest.mark.covers("I6", "SLICE-3", "SLICE-5")
+def test_a_vm_whose_gpu_does_not_compute_blocks_its_slot(stage: Stage, story: Chapter) -> None:
+    """Its tenant's own cloud-config hides the GPU from the probe."""
     story.needs("release")
     evidence = slice_steps.blocked(stage)
     assert evidence["health_state"] == "failed"
     assert evidence["health_detail"]["allocation_id"] == evidence["allocation"]
+    assert evidence["error"]["code"] == "readiness_failed"
+    assert evidence["error"]["found"] == "gpu_compute: 0 GPUs compute, expected 1"
     story.done["blocked"] = evidence
 
 

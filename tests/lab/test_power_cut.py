@@ -7,17 +7,15 @@ comes back by itself, its interrupted work counts as unknown, and a command brin
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from typing import Any
 
 import pytest
 
-from lab import machine
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
 from reconciler.model.errors import Problem
+from tests.lab import byhand
 from tests.lab.conftest import Chapter
 from tests.lab.proof import prove_again
 
@@ -39,7 +37,7 @@ def test_power_is_lost_while_the_image_is_written(stage: Stage, story: Chapter) 
     end = time.monotonic() + STEP_DEADLINE_S
     while not _ledger(stage, allocation)["dirty"]:
         assert time.monotonic() < end, "the disk was never marked dirty"
-    _power_cut(stage)
+    byhand.power_cut(stage)
     _is_unknown(stage, task_id, allocation["id"], "failed")
     # The ledger was durable on the host before the first byte of the image was on the tenant's
     # disk.
@@ -57,7 +55,7 @@ def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, s
     key = stage.facts["allocation"]["id"]
     stage.api().post(f"/projects/{stage.facts['project']}/allocations/{key}/release")
     task_id = _begun(stage, key, step)
-    _power_cut(stage)
+    byhand.power_cut(stage)
     _is_unknown(stage, task_id, key, "releasing")
     _comes_back(stage, key)
 
@@ -74,17 +72,6 @@ def _begun(stage: Stage, allocation_id: str, step: str) -> str:
         assert task["state"] in ("queued", "running"), f"{task['state']} before {step!r}"
         time.sleep(BETWEEN_LOOKS_S)
     raise AssertionError(f"{step!r} did not begin in {STEP_DEADLINE_S} s")
-
-
-def _power_cut(stage: Stage) -> None:
-    """Cut the power and restore it; the host gets no warning."""
-    before = stage.host()
-    os.kill(before.pid, signal.SIGKILL)
-    while before.alive():
-        time.sleep(0.1)
-    stage.lab = machine.up()
-    if stage.lab.ssh_port != before.ssh_port:
-        stage.api().patch(stage.path(), {"port": stage.lab.ssh_port})
 
 
 def _is_unknown(stage: Stage, task_id: str, allocation_id: str, state: str) -> None:

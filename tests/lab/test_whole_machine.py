@@ -22,13 +22,15 @@ import pytest
 from lab import canary, machine, userdata
 from lab.command import LabError
 from lab.demo import slice_steps
-from lab.demo.stage import NODE, Stage
+from lab.demo.stage import Stage
 from reconciler.model.errors import Problem
-from reconciler.trust.ca import known_hosts, open_trust
 from tests.lab.conftest import Chapter
 
 USER = "owner"
 MODE = "/etc/gpuaas/slice-mode.json"
+ENTRY = "/sys/firmware/efi/efivars/Boot00AA-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+# Attributes of the variable and of the entry, length of its path, description, end of the path.
+LOADER = bytes([7, 0, 0, 0, 1, 0, 0, 0, 4, 0, 120, 0, 0, 0, 127, 255, 4, 0])
 
 
 @pytest.mark.covers("CTRL-15")
@@ -126,7 +128,12 @@ def test_its_installation_is_not_believed_any_more(stage: Stage, story: Chapter)
     answer = _enrol(stage)
     assert answer.exit_code != 0 and "HTTP 409" in answer.output, answer.output
     _install_anew(stage)
-    assert not stage.api().get(stage.path())["reinstall_required"]
+    node = stage.api().get(stage.path())
+    assert not node["reinstall_required"]
+    # Read from the real UEFI variables, disks and cards of the lab host, before and after.
+    assert (node["firmware_differences"], node["firmware_unverified"]) == ([], False)
+    report = stage.api().get(stage.path("/slice-topology/discovery"))["document"]["firmware"]
+    assert report["unreadable"] == {} and "BootOrder" in report["sections"]["uefi"]
     story.done["reinstalled"] = True
 
 
@@ -140,6 +147,8 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     backdoor = "/etc/sudoers.d/backdoor"
     rule = f"echo 'daemon ALL=(ALL) NOPASSWD:ALL' | sudo tee {backdoor} > /dev/null"
     _as_tenant(stage, allocation, rule)
+    # A boot entry outlives every installation.
+    _as_tenant(stage, allocation, "sudo python3 -", stdin=f"open('{ENTRY}', 'wb').write({LOADER})")
     path = f"/admin/allocations/{allocation['id']}/force-release"
     with pytest.raises(Problem) as refused:
         stage.api().post(path, {"reason": "test"})
@@ -165,6 +174,15 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     accepted = stage.api().post(stage.path("/accept-drift"), {"reason": "removed by hand"})
     assert accepted["health_state"] == "healthy"
     _install_anew(stage)
+    (row,) = stage.api().get(stage.path())["firmware_differences"]
+    assert (row["section"], row["name"], row["change"]) == ("uefi", "Boot00AA", "added")
+    with pytest.raises(Problem) as refused:
+        _launch(stage)
+    assert refused.value.code == "no_capacity"
+    stage.on_host("chattr", "-i", ENTRY)
+    stage.on_host("rm", ENTRY)
+    stage.task(stage.path("/slice-topology/discovery"))
+    assert not stage.api().get(stage.path())["firmware_unverified"]
 
 
 @pytest.mark.covers("CTRL-15")
@@ -261,24 +279,7 @@ echo {uuid.uuid4().hex} > /etc/machine-id
 
 
 def _as_tenant(stage: Stage, allocation: dict[str, Any], command: str, stdin: str = "") -> str:
-    """Use only the data that the tenant sees, and the host's certificate."""
-    assert stage.member is not None and stage.service is not None
-    path = f"/projects/{stage.facts['project']}/allocations/{allocation['id']}"
-    told = stage.member.get(path)["connection"] or allocation["connection"]
-    hosts = known_hosts(open_trust(stage.service.folder))
-    words = ["ssh", "-F", "/dev/null", "-i", str(_key(stage)), "-p", str(told["port"])]
-    for setting in (
-        "BatchMode=yes", "IdentitiesOnly=yes", "StrictHostKeyChecking=yes", "LogLevel=ERROR",
-        f"UserKnownHostsFile={hosts}", "GlobalKnownHostsFile=/dev/null", f"HostKeyAlias={NODE}",
-    ):  # fmt: skip
-        words += ["-o", setting]
-    done = subprocess.run(
-        [*words, f"{told['username']}@{told['host']}", command],
-        input=stdin, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise LabError(f"`{command[:200]}` as the tenant: {done.stderr.strip()[-800:]}")
-    return done.stdout
+    return slice_steps.through_gateway(stage, command, stdin, allocation=allocation)
 
 
 def _key(stage: Stage) -> Path:

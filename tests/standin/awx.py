@@ -3,7 +3,7 @@
     python -m tests.standin.awx [CERTIFICATE KEY]       prints its port on the first line
 
 `POST /standin/begin` resets it (see `Faults`), `GET /standin/record` returns its record. The job
-templates are those of awx/job_templates.yml. It models tokens, lists with pages and filters (the
+templates are those that awx/import.yml makes. It models tokens, lists with pages and filters (the
 variables of jobs cannot be searched, as in AWX), launches with their ignored fields, jobs with
 their states and artifacts, events that are saved late, and cancel. Its answers are those of
 AWX 24.6.1, which was asked; `test_answers.py` holds them.
@@ -28,9 +28,15 @@ from urllib.parse import parse_qsl, urlsplit
 import ansible_runner
 import yaml
 
+from reconciler.runs.contract import PLAYBOOKS
 from reconciler.runs.launch import inert
+from tests.standin.awx_objects import FIELDS, Objects
 
 ROOT = Path(__file__).resolve().parents[2]
+# Id of the first job template.
+FIRST_TEMPLATE = 7
+# Id of the first object of an AWX to which nothing was imported, its organization.
+FIRST_OBJECT = 1
 API = "/api/v2"
 INVENTORY = 3
 Query = dict[str, str]
@@ -68,7 +74,8 @@ class Faults:
     wait for capacity. privileged: the user of the token is superuser, and
     reads the settings. hidden: jobs that the user may not see. jinja: the setting for Jinja in
     variables. changed: fields of single templates by name. play: a playbook that is really run
-    instead.
+    instead. empty: nothing was imported, and objects can be made (`awx_objects`). pace_s: jobs go
+    on by the clock, a state or an event each so many seconds, whether or not somebody looks.
     """
 
     token: str = "token-1"
@@ -101,6 +108,8 @@ class Faults:
     jinja: str = "template"
     changed: dict[str, Any] = field(default_factory=dict)
     play: str = ""
+    empty: bool = False
+    pace_s: float = 0
 
 
 class Cut(Exception):
@@ -112,7 +121,8 @@ class Awx:
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
-        self.templates = _templates(faults)
+        self.templates = [] if faults.empty else _templates(faults)
+        self.objects = Objects(API, self.templates, FIRST_OBJECT) if faults.empty else None
         self.jobs: list[dict[str, Any]] = []
         self.events: dict[int, list[dict[str, Any]]] = {}
         self.looks: dict[int, int] = {}
@@ -132,16 +142,16 @@ class Awx:
         job = _job(len(self.jobs) + 1, template, taken, "pending")
         self.jobs.append(job)
         self.events[job["id"]] = list(self.faults.events)
-        if self.faults.play:
-            thread = threading.Thread(target=_play, args=(self, job, taken["extra_vars"]))
-            thread.daemon = True
+        if self.faults.play or self.faults.pace_s:
+            play = (_play, taken["extra_vars"]) if self.faults.play else (_live, {})
+            thread = threading.Thread(target=play[0], args=(self, job, play[1]), daemon=True)
             thread.start()
         ignored = {key: value for key, value in body.items() if key not in taken}
         return {**job, "job": job["id"], "ignored_fields": ignored}
 
     def look(self, job: dict[str, Any]) -> None:
         """Move a scripted job on with each read."""
-        if self.faults.play or self.faults.queued:
+        if self.faults.play or self.faults.queued or self.faults.pace_s:
             return
         looks = self.looks[job["id"]] = self.looks.get(job["id"], 0) + 1
         if job["status"] not in ACTIVE:
@@ -176,7 +186,8 @@ class Awx:
 
     def saved(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events that are saved by now."""
-        over = job["status"] not in ACTIVE and (self.faults.play or self.looks.get(job["id"]))
+        alone = self.faults.play or self.faults.pace_s
+        over = job["status"] not in ACTIVE and (alone or self.looks.get(job["id"]))
         hidden = {*self.faults.never, *(() if over else self.faults.late)}
         return [event for event in self.events[job["id"]] if event["counter"] not in hidden]
 
@@ -188,11 +199,13 @@ class Awx:
 
 
 def _templates(faults: Faults) -> list[dict[str, Any]]:
-    described = yaml.safe_load((ROOT / "awx" / "job_templates.yml").read_text())
+    common = yaml.safe_load((ROOT / "awx" / "job_templates.yml").read_text())["job_template"]
     names = {"project": 5, "execution_environment": 4, "inventory": INVENTORY}
     machine = {"id": 2, "name": "gpuaas.slice", "kind": "ssh", "cloud": False}
     templates = []
-    for number, fields in enumerate(described["job_templates"], 7):
+    for number, playbook in enumerate(PLAYBOOKS, FIRST_TEMPLATE):
+        fields = {**common, "name": f"gpuaas.slice.{playbook}"}
+        fields["playbook"] = f"playbooks/{playbook}.yml"
         faulty = {**faults.templates, **faults.changed.get(fields["name"], {})}
         summary = {
             **{kind: {"id": id, "name": fields[kind]} for kind, id in names.items()},
@@ -264,6 +277,32 @@ def _play(awx: Awx, job: dict[str, Any], variables: dict[str, Any]) -> None:
             job.update(artifacts=artifacts)
 
 
+def _live(awx: Awx, job: dict[str, Any], _variables: object) -> None:
+    """Go through the states of a job and save its events. A canceled job ends at the next."""
+    events, pace_s = awx.events[job["id"]], awx.faults.pace_s
+    task = {"task": "Look at the machine", "host": job["limit"]}
+    stats = {"ok": {job["limit"]: 1}, "failures": {}, "dark": {}, "changed": {}}
+    script = (
+        ("playbook_on_start", {}, ""),
+        ("playbook_on_task_start", task, "TASK [Look at the machine]\n"),
+        ("runner_on_ok", task, f"ok: [{job['limit']}]\n"),
+        ("playbook_on_stats", stats, "PLAY RECAP\n"),
+    )
+    for status in ("waiting", "running"):
+        time.sleep(pace_s)
+        if job["id"] in awx.canceled:
+            return awx.end(job, "canceled")
+        job["status"] = status
+    job.update(started="2026-11-21T10:00:00Z", work_unit_id=awx.faults.unit)
+    for counter, (name, data, text) in enumerate(script, 1):
+        time.sleep(pace_s)
+        if job["id"] in awx.canceled:
+            return awx.end(job, "canceled")
+        events.append({"counter": counter, "event": name, "event_data": data, "stdout": text})
+    awx.end(job, awx.faults.ends)
+    return None
+
+
 class Handler(BaseHTTPRequestHandler):
     """A request."""
 
@@ -277,7 +316,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_POST = do_GET
+    do_POST = do_PATCH = do_DELETE = do_GET
 
     def _serve(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -293,7 +332,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         content = json.dumps(answer).encode() if status != 202 else b"{}"
+        content = b"" if status == 204 else content
         self.send_response(status)
+        # The collection awx.awx compares them with its own.
+        self.send_header("X-API-Product-Name", "AWX")
+        self.send_header("X-API-Product-Version", "24.6.1")
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -309,6 +352,8 @@ class Handler(BaseHTTPRequestHandler):
                     setattr(self.server.awx.faults, name, value)
                 return 200, {}
             awx = self.server.awx
+            if path == "/standin/objects" and awx.objects:
+                return 200, {**awx.objects.all(), "teams_of": awx.objects.teams_of()}
             return 200, {
                 "requests": awx.requests,
                 "bodies": awx.bodies,
@@ -342,6 +387,10 @@ class Handler(BaseHTTPRequestHandler):
     def _act(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         words = path.strip("/").split("/")
         query = dict(parse_qsl(urlsplit(self.path).query))
+        objects, launches = self.server.awx.objects, words[-1] in ("launch", "hosts", "groups")
+        named = words[0] in FIELDS or words[0] in ("unified_job_templates", "roles")
+        if objects and named and not launches:
+            return objects.answer(self.command, words, query, body)
         parts = {
             "job_templates": self._templates,
             "jobs": self._jobs,

@@ -49,6 +49,17 @@ class Controller:
         found: dict[str, Any] = self._ask("GET", "/standin/record")
         return found
 
+    def objects(self) -> dict[str, Any]:
+        """Objects of an AWX that began `empty`."""
+        found: dict[str, Any] = self._ask("GET", "/standin/objects")
+        return found
+
+    def spoil(self, name: str, **fields: Any) -> None:
+        """Change a job template as a person would."""
+        templates = self.objects()["job_templates"]
+        (number,) = (template["id"] for template in templates if template["name"] == name)
+        self._ask("PATCH", f"/api/v2/job_templates/{number}/", fields)
+
     def jobs(self) -> list[dict[str, Any]]:
         return list(self.record()["jobs"])
 

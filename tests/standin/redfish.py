@@ -67,7 +67,8 @@ class Faults:
     kept. slow_job: reads of the queue until a new job is Scheduled. job_fails: final state after
     the reset. jobs: entries in the queue. expand: whether the queue gives more than links. page:
     how many entries the queue gives at a time (0: all). next_link: replaces the next link. lacks:
-    omitted parts, of `SupportedApplyTimes`, `Manager.Jobs`, `Root.Registries`.
+    omitted parts, of `SupportedApplyTimes`, `Manager.Jobs`, `Root.Registries`. documents: further
+    documents by path, or others in their place.
     """
 
     password: str = "calvin"
@@ -78,6 +79,7 @@ class Faults:
     retry_after: str = "0"
     bodies: dict[str, str] = field(default_factory=dict)
     echo: bool = False
+    documents: dict[str, Any] = field(default_factory=dict)
     drip: str = ""
     no_job: bool = False
     forget: bool = False
@@ -241,7 +243,8 @@ class Handler(BaseHTTPRequestHandler):
         for job in bmc.jobs:
             if path == f"{JOBS}/{job['Id']}":
                 return 200, job, {}
-        found = documents(bmc, expand=bmc.faults.expand and "expand" in self.path).get(path)
+        found = documents(bmc, expand=bmc.faults.expand and "expand" in self.path)
+        found = (found | bmc.faults.documents).get(path)
         if found and path == JOBS and bmc.faults.page:
             found = _page(found["Members"], bmc.faults, self.path)
         return (200, found, {}) if found else (404, _error("Base.1.12.ResourceMissing"), {})

@@ -1,5 +1,5 @@
 #!/usr/bin/python3 -IS
-"""Open vSwitch and nft of a host, as far as the network baseline can tell: what is set is kept.
+"""Open vSwitch, nft and the filter table of a host, as the network baseline sees them: all is kept.
 
 Tests call `answer`. On the copied machine of tests/data/deployed_machine this file is the program
 itself, by the name that it is called, and keeps its state in a file. Standard library only.
@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("ovs-vsctl", "ovs-ofctl", "ovs-appctl", "nft", "unshare")
+PROGRAMS = ("ovs-vsctl", "ovs-ofctl", "ovs-appctl", "nft", "unshare", "iptables-restore")
 FEATURES = "Masked set action: Yes\nCT state: Yes\nCT zone: Yes\n"
+METER_FEATURES = "max_meter:262144 max_bands:8\ncapabilities: kbps pktps burst stats\n"
 LOCAL = 65534
 
 _STATE = Path("/run/machine-switch")
@@ -35,7 +36,8 @@ class Unknown(Exception):
 @dataclass
 class Switch:
     """bridges: ports of each bridge with their numbers. modes: fail mode by bridge. flows: text by
-    bridge, as added. tables: text of nft's tables by name. features: of the datapath.
+    bridge, as added. tables: text of nft's tables by name. features: of the datapath. meters:
+    rate by number, of all bridges. filter: rules of iptables.
     """
 
     bridges: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -43,6 +45,9 @@ class Switch:
     flows: dict[str, list[str]] = field(default_factory=dict)
     tables: dict[str, str] = field(default_factory=dict)
     features: str = FEATURES
+    meters: dict[str, str] = field(default_factory=dict)
+    meter_features: str = METER_FEATURES
+    filter: list[str] = field(default_factory=list)
 
     def answer(self, argv: Sequence[str], stdin: str | None = None) -> Answer:
         """Exit code, output and error of one of PROGRAMS."""
@@ -57,8 +62,8 @@ class Switch:
             return self._ofctl(words, stdin or "")
         if name == "ovs-appctl":
             return 0, self._appctl(words), ""
-        if name == "nft":
-            return self._nft(words, stdin or "")
+        if name in ("nft", "iptables", "iptables-restore"):
+            return (self._nft if name == "nft" else self._iptables)(words, stdin or "")
         if name == "unshare" and words[:3] == ["--net", "sh", "-c"]:
             load, listing = words[3].split(" && ")
             elsewhere = Switch()
@@ -118,9 +123,7 @@ class Switch:
 
     def _ofctl(self, words: list[str], stdin: str) -> Answer:
         match [word for word in words if not word.startswith("--")]:
-            case ["dump-flows" | "add-flows" | "del-flows", bridge, *_] if (
-                bridge not in self.bridges
-            ):
+            case [_, bridge, *_] if bridge not in self.bridges:
                 return 1, "", f"ovs-ofctl: {bridge} is not a bridge or a socket\n"
             case ["dump-flows", bridge, *match]:
                 chosen = [f for f in self.flows[bridge] if _chosen(f, ",".join(match))]
@@ -141,7 +144,25 @@ class Switch:
             case ["del-flows", bridge, match]:
                 self.flows[bridge] = [f for f in self.flows[bridge] if not _chosen(f, match)]
                 return 0, "", ""
+            case [verb, _, *text] if "meter" in verb:
+                return 0, self._meter(verb, ",".join(text)), ""
         raise Unknown(f"ovs-ofctl {' '.join(words)}")
+
+    def _meter(self, verb: str, text: str) -> str:
+        number, rate = text.partition(",")[0].removeprefix("meter="), text.rpartition("rate=")[2]
+        if verb == "meter-features":
+            return self.meter_features
+        if verb == "dump-meters":
+            rows = (f"meter={n} pktps stats bands=\ntype=drop rate={r}\n" for n, r in
+                    self.meters.items())  # fmt: skip
+            return "".join(rows)
+        if verb in ("add-meter", "mod-meter"):
+            self.meters[number] = rate
+        elif verb == "del-meter":
+            self.meters.pop(number, None)
+        else:
+            raise Unknown(f"ovs-ofctl {verb}")
+        return ""
 
     def _appctl(self, words: list[str]) -> str:
         match words:
@@ -157,6 +178,8 @@ class Switch:
                 if f"{family} {name}" in self.tables:
                     return 0, self.tables[f"{family} {name}"], ""
                 return 1, "", "Error: No such file or directory\n"
+            case ["list", "ruleset", family]:
+                return 0, "".join(v for k, v in self.tables.items() if k.startswith(family)), ""
             case ["-f", "-"]:
                 for line, rest in _lines(stdin):
                     if line.startswith("delete table "):
@@ -167,6 +190,22 @@ class Switch:
                         self.tables.setdefault(line.removeprefix("table "), "")
                 return 0, "", ""
         raise Unknown(f"nft {' '.join(words)}")
+
+    def _iptables(self, words: list[str], stdin: str) -> Answer:
+        """`-S CHAIN`, or a transaction of iptables-restore."""
+        if "-S" in words:
+            chain = [rule for rule in self.filter if rule.split()[1] == words[-1]]
+            return 0, "".join(f"{line}\n" for line in [f"-P {words[-1]} DROP", *chain]), ""
+        for line in stdin.splitlines()[1:-1]:
+            verb, chain, *rest = line.split()
+            if verb == "-D":
+                self.filter.remove(" ".join(["-A", chain, *rest]))
+            else:
+                assert verb == "-I", line
+                before = [n for n, rule in enumerate(self.filter) if rule.split()[1] == chain]
+                place = [*before, len(self.filter)][int(rest[0]) - 1]
+                self.filter.insert(place, " ".join(["-A", chain, *rest[1:]]))
+        return 0, "", ""
 
 
 _NORMAL = "cookie=0x0,table=0,priority=0,actions=NORMAL"
@@ -231,7 +270,7 @@ def main(argv: list[str]) -> int:
     A bridge is a real interface there, and nft's tables belong to the network namespace.
     """
     name = Path(argv[0]).name
-    stdin = sys.stdin.read() if "-" in argv else None
+    stdin = sys.stdin.read() if {"-", "--noflush"} & {*argv} else None
     own = str(Path("/proc/self/ns/net").stat().st_ino)
     with _STATE.open("a+") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

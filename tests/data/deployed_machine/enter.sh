@@ -17,7 +17,7 @@ cp "$program" "$scratch/program"
 for name in systemctl dpkg-query iptables update-grub update-initramfs modprobe dnsmasq apt-get; do
   cp "$program" "/usr/local/sbin/$name"
 done
-for name in ovs-vsctl ovs-ofctl ovs-appctl nft; do
+for name in ovs-vsctl ovs-ofctl ovs-appctl nft iptables-restore; do
   cp "$(dirname "$0")/../../standin/switch.py" "/usr/local/sbin/$name"
 done
 mount -t tmpfs run /run

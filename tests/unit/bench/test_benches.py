@@ -68,6 +68,39 @@ def test_claims(tmp_path: Path) -> None:
         assert all(milliseconds > 0 for milliseconds in figures["where_ms"].values())
 
 
+def test_console(tmp_path: Path) -> None:
+    words = ("--nodes", "2", "--pages", "8")
+    found = bench(tmp_path / "bench.json", "console", *words)["console"]
+    assert found["slots"] == 16
+    assert found["pages_per_s"] > 0
+    # Processor time of one request after the other is a part of its time.
+    assert 0 < found["fleet_page_ms"] <= found["fleet_page_wall_ms"] + 10
+
+
+def test_gateway(tmp_path: Path) -> None:
+    words = ("--logins", "2", "--mib", "4", "--transfers", "1")
+    found = bench(tmp_path / "bench.json", "gateway", *words)["gateway"]
+    ours, peer = found["ours_login_ms"], found["peer_login_ms"]
+    assert found["login_ratio"] == pytest.approx(ours / peer, abs=0.01)
+    assert found["throughput_ratio"] > 0 and found["mib"] == 4
+
+
+def test_jobs(tmp_path: Path) -> None:
+    words = ("--jobs", "40", "--rounds", "1", "--seconds", "1", "--depth", "4000", "--peers")
+    found = bench(tmp_path / "bench.json", "jobs", *words)
+    jobs, runs = found["jobs"], found["jobs_runs"]
+    assert set(jobs) == {"redis", "embedded", "depth_slowdown"}
+    assert jobs["redis"]["ours_per_s"] > 0 and jobs["embedded"]["ours_per_s"] > 0
+    assert jobs["redis"]["p99_ms"] >= runs["p50_ms"]["redis"] > 0
+    # Peers are installed for a real run only.
+    assert {jobs["redis"][name] for name in ("best_peer", "ratio", "peer_p99_ms")} == {None}
+    assert {name: set(of) for name, of in runs["per_s"].items()} == {
+        "redis": {"1", "4"},
+        "embedded": {"1", "4"},
+    }
+    assert all(mib > 10 for mib in runs["memory_mib"].values())
+
+
 def test_memory(tmp_path: Path) -> None:
     words = ("--nodes", "2", "--settle", "0")
     found = bench(tmp_path / "bench.json", "memory", *words)["memory_mib"]
@@ -76,3 +109,21 @@ def test_memory(tmp_path: Path) -> None:
     # A Python process with all that a service loads; and no kernel shows more than its peak.
     for name in names:
         assert 30 < found[f"{name}_pss"] <= found[name] <= found[f"{name}_peak"] + 1
+
+
+def test_clone(tmp_path: Path) -> None:
+    image = tmp_path / "image.raw"
+    image.write_bytes(b"data" * (3 << 20) + bytes(8 << 20) + b"end" * 100)
+    output, words = tmp_path / "bench.json", ("--image", str(image), "--folder", str(tmp_path))
+    output.write_text('{"clone": {"ratio": 0.84}}')
+    command = [sys.executable, "-m", "tests.bench.clone", "--output", str(output), *words]
+    done = subprocess.run(
+        [*command, "--runs", "1"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(output.read_text())["clone"]
+    assert figures["ratio"] == 0.84, "the figure of the lab host stays"
+    assert figures["native_zero_share"] == pytest.approx(2 / 6, abs=0.001)
+    ratio = figures["native_ours_mib_s"] / figures["native_dd_mib_s"]
+    assert figures["native_ratio"] == pytest.approx(ratio, rel=0.05)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bench.json", "image.raw"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lab.command import LabError
+from lab.demo import host_steps, slice_steps
 from tests.bench import __main__ as bench
 
 MIB = 1 << 20
@@ -109,7 +110,7 @@ def test_figures_are_kept_when_their_part_is_done(
     output.write_text('{"tasks": {}}')
     steps = ("host", "enrol", "bootstrap", "discover", "transition", "approve", "bind", "parity")
     for name in steps:
-        monkeypatch.setattr(bench.host_steps, name, _named(name))
+        monkeypatch.setattr(host_steps, name, _named(name))
     monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
     monkeypatch.setattr(bench, "parity", lambda _stage: {"speedup": 10.8})
 
@@ -121,6 +122,33 @@ def test_figures_are_kept_when_their_part_is_done(
     with pytest.raises(LabError):
         bench.main(output)
     assert json.loads(output.read_text()) == {"tasks": {}, "parity": {"speedup": 10.8}}
+
+
+def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in of a launch takes no time; what the host waited for is taken off."""
+    host: Any = Host(tmp_path)
+    line = "[node=h] Invoked with slot={...}"
+    journal = f"{line}\nsshd: Accepted publickey\n{line}\n"
+    answers = {"date": "1700000000\n", "journalctl": journal}
+    asked: list[tuple[str, ...]] = []
+
+    def on_host(*words: str, **_more: Any) -> str:
+        asked.append(words)
+        return answers.get(words[0], "dd_seconds 4.0\nready\n")
+
+    host.on_host = on_host
+    evidence = {"image": {"seconds": 3.0}, "readiness": {"seconds": 100.0}, "plan": PLAN}
+    monkeypatch.setattr(slice_steps, "provision", lambda _stage: evidence)
+    monkeypatch.setattr(slice_steps, "release", lambda _stage: None)
+    monkeypatch.setattr(bench, "RUNS", 1)
+    monkeypatch.setattr(bench, "zero_share", lambda _image: 0.5)
+    monkeypatch.setattr(IMAGE, "zst", "image.zst", raising=False)
+    figures = bench.provision(host)
+    assert figures["provision"]["ssh_round_trips"] == 2
+    assert figures["provision"]["overhead_s"] == pytest.approx(-103.0, abs=1)
+    assert ("journalctl", "-q", "-o", "cat", "--since=@1700000000") in asked
 
 
 def _named(name: str) -> Any:

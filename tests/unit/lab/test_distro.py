@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import distro
+from lab import distro, host_image
 from lab.command import LabError
 
 DEB822 = """\
@@ -66,3 +66,23 @@ def test_no_source_for_the_suite_is_refused(tmp_path: Path) -> None:
     root = machine(tmp_path, "ID=debian\nVERSION_CODENAME=bookworm\n", {})
     with pytest.raises(LabError, match="no apt source"):
         distro.this_distro(root)
+
+
+def test_the_lab_host_may_have_another_release(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        "ID=debian\nVERSION_CODENAME=bookworm\n",
+        {"sources.list.d/debian.sources": DEB822},
+    )
+    here, other = (
+        distro.host_distro({"GPUAAS_LAB_DISTRO": suite}, root) for suite in ("", "trixie")
+    )
+    assert here == distro.this_distro(root)
+    assert (other.suite, other.mirror, other.keyring) == ("trixie", here.mirror, here.keyring)
+    assert other.sources[1].endswith("http://mirror.example/debian trixie-updates main")
+    # Images of both are kept side by side.
+    names = [host_image.name(each) for each in (here, other)]
+    assert [name.rpartition("-")[0] for name in names] == ["host-image", "host-image-trixie"]
+    assert names[0][-16:] != names[1][-16:]
+    with pytest.raises(LabError, match=r"bookworm, trixie on debian; it is 'noble'"):
+        distro.host_distro({"GPUAAS_LAB_DISTRO": "noble"}, root)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import struct
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -55,6 +57,28 @@ def test_the_overlay_belongs_to_root_and_keeps_secrets(tmp_path: Path) -> None:
         "./etc/secret": (0o600, 0),
         "./tool": (0o755, 0),
     }
+
+
+def test_tar_reads_a_root_filesystem_to_its_end(tmp_path: Path) -> None:
+    """Whoever writes what tar leaves in the pipe dies by SIGPIPE, if tar is quicker."""
+    archive = tmp_path / "root.tar"
+    with tarfile.open(archive, "w") as tar:
+        entry = tarfile.TarInfo("./file")
+        # The end marker lies in the first two of tar's records.
+        entry.size = 18 * tarfile.BLOCKSIZE
+        tar.addfile(entry, io.BytesIO(bytes(entry.size)))
+    with archive.open("ab") as stream:
+        # mmdebstrap's own entries move the padding into a third record.
+        stream.write(bytes(15 * tarfile.BLOCKSIZE))
+    for _ in range(2):
+        image.cut_padding(archive)
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb") as unread:
+            with os.fdopen(writer, "wb") as stream:
+                stream.write(archive.read_bytes())
+            subprocess.run(["tar", "-xf", "-"], cwd=tmp_path, stdin=unread, check=True)
+            assert unread.read() == b""
+        assert (tmp_path / "file").read_bytes() == bytes(entry.size)
 
 
 def core(sectors: int, *, claimed: int | None = None) -> bytes:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from lab import guest_image, saved, state
+from lab import guest_image, host_image, saved, state
 from lab.demo.stage import NODE, Stage
+from lab.paths import saved_folder
 from tests.lab import prepared
 
 HOST = state.Lab(
@@ -41,10 +42,11 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUAAS_LAB_SAVED", str(tmp_path / "saved"))
     # CI keeps no copy of its lab host.
     monkeypatch.delenv("GPUAAS_LAB_SAVE", raising=False)
-    monkeypatch.setattr(prepared.saved, "save", _copy)
-    monkeypatch.setattr(prepared, "this_distro", lambda: None)
-    monkeypatch.setattr(prepared.host_image, "name", lambda _distro: "host-image")
-    monkeypatch.setattr(prepared.guest_image, "ensure", lambda _distro: IMAGE)
+    monkeypatch.setattr(saved, "save", _copy)
+    for name in ("this_distro", "host_distro"):
+        monkeypatch.setattr(prepared, name, lambda: None)
+    monkeypatch.setattr(host_image, "name", lambda _distro: "host-image")
+    monkeypatch.setattr(guest_image, "ensure", lambda _distro: IMAGE)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def _copy(name: str, *, replace: bool, extras: dict[str, Path], notes: dict[str, Any]) -> None:
-    folder = saved.saved_folder() / name
+    folder = saved_folder() / name
     if replace:
         shutil.rmtree(folder, ignore_errors=True)
     for extra, source in extras.items():
@@ -110,7 +112,7 @@ def test_a_host_is_saved_once_for_each_key(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prepared, "key", lambda _firmware: next(keys))
     copies: list[str] = []
     monkeypatch.setattr(
-        prepared.saved,
+        saved,
         "save",
         lambda *words, **named: (copies.append(named["notes"]["key"]), _copy(*words, **named)),
     )

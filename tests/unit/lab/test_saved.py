@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lab import cli, distro, host_image, rootfs, saved, state, topology
+from lab import cache, cli, distro, host_image, rootfs, saved, state, topology
 from lab.command import LabError
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GPUAAS_CACHE", str(tmp_path / "own-cache"))
     monkeypatch.setenv("GPUAAS_LAB_SAVED", str(tmp_path / "saved"))
     monkeypatch.setenv("GPUAAS_LAB_DIR", str(tmp_path / "lab"))
-    monkeypatch.setattr(saved, "this_distro", lambda: HERE)
+    monkeypatch.setattr(saved, "host_distro", lambda: HERE)
     file = tmp_path / "cache" / host_image.name(HERE) / "host.raw"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"image")
@@ -88,9 +88,9 @@ def test_a_loaded_host_is_the_one_that_was_saved(image: Path, tmp_path: Path) ->
     for name in before.keys() - {"lab.json"}:
         assert after[name] == before[name], name
     assert (tmp_path / "lab" / "key").stat().st_mode & 0o777 == 0o600
-    loaded = state.load(tmp_path / "lab")
-    assert loaded is not None and not loaded.alive()
-    assert (loaded.ssh_port, loaded.image) == (lab.ssh_port, lab.image)
+    started = state.load(tmp_path / "lab")
+    assert started is not None and not started.alive()
+    assert (started.ssh_port, started.image) == (lab.ssh_port, lab.image)
     # Holes stay holes: five disks of this size would otherwise fill the machine's.
     assert saved.size_bytes(kept) < MIB
 
@@ -114,7 +114,7 @@ def test_a_copy_over_another_image_is_refused(
     make_lab(image, tmp_path / "lab")
     saved.save("ready")
     with monkeypatch.context() as patch:
-        patch.setattr(saved.host_image, "name", lambda _distro: "host-image-new")
+        patch.setattr(host_image, "name", lambda _distro: "host-image-new")
         with pytest.raises(LabError, match=r"this checkout's is host-image-new: .*delete ready"):
             saved.load("ready")
     # Built again from the same recipe: other bytes under the overlay.
@@ -165,7 +165,7 @@ def test_names(image: Path, tmp_path: Path) -> None:
 def test_an_image_name_needs_no_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is the folder in which `ensure` finds or builds the image."""
     monkeypatch.setattr(rootfs, "ensure", lambda *_recipe: tmp_path / "root.tar")
-    monkeypatch.setattr(host_image.cache, "ensure", lambda noun, key, _b: Path(f"{noun}-{key}"))
+    monkeypatch.setattr(cache, "ensure", lambda noun, key, _b: Path(f"{noun}-{key}"))
     assert host_image.ensure(HERE).parent.name == host_image.name(HERE)
 
 

@@ -70,7 +70,7 @@ def test_disks_have_their_identities_and_one_a_subsystem() -> None:
     ]
     assert "bootindex=0" in namespaces[0]
     assert [value for value in devices("nvme") if "subsys=" in value] == [
-        "nvme,id=nvme.data1,serial=LABNVME1,bus=port.data1,subsys=subsys.data1"
+        "nvme,id=nvme.data3,serial=LABNVME3,bus=port.data3,subsys=subsys.data3"
     ]
 
 
@@ -94,7 +94,7 @@ def test_the_management_port_is_open_to_this_machine_only() -> None:
     assert "user,id=management,hostfwd=tcp:127.0.0.1:2222-:22" in values("-netdev")
 
 
-@pytest.mark.parametrize(("accel", "cpu"), [("kvm", "host"), ("tcg", "EPYC,+svm")])
+@pytest.mark.parametrize(("accel", "cpu"), [("kvm", "host"), ("tcg", "EPYC,+svm,+x2apic")])
 def test_the_processor_follows_the_accelerator(accel: str, cpu: str) -> None:
     assert values("-cpu", accel) == [cpu]
     assert values("-accel", accel)[0].split(",")[0] == accel

@@ -167,7 +167,7 @@ def test_the_units_leave_settings_to_the_file() -> None:
 
 def test_every_profile_is_in_the_wheel(installed: Installed) -> None:
     (carried,) = (installed.folder / "opt").glob("lib/python*/site-packages/reconciler/_shipped")
-    for kind in ("profiles", "contracts", "contracts/runs"):
+    for kind in ("profiles", "contracts", "contracts/runs", "monitoring/alerts"):
         ours = {file.name: file.read_bytes() for file in (ROOT / kind).iterdir() if file.is_file()}
         theirs = {f.name: f.read_bytes() for f in (carried / kind).iterdir() if f.is_file()}
         assert ours == theirs

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -29,9 +30,9 @@ def parsed(unit: Path) -> configparser.ConfigParser:
     return parser
 
 
-def test_there_is_one_process_or_two() -> None:
-    names = ["gpuaas-api.service", "gpuaas-worker.service", "gpuaas.service"]
-    assert [unit.name for unit in UNITS] == names
+def test_there_is_one_process_or_two_and_a_gateway() -> None:
+    names = ["gpuaas-api", "gpuaas-gateway", "gpuaas-worker", "gpuaas"]
+    assert [unit.stem for unit in UNITS] == names
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
@@ -39,10 +40,11 @@ def test_a_unit_starts_a_command_that_exists(unit: Path) -> None:
     service = parsed(unit)["Service"]
     program, command, *options = service["ExecStart"].split()
     assert program == "/opt/gpuaas/bin/gpuaas"
-    assert command in get_command(app).commands
+    gpuaas: Any = get_command(app)
+    assert command in gpuaas.commands
     assert options == (["--api-only"] if unit.stem == "gpuaas-api" else [])
     # A run outlives the service that started it, so systemd must not end it.
-    assert ("KillMode" in service) == (command != "serve" or not options)
+    assert ("KillMode" in service) == (unit.stem in ("gpuaas", "gpuaas-worker"))
     assert service["User"] == "gpuaas" and service["StateDirectoryMode"] == "0700"
 
 

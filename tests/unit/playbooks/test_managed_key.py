@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,8 @@ import pytest
 import yaml
 
 from reconciler.runs import contract
-from tests.deployed_machine import NEEDS_ROOT, ROOT, play
+from tests.deployed_machine import NEEDS_ROOT, ROOT
+from tests.unit.playbooks.played import play_states, result
 
 pytestmark = [pytest.mark.covers("APP-4"), NEEDS_ROOT]
 
@@ -66,28 +64,8 @@ def variables(state: str) -> dict[str, Any]:
     return given
 
 
-def result(text: str) -> dict[str, Any]:
-    """The run's one result, as ansible-runner and AWX get it."""
-    match = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
-    assert match, text
-    return contract.check_result(json.loads(match[1]))
-
-
 def test_the_key_comes_stays_and_goes(tmp_path: Path) -> None:
-    files = []
-    for state in ("present", "absent"):
-        file = tmp_path / f"{state}.json"
-        file.write_text(json.dumps(variables(state)))
-        files.append(str(file))
-    environment = {
-        "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
-        "ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/build/collections",
-        "ANSIBLE_SHOW_CUSTOM_STATS": "1",
-        "LC_ALL": "C.UTF-8",
-    }
-    done = play(STORY, tmp_path / "scratch", *files, environment=environment, limit_s=240)
-    assert done.stderr == ""
-    first, there, again, trap, gone, left = done.stdout.split("---\n")
+    first, there, again, trap, gone, left = play_states(STORY, tmp_path, variables)
     assert result(first)["evidence"] == {"managed_key": {"present": True, "expires_at": ENDS}}
     mine, managed, owner = there.splitlines()
     assert (mine, owner) == ("ssh-rsa AAAA alice", "59000 59000 644")

@@ -1,4 +1,4 @@
-"""Stand-in for Open vSwitch and nft (tests/standin/switch.py) behind the collection's runner."""
+"""Stand-in for Open vSwitch, nft and iptables (tests/standin/switch.py) behind `_command.run`."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _device,
     _disk,
+    _nvme_access,
     _nvme_admin,
     _usage,
 )
@@ -45,6 +46,9 @@ class Namespace:
     leaves: set[str] = field(default_factory=set)
     refuses: int = 0
     unsupported: set[int] = field(default_factory=set)
+    # Answers to a Reservation Report and to the Level 0 discovery of TCG devices, as recorded.
+    reservations: bytes = b""
+    security: bytes = b""
     formats: list[int] = field(default_factory=list)
 
     def identify(self, structure: int) -> bytes:
@@ -154,6 +158,9 @@ class Bench:
             return 1
         elif request == _nvme_admin.NVME_IOCTL_ADMIN_CMD:
             return admin(namespace, buffer, lambda: _erase(descriptor, 0, 0))
+        elif request == _nvme_access.NVME_IOCTL_IO_CMD:
+            assert buffer[0] == 0x0E, f"unscripted command {buffer[0]:#x}"
+            return _answer(buffer, namespace.reservations)
         return 0
 
     def _remember(self, namespace: Namespace) -> None:
@@ -189,6 +196,8 @@ def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) ->
     if opcode == 0x06:
         ctypes.memmove(address, namespace.identify(cdw10), length)
         return 0
+    if opcode == 0x82:
+        return _answer(buffer, namespace.security)
     assert opcode == 0x80, f"unscripted admin command {opcode:#x}"
     namespace.formats.append(cdw10)
     if namespace.refuses:
@@ -197,6 +206,13 @@ def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) ->
     if cdw10 >> 9 & 7 and "format" not in namespace.leaves:
         erase()
     return 0
+
+
+def _answer(buffer: bytearray, data: bytes) -> int:
+    """Copy an answer to the command's buffer; without one, the status Invalid Command Opcode."""
+    fields = struct.unpack("<BBHIIIQQIIIIIIIIII", buffer)
+    ctypes.memmove(fields[7], data, min(len(data), fields[9]))
+    return 0 if data else 0x4001
 
 
 def _erase(descriptor: int, start: int, length: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
+from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import images, leasing, nodes, projects, queue, slots
 from reconciler.records import proofs as proof_records
@@ -29,6 +30,13 @@ from tests.unit.reconciler import wipes
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 ADMIN = Act("admin:alice", "test", "corr-1", role="platform-admin")
+
+
+def code(call: Callable[..., object], *args: Any, **named: Any) -> str:
+    """Code of the refusal of a call."""
+    with pytest.raises(Problem) as caught:
+        call(*args, **named)
+    return caught.value.code
 
 
 class Database:
@@ -146,19 +154,15 @@ class Site:
         text = (DATA / "prepared-discovery.json").read_text()
         text = text.replace("5e0000000000", f"5e00000000{number:02x}")
         text = text.replace("52:54:00:64:00", f"52:54:00:64:{number:02x}")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        report: dict[str, Any] = json.loads(text)
+        return report
 
     def enrol(self, conn: sa.Connection, node_id: str, number: int = 0) -> None:
         """Enrolled, bootstrapped, discovered."""
         identity = self.document(number)["identity"]
         nodes.create(conn, ADMIN, id=node_id, address="10.0.2.15")
         host.enrolled(
-            conn,
-            node_id,
-            ADMIN,
-            machine_id=identity["machine_id"],
-            host_key=identity["host_key"],
+            conn, node_id, ADMIN, machine_id=identity["machine_id"], host_key=identity["host_key"]
         )
         host.bootstrapped(conn, node_id, ADMIN, identity=identity)
         host.record_discovery(conn, node_id, self.document(number), ADMIN)
@@ -180,8 +184,8 @@ class Site:
 
     def parity(self, number: int = 0, failures: int = 0) -> dict[str, Any]:
         """A parity report under the same boot."""
-        identity = self.document(number)["identity"]
-        return {"intent": "slice", "failures": failures, "warnings": 0, "identity": identity}
+        report = {"intent": "slice", "failures": failures, "warnings": 0}
+        return {**report, **wipes.proven(self.document(number))}
 
     def node(self, node_id: str = "n1", indexes: tuple[int, ...] = (0, 1), number: int = 0) -> None:
         """A node whose slots are on sale."""
@@ -240,8 +244,8 @@ class Site:
         """A record whose deadline passes now, as whoever looks for such finds it."""
         table = ENTITIES[entity].table
         conn.execute(sa.update(table).where(table.c.id == key).values(deadline_at=1.0))
-        (found,) = (one for one in journal.overdue(conn) if (one.entity, one.id) == (entity, key))
-        return found
+        (row,) = (one for one in journal.overdue(conn) if (one.entity, one.id) == (entity, key))
+        return row
 
     def statuses(self, conn: sa.Connection, node_id: str = "n1") -> list[str]:
         """The states of the node's slots, by index."""
@@ -258,3 +262,16 @@ def site(engine: sa.Engine) -> Site:
 def sold(database: Database, sold_template: Path) -> Site:
     """A site with node n1 and two slots on sale."""
     return Site(database.restore(sold_template))
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def on_either(request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A site with node n1 and two slots on sale, on a database of either kind."""
+    if request.param == "sqlite":
+        yield request.getfixturevalue("sold")
+        return
+    engine = request.getfixturevalue("postgres_database").restore()
+    site = Site(engine)
+    site.node()
+    yield site
+    engine.dispose()

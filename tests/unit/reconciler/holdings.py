@@ -16,6 +16,7 @@ PARTS = (
     "guards",
     "files",
     "limits",
+    "ingress",
     "devices",
 )
 Holdings = dict[str, Any]

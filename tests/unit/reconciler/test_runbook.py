@@ -23,7 +23,8 @@ from reconciler.api.app import create_app
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import slices
 from reconciler.model.states import TaskState
-from reconciler.records import claims, queue
+from reconciler.records import queue
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.conftest import databases, new, prepared, selling
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_allocations import failed
@@ -134,9 +135,9 @@ def test_the_commands_work_as_written(selling: Stack, base_url: str, tmp_path: P
     audit = selling.client("admin").get(
         "admin/audit", params={"action": "admin.allocation.force_cleanup.applied"}
     )
-    told = [(row["reason"], row["detail"]["runtime_verified_absent"]) for row in
+    entries = [(row["reason"], row["detail"]["runtime_verified_absent"]) for row in
             audit.json()["items"]]  # fmt: skip
-    assert told == [
+    assert entries == [
         ("ops cleanup after verifying no slice runtime remains", True),
         ("ops cleanup after failed slice provisioning", False),
     ]
@@ -148,15 +149,7 @@ def _clean(stack: Stack, allocation_id: str) -> None:
         conn.exec_driver_sql("UPDATE tasks SET state = 'canceled' WHERE state = 'running'")
     task = stack.lease()
     with transaction(stack.engine) as conn:
-        (claim,) = claims.of_allocation(conn, allocation_id)
-        proof = {
-            "disk": claim.nvme_identity,
-            "serial": claim.nvme_serial,
-            "size_bytes": claim.nvme_size_bytes,
-            "method": "user_data_erase",
-            "verified": True,
-        }
-        given = {claim.slot_id: proof}
+        given = wipes.proofs(conn, allocation_id)
         absence = {"absent": True}
         assert slices.cleanup_succeeded(conn, allocation_id, ACT, proofs=given, absence=absence)
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)

@@ -31,12 +31,17 @@ class Machines:
         self.site, self.engine, self.act = site, site.engine, site.act
         # Identity of machines that were installed anew, by node.
         self.installed: dict[str, dict[str, Any]] = {}
+        # What discovery reports of the firmware, by section; None: that it cannot be read.
+        self.firmware: dict[str, dict[str, str] | None] = {}
+        # Serial numbers that hosts report, by node.
+        self.serials: dict[str, str] = {}
 
     def add(self, conn: sa.Connection, node_id: str, number: int, **fields: Any) -> None:
         """Enrolled and ready; not discovered."""
         identity = self.site.document(number)["identity"]
-        values = {"tenant_address": f"203.0.113.{number}", "mode": NodeMode.BAREMETAL} | fields
-        nodes.create(conn, self.act, id=node_id, address="10.0.2.15", **values)
+        values = {"tenant_address": f"203.0.113.{number}", "mode": NodeMode.BAREMETAL}
+        values |= {"address": "10.0.2.15"} | fields
+        nodes.create(conn, self.act, id=node_id, **values)
         known = {key: identity[key] for key in ("machine_id", "host_key")}
         host.enrolled(conn, node_id, self.act, **known)
         host.bootstrapped(conn, node_id, self.act, identity=identity)
@@ -44,6 +49,14 @@ class Machines:
     def discover(self, conn: sa.Connection, node_id: str, number: int) -> None:
         document = self.site.document(number)
         document["identity"] |= self.installed.get(node_id, {})
+        for name, section in self.firmware.items():
+            if section is None:
+                document["firmware"]["sections"].pop(name)
+                document["firmware"]["unreadable"][name] = "broken"
+            else:
+                document["firmware"]["sections"][name] = section
+        if serial := self.serials.get(node_id):
+            document["machine"] = {"vendor": "Dell Inc.", "product": "XE9680L", "serial": serial}
         host.record_discovery(conn, node_id, document, self.act)
 
     def reinstall(self, conn: sa.Connection, node_id: str = "m1", number: int = 1) -> None:
@@ -120,6 +133,9 @@ class Machines:
                 "serial": disk["nvme_serial"],
                 "size_bytes": disk["nvme_size_bytes"],
                 "method": "user_data_erase",
+                "slot_id": disk["slot_id"],
+                "started_at": "2026-05-01T10:00:00+00:00",
+                "finished_at": "2026-05-01T10:00:04+00:00",
                 "verified": True,
             }
             for disk in baremetal.claim_of(conn, allocation_id).disks

@@ -72,9 +72,14 @@ def in_python(text: str) -> Iterator[str]:
             yield from commands.in_text(_string(node) or "")
 
 
+def documents(text: str) -> Iterator[Any]:
+    """The documents of a YAML file, whatever tags its values have."""
+    yield from yaml.load_all(text, Loader=_Loader)
+
+
 def in_yaml(text: str) -> Iterator[str]:
     """Read every string and every list of words, and modules with `force`."""
-    for document in yaml.load_all(text, Loader=_Loader):
+    for document in documents(text):
         yield from _in_data(document)
 
 

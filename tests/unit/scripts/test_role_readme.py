@@ -10,6 +10,8 @@ import yaml
 
 from scripts import role_readme
 
+pytestmark = pytest.mark.covers("ECO-1")
+
 ROLES = role_readme.roles()
 
 

@@ -105,7 +105,7 @@ def test_a_script_is_built_from_the_code(one: standalone.Script, built: Path) ->
 
 
 def test_what_is_newer_than_its_sources_is_left_alone(built: Path) -> None:
-    one, two = (built / script.path for script in standalone.SCRIPTS)
+    one, two = (built / script.path for script in standalone.SCRIPTS[:2])
     one.write_text("as it was")
     two.write_text("older than its sources")
     os.utime(two, (0, 0))
@@ -214,13 +214,17 @@ def test_the_script_that_changes_the_bios_is_run_by_its_own_tag_only(tmp_path: P
     assert standalone.APPLYING not in standalone.SCRIPTS, "none lies about to be uploaded"
 
 
-@pytest.mark.covers("HOST-1")
+@pytest.mark.covers("HOST-1", "ECO-3")
 def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> None:
     """Where MAAS looks: YAML between the two marks, in comments."""
     told = metadata(standalone.build(standalone.FIRMWARE))
     profile = yaml.safe_load((standalone.ROOT / "profiles/xe9680l-h200.yml").read_text())
     assert told["script_type"] == "commissioning" and told["tags"] == "gpuaas"
     assert [told["for_hardware"]] == [f"pci:{one}" for one in profile["gpu"]["ids"]]
+    released = metadata(standalone.build(standalone.RELEASE))
+    assert (released["script_type"], released["for_hardware"]) == ("release", told["for_hardware"])
+    # Only a release that asks for it waits for it.
+    assert released["tags"].split(",") == ["gpuaas", "noauto"] and "may_reboot" not in released
     two = yaml.safe_load(standalone.hardware({"gpu": {"ids": ["10de:2335", "10de:2330"]}}))
     assert two == ["pci:10de:2335", "pci:10de:2330"]
 

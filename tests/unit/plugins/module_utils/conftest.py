@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import dataclasses
 import json
 import os
 import struct
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _kernel_arguments
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _host_facts
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
@@ -35,6 +38,7 @@ PROFILE: dict[str, Any] = {
     "fabric": {
         "pf_ids": ["8086:10c9"],
         "link": "ethernet",
+        "vlans": [3000, 3099],
         "vfs_per_pf": 1,
         "site_address": "10.20.0.7/16",
         "route": "10.20.0.0/16",
@@ -147,6 +151,11 @@ class ParityHost:
         request = _host_facts.Request(profile=PROFILE | profile, slots=slots)
         return _host_facts.Facts(request)
 
+    def reset(self, slot: dict[str, Any]) -> None:
+        """Record that the slot's GPU was reset since its last use."""
+        evidence: dict[str, object] = {"address": slot["gpu_pci_address"], "finished_at": "2026"}
+        _ledger.mark_gpu_reset(str(slot["slot_id"]), fence=0, evidence=evidence)
+
     def installed(self, unit: _boot_service.Unit, **settings: Any) -> None:
         """Install a boot service as bootstrap or the binding does."""
         _boot_service.install(dataclasses.replace(unit, settings=settings or unit.settings))
@@ -226,4 +235,37 @@ class ParityHost:
 
 @pytest.fixture
 def parity(machine: Machine, script: Any) -> ParityHost:
-    return ParityHost(machine, script)
+    host = ParityHost(machine, script)
+    host.reset(SLOT)
+    return host
+
+
+@pytest.fixture
+def silent_mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system whose server takes requests and never answers, such as NFS without a network.
+
+    The kernel then ends no process that waits for it.
+    """
+    place = tmp_path_factory.mktemp("silent")
+    library = ctypes.CDLL(None, use_errno=True)
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"needs /dev/fuse: {error}")
+    try:
+        options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+        if library.mount(b"silent", bytes(place), b"fuse", 0, options):
+            pytest.skip("needs the right to mount")
+        try:
+            _length, _kind, number = struct.unpack_from("<IIQ", os.read(server, 1 << 17))
+            # <linux/fuse.h>: fuse_init_out of version 7.31.
+            answer = struct.pack("<4I2H2I2H7I", 7, 31, 0, 0, 1, 1, 4096, 1, 0, 0, *[0] * 7)
+            os.write(server, struct.pack("<IiQ", 16 + len(answer), 0, number) + answer)
+            # Requests that were read count as being worked on.
+            with subprocess.Popen(["cat"], stdin=server, stdout=subprocess.DEVNULL) as reader:
+                yield place
+                reader.kill()
+        finally:
+            library.umount2(bytes(place), 2)
+    finally:
+        os.close(server)

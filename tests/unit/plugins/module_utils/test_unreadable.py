@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _vfio_bind,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
     _boot_service,
     _boot_units,
     _change,
@@ -104,7 +105,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "the word that a host is for slices": (
         _boot_service.SLICE_MODE, lambda: _slice_mode.observe({}), "file_unreadable",
     ),
-    "accounts": ("/etc/passwd", _tenant_account.users, "file_unreadable"),
+    "accounts": ("/etc/passwd", _accounts.users, "file_unreadable"),
     "accounts that ended": (
         "/etc/shadow", lambda: baremetal_tenant._open(TENANT), "file_unreadable",
     ),
@@ -218,7 +219,7 @@ def test_where_our_own_state_lies_is_known_or_nothing_is_judged(tree: Path) -> N
 def test_a_guest_that_the_system_keeps_from_being_played_is_one_answer_for_all_checks(
     tree: Path,
 ) -> None:
-    lock = _host.path("/run/gpuaas-parity.lock")
+    lock = _host.path("/run/gpuaas/parity/.lock")
     lock.mkdir(parents=True)
     network = {"bridge": "br0", "address": "10.0.0.1/24", "subnet": "10.0.0.0/24"}
     profile = {"network": {**network, "egress_probe": "192.0.2.1"}}

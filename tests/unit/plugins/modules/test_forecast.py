@@ -33,12 +33,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _ovs_nat,
     _ovs_nat_removal,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _reservation
 from ansible_collections.gpuaas.slice.plugins.modules import (
     fstab_entries,
     image_cache,
     kernel_arguments,
-    slice_reservation,
     tenant_disks,
 )
 
@@ -162,11 +161,11 @@ def ipoib_address(site: Site) -> Case:
     return _ipoib_address.SUBJECT, {**ADDRESS, "state": "present"}
 
 
-def slice_reservation_present(site: Site) -> Case:
+def reservation_present(site: Site) -> Case:
     site.runs(lambda _argv: "")
     site.patch.setattr(_dnsmasq, "pid", lambda: 77)
     site.patch.setattr(_dnsmasq, "reload", lambda: None)
-    return subject_of(slice_reservation), {
+    return _reservation.SUBJECT, {
         "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
         "mac": "52:54:00:64:00:0d",
         "ip": "10.100.0.13",
@@ -175,8 +174,8 @@ def slice_reservation_present(site: Site) -> Case:
     }
 
 
-def slice_reservation_absent(site: Site) -> Case:
-    subject, params = slice_reservation_present(site)
+def reservation_absent(site: Site) -> Case:
+    subject, params = reservation_present(site)
     assert _change.drive(subject, params, check_mode=False).failure is None
     _host.write(_dnsmasq.LEASES, "1700000000 52:54:00:64:00:0d 10.100.0.13 trainer *\n")
     tracked = ["tcp 6"]
@@ -360,7 +359,7 @@ def api_names_none(site: Site) -> Case:
 
 CASES = [
     ovs_nat, ovs_nat_absent, sriov_vfs, sriov_vfs_none, host_tuning, host_tuning_off, libvirt_host,
-    libvirt_host_absent, ipoib_address, slice_reservation_present, slice_reservation_absent,
+    libvirt_host_absent, ipoib_address, reservation_present, reservation_absent,
     tenant_disks_used, host_packages, fstab_back, image_present, image_absent,
     kernel_arguments_new, kernel_arguments_amd, kernel_arguments_edited, kernel_arguments_absent,
     gpu_services, gpu_services_restored, slice_mode, slice_mode_other, slice_mode_absent, api_names,

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _image_cache
-from ansible_collections.gpuaas.slice.plugins.modules import image_cache
+from ansible_collections.gpuaas.slice.plugins.modules import image_cache, image_cache_info
+
+pytestmark = pytest.mark.covers("SLICE-2")
 
 MIB = 1 << 20
 CONTENT = os.urandom(3 * MIB) + bytes(6 * MIB) + os.urandom(700)
@@ -194,3 +196,41 @@ def test_an_image_is_forgotten(source: str) -> None:
     assert cache(state="absent").changed
     assert not cache(state="absent").changed
     assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []
+
+
+@pytest.mark.covers("ECO-1")
+def test_the_list_of_images_says_which_are_as_they_were_verified(source: str, tree: Path) -> None:
+    assert image_cache_info.look({"digest": None})["images"] == []
+    path = cache(source).facts["path"]
+    folder = _host.path(path).parent
+    other = "sha256:" + "0" * 64
+    # A download that was cut off, and a file that nobody verified.
+    (folder / f"{DIGEST[7:]}.raw.part").write_bytes(b"x")
+    (folder / f"{other[7:]}.raw").write_bytes(b"xyz")
+    answer = image_cache_info.look({"digest": None})
+    assert answer["images"] == [
+        {"digest": other, "path": str(Path(path).with_name(f"{other[7:]}.raw")), "size_bytes": 3,
+         "verified": False},
+        {"digest": DIGEST, "path": path, "size_bytes": len(CONTENT), "verified": True},
+    ]  # fmt: skip
+    assert answer["free_bytes"] > 0
+    # The index of another image proves nothing.
+    index = folder / f"{DIGEST[7:]}.index.json"
+    kept = index.read_text()
+    index.write_text(kept.replace(DIGEST, other))
+    (image,) = image_cache_info.look({"digest": DIGEST})["images"]
+    assert not image["verified"]
+    index.write_text(kept)
+    _host.path(path).chmod(0o644)
+    (image,) = image_cache_info.look({"digest": DIGEST})["images"]
+    assert not image["verified"]
+
+
+@pytest.mark.covers("ECO-1")
+def test_the_list_of_images_is_of_a_digest_or_refused(tree: Path) -> None:
+    with pytest.raises(image_cache.Refusal, match="image_digest_invalid"):
+        image_cache_info.look({"digest": "sha256:../../etc/shadow"})
+    _host.path(_image_cache.DIRECTORY).parent.mkdir(parents=True)
+    _host.path(_image_cache.DIRECTORY).write_text("")
+    with pytest.raises(image_cache.Refusal, match="file_unreadable"):
+        image_cache_info.look({"digest": None})

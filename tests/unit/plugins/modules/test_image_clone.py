@@ -15,6 +15,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
 )
 from ansible_collections.gpuaas.slice.plugins.modules import image_clone
 
+pytestmark = pytest.mark.covers("SLICE-2")
+
 MIB = 1 << 20
 CONTENT = os.urandom(5 * MIB) + bytes(11 * MIB) + os.urandom(3 * MIB + 700)
 DIGEST = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
@@ -126,6 +128,7 @@ def test_no_image_goes_onto_a_boot_card(ready) -> None:
     assert codes(clone(exclude_models=["Other"])) == ["excluded_model"]
 
 
+@pytest.mark.covers("P14")
 def test_an_image_whose_digest_differs_reaches_no_disk(ready) -> None:
     assert codes(clone(digest="sha256:" + "0" * 64)) == ["image_digest_mismatch"]
     assert codes(clone(size_bytes=1)) == ["image_digest_mismatch"]
@@ -133,6 +136,7 @@ def test_an_image_whose_digest_differs_reaches_no_disk(ready) -> None:
     assert not _ledger.load("slot-0").dirty
 
 
+@pytest.mark.covers("P14")
 def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -> None:
     place = _host.path(_image_cache.path_of(DIGEST))
     os.utime(place)
@@ -146,6 +150,7 @@ def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -
     assert not any(ready.read("nvme1n1", 0, MIB))
 
 
+@pytest.mark.covers("P14")
 def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeypatch) -> None:
     path = _image_cache.path_of(DIGEST)
     index = _image_cache.verified(path)
@@ -156,6 +161,34 @@ def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeyp
     assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
     assert ready.read("nvme1n1", 0, 6) == bytes(6)
     assert _ledger.load("slot-0").dirty and _image_clone.finished("slot-0") is None
+
+
+@pytest.mark.covers("P14")
+@pytest.mark.parametrize("verified", [True, False], ids=["another image", "a changed file"])
+def test_a_file_that_was_replaced_after_the_plan_reaches_no_disk(ready, verified: bool) -> None:
+    """The file in the cache is good when the clone is planned, and another one when it begins."""
+    path, other = _image_cache.path_of(DIGEST), bytes(MIB) + os.urandom(len(CONTENT) - MIB)
+
+    def plan(params: _change.Params, state: image_clone.State) -> _change.Plan:
+        planned = image_clone.plan(params, state)
+        assert [step.name for step in planned.steps] == ["clone_image"] and not planned.blockers
+        _host.path(path).write_bytes(other)
+        if verified:
+            _image_cache.verify(path, f"sha256:{hashlib.sha256(other).hexdigest()}", len(other))
+        return planned
+
+    late = _change.Subject(image_clone.observe, plan, image_clone.apply, image_clone.facts)
+    params = {
+        "image_path": path,
+        "digest": DIGEST,
+        "size_bytes": len(CONTENT),
+        "slot": SLOT,
+        "allocation_id": "alloc",
+        "progress_path": "",
+    }
+    outcome = _change.drive(late, params, check_mode=False)
+    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert not any(ready.read("nvme1n1", 0, MIB)) and not _ledger.load("slot-0").dirty
 
 
 def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> None:
@@ -174,8 +207,12 @@ def test_a_stale_fence_is_refused(ready) -> None:
     assert caught.value.code == "stale_fence"
 
 
-def test_a_wipe_after_the_clone_makes_it_due_again(ready) -> None:
-    clone()
+@pytest.mark.parametrize("clock", ["", "2100-01-01T00:00:00+00:00"], ids=["in order", "jumped"])
+def test_a_wipe_after_the_clone_makes_it_due_again(ready, monkeypatch, clock: str) -> None:
+    with monkeypatch.context() as patch:
+        if clock:
+            patch.setattr(_host, "now", lambda: clock)
+        clone()
     ready.write("nvme1n1", 0, bytes(48 * MIB))
     proof = {"disk": DISK, "verified": True, "finished_at": _host.now()}
     _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof=proof)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _mounting, _proof
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
 
 MIB = 1 << 20
@@ -101,7 +104,7 @@ def test_a_dirty_disk_is_wiped_once(bench) -> None:
     assert (again.changed, again.facts["proofs"]["slot-0"]) == (False, proof)
 
 
-@pytest.mark.covers("I7", "HOST-9")
+@pytest.mark.covers("I7", "HOST-9", "P11", "SLICE-6")
 @pytest.mark.parametrize("dirty", [True, False])
 def test_a_tenants_bytes_are_of_no_known_kind_and_go_all_the_same(bench, dirty: bool) -> None:
     bench.disk()
@@ -254,6 +257,183 @@ def test_a_disk_in_use_is_refused_and_kept(bench) -> None:
     bench.mount("259:2", "/boot", "/dev/nvme1n1p1")
     assert code() == "os_disk"
     assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
+
+
+ESP = "C12A7328-F81F-11D2-BA4B-00C04FD43B7B"
+HOST_ROOT = "0d4c6f6e-5e3b-4c1a-9a67-3f0e6d1b2c4a"
+
+
+def tool(bench, *words: str, stdin: str = "") -> None:
+    """Have a real tool write on the disk, as a guest would."""
+    disk = str(bench.root / "dev/nvme1n1")
+    words = tuple(disk if word == "DISK" else word for word in words)
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "MTOOLS_SKIP_CHECK": "1"}
+    subprocess.run(words, input=stdin, text=True, check=True, capture_output=True, env=environment)
+
+
+def efi(bench) -> None:
+    """An EFI partition with the names of the host's, and a loader."""
+    table = f'label: gpt\nstart=2048, size=40960, type={ESP}, uuid={HOST_ROOT}, name="root"\n'
+    tool(bench, "sfdisk", "-q", "DISK", stdin=table)
+    tool(bench, "mkfs.vfat", "-n", "EFI", "--offset", "2048", "DISK", "20480")
+    bench.write("nvme1n1", 3 * MIB, b"MZ a loader")
+
+
+def twin(bench) -> None:
+    """A filesystem with label and UUID of the host's root."""
+    tool(bench, "mkfs.ext4", "-q", "-U", HOST_ROOT, "-L", "root", "DISK")
+
+
+def nested(bench) -> None:
+    """A table of partitions inside a partition, with a volume group in the innermost."""
+    tool(bench, "sfdisk", "-q", "DISK", stdin="label: gpt\nstart=2048, size=81920\n")
+    inner = bench.root / "inner"
+    inner.write_bytes(bytes(32 * MIB))
+    tool(bench, "sfdisk", "-q", str(inner), stdin="label: dos\nstart=2048, size=4096, type=8e\n")
+    bench.write("nvme1n1", MIB, inner.read_bytes())
+    bench.write("nvme1n1", 2 * MIB + 512, b"LABELONE" + bytes(16) + b"LVM2 001")
+
+
+def superblocks(bench) -> None:
+    """LUKS, bcache, ZFS, md and btrfs on the same disk."""
+    for offset, magic in (
+        (0, b"LUKS\xba\xbe\x00\x02"),
+        (4096 + 24, b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca\x82\x65\xf5\x7f\x48\xba\x6d\x81"),
+        (4096, b"\xfc\x4e\x2b\xa9"),
+        (0x4000, b"SKUL\xba\xbe"),
+        (65600, b"_BHRfS_M"),
+        (130 * 1024, b"\x0c\xb1\xba\x00\0\0\0\0"),
+    ):
+        bench.write("nvme1n1", offset, magic)
+
+
+@pytest.mark.covers("I7", "HOST-9", "SLICE-6")
+@pytest.mark.parametrize("write", [efi, twin, nested, superblocks])
+def test_a_disk_that_looks_like_the_hosts_is_wiped_without_a_person(
+    bench, write: Callable[[Any], None]
+) -> None:
+    """Only the ledger tells whose disk it is. Without its mark the same content is kept."""
+    bench.disk()
+    wipe()
+    write(bench)
+    assert wipe(raw=True).failure is not None
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
+    outcome = wipe()
+    assert outcome.failure is None, outcome.failure
+    assert not any(bench.read("nvme1n1", 0, 48 * MIB))
+    assert outcome.facts["proofs"]["slot-0"]["verified"]
+    assert not _ledger.load("slot-0").dirty and not wipe().changed
+
+
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("mounted", [False, True])
+def test_a_bcache_device_that_the_host_made_of_a_tenants_disk_is_stopped(
+    bench, mounted: bool
+) -> None:
+    bench.disk()
+    bench.hold("nvme1n1", "bcache0")
+    folder = bench.root / "sys/class/block/bcache0"
+    stop = folder / "bcache/stop"
+    stop.parent.mkdir()
+    os.mkfifo(stop)
+    bench.claimed = {"bcache0"} if mounted else set()
+    assert code() == "disk_in_use"
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
+
+    def kernel() -> None:
+        if stop.read_text() == "1\n":
+            (bench.root / "sys/class/block/nvme1n1/holders/bcache0").rmdir()
+            folder.unlink()
+
+    if mounted:
+        assert code() == "disk_in_use"
+        return
+    stopping = threading.Thread(target=kernel, daemon=True)
+    stopping.start()
+    outcome = wipe()
+    stopping.join()
+    assert outcome.failure is None, outcome.failure
+    assert outcome.done == ["stop_device", "wipe_disk"]
+
+
+def join(bench, name: str, array: str) -> None:
+    """Add a device to an array that exists."""
+    (bench.root / f"sys/class/block/{name}/holders/{array}").mkdir(parents=True)
+    (bench.root / f"sys/class/block/{array}/slaves/{name}").mkdir(parents=True)
+
+
+def stoppable(bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let mdadm and dmsetup remove a device from the bench; the commands that ran."""
+    ran: list[str] = []
+
+    def run(argv: list[str], **_more: Any) -> None:
+        ran.append(" ".join(argv))
+        name = {"vg-root": "dm-0"}.get(argv[-1], argv[-1].rpartition("/")[2])
+        for link in bench.root.glob(f"sys/class/block/*/holders/{name}"):
+            link.rmdir()
+
+    monkeypatch.setattr(_mounting._command, "run", run)
+    return ran
+
+
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_array_that_the_host_made_of_a_tenants_disk_does_not_keep_it(
+    bench, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """A tenant wrote md and LVM on the disk, with names of the host; udev activated them. With
+    `shared` the array was joined by a disk of the host, and nobody but a person may stop it.
+    """
+    bench.disk()
+    bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")
+    bench.hold("nvme1n1", "md127")
+    bench.hold("md127", "dm-0", uuid="LVM-x")
+    (bench.root / "sys/class/block/dm-0/dm/name").write_text("vg-root\n")
+    if shared:
+        join(bench, "nvme2n1", "md127")
+    ran = stoppable(bench, monkeypatch)
+    # Not a tenant's disk: nothing is stopped.
+    assert code() == "disk_in_use" and ran == []
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
+    bench.write("nvme1n1", 3 * MIB, b"tenant")
+    if shared:
+        assert code() == "disk_in_use" and ran == []
+        assert bench.read("nvme1n1", 3 * MIB, 6) == b"tenant"
+        return
+    outcome = wipe()
+    assert outcome.failure is None, outcome.failure
+    assert ran == ["dmsetup remove -- vg-root", "mdadm --stop /dev/md127"]
+    assert outcome.done == ["stop_device", "stop_device", "wipe_disk"]
+    assert bench.read("nvme1n1", 3 * MIB, 6) == bytes(6)
+
+
+def test_an_array_over_two_slots_of_one_tenant_is_stopped_once(
+    bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.disk()
+    bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")
+    bench.hold("nvme1n1", "md0")
+    join(bench, "nvme2n1", "md0")
+    for number in range(2):
+        identity = f"eui.5e0000000000a00{number}"
+        _ledger.mark_dirty(f"slot-{number}", fence=1, disk_identity=identity)
+    ran = stoppable(bench, monkeypatch)
+    params = {"slots": [slot(0), slot(1)], "methods": ["zero_fill"], "renew": False}
+    outcome = _change.drive(SUBJECT, params, check_mode=False)
+    assert outcome.failure is None, outcome.failure
+    assert ran == ["mdadm --stop /dev/md0"]
+    assert len(outcome.facts["proofs"]) == 2
+
+
+def test_a_mount_of_a_tenants_volume_is_never_taken_away(
+    bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.disk()
+    bench.hold("nvme1n1", "md0")
+    bench.mount("259:1", "/mnt", "/dev/nvme1n1")
+    ran = stoppable(bench, monkeypatch)
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
+    assert code() == "disk_in_use" and ran == []
 
 
 def test_a_disk_that_another_slot_has_leased_is_refused(bench) -> None:

@@ -17,6 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios, _racadm_bios
 
+from reconciler.model import firmware
+
 pytestmark = pytest.mark.covers("HOST-1")
 
 STANDIN = Path(__file__).resolve().parents[3] / "standin" / "racadm"
@@ -76,6 +78,7 @@ def idrac(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Idrac:
     return Idrac(tmp_path)
 
 
+@pytest.mark.covers("P15")
 def test_it_only_looks_unless_told_otherwise(idrac: Idrac) -> None:
     outcome = idrac.drive(state="planned", power_cycle=False)
     assert (outcome.failure, outcome.changed, outcome.plan.steps) == (None, False, ())
@@ -89,6 +92,18 @@ def test_it_only_looks_unless_told_otherwise(idrac: Idrac) -> None:
     assert [row["code"] for row in outcome.facts["refusals"]] == ["power_cycle_not_allowed"]
     assert not outcome.facts["settled"]
     assert not idrac.called("set") and not idrac.called("jobqueue", "create")
+
+
+def test_only_the_approved_plan_is_carried_out(idrac: Idrac) -> None:
+    plan = idrac.drive(state="planned", power_cycle=False).facts
+    # What the reconciler shows a person, and passes on.
+    assert firmware.approvable(plan["differences"])["digest"] == plan["digest"]
+    other = {**_bios.BARE, "LogicalProc": "Disabled"}
+    assert idrac.refused(attributes=other, approved=plan["digest"]) == "plan_changed"
+    assert not idrac.called("set")
+    done = idrac.drive(approved=plan["digest"])
+    assert done.failure is None and done.facts["settled"]
+    assert not idrac.drive(approved=plan["digest"]).changed
 
 
 def test_check_mode_says_what_then_happens(idrac: Idrac) -> None:
@@ -306,6 +321,7 @@ def test_settings_that_cannot_be(idrac: Idrac, attributes: dict[str, str], code:
     assert not idrac.file.exists() or not idrac.called("set")
 
 
+@pytest.mark.covers("P15")
 def test_a_power_cycle_needs_leave(idrac: Idrac) -> None:
     assert idrac.refused(power_cycle=False) == "power_cycle_not_allowed"
     assert not idrac.called("set")

@@ -62,6 +62,7 @@ def test_the_wishes_are_those_of_racadm() -> None:
     assert len(_bios.WANTED) == 3
 
 
+@pytest.mark.covers("P15")
 def test_planned_says_what_would_be_and_changes_nothing(bmc: standin.Bmc) -> None:
     outcome = drive(bmc, state="planned")
     assert (outcome.changed, outcome.plan.steps) == (False, ())

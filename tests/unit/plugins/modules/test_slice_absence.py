@@ -11,6 +11,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_absence
 from ansible_collections.gpuaas.slice.plugins.modules import slice_absence as module
 
+pytestmark = pytest.mark.covers("SLICE-7")
+
 SLOT = {
     "slot_id": "slot-3",
     "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a003",

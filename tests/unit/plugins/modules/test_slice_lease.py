@@ -25,6 +25,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
 )
 from ansible_collections.gpuaas.slice.plugins.modules import slice_lease as module
 
+pytestmark = pytest.mark.covers("SLICE-1")
+
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
 GPU = "0000:43:00.0"
@@ -52,6 +54,7 @@ PARAMS: dict[str, Any] = {
         "memory_mib": 768,
         "hugepages": False,
         "bridge": "ovsbr0",
+        "host_cpus": 0,
         "shared_cpus": False,
     },
 }
@@ -290,6 +293,125 @@ TWO_SLOTS = [
 ]
 
 
+THIRD = _block.Disk("eui.5e0000000000a005", "", "nvme4n1", "LABNVME5", "", "", 4096, "", "259:2")
+GPUS = ("0000:43:00.0", "0000:44:00.0", "0000:83:00.0")
+VFS = ("0000:45:00.1", "0000:46:00.1", "0000:85:00.1")
+
+
+@pytest.fixture
+def two_nodes(host: Path, pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Three GPUs: two on NUMA node 0, one with its function below the same switch, one on node 1.
+
+    Every node has four cores of two threads. The parameters of a slice with all three.
+    """
+    disks = {disk.serial: disk for disk in (DISK, SPARE, THIRD)}
+    monkeypatch.setattr(_block, "of_slot", lambda slot: disks[slot["nvme_serial"]])
+    for disk in disks.values():
+        _proof.record(disk.disk_identity, proof_of(disk))
+    for group, (address, node) in enumerate(zip((*GPUS, *VFS), (0, 0, 1) * 2, strict=True), 20):
+        if address != GPU:
+            pci.add(address, "1234:11e8", driver="vfio-pci", group=group, numa=node)
+    for address, port in ((GPUS[0], "0000:42:00.0"), (VFS[0], "0000:42:01.0")):
+        place = tree / "sys/devices/pci0000:40/0000:40:01.0/0000:41:00.0" / port
+        place.mkdir(parents=True)
+        link = tree / "sys/bus/pci/devices" / address
+        link.resolve().rename(place / address)
+        link.unlink()
+        link.symlink_to(place / address)
+    cores = {0: [(0, 8), (1, 9), (2, 10), (3, 11)], 1: [(4, 12), (5, 13), (6, 14), (7, 15)]}
+    monkeypatch.setattr(_pinning, "cores", cores.__getitem__)
+    slots = [
+        {
+            **SLOT,
+            "slot_id": f"slot-{number}",
+            "gpu_pci_address": gpu,
+            "fabric_vf_pci_address": function,
+            "nvme_serial": disk.serial,
+        }
+        for number, (gpu, function, disk) in enumerate(
+            zip(GPUS, VFS, disks.values(), strict=True), 3
+        )
+    ]
+    needed = {"vcpus": 6, "memory_mib": 1200, "host_cpus": 1}
+    return {**PARAMS, "slots": slots, "requirements": {**PARAMS["requirements"], **needed}}
+
+
+def test_a_slice_gets_its_part_on_each_numa_node(two_nodes: dict[str, Any]) -> None:
+    outcome = drive(two_nodes)
+    assert code(outcome) == ""
+    bundle = outcome.facts["bundle"]
+    assert bundle["cells"] == [
+        {
+            "numa_node": 0,
+            "vcpus": 4,
+            "memory_mib": 800,
+            "devices": [GPUS[0], VFS[0], GPUS[1], VFS[1]],
+            "cpus": [1, 9, 2, 10],
+        },
+        {
+            "numa_node": 1,
+            "vcpus": 2,
+            "memory_mib": 400,
+            "devices": [GPUS[2], VFS[2]],
+            "cpus": [5, 13],
+        },
+    ]
+    assert (bundle["cpus"], bundle["numa_node"]) == ([1, 9, 2, 10, 5, 13], -1)
+    assert bundle["layout"] == {
+        "threads": 2,
+        "emulator_cpus": [0, 8, 4, 12],
+        "switches": [[GPUS[0], VFS[0]]],
+        "disk_io": "io_uring",
+    }
+    assert [entry.allocation_id for entry in _ledger.entries()] == [ONE] * 3
+    again = drive(two_nodes)
+    assert (again.changed, again.facts["bundle"]) == (False, bundle)
+
+
+def test_what_one_node_lacks_the_other_does_not_give(
+    two_nodes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requirements = {**two_nodes["requirements"], "vcpus": 15}
+    outcome = drive({**two_nodes, "requirements": requirements})
+    assert (code(outcome), _ledger.entries()) == ("cpus_unavailable", [])
+    assert outcome.failure is not None and "NUMA node 0" in outcome.failure.expected
+    free = {0: 799, 1: 9000}
+    monkeypatch.setattr(_pinning, "memory_free_mib", lambda node, **_: free[node])
+    assert code(drive(two_nodes)) == "memory_unavailable"
+    free[0] = 800
+    assert code(drive(two_nodes)) == ""
+    # A second slice finds what the first was promised on each node.
+    other = {**two_nodes, "allocation_id": TWO, "slots": two_nodes["slots"][2:]}
+    other["requirements"] = {**requirements, "vcpus": 1, "memory_mib": 8600}
+    assert "memory_unavailable" not in _codes(other), "400 of 9000 are promised"
+    other["requirements"]["memory_mib"] = 8601
+    assert "memory_unavailable" in _codes(other)
+
+
+def _codes(params: dict[str, Any]) -> list[str]:
+    return [blocker.code for blocker in drive(params, check_mode=True).plan.blockers]
+
+
+def test_pages_of_one_gib_are_not_divided(
+    two_nodes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 8192)
+    requirements = {**two_nodes["requirements"], "hugepages": True, "memory_mib": 5 * 1024}
+    cells = drive({**two_nodes, "requirements": requirements}).facts["bundle"]["cells"]
+    assert [cell["memory_mib"] for cell in cells] == [3 * 1024, 2 * 1024]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("0", "io_uring"), ("1", "native"), ("2", "native")]
+)
+def test_io_uring_is_left_where_an_administrator_turned_it_off(
+    host: Path, setting: str, expected: str
+) -> None:
+    file = host / "proc/sys/kernel/io_uring_disabled"
+    file.write_text(f"{setting}\n")
+    assert drive(PARAMS).facts["bundle"]["layout"]["disk_io"] == expected
+
+
 @pytest.mark.covers("I5")
 def test_every_disk_of_the_slice_needs_a_proof_that_stands(
     host: Path, pci: Any, monkeypatch: pytest.MonkeyPatch
@@ -377,3 +499,19 @@ def test_fencing_shuts_out_the_older_run_and_keeps_the_lease(host: Path) -> None
     assert not drive(fenced).changed
     assert _ledger.load("slot-3").allocation_id == ONE
     assert code(drive(RELEASED)) == "stale_fence"
+
+
+def test_a_kept_lease_is_taken_from_no_release(host: Path) -> None:
+    kept = {**PARAMS, "state": "kept"}
+    assert code(drive(kept)) == "lease_missing"
+    drive(PARAMS)
+    outcome = drive(kept)
+    assert (outcome.changed, outcome.facts["bundle"]["cpus"]) == (False, [0])
+    assert code(drive({**kept, "slots": [{**SLOT, "fence": 8}]})) == "lease_missing"
+    drive(RELEASED)
+    late = drive(kept)
+    assert (code(late), late.changed, _ledger.load("slot-3").allocation_id) == (
+        "lease_missing",
+        False,
+        "",
+    )

@@ -14,6 +14,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
 
+from tests.unit.reconciler.benchmark.sshd import Boot, boot
+
+__all__ = ["boot"]
+pytestmark = pytest.mark.covers("SLICE-5")
+
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 MAC, IP = "52:54:00:64:00:0d", "10.100.0.13"
 PARAMS: dict[str, Any] = {
@@ -23,7 +28,10 @@ PARAMS: dict[str, Any] = {
     "bridge": "ovsbr0",
     "port": 22,
     "deadline": 5,
+    "guest_runtime": {},
+    "gpus": 1,
 }
+KEY = "ssh-ed25519 " + "A" * 68
 
 
 class Guest:
@@ -39,7 +47,8 @@ class Guest:
         monkeypatch.setattr(module._libvirt, "domains", lambda: self.domains)
         self.domains = {_object_names.domain_name(ONE): "paused"}
         monkeypatch.setattr(module, "speaks_ssh", lambda _ip, _port: self.ssh)
-        self.ssh = False
+        monkeypatch.setattr(module, "host_keys", lambda _ip, _port: self.keys)
+        self.ssh, self.keys = False, [KEY]
 
     def put(self, path: str, text: str) -> None:
         file = self.tree / path.lstrip("/")
@@ -56,7 +65,8 @@ def guest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Guest:
 
 
 def code(readiness: dict[str, Any]) -> str:
-    refusal = module.verdict(PARAMS, readiness)
+    rows = module.probes(PARAMS, readiness, 0.0)
+    refusal = module.verdict(PARAMS, readiness | {"probes": rows})
     return refusal.code if refusal else ""
 
 
@@ -65,6 +75,61 @@ def test_ready(guest: Guest) -> None:
     guest.ssh = True
     facts = module.wait(PARAMS, once=False)
     assert (facts["lease_state"], facts["actual_ip"], code(facts)) == ("bound", IP, "")
+
+
+def test_the_host_key_is_recorded_and_ssh_without_one_is_not_ready(guest: Guest) -> None:
+    guest.lease(MAC, IP)
+    guest.ssh = True
+    assert module.wait(PARAMS, once=True)["host_keys"] == [KEY]
+    guest.keys = []
+    facts = module.wait(PARAMS, once=True)
+    assert (facts["ssh_ready"], facts["host_keys"], code(facts)) == (False, [], "readiness_failed")
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
+    guest: Guest, monkeypatch: pytest.MonkeyPatch, ok: bool
+) -> None:
+    guest.lease(MAC, IP)
+    guest.ssh = True
+    asked: list[Any] = []
+
+    def ask(_id: str, probes: Any, deadlines: Any, **_more: Any) -> Any:
+        asked.extend((probes, deadlines))
+        row = {"ok": ok, "detail": "" if ok else "cuInit: error 802", "values": {}}
+        return {"gpu_compute": {**row, "seconds": 3.0, "deadline_s": 4}}
+
+    monkeypatch.setattr(module._readiness, "ask", ask)
+    runtime = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 900}}
+    module_run = Module(check_mode=False, guest_runtime=runtime, gpus=2)
+    _change.attend(module_run, module.watch)
+    # The deadline of the launch is a limit of every probe.
+    assert asked == [{"gpu_compute": {"driver": "570-server", "gpus": 2}}, {"gpu_compute": 5}]
+    rows = module_run.answer["readiness"]["probes"]
+    names = ["address", "lease", "ssh", "gpu_compute"]
+    assert [(row["name"], row["ok"]) for row in rows] == [(n, True) for n in names[:3]] + [
+        ("gpu_compute", ok)
+    ]
+    assert module_run.answer["failed"] is not ok
+    if not ok:
+        error = module_run.answer["error"]
+        assert (error["code"], error["found"]) == (
+            "readiness_failed",
+            "gpu_compute: cuInit: error 802",
+        )
+        assert error["expected"] == "gpu_compute within 4 s"
+        assert "driver" in error["remedy"]
+    asked.clear()
+    checked = Module(check_mode=True, guest_runtime=runtime)
+    _change.attend(checked, module.watch)
+    assert not asked
+
+
+@pytest.mark.parametrize("probes", [{"root_shell": 5}, {"rdma": 0}, {"rdma": "x"}])
+def test_an_unknown_probe_or_deadline_is_refused(guest: Guest, probes: dict[str, Any]) -> None:
+    module_run = Module(check_mode=False, guest_runtime={"probes": probes})
+    _change.attend(module_run, module.watch)
+    assert module_run.answer["error"]["code"] == "spec_invalid"
 
 
 def test_a_deadline_without_a_lease(guest: Guest) -> None:
@@ -175,3 +240,14 @@ def test_a_closed_port_is_not_ready() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert not module.speaks_ssh("127.0.0.1", port)
+
+
+def test_the_guests_host_keys_are_read_over_its_port(boot: Boot) -> None:
+    guest = boot("guest", login="none")
+    assert module.host_keys("127.0.0.1", guest.port) == [guest.key]
+
+
+def test_a_guest_without_ssh_has_no_keys() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        assert module.host_keys("127.0.0.1", closed.getsockname()[1]) == []

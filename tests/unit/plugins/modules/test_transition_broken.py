@@ -125,7 +125,12 @@ def test_another_disk_in_its_place_gains_nothing(share, broken) -> None:
     assert code(take({**broken, "serial": "OTHER"})) == "unexpected_filesystem"
 
 
-def test_a_record_that_outlived_the_erase_says_nothing(share, broken) -> None:
+@pytest.mark.parametrize("clock", ["", "2020-01-01T00:00:00+00:00"], ids=["in order", "jumped"])
+def test_a_record_that_outlived_the_erase_says_nothing(
+    share, broken, monkeypatch: pytest.MonkeyPatch, clock: str
+) -> None:
+    if clock:
+        monkeypatch.setattr(_host, "now", lambda: clock)
     kept = _host.path(RECORD).read_text()
     assert take(broken).failure is None
     _host.write(RECORD, kept, 0o600)

@@ -2,7 +2,8 @@
 
 Tests control it: `POST /sign` takes claims, algorithm and key of a token; `POST /set` takes the
 published keys, whether it answers, and the answers for a device login, whose tokens are signed
-when the device asks for them.
+when the device asks for them. `GET /authorize` logs a person in without a question: with the claims
+of `login`, for an authorization code that is exchanged once, by its PKCE verifier.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import httpx
 import jwt
@@ -27,6 +28,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 AUDIENCE = "gpuaas"
+PUBLISHED = ["rsa", "ec", "ed", "short"]
 SHARED = b"a secret that is no secret, for it is published as a key of the type oct"
 
 
@@ -39,13 +41,19 @@ class State:
             "ec": ec.generate_private_key(ec.SECP256R1()),
             "ed": ed25519.Ed25519PrivateKey.generate(),
             "next": rsa.generate_private_key(65537, 2048),
+            "short": rsa.generate_private_key(65537, 1024),  # noqa: S505 - to be refused
             "stranger": rsa.generate_private_key(65537, 2048),
         }
-        self.published = ["rsa", "ec", "ed"]
+        self.published = list(PUBLISHED)
         self.down = False
         self.issuer = ""
+        self.authorize = ""
         self.requests = 0
         self.device: list[dict[str, Any]] = []
+        self.login: dict[str, Any] = {}
+        self.codes: dict[str, dict[str, str]] = {}
+        # How the token endpoint answers a code: "", "drips", "nonsense", "nested", "endless".
+        self.manner = ""
 
     def jwks(self) -> dict[str, Any]:
         octets = base64.urlsafe_b64encode(SHARED).decode().rstrip("=")
@@ -102,9 +110,18 @@ class Handler(BaseHTTPRequestHandler):
             places = {
                 "jwks_uri": f"{here}/jwks",
                 "device_authorization_endpoint": f"{here}/device",
+                "authorization_endpoint": state.authorize or f"{here}/authorize?tenant=1",
                 "token_endpoint": f"{here}/token",
             }
             self._answer(200, {"issuer": state.issuer or here, **places})
+        elif self.path.startswith("/authorize?"):
+            wish = dict(parse_qsl(urlsplit(self.path).query))
+            code = f"code-{len(state.codes)}"
+            state.codes[code] = wish
+            answer = {"code": code, "state": wish["state"], "iss": here}
+            self.send_response(302)
+            self.send_header("Location", f"{wish['redirect_uri']}?{urlencode(answer)}")
+            self.end_headers()
         elif self.path == "/jwks":
             self._answer(200, state.jwks())
         else:
@@ -127,6 +144,8 @@ class Handler(BaseHTTPRequestHandler):
         codes = {"device_code": "d-1", "user_code": "ABCD-EFGH", "interval": 0, "expires_in": 2}
         if form["client_id"] != AUDIENCE:
             self._answer(400, {"error": "invalid_client"})
+        elif form.get("grant_type") == "authorization_code":
+            self._exchange(form)
         elif self.path == "/device":
             place = {"verification_uri": "https://id.example/device"}
             self._answer(200, codes | place if "openid" in form["scope"] else {})
@@ -137,6 +156,40 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(400, answer)
             else:
                 self._answer(200, {name: self.state.sign(order) for name, order in answer.items()})
+
+    def _exchange(self, form: dict[str, str]) -> None:
+        """RFC 6749 section 4.1.3 with RFC 7636."""
+        state = self.state
+        if state.manner:
+            self._misbehave(state.manner)
+            return
+        wish = state.codes.pop(form["code"], {})
+        challenge = _encoded(hashlib.sha256(form["code_verifier"].encode()).digest()).decode()
+        expected = {
+            "code_challenge": challenge,
+            "code_challenge_method": "S256",
+            **{name: form[name] for name in ("client_id", "redirect_uri")},
+        }
+        if not wish or expected != {name: wish.get(name) for name in expected}:
+            self._answer(400, {"error": "invalid_grant"})
+            return
+        order = json.loads(json.dumps(state.login))
+        order["claims"].setdefault("nonce", wish["nonce"])
+        self._answer(200, {"token_type": "Bearer", "id_token": state.sign(order)})
+
+    def _misbehave(self, manner: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        try:
+            if manner == "nonsense":
+                self.wfile.write(b'["no", "token"]')
+            if manner == "nested":
+                self.wfile.write(b"[" * 100_000)
+            while manner in ("drips", "endless"):
+                self.wfile.write(b" " * (1 if manner == "drips" else 1 << 16))
+                time.sleep(0.02 if manner == "drips" else 0)
+        except OSError:
+            pass  # The client has left.
 
     def log_message(self, *_arguments: object) -> None:
         """Quiet."""

@@ -15,14 +15,18 @@ from fastapi import FastAPI
 from sqlalchemy import Engine
 
 from reconciler.api.app import PREFIX, create_app
+from reconciler.api.catalog import Judged
+from reconciler.api.rate import Rates
+from reconciler.db import journal
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate
-from reconciler.db.schema import Task
+from reconciler.db.schema import IngressRule, Task
 from reconciler.lifecycle import gate, host
 from reconciler.model.act import Act
-from reconciler.model.states import Role
+from reconciler.model.states import IngressState, Role
 from reconciler.records import images, leasing, nodes, projects, proofs, tokens
 from reconciler.settings import Settings
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.conformity import Client, Conformity, client
 
 ACT = Act("test", "prepared by the test")
@@ -66,8 +70,10 @@ def discovery() -> dict[str, Any]:
     document["candidate_summary"]["blockers"] = []
     card = document["fabric"][0]
     card["blockers"] = []
+    prepared = json.loads(RECORDED.with_name("prepared-discovery.json").read_text())
+    function = prepared["fabric"][0]["vfs"][0]
     card["vfs"] = [
-        {"address": f"0000:25:10.{index}", "index": index, "blockers": []} for index in range(4)
+        {**function, "address": f"0000:25:10.{index}", "index": index} for index in range(4)
     ]
     for candidate, function in zip(document["candidates"], card["vfs"], strict=True):
         candidate["bundle"]["fabric_vf_pci_address"] = function["address"]
@@ -93,6 +99,8 @@ class Stack:
         headers = {"Authorization": f"Bearer {self.secrets[who]}"} if who else {}
         # One application serves all tests, one after the other, because building it takes seconds.
         app = _application()
+        if app.state.engine is not self.engine:
+            app.state.rates, app.state.judged = Rates(), Judged()
         app.state.settings, app.state.engine = self.settings, self.engine
         return client(app, _judge(), base_url=f"http://test{base}", headers=headers, **options)
 
@@ -127,7 +135,7 @@ class Stack:
         body = {"slots": [bundle(index) for index in FREE], "reason": "test"}
         admin = self.client("admin")
         assert admin.post(f"admin/nodes/{NODE}/resource-slots", json=body).status_code == 201
-        report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
+        report = {"failures": 0, "warnings": 0, **wipes.proven(discovery())}
         with transaction(self.engine) as conn:
             host.record_discovery(conn, NODE, discovery(), ACT)
             host.record_parity(conn, NODE, report, ACT)
@@ -135,6 +143,24 @@ class Stack:
         on = {"enabled": True}
         assert admin.put(f"admin/nodes/{NODE}/scheduling", json=on).status_code == 200
         assert admin.put("admin/settings/slice-scheduling", json=on).status_code == 200
+
+    def ingress_rule(self, allocation_id: str) -> str:
+        """A rule of an allocation that has just been requested."""
+        rule = {"protocol": "tcp", "public_address": "203.0.113.10", "public_port": 443}
+        with transaction(self.engine) as conn:
+            made = journal.create(
+                conn,
+                IngressRule,
+                ACT,
+                **rule,
+                allocation_id=allocation_id,
+                project_id="demo",
+                guest_port=8443,
+                sources=["198.51.100.0/24"],
+                expires_at=4e9,
+                state=IngressState.REQUESTED,
+            )
+        return str(made.id)
 
     def lease(self) -> Task:
         """Take the next task as a worker would."""

@@ -74,8 +74,8 @@ def test_what_must_not_be_forced(selling: Stack) -> None:
         (allocation_id, {"reason": ""}, 422, "reason_required"),
         (allocation_id, {"runtime_verified_absent": "yes"}, 422, "request_invalid"),
     ):
-        found = refused(selling, partial(clean, selling, asked, key=code, **body))
-        assert (found["status"], found["code"]) == (status, code)
+        problem = refused(selling, partial(clean, selling, asked, key=code, **body))
+        assert (problem["status"], problem["code"]) == (status, code)
 
 
 @pytest.mark.covers("CTRL-7")
@@ -114,14 +114,14 @@ def test_repair_from_the_slot(selling: Stack) -> None:
 def test_the_list_can_be_narrowed(selling: Stack) -> None:
     allocation_id = launch(selling).json()["id"]
     admin = selling.client("admin")
-    for query, found in (
+    for query, ids in (
         ({"project_id": "demo"}, [allocation_id]),
         ({"project_id": "other"}, []),
         ({"node_id": NODE, "state": "requested"}, [allocation_id]),
         ({"state": "active"}, []),
     ):
         rows = admin.get("admin/allocations", params=query).json()["items"]
-        assert [row["id"] for row in rows] == found
+        assert [row["id"] for row in rows] == ids
     assert admin.get("admin/allocations?state=none").json()["code"] == "request_invalid"
 
 

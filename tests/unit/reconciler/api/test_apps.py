@@ -118,7 +118,12 @@ def test_a_member_dials_its_tenants_address_and_an_admin_sees_the_transports(
     at = f"{PATH}/{made['id']}/members"
     answer = metal.client("member").get(at)
     (mine,) = answer.json()["items"]
-    assert mine["connection"] == {"host": "203.0.113.9", "port": 22, "username": "tenant"}
+    assert mine["connection"] == {
+        "host": "203.0.113.9",
+        "port": 22,
+        "username": "tenant",
+        "known_hosts": "",
+    }
     assert mine["adapter_detail"]["host"] == "203.0.113.9"
     assert mine["adapter_detail"]["hostname"] == "metal-1"
     for hidden in ("192.0.2.9", "0000:", "5e0000000000a001", "dash.example"):
@@ -132,11 +137,11 @@ def test_a_member_dials_its_tenants_address_and_an_admin_sees_the_transports(
 def test_a_failure_shows_its_code_and_no_address(metal: Stack, allocation: str) -> None:
     made = create(metal, allocation).json()
     at = f"{PATH}/{made['id']}"
-    found = {"code": "host_unreachable", "found": "ssh: connect to host 192.0.2.9 port 22"}
+    error = {"code": "host_unreachable", "found": "ssh: connect to host 192.0.2.9 port 22"}
     with transaction(metal.engine) as conn:
         (task,) = leasing.lease(conn, "w", kinds=[KIND])
-        app_operations.failed(conn, task.parameters["operation_id"], ACT, found)
-        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=found)
+        app_operations.failed(conn, task.parameters["operation_id"], ACT, error)
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=error)
     member = metal.client("member")
     shown = [member.get(f"{at}{part}") for part in ("", "/members", "/member-operations")]
     assert shown[0].json()["waits_for"] == {
@@ -194,9 +199,7 @@ def test_another_project_has_none_of_it(metal: Stack, allocation: str) -> None:
             answer = stranger.post(at + part, headers={"Idempotency-Key": part.replace("/", "-")})
             assert (answer.status_code, answer.json()["code"]) == (404, wanted)
     theirs = stranger.post(
-        "projects/other/app-instances",
-        json=body(allocation),
-        headers={"Idempotency-Key": "steal"},
+        "projects/other/app-instances", json=body(allocation), headers={"Idempotency-Key": "steal"}
     )
     assert (theirs.status_code, theirs.json()["code"]) == (404, "allocation_not_found")
     assert stranger.get("projects/other/app-instances").json()["items"] == []

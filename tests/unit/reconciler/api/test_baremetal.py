@@ -10,7 +10,8 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import baremetal, host, slices
 from reconciler.model.states import NodeMode, TaskState
-from reconciler.records import nodes, queue
+from reconciler.records import nodes, queue, tokens
+from reconciler.trust import ca
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack, discovery
 
 PATH = "projects/demo/allocations"
@@ -61,13 +62,36 @@ def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: Stack
     assert (mine["capacity_shape"], mine["gpu_count"]) == ("baremetal", 4)
     let_in(metal, mine["id"])
     shown = metal.client("member").get(f"{PATH}/{mine['id']}")
-    assert shown.json()["connection"] == {"host": "203.0.113.9", "port": 22, "username": "tenant"}
+    assert shown.json()["connection"] == {
+        "host": "203.0.113.9",
+        "port": 22,
+        "username": "tenant",
+        "known_hosts": "",
+    }
     assert shown.json()["telemetry_url"] == "https://dash.example/metal"
     for hidden in ("192.0.2.9", "5e0000000000a001", "LABNVME", "0000:"):
         assert hidden not in shown.text
     seen = metal.client("admin").get(f"admin/allocations/{mine['id']}").json()
     assert [claim["kind"] for claim in seen["claims"]] == ["node_exclusive"]
     assert [task["kind"] for task in seen["tasks"]] == ["baremetal.provision"]
+
+
+def test_with_a_gateway_the_machine_is_behind_it(metal: Stack) -> None:
+    metal.settings = metal.settings.model_copy(update={"member_address": "gate.example:2222"})
+    ca.open_trust(metal.settings.state_dir)
+    with transaction(metal.engine) as conn:
+        tokens.record_certificate(
+            conn, "metal", ACT, certificate="x", public_key=f"{KEY} host", principals=["metal"],
+            serial="1", valid_until=4e9,
+        )  # fmt: skip
+    mine = launch(metal).json()["id"]
+    let_in(metal, mine)
+    connection = metal.client("member").get(f"{PATH}/{mine}").json()["connection"]
+    assert (connection["host"], connection["port"]) == ("gate.example", 2222)
+    gateway, machine = connection["known_hosts"].splitlines()
+    assert gateway.startswith("@cert-authority ")
+    assert machine == f"{mine} {' '.join(KEY.split()[:2])}"
+    assert "203.0.113.9" not in str(connection) and "metal" not in str(connection)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,15 @@ from reconciler.api import contract
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import nodes, slots
-from reconciler.lifecycle import apps, host, slices
+from reconciler.lifecycle import apps, host, ingress, power, slices
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskState
 from reconciler.records import queue
 from tests.unit.reconciler.api.stack import ACT, IMAGE, KEY, NODE, Stack, discovery
+from tests.unit.reconciler.api.test_ingress import body as ingress_body
+from tests.unit.reconciler.api.test_ingress import with_addresses
+from tests.unit.reconciler.api.test_jobs import BODY as JOB
+from tests.unit.reconciler.api.test_jobs import bury, with_model
 from tests.unit.reconciler.api.test_launches import BODY, PATH, activate, launch
 
 PLANTED = {
@@ -43,18 +47,20 @@ ERROR = {
 def canaries(stack: Stack) -> set[str]:
     """Every text of the node and its slots, and what was planted where texts are kept."""
     with transaction(stack.engine) as conn:
-        found = {"bmc": {"address": BMC}, **discovery()}
-        host.record_discovery(conn, NODE, found, ACT)
+        report = {"bmc": {"address": BMC}, **discovery()}
+        host.record_discovery(conn, NODE, report, ACT)
         conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**PLANTED))
         node = conn.execute(sa.select(nodes).where(nodes.c.id == NODE)).mappings().one()
-        told = {str(node[name]) for name in (*IDENTITIES, *PLANTED)}
+        texts = {str(node[name]) for name in (*IDENTITIES, *PLANTED)}
         columns = [field.name for field in fields(Bundle) if field.type == "str"]
         for slot in conn.execute(sa.select(slots)).mappings():
-            told |= {str(slot[name]) for name in ("id", "nvme_identity", *columns)}
-    told |= {word for text in ERROR.values() for word in text.split() if ":" in word or "/" in word}
-    told |= {"canary", BMC, IMAGE["url"]}
-    assert len(told) > 25
-    return {text.lower() for text in told - {"", "None"} if len(text) > 3}
+            texts |= {str(slot[name]) for name in ("id", "nvme_identity", *columns)}
+    texts |= {
+        word for text in ERROR.values() for word in text.split() if ":" in word or "/" in word
+    }
+    texts |= {"canary", BMC, IMAGE["url"]}
+    assert len(texts) > 25
+    return {text.lower() for text in texts - {"", "None"} if len(text) > 3}
 
 
 class Watch:
@@ -73,6 +79,10 @@ class Watch:
         self.ask("GET", PATH)
         self.ask("GET", PATH, params={"limit": 1})
         self.ask("GET", "projects/demo/usage")
+        self.ask("GET", "projects/demo/quota")
+        self.ask("GET", "catalog")
+        self.ask("GET", "catalog/availability", params={"gpus": 1})
+        self.ask("GET", f"{PATH}/{allocation_id}/timeline")
         return self.ask("GET", f"{PATH}/{allocation_id}")
 
 
@@ -84,8 +94,9 @@ def fail(stack: Stack, allocation_id: str) -> None:
         queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT, error=ERROR)
 
 
-@pytest.mark.covers("CTRL-10")
+@pytest.mark.covers("CTRL-10", "P5")
 def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
+    with_model(selling)
     planted, member = canaries(selling), Watch(selling)
     first, second = (launch(selling, key).json()["id"] for key in ("a", "b"))
     for keyed in ("a", "c"):
@@ -101,18 +112,50 @@ def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
     member.ask("POST", f"{PATH}/{first}/release")
     activate(selling, second)
     assert member.look(second)["connection"]["host"] == "gate.example"
+    member.ask("GET", f"{PATH}/{second}/telemetry")
+    member.ask("POST", f"{PATH}/{second}/power", json={"action": "reset"})
+    with transaction(selling.engine) as conn:
+        power.failed(conn, second, ERROR)
+    assert member.look(second)["error_code"] == ERROR["code"]
     deploy(selling, member, second)
+    forward(selling, member, second)
+    infer(selling, member)
     assert [row["id"] for row in member.ask("GET", "projects")["items"]] == ["demo"]
     assert member.ask("GET", "images")["items"]
+    key = {"public_key": KEY}
+    for path in ("ssh-keys", "ssh-keys/revoke", "ssh-keys"):
+        member.ask("POST", f"projects/demo/{path}", json=key)
+    member.ask("POST", f"{PATH}/{second}/terminal")
+    member.ask("PUT", f"{PATH}/{second}/terminal", json={"enabled": True})
+    member.ask("PUT", "projects/demo/terminal-recording", json={"enabled": True})
+    for path in ("ssh-keys", "ssh-sessions", "terminal-recording"):
+        member.ask("GET", f"projects/demo/{path}")
     member.ask("POST", f"{PATH}/{second}/release")
     member.look(second)
     member.ask("GET", f"admin/nodes/{NODE}/resource-slots")
     for answer in member.answers:
         # The path is what the caller wrote itself.
         body = json.dumps({**answer.json(), "instance": ""}).lower()
-        found = [canary for canary in planted if canary in body + str(answer.headers).lower()]
-        assert not found, (str(answer.request.url), answer.status_code, found, body)
+        leaked = [canary for canary in planted if canary in body + str(answer.headers).lower()]
+        assert not leaked, (str(answer.request.url), answer.status_code, leaked, body)
     assert used(member.answers) == permitted()
+
+
+def infer(stack: Stack, member: Watch) -> None:
+    """A job whose failure names files of its worker."""
+    at = "projects/demo/jobs"
+    bury(stack, detail=ERROR["found"])
+    for path, body in (
+        (at, JOB),
+        (f"{at}/batch", {"jobs": [JOB]}),
+        (at, JOB | {"model": "none"}),
+        (f"{at}/dlq/reprocess", {"sample": 1}),
+    ):
+        member.ask("POST", path, json=body)
+    member.ask("GET", f"{at}/depth")
+    for job in member.ask("GET", at)["items"]:
+        member.ask("GET", f"{at}/{job['id']}")
+        member.ask("POST", f"{at}/{job['id']}/cancel")
 
 
 def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
@@ -134,6 +177,18 @@ def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
     member.ask("POST", f"{own}/bootstrap-ssh/reconcile", headers=headers)
     member.ask("POST", f"{own}/stop")
     assert member.ask("GET", f"{own}/members")["items"][0]["adapter_detail"]["phase"] == "up"
+
+
+def forward(stack: Stack, member: Watch, allocation_id: str) -> None:
+    """A rule of ingress that its host refused, in words of the host."""
+    with_addresses(stack).client()  # the one application serves by the new settings
+    at, headers = f"{PATH}/{allocation_id}/ingress", {"Idempotency-Key": "ingress"}
+    made = member.ask("POST", at, json=ingress_body(), headers=headers)
+    with transaction(stack.engine) as conn:
+        ingress.failed(conn, made["id"], ACT, ERROR, forwards=False)
+    assert member.ask("GET", f"{at}/{made['id']}")["failure_code"] == ERROR["code"]
+    member.ask("GET", at)
+    member.ask("DELETE", f"{at}/{made['id']}")
 
 
 def used(answers: list[httpx.Response]) -> set[str]:

@@ -18,6 +18,7 @@ from reconciler.runs.collect import Outcome
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_launches import launch
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.covers("HOST-15")
 PATH = f"admin/nodes/{NODE}/conversion"
 SLOTS = f"admin/nodes/{NODE}/resource-slots"
 IDENTITY = {"identity": discovery()["identity"]}
-REPORT = {"intent": "slice", "warnings": 0, "checks": [], **IDENTITY}
+REPORT = {"intent": "slice", "warnings": 0, "checks": [], **wipes.proven(discovery())}
 
 
 def mode(stack: Stack) -> str:
@@ -141,14 +142,14 @@ def test_not_while_somebody_is_on_the_node(selling: Stack, state: SlotState) -> 
     on_the_way(selling, state)
     admin, before = selling.client("admin"), mode(selling)
     asked = len(admin.get("admin/tasks").json()["items"])
-    found = [slot["status"] for slot in admin.get(SLOTS).json()["items"]]
-    assert sorted(found) == sorted(["available", state])
+    statuses = [slot["status"] for slot in admin.get(SLOTS).json()["items"]]
+    assert sorted(statuses) == sorted(["available", state])
     refused = admin.post(PATH, json={"to": "baremetal"})
     assert (refused.status_code, refused.json()["code"]) == (409, "node_in_use")
     assert f" {state}" in refused.json()["found"]
     assert mode(selling) == before
     # Nothing of it has happened: what is on sale is so still.
-    assert [slot["status"] for slot in admin.get(SLOTS).json()["items"]] == found
+    assert [slot["status"] for slot in admin.get(SLOTS).json()["items"]] == statuses
     assert len(admin.get("admin/tasks").json()["items"]) == asked
 
 
@@ -165,8 +166,8 @@ def ended(stack: Stack, evidence: dict[str, Any], **failed: Any) -> dict[str, An
     document = {"schema": 1, "ok": not failed, "step": "", "error": {}, "evidence": evidence}
     outcome = Outcome(status, document | failed)
     settle(stack.engine, stack.settings, HANDLERS[task.kind], task, outcome)
-    found: dict[str, Any] = stack.client("admin").get(f"admin/tasks/{task.id}").json()
-    return found
+    row: dict[str, Any] = stack.client("admin").get(f"admin/tasks/{task.id}").json()
+    return row
 
 
 def bare_again(stack: Stack) -> None:
@@ -198,9 +199,9 @@ def test_one_call_leads_to_slots_on_sale(selling: Stack) -> None:
         None,
     ]
     assert {task["correlation_id"] for task in story} == {"back-to-slices"}
-    told = admin.get(f"admin/nodes/{NODE}/timeline", params={"limit": 200}).json()["items"]
-    assert {task["id"] for task in story} <= {row.get("entity_id") for row in told}
-    assert f"follows node.bootstrap {first['id']}" in {row.get("reason") for row in told}
+    timeline = admin.get(f"admin/nodes/{NODE}/timeline", params={"limit": 200}).json()["items"]
+    assert {task["id"] for task in story} <= {row.get("entity_id") for row in timeline}
+    assert f"follows node.bootstrap {first['id']}" in {row.get("reason") for row in timeline}
 
 
 def test_a_step_that_fails_ends_the_way_and_a_person_goes_on_from_there(selling: Stack) -> None:

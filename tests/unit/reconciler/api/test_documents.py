@@ -51,13 +51,13 @@ def drop_triggers(conn: sa.Connection, *names: str) -> None:
 
 def test_reports_of_hosts(prepared: Stack) -> None:
     admin = prepared.client("admin")
-    found = {**discovery(), **DOCUMENT}
+    document = {**discovery(), **DOCUMENT}
     report = {"failures": 0, "warnings": 0, "identity": discovery()["identity"], **DOCUMENT}
     with transaction(prepared.engine) as conn:
-        host.record_discovery(conn, NODE, found, ACT)
+        host.record_discovery(conn, NODE, document, ACT)
         host.record_parity(conn, NODE, report, ACT)
     shown = admin.get(f"admin/nodes/{NODE}/slice-topology/discovery").json()
-    assert same(shown["document"], found)
+    assert same(shown["document"], document)
     assert same(admin.get(f"admin/nodes/{NODE}/parity").json()["document"], report)
 
 

@@ -16,7 +16,7 @@ from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
 from reconciler.trust.keygen import TrustError
 from reconciler.work import worker
-from tests.unit.reconciler.api.stack import NODE, Stack, discovery
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, discovery
 
 pytestmark = pytest.mark.covers("HOST-13")
 
@@ -38,16 +38,16 @@ def test_enrolment(new: Stack) -> None:
     assert "http://198.51.100.1:8080" in issued["userdata"]
 
     sent = {**discovery()["identity"], "token": issued["token"], "node_id": NODE, "hostname": "x"}
-    told = new.client().post(PATH, json=sent)
-    assert told.status_code == 200, told.text
-    assert set(told.json()) == {"certificate", "user_ca", "principals", "preflight"}
+    response = new.client().post(PATH, json=sent)
+    assert response.status_code == 200, response.text
+    assert set(response.json()) == {"certificate", "user_ca", "principals", "preflight"}
     # What the machine is to look at, by the profile that it was added with.
-    preflight = told.json()["preflight"]
+    preflight = response.json()["preflight"]
     assert preflight["environment"]["GPUAAS_SLICE_GPU_IDS"] == "1234:11e8"
     assert preflight["script"].startswith("#!/bin/sh")
     node = admin.get(f"admin/nodes/{NODE}").json()
     assert (node["state"], node["machine_id"]) == ("bootstrapping", sent["machine_id"])
-    assert node["certificates"][0]["certificate"] == told.json()["certificate"]
+    assert node["certificates"][0]["certificate"] == response.json()["certificate"]
     assert node["certificates"][0]["principals"] == [NODE]
     log = admin.get("admin/audit", params={"action": "node.certificate.enrolled"}).json()["items"]
     assert (log[0]["actor"], log[0]["reason"]) == (f"node:{NODE}", "node certificate enrolled")
@@ -90,8 +90,8 @@ def test_no_userdata_with_an_address_that_only_this_machine_has(new: Stack, list
     new.settings = new.settings.model_copy(update={"public_url": "", "listen": listen})
     refused = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
     assert (refused.status_code, refused.json()["code"]) == (409, "public_url_missing")
-    said = {"public_url": f"http://{listen}"}
-    new.settings = new.settings.model_copy(update=said)
+    address = {"public_url": f"http://{listen}"}
+    new.settings = new.settings.model_copy(update=address)
     meant = new.client("admin").post(f"admin/nodes/{NODE}/enrollment-token")
     assert f"http://{listen}" in meant.json()["userdata"], "said outright, it is meant"
 
@@ -137,6 +137,7 @@ def test_a_token_is_judged_before_anything_is_written(new: Stack) -> None:
     assert (trust / "known_hosts").stat().st_ino == before
 
 
+@pytest.mark.covers("P7")
 def test_a_token_is_good_once(new: Stack) -> None:
     sent = body(new)
     with ThreadPoolExecutor(4) as pool:
@@ -147,6 +148,7 @@ def test_a_token_is_good_once(new: Stack) -> None:
     assert sorted(codes) == [200, 401, 401, 401]
 
 
+@pytest.mark.covers("P7")
 def test_a_token_belongs_to_its_node(new: Stack) -> None:
     sent = body(new) | {"node_id": "other"}
     answer = new.client().post("nodes/other/enrol", json=sent)
@@ -275,3 +277,21 @@ def test_a_token_survives_a_certificate_that_could_not_be_made(
         patched.setattr(enrolment, "answer", refuse)
         assert new.client().post(PATH, json=sent).json()["code"] == "keygen_failed"
     assert new.client().post(PATH, json=sent).status_code == 200
+
+
+@pytest.mark.covers("ECO-3")
+def test_a_ticket_fetches_the_script_once(new: Stack) -> None:
+    with transaction(new.engine) as conn:
+        elsewhere = tokens.issue_ticket(conn, NODE, "abc123", ["198.51.100.7"], ACT)
+        ticket = tokens.issue_ticket(conn, NODE, "abc123", ["testclient"], ACT)
+    path = f"nodes/{NODE}/userdata"
+    for wrong in (elsewhere, "ticket_unknown"):
+        answer = new.client().post(path, json={"ticket": wrong})
+        assert (answer.status_code, answer.json()["code"]) == (401, "token_invalid")
+    answer = new.client().post(path, json={"ticket": ticket})
+    assert (answer.status_code, answer.headers["Cache-Control"]) == (200, "no-store")
+    (line,) = [row for row in answer.text.splitlines() if row.startswith("token=")]
+    sent = {**discovery()["identity"], "node_id": NODE, "hostname": "lab"}
+    assert new.client().post(PATH, json={**sent, "token": ticket}).status_code == 401
+    assert new.client().post(PATH, json={**sent, "token": line.split("'")[1]}).status_code == 200
+    assert new.client().post(path, json={"ticket": ticket}).status_code == 401

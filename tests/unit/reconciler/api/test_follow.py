@@ -75,7 +75,7 @@ def service(prepared: Stack) -> Iterator[str]:
     assert not thread.is_alive()
 
 
-def told(event: Event) -> str:
+def step(event: Event) -> str:
     return str(event.document.get("task") or event.document.get("target") or event.name)
 
 
@@ -84,12 +84,12 @@ def test_events_come_while_the_task_runs_and_end_with_it(prepared: Stack, servic
     reader = Client(service, prepared.secrets["admin"])
     stream = reader.events(f"/admin/tasks/{task.id}/events")
     begun = [next(stream) for _ in range(3)]
-    assert [told(event) for event in begun] == ["queued", "running", "look"]
+    assert [step(event) for event in begun] == ["queued", "running", "look"]
     say(prepared, task, "measure", "report")
-    assert [told(next(stream)) for _ in range(2)] == ["measure", "report"]
+    assert [step(next(stream)) for _ in range(2)] == ["measure", "report"]
     end(prepared, task)
     rest = list(stream)
-    assert [(event.name, told(event)) for event in rest] == [("state", "succeeded"), ("end", "end")]
+    assert [(event.name, step(event)) for event in rest] == [("state", "succeeded"), ("end", "end")]
     assert rest[-1].document["state"] == "succeeded"
     reader.close()
 
@@ -107,14 +107,14 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
     # Nothing is left: a browser's EventSource stops asking at 204.
     assert list(reader.events(path, after=whole[-1].place)) == []
 
-    monkeypatch.setattr(client.time, "sleep", lambda _s: None)
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
     real, broken = client._parse_events, iter([1, 0])
 
     def cut(lines: Iterator[str]) -> Iterator[Event]:
         for event in real(lines):
             yield event
             if next(broken, None):
-                raise client.httpx.ReadError("the service was restarted")
+                raise httpx.ReadError("the service was restarted")
 
     monkeypatch.setattr(client, "_parse_events", cut)
     assert list(reader.events(path)) == whole
@@ -184,11 +184,11 @@ def test_output_without_secrets(prepared: Stack) -> None:
     path = f"admin/tasks/{task.id}/output"
     nothing = {"task_id": task.id, "here": False, "output": ""}
     assert admin.get(path).json() == nothing
-    said = RunPaths(folder(prepared)).output
-    said.parent.mkdir(parents=True)
-    said.write_text("ok: [n1]\nAuthorization: Bearer planted-secret-token\n")
-    found = admin.get(path).json()
-    assert (found["here"], "ok: [n1]" in found["output"]) == (True, True)
-    assert "planted" not in found["output"]
+    output = RunPaths(folder(prepared)).output
+    output.parent.mkdir(parents=True)
+    output.write_text("ok: [n1]\nAuthorization: Bearer planted-secret-token\n")
+    answer = admin.get(path).json()
+    assert (answer["here"], "ok: [n1]" in answer["output"]) == (True, True)
+    assert "planted" not in answer["output"]
     assert "planted" not in admin.get(f"admin/tasks/{task.id}").text
-    assert admin.get(path, params={"limit": 8}).json()["output"] != found["output"]
+    assert admin.get(path, params={"limit": 8}).json()["output"] != answer["output"]

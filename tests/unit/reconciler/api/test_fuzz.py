@@ -60,6 +60,7 @@ def known_in(selling: Stack) -> dict[str, str]:
         "slot_id": admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]["id"],
         "task_id": admin.get("admin/tasks").json()["items"][0]["id"],
         "app_instance_id": app_instance(selling),
+        "rule_id": selling.ingress_rule(made["id"]),
     }
 
 
@@ -100,8 +101,8 @@ def fuzz(there: Known, role: str, examples: int) -> None:
     repeated: set[str] = set()
     wrong: set[int] = set()
     modes = list(GenerationMode)
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
         modes.reverse()  # the only example of an operation is of the first
         if operation.definition.raw["operationId"] in STREAMS:
             continue
@@ -110,7 +111,6 @@ def fuzz(there: Known, role: str, examples: int) -> None:
         @settings(
             max_examples=examples,
             database=None,
-            deadline=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
@@ -130,8 +130,8 @@ def fuzz(there: Known, role: str, examples: int) -> None:
             if "data" in asked:
                 asked["content"] = asked.pop("data")
             answer = client.request(**asked)  # the client holds it against the contract
-            said = answer.status_code == 503 and case.path in SAYS_UNREADY
-            assert answer.status_code < 500 or said, (asked, answer.text)
+            unready = answer.status_code == 503 and case.path in SAYS_UNREADY
+            assert answer.status_code < 500 or unready, (asked, answer.text)
             statuses.add(answer.status_code)
             if case.meta.generation.mode is GenerationMode.NEGATIVE:
                 wrong.add(answer.status_code)

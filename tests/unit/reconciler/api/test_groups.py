@@ -34,6 +34,7 @@ def machine(tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch) -> Machine
     machine = Machine(tree)
     fill(machine)
     prepared(machine, script)
+    script.on("devlink", "-j", "dev", "info", out='{"info":{}}')
     monkeypatch.setattr(_block, "disks", lambda: [disk(0), disk(1)])
     monkeypatch.setattr(
         _block, "usages", lambda disks: {one.kernel_name: _block.Usage() for one in disks}
@@ -72,6 +73,6 @@ def test_a_neighbour_in_the_gpus_group_is_refused(
     machine.pci(address, id_, above=LEFT, node=0, group=10, driver=driver)
     bundle = discovered(new)[0]
     assert bundle["gpu_pci_address"] == GPU
-    found = refused(new, lambda: approve(new, bundle))
-    assert found["code"] == code
-    assert address in found["found"]
+    problem = refused(new, lambda: approve(new, bundle))
+    assert problem["code"] == code
+    assert address in problem["found"]

@@ -92,7 +92,7 @@ def test_an_allocation_changes_only_as_it_was_read(selling: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "expected"),
     [
         ("force-cleanup", (200, None)),
         # Its host answers, which is a judgement of its own: the guard has let it pass.
@@ -100,7 +100,7 @@ def test_an_allocation_changes_only_as_it_was_read(selling: Stack) -> None:
     ],
 )
 def test_what_is_forced_on_an_allocation_is_guarded(
-    selling: Stack, act: str, told: tuple[int, str | None]
+    selling: Stack, act: str, expected: tuple[int, str | None]
 ) -> None:
     """That its release has failed is news as well, although its state is the same."""
     admin, made = selling.client("admin"), launch(selling).json()["id"]
@@ -120,7 +120,7 @@ def test_what_is_forced_on_an_allocation_is_guarded(
     stale = refused(selling, lambda: forced(seen))
     assert (stale["status"], stale["code"]) == (412, "precondition_failed")
     answer = forced(admin.get(at).headers["ETag"])
-    assert (answer.status_code, answer.json().get("code")) == told
+    assert (answer.status_code, answer.json().get("code")) == expected
 
 
 def test_of_two_at_once_one_wins(new: Stack) -> None:
@@ -137,10 +137,15 @@ def test_of_two_at_once_one_wins(new: Stack) -> None:
 # A body that each of them takes, were it not for the tag; {} where it needs none. One that is
 # missing here is refused for its body, not for its tag, and fails the test.
 BODIES: dict[str, dict[str, Any]] = {
+    "allocations_change_power": {"action": "stop"},
     "nodes_change": {"region": "eu"},
     "nodes_schedule": {"enabled": False},
+    "node_work_change_firmware": {"apply": True, "reason": "test"},
     "node_work_convert": {"to": "baremetal"},
+    "node_work_reboot": {"reason": "test"},
     "bare_metal_accept_drift": {"reason": "test"},
+    "bare_metal_accept_firmware": {"reason": "test"},
+    "bare_metal_record_bmc": {"sections": {"redfish_boot": {}}},
     "slots_remove_orphan": {
         "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
         "reason": "test",
@@ -156,7 +161,9 @@ BODIES: dict[str, dict[str, Any]] = {
 def changing() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Verb, path and description of every operation of the written contract that acts."""
     for path, verbs in contract.contract()["paths"].items():
-        yield from ((verb, path, told) for verb, told in verbs.items() if verb in MUTATING)
+        yield from (
+            (verb, path, operation) for verb, operation in verbs.items() if verb in MUTATING
+        )
 
 
 def is_guarded(operation: dict[str, Any]) -> bool:
@@ -166,9 +173,9 @@ def is_guarded(operation: dict[str, Any]) -> bool:
 def test_whatever_changes_a_record_with_a_tag_is_guarded() -> None:
     """What answers with a record as it is now, and its new ETag, has changed that record."""
     answers = {
-        told["operationId"]: told["responses"].get("200", {}).get("headers", {})
-        for _, _, told in changing()
-        if not is_guarded(told)
+        operation["operationId"]: operation["responses"].get("200", {}).get("headers", {})
+        for _, _, operation in changing()
+        if not is_guarded(operation)
     }
     assert [name for name, headers in answers.items() if "ETag" in headers] == []
 
@@ -186,13 +193,14 @@ def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: Stack) -> None:
         "project_id": "demo",
         "allocation_id": allocation,
         "app_instance_id": app,
+        "rule_id": selling.ingress_rule(allocation),
         "task_id": task["id"],
     }
     unused = set(BODIES)
-    for verb, path, told in changing():
-        if not is_guarded(told):
+    for verb, path, operation in changing():
+        if not is_guarded(operation):
             continue
-        name, at = told["operationId"], path.format_map(known)
+        name, at = operation["operationId"], path.format_map(known)
         who = selling.client("member", base="/") if "/projects/" in path else admin
         headers = {"If-Match": '"999"', "Idempotency-Key": name}
         ask = partial(who.request, verb, at, json=BODIES.get(name, {}), headers=headers)

@@ -42,21 +42,21 @@ def test_a_site_is_ready_when_somebody_works_and_leads(new: Stack) -> None:
     app.state.needed = process.NEEDED
     client = TestClient(app, base_url="http://test")
 
-    def told() -> tuple[int, str]:
+    def readiness() -> tuple[int, str]:
         answer = client.get("/readyz")
         return answer.status_code, answer.json().get("code", "")
 
-    assert told() == (503, "process_missing")
+    assert readiness() == (503, "process_missing")
     with transaction(new.engine) as conn:
         leader.record_process(conn, "p1", ["worker", "loops"], host="h", pid=1, version="1")
-    assert told() == (503, "leader_missing")
+    assert readiness() == (503, "leader_missing")
     with transaction(new.engine) as conn:
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
-    assert told() == (200, "")
+    assert readiness() == (200, "")
     with transaction(new.engine) as conn:
         old = tables.service_processes.c.seen_at - leader.STALE_S
         conn.execute(sa.update(tables.service_processes).values(seen_at=old))
-    assert told() == (503, "process_missing")
+    assert readiness() == (503, "process_missing")
     assert client.get("/healthz").status_code == 200, "the process itself lives"
 
 

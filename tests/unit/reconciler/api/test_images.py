@@ -196,8 +196,8 @@ def test_nothing_outside_of_the_folder_is_served_or_told_of(
     other = admin.post("admin/images", json=registration(secret, url=absent))
     assert answer.json()["code"] == "image_file_invalid"
     parts = ("code", "expected", "found", "remedy")
-    told, expected = ([response.json()[part] for part in parts] for response in (answer, other))
-    assert [text.replace(url, "URL") for text in told] == [
+    shown, expected = ([response.json()[part] for part in parts] for response in (answer, other))
+    assert [text.replace(url, "URL") for text in shown] == [
         text.replace(absent, "URL") for text in expected
     ]
     assert admin.get("admin/images").json()["items"] == []
@@ -213,11 +213,7 @@ def test_a_record_from_before_the_folder_opens_nothing(new: Stack, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"size_bytes": len(CONTENT) + 1},
-        {"digest": f"sha256:{'0' * 64}"},
-        {"compression": "zstd"},
-    ],
+    [{"size_bytes": len(CONTENT) + 1}, {"digest": f"sha256:{'0' * 64}"}, {"compression": "zstd"}],
 )
 def test_another_content_is_refused_without_its_size(
     new: Stack, file: Path, change: dict[str, Any]
@@ -322,7 +318,8 @@ def test_a_member_sees_what_a_launch_can_name_and_not_where_it_comes_from(
     new: Stack, file: Path
 ) -> None:
     made = new.client("admin").post("admin/images", json=registration(file)).json()
-    found = new.client("member").get("images").json()
-    assert found == new.client("admin").get("images").json()
-    told = ("id", "name", "version", "digest", "size_bytes", "minimum_disk_bytes", "created_at")
-    assert found == {"items": [{name: made[name] for name in told}], "next": None}
+    listed = new.client("member").get("images").json()
+    assert listed == new.client("admin").get("images").json()
+    names = ("id", "name", "version", "digest", "size_bytes", "minimum_disk_bytes")
+    names += ("runtime", "created_at")
+    assert listed == {"items": [{name: made[name] for name in names}], "next": None}

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import yaml
 from sqlalchemy import Connection
 
+from reconciler.api import allocations
 from reconciler.api.models import Body
 from reconciler.db import schema, settings
-from reconciler.db.engine import transaction
+from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import placement, slices
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import TaskState
-from reconciler.profiles import hardware_profile, profile_skus, ready_minimum_s
+from reconciler.profiles import hardware_profile, profile_offers, ready_minimum_s
 from reconciler.records import queue
 from tests.unit.reconciler.api.refusals import refused
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, bundle
+from tests.unit.reconciler.api.stack import ACT, IMAGE, KEY, NODE, Stack, bundle
 
 PATH = "projects/demo/allocations"
 PROFILES = Path(__file__).resolve().parents[4] / "profiles"
@@ -68,7 +70,7 @@ def test_a_tenant_never_sees_where_it_is(selling: Stack) -> None:
     activate(selling, mine["id"])
     member = selling.client("member")
     shown = member.get(f"{PATH}/{mine['id']}").json()
-    gate = {"host": "gate.example", "port": 2200, "username": "tenant"}
+    gate = {"host": "gate.example", "port": 2200, "username": "tenant", "known_hosts": ""}
     assert (shown["state"], shown["connection"]) == ("active", gate)
     text = member.get(f"{PATH}/{mine['id']}").text + member.get(PATH).text
     hidden = bundle(1) | {"node": NODE, "host": "192.0.2.7"}
@@ -77,7 +79,7 @@ def test_a_tenant_never_sees_where_it_is(selling: Stack) -> None:
     assert [name for name, value in hidden.items() if str(value) in text] == []
 
 
-@pytest.mark.covers("CTRL-10")
+@pytest.mark.covers("CTRL-10", "P5")
 def test_a_failure_shows_its_code_only(selling: Stack) -> None:
     mine = launch(selling).json()
     selling.lease()
@@ -92,14 +94,14 @@ def test_a_failure_shows_its_code_only(selling: Stack) -> None:
 
 @pytest.mark.covers("CTRL-5")
 def test_too_many_gpus_for_one_node(selling: Stack) -> None:
-    found = refused(selling, lambda: launch(selling, gpu_count=3))
-    assert (found["status"], found["code"]) == (409, "no_capacity")
-    explanation = found["explanation"]
+    problem = refused(selling, lambda: launch(selling, gpu_count=3))
+    assert (problem["status"], problem["code"]) == (409, "no_capacity")
+    explanation = problem["explanation"]
     assert explanation["summary"] == "2 GPUs free, no 3 on one node"
     assert set(explanation) == {
         "summary", "wanted", "free", "largest", "slots", "reasons", "nearest",
     }  # fmt: skip
-    assert NODE not in str(found)
+    assert NODE not in str(problem)
 
 
 @pytest.mark.covers("CTRL-5")
@@ -110,8 +112,8 @@ def test_room_that_is_there_a_moment_later_is_given(
     look, blind = placement.likely, iter([True, True])
 
     def looked(*given: Any, **options: Any) -> Any:
-        found = look(*given, **options)
-        return type(found)(()) if next(blind, False) else found
+        view = look(*given, **options)
+        return type(view)(()) if next(blind, False) else view
 
     monkeypatch.setattr(placement, "likely", looked)
     assert launch(selling).status_code == 201
@@ -151,6 +153,24 @@ def test_release(selling: Stack) -> None:
     assert (again.status_code, again.json()["code"]) == (409, "allocation_not_releasable")
     seen = selling.client("admin").get(f"admin/allocations/{mine['id']}").json()
     assert "slice.vm_release" in [task["kind"] for task in seen["tasks"]]
+
+
+def test_power(selling: Stack) -> None:
+    mine = launch(selling).json()
+    member, at = selling.client("member"), f"{PATH}/{mine['id']}/power"
+    early = member.post(at, json={"action": "stop"})
+    assert (early.status_code, early.json()["code"]) == (409, "allocation_not_active")
+    activate(selling, mine["id"])
+    assert member.post(at, json={"action": "destroy"}).status_code == 422
+    assert selling.client("stranger").post(at, json={"action": "stop"}).status_code == 404
+    read = member.get(f"{PATH}/{mine['id']}").headers["ETag"]
+    answer = member.post(at, json={"action": "stop"})
+    assert (answer.status_code, answer.json()["power_action"]) == (202, "stop")
+    assert answer.json()["stopped"] and NODE not in answer.text
+    stale = member.post(at, json={"action": "stop"}, headers={"If-Match": read})
+    assert stale.json()["code"] == "precondition_failed", "it was read before the stop"
+    busy = member.post(at, json={"action": "reset"})
+    assert (busy.status_code, busy.json()["code"]) == (409, "allocation_busy")
 
 
 @pytest.mark.covers("CTRL-10")
@@ -200,7 +220,7 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
         ({"parameters": {"ready_deadline_s": 1}}, "ready_deadline_too_short"),
         ({"parameters": {"ready_deadline_s": 1799}}, "ready_deadline_too_short"),
         (
-            {"sku": "lab-edu-slice", "parameters": {"ready_deadline_s": 899}},
+            {"sku": "lab-edu-slice", "parameters": {"ready_deadline_s": 1499}},
             "ready_deadline_too_short",
         ),
     ],
@@ -210,10 +230,10 @@ def test_bad_wishes(selling: Stack, wrong: dict[str, Any], code: str) -> None:
 
 
 def test_a_member_may_ask_for_the_minimum_of_the_profile(selling: Stack, tmp_path: Path) -> None:
-    enough = {"sku": "lab-edu-slice", "parameters": {"ready_deadline_s": 900}}
+    enough = {"sku": "lab-edu-slice", "parameters": {"ready_deadline_s": 1500}}
     assert launch(selling, **enough).status_code == 201
     lab = (PROFILES / "lab.yml").read_text()
-    (tmp_path / "lab.yml").write_text(lab.replace("ready: 900", "ready: 900, ready_minimum: 120"))
+    (tmp_path / "lab.yml").write_text(lab.replace("ready: 1500", "ready: 1500, ready_minimum: 120"))
     (tmp_path / "broken.yml").write_text("deadlines: 5")
     assert ready_minimum_s(tmp_path) == ready_minimum_s(tmp_path, "lab-edu-slice") == 120
 
@@ -222,8 +242,58 @@ def test_an_image_larger_than_the_disk_is_refused_before_a_claim(selling: Stack)
     """The host refuses it too, but two of its refusals take the slot off sale."""
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(schema.images).values(size_bytes=1 << 52))
-    found = refused(selling, lambda: launch(selling))
-    assert (found["status"], found["code"]) == (409, "disk_too_small")
+    problem = refused(selling, lambda: launch(selling))
+    assert (problem["status"], problem["code"]) == (409, "disk_too_small")
+
+
+def with_profile(stack: Stack, folder: Path, **sections: dict[str, Any]) -> Stack:
+    """The same site after an edit of the lab's profile. Another profile sells any number."""
+    for name, changes in (("lab", sections), ("zz-other", {})):
+        document = yaml.safe_load((PROFILES / "lab.yml").read_text())
+        for section, values in changes.items():
+            document[section] |= values
+        (folder / f"{name}.yml").write_text(yaml.safe_dump(document | {"name": name}))
+    settings = stack.settings.model_copy(update={"profiles_dir": folder})
+    return Stack(settings, stack.engine, stack.secrets)
+
+
+@pytest.mark.covers("CTRL-5")
+@pytest.mark.parametrize(
+    ("sections", "code", "named"),
+    [
+        ({"gpu": {"nvswitch_ids": ["10de:22a3"]}}, "nvlink_unsupported", "NVSwitches"),
+        ({"gpu": {"nvlink": "unsupported"}}, "nvlink_unsupported", "NVSwitches"),
+        ({"gpu": {"counts": [1, 4]}}, "gpu_count_not_sold", "1, 4 GPUs"),
+        ({"vm": {"span_numa": False}}, "numa_node_exceeded", "one NUMA node"),
+    ],
+)
+def test_a_number_of_gpus_that_no_node_can_give_is_refused_by_name(
+    selling: Stack, tmp_path: Path, sections: dict[str, Any], code: str, named: str
+) -> None:
+    """The two free slots are on different NUMA nodes, and may be one slice by the lab's profile."""
+    stack = with_profile(selling, tmp_path, **sections)
+    problem = refused(stack, lambda: launch(stack, gpu_count=2))
+    assert (problem["status"], problem["code"]) == (422, code)
+    assert named in problem["expected"]
+    assert launch(stack, key="one").status_code == 201
+
+
+@pytest.mark.covers("CTRL-5", "I2")
+def test_two_gpus_are_one_claim_of_two_slots_and_one_run(selling: Stack, tmp_path: Path) -> None:
+    isolated = {"nvswitch_ids": ["10de:22a3"], "nvlink": "isolated", "counts": [1, 2]}
+    stack = with_profile(selling, tmp_path, gpu=isolated)
+    mine = launch(stack, gpu_count=2)
+    assert mine.status_code == 201, mine.text
+    shown = stack.client("admin").get(f"admin/allocations/{mine.json()['id']}").json()
+    assert [claim["position"] for claim in shown["claims"]] == [0, 1]
+    assert len({claim["slot_id"] for claim in shown["claims"]}) == 2
+    (task,) = shown["tasks"]
+    with reading(stack.engine) as conn:
+        row = queue.get(conn, task["id"])
+    assert [slot["slot_id"] for slot in row.parameters["slots"]] == [
+        claim["slot_id"] for claim in shown["claims"]
+    ]
+    assert launch(stack, key="third").json()["code"] == "no_capacity"
 
 
 def bodies_of_requests() -> Iterator[type[Body]]:
@@ -251,9 +321,9 @@ def test_no_number_of_a_body_is_read_from_something_else() -> None:
 
 @pytest.mark.covers("CTRL-14")
 def test_only_what_is_sold_can_be_named(selling: Stack) -> None:
-    found = refused(selling, lambda: launch(selling, sku="free-of-charge"))
-    assert (found["status"], found["code"]) == (422, "sku_unknown")
-    assert "lab-edu-slice" in found["expected"] and "/" not in found["expected"]
+    problem = refused(selling, lambda: launch(selling, sku="free-of-charge"))
+    assert (problem["status"], problem["code"]) == (422, "sku_unknown")
+    assert "lab-edu-slice" in problem["expected"] and "/" not in problem["expected"]
     assert launch(selling, key="other").status_code == 201
 
 
@@ -263,18 +333,14 @@ def test_a_profile_that_is_broken_or_sells_nothing_is_in_nobodys_way(tmp_path: P
     (tmp_path / "unsold.yml").write_text(lab.replace("sku: lab-edu-slice", ""))
     (tmp_path / "broken.yml").write_text("vm: {")
     (tmp_path / "empty.yml").write_text("")
-    found = profile_skus(tmp_path)
-    assert {name: sku for name, sku in found.items() if name in ("good", "unsold")} == {
-        "good": "lab-edu-slice",
-        "unsold": "",
-    }
-    assert "broken" not in found
+    skus = {name: offer.sku for name, offer in profile_offers(tmp_path).items()}
+    assert skus == {"good": "lab-edu-slice", "unsold": ""}
     # Edited while the service runs: the next launch knows.
     (tmp_path / "good.yml").write_text(lab.replace("lab-edu-slice", "lab-edu-slice-2"))
     (tmp_path / "unsold.yml").unlink()
-    assert profile_skus(tmp_path)["good"] == "lab-edu-slice-2"
+    assert profile_offers(tmp_path)["good"].sku == "lab-edu-slice-2"
     assert hardware_profile(tmp_path, "good")["sku"] == "lab-edu-slice-2"
-    assert "unsold" not in profile_skus(tmp_path)
+    assert "unsold" not in profile_offers(tmp_path)
     with pytest.raises(Problem, match="profile_unknown"):
         hardware_profile(tmp_path, "broken")
 
@@ -284,3 +350,94 @@ def test_a_runtime_profile_is_refused_by_name(selling: Stack) -> None:
     assert (answer["status"], answer["code"]) == (422, "field_without_effect")
     assert "runtime_profile" in answer["found"]
     assert launch(selling, runtime_profile="").status_code == 201
+
+
+@pytest.mark.covers("SLICE-3")
+def test_own_user_data_goes_to_the_run_and_into_no_answer(selling: Stack) -> None:
+    text = "#cloud-config\nruncmd: [[touch, /canary]]\n"
+    mine = launch(selling, user_data=text)
+    assert mine.status_code == 201, mine.text
+    task = selling.lease()
+    assert task.parameters["tenant_data"] == {"runcmd": [["touch", "/canary"]]}
+    admin = selling.client("admin")
+    seen = admin.get(f"admin/allocations/{mine.json()['id']}").text
+    for path in ("admin/tasks", f"admin/tasks/{task.id}", "admin/audit", "admin/timeline"):
+        seen += admin.get(path).text
+    assert task.id in seen
+    assert "canary" not in seen
+
+
+@pytest.mark.parametrize(
+    ("user_data", "code"),
+    [
+        ("#!/bin/sh\n", "user_data_invalid"),
+        ("#cloud-config\nusers: []\n", "user_data_invalid"),
+        ("#cloud-config\n" + "#" * 16_384, "user_data_too_large"),
+    ],
+)
+def test_user_data_that_could_break_ours_claims_nothing(
+    selling: Stack, user_data: str, code: str
+) -> None:
+    answer = refused(selling, lambda: launch(selling, user_data=user_data))
+    assert (answer["status"], answer["code"]) == (422, code)
+
+
+def test_a_whole_machine_takes_no_user_data(selling: Stack) -> None:
+    body = {name: BODY[name] for name in ("username", "ssh_keys", "hostname")}
+    body |= {"capacity_shape": "baremetal", "user_data": "#cloud-config\n{}"}
+    headers = {"Idempotency-Key": "k"}
+    member = selling.client("member")
+    answer = refused(selling, lambda: member.post(PATH, json=body, headers=headers))
+    assert (answer["status"], answer["code"]) == (422, "field_without_effect")
+
+
+@pytest.mark.covers("SLICE-3")
+def test_an_image_without_the_runtime_of_the_profile_is_refused(
+    selling: Stack, tmp_path: Path
+) -> None:
+    text = (PROFILES / "lab.yml").read_text()
+    plain = "guest_runtime: { source: baked, driver: edu,"
+    assert plain in text
+    wanted = "guest_runtime: { source: baked, driver: 570-server, cuda: 12-8, rdma: true,"
+    (tmp_path / "lab.yml").write_text(text.replace(plain, wanted))
+    selling.settings = selling.settings.model_copy(update={"profiles_dir": tmp_path})
+    answer = refused(selling, lambda: launch(selling))
+    assert (answer["status"], answer["code"]) == (409, "image_runtime_missing")
+    assert answer["expected"] == "an image that contains driver-570-server, cuda-12-8, rdma"
+    assert "lacks driver-570-server, cuda-12-8, rdma" in answer["found"]
+    runtime = ["rdma", "cuda-12-8", "driver-570-server", "more"]
+    image = IMAGE | {"version": "2", "runtime": runtime}
+    registered = selling.client("admin").post("admin/images", json=image)
+    assert registered.json()["runtime"] == sorted(runtime)
+    assert launch(selling, image_version="2").status_code == 201
+
+
+def test_a_member_sees_how_long_it_takes(selling: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since when its step lasts, and how long earlier launches took, if that says anything."""
+    first = launch(selling, "a").json()["id"]
+    member = selling.client("member")
+    task = selling.lease()
+    with transaction(selling.engine) as conn:
+        slices.provision_started(conn, first, ACT)
+        queue.started(conn, task.id, task.lease_token, run_id="r", run_directory="/none")
+        for step in ("clone", "boot", "boot"):
+            queue.progress(conn, task.id, task.lease_token, {"step": step})
+        at = sa.case({1: 10.0, 2: 20.0}, value=schema.task_events.c.id, else_=30.0)
+        conn.execute(sa.update(schema.task_events).values(at=at))
+    told = member.get(f"projects/demo/allocations/{first}/timeline").json()
+    assert (told["step"], told["step_since"]) == ("boot", "1970-01-01T00:00:20+00:00")
+    assert told["earlier"] is None
+    with transaction(selling.engine) as conn:
+        slices.provision_succeeded(conn, first, ACT, connection={})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
+        times = {"created_at": 1e6, "activated_at": 1e6 + 90}
+        conn.execute(sa.update(schema.allocations).values(**times))
+    mine = launch(selling, "b").json()["id"]
+    path = f"projects/demo/allocations/{mine}/timeline"
+    assert member.get(path).json()["earlier"] is None
+    monkeypatch.setattr(allocations, "_TELLING", 1)
+    expected = {"launches": 1, "half_within_s": 90, "nine_of_ten_within_s": 90}
+    assert member.get(path).json()["earlier"] == expected
+    times_of_ten = allocations.LaunchTimes.of_times([float(number) for number in range(1, 11)])
+    assert times_of_ten is not None
+    assert (times_of_ten.half_within_s, times_of_ten.nine_of_ten_within_s) == (5, 9)

@@ -46,8 +46,8 @@ def test_a_change_of_nothing_is_none(new: Stack) -> None:
         assert (answer.status_code, answer.json()["generation"]) == (200, before["generation"])
     answer = admin.patch(f"admin/nodes/{NODE}", json={"pool": "p2", "port": before["port"]})
     assert answer.json()["generation"] == before["generation"] + 1
-    (told,) = admin.get("admin/audit", params={"action": "admin.node.changed"}).json()["items"]
-    assert set(told["detail"]) == {"pool"}
+    (entry,) = admin.get("admin/audit", params={"action": "admin.node.changed"}).json()["items"]
+    assert set(entry["detail"]) == {"pool"}
 
 
 def test_a_nodes_own_place_on_the_fabric(new: Stack) -> None:
@@ -69,18 +69,18 @@ def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: Stack) -> None:
     assert admin.post("admin/nodes", json=other).json()["maas_tags"] == ["a_B-1", "virtual"]
     same = admin.patch("admin/nodes/n3", json={"maas_tags": ["virtual", "a_B-1"]})
     assert same.json()["generation"] == 0
-    told: list[Any] = []
+    answers: list[Any] = []
     for tags in ([], None, ["gpuaas-profile-slice-vm"]):
         answer = admin.patch("admin/nodes/n3", json={"maas_tags": tags, "reason": "as in MAAS"})
-        told.insert(0, answer.json()["maas_tags"])
-        assert told[0] == tags
+        answers.insert(0, answer.json()["maas_tags"])
+        assert answers[0] == tags
         # What is left out stays.
-        after = admin.patch("admin/nodes/n3", json={"pool": f"p{len(told)}"})
+        after = admin.patch("admin/nodes/n3", json={"pool": f"p{len(answers)}"})
         assert after.json()["maas_tags"] == tags
     asked = {"subject_id": "n3", "action": "admin.node.changed"}
     log = admin.get("admin/audit", params=asked).json()["items"]
     changes = [row for row in log if "maas_tags" in row["detail"]]
-    assert [row["detail"]["maas_tags"]["to"] for row in changes] == told
+    assert [row["detail"]["maas_tags"]["to"] for row in changes] == answers
     assert {row["reason"] for row in changes} == {"as in MAAS"}
 
 

@@ -26,9 +26,9 @@ def test_a_draining_node_sells_nothing_and_goes_on_selling_after_it(selling: Sta
     assert move(selling, "resume").json()["state"] == "ready"
     assert launch(selling).status_code == 201
     log = selling.client("admin").get("admin/audit", params={"subject_id": NODE}).json()["items"]
-    told = {row["action"]: row["reason"] for row in log}
-    assert told["admin.node.drain"] == "because of drain"
-    assert told["admin.node.resume"] == "because of resume"
+    reasons = {row["action"]: row["reason"] for row in log}
+    assert reasons["admin.node.drain"] == "because of drain"
+    assert reasons["admin.node.resume"] == "because of resume"
 
 
 def test_out_of_use_only_when_drained_and_empty(selling: Stack) -> None:
@@ -42,9 +42,9 @@ def test_out_of_use_only_when_drained_and_empty(selling: Stack) -> None:
 
 def test_who_is_refused_reads_what_can_be_asked_for(selling: Stack) -> None:
     """Commands, and never the events that only the service brings about."""
-    found = move(selling, "maintain").json()
-    assert found["remedy"].startswith(f"drain first: `gpuaas nodes drain {NODE} --reason WHY`")
-    assert found["found"] == (
+    problem = move(selling, "maintain").json()
+    assert problem["remedy"].startswith(f"drain first: `gpuaas nodes drain {NODE} --reason WHY`")
+    assert problem["found"] == (
         f"ready; what can be asked for there: `gpuaas nodes drain {NODE} --reason WHY`"
     )
     assert move(selling, "resume").json()["remedy"] == "nothing: it is ready already"

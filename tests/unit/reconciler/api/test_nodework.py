@@ -163,7 +163,7 @@ def test_a_bare_metal_nodes_report_is_the_one_that_it_was_asked_for(new: Stack) 
 @pytest.mark.covers("HOST-11")
 def test_the_latest_report(selling: Stack) -> None:
     admin = selling.client("admin")
-    found = admin.get(f"admin/nodes/{NODE}/slice-topology/discovery").json()
-    assert found["document"] == discovery()
-    assert found["observed_at"].endswith("+00:00")
+    latest = admin.get(f"admin/nodes/{NODE}/slice-topology/discovery").json()
+    assert latest["document"] == discovery()
+    assert latest["observed_at"].endswith("+00:00")
     assert admin.get(f"admin/nodes/{NODE}/parity").json()["document"]["failures"] == 0

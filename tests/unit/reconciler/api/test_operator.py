@@ -74,10 +74,10 @@ def test_who_is_on_the_machine_needs_none(new: Stack, local: httpx.Client) -> No
     assert (away.status_code, away.json()["code"]) == (503, "process_missing")
 
     working(new)
-    found = local.get("/health").json()
-    assert (found["status"], found["processes"]) == ("ok", {"worker": 1, "loops": 1})
+    health = local.get("/health").json()
+    assert (health["status"], health["processes"]) == ("ok", {"worker": 1, "loops": 1})
     leads = local.get("/status/leader").json()
-    assert leads == found["leader"]
+    assert leads == health["leader"]
     assert (leads["live"], leads["holder"], leads["host"], leads["pid"]) == (True, "p1", "h1", 7)
     assert "gpuaas_leader 1.0" in local.get("/metrics").text.splitlines()
     assert local.get("/readyz").json()["status"] == "ok"
@@ -95,6 +95,20 @@ def test_who_is_on_the_machine_needs_none(new: Stack, local: httpx.Client) -> No
 def test_the_rest_of_the_api_is_not_there(local: httpx.Client) -> None:
     for path in ("/api/v1/admin/nodes", "/api/v1/admin/tokens", "/api/v1/openapi.json"):
         assert local.get(path).status_code == 404
+
+
+@pytest.mark.covers("ORCH-4")
+def test_the_leader_is_released_and_there_is_nobody_to_release(
+    new: Stack, local: httpx.Client
+) -> None:
+    nobody = local.post("/control/leader/release")
+    assert (nobody.status_code, nobody.json()["code"]) == (409, "leader_missing")
+    working(new)
+    released = local.post("/control/leader/release", json={"reason": "drill"}).json()
+    assert (released["live"], released["holder"], released["epoch"]) == (False, "p1", 1)
+    query = {"action": "leader.released"}
+    (row,) = new.client("admin").get("admin/audit", params=query).json()["items"]
+    assert (row["actor"], row["reason"]) == ("local-operator", "drill")
 
 
 def test_acts_are_recorded_as_the_local_operators(new: Stack, local: httpx.Client) -> None:
@@ -140,9 +154,9 @@ def test_no_other_address_is_taken(text: str) -> None:
 
 def test_which_addresses_are_taken() -> None:
     assert listeners.operator_address(Settings()) is None
-    for text, found in (("127.0.0.1:8008", ("127.0.0.1", 8008)), ("[::1]:8008", ("::1", 8008))):
-        assert listeners.operator_address(Settings(operator_listen=text)) == found
-        assert listeners.host_port(found) == text
+    for text, expected in (("127.0.0.1:8008", ("127.0.0.1", 8008)), ("[::1]:8008", ("::1", 8008))):
+        assert listeners.operator_address(Settings(operator_listen=text)) == expected
+        assert listeners.host_port(expected) == text
 
 
 def test_off_there_is_no_listener_and_a_taken_port_is_said(new: Stack) -> None:

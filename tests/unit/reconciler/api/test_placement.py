@@ -10,6 +10,7 @@ import yaml
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import gate, host
 from reconciler.model.states import SlotState
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, FREE, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.api.test_launches import BODY, PATH, launch
 
@@ -19,9 +20,9 @@ EXPLAIN = "admin/placement/explain"
 @pytest.mark.covers("CTRL-5")
 def test_where_it_would_go(selling: Stack) -> None:
     admin = selling.client("admin")
-    found = admin.get(EXPLAIN, params={"gpus": 1}).json()
-    assert found["placement"]["node_id"] == NODE
-    (chosen,) = found["placement"]["slot_ids"]
+    answer = admin.get(EXPLAIN, params={"gpus": 1}).json()
+    assert answer["placement"]["node_id"] == NODE
+    (chosen,) = answer["placement"]["slot_ids"]
     launched = launch(selling).json()["id"]
     (claim,) = admin.get(f"admin/allocations/{launched}").json()["claims"]
     assert claim["slot_id"] == chosen, "and there it went"
@@ -47,9 +48,9 @@ def test_filters(selling: Stack) -> None:
         ({"pool": "none"}, "other_pool"),
         ({"node_id": "n9"}, "other_node"),
     ):
-        found = admin.get(EXPLAIN, params={"gpus": 1, **query}).json()
-        assert found["placement"] is None
-        assert found["explanation"]["reasons"] == {reason: len(FREE)}
+        answer = admin.get(EXPLAIN, params={"gpus": 1, **query}).json()
+        assert answer["placement"] is None
+        assert answer["explanation"]["reasons"] == {reason: len(FREE)}
     assert admin.get(EXPLAIN, params={"gpus": 0}).json()["code"] == "request_invalid"
     member = selling.client("member").get(EXPLAIN, params={"gpus": 1})
     assert (member.status_code, member.json()["code"]) == (403, "role_required")
@@ -59,20 +60,20 @@ def test_filters(selling: Stack) -> None:
 @pytest.mark.covers("CTRL-5")
 def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: Stack) -> None:
     body = BODY | {"gpu_count": 3}
-    told = {}
+    problems = {}
     for who in ("admin", "member"):
         headers = {"Idempotency-Key": who}
         answer = selling.client(who).post(PATH, json=body, headers=headers)
         assert (answer.status_code, answer.json()["code"]) == (409, "no_capacity")
         assert answer.headers["content-type"] == "application/problem+json"
-        told[who] = answer.json()
-    nodes = told["admin"]["explanation"].pop("nodes")
+        problems[who] = answer.json()
+    nodes = problems["admin"]["explanation"].pop("nodes")
     assert [row["node_id"] for row in nodes] == [NODE]
-    told["admin"]["explanation"].pop("nodes_not_told")
-    assert told["member"]["explanation"] == told["admin"]["explanation"]
-    assert told["member"]["explanation"]["nearest"] == [{"gpus": 2, "region": "", "pool": ""}]
-    assert told["member"]["remedy"] == "ask for 2 GPUs, or later"
-    assert NODE not in str(told["member"])
+    problems["admin"]["explanation"].pop("nodes_not_told")
+    assert problems["member"]["explanation"] == problems["admin"]["explanation"]
+    assert problems["member"]["explanation"]["nearest"] == [{"gpus": 2, "region": "", "pool": ""}]
+    assert problems["member"]["remedy"] == "ask for 2 GPUs, or later"
+    assert NODE not in str(problems["member"])
 
 
 @pytest.mark.covers("CTRL-5")
@@ -102,14 +103,14 @@ def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
             assert admin.post(f"{path}/{slot['id']}/{act}").status_code == 200
     body = {"slots": [bundle(index) for index in FREE], "reason": "another profile"}
     approved = admin.post(path, json=body).json()["items"]
-    told = [slot["capacity_metadata"] for slot in approved]
-    assert [one["gpu_module_id"] for one in told] == [1, 3]
-    assert told[0]["nvlink_sets"] == [[1, 2], [3, 4]]
-    report = {"failures": 0, "warnings": 0, "checks": [], "identity": discovery()["identity"]}
+    metadata = [slot["capacity_metadata"] for slot in approved]
+    assert [one["gpu_module_id"] for one in metadata] == [1, 3]
+    assert metadata[0]["nvlink_sets"] == [[1, 2], [3, 4]]
+    report = {"failures": 0, "warnings": 0, **wipes.proven(discovery())}
     with transaction(stack.engine) as conn:
         host.record_discovery(conn, NODE, discovery(), ACT)
         host.record_parity(conn, NODE, report, ACT)
         assert len(gate.open_gate(conn, NODE, ACT)["opened"]) == len(FREE)
-    found = admin.get(EXPLAIN, params={"gpus": 2}).json()
-    assert found["explanation"]["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"
+    answer = admin.get(EXPLAIN, params={"gpus": 2}).json()
+    assert answer["explanation"]["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"
     assert admin.get(EXPLAIN, params={"gpus": 1}).json()["placement"]

@@ -78,10 +78,10 @@ def test_a_body_that_was_not_read_is_not_blamed_on_its_fields(
     new: Stack, content: bytes, headers: dict[str, str] | None
 ) -> None:
     typed = {"Content-Type": "application/json"} if headers is None else headers
-    found = new.client("admin").post("admin/projects", content=content, headers=typed).json()
-    assert found["code"] == "request_invalid"
-    assert found["remedy"] == "send JSON with Content-Type: application/json"
-    assert ("no JSON from character 0" if headers is None else "Content-Type: ") in found["found"]
+    problem = new.client("admin").post("admin/projects", content=content, headers=typed).json()
+    assert problem["code"] == "request_invalid"
+    assert problem["remedy"] == "send JSON with Content-Type: application/json"
+    assert ("no JSON from character 0" if headers is None else "Content-Type: ") in problem["found"]
     text = new.client("admin").post("admin/projects", json="{}").json()
     assert "/api/v1/openapi.json" in text["remedy"], "JSON it was, and no object"
 

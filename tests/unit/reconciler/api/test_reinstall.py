@@ -148,11 +148,11 @@ def test_a_machine_that_answers_all_clean_is_not_sold_again(metal: Metal) -> Non
     assert metal.required() and metal.reason() == "reinstall_required"
     answer = refused(metal.stack, metal.launch)
     assert (answer["status"], answer["code"]) == (409, "no_capacity")
-    found = refused(
+    problem = refused(
         metal.stack, lambda: metal.admin.post(f"{ADMIN}/conversion", json={"to": "slice"})
     )
-    assert (found["status"], found["code"]) == (409, "reinstall_required")
-    assert f"gpuaas nodes userdata {NODE}" in found["remedy"]
+    assert (problem["status"], problem["code"]) == (409, "reinstall_required")
+    assert f"gpuaas nodes userdata {NODE}" in problem["remedy"]
     # A slot of it, should the records call it a slice host, is not sold either.
     with transaction(metal.stack.engine) as conn:
         conn.execute(sa.update(schema.nodes).values(mode=NodeMode.SLICE.value))
@@ -188,8 +188,8 @@ def test_only_another_installation_with_another_key_ends_it(metal: Metal) -> Non
     token = metal.token()
     for machine_id in (metal.identity["machine_id"], mine):
         same = fresh(metal.folder) | {"machine_id": machine_id}
-        found = metal.enrol(same, token)
-        assert (found.status_code, found.json()["code"]) == (409, "reinstall_required")
+        answer = metal.enrol(same, token)
+        assert (answer.status_code, answer.json()["code"]) == (409, "reinstall_required")
         assert metal.required()
     metal.identity = fresh(metal.folder)
     # The refusals have not used the token up.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ import sqlalchemy as sa
 
 from reconciler.api import contract
 from reconciler.api.app import MUTATING
+from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import host
-from reconciler.records import proofs
+from reconciler.records import console_sessions, nodes, proofs, tokens
 from tests.unit.reconciler.api.refusals import kept, refused
-from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, NODE, Stack, bundle
+from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, bundle
 from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_apps import body as app_body
 from tests.unit.reconciler.api.test_apps import create, put_there
@@ -26,25 +28,47 @@ from tests.unit.reconciler.api.test_baremetal import NODE as MACHINE
 from tests.unit.reconciler.api.test_baremetal import launch as launch_metal
 from tests.unit.reconciler.api.test_baremetal import let_in, metal
 from tests.unit.reconciler.api.test_enrolment import body as enrol_body
+from tests.unit.reconciler.api.test_ingress import body as ingress_body
+from tests.unit.reconciler.api.test_ingress import with_addresses
+from tests.unit.reconciler.api.test_jobs import BODY as JOB
+from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import BODY as LAUNCH
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.test_nodework import DISK
+from tests.unit.reconciler.api.test_pools import POOL, started, with_host
+from tests.unit.reconciler.api.test_terminals import recorded, with_terminal
+from tests.unit.reconciler.api.test_worker import remote_pool
 
 __all__ = ["metal"]
 
-# The credential is a single-use token, so the host cannot repeat the request.
-KEYLESS = {"enrolment_enrol"}
+# The credential is a single-use token, so the host cannot repeat the request. Workers may repeat
+# theirs: an outcome counts once, and a claim has a token of its own.
+KEYLESS = {"enrolment_enrol", "enrolment_fetch"}
+KEYLESS |= {f"worker_{act}" for act in ("register", "turn", "renew", "due", "leave")}
 # Requests without a body.
-BODILESS = {"tokens_revoke"}
+BODILESS = {"ingress_remove", "jobs_cancel", "tokens_revoke"}
 # The first answer has a secret, which is not stored: a repetition is refused.
-SECRET = {"enrolment_issue", "tokens_issue"}
+SECRET = {
+    "enrolment_issue",
+    "pools_issue_token",
+    "terminals_open_terminal",
+    "terminals_replay",
+    "tokens_issue",
+}
 # Refused without a key, because repeating them unnoticed does harm.
 KEY_REQUIRED = {
-    *("allocations_create", "apps_create", "apps_reconcile"),
+    *("allocations_create", "apps_create", "apps_reconcile", "ingress_create"),
     *("recovery_force_cleanup", "recovery_recover"),
 }
+# They change nothing, and each reading is audited.
+AUDITED_READS = {"terminals_replay"}
 # Bodies without a reason: another field makes the body different.
-OTHER = {"allocations_create": {"hostname": "other"}, "apps_create": {"name": "other"}}
+OTHER = {
+    "allocations_create": {"hostname": "other"},
+    "apps_create": {"name": "other"},
+    "jobs_create": {"priority": 9},
+    "jobs_create_together": {"jobs": [JOB, JOB]},
+}
 
 Names = dict[str, str]
 Body = dict[str, Any]
@@ -102,6 +126,15 @@ def _orphan(stack: Stack) -> tuple[Names, Body]:
     return {"slot_id": slot}, {"allocation_id": unknown, "reason": "restored"}
 
 
+def _job(body: Body, *, dead: bool = False, queued: bool = False) -> Row:
+    def prepare(stack: Stack) -> tuple[Names, Body]:
+        with_model(stack)
+        id = bury(stack) if dead else enqueue(stack) if queued else ""
+        return {"job_id": id}, body
+
+    return Row("new", prepare)
+
+
 def _failed(**body: Any) -> Row:
     return Row("selling", lambda stack: ({"allocation_id": failed(stack)}, body))
 
@@ -128,6 +161,13 @@ def _token(stack: Stack) -> tuple[Names, Body]:
     body = {"role": "platform-admin", "name": "spare"}
     made = stack.client("admin").post("admin/tokens", json=body).json()
     return {"token_id": made["id"]}, {}
+
+
+def _session(stack: Stack) -> tuple[Names, Body]:
+    with transaction(stack.engine) as conn:
+        (token,) = [token.id for token in tokens.every(conn) if token.name == "member"]
+        console_sessions.start(conn, ACT, address="", agent="", token_id=token)
+    return {}, {"actor": f"member:member#{token}"}
 
 
 def _after(*verbs: str) -> Row:
@@ -161,6 +201,15 @@ def _drifted(stack: Stack) -> tuple[Names, Body]:
     return {"node_id": MACHINE["id"]}, {"reason": "known"}
 
 
+def _firmware(stack: Stack) -> tuple[Names, Body]:
+    row = {"section": "bios", "name": "x", "change": "changed", "before": "1", "after": "2"}
+    with transaction(stack.engine) as conn:
+        here = tables.nodes.c.id == MACHINE["id"]
+        changed = {"firmware_before": {}, "firmware_differences": [row]}
+        conn.execute(sa.update(tables.nodes).where(here).values(changed))
+    return {"node_id": MACHINE["id"]}, {"reason": "known"}
+
+
 def _machine(stack: Stack) -> str:
     made = str(launch_metal(stack).json()["id"])
     let_in(stack, made)
@@ -173,31 +222,110 @@ def _app(stack: Stack) -> tuple[Names, Body]:
     return {"app_instance_id": made}, {}
 
 
+def _ingress(stack: Stack) -> tuple[Names, Body]:
+    return {"allocation_id": _active(with_addresses(stack))}, ingress_body()
+
+
+def _rule(stack: Stack) -> tuple[Names, Body]:
+    allocation = _active(stack)
+    return {"allocation_id": allocation, "rule_id": stack.ingress_rule(allocation)}, {}
+
+
+def _netbox(stack: Stack) -> tuple[Names, Body]:
+    netbox = {"netbox_url": "https://netbox.example", "netbox_token_file": Path("token")}
+    stack.settings = stack.settings.model_copy(update=netbox)
+    return {}, {}
+
+
+def _maas(stack: Stack) -> tuple[Names, Body]:
+    maas = {"maas_url": "https://maas.example", "maas_token_file": Path("token")}
+    stack.settings = stack.settings.model_copy(update=maas)
+    with transaction(stack.engine) as conn:
+        nodes.update(conn, NODE, maas={"system_id": "abc123", "identity": {}})
+    return {}, {}
+
+
+def _pool(stack: Stack) -> tuple[Names, Body]:
+    return {"pool_id": started(stack)}, {}
+
+
+def _remote_pool(stack: Stack) -> tuple[Names, Body]:
+    remote_pool(stack)
+    return {"pool_id": "remote-demo"}, {}
+
+
+def _pool_host(stack: Stack) -> tuple[Names, Body]:
+    with_host(stack)
+    return {}, POOL
+
+
+def _led(stack: Stack) -> tuple[Names, Body]:
+    with transaction(stack.engine) as conn:
+        leader.campaign(conn, leader.LOOPS, "p1", 3600)
+    return {}, {}
+
+
+def _recording(stack: Stack) -> tuple[Names, Body]:
+    return {"session_id": recorded(stack, _active(stack))}, {"reason": "test"}
+
+
 ROWS = {
+    "allocations_change_power": Row(
+        "selling", lambda stack: ({"allocation_id": _active(stack)}, {"action": "stop"})
+    ),
     "allocations_create": on(**LAUNCH),
     "allocations_release": Row("selling", lambda stack: ({"allocation_id": _active(stack)}, {})),
     "apps_create": Row("metal", lambda stack: ({}, app_body(_machine(stack)))),
     "apps_reconcile": Row("metal", _app),
     "apps_stop": Row("metal", _app),
     "bare_metal_accept_drift": Row("metal", _drifted),
+    "bare_metal_accept_firmware": Row("metal", _firmware),
+    "bare_metal_record_bmc": Row(
+        "metal", lambda _stack: ({"node_id": MACHINE["id"]}, {"sections": {"redfish_boot": {}}})
+    ),
     "bare_metal_clean_machine": Row("metal", _unclean),
     "enrolment_issue": on("new"),
     "enrolment_renew": Row("new", _enrolled),
+    "ingress_create": Row("selling", _ingress),
+    "ingress_remove": Row("selling", _rule),
     "images_register": on(**IMAGE | {"name": "another"}),
+    "maas_deploy": Row("new", _maas),
+    "maas_diff": Row("new", _maas),
+    "maas_release": Row("new", _maas),
+    "maas_synchronise": Row("new", _maas),
+    "maas_unbind": Row("new", _maas),
+    "netbox_diff": Row("selling", _netbox),
+    "netbox_synchronise": Row("selling", _netbox),
     "node_state_drain": _after(),
     "node_state_maintain": _after("drain"),
     "node_state_resume": _after("drain"),
     "node_state_retire": _after("drain", "maintain"),
+    "jobs_cancel": _job({}, queued=True),
+    "jobs_create": _job(JOB),
+    "jobs_create_together": _job({"jobs": [JOB]}),
+    "jobs_reprocess": _job({"sample": 1}, dead=True),
     "node_work_bind": on(),
     "node_work_bootstrap": on(),
     "node_work_cache_image": Row("selling", _image),
+    "node_work_change_firmware": on(),
     "node_work_convert": on(to="baremetal"),
+    "node_work_reboot": _after("drain"),
     "node_work_transition": on(devices=[DISK]),
     "nodes_change": on(region="eu"),
     "nodes_create": on(id="n2", address="192.0.2.8", profile="lab"),
     "nodes_schedule": on(enabled=False),
     "nodes_schedule_site": on(enabled=False),
+    "console_sessions_end_sessions": Row("new", _session),
+    "projects_change_default_quota": on(gpus=8),
+    "pools_evict": Row("new", _pool),
+    "pools_issue_token": Row("new", _remote_pool),
+    "pools_start": Row("new", _pool_host),
+    "pools_stop": Row("new", _pool),
+    "pools_stop_all": Row("new", _pool),
     "projects_create": on(name="another"),
+    "projects_limit": on(names={"project_id": "demo"}, gpus=8),
+    "operator_release_leader": Row("new", _led),
+    "operator_set_maintenance": on("new", mode="drain"),
     "recovery_force_cleanup": _failed(runtime_verified_absent=False, reason="test"),
     "recovery_force_release": Row("selling", _lost),
     "recovery_policy_change": on(enabled=True),
@@ -207,7 +335,17 @@ ROWS = {
     "slots_remove_orphan": Row("selling", _orphan),
     "slots_repair": Row("selling", _blocked),
     "slots_switch": Row("selling", lambda stack: ({"slot_id": _slot(stack)}, {})),
+    "ssh_register_key": on(public_key=KEY),
+    "ssh_revoke_key": on(public_key=KEY),
     "tasks_cancel": Row("selling", _task),
+    "terminals_open_terminal": Row(
+        "selling", lambda stack: ({"allocation_id": with_terminal(stack)}, {})
+    ),
+    "terminals_replay": Row("selling", _recording),
+    "terminals_switch": Row(
+        "selling", lambda stack: ({"allocation_id": with_terminal(stack)}, {"enabled": False})
+    ),
+    "terminals_switch_recording": on(enabled=True),
     "tokens_issue": on(role="project-member", name="spare", project_id="demo"),
     "tokens_revoke": Row("selling", _token),
     "topology_compare": on(),
@@ -293,7 +431,7 @@ def test_an_act_leaves_one_audit_row_if_it_changes_something_and_none_if_not(
         answer = ask(key=f"turn-{turn}")
         after = kept(stack)
         different = {table for table in after if after[table] != before[table]}
-        changed = bool(different - {"audit_log", "idempotency_keys"})
+        changed = bool(different - {"audit_log", "idempotency_keys"}) or name in AUDITED_READS
         written = after["audit_log"][len(before["audit_log"]) :]
         rows = [(row.action, row.subject_id) for row in written]
         # Several slots of one request have a row each.

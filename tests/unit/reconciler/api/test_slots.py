@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Slot
 from reconciler.lifecycle import host, slices
 from reconciler.profiles import hardware_profile
 from reconciler.records import proofs
 from reconciler.records import slots as slot_records
 from reconciler.settings import Settings
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.api.test_paging import pages
@@ -38,11 +42,11 @@ def test_approved_slots_stay_disabled(prepared: Stack) -> None:
     admin = prepared.client("admin")
     assert [row["last_proof"] for row in admin.get(PATH).json()["items"]] == [None, None]
 
-    found = admin.get(f"{PATH}/{slots[0]['id']}").json()
-    assert {"proof_missing", "parity_missing"} <= {row["code"] for row in found["gate"]}
-    assert [row["event"] for row in found["history"]] == ["create"]
-    assert found["history"][0]["actor"].startswith("admin:admin#")
-    assert found["proofs"] == []
+    shown = admin.get(f"{PATH}/{slots[0]['id']}").json()
+    assert {"proof_missing", "parity_missing"} <= {row["code"] for row in shown["gate"]}
+    assert [row["event"] for row in shown["history"]] == ["create"]
+    assert shown["history"][0]["actor"].startswith("admin:admin#")
+    assert shown["proofs"] == []
 
 
 @pytest.mark.covers("CTRL-3")
@@ -93,8 +97,8 @@ def test_a_gpu_that_shares_its_group(prepared: Stack) -> None:
     document = discovery()
     document["gpu"][1]["blockers"] = [{"code": "group_not_viable", "detail": "0000:24:00.1 igb"}]
     _rediscover(prepared, document)
-    found = refused(prepared, lambda: approve(prepared, bundle(1)))
-    assert found["code"] == "group_not_viable"
+    problem = refused(prepared, lambda: approve(prepared, bundle(1)))
+    assert problem["code"] == "group_not_viable"
 
 
 @pytest.mark.covers("CTRL-3")
@@ -113,20 +117,62 @@ def test_nothing_is_in_two_slots(prepared: Stack, field: str, code: str) -> None
     second = bundle(3) | {field: first[field]}
     if field == "gpu_pci_address":
         second["numa_node"] = first["numa_node"]
-    found = refused(prepared, lambda: approve(prepared, first, second))
-    assert (found["status"], found["code"]) == (409, code)
+    problem = refused(prepared, lambda: approve(prepared, first, second))
+    assert (problem["status"], problem["code"]) == (409, code)
 
 
 @pytest.mark.covers("CTRL-3")
 def test_no_disk_is_in_two_slots(prepared: Stack) -> None:
     first = bundle(1)
     disk = {name: first[name] for name in first if name.startswith("nvme_")}
-    found = refused(prepared, lambda: approve(prepared, first, bundle(3) | disk))
-    assert (found["status"], found["code"]) == (409, "duplicate_disk")
+    problem = refused(prepared, lambda: approve(prepared, first, bundle(3) | disk))
+    assert (problem["status"], problem["code"]) == (409, "duplicate_disk")
     # Nor is it in a second slot of a later request.
     assert approve(prepared, first).status_code == 201
-    found = refused(prepared, lambda: approve(prepared, bundle(3) | disk))
-    assert (found["status"], found["code"]) == (409, "duplicate_disk")
+    problem = refused(prepared, lambda: approve(prepared, bundle(3) | disk))
+    assert (problem["status"], problem["code"]) == (409, "duplicate_disk")
+
+
+@pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize(
+    ("vm", "code"),
+    [
+        ({}, ""),
+        ({"vcpus_per_gpu": 2}, "numa_cpus_exceeded"),
+        ({"host_cpus": 1}, "numa_cpus_exceeded"),
+        ({"memory_mib_per_gpu": 4096}, "numa_memory_exceeded"),
+        ({"host_memory_mib": 2500}, "numa_memory_exceeded"),
+        ({"hugepages": True, "memory_mib_per_gpu": 1024}, "numa_hugepages_exceeded"),
+    ],
+)
+def test_a_slot_beyond_its_numa_node_is_refused(
+    prepared: Stack, tmp_path: Path, vm: dict[str, Any], code: str
+) -> None:
+    profile = hardware_profile(Settings().profiles_dir, "lab")
+    (tmp_path / "lab.yml").write_text(yaml.safe_dump({**profile, "vm": {**profile["vm"], **vm}}))
+    settings = prepared.settings.model_copy(update={"profiles_dir": tmp_path})
+    stack = Stack(settings, prepared.engine, prepared.secrets)
+    if not code:
+        assert approve(stack, bundle(1)).status_code == 201
+        return
+    problem = refused(stack, lambda: approve(stack, bundle(1)))
+    assert (problem["status"], problem["code"], problem["slot_index"]) == (422, code, 1)
+    assert "NUMA node 0" in problem["expected"]
+
+
+@pytest.mark.covers("CTRL-3")
+def test_slots_of_one_numa_node_are_counted_together(prepared: Stack) -> None:
+    """A node of the lab host has one CPU; the other slots are on the other node."""
+    document = discovery()
+    for disk in document["nvme"]:
+        disk["blockers"] = []
+    _rediscover(prepared, document)
+    problem = refused(prepared, lambda: approve(prepared, bundle(3), bundle(1), bundle(0)))
+    assert (problem["code"], problem["slot_index"]) == ("numa_cpus_exceeded", 0)
+    assert problem["expected"] == "2 CPUs for 2 slots on NUMA node 0, and 0 for the host"
+    # All or none.
+    assert prepared.client("admin").get(PATH).json()["items"] == []
+    assert approve(prepared, bundle(3), bundle(1)).status_code == 201
 
 
 @pytest.mark.covers("CTRL-3")
@@ -176,7 +222,7 @@ def test_who_gives_no_reason_is_named(selling: Stack) -> None:
         changes = journal.history_of(conn, "slot", slot)
         payloads = [
             event.payload
-            for event in journal.pending_events(conn, 10_000)
+            for event in relay.pending_events(conn)
             if event.topic == "slot.disabled" and event.subject_id == slot
         ]
     assert [row.reason for row in changes][-3:] == [nobody, "gate passed", nobody]
@@ -200,8 +246,8 @@ def test_a_machine_that_no_record_knows_goes_on_an_admins_word(selling: Stack) -
     assert (slot["status"], slot["health_detail"]["step"]) == ("cleanup", "remove_orphan")
     # Blocked for want of evidence, it is written off only where a device of it has died.
     with transaction(selling.engine) as conn:
-        found = slot_records.get(conn, slot["id"])
-        slices.block(conn, found, "", ACT, step="nvme_wipe", error={"code": "device_not_found"})
+        record = slot_records.get(conn, slot["id"])
+        slices.block(conn, record, "", ACT, step="nvme_wipe", error={"code": "device_not_found"})
     why = {"reason": "the disk is dead"}
     assert admin.post(f"{at}/withdraw", json=why).json()["code"] == "slot_in_use"
     document = discovery()
@@ -260,7 +306,7 @@ def grow(stack: Stack, slot_id: str, *, proven: int, changes: int) -> None:
         for _ in range(changes // 2):
             slot = slot_records.get(conn, slot_id)
             slices.block(conn, slot, "", ACT, step="test", error={"code": "test"})
-            journal.advance(conn, "slot", slot_id, "park", ACT)
+            journal.advance(conn, Slot, slot_id, "park", ACT)
 
 
 def _rediscover(stack: Stack, document: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 EVENTS = "text/event-stream"
 RAN = "ansible.builtin.command"
 # What ansible-runner tells of the steps of a run: every kind that becomes a line.
-TOLD: tuple[tuple[str, Record], ...] = (
+RUN_EVENTS: tuple[tuple[str, Record], ...] = (
     ("playbook_on_task_start", {"task": "look", "task_action": RAN, "task_uuid": "1"}),
     ("runner_retry", {"task": "look", "res": {}}),
     ("runner_on_ok", {"task": "look", "res": {"changed": False}, "duration": 0.25}),
@@ -47,14 +47,14 @@ def messages() -> dict[str, Record]:
     """By the name that the stream gives them."""
     named = contract()["channels"]["taskStream"]["messages"]
     known = contract()["components"]["messages"]
-    found = {name: known[one["$ref"].rpartition("/")[2]] for name, one in named.items()}
-    assert {name: message["name"] for name, message in found.items()} == {n: n for n in found}
-    return found
+    by_name = {name: known[one["$ref"].rpartition("/")[2]] for name, one in named.items()}
+    assert {name: message["name"] for name, message in by_name.items()} == {n: n for n in by_name}
+    return by_name
 
 
 def schema(of: Record) -> Record:
-    found: Record = contract()["components"]["schemas"][of["$ref"].rpartition("/")[2]]
-    return found
+    document: Record = contract()["components"]["schemas"][of["$ref"].rpartition("/")[2]]
+    return document
 
 
 def problems(name: str, place: str, document: Record) -> list[str]:
@@ -74,22 +74,22 @@ def sent(stack: Stack, task_id: str) -> list[tuple[str, str, Record]]:
     """Name, place and document of each event of a task that has ended."""
     answer = stack.client("admin").get(f"admin/tasks/{task_id}/events")
     assert answer.headers["Content-Type"].startswith(EVENTS)
-    found = []
+    messages_sent = []
     for block in filter(None, answer.text.split("\n\n")):
         lines = dict(line.split(": ", 1) for line in block.splitlines())
         assert set(lines) == {"event", "id", "data"}
-        found.append((lines["event"], lines["id"], json.loads(lines["data"])))
-    return found
+        messages_sent.append((lines["event"], lines["id"], json.loads(lines["data"])))
+    return messages_sent
 
 
-def told(stack: Stack, state: TaskState, folder: Path) -> str:
+def finished_task(stack: Stack, state: TaskState, folder: Path) -> str:
     """A task with a run that said everything a run can say, was taken over, and ended."""
     stack.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = stack.lease()
     paths = RunPaths(folder)
     paths.progress.parent.mkdir(parents=True, exist_ok=True)
     recorder = events.Recorder(paths.progress)
-    for kind, data in TOLD:
+    for kind, data in RUN_EVENTS:
         recorder({"event": kind, "event_data": data})
     lines, offset = collect.progress(folder)
     with transaction(stack.engine) as conn:
@@ -107,26 +107,28 @@ def told(stack: Stack, state: TaskState, folder: Path) -> str:
 
 @pytest.mark.parametrize("state", [TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELED])
 def test_what_is_sent_is_in_the_contract(prepared: Stack, tmp_path: Path, state: TaskState) -> None:
-    found = sent(prepared, told(prepared, state, tmp_path / "run"))
-    wrong = {place: said for name, place, row in found if (said := problems(name, place, row))}
+    sent_events = sent(prepared, finished_task(prepared, state, tmp_path / "run"))
+    wrong = {
+        place: faults for name, place, row in sent_events if (faults := problems(name, place, row))
+    }
     assert wrong == {}
     # And all that the contract has is sent.
-    assert {name for name, _, _ in found} == set(messages())
-    lines = [row for name, _, row in found if name == "progress"]
+    assert {name for name, _, _ in sent_events} == set(messages())
+    lines = [row for name, _, row in sent_events if name == "progress"]
     properties = schema(messages()["progress"]["payload"])["properties"]
     assert {row["event"] for row in lines} == set(properties["event"]["enum"])
     assert {name for row in lines for name in row} == set(properties)
-    assert found[-1][0] == "end"
-    assert set(found[-1][2]) == set(schema(messages()["end"]["payload"])["properties"])
+    assert sent_events[-1][0] == "end"
+    assert set(sent_events[-1][2]) == set(schema(messages()["end"]["payload"])["properties"])
 
 
 def test_a_task_that_never_began_ends_by_the_contract(prepared: Stack) -> None:
     admin = prepared.client("admin")
     task = admin.post(f"admin/nodes/{NODE}/parity").json()
     admin.post(f"admin/tasks/{task['id']}/cancel", json={"reason": "no"})
-    found = sent(prepared, task["id"])
-    assert [name for name, _, _ in found] == ["state", "state", "end"]
-    assert [problems(*event) for event in found] == [[], [], []]
+    sent_events = sent(prepared, task["id"])
+    assert [name for name, _, _ in sent_events] == ["state", "state", "end"]
+    assert [problems(*event) for event in sent_events] == [[], [], []]
 
 
 def test_the_words_are_the_codes() -> None:
@@ -150,10 +152,10 @@ def test_its_address_is_a_route_that_answers_with_events(prepared: Stack) -> Non
 
 
 def test_what_is_not_in_the_contract_is_seen(prepared: Stack, tmp_path: Path) -> None:
-    found = sent(prepared, told(prepared, TaskState.FAILED, tmp_path / "run"))
+    sent_events = sent(prepared, finished_task(prepared, TaskState.FAILED, tmp_path / "run"))
     assert problems("news", "1.1", {}) == ["unknown event news"]
-    for name, place, document in found:
+    for name, place, document in sent_events:
         assert problems(name, place, {**document, "lease_token": "x"})
         assert problems(name, "yesterday", document)
-    line = next(row for name, _, row in found if name == "progress")
+    line = next(row for name, _, row in sent_events if name == "progress")
     assert problems("progress", "1.1", {**line, "event": "guessed"})

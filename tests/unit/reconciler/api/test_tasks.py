@@ -25,12 +25,12 @@ def test_read(prepared: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         queue.progress(conn, *held, {"at": 1.0, "event": "ok", "task": "look"})
     monkeypatch.setattr(collect, "output", lambda folder, limit: f"{folder} {limit}")
 
-    found = admin.get(f"admin/tasks/{task.id}").json()
-    assert found["output"] == f"{tmp_path} 20000"
-    assert (found["state"], found["progress"]["task"]) == ("running", "look")
-    assert [event["document"]["event"] for event in found["events"]] == ["ok"]
-    assert "lease_token" not in found
-    assert task.lease_token not in str(found)
+    shown = admin.get(f"admin/tasks/{task.id}").json()
+    assert shown["output"] == f"{tmp_path} 20000"
+    assert (shown["state"], shown["progress"]["task"]) == ("running", "look")
+    assert [event["document"]["event"] for event in shown["events"]] == ["ok"]
+    assert "lease_token" not in shown
+    assert task.lease_token not in str(shown)
 
 
 @pytest.mark.covers("CTRL-8")

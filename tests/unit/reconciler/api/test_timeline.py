@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from reconciler.db import journal
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import launch
 from reconciler.records import images, queue
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_launches import BODY, PATH
 from tests.unit.reconciler.api.test_paging import pages
@@ -78,7 +78,7 @@ def test_of_a_request(selling: Stack) -> None:
         held = (task.id, task.lease_token)
         queue.started(conn, *held, run_id="r", run_directory="r")
         queue.progress(conn, *held, {"event": "started", "task": "one"}, offset=7)
-        told = journal.pending_events(conn, 10_000)
+        pending = relay.pending_events(conn)
     admin.post(f"admin/nodes/{NODE}/parity", headers={"X-Correlation-Id": "other"})
     path = "admin/correlations/asked-once/timeline"
     whole = read(selling, path, 1000)
@@ -87,7 +87,7 @@ def test_of_a_request(selling: Stack) -> None:
     entities = ("allocation", "claim", "slot", "task")
     assert kinds == {*(("state", entity) for entity in entities), ("progress", ""), ("audit", "")}
     assert {row["allocation_id"] for row in whole if row["type"] == "progress"} == {launched_id}
-    mine = [row for row in told if row.correlation_id == "asked-once"]
+    mine = [row for row in pending if row.correlation_id == "asked-once"]
     assert {row.subject_kind for row in mine} >= {"allocation", "slot", "task"}
     audited = admin.get("admin/audit", params={"correlation_id": "asked-once"}).json()["items"]
     assert [row["subject_id"] for row in audited] == [launched_id]

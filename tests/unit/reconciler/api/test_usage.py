@@ -41,12 +41,12 @@ def used(selling: Stack) -> tuple[Stack, list[str]]:
 def test_every_allocation_and_the_sums(used: tuple[Stack, list[str]]) -> None:
     stack, made = used
     admin = stack.client("admin")
-    found = admin.get(SITE).json()
-    over, running = found["items"]
+    usage = admin.get(SITE).json()
+    over, running = usage["items"]
     assert [over["allocation_id"], running["allocation_id"]] == made
     assert (over["end_state"], running["ended_at"]) == ("released", None)
     assert (over["node_id"], over["claims"][0]["kind"]) == (NODE, "slice")
-    (total,) = found["totals"]
+    (total,) = usage["totals"]
     assert (total["project_id"], total["allocations"]) == ("demo", 2)
     assert total["gpu_seconds"] == pytest.approx(over["gpu_seconds"] + running["gpu_seconds"])
     assert admin.get(SITE, params={"project": "other"}).json()["items"] == []
@@ -122,14 +122,14 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
 ) -> None:
     stack, made = used
     monkeypatch.setattr(usage_routes, "_AT_ONCE", 1)
-    told: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
 
     def rests() -> None:
         """The reader has the heading and the first record, and takes no more for a while."""
         pool = stack.engine.pool
         assert isinstance(pool, QueuePool) and pool.checkedout() == 0
         # What ends now, and what begins, is of the time after the period that was asked for.
-        told.extend(stack.client("admin").get(SITE).json()["items"])
+        answers.extend(stack.client("admin").get(SITE).json()["items"])
         with transaction(stack.engine) as conn:
             host.lost(conn, NODE, ACT)
             recovery.force_release(conn, made[1], ACT)
@@ -137,9 +137,9 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
 
     over, running = _table(_read_slowly(stack, f"{PREFIX}/{SITE}", rests))
     assert [over["allocation_id"], running["allocation_id"]] == made
-    assert float(over["gpu_seconds"]) == told[0]["gpu_seconds"]
+    assert float(over["gpu_seconds"]) == answers[0]["gpu_seconds"]
     # Counted to the moment of the question, which was before the other one.
-    assert 0 <= float(running["gpu_seconds"]) <= told[1]["gpu_seconds"]
+    assert 0 <= float(running["gpu_seconds"]) <= answers[1]["gpu_seconds"]
 
 
 @pytest.mark.covers("CTRL-10")

@@ -117,11 +117,11 @@ def test_the_same_allocations_and_nothing_done_twice(
         assert allocations.get(conn, before.active).state == "active"
         assert allocations.get(conn, before.building).state == "failed"
         assert queue.get(conn, before.task).state == "lost"
-        found = {slot.status: slot for slot in slots.of_node(conn, "n1")}
-        assert set(found) == {"active", "cleanup_blocked", "disabled"}
+        by_status = {slot.status: slot for slot in slots.of_node(conn, "n1")}
+        assert set(by_status) == {"active", "cleanup_blocked", "disabled"}
         # Whatever hosts have seen since the backup, new claims are above it.
-        assert found["disabled"].fence >= LEAP and found["cleanup_blocked"].fence >= LEAP
-        assert found["active"].fence < LEAP
+        assert by_status["disabled"].fence >= LEAP and by_status["cleanup_blocked"].fence >= LEAP
+        assert by_status["active"].fence < LEAP
         assert not site_scheduling(conn)
         # Nothing is on sale before the host is discovered and proven again.
         assert nodes.get(conn, "n1").boot_id == ""
@@ -330,9 +330,9 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
     adopt(after, engine)
     with reading(engine) as conn:
         assert queue.get(conn, before.task).state == "lost"
-        found = {slot.status: slot for slot in slots.of_node(conn, "n1")}
-        assert set(found) == {"active", "cleanup_blocked", "disabled"}
-        assert LEAP <= found["disabled"].fence < 2 * LEAP, "doubted once"
+        by_status = {slot.status: slot for slot in slots.of_node(conn, "n1")}
+        assert set(by_status) == {"active", "cleanup_blocked", "disabled"}
+        assert LEAP <= by_status["disabled"].fence < 2 * LEAP, "doubted once"
     engine.dispose()
     # Nothing of what was unpacked is left: it holds keys.
     left = {path.name for path in after.state_dir.iterdir()}

@@ -76,6 +76,9 @@ def machine(
         f"AuthorizedKeysFile {folder}/authorized_keys",
         *("PidFile none", "StrictModes no", "PasswordAuthentication no", "LogLevel VERBOSE"),
         settings,
+        # Not the home of whoever tests: a login would run its dotfiles, which may wait for a lock.
+        # sshd reads the first line of this kind only, so one in `settings` has to set it, too.
+        f"SetEnv HOME={folder}",
     ]
     if certify:
         (folder / "host_key-cert.pub").write_text(certify(key) + "\n")

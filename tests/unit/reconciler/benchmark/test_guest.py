@@ -93,7 +93,7 @@ def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         login="",
         settings=f"TrustedUserCAKeys {tmp_path}/user_ca.pub\n"
         f"AuthorizedPrincipalsFile {tmp_path}/principals\n"
-        f"SetEnv PATH={sudo.parent}:/usr/bin:/bin",
+        f"SetEnv HOME={tmp_path} PATH={sudo.parent}:/usr/bin:/bin",
         certify=lambda key: ca.certify_host(trust, key, "node-1"),
     )
     vm = boot("guest", login=new_key(tmp_path / "tenant_key"))

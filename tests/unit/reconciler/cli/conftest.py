@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from reconciler import client
@@ -12,6 +14,7 @@ from reconciler.cli.main import main
 from reconciler.db.engine import transaction
 from reconciler.model.states import TaskState
 from reconciler.records import queue
+from tests.standin.service import Manager
 from tests.unit.reconciler.api.conftest import databases, new, prepared, selling
 from tests.unit.reconciler.api.stack import ACT, Stack
 
@@ -45,6 +48,20 @@ class Gpuaas:
         http = stack.client(who, base="/")
         self._patch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
         return self
+
+    def leading(self, stack: Stack, manager: Manager, tend: Callable[[Any, Any], None]) -> None:
+        """Talk to this service with a stand-in; its leader takes a turn while a command waits."""
+        real = httpx.Client
+        stack.settings = stack.settings.model_copy(update=manager.settings)
+
+        def turn(_seconds: float) -> None:
+            # The command's own connection is patched into the library.
+            with self._patch.context() as patch:
+                patch.setattr(httpx, "Client", real)
+                tend(stack.engine, stack.settings)
+
+        self._patch.setattr(time, "sleep", turn)
+        self.at(stack)
 
     def ending(self, stack: Stack, act: Callable[[Any, Any], dict[str, Any]]) -> Gpuaas:
         """Tasks end at once: `act(conn, task)` gives the result, or the error under "error"."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import slices
+from reconciler.lifecycle import power, slices
 from reconciler.model.states import TaskState
 from reconciler.records import queue
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
@@ -82,6 +82,24 @@ def test_a_failed_launch_is_an_error(
     gpuaas("release", launched["id"], "--project", "demo")
     assert (gpuaas.status, "allocation_not_releasable" in gpuaas.err) == (1, True)
     assert "it has ended; launch again" in gpuaas.err and "wait until" not in gpuaas.err
+
+
+def test_power(
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = launched["id"]
+    selling.lease()  # the task of the image's cache
+    activate(selling, key)
+    words = (key, "--project", "demo", "--output", "json")
+    assert json.loads(gpuaas("stop", *words, "--no-wait"))["power_action"] == "stop"
+
+    def fail(_seconds: float) -> None:
+        with transaction(selling.engine) as conn:
+            power.failed(conn, key, {"code": "domain_not_stopped"})
+
+    monkeypatch.setattr("time.sleep", fail)
+    gpuaas("stop", *words)
+    assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "domain_not_stopped")
 
 
 def test_launch_without_a_key(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None:
@@ -185,7 +203,7 @@ def test_a_member_is_told_to_name_a_project(selling: Stack, gpuaas: Gpuaas) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "problem"),
     [
         ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
         (f"{KEY}\n{KEY}\n", "2 lines"),
@@ -193,14 +211,14 @@ def test_a_member_is_told_to_name_a_project(selling: Stack, gpuaas: Gpuaas) -> N
     ],
 )
 def test_what_is_no_public_key_is_never_sent(
-    tmp_path: Path, gpuaas: Gpuaas, selling: Stack, text: str, found: str
+    tmp_path: Path, gpuaas: Gpuaas, selling: Stack, text: str, problem: str
 ) -> None:
     key = tmp_path / "key"
     key.write_text(text)
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key))
     gpuaas.at(selling, "member")(*words, "--output", "json")
     document = json.loads(gpuaas.err)
-    assert (document["code"], document["found"]) == ("file_invalid", f"{key}: {found}")
+    assert (document["code"], document["found"]) == ("file_invalid", f"{key}: {problem}")
 
 
 @pytest.mark.covers("CTRL-7")

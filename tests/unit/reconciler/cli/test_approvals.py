@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from reconciler.cli import host, nodes
+from reconciler.model.approval import approval_of
 
 pytestmark = pytest.mark.covers("HOST-9")
 
@@ -20,14 +21,14 @@ SEEN: dict[str, Any] = {
 
 
 def test_bytes_of_no_known_kind_are_approved_by_name_only() -> None:
-    approved = nodes.approval_of(SEEN, [])
+    approved = approval_of(SEEN, [])
     assert approved["filesystems"] == ["ext4", "gpt"]
     assert (approved["mounts"], approved["eui"]) == (["/share0"], "0f" * 16)
-    assert nodes.approval_of(SEEN, ["raw_data"])["filesystems"] == ["ext4", "gpt", "raw_data"]
+    assert approval_of(SEEN, ["raw_data"])["filesystems"] == ["ext4", "gpt", "raw_data"]
 
 
 def test_who_is_asked_reads_what_is_lost() -> None:
-    line = nodes.approval_line("/dev/x", nodes.approval_of(SEEN, []))
+    line = nodes.approval_line("/dev/x", approval_of(SEEN, []))
     assert line.endswith("mounted on /share0  carries ext4, gpt")
     assert nodes.approval_line("/dev/x", {"serial": "A", "eui": "b"}).endswith(
         "mounted on nowhere  carries nothing"
@@ -35,7 +36,7 @@ def test_who_is_asked_reads_what_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "approved"),
+    ("document", "approved"),
     [
         ({"/dev/x": {"serial": "A"}}, {"/dev/x": {"serial": "A"}}),
         ([{"nvme_device": "/dev/x", "approval": {"serial": "A"}}], {"/dev/x": {"serial": "A"}}),
@@ -43,5 +44,5 @@ def test_who_is_asked_reads_what_is_lost() -> None:
         ("x", {}),
     ],
 )
-def test_a_file_holds_approvals_or_the_plan(found: Any, approved: dict[str, Any]) -> None:
-    assert host.approvals_by_path(found) == approved
+def test_a_file_holds_approvals_or_the_plan(document: Any, approved: dict[str, Any]) -> None:
+    assert host.approvals_by_path(document) == approved

@@ -101,10 +101,10 @@ def test_an_enrolled_node_is_reached_by_its_certificate(
     gpuaas(*words, "--node-id", "node-1", "--host", "192.0.2.1")
     assert (gpuaas.status, "target_unreachable" in gpuaas.err) == (1, True)
     assert not output.exists()
-    said = (tmp_path / "words").read_text().splitlines()
-    assert {"StrictHostKeyChecking=yes", "HostKeyAlias=node-1"} <= set(said)
-    assert f'UserKnownHostsFile="{tmp_path}/state/trust/known_hosts"' in said
-    assert said[said.index("-l") + 1] == "root"
+    arguments = (tmp_path / "words").read_text().splitlines()
+    assert {"StrictHostKeyChecking=yes", "HostKeyAlias=node-1"} <= set(arguments)
+    assert f'UserKnownHostsFile="{tmp_path}/state/trust/known_hosts"' in arguments
+    assert arguments[arguments.index("-l") + 1] == "root"
 
 
 def test_compare(gpuaas: Gpuaas, saved: Any, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def _ssh(folder: Path, body: str) -> Path:
 def test_through_another_machine(
     gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = _ssh(tmp_path, "exit 255")
+    log = _ssh(tmp_path, "exit 255")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path / "state"))
     words = ["host", "benchmark", "capture", "--label", "a", "--output", str(tmp_path / "a.json")]
@@ -203,12 +203,12 @@ def test_through_another_machine(
     words += ["--host", "10.100.0.10", "--user", "gpuuser", "--via", "ubuntu@j22u15:2222"]
     gpuaas(*words)
     assert (gpuaas.status, "target_unreachable" in gpuaas.err) == (1, True)
-    (carrier,) = (line for line in said.read_text().splitlines() if "ProxyCommand=" in line)
+    (carrier,) = (line for line in log.read_text().splitlines() if "ProxyCommand=" in line)
     assert "-p 2222 -l ubuntu -W '[%h]:%p' -- j22u15" in carrier
     assert "StrictHostKeyChecking=yes" in carrier and "HostKeyAlias" not in carrier
     # With the node's id it is the host that has to show its certificate, not the guest.
     gpuaas(*words, "--node-id", "node-1")
-    lines = said.read_text().splitlines()
+    lines = log.read_text().splitlines()
     (carrier,) = (line for line in lines if "ProxyCommand=" in line)
     assert "HostKeyAlias=node-1" in carrier
     assert "HostKeyAlias=node-1" not in lines
@@ -224,7 +224,7 @@ def test_the_machine_of_an_allocation(
         "-----BEGIN SSH HOST KEY KEYS-----\r\n"
         f"{key} root@slice\r\n-----END SSH HOST KEY KEYS-----\r\n"
     )
-    said = _ssh(
+    log = _ssh(
         tmp_path,
         'for last; do :; done\ncase "$last" in\n'
         f'  *head*) cp "{tmp_path}/words" "{tmp_path}/asked"; exec cat "{tmp_path}/console" ;;\n'
@@ -252,7 +252,7 @@ def test_the_machine_of_an_allocation(
     asked = (tmp_path / "asked").read_text()
     assert f"/var/log/libvirt/qemu/{domain}-console.log" in asked
     assert f"HostKeyAlias={NODE}" in asked and "192.0.2.7" in asked
-    lines = said.read_text().splitlines()
+    lines = log.read_text().splitlines()
     assert {"StrictHostKeyChecking=yes", f"HostKeyAlias={domain}"} <= set(lines)
     assert (tmp_path / "trusted").read_text() == f"{domain} {key}\n"
     address, program = lines[-2:]

@@ -25,7 +25,7 @@ from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.stack import NODE, Stack, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_doctor import Doctor, doctor, sound
-from tests.unit.reconciler.work.test_attend import Runs, runs
+from tests.unit.reconciler.work.conftest import Runs, runs
 
 pytestmark = pytest.mark.covers("HOST-13")
 __all__ = ["doctor", "runs", "sound"]

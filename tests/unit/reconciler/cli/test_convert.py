@@ -11,19 +11,21 @@ from reconciler.model.states import TaskKind
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import queue_next_step
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import NODE, Stack, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("HOST-15")
 
 IDENTITY = {"identity": discovery()["identity"]}
+PROVEN = wipes.proven(discovery())
 
 
 @pytest.mark.parametrize(("failures", "status"), [(0, 0), (1, 1)])
 def test_one_command_is_followed_to_its_end(
     selling: Stack, gpuaas: Gpuaas, failures: int, status: int
 ) -> None:
-    report = {"intent": "slice", "warnings": 0, "checks": [], **IDENTITY, "failures": failures}
+    report = {"intent": "slice", "warnings": 0, "checks": [], **PROVEN, "failures": failures}
     evidence: dict[str, dict[str, Any]] = {
         TaskKind.NODE_CONVERT: IDENTITY,
         TaskKind.NODE_BOOTSTRAP: IDENTITY,

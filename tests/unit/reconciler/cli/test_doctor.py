@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import sqlalchemy as sa
@@ -42,6 +43,7 @@ def sound(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> St
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
     monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
     monkeypatch.setenv("GPUAAS_MEMBER_ADDRESS", "gpu.example")
+    monkeypatch.setattr(services, "probe", AsyncMock())
     monkeypatch.setattr(installation, "_LITTLE_GIB", 0)
     monkeypatch.setattr(installation, "_LEAST_GIB", 0)
     return selling
@@ -155,7 +157,7 @@ def test_a_fault_is_named(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "check", "found"),
+    ("variable", "value", "check", "text"),
     [
         ("GPUAAS_COLLECTIONS_PATH", "{empty}", "collection", "any playbook"),
         ("GPUAAS_PROFILES_DIR", "{empty}", "profiles", "none in"),
@@ -177,14 +179,14 @@ def test_a_wrong_setting_is_named(
     variable: str,
     value: str,
     check: str,
-    found: str,
+    text: str,
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv(variable, value.format(empty=empty))
     findings = doctor()
     assert list(findings) == [check]
-    assert found in findings[check]["found"]
+    assert text in findings[check]["found"]
     assert "canary" not in gpuaas.out
 
 
@@ -237,11 +239,7 @@ def test_an_image_outside_of_the_folder_is_named(
     ],
 )
 def test_who_reaches_the_api_is_named(
-    sound: Stack,
-    doctor: Doctor,
-    monkeypatch: pytest.MonkeyPatch,
-    listen: str,
-    named: set[str],
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, listen: str, named: set[str]
 ) -> None:
     """No host, or everybody on the way to it: it speaks without TLS."""
     monkeypatch.delenv("GPUAAS_PUBLIC_URL")

@@ -19,6 +19,7 @@ from reconciler import logs
 from reconciler.cli import failures
 from reconciler.db import migrations
 from reconciler.db.engine import open_engine, transaction
+from reconciler.model.errors import Problem
 from reconciler.settings import Settings
 from reconciler.trust.keygen import TrustError
 from tests.postgresql import running
@@ -34,29 +35,32 @@ def _log_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "configure", lambda _settings: None)
 
 
-@pytest.mark.parametrize("command", [("serve",), ("worker",), ("migrate",), ("check",)])
+REFUSED = [
+    ("GPUAAS_AWX_URL", f"https://svc:{SECRET}@awx.example"),
+    ("GPUAAS_DATABASE_URL", f"mysql://u:{SECRET}@h/x"),
+    ("GPUAAS_DATABASE_URL", f"postgresql://u:p@{SECRET}@h/x"),
+    ("GPUAAS_DATABASE_URL", f"postgres://u:p@h:{SECRET}/x"),
+    ("GPUAAS_WORKERS", SECRET),
+    ("GPUAAS_OIDC_ISSUER", "https://issuer.example"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("GPUAAS_AWX_URL", f"https://svc:{SECRET}@awx.example"),
-        ("GPUAAS_DATABASE_URL", f"mysql://u:{SECRET}@h/x"),
-        ("GPUAAS_DATABASE_URL", f"postgresql://u:p@{SECRET}@h/x"),
-        ("GPUAAS_DATABASE_URL", f"postgres://u:p@h:{SECRET}/x"),
-        ("GPUAAS_WORKERS", SECRET),
-        ("GPUAAS_OIDC_ISSUER", "https://issuer.example"),
-    ],
+    ("command", "name", "value"),
+    [("serve", *setting) for setting in REFUSED]
+    + [(command, *REFUSED[0]) for command in ("worker", "migrate", "check")],
 )
 def test_a_refused_setting_is_named_without_its_value(
     gpuaas: Gpuaas,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    command: tuple[str, ...],
+    command: str,
     name: str,
     value: str,
 ) -> None:
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path))
     monkeypatch.setenv(name, value)
-    gpuaas(*command, "--output", "json")
+    gpuaas(command, "--output", "json")
     assert (gpuaas.status, gpuaas.out) == (1, "")
     answer = json.loads(gpuaas.err)
     assert answer["code"] == "settings_invalid"
@@ -170,7 +174,7 @@ def test_a_defect_stays_one() -> None:
     assert unreadable is not None and unreadable.found == "/etc/x: Permission denied"
 
 
-def refusal_of(url: str, *statements: str) -> failures.Problem | None:
+def refusal_of(url: str, *statements: str) -> Problem | None:
     """The refusal of such a statement, as a Problem."""
     engine = open_engine(url)
     try:

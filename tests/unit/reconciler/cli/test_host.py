@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity._slice_parity import CHECKS
 
 from reconciler.cli import host
 from reconciler.runs import byhand, contract
@@ -102,10 +103,10 @@ def report(*outcomes: tuple[str, str, str, str]) -> dict[str, Any]:
 def test_a_report_of_this_machine_is_a_line_for_each_check(gpuaas: Gpuaas) -> None:
     """The real module over a local connection; no test machine is a slice host."""
     lines = gpuaas("host", "parity", "--profile", "lab").splitlines()
-    assert (gpuaas.status, len(lines)) == (1, 36), gpuaas.err
+    assert (gpuaas.status, len(lines)) == (1, len(CHECKS) + 1), gpuaas.err
     assert all(LINE.fullmatch(line) for line in lines[:-1])
     failed = sum(" status=FAIL " in line for line in lines[:-1])
-    assert f" checks=35 failures={failed} " in lines[-1]
+    assert f" checks={len(CHECKS)} failures={failed} " in lines[-1]
     assert lines[0].startswith("GPUAAS_SLICE_PARITY status=FAIL check=node_agent detail=")
     assert "status=WARN check=api_topology detail=not\\ proven" in lines[-2]
     assert "Check every target condition in one pass" in gpuaas.err
@@ -355,7 +356,7 @@ def test_a_plan_that_was_saved_is_an_approval(
 def test_ssh_trusts_no_unknown_key_and_passes_words_as_words(tmp_path: Path) -> None:
     reach = Reach("192.0.2.1", "ubuntu", 22, key=tmp_path / "a key")
     words = reach.environment(tmp_path)["ANSIBLE_SSH_ARGS"]
-    assert words.startswith("-o StrictHostKeyChecking=yes ")
+    assert "bounded_ssh.py -o StrictHostKeyChecking=yes " in words
     assert f"-i '{tmp_path}/a key'" in words
     for bad in ("-oProxyCommand=id", "{{ x }}", "a b"):
         with pytest.raises(RunError, match="spec_invalid"):

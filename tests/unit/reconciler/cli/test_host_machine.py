@@ -13,10 +13,7 @@ import yaml
 
 from tests.deployed_machine import NEEDS_ROOT, ROOT, play
 
-pytestmark = [
-    pytest.mark.covers("HOST-4", "HOST-10"),
-    NEEDS_ROOT,
-]
+pytestmark = [pytest.mark.covers("HOST-4", "HOST-10"), NEEDS_ROOT]
 
 STORY = """
 gpuaas host parity --profile lab --remediate 2>&1

@@ -87,7 +87,7 @@ def test_what_is_kept_opens_the_service(
 
 
 @pytest.mark.parametrize(
-    ("answers", "client", "found"),
+    ("answers", "client", "problem"),
     [
         ([{"error": "access_denied"}], AUDIENCE, "access_denied"),
         ([PENDING], AUDIENCE, "not confirmed"),
@@ -96,11 +96,11 @@ def test_what_is_kept_opens_the_service(
     ],
 )
 def test_what_ends_without_a_token(
-    provider: Provider, gpuaas: Gpuaas, file: Path, answers: Any, client: str, found: str
+    provider: Provider, gpuaas: Gpuaas, file: Path, answers: Any, client: str, problem: str
 ) -> None:
     provider.set(device=answers)
     gpuaas(*words(provider, client=client))
-    assert (gpuaas.status, "login_failed" in gpuaas.err, found in gpuaas.err) == (1, True, True)
+    assert (gpuaas.status, "login_failed" in gpuaas.err, problem in gpuaas.err) == (1, True, True)
     assert not file.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -69,6 +70,45 @@ def test_no_token_no_service(tmp_path: Path, gpuaas: Gpuaas) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("http://gpuaas.example", False),
+        ("http://127.0.0.1.evil.example", False),
+        ("http://127.0.0.1@evil.example", False),
+        ("gpuaas.example:8080", False),
+        ("ftp://127.0.0.1", True),
+        ("http://[::1]:9", True),
+        ("http://localhost:9", True),
+        ("https://127.0.0.1:9", True),
+    ],
+)
+def test_a_token_goes_over_the_network_with_tls_only(
+    tmp_path: Path, gpuaas: Gpuaas, url: str, *, sent: bool
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    gpuaas("nodes", "list", "--token-file", str(token), "--api", url)
+    assert gpuaas.status == 1
+    assert ("api_without_tls" in gpuaas.err) is not sent, gpuaas.err
+    assert "secret" not in gpuaas.err
+
+
+def test_a_proxy_of_the_environment_does_not_get_a_token_to_this_machine(
+    tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0)
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("NO_PROXY", "")
+        gpuaas("nodes", "list", "--token-file", str(token), "--api", "http://127.0.0.1:9")
+        assert "reconciler_unreachable" in gpuaas.err
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize(
     ("listen", "url"),
     [
         ("127.0.0.1:18080", "http://127.0.0.1:18080"),
@@ -107,7 +147,7 @@ def test_lab_is_handed_on(monkeypatch: pytest.MonkeyPatch, gpuaas: Gpuaas) -> No
 
 
 @pytest.mark.parametrize(
-    ("held", "found"),
+    ("held", "problem"),
     [
         ("", "an empty file"),
         ("secret-1 secret-2", "2 words"),
@@ -116,14 +156,14 @@ def test_lab_is_handed_on(monkeypatch: pytest.MonkeyPatch, gpuaas: Gpuaas) -> No
     ],
 )
 def test_what_is_no_token_is_named_and_not_shown(
-    tmp_path: Path, gpuaas: Gpuaas, held: str | None, found: str
+    tmp_path: Path, gpuaas: Gpuaas, held: str | None, problem: str
 ) -> None:
     file = tmp_path / "token"
     if held is not None:
         file.write_text(held)
     gpuaas("nodes", "list", "--token-file", str(file), "--api", "http://127.0.0.1:9")
     assert (gpuaas.status, "token_file_unreadable" in gpuaas.err) == (1, True)
-    assert found in gpuaas.err and "secret" not in gpuaas.err
+    assert problem in gpuaas.err and "secret" not in gpuaas.err
 
 
 @pytest.mark.parametrize(

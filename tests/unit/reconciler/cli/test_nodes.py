@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
-from reconciler.records import queue
+from reconciler.records import nodes, queue
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -106,15 +107,28 @@ def test_drift_names_what_differs_and_fails(prepared: Stack, gpuaas: Gpuaas, out
         "code": "orphan_domain",
         "found": "machine x",
     }
-    result = {"differences": [difference], "unknown": {"ports": "unknown: late"}, "skipped": ["s2"]}
-    gpuaas.at(prepared).ending(prepared, lambda _conn, _task: dict(result))
+    repair = {"step": "add_nat nat rule", "times": 2, "first_at": "early", "last_at": "late"}
+    result = {
+        "differences": [difference],
+        "unknown": {"ports": "unknown: late"},
+        "skipped": ["s2"],
+        "repairs": [repair],
+    }
+    gpuaas.at(prepared)("nodes", "drift", NODE, "--latest")
+    assert (gpuaas.status, "never compared" in gpuaas.err) == (0, True)
+    gpuaas.ending(prepared, lambda _conn, _task: dict(result))
     gpuaas("nodes", "drift", NODE, "--output", output)
+    asked = gpuaas.out
+    gpuaas("nodes", "drift", NODE, "--latest", "--output", output)
+    assert gpuaas.out == asked
     assert gpuaas.status == 1
     assert "differences 1, unknown 1" in gpuaas.err
     if output == "json":
         assert json.loads(gpuaas.out) == result
         return
-    assert gpuaas.out.splitlines()[1].split()[:3] == ["failed", "s1", "orphan_domain"]
+    rows = [line.split() for line in gpuaas.out.splitlines()]
+    assert rows[1][:3] == ["failed", "s1", "orphan_domain"]
+    assert ["late", "2", "add_nat", "nat", "rule"] in rows
     assert "not looked at: ports: unknown: late" in gpuaas.err
     assert "work in progress, not judged: s2" in gpuaas.err
 
@@ -195,3 +209,30 @@ def test_a_dead_gpu_is_shown_with_the_node(selling: Stack, gpuaas: Gpuaas) -> No
     assert shown["health_state"] == "degraded"
     assert shown["health_detail"]["reason"] == fault["detail"]
     assert "degraded" in gpuaas("nodes", "list")
+
+
+@pytest.mark.covers("CTRL-15")
+def test_changed_firmware_is_shown_and_accepted(new: Stack, gpuaas: Gpuaas, tmp_path: Path) -> None:
+    gpuaas.at(new)("nodes", "firmware", NODE)
+    assert gpuaas.status == 0, gpuaas.err
+    before = discovery()["firmware"]
+    before["sections"]["bios"]["bios_version"] = "an older one"
+    with transaction(new.engine) as conn:
+        nodes.update(conn, NODE, firmware_before=before)
+        host.record_discovery(conn, NODE, discovery(), ACT)
+    table = gpuaas("nodes", "firmware", NODE)
+    assert gpuaas.status == 1
+    assert "bios_version" in table and "an older one" in table and "changed" in table
+    report = tmp_path / "bmc.json"
+    report.write_text(json.dumps({"sections": {"redfish_users": {"user 2": "root"}}}))
+    gpuaas("nodes", "record-bmc", NODE, str(report))
+    assert gpuaas.status == 0, gpuaas.err
+    report.write_text(json.dumps({"sections": {"evil": {}}}))
+    gpuaas("nodes", "record-bmc", NODE, str(report))
+    assert gpuaas.status == 1 and "request_invalid" in gpuaas.err
+    gpuaas("nodes", "record-bmc", NODE, str(tmp_path / "missing"))
+    assert gpuaas.status == 1 and "report_invalid" in gpuaas.err
+    gpuaas("nodes", "accept-firmware", NODE, "--reason", "updated by hand")
+    assert gpuaas.status == 0, gpuaas.err
+    gpuaas("nodes", "firmware", NODE)
+    assert gpuaas.status == 0

@@ -13,7 +13,6 @@ import pytest
 import uvicorn
 
 from reconciler import logs
-from reconciler.cli import service
 from reconciler.db import leader
 from reconciler.db.engine import reading
 from reconciler.service import process
@@ -155,7 +154,7 @@ def test_worker_alone(new: Stack, gpuaas: Gpuaas, story: list[str], monkeypatch:
                 signal.raise_signal(signal.SIGTERM)
             return super().wait(timeout)
 
-    monkeypatch.setattr(service.threading, "Event", Event)
+    monkeypatch.setattr(threading, "Event", Event)
     gpuaas("worker")
     events = [f"worker of {new.settings.state_dir.name}", "start", "stop"]
     assert (gpuaas.status, story) == (0, events)

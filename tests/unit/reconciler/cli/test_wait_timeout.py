@@ -164,3 +164,15 @@ def begun(stack: Stack, *, deadline_s: int) -> Task:
 
 def follow(stack: Stack, gpuaas: Gpuaas) -> None:
     gpuaas.at(stack)("nodes", "parity", NODE)
+
+
+def test_a_power_action_that_never_ends_is_not_waited_for(
+    selling: Stack, gpuaas: Gpuaas, hours: Passing
+) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    gpuaas.at(selling)("restart", mine, "--project", "demo", "--output", "json")
+    problem = json.loads(gpuaas.err)
+    assert (gpuaas.status, problem["code"]) == (1, "power_timeout")
+    assert problem["found"] == "restart under way for 120 minutes"
+    assert HOUR < hours.seconds <= 4 * HOUR

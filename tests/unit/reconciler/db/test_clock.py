@@ -44,19 +44,19 @@ CLOCKS = {
 
 def asked(source: str) -> list[str]:
     """Every question for the time of day in some code."""
-    found = []
+    clocks = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             owner = node.value
             name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
             if node.attr in CLOCKS.get(name, ()):
-                found.append(f"{name}.{node.attr}")
+                clocks.append(f"{name}.{node.attr}")
         if isinstance(node, ast.ImportFrom) and node.module == "time":
-            found += [f"time.{one.name}" for one in node.names if one.name in CLOCKS["time"]]
+            clocks += [f"time.{one.name}" for one in node.names if one.name in CLOCKS["time"]]
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = node.value.upper()
-            found += [word for word in ("CURRENT_TIMESTAMP", "NOW()") if word in words]
-    return found
+            clocks += [word for word in ("CURRENT_TIMESTAMP", "NOW()") if word in words]
+    return clocks
 
 
 def test_no_code_that_compares_asks_its_own_machine() -> None:
@@ -64,9 +64,9 @@ def test_no_code_that_compares_asks_its_own_machine() -> None:
     for folder in BY_DATABASE:
         for file in sorted((RECONCILER / folder).rglob("*.py")):
             own = file == RECONCILER / "db" / "clock.py"
-            found = [] if own else asked(file.read_text(encoding="utf-8"))
-            if found:
-                wrong[str(file.relative_to(RECONCILER))] = found
+            clocks = [] if own else asked(file.read_text(encoding="utf-8"))
+            if clocks:
+                wrong[str(file.relative_to(RECONCILER))] = clocks
     assert wrong == {}
 
 
@@ -174,5 +174,5 @@ def test_on_the_machines_own_clocks_the_same_story_goes_wrong(
     results = observe(sold.engine, wrong)
     lies = {what for what, holds in results.items() if not holds}
     # A clock that is behind writes what is over at once; one that is ahead ends what others hold.
-    said = "its leadership stands" if wrong < 0 else "a leadership stands for it"
-    assert said in lies and len(lies) >= 3, lies
+    outcome = "its leadership stands" if wrong < 0 else "a leadership stands for it"
+    assert outcome in lies and len(lies) >= 3, lies

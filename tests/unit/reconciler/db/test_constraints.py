@@ -140,8 +140,7 @@ def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connect
     """I4: none, another disk's, an older one of this disk, one that nobody has."""
     slot = second(conn)
     (theirs,) = rows.every(
-        conn,
-        sa.select(tables.proofs).where(tables.proofs.c.disk_identity != slot["nvme_identity"]),
+        conn, sa.select(tables.proofs).where(tables.proofs.c.disk_identity != slot["nvme_identity"])
     )
     key = ("fk_node_resource_slots_available_proof", "FOREIGN KEY")
     with refused(conn, "available_needs_proof"):
@@ -166,18 +165,18 @@ def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connect
 def test_a_disks_generation_only_grows(conn: sa.Connection) -> None:
     """Taken back, it would make the proof from before the last tenant count again."""
     slot = second(conn)
-    told = "a disk generation only grows"
+    message = "a disk generation only grows"
     change(conn, slot, status="disabled", available_proof_id=None, disk_generation=7)
     change(conn, slot, disk_generation=7, status_reason="the same is no step back")
-    with refused(conn, told):
+    with refused(conn, message):
         change(conn, slot, disk_generation=6)
-    with refused(conn, told):
+    with refused(conn, message):
         change(conn, slot, nvme_identity="eui.another")
     # Nor does the disk begin anew in a new slot.
     change(conn, slot, retired_at=1.0)
     again = stored(conn, slot["id"]) | {"retired_at": None}
     again |= {"id": rows.new_id(), "status": "disabled"}
-    with refused(conn, told):
+    with refused(conn, message):
         rows.add(conn, Slot, again | {"disk_generation": 6})
     assert rows.add(conn, Slot, again).disk_generation == 7
 
@@ -198,14 +197,14 @@ def move(conn: sa.Connection, claim: dict[str, Any], state: ClaimState) -> None:
 @pytest.mark.covers("I4")
 def test_no_claim_goes_in_at_a_generation_that_is_proven(conn: sa.Connection) -> None:
     """The proof from before it would make the slot available again as soon as it has ended."""
-    told = "a claim needs a disk generation of which there is no proof yet"
+    message = "a claim needs a disk generation of which there is no proof yet"
     slot = second(conn)
     with conn.begin_nested() as attempt:
         claim = second_claim(conn)
         attempt.rollback()
     # The slot is on sale, at the generation of its proof; the claim says so, or it lies.
     for generation in (slot["disk_generation"], claim["disk_generation"]):
-        with refused(conn, told):
+        with refused(conn, message):
             insert(conn, claim | {"disk_generation": generation})
     generation = unproven(conn, slot)
     for ahead in (True, False):
@@ -214,7 +213,7 @@ def test_no_claim_goes_in_at_a_generation_that_is_proven(conn: sa.Connection) ->
                 prove(conn, slot, generation + 1)
             else:
                 change(conn, slot, retired_at=1.0)
-            with refused(conn, told):
+            with refused(conn, message):
                 insert(conn, claim)
             attempt.rollback()
     insert(conn, claim)
@@ -224,13 +223,13 @@ def test_no_claim_goes_in_at_a_generation_that_is_proven(conn: sa.Connection) ->
     move(conn, claim, ClaimState.ACTIVE)
     move(conn, claim, ClaimState.RELEASED)
     change(conn, slot, status="available", available_proof_id=prove(conn, slot, generation))
-    with refused(conn, told):
+    with refused(conn, message):
         move(conn, claim, ClaimState.ACTIVE)
 
 
 @pytest.mark.covers("I4")
 def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
-    told = "a slot under a live claim is not available"
+    message = "a slot under a live claim is not available"
     slot = second(conn)
     claim = second_claim(conn) | {"nvme_identity": slot["nvme_identity"]}
     generation = claim["disk_generation"]
@@ -239,13 +238,13 @@ def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
     fresh = {"status": "available", "available_proof_id": slot["available_proof_id"]}
     for state in LIVE_CLAIMS:
         move(conn, claim, state)
-        with refused(conn, told):
+        with refused(conn, message):
             change(conn, slot, **fresh)
     # Nor is its disk in a slot that has come after it.
     with conn.begin_nested() as attempt:
         change(conn, slot, retired_at=1.0)
         again = stored(conn, slot["id"]) | {"id": rows.new_id()}
-        with refused(conn, told):
+        with refused(conn, message):
             rows.add(conn, Slot, again | {"retired_at": None} | fresh)
         attempt.rollback()
     move(conn, claim, ClaimState.FAILED)
@@ -306,23 +305,23 @@ def test_a_whole_machines_tenant_enters_past_every_proof(
     conn: sa.Connection, state: ClaimState
 ) -> None:
     """The proof from before him would make its slot available as soon as he has left."""
-    told = "the tenant of a whole machine needs the disks of its slots past every proof"
+    message = "the tenant of a whole machine needs the disks of its slots past every proof"
     slot = second(conn)
     claim = whole(conn, slot)
     change(conn, slot, status="disabled")
-    with refused(conn, told):
+    with refused(conn, message):
         insert(conn, claim | {"state": state.value})
     insert(conn, claim)
     for at in (ClaimState.RESERVED, ClaimState.PROVISIONING, ClaimState.RELEASED):
         move(conn, claim, at)
-        with refused(conn, told):
+        with refused(conn, message):
             move(conn, claim, state)
     generation = unproven(conn, slot)
     change(conn, slot, status="disabled")
     # Retired slots have no part in it: their disks may be elsewhere by now.
     with conn.begin_nested() as attempt:
         prove(conn, slot, generation + 1)
-        with refused(conn, told):
+        with refused(conn, message):
             move(conn, claim, state)
         change(conn, slot, retired_at=1.0)
         move(conn, claim, state)

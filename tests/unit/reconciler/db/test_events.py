@@ -12,13 +12,14 @@ import sqlalchemy as sa
 import yaml
 from jsonschema import Draft202012Validator
 
-from reconciler.db import clock, journal
+from reconciler.db import clock
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import host, launch, recovery, slices
 from reconciler.model import transitions
 from reconciler.model.states import NodeMode, TaskKind
 from reconciler.records import leasing, nodes, queue, reports
 from reconciler.settings import PROJECT
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.covers("CTRL-1")
@@ -62,7 +63,7 @@ def problems(event: Event) -> list[str]:
 
 def published(engine: sa.Engine) -> list[Event]:
     with reading(engine) as conn:
-        rows = journal.pending_events(conn, 10_000)
+        rows = relay.pending_events(conn)
     return [
         {name: value for name, value in vars(row).items() if name != "published_at"}
         | {"at": clock.iso(row.at)}

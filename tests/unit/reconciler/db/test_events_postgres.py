@@ -7,6 +7,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.db import test_postgres
 
 pytestmark = [pytest.mark.postgres, pytest.mark.covers("CTRL-8", "I3")]
@@ -16,18 +17,18 @@ engine = test_postgres.engine
 def test_a_relay_misses_nothing_that_commits_late(engine: sa.Engine) -> None:
     taken: list[str] = []
 
-    def relay() -> None:
+    def deliver() -> None:
         with transaction(engine) as conn:
-            found = journal.pending_events(conn)
-            journal.mark_published(conn, [event.id for event in found])
-        taken.extend(event.subject_id for event in found)
+            pending = relay.pending_events(conn)
+            relay.mark_published(conn, [event.id for event in pending])
+        taken.extend(event.subject_id for event in pending)
 
     with transaction(engine) as slow:
         journal.emit(slow, "slot.available", "slot", "late", payload={})
         with transaction(engine) as conn:
             journal.emit(conn, "slot.reserved", "slot", "early", payload={})
-        relay()
-    relay()
+        deliver()
+    deliver()
     assert taken == ["early", "late"]
-    relay()
+    deliver()
     assert taken == ["early", "late"], "each once, where nothing fails"

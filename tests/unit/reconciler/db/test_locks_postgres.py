@@ -75,8 +75,8 @@ def fail(site: Site) -> Callable[[sa.Connection], Any]:
         key = site.allocate(conn)
         slices.provision_started(conn, key, ADMIN)
         given = {claim.slot_id: UNTOUCHED for claim in claims.of_allocation(conn, key)}
-    told: Any = {"step": "slice_lease", "error": ERROR, "untouched": given}
-    return lambda conn: slices.provision_failed(conn, key, ADMIN, **told)
+    failure: Any = {"step": "slice_lease", "error": ERROR, "untouched": given}
+    return lambda conn: slices.provision_failed(conn, key, ADMIN, **failure)
 
 
 def release(site: Site) -> Callable[[sa.Connection], Any]:
@@ -220,12 +220,12 @@ def test_nothing_is_launched_on_a_node_that_goes_out_of_use_meanwhile(
     likely = placement.likely
 
     def then_maintained(conn: sa.Connection, *given: Any, **named: Any) -> Any:
-        found = likely(conn, *given, **named)
+        candidates = likely(conn, *given, **named)
         monkeypatch.undo()
         with transaction(sold.engine) as other:
             host.drain(other, "n1", ADMIN)
             host.maintain(other, "n1", ADMIN)
-        return found
+        return candidates
 
     monkeypatch.setattr(placement, "likely", then_maintained)
     with pytest.raises(Problem, match="no_capacity"):

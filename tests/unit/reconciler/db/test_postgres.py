@@ -13,7 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from reconciler.db import journal, migrations
+from reconciler.db import journal, leader, migrations
 from reconciler.db import rows as db_rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
@@ -22,7 +22,7 @@ from reconciler.lifecycle import launch, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, Role
 from reconciler.records import allocations, claims, leasing, nodes, tokens
-from tests.unit.reconciler.conftest import PostgresDatabase, Site
+from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase, Site
 
 pytestmark = pytest.mark.postgres
 HEAD = ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head()
@@ -51,6 +51,25 @@ def test_one_history_and_the_whole_life(engine: sa.Engine, site: Site) -> None:
     with reading(engine) as conn:
         assert site.statuses(conn) == ["available", "available"]
         assert allocations.get(conn, allocation_id).state == "released"
+
+
+@pytest.mark.covers("ORCH-4")
+def test_the_runbook_s_release_of_the_leader_s_lock_releases_nothing(engine: sa.Engine) -> None:
+    with transaction(engine) as conn:
+        assert leader.campaign(conn, leader.LOOPS, "a", 30)
+    other = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with engine.connect() as holder, other.connect() as stranger:
+        with pytest.raises(sa.exc.ProgrammingError, match=r"release_lock.* does not exist"):
+            stranger.exec_driver_sql("SELECT RELEASE_LOCK('gpu_orchestrator_leader')")
+        # PostgreSQL's own locks of this kind belong to the session that took them.
+        holder.exec_driver_sql("SELECT pg_advisory_lock(7)")
+        release = stranger.exec_driver_sql("SELECT pg_advisory_unlock(7)")
+        assert release.scalar_one() is False
+        assert stranger.exec_driver_sql("SELECT pg_try_advisory_lock(7)").scalar_one() is False
+    with transaction(engine) as conn:
+        assert leader.campaign(conn, leader.LOOPS, "b", 30) is None, "the first still leads"
+        leader.release(conn, leader.LOOPS, ADMIN)
+        assert leader.campaign(conn, leader.LOOPS, "b", 30), "that is what releases it"
 
 
 @pytest.mark.covers("CTRL-2", "I2", "I4", "I20")
@@ -114,11 +133,11 @@ def test_pages_hold_every_row_once(engine: sa.Engine, site: Site) -> None:
     ):
         with reading(engine) as conn:
             whole = [row.id for row in read(conn)]
-            found: list[Any] = []
+            ids: list[Any] = []
             page = db_rows.Page(2)
             while rows := read(conn, page=page):
-                found += [row.id for row in rows]
+                ids += [row.id for row in rows]
                 # As the API does it: the place goes out as JSON and comes back.
                 page = db_rows.Page(2, tuple(json.loads(json.dumps(order.keys(rows[-1])))))
-        assert found == whole
-        assert len(set(found)) == len(found) >= 5
+        assert ids == whole
+        assert len(set(ids)) == len(ids) >= 5

@@ -58,11 +58,11 @@ def test_checks_are_the_same(engine: sa.Engine) -> None:
             for check in table.constraints
             if isinstance(check, sa.CheckConstraint)
         }
-        found = {
+        checks = {
             str(check["name"]): " ".join(check["sqltext"].split())
             for check in inspector.get_check_constraints(table.name)
         }
-        assert found == wanted, table.name
+        assert checks == wanted, table.name
 
 
 def test_foreign_keys_are_on(engine: sa.Engine) -> None:

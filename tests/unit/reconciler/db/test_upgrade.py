@@ -18,6 +18,10 @@ from reconciler.db.migrations import migrate, revisions
 
 # Columns that a migration removes on purpose, by table.
 DROPPED: dict[str, frozenset[str]] = {}
+# Tables whose rows end with an upgrade: people log in again.
+ENDED = {"console_sessions"}
+# Columns that stay null where another one has a value.
+EMPTY = {"console_sessions.login"}
 # Values that satisfy checks over several columns and triggers. Other columns take any value.
 PLAIN: dict[str, Any] = {
     "allocations.state": "released",
@@ -37,6 +41,10 @@ KINDS: tuple[tuple[type[sa.types.TypeEngine[Any]], Any], ...] = (
     (sa.Float, 1.5),
     (sa.Numeric, 1.5),
 )
+
+
+# Tables that get a row by an upgrade: the host of pools whose workers are elsewhere.
+GROWN = ("pool_hosts",)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
@@ -71,9 +79,13 @@ def test_nothing_is_lost_on_the_way_to_this_version(empty: sa.Engine, revision: 
     with transaction(empty) as conn:
         now = {table.name: table for table in _tables(conn)}
         for name, row in filled.items():
-            (after,) = conn.execute(sa.select(now[name])).mappings()
-            kept = {column: after.get(column) for column in row if column not in _dropped(name)}
-            assert kept == {column: row[column] for column in kept}, name
+            if name in ENDED:
+                continue
+            expected = {column: row[column] for column in row if column not in _dropped(name)}
+            after = conn.execute(sa.select(now[name])).mappings().all()
+            kept = [{column: each.get(column) for column in expected} for each in after]
+            assert expected in kept, name
+            assert len(kept) == 1 or name in GROWN, name
         assert compare_metadata(MigrationContext.configure(conn), tables.metadata) == []
 
 
@@ -102,9 +114,10 @@ def test_a_machine_that_had_a_tenant_as_a_whole_needs_a_reinstall(
                 _fill(conn, table)
     migrate(empty)
     with transaction(empty) as conn:
-        assert conn.execute(sa.select(tables.nodes.c.tenant_machine_ids)).scalars().all() == [
-            marked
-        ]
+        node = conn.execute(sa.select(tables.nodes)).one()
+        assert node.tenant_machine_ids == marked
+        # Nothing shows its firmware before that tenant.
+        assert node.firmware_before == ({} if marked else None)
 
 
 def _dropped(table: str) -> frozenset[str]:
@@ -119,11 +132,13 @@ def _tables(conn: sa.Connection) -> list[sa.Table]:
 
 def _fill(conn: sa.Connection, table: sa.Table) -> dict[str, Any]:
     """One row with a value in every column."""
+    conn.execute(sa.delete(table))  # A migration may have made a row.
     today = tables.metadata.tables[table.name].columns
     row = {
         column.name: _value(table, column)
         for column in table.columns
         if column.name not in today or not today[column.name].computed
+        if f"{table.name}.{column.name}" not in EMPTY
     }
     if conn.dialect.name == "postgresql":
         # Foreign keys are triggers there. Without them, the order of the tables does not matter.

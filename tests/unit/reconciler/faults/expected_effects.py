@@ -16,39 +16,39 @@ def begun(model: SiteModel, run: Run) -> None:
         _slots(model, tenant.slots, "provisioning", of=("reserved",))
 
 
-def ended(model: SiteModel, run: Run, told: str, ours: Collection[str]) -> None:
+def ended(model: SiteModel, run: Run, reported: str, ours: Collection[str]) -> None:
     """The end of the run is recorded. ours: its fences that were not raised since."""
     host = model.hosts[run.node]
-    if told == "before" and run.refused == "boot_changed" and host.known == run.boot:
+    if reported == "before" and run.refused == "boot_changed" and host.known == run.boot:
         host.known = ""
     if run.kind in (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY):
-        if told == "ok":
+        if reported == "ok":
             _looked(model, run)
     elif run.kind in BUILDING:
-        built(model, run.key, told)
+        built(model, run.key, reported)
     elif run.kind == TaskKind.SLICE_VM_RELEASE:
-        _released(model, run, told)
-    elif run.kind == TaskKind.SLICE_WIPE and told == "ok":
+        _released(model, run, reported)
+    elif run.kind == TaskKind.SLICE_WIPE and reported == "ok":
         _slots(model, ours, IDLE, of=("cleanup", BLOCKED))
     elif run.kind == TaskKind.SLICE_WIPE:
         _slots(model, ours, BLOCKED, of=("cleanup",))
     elif MACHINE in ours:
-        _machine_released(model, run, told)
+        _machine_released(model, run, reported)
 
 
-def built(model: SiteModel, key: str, told: str) -> None:
+def built(model: SiteModel, key: str, reported: str) -> None:
     """A provision has ended. For an allocation that is over, its end decides nothing."""
     tenant = model.tenants[key]
     if tenant.state not in ("requested", "provisioning"):
         return
-    if told == "ok":
+    if reported == "ok":
         tenant.state = "active"
         _slots(model, tenant.slots, "active")
         return
     model.end(key, "failed")
-    where = IDLE if told == "before" else BLOCKED
+    where = IDLE if reported == "before" else BLOCKED
     _slots(model, tenant.slots, where, of=("reserved", "provisioning"))
-    if told != "before" and not tenant.slots:
+    if reported != "before" and not tenant.slots:
         model.hosts[tenant.node].unclean = key
 
 
@@ -64,22 +64,22 @@ def _looked(model: SiteModel, run: Run) -> None:
         host.passed = "" if evidence["failures"] else host.known
 
 
-def _released(model: SiteModel, run: Run, told: str) -> None:
+def _released(model: SiteModel, run: Run, reported: str) -> None:
     tenant = model.tenants[run.key]
     if tenant.state != "releasing":
         return
-    if told == "ok":
+    if reported == "ok":
         model.end(run.key, "released")
         _slots(model, tenant.slots, IDLE, of=("releasing", BLOCKED))
     else:
         _slots(model, tenant.slots, BLOCKED, of=("releasing",))
 
 
-def _machine_released(model: SiteModel, run: Run, told: str) -> None:
+def _machine_released(model: SiteModel, run: Run, reported: str) -> None:
     tenant, host = model.tenants[run.key], model.hosts[run.node]
     if tenant.state != "releasing" and host.unclean != run.key:
         return
-    if told == "ok":
+    if reported == "ok":
         if tenant.state == "releasing":
             model.end(run.key, "released")
         host.unclean = ""

@@ -14,6 +14,7 @@ from reconciler.model.states import TaskKind
 from reconciler.runs.collect import Outcome, Phase, RunState
 from reconciler.runs.paths import run_directory
 from reconciler.runs.spec import RunSpec
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.faults.site_model import BUILDING, MACHINE, WIPING, Run, SiteModel
 
 ABSENCE = {"absent": True, "checks": {}}
@@ -41,9 +42,9 @@ class FakeRuns:
         run = self.known.get(directory.name)
         if run is None:
             return RunState(Phase.ABSENT)
-        if not run.told:
+        if not run.reported:
             return RunState(Phase.ALIVE)
-        phase = Phase.LOST if run.told == "lost" else Phase.FINISHED
+        phase = Phase.LOST if run.reported == "lost" else Phase.FINISHED
         return RunState(phase, _outcome(run))
 
     def end(self, run: Run, how: str, effect: str) -> None:
@@ -59,7 +60,7 @@ class FakeRuns:
         elif how in ("cut", "lost", "canceled") and effect == "done":
             self._model.act(run)
         run.acting = run.acting and effect == "later" and how in ("cut", "lost")
-        run.told = how
+        run.reported = how
         if how == "ok":
             run.result = self._evidence(run)
         elif how == "lie":
@@ -82,7 +83,7 @@ class FakeRuns:
         if run.kind == TaskKind.NODE_PARITY:
             intent = run.variables["slice_intent"]
             report = {"intent": intent, "failures": int(host.broken), "warnings": 0}
-            return {"parity": {**report, "identity": identity}}
+            return {"parity": {**report, **wipes.proven(document), "identity": identity}}
         seen = [disk for disk in document["nvme"] if disk["identity"] not in host.hidden]
         return {"discovery": {**document, "identity": identity, "nvme": seen}}
 
@@ -108,8 +109,8 @@ def _run_of(spec: RunSpec) -> Run:
 
 
 def _disks_of(variables: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = variables.get("slice_slots") or variables.get("slice_disks") or []
-    return found
+    disks: list[dict[str, Any]] = variables.get("slice_slots") or variables.get("slice_disks") or []
+    return disks
 
 
 def _proof(disk: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,32 +120,30 @@ def _proof(disk: Mapping[str, Any]) -> dict[str, Any]:
         "size_bytes": disk["nvme_size_bytes"],
         "method": "user_data_erase",
         "verified": True,
+        "gpu": wipes.gpu(disk.get("gpu_pci_address", "")),
     }
 
 
 def _outcome(run: Run) -> Outcome:
     document: dict[str, Any] = {"schema": 1, "playbook": "any", "step": "", "error": {}}
-    if run.told in ("ok", "lie"):
+    if run.reported in ("ok", "lie"):
         return _ended(run, "successful", {**document, "ok": True, "evidence": run.result})
-    if run.told in ("before", "after"):
+    if run.reported in ("before", "after"):
         error = {"code": run.refused or "planted", "expected": "a", "found": "b", "remedy": "c"}
-        told = {"disk_written": True, "leftovers": True} if run.told == "after" else NOTHING_DONE
-        failed = {"ok": False, "step": "clone", "error": error, "evidence": dict(told)}
+        evidence = (
+            {"disk_written": True, "leftovers": True} if run.reported == "after" else NOTHING_DONE
+        )
+        failed = {"ok": False, "step": "clone", "error": error, "evidence": dict(evidence)}
         return _ended(run, "failed", document | failed)
-    if run.told == "silent":
+    if run.reported == "silent":
         return _ended(run, "failed", None, REFUSED, touched=False)
-    if run.told == "cut":
+    if run.reported == "cut":
         return _ended(run, "failed", None, CUT)
-    return _ended(run, run.told, None, "process_gone")
+    return _ended(run, run.reported, None, "process_gone")
 
 
 def _ended(
-    run: Run,
-    status: str,
-    result: dict[str, Any] | None,
-    problem: str = "",
-    *,
-    touched: bool = True,
+    run: Run, status: str, result: dict[str, Any] | None, problem: str = "", *, touched: bool = True
 ) -> Outcome:
     unreachable = problem.startswith("unreachable")
     return Outcome(status, result, problem, unreachable, touched)

@@ -12,11 +12,14 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+from tests.unit.reconciler import wipes
 
 Document = dict[str, Any]
 MACHINE = "machine"
@@ -33,8 +36,8 @@ class Tree:
         self._clock = 0
 
     def document(self, name: str, *, code: str, remedy: str) -> Document | None:
-        found: Document | None = json.loads(self.files.get(name, "null"))
-        return found
+        loaded: Document | None = json.loads(self.files.get(name, "null"))
+        return loaded
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         self.files[name] = text
@@ -81,10 +84,13 @@ class Host:
     plans: set[str] = field(default_factory=set)
     reservations: dict[str, str] = field(default_factory=dict)
     seeds: set[str] = field(default_factory=set)
+    vlans: dict[str, int] = field(default_factory=dict)
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
     accounts: set[str] = field(default_factory=set)
     mounts: set[str] = field(default_factory=set)
     baselines: set[str] = field(default_factory=set)
+    forwards: dict[str, str] = field(default_factory=dict)
+    ways: set[str] = field(default_factory=set)
 
     def copied(self) -> Host:
         return copy.deepcopy(self)
@@ -92,7 +98,7 @@ class Host:
     def seen(self) -> Document:
         """Everything but times: two hosts that are alike give the same."""
         entries = {
-            entry.slot_id: (entry.fence, entry.allocation_id, entry.dirty)
+            entry.slot_id: (entry.fence, entry.allocation_id, entry.dirty, entry.gpu_used)
             for entry in self.ledger()
         }
         named = {name: copy.copy(value) for name, value in vars(self).items()}
@@ -121,8 +127,8 @@ class Host:
                 # In check mode a module says what it found, not what it would leave.
                 return {"changed": False, **MODULES[module](host, params)}
             before = self.seen()
-            found = MODULES[module](host, params)
-            return {"changed": before != self.seen(), **found}
+            outcome = MODULES[module](host, params)
+            return {"changed": before != self.seen(), **outcome}
 
     def wiped(self, slot: Document) -> Document:
         """Nothing is on the disk any more; the proof of it."""
@@ -164,7 +170,7 @@ def slice_lease(host: Host, params: Document) -> Document:
         boot = slots[0]
         bundle = {"ip": boot["private_ip"], "mac": boot["management_mac"], "cpus": [], "gpus": []}
         more = {"numa_node": 0, "fabric_vfs": [], "disks": [slot["nvme_device"] for slot in slots]}
-        return {"bundle": bundle | more}
+        return {"bundle": bundle | more | {"cells": [], "layout": {}}}
     for slot in slots:
         _ledger.check(slot["slot_id"], slot["fence"])
     if state == "fenced":
@@ -205,7 +211,7 @@ def image_clone(host: Host, params: Document) -> Document:
     return {"digest": params["digest"], "bytes": params["size_bytes"], "seconds": 1.0}
 
 
-def slice_reservation(host: Host, params: Document) -> Document:
+def reservation(host: Host, params: Document) -> Document:
     key, ip = params["allocation_id"], params["ip"]
     if params["state"] == "present":
         _ledger.check_each(params.get("slots", ()))
@@ -218,7 +224,17 @@ def slice_reservation(host: Host, params: Document) -> Document:
     return {}
 
 
-def cloud_seed(host: Host, params: Document) -> Document:
+def fabric_functions(host: Host, params: Document) -> Document:
+    key = params["allocation_id"]
+    if params["state"] == "present":
+        _ledger.check_each(params["slots"])
+        host.vlans[key] = params["vlan"]
+    else:
+        host.vlans.pop(key, None)
+    return {"functions": [{"vlan": host.vlans.get(key)}]}
+
+
+def seed(host: Host, params: Document) -> Document:
     key = params["allocation_id"]
     if params["state"] == "present":
         _ledger.check_each(params.get("slots", ()))
@@ -229,24 +245,24 @@ def cloud_seed(host: Host, params: Document) -> Document:
         host.seeds.discard(key)
         return {"seed": {"destroyed": True, "in_definition": False, "in_guest": False}}
     host.seeds.add(key)
-    return {"path": f"/seeds/{key}"}
+    return {"seed": {"path": f"/seeds/{key}", "present": True}}
 
 
-def slice_vm(host: Host, params: Document) -> Document:
+def domain(host: Host, params: Document) -> Document:
     key, slots = params["allocation_id"], params["slots"]
     for slot in slots:
         _ledger.check(slot["slot_id"], slot["fence"])
     if params["state"] == "absent":
         gone = host.running.pop(key, None)
-        told = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
-        return {"domain": {}, "evidence": told}
+        power = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
+        return {"domain": {}, "evidence": power}
     disks = tuple(disk_of(slot) for slot in slots)
     held = {e.disk_identity for e in _ledger.entries() if e.allocation_id == key}
     if not held.issuperset(disks):
         raise refuse("lease_missing")
     if key not in host.running:
         for slot in slots:
-            if not _ledger.load(slot["slot_id"]).dirty:
+            if not _ledger.mark_gpu_used(slot["slot_id"], fence=slot["fence"]).dirty:
                 _ledger.mark_dirty(
                     slot["slot_id"], fence=slot["fence"], disk_identity=disk_of(slot)
                 )
@@ -282,6 +298,22 @@ def nvme_wipe(host: Host, params: Document) -> Document:
     return {"proofs": proofs}
 
 
+def gpu_reset(host: Host, params: Document) -> Document:
+    proofs = {}
+    for slot in params["slots"]:
+        name, fence, address = slot["slot_id"], slot["fence"], slot["gpu_pci_address"]
+        _ledger.check(name, fence)
+        evidence = _ledger.standing_gpu(name, address)
+        if evidence is None or evidence["fence"] < fence:
+            if any(disk_of(slot) in disks for disks in host.running.values()):
+                raise refuse("device_in_use")
+            _ledger.mark_gpu_used(name, fence=fence)
+            evidence = {**wipes.gpu(address), "fence": fence, "finished_at": host.tree.now()}
+            _ledger.mark_gpu_reset(name, fence=fence, evidence=evidence)
+        proofs[name] = {"gpu": evidence}
+    return {"proofs": proofs}
+
+
 def slice_absence(host: Host, params: Document) -> Document:
     key = params["allocation_id"]
     held = {disk for disks in host.running.values() for disk in disks}
@@ -289,13 +321,46 @@ def slice_absence(host: Host, params: Document) -> Document:
         "domain": key in host.running,
         "reservation": key in host.reservations,
         "seed": key in host.seeds,
+        "fabric_isolation": key in host.vlans,
+        "ingress": key in host.forwards.values(),
+        "ingress_file": key in host.forwards.values(),
+        "relay": key in host.ways,
         "disk_holders": any(disk_of(slot) in held for slot in params["slots"]),
     }
-    checks = {name: {"absent": not found, "known": True} for name, found in left.items()}
+    checks = {name: {"absent": not present, "known": True} for name, present in left.items()}
     if params.get("require_absent") and any(left.values()):
-        raise refuse("not_absent", ", ".join(name for name, found in left.items() if found))
+        raise refuse("not_absent", ", ".join(name for name, present in left.items() if present))
     dirty = any(_ledger.load(slot["slot_id"]).dirty for slot in params["slots"])
     return {"absent": not any(left.values()), "checks": checks, "disk_dirty": dirty}
+
+
+def slice_relay(host: Host, params: Document) -> Document:
+    key = params["allocation_id"]
+    if params["state"] == "present":
+        _ledger.check_each(params["slots"])
+        host.ways.add(key)
+    else:
+        host.ways.discard(key)
+    return {"relay": {"open": key in host.ways}}
+
+
+def slice_ingress(host: Host, params: Document) -> Document:
+    key, rule = params["allocation_id"], params.get("rule")
+    if params["state"] == "present":
+        _ledger.check_each(params["slots"])
+        if key not in host.running:
+            raise refuse("guard_missing")
+        host.forwards[rule["id"]] = key
+    else:
+        gone = [id for id, owner in host.forwards.items() if owner == key]
+        for id in gone if rule is None else {rule["id"]} & set(gone):
+            del host.forwards[id]
+    return {"ingress": {"rules": [id for id, owner in host.forwards.items() if owner == key]}}
+
+
+def slice_upkeep(host: Host, params: Document) -> Document:
+    nothing = {"known": True, "detail": "", "found": []}
+    return {"baseline": dict(nothing), "repairs": dict(nothing)}
 
 
 def slice_holdings(host: Host, params: Document) -> Document:
@@ -344,11 +409,18 @@ def slice_holdings(host: Host, params: Document) -> Document:
         ],
         "files": [{"allocation_id": key, "path": f"/seeds/{key}"} for key in sorted(host.seeds)],
         "limits": [],
+        "ingress": [
+            {"allocation_id": key, "rule_id": id} for id, key in sorted(host.forwards.items())
+        ],
         "devices": [],
     }
-    parts = {name: {"known": True, "detail": "", "found": found} for name, found in held.items()}
+    parts = {
+        name: {"known": True, "detail": "", "found": present} for name, present in held.items()
+    }
     identity = {"boot_id": host.boot_id, "machine_id": "", "host_key": ""}
-    return {"holdings": parts, "identity": identity}
+    refused = {"known": True, "detail": "", "found": []}
+    now = datetime.now(UTC).isoformat()
+    return {"holdings": parts, "refused": refused, "identity": identity, "collected_at": now}
 
 
 def baremetal_lease(host: Host, params: Document) -> Document:
@@ -367,10 +439,10 @@ def baremetal_lease(host: Host, params: Document) -> Document:
         _MACHINE_STATES[params["state"]](host, params, disks, before)
     # An ending that is only looked at (check mode) says how things were.
     ending = params["state"] == "ending"
-    told = before if ending else {name: _ledger.load(name) for name in names}
+    records = before if ending else {name: _ledger.load(name) for name in names}
     return late | {
-        "given": told[MACHINE].allocation_id == key and told[MACHINE].dirty,
-        "dirty": [name for name in disks if told[name].dirty],
+        "given": records[MACHINE].allocation_id == key and records[MACHINE].dirty,
+        "dirty": [name for name in disks if records[name].dirty],
         "slots": [{**disk, "fence": fence} for disk in params["disks"]],
     }
 
@@ -469,12 +541,24 @@ MODULES: dict[str, Callable[[Host, Document], Document]] = {
     "slice_lease": slice_lease,
     "image_cache": image_cache,
     "image_clone": image_clone,
-    "slice_reservation": slice_reservation,
-    "cloud_seed": cloud_seed,
-    "slice_vm": slice_vm,
+    # Parts of slice_vm and slice_handover.
+    "write_seed": seed,
+    "remove_seed": seed,
+    "destroy_seed": seed,
+    "reserve_address": reservation,
+    "release_address": reservation,
+    "give_functions": fabric_functions,
+    "take_functions": fabric_functions,
+    "start_domain": domain,
+    "remove_domain": domain,
+    "open_way": slice_relay,
     "slice_ready": slice_ready,
     "nvme_wipe": nvme_wipe,
+    "gpu_reset": gpu_reset,
     "slice_absence": slice_absence,
+    "slice_ingress": slice_ingress,
+    "slice_upkeep": slice_upkeep,
+    "slice_relay": slice_relay,
     "slice_holdings": slice_holdings,
     "baremetal_lease": baremetal_lease,
     "baremetal_tenant": baremetal_tenant,

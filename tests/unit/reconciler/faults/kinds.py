@@ -40,7 +40,7 @@ class Slice(ScriptedSite):
         return bool(owners)
 
     def lies(self, conn: sa.Connection) -> list[str]:
-        found = []
+        problems = []
         ledger = {entry.slot_id: entry for entry in self.host.ledger()}
         live = {row.id: row for row in allocations.every(conn)}
         used = {disk for disks in self.host.running.values() for disk in disks}
@@ -49,15 +49,15 @@ class Slice(ScriptedSite):
             if slot.status == SlotState.AVAILABLE and (
                 self.host.disks.get(disk) or disk in used or (entry and entry.dirty)
             ):
-                found.append(f"slot {slot.slot_index} is sold with somebody's bytes on it")
+                problems.append(f"slot {slot.slot_index} is sold with somebody's bytes on it")
             if slot.status == SlotState.AVAILABLE and entry and entry.allocation_id:
-                found.append(f"slot {slot.slot_index} is sold and leased on the host")
+                problems.append(f"slot {slot.slot_index} is sold and leased on the host")
         for key, allocation in live.items():
             if allocation.state == AllocationState.ACTIVE:
                 theirs = self.host.running.get(key, ())
                 if not theirs or any(self.host.disks[disk] != key for disk in theirs):
-                    found.append(f"the machine of {key} is not what its tenant had")
-        return found
+                    problems.append(f"the machine of {key} is not what its tenant had")
+        return problems
 
     def pristine(self, where: str) -> None:
         super().pristine(where)
@@ -93,16 +93,16 @@ class Whole(ScriptedSite):
         return owed
 
     def lies(self, conn: sa.Connection) -> list[str]:
-        found = []
+        problems = []
         node = nodes.get(conn, "m1")
         busy = [a for a in allocations.every(conn) if a.state not in ("failed", "released")]
         free = not node.unclean_allocation_id and not busy
         if free and (self.host.accounts or any(self.host.disks.values())):
-            found.append("the machine is sold with a tenant in it")
+            problems.append("the machine is sold with a tenant in it")
         for allocation in busy:
             if allocation.state == AllocationState.ACTIVE and not self.host.accounts:
-                found.append(f"the tenant of {allocation.id} cannot enter")
-        return found
+                problems.append(f"the tenant of {allocation.id} cannot enter")
+        return problems
 
 
 Prepare = Callable[[ScriptedSite], None]

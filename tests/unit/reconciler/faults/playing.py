@@ -14,8 +14,12 @@ from typing import Any
 
 import jinja2
 import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.modules import slice_handover, slice_vm
 from jinja2.runtime import Context, Undefined
+
+from reconciler.runs.events import ON_CONTROLLER
 
 ROOT = Path(__file__).resolve().parents[4]
 OURS = "gpuaas.slice."
@@ -23,13 +27,19 @@ CORE = "ansible.builtin."
 OMIT = object()
 _PLAIN = {"name", "when", "vars", "register", "check_mode", "failed_when"}
 
+# Modules that do several steps in one call; each of them may go wrong by itself.
+PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[_change.Part]]] = {
+    "slice_vm": slice_vm.parts,
+    "slice_handover": slice_handover.parts,
+}
+
 Document = dict[str, Any]
 Act = Callable[[str, Document, bool], Document]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One module of ours, about to run. rescuing: its play has failed already."""
+    """A module of ours, or a part of it, about to run. rescuing: its play has failed already."""
 
     name: str
     module: str
@@ -78,6 +88,27 @@ def rescue_of(playbook: str) -> set[tuple[str, str]]:
     return set(_reachable(rescues, ROOT / "playbooks"))
 
 
+def round_trips(playbook: str) -> int:
+    """Commands over SSH of a run that nothing goes wrong in: its tasks that reach the host.
+
+    With pipelining each is a single command.
+    """
+    (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
+    assert the_play["gather_facts"] is False
+    return sum(1 for action in _actions(the_play["tasks"]) if action not in ON_CONTROLLER)
+
+
+def _actions(tasks: Iterable[Document]) -> Iterable[str]:
+    for task in tasks:
+        if "block" in task:
+            yield from _actions(task["block"])
+            continue
+        action, arguments = _action(task)
+        yield action
+        if action == f"{CORE}include_tasks":
+            yield from _actions(read(ROOT / "playbooks" / arguments))
+
+
 @lru_cache
 def read(path: Path) -> Any:
     """A YAML file of the collection."""
@@ -93,9 +124,9 @@ class Scope:
         self.layers: list[Mapping[str, Any]] = []
 
     def get(self, name: str) -> Any:
-        for found in (self.given, self.known):
-            if name in found:
-                return found[name]
+        for variables in (self.given, self.known):
+            if name in variables:
+                return variables[name]
         for layer in reversed(self.layers):
             if name in layer:
                 return self.value(layer[name])
@@ -124,10 +155,10 @@ class Scope:
             return text
         inner = text.strip()
         if inner.startswith("{{") and inner.endswith("}}") and inner.count("{{") == 1:
-            found = _expression(inner[2:-2])(scope=self)
-            if isinstance(found, Undefined):
-                raise jinja2.UndefinedError(f"{text}: {found._undefined_name}")
-            return found
+            value = _expression(inner[2:-2])(scope=self)
+            if isinstance(value, Undefined):
+                raise jinja2.UndefinedError(f"{text}: {value._undefined_name}")
+            return value
         return _template(text).render(scope=self)
 
 
@@ -139,8 +170,8 @@ class _Lazy(Context):
 
     def resolve_or_missing(self, key: str) -> Any:
         scope = self.parent.get("scope")
-        if isinstance(scope, Scope) and (found := scope.get(key)) is not _MISSING:
-            return found
+        if isinstance(scope, Scope) and (value := scope.get(key)) is not _MISSING:
+            return value
         return super().resolve_or_missing(key)
 
 
@@ -164,6 +195,14 @@ class _Missing(jinja2.StrictUndefined):
         return self
 
 
+def _combine(one: Any, other: Any, *, recursive: bool = False) -> Any:
+    """As Ansible combines: the second wins, and with recursive only in the innermost dicts."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    deeper = {name: _combine(one[name], other[name], recursive=True) for name in one.keys() & other}
+    return {**one, **other, **(deeper if recursive else {})}
+
+
 # Nothing of it is ever shown in a browser.
 _JINJA = jinja2.Environment(undefined=_Missing)  # noqa: S701
 _JINJA.context_class = _Lazy
@@ -171,6 +210,7 @@ _JINJA.filters["bool"] = lambda value: value is True or str(value).lower() in {"
 for _name in ("map", "select", "selectattr", "reject", "rejectattr"):
     # Jinja gives generators; Ansible makes lists of them.
     _JINJA.filters[_name] = _listed(_JINJA.filters[_name])
+_JINJA.filters["combine"] = _combine
 _JINJA.tests["failed"] = lambda value: bool(value.get("failed"))
 
 
@@ -239,24 +279,45 @@ class _Run:
     ) -> Generator[Step, How | None, None]:
         params = self._scope.value(arguments)
         dry = bool(task.get("check_mode", False))
-
-        def do() -> Document:
-            return self._act(module, params, dry)
-
-        how = yield Step(task["name"], module, self._rescuing)
-        try:
-            result = do() if how is None else how(do)
-        except Refusal as refusal:
-            told = {
-                name: getattr(refusal, name) for name in ("code", "expected", "found", "remedy")
-            }
-            result = {"failed": True, "msg": str(refusal), "error": told}
+        if module in PARTS:
+            result: Document = {}
+            for part in PARTS[module](params):
+                done = yield from self._act_once(
+                    task["name"], part.name, dict(part.params(params, result)), dry
+                )
+                result |= done
+                if done.get("failed"):
+                    result["part"] = part.name
+                    break
+        else:
+            result = yield from self._act_once(task["name"], module, params, dry)
         if task.get("failed_when") is False:
             result = {**result, "failed": False}
         if "register" in task:
             self._scope.known[task["register"]] = result
         if result.get("failed"):
             raise Failed(task["name"], result)
+
+    def _act_once(
+        self, name: str, module: str, params: Document, dry: bool
+    ) -> Generator[Step, How | None, Document]:
+        def do() -> Document:
+            return self._act(module, params, dry)
+
+        how = yield Step(name, module, self._rescuing)
+        try:
+            return do() if how is None else how(do)
+        except Refusal as refusal:
+            document = {
+                name: getattr(refusal, name) for name in ("code", "expected", "found", "remedy")
+            }
+            return {"failed": True, "msg": str(refusal), "error": document}
+
+
+def _steps(name: str, module: str, arguments: Document) -> Iterable[tuple[str, str]]:
+    if module not in PARTS:
+        return [(name, module)]
+    return [(name, part.name) for part in PARTS[module](arguments)]
 
 
 def _action(task: Document) -> tuple[str, Any]:
@@ -271,6 +332,6 @@ def _reachable(tasks: Iterable[Document], folder: Path) -> Iterable[tuple[str, s
             continue
         action, arguments = _action(task)
         if action.startswith(OURS):
-            yield task["name"], action.removeprefix(OURS)
+            yield from _steps(task["name"], action.removeprefix(OURS), arguments)
         elif action == f"{CORE}include_tasks":
             yield from _reachable(read(folder / arguments), folder)

@@ -30,6 +30,7 @@ from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.loops import end_overdue
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.conftest import Database, Site
 from tests.unit.reconciler.faults.host import Host
 from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, play
@@ -46,9 +47,9 @@ class Stopped(Exception):
 
 @dataclass
 class Unanswered(Exception):
-    """Contact with the host is lost. said: what SSH says of it at last."""
+    """Contact with the host is lost. message: that of SSH at last."""
 
-    said: str
+    message: str
 
 
 @dataclass
@@ -101,10 +102,10 @@ class Runner:
         except Stopped:
             return
         except Unanswered as lost:
-            self._tell(run, "runner_on_unreachable", run.steps[-1], res={"msg": lost.said})
+            self._tell(run, "runner_on_unreachable", run.steps[-1], res={"msg": lost.message})
             run.phase = Phase.FINISHED
-            found = judge(run.recorder, "failed", 4, 1.0)
-            run.outcome = _outcome(found)
+            verdict_of_run = judge(run.recorder, "failed", 4, 1.0)
+            run.outcome = _outcome(verdict_of_run)
             return
         except Killed:
             run.phase = Phase.LOST
@@ -112,9 +113,9 @@ class Runner:
             raise
         data = {"artifact_data": {"slice_result": verdict["result"]}, "dark": {}}
         run.recorder({"event": "playbook_on_stats", "event_data": data})
-        found = judge(run.recorder, "successful" if verdict["ok"] else "failed", 0, 1.0)
+        verdict_of_run = judge(run.recorder, "successful" if verdict["ok"] else "failed", 0, 1.0)
         run.phase = Phase.FINISHED
-        run.outcome = _outcome(found)
+        run.outcome = _outcome(verdict_of_run)
 
     def _through(self, run: Run, decide: Decide | None) -> dict[str, Any]:
         how: How | None = None
@@ -142,7 +143,7 @@ class Runner:
     def _seen(self, playbook: str) -> dict[str, Any]:
         """The host is well, whoever looks."""
         report: dict[str, Any] = {"intent": "slice", "failures": 0, "warnings": 0}
-        report |= {"checks": [], "identity": self._discovery["identity"]}
+        report |= {**wipes.proven(self._discovery)}
         evidence = {"discovery": self._discovery} if playbook == "discover" else {"parity": report}
         document = {"schema": 1, "playbook": playbook, "ok": True, "step": "", "error": {}}
         return {"ok": True, "result": document | {"evidence": evidence}}
@@ -207,9 +208,9 @@ class ScriptedSite:
     def sound(self, where: str) -> None:
         """Every invariant of the database holds, and what it sells is true of the host."""
         with reading(self.engine) as conn:
-            found = invariants.check(conn)
+            violations = invariants.check(conn)
             lies = self.lies(conn)
-        assert found == [], f"{where}: {found}"
+        assert violations == [], f"{where}: {violations}"
         assert lies == [], f"{where}: {lies}"
 
     # What differs between slices and whole machines.
@@ -229,8 +230,8 @@ class ScriptedSite:
     def state(self, allocation_id: str) -> str:
         with reading(self.engine) as conn:
             query = sa.select(tables.allocations.c.state)
-            found = conn.execute(query.where(tables.allocations.c.id == allocation_id))
-            return str(found.scalar_one())
+            row = conn.execute(query.where(tables.allocations.c.id == allocation_id))
+            return str(row.scalar_one())
 
     def reinstall(self) -> None:
         """Install a machine anew that a tenant had as root; a slice host is none."""

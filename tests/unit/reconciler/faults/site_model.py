@@ -60,7 +60,7 @@ class Tenant:
 
 @dataclass
 class Run:
-    """A run. fences: by slot, or for the machine. told: its reported end."""
+    """A run. fences: by slot, or for the machine. reported: its end, as the runner reports it."""
 
     id: str
     task: str
@@ -73,7 +73,7 @@ class Run:
     boot: str
     variables: Mapping[str, Any]
     refused: str = ""
-    told: str = ""
+    reported: str = ""
     acting: bool = True
     result: dict[str, Any] = field(default_factory=dict)
 

@@ -18,20 +18,13 @@ from reconciler.model.states import SlotState, TaskKind
 from reconciler.records import leasing, queue, slots
 from reconciler.runs import contract
 from reconciler.runs.collect import Outcome
-from reconciler.work.kinds.slices import DRIFT
+from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults.kinds import MOMENTS, Slice
 from tests.unit.reconciler.faults.playing import How, Step, play
 from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite
-from tests.unit.reconciler.faults.test_steps import (
-    Healthy,
-    Open,
-    at,
-    beginnings,
-    healthy,
-    moments,
-)
+from tests.unit.reconciler.faults.test_steps import Healthy, Open, at, beginnings, healthy, moments
 
 __all__ = ["at", "beginnings", "healthy", "moments"]
 pytestmark = pytest.mark.covers("CTRL-9", "I14")
@@ -66,7 +59,7 @@ class Look:
         """The records hear of it; what they made of it."""
         outcome = Outcome("successful", self.result)
         scripted = self._scripted
-        settle(scripted.engine, scripted.settings, DRIFT, self.task, outcome)
+        settle(scripted.engine, scripted.settings, HANDLERS[self.task.kind], self.task, outcome)
         with reading(scripted.engine) as conn:
             task = queue.get(conn, self.task.id)
         assert task.state == "succeeded", task.error
@@ -86,34 +79,34 @@ def nothing_came_of_it(result: Record, where: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("told", ["at once", "at the end"])
+@pytest.mark.parametrize("reported", ["at once", "at the end"])
 def test_a_look_at_any_step_changes_nothing(
-    at: Open, healthy: dict[str, Healthy], kind: str, moment: str, told: str
+    at: Open, healthy: dict[str, Healthy], kind: str, moment: str, reported: str
 ) -> None:
     for index, step in enumerate(healthy[kind].steps):
-        where = f"{kind}: {step.name}, looked {moment}, told {told}"
+        where = f"{kind}: {step.name}, looked {moment}, reported {reported}"
         scripted = at(kind)
-        found: list[Record] = []
+        records: list[Record] = []
         looks: list[Look] = []
 
         def look(scripted: ScriptedSite = scripted, looks: list[Look] = looks) -> None:
             looks.append(Look(scripted))
             looks[0].take()
 
-        def tell(looks: list[Look] = looks, found: list[Record] = found) -> None:
-            found.append(looks[0].tell())
+        def tell(looks: list[Look] = looks, records: list[Record] = records) -> None:
+            records.append(looks[0].tell())
 
-        scripted.runner.faults[kind] = beside(index, look, tell, moment, told)
+        scripted.runner.faults[kind] = beside(index, look, tell, moment, reported)
         scripted.work()
-        if told == "at the end":
+        if reported == "at the end":
             tell()
-        nothing_came_of_it(found[0], where)
+        nothing_came_of_it(records[0], where)
         scripted.sound(where)
         assert scripted.host.seen() == healthy[kind].host, where
 
 
 def beside(
-    index: int, look: Callable[[], None], tell: Callable[[], None], moment: str, told: str
+    index: int, look: Callable[[], None], tell: Callable[[], None], moment: str, reported: str
 ) -> Callable[[Run, int, Step], How | None]:
     """At one step: look before or after it, and tell at once or not yet."""
 
@@ -123,7 +116,7 @@ def beside(
         done = do()
         if moment == "after":
             look()
-        if told == "at once":
+        if reported == "at once":
             tell()
         return done
 
@@ -156,10 +149,7 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     assert scripted.host.running == seen.running, "a comparison touches nothing on the host"
     with transaction(scripted.engine) as conn:
         (slot,) = [s for s in slots.of_node(conn, "n1") if s.status != SlotState.AVAILABLE]
-        assert (slot.health_detail["step"], slot.health_detail["allocation_id"]) == (
-            "drift",
-            key,
-        )
+        assert (slot.health_detail["step"], slot.health_detail["allocation_id"]) == ("drift", key)
         recovery.repair(conn, slot.id, ADMIN)
     scripted.work()
     scripted.pristine("after the repair")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from hypothesis.stateful import (
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
-from reconciler.db.journal import advance
+from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.schema import Task
 from reconciler.lifecycle import (
     baremetal,
@@ -65,14 +66,7 @@ from tests.unit.reconciler.faults.prepared_site import (
     pairs,
     written,
 )
-from tests.unit.reconciler.faults.site_model import (
-    BLOCKED,
-    BUILDING,
-    IDLE,
-    MACHINE,
-    Run,
-    Slot,
-)
+from tests.unit.reconciler.faults.site_model import BLOCKED, BUILDING, IDLE, MACHINE, Run, Slot
 from tests.unit.reconciler.whole_machines import Machines
 
 # A story takes a second of processor time: these take 90 s, 500 stories take 9 minutes.
@@ -273,10 +267,10 @@ class Story(RuleBasedStateMachine):
             return
         with transaction(self.engine) as conn:
             if back:
-                advance(conn, "node_mode", node, "revert", ADMIN)
+                advance(conn, NODE_MODE, node, "revert", ADMIN)
             elif mode == NodeMode.CONVERTING_TO_SLICE:
-                found = self.prepared.documents[node]["identity"] | {"boot_id": host.boot}
-                host_life.bootstrapped(conn, node, ADMIN, identity=found)
+                identity = self.prepared.documents[node]["identity"] | {"boot_id": host.boot}
+                host_life.bootstrapped(conn, node, ADMIN, identity=identity)
                 host.known = host.boot
             else:
                 host_life.converted(conn, node, ADMIN)
@@ -290,10 +284,10 @@ class Story(RuleBasedStateMachine):
     @rule(pick=PICK)
     def cancel_task(self, pick: int) -> None:
         with reading(self.engine) as conn:
-            found = [task for task in queue.every(conn) if task.state in OPEN]
-        if not found:
+            open_tasks = [task for task in queue.every(conn) if task.state in OPEN]
+        if not open_tasks:
             return
-        task = _one(sorted(found, key=lambda one: one.id), pick)
+        task = _one(sorted(open_tasks, key=lambda one: one.id), pick)
         ours = self._ours(task)
         with transaction(self.engine) as conn:
             task_failures.cancel(conn, task.id, ADMIN)
@@ -344,7 +338,7 @@ class Story(RuleBasedStateMachine):
         with reading(self.engine) as conn:
             assert queue.get(conn, run.task).state == TaskState.LOST
         self.held.pop(run.task, None)
-        run.told = "given up"
+        run.reported = "given up"
         expected_effects.ended(self.model, run, "lost", ours)
 
     @precondition(lambda self: self._late())
@@ -394,13 +388,13 @@ class Story(RuleBasedStateMachine):
         with reading(self.engine) as conn:
             wrote = written(conn)
             # Skip this expensive check when nothing was written since the last check.
-            found = invariants.check(conn) if wrote != self.wrote else []
+            violations = invariants.check(conn) if wrote != self.wrote else []
             self.wrote = wrote
             states = pairs(conn, STATES)
             sold = conn.execute(SLOTS).mappings().all()
             live = conn.execute(LIVE).all()
             unclean = pairs(conn, UNCLEAN)
-        assert found == [], found
+        assert violations == [], violations
         assert states == {key: tenant.state for key, tenant in model.tenants.items()}
         assert unclean == {name: host.unclean for name, host in model.hosts.items()}
         assert {slot["id"] for slot in sold} == set(model.slots)
@@ -441,8 +435,8 @@ class Story(RuleBasedStateMachine):
         with reading(self.engine) as conn:
             for row in conn.execute(SLOTS).mappings():
                 sliced = model.hosts[model.slots[row["id"]].node].sliced
-                told = gate.gate(conn, row["id"])
-                assert row["status"] == ("available" if sliced else "disabled"), told
+                blockers = gate.gate(conn, row["id"])
+                assert row["status"] == ("available" if sliced else "disabled"), blockers
 
     def _bring_back(self) -> None:
         for node in self.model.hosts:
@@ -506,13 +500,13 @@ class Story(RuleBasedStateMachine):
         if run is None:
             self._dropped(task, ours, "before")
         elif state != TaskState.WAITING:
-            expected_effects.ended(self.model, run, run.told, ours)
+            expected_effects.ended(self.model, run, run.reported, ours)
 
-    def _dropped(self, task: Task, ours: list[str], told: str) -> None:
+    def _dropped(self, task: Task, ours: list[str], reported: str) -> None:
         """A task has ended without a run."""
         kind, key = task.kind, task.allocation_id or ""
         if kind in BUILDING:
-            expected_effects.built(self.model, key, told)
+            expected_effects.built(self.model, key, reported)
         elif kind not in LOOKS:
             none = Run("", task.id, kind, task.node_id, key, (), (), {}, "", {})
             expected_effects.ended(self.model, none, "lost", ours)
@@ -569,12 +563,13 @@ class Story(RuleBasedStateMachine):
             slot.where = IDLE if idle else status
 
     def _sellable(self, conn: sa.Connection) -> dict[str, int]:
-        """The number of available slots of each node that sells slices."""
+        """The most available slots in one NUMA node of each node that sells slices."""
         count: dict[str, int] = {}
         for node in nodes.every(conn, state=NodeState.READY, mode=NodeMode.SLICE):
             if node.slice_scheduling:
-                there = [slot.status for slot in slots.of_node(conn, node.id)]
-                count[node.id] = there.count("available")
+                there = slots.of_node(conn, node.id)
+                free = Counter(slot.numa_node for slot in there if slot.status == "available")
+                count[node.id] = max(free.values(), default=0)
         return count
 
     def _tenants(self, *states: str) -> list[str]:
@@ -584,14 +579,14 @@ class Story(RuleBasedStateMachine):
         return [name for name, slot in self.model.slots.items() if slot.where == where]
 
     def _going(self) -> list[Run]:
-        return [run for run in self.runs.known.values() if not run.told]
+        return [run for run in self.runs.known.values() if not run.reported]
 
     def _late(self) -> list[Run]:
-        return [run for run in self.runs.known.values() if run.told and run.acting]
+        return [run for run in self.runs.known.values() if run.reported and run.acting]
 
 
-def _one(found: list[Any], pick: int) -> Any:
-    return found[pick % len(found)]
+def _one(items: list[Any], pick: int) -> Any:
+    return items[pick % len(items)]
 
 
 def _play_stories(prepared: PreparedSite, stories: int, steps: int, *, derandomize: bool) -> None:
@@ -599,7 +594,6 @@ def _play_stories(prepared: PreparedSite, stories: int, steps: int, *, derandomi
         max_examples=stories,
         stateful_step_count=steps,
         derandomize=derandomize,
-        deadline=None,
         database=None,
         print_blob=True,
         report_multiple_bugs=False,

@@ -220,5 +220,5 @@ def test_a_real_ssh_takes_neither_for_an_answer(
     # By itself an SSH that is not heard ends only when its packets are not answered for minutes.
     monkeypatch.setattr(ssh, "_PROBE_LIMIT_S", 3)
     access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
-    said = ssh.probe(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
-    assert "timed out" in said or "no end of the connection" in said, said
+    answer = ssh.probe(access, NodeAccess("n1", "127.0.0.1", one_way(words)))
+    assert "timed out" in answer or "no end of the connection" in answer, answer

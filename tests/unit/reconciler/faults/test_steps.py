@@ -15,13 +15,14 @@ import pytest
 
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
+from reconciler.model.drift import STEP
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, nodes, queue
 from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN, Database, Site
-from tests.unit.reconciler.faults.host import Host
-from tests.unit.reconciler.faults.kinds import MOMENTS, REGISTERED, fail_before
-from tests.unit.reconciler.faults.playing import How, Killed, Step, rescue_of, steps_of
+from tests.unit.reconciler.faults.host import MODULES, Host, refuse
+from tests.unit.reconciler.faults.kinds import MOMENTS, REGISTERED, Slice, fail_before
+from tests.unit.reconciler.faults.playing import How, Killed, Step, rescue_of, round_trips, steps_of
 from tests.unit.reconciler.faults.scripted_site import (
     Run,
     Runner,
@@ -165,6 +166,19 @@ def ended(scripted: ScriptedSite, kind: str) -> Task:
         )
 
 
+# Steps of a module that does several in one call, as an operator reads them.
+PARTS = {
+    "write_seed": "Write the cloud-init seed",
+    "reserve_address": "Reserve the address",
+    "give_functions": "Put the fabric functions into the tenant's network",
+    "start_domain": "Define and start the domain",
+    "remove_domain": "Shut the domain down and undefine it",
+    "take_functions": "Take the fabric functions out of the tenant's network",
+    "release_address": "Remove the address reservation and its lease",
+    "remove_seed": "Remove the cloud-init seed",
+    "open_way": "Let the gateway reach the guest",
+    "destroy_seed": "Detach and destroy the seed",
+}
 UNDOING = ("slice.wipe", "baremetal.release")
 KINDS = pytest.mark.parametrize("kind", sorted(MOMENTS))
 # Those of which a rescue touches the host; the others only say how they failed.
@@ -177,6 +191,10 @@ def test_everything_that_provisions_or_releases_is_here() -> None:
     assert set(MOMENTS) == REGISTERED
     rescued = {kind for kind in MOMENTS if rescue_of(HANDLERS[kind].playbook)}
     assert rescued >= {TaskKind.SLICE_VM_PROVISION, TaskKind.BAREMETAL_PROVISION}
+
+
+def test_a_provisioning_takes_six_round_trips() -> None:
+    assert round_trips("provision_slice") == 6
 
 
 @KINDS
@@ -204,9 +222,20 @@ def test_a_step_fails(at: Open, healthy: dict[str, Healthy], kind: str, how: How
         scripted = at(kind)
         scripted.runner.faults[kind] = at_step(number, lambda: how)
         scripted.work()
-        assert ended(scripted, kind).state == TaskState.FAILED, where
+        task = ended(scripted, kind)
+        assert task.state == TaskState.FAILED, where
+        assert task.error["step"] == PARTS.get(step.module, task.error["step"]), where
         scripted.sound(where)
         come_back(scripted, where)
+
+
+def test_a_host_names_no_step_that_it_does_not_have(at: Open) -> None:
+    """Drift is told from a failed launch by the step, so a host must not choose it."""
+    kind = TaskKind.SLICE_VM_PROVISION
+    scripted = at(kind)
+    scripted.runner.faults[kind] = at_step(1, lambda: lambda do: fail_before(do) | {"part": STEP})
+    scripted.work()
+    assert ended(scripted, kind).error["step"] == "Keep the image in the digest-checked cache"
 
 
 @KINDS
@@ -223,6 +252,53 @@ def test_run_and_reconciler_are_killed(
         assert active(scripted) == [], where
         scripted.sound(where)
         come_back(scripted, where)
+
+
+@pytest.mark.parametrize(
+    ("ending", "module", "status"),
+    [
+        (False, "slice_lease", "available"),
+        (False, "start_domain", "cleanup_blocked"),
+        (True, "slice_lease", "cleanup_blocked"),
+        (True, "nvme_wipe", "cleanup_blocked"),
+        (True, "gpu_reset", "cleanup_blocked"),
+    ],
+)
+def test_a_module_fails_between_the_slots_of_a_slice_with_two_gpus(
+    beginnings: dict[str, Moment],
+    database: Database,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ending: bool,
+    module: str,
+    status: str,
+) -> None:
+    """Both slots end alike, and one clean-up brings back both."""
+    scripted = scripted_site(Slice, database, beginnings["Slice"], tmp_path, monkeypatch)
+    key = scripted.launch(everything=True)
+    if ending:
+        scripted.work()
+        assert scripted.state(key) == "active"
+        assert len(scripted.host.running[key]) == 2
+        scripted.release(key)
+    answers = MODULES[module]
+    calls = []
+
+    def halfway(host: Host, params: dict[str, Any]) -> dict[str, Any]:
+        calls.append(module)
+        if len(calls) > 1:
+            return answers(host, params)
+        answers(host, {**params, "slots": params["slots"][:1]})
+        raise refuse("planted")
+
+    monkeypatch.setitem(MODULES, module, halfway)
+    scripted.work()
+    with reading(scripted.engine) as conn:
+        assert scripted.site.statuses(conn) == [status] * 2
+    where = f"{module} halfway, then {status}"
+    scripted.sound(where)
+    come_back(scripted, where)
 
 
 @RESCUED
@@ -292,13 +368,13 @@ def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -
         scripted.work()
         scripted.sound(where)
         task = ended(scripted, kind)
-        told = (task.state, task.error.get("code", ""))
+        ending = (task.state, task.error.get("code", ""))
         # The tenant whom the second one let in uses the disks that the first one would wipe.
         entered = kind == TaskKind.BAREMETAL_PROVISION and any(
             later.module == "nvme_wipe" for later in healthy[kind].steps[number + 1 :]
         )
         refused = (TaskState.FAILED, "disk_in_use") if entered else (TaskState.SUCCEEDED, "")
-        assert told == refused, where
+        assert ending == refused, where
         assert scripted.host.seen() == wanted, where
         come_back(scripted, where)
 
@@ -307,10 +383,10 @@ def again(runner: Runner, run: Run) -> How:
     """Do the step, and then all of the run from its beginning."""
 
     def how(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        found = do()
+        result = do()
         for _ in runner.playing(run.spec):
             pass
-        return found
+        return result
 
     return how
 
@@ -344,12 +420,12 @@ class Twice:
 
     def repeated(self, run: Run) -> How:
         def how(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            found = do()
+            result = do()
             self.once = self.runner.host.seen()
             for _ in self.runner.playing(run.spec):
                 pass
             self.again = self.runner.host.seen()
-            return found
+            return result
 
         return how
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.db import journal, rows
+from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.journal import advance
+from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.rows import Record
 from reconciler.db.schema import Slot, Task
 from reconciler.lifecycle import baremetal, host, invariants, launch, recovery, task_failures
@@ -32,6 +32,7 @@ from reconciler.settings import Settings
 from reconciler.work.handler import Work, open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import queue_next_step
+from tests.unit.reconciler import relay, wipes
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines
 
@@ -108,22 +109,22 @@ class Crowd:
         while going():
             what, act = self._choose(chance)
             try:
-                said = what if act(chance) else ""
+                answer = what if act(chance) else ""
             except Problem as problem:
                 if problem.code not in REFUSALS:
                     raise
-                said = problem.code
+                answer = problem.code
             except sa.exc.TimeoutError:
                 # SQLite's writers wait their turn on their connections; the API answers 503.
-                said = "busy"
+                answer = "busy"
             with self._lock:
-                self.answers[said] += 1
+                self.answers[answer] += 1
 
     def _auditor(self, going: Callable[[], bool]) -> None:
         while going():
             with suppress(sa.exc.TimeoutError), reading(self.engine) as conn:
-                found = invariants.check(conn)
-                assert found == [], found
+                violations = invariants.check(conn)
+                assert violations == [], violations
                 holds(conn)
             time.sleep(0.2)
 
@@ -139,8 +140,8 @@ class Crowd:
             ("reinstalled", 1, self._reinstall),
         )
         weights = [weight + OFTEN * (what in self._often) for what, weight, _ in acts]
-        (found,) = chance.choices(acts, weights=weights)
-        return found[0], found[2]
+        (chosen,) = chance.choices(acts, weights=weights)
+        return chosen[0], chosen[2]
 
     def _write(self, work: Callable[[sa.Connection], Any]) -> bool:
         return bool(retrying(self.engine, work, attempts=10))
@@ -154,41 +155,48 @@ class Crowd:
 
     def _some(self, chance: random.Random, table: sa.Table, *where: Any) -> Record | None:
         with reading(self.engine) as conn:
-            found = rows.every(conn, sa.select(table).where(*where))
-        return chance.choice(found) if found else None
+            candidates = rows.every(conn, sa.select(table).where(*where))
+        return chance.choice(candidates) if candidates else None
 
     def _release(self, chance: random.Random) -> bool:
         table = tables.allocations
-        found = self._some(chance, table, table.c.state.in_(("active", "requested")))
-        return found is not None and self._write(
-            lambda conn: launch.release(conn, found["id"], self.act)
+        row = self._some(chance, table, table.c.state.in_(("active", "requested")))
+        return row is not None and self._write(
+            lambda conn: launch.release(conn, row["id"], self.act)
         )
 
     def _recover(self, chance: random.Random) -> bool:
         """Of any that is not active: also of one that a worker is building at this moment."""
         table = tables.allocations
-        found = self._some(
+        row = self._some(
             chance, table, table.c.state != "released", table.c.capacity_shape == "gpu_slice"
         )
-        return found is not None and self._write(
+        return row is not None and self._write(
             lambda conn: recovery.force_cleanup(
-                conn, found["id"], self.act.because("stuck"), runtime_verified_absent=True
+                conn, row["id"], self.act.because("stuck"), runtime_verified_absent=True
             )
         )
 
     def _clean_machine(self, chance: random.Random) -> bool:
-        found = self._some(chance, tables.nodes, tables.nodes.c.unclean_allocation_id != "")
-        return found is not None and self._write(
-            lambda conn: baremetal.clean(conn, found["id"], self.act)
+        row = self._some(chance, tables.nodes, tables.nodes.c.unclean_allocation_id != "")
+        return row is not None and self._write(
+            lambda conn: baremetal.clean(conn, row["id"], self.act)
         )
 
     def _convert(self, chance: random.Random) -> bool:
-        """A machine is to become a slice host, and is not in the end: for a moment it is none."""
-        found = self._some(chance, tables.nodes, tables.nodes.c.id.like("m%"))
-        if found is None:
+        """A machine is to become a slice host, and is not in the end.
+
+        In one transaction: a worker that ends the conversion in between would keep the machine.
+        """
+        row = self._some(chance, tables.nodes, tables.nodes.c.id.like("m%"))
+        if row is None:
             return False
-        self._write(lambda conn: host.convert(conn, found["id"], NodeMode.SLICE, self.act))
-        return self._write(lambda conn: advance(conn, "node_mode", found["id"], "revert", self.act))
+
+        def work(conn: sa.Connection) -> Any:
+            host.convert(conn, row["id"], NodeMode.SLICE, self.act)
+            return advance(conn, NODE_MODE, row["id"], "revert", self.act)
+
+        return self._write(work)
 
     def _reinstall(self, chance: random.Random) -> bool:
         """A machine whose tenant was root comes back after a new installation."""
@@ -252,7 +260,7 @@ class Crowd:
             mode = NodeMode(nodes.get(conn, task.node_id).mode)
             return {"parity": {**self.site.parity(number), "intent": mode.purpose}}
 
-        told: dict[str, Callable[[], dict[str, Any]]] = {
+        by_kind: dict[str, Callable[[], dict[str, Any]]] = {
             TaskKind.SLICE_VM_PROVISION: lambda: {"readiness": {}},
             TaskKind.SLICE_VM_RELEASE: lambda: {"proofs": self.site.proofs(conn, key)},
             TaskKind.SLICE_WIPE: wiped,
@@ -261,13 +269,13 @@ class Crowd:
             TaskKind.SLICE_TOPOLOGY_DISCOVER: lambda: {"discovery": self.site.document(number)},
             TaskKind.NODE_PARITY: parity,
         }
-        return {"absence": ABSENT, **told[task.kind]()}
+        return {"absence": ABSENT, **by_kind[task.kind]()}
 
     def sound(self) -> None:
         """Afterwards: I1 to I3 over the whole past, and `gpuaas check`."""
         with reading(self.engine) as conn:
-            found = invariants.check(conn)
-            assert found == [], found
+            violations = invariants.check(conn)
+            assert violations == [], violations
             holds(conn)
             never_held_twice(conn)
             written_together(conn)
@@ -275,7 +283,8 @@ class Crowd:
 
 def _proof(slot: Slot) -> dict[str, Any]:
     disk = {"disk": slot.nvme_identity, "serial": slot.nvme_serial}
-    return {**disk, "size_bytes": slot.nvme_size_bytes, **WIPED}
+    reset = {"gpu": wipes.gpu(slot.gpu_pci_address)}
+    return {**disk, "size_bytes": slot.nvme_size_bytes, **WIPED, **reset}
 
 
 def holds(conn: sa.Connection) -> None:
@@ -326,8 +335,8 @@ def written_together(conn: sa.Connection) -> None:
     written = Counter(
         (row["entity"], row["entity_id"]) for row in rows.every(conn, sa.select(tables.history))
     )
-    told = Counter(
-        (row.subject_kind, row.subject_id) for row in journal.pending_events(conn, 1_000_000)
+    events = Counter(
+        (row.subject_kind, row.subject_id) for row in relay.pending_events(conn, 1_000_000)
     )
     for entity, table in (
         ("slot", tables.slots),
@@ -338,7 +347,7 @@ def written_together(conn: sa.Connection) -> None:
         for row in rows.every(conn, sa.select(table)):
             changes = written[entity, row["id"]]
             assert changes >= row["generation"] + 1, (entity, row["id"])
-            assert told[entity, row["id"]] >= row["generation"] + 1, (entity, row["id"])
+            assert events[entity, row["id"]] >= row["generation"] + 1, (entity, row["id"])
     audited = {
         row["subject_id"]
         for row in rows.every(conn, sa.select(tables.audit_log))

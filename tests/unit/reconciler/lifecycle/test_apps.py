@@ -17,7 +17,7 @@ from reconciler.lifecycle import app_operations, apps, invariants, launch
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
-from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.conftest import ADMIN, Site, code
 from tests.unit.reconciler.lifecycle import test_retention
 from tests.unit.reconciler.whole_machines import Machines
 
@@ -80,8 +80,8 @@ class Apps:
         )
 
     def waits(self, conn: sa.Connection, id: str) -> str:
-        found = apps.waits_for(apps.get(conn, "p1", id), apps.members(conn, id))
-        return found["code"] if found else ""
+        reason = apps.waits_for(apps.get(conn, "p1", id), apps.members(conn, id))
+        return reason["code"] if reason else ""
 
 
 @pytest.fixture
@@ -90,12 +90,6 @@ def made(site: Site) -> Iterator[Apps]:
     yield made
     with reading(made.engine) as conn:
         assert invariants.check(conn) == []
-
-
-def code(act: Any, *given: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        act(*given, **named)
-    return caught.value.code
 
 
 def later(conn: sa.Connection, seconds: float) -> None:

@@ -23,7 +23,7 @@ from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import baremetal as kinds_baremetal
 from tests.unit.reconciler import wipes
-from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.conftest import Site, code
 from tests.unit.reconciler.whole_machines import BEFORE, Machines, exclusion_holds
 
 DISKS = [f"disk-5e0000000001a00{number}" for number in (0, 1, 3)]
@@ -42,12 +42,6 @@ def node(conn: sa.Connection, node_id: str = "m1") -> Node:
     return nodes.get(conn, node_id)
 
 
-def code(act: Any, *given: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        act(*given, **named)
-    return caught.value.code
-
-
 @pytest.mark.covers("CTRL-4", "CTRL-15")
 def test_a_machine_is_claimed_as_a_whole_and_its_tenant_reaches_it(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
@@ -61,12 +55,12 @@ def test_a_machine_is_claimed_as_a_whole_and_its_tenant_reaches_it(machines: Mac
         baremetal.provision_succeeded(
             conn, allocation.id, machines.act, baseline=BEFORE, task_id=task.id
         )
-        found = allocations.get(conn, allocation.id)
-        assert (found.state, found.claims[0].state) == ("active", "active")
-        assert found.connection == {"host": "203.0.113.1", "port": 22, "username": "alice"}
+        row = allocations.get(conn, allocation.id)
+        assert (row.state, row.claims[0].state) == ("active", "active")
+        assert row.connection == {"host": "203.0.113.1", "port": 22, "username": "alice"}
         # Kept here, where the tenant, who is root there, cannot change it; and only once.
-        reports.record_baseline(conn, "m1", found.id, {"accounts": {}}, task_id="t")
-        assert reports.baseline(conn, found.id) == BEFORE
+        reports.record_baseline(conn, "m1", row.id, {"accounts": {}}, task_id="t")
+        assert reports.baseline(conn, row.id) == BEFORE
 
 
 def test_disks_with_any_use_stay_the_operators(machines: Machines) -> None:
@@ -292,12 +286,9 @@ def test_differences_that_let_somebody_in_wait_for_a_person(machines: Machines) 
         launch.release(conn, allocation_id, machines.act)
         package = {"section": "packages", "name": "htop", "change": "added", "access": False}
         machines.released(conn, allocation_id, drift=[package, {**key, "access": True}])
-        found = node(conn)
-        assert (found.health_state, found.health_detail["code"]) == (
-            "degraded",
-            "machine_drifted",
-        )
-        assert found.health_detail["drift"] == [{**key, "access": True}]
+        row = node(conn)
+        assert (row.health_state, row.health_detail["code"]) == ("degraded", "machine_drifted")
+        assert row.health_detail["drift"] == [{**key, "access": True}]
         machines.discover(conn, "m1", 1)
         assert machines.reasons(conn) == {"m1": "node_degraded"}
         assert code(baremetal.accept_drift, conn, "m1", Act("admin:bob")) == "reason_required"
@@ -339,9 +330,7 @@ def test_after_a_failed_provision(
         assert machines.reasons(conn) == {"m1": reason}
 
 
-def test_a_provision_that_passes_its_deadline_leaves_an_unknown_machine(
-    machines: Machines,
-) -> None:
+def test_a_provision_that_passes_its_deadline_leaves_an_unknown_machine(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
         machines.begin(conn, allocation)

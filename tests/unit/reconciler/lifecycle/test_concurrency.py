@@ -77,11 +77,11 @@ def crowded(site: Site) -> Any:
 def test_slots_are_given_once(crowded: Site) -> None:
     def client(seed: int) -> str:
         try:
-            found = retrying(
+            allocated = retrying(
                 crowded.engine, lambda conn: crowded.allocate(conn, 2 if seed % 3 == 0 else 1)
             )
             if seed % 4 == 1:
-                retrying(crowded.engine, lambda conn: launch.release(conn, found, crowded.act))
+                retrying(crowded.engine, lambda conn: launch.release(conn, allocated, crowded.act))
             return "placed"
         except Problem as problem:
             return problem.code

@@ -56,8 +56,8 @@ def test_what_was_given_twice_would_be_seen(site: Site) -> None:
         made = [column.name for column in tables.claims.columns if column.computed is not None]
         copy = {name: value for name, value in claim.items() if name not in made}
         conn.execute(sa.insert(tables.claims).values({**copy, "id": "another"}))
-        told = {"entity_id": "another", "id": line["id"] + 1_000_000}
-        conn.execute(sa.insert(tables.history).values({**line, **told}))
+        planted = {"entity_id": "another", "id": line["id"] + 1_000_000}
+        conn.execute(sa.insert(tables.history).values({**line, **planted}))
         for judge in (holds, never_held_twice, written_together):
             with pytest.raises(AssertionError):
                 judge(conn)

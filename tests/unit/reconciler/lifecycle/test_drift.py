@@ -20,9 +20,12 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
 from reconciler.records import slots as slot_records
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.db.test_events import problems, published
 from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, tenant, unknown
+
+pytestmark = pytest.mark.covers("SLICE-8")
 
 STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
 
@@ -34,8 +37,8 @@ class Compared:
         self.site, self.engine = site, site.engine
 
     def identity(self, boot_id: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = self.site.document(0)["identity"]
-        return found | ({"boot_id": boot_id} if boot_id else {})
+        recorded: dict[str, Any] = self.site.document(0)["identity"]
+        return recorded | ({"boot_id": boot_id} if boot_id else {})
 
     def now(self) -> float:
         with transaction(self.engine) as conn:
@@ -56,10 +59,10 @@ class Compared:
             return slot_records.of_node(conn, "n1")
 
     def bundles(self, *indexes: int) -> dict[str, Bundle]:
-        found = self.slots()
-        return {found[index].id: Bundle.of(vars(found[index])) for index in indexes or (0, 1)}
+        rows = self.slots()
+        return {rows[index].id: Bundle.of(vars(rows[index])) for index in indexes or (0, 1)}
 
-    def told(self, index: int = 0) -> tuple[str, str, str]:
+    def slot_state(self, index: int = 0) -> tuple[str, str, str]:
         """Status, health, and the code of its detail."""
         slot = self.slots()[index]
         return slot.status, slot.health_state, slot.health_detail.get("code", "")
@@ -132,8 +135,8 @@ def test_a_host_as_the_records_say_changes_nothing(compare: Compared, active: st
     assert result["differences"] == result["skipped"] == [] and result["unknown"] == {}
     assert compare.slots() == before
     with reading(compare.engine) as conn:
-        (event,) = [e for e in journal.pending_events(conn, 10_000) if e.topic == "node.drift"]
-        assert [found for one in published(compare.engine) if (found := problems(one))] == []
+        (event,) = [e for e in relay.pending_events(conn) if e.topic == "node.drift"]
+        assert [faults for one in published(compare.engine) if (faults := problems(one))] == []
     assert event.payload == {"differences": 0, "skipped": 0, "unknown": 0}
 
 
@@ -145,7 +148,7 @@ def test_a_guest_that_shuts_itself_down_keeps_its_claim(compare: Compared, activ
     held = compare.held()
     result = compare(holdings)
     assert {one["code"] for one in result["differences"]} == {"guest_stopped"}
-    assert [compare.told(index) for index in (0, 1)] == [
+    assert [compare.slot_state(index) for index in (0, 1)] == [
         ("active", "degraded", "guest_stopped")
     ] * 2
     assert compare.held() == held == [("active", "active", "active")]
@@ -159,7 +162,7 @@ def test_a_guest_that_shuts_itself_down_keeps_its_claim(compare: Compared, activ
     back = nothing()
     tenant(back, active, compare.bundles())
     assert len(compare(back)["healed"]) == 2
-    assert compare.told() == ("active", "healthy", "")
+    assert compare.slot_state() == ("active", "healthy", "")
     with reading(compare.engine) as conn:
         rows = journal.history_of(conn, "slot_health", compare.slots()[0].id)
     assert [row.target for row in rows] == ["degraded", "healthy"]
@@ -175,12 +178,12 @@ def test_a_machine_that_is_gone_keeps_its_claim_and_can_be_released(
     assert {"domain_missing", "reservation_missing", "lease_missing"} == {
         one["code"] for one in result["differences"]
     }
-    assert compare.told()[:2] == ("active", "failed")
+    assert compare.slot_state()[:2] == ("active", "failed")
     assert compare.held() == held
     with transaction(compare.engine) as conn:
         assert queue.every(conn, allocation_id=active, state=TaskState.QUEUED) == []
         launch.release(conn, active, ADMIN)
-    assert compare.told()[0] == "releasing"
+    assert compare.slot_state()[0] == "releasing"
     compare.sound()
 
 
@@ -191,9 +194,9 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
     result = compare(stranger(compare))
     slot_id = compare.slots()[0].id
     assert result["shut"] == [slot_id] and result["blocked"] == []
-    assert compare.told() == ("disabled", "failed", "orphan_domain")
+    assert compare.slot_state() == ("disabled", "failed", "orphan_domain")
     assert compare.slots()[0].health_detail["allocation_id"] == STRANGER
-    assert compare.told(1)[0] == "available"
+    assert compare.slot_state(1)[0] == "available"
     with transaction(compare.engine) as conn:
         (blocker,) = gate.gate(conn, slot_id)
         assert blocker.code == "drift" and "gpuaas-slice-43bd" in blocker.detail
@@ -201,10 +204,10 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
         assert slot_life.enable(conn, slot_id, ADMIN).status == "disabled"
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
     compare(stranger(compare))
-    assert compare.told() == ("disabled", "failed", "orphan_domain")
+    assert compare.slot_state() == ("disabled", "failed", "orphan_domain")
     # Gone; but it had the disk, and the proof is from before.
     assert compare(nothing())["opened"] == []
-    assert compare.told() == ("disabled", "failed", "disk_unproven")
+    assert compare.slot_state() == ("disabled", "failed", "disk_unproven")
     assert compare(nothing())["opened"] == []
     with transaction(compare.engine) as conn:
         disk = compare.slots()[0].nvme_identity
@@ -212,7 +215,7 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
         proofs.record_transition(conn, "n1", proof, ADMIN)
     result = compare(nothing())
     assert result["healed"] == result["opened"] == [slot_id]
-    assert compare.told() == ("available", "healthy", "")
+    assert compare.slot_state() == ("available", "healthy", "")
     compare.sound()
 
 
@@ -262,7 +265,7 @@ def test_a_trace_that_never_touched_the_disk_needs_no_new_proof(compare: Compare
     holdings = stranger(compare)
     drop(holdings, "domains", "processes", "leases")
     assert compare(holdings)["shut"]
-    assert compare.told() == ("disabled", "failed", "orphan_reservation")
+    assert compare.slot_state() == ("disabled", "failed", "orphan_reservation")
     assert compare(nothing())["opened"]
     compare.sound()
 
@@ -276,7 +279,7 @@ def test_what_could_not_be_looked_at_heals_nothing(compare: Compared) -> None:
     unknown(blind, "reservations")
     result = compare(blind)
     assert (result["healed"], list(result["unknown"])) == ([], ["reservations"])
-    assert compare.told() == ("disabled", "failed", "orphan_reservation")
+    assert compare.slot_state() == ("disabled", "failed", "orphan_reservation")
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
     assert (node.health_state, node.health_detail["code"]) == ("degraded", "unknown")
@@ -293,7 +296,7 @@ def test_an_old_look_opens_nothing(compare: Compared) -> None:
     result = compare(nothing(), since=asked)
     assert result["skipped"] == [compare.slots()[0].id]
     assert result["healed"] == result["opened"] == []
-    assert compare.told()[0] == "disabled"
+    assert compare.slot_state()[0] == "disabled"
     assert compare(nothing())["opened"]
 
 
@@ -312,7 +315,7 @@ def test_a_task_that_ended_since_makes_a_look_too_old(compare: Compared, active:
         compare.site.finish(conn, TaskKind.SLICE_WIPE)
     result = compare(nothing(), since=asked + 0.001)
     assert compare.slots()[0].id in result["skipped"]
-    assert compare.told()[:2] == ("active", "healthy")
+    assert compare.slot_state()[:2] == ("active", "healthy")
 
 
 @pytest.mark.covers("I13", "I17")
@@ -324,7 +327,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
         (task,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_WIPE])
         slices.cleanup_succeeded(conn, key, ADMIN, proofs=given, absence={"absent": True})
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
-    assert compare.told() == ("available", "healthy", "")
+    assert compare.slot_state() == ("available", "healthy", "")
     holdings = nothing()
     tenant(holdings, key, compare.bundles(0))
     result = compare(holdings)
@@ -338,7 +341,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
         assert queue.every(conn, state=TaskState.QUEUED) == []
         assert recovery.repair(conn, slot.id, ADMIN).kind == "slice.wipe"
         slices.cleanup_succeeded(conn, key, ADMIN, proofs=given, absence={"absent": True})
-    assert compare.told() == ("available", "healthy", "")
+    assert compare.slot_state() == ("available", "healthy", "")
     compare.sound()
 
 
@@ -349,7 +352,7 @@ def test_what_concerns_no_slot_is_the_nodes_health(compare: Compared) -> None:
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
     assert (node.health_state, node.health_detail["step"]) == ("degraded", "drift")
-    assert [compare.told(index)[0] for index in (0, 1)] == ["available"] * 2
+    assert [compare.slot_state(index)[0] for index in (0, 1)] == ["available"] * 2
     compare(nothing())
     with reading(compare.engine) as conn:
         node = nodes.get(conn, "n1")
@@ -387,7 +390,7 @@ def test_a_node_that_is_no_slice_host_any_more_is_not_judged(compare: Compared) 
 @pytest.mark.covers("I14", "I16")
 def test_another_boot_closes_the_gate_and_an_old_one_opens_nothing(compare: Compared) -> None:
     compare(nothing(), boot_id="another")
-    assert [compare.told(index)[0] for index in (0, 1)] == ["disabled"] * 2
+    assert [compare.slot_state(index)[0] for index in (0, 1)] == ["disabled"] * 2
     # A look from before the restart comes late: the boot that it names was proven, and is over.
     compare(nothing())
     with transaction(compare.engine) as conn:
@@ -419,9 +422,9 @@ def test_launches_and_comparisons_at_once(compare: Compared) -> None:
             return problem.code
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(one, range(16)))
-    assert set(found) <= {"sold", "compared", "no_capacity"}, found
-    assert compare.told()[0] in ("reserved", "disabled")
+        results = list(pool.map(one, range(16)))
+    assert set(results) <= {"sold", "compared", "no_capacity"}, results
+    assert compare.slot_state()[0] in ("reserved", "disabled")
     compare.sound()
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.journal import advance
+from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.schema import Allocation
 from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
@@ -18,13 +16,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.states import HealthState, NodeMode, NodeState, TaskKind
 from reconciler.records import claims, leasing, nodes, queue, slots
-from tests.unit.reconciler.conftest import Site
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
+from tests.unit.reconciler.conftest import Site, code
 
 
 def test_from_enrolment_to_slice_host(site: Site) -> None:
@@ -101,8 +93,8 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
             assert (row.source, row.event) == ("cleanup_blocked", "withdraw")
             assert slots.get(conn, slot_id).fence > slot.fence
         assert queue.get(conn, waiting.id).state == "canceled"
-        (told,) = journal.audit_rows(conn, action="admin.node.retire")
-        assert told.detail["written_off_slots"] == list(held)
+        (entry,) = journal.audit_rows(conn, action="admin.node.retire")
+        assert entry.detail["written_off_slots"] == list(held)
         assert invariants.check(conn) == []
         # Its disks come back in another machine: nobody gets them before they are wiped.
         sold.enrol(conn, "n2")
@@ -135,7 +127,7 @@ def test_conversion_both_ways(sold: Site) -> None:
         node = host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
         assert (node.mode, node.slice_scheduling) == ("converting_to_baremetal", False)
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        assert advance(conn, "node_mode", "n1", "revert", sold.act).mode == "slice"
+        assert advance(conn, NODE_MODE, "n1", "revert", sold.act).mode == "slice"
         host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
         assert host.converted(conn, "n1", sold.act).mode == "baremetal"
 
@@ -181,8 +173,8 @@ def test_unknown_tags_are_not_the_same_as_none(sold: Site) -> None:
         assert conn.execute(nobody_knows).scalars().all() == ["n1"]
         assert nodes.change(conn, "n3", sold.act, maas_tags=None).maas_tags is None
         assert set(conn.execute(nobody_knows).scalars()) == {"n1", "n3"}
-        (told,) = journal.audit_rows(conn, action="admin.node.changed")
-        assert told.detail == {"maas_tags": {"from": ["a"], "to": None}}
+        (entry,) = journal.audit_rows(conn, action="admin.node.changed")
+        assert entry.detail == {"maas_tags": {"from": ["a"], "to": None}}
 
 
 @pytest.mark.covers("HOST-10", "CTRL-5")
@@ -206,15 +198,15 @@ def test_deadlines_end_in_events(sold: Site) -> None:
             conn.execute(
                 sa.update(table).where(table.c.deadline_at.is_not(None)).values(deadline_at=1.0)
             )
-        found = journal.overdue(conn)
-        assert {(row.entity, row.event) for row in found} == {
+        overdue = journal.overdue(conn)
+        assert {(row.entity, row.event) for row in overdue} == {
             ("node", ""),
             ("slot", "block"),
             ("allocation", "fail"),
             ("claim", ""),
             ("task", "cancel"),
         }
-        acted = {row.entity: recovery.expire(conn, row, sold.act) for row in found}
+        acted = {row.entity: recovery.expire(conn, row, sold.act) for row in overdue}
         assert acted["slot"]
         assert not acted["allocation"], "it went with its slot"
         assert not acted["node"]

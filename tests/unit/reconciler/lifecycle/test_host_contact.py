@@ -22,10 +22,10 @@ SECOND = "00000000-0000-4000-8000-000000000002"
 
 def see(site: Site, conn: sa.Connection, boot: str, began: float) -> list[str]:
     """A discovery and a parity run that began then end now; the states of the slots."""
-    found, report = site.document(0), site.parity()
+    discovery, report = site.document(0), site.parity()
     if boot:
-        found["identity"]["boot_id"] = report["identity"]["boot_id"] = boot
-    host.record_discovery(conn, "n1", found, ADMIN, observed_at=began)
+        discovery["identity"]["boot_id"] = report["identity"]["boot_id"] = boot
+    host.record_discovery(conn, "n1", discovery, ADMIN, observed_at=began)
     host.record_parity(conn, "n1", report, ADMIN, observed_at=began)
     gate.open_gate(conn, "n1", ADMIN)
     return site.statuses(conn)

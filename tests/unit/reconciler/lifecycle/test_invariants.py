@@ -23,7 +23,10 @@ pytestmark = pytest.mark.covers("I1", "I2", "I3", "I4", "I10", "I12", "I13", "I1
 
 def violations(site: Site) -> list[str]:
     with reading(site.engine) as conn:
-        return [f"{found.invariant} {found.subject.split()[0]}" for found in invariants.check(conn)]
+        return [
+            f"{violation.invariant} {violation.subject.split()[0]}"
+            for violation in invariants.check(conn)
+        ]
 
 
 def released(site: Site, conn: sa.Connection) -> None:
@@ -143,7 +146,7 @@ def without_claims(site: Site, conn: sa.Connection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "found"),
+    ("lie", "expected"),
     [
         (without_claims, {"I3 allocation", "I3 slot", "I20 claim", "CTRL-14 allocation"}),
         (another_claim, {"I1 slot_id", "I1 nvme_identity", "I1 management_mac", "I3 slot"}),
@@ -160,12 +163,12 @@ def without_claims(site: Site, conn: sa.Connection) -> None:
     ],
 )
 def test_a_lie_is_named(
-    sold: Site, lie: Callable[[Site, sa.Connection], None], found: set[str]
+    sold: Site, lie: Callable[[Site, sa.Connection], None], expected: set[str]
 ) -> None:
     with transaction(sold.engine) as conn:
         unguarded(conn)
         lie(sold, conn)
-    assert set(violations(sold)) == found
+    assert set(violations(sold)) == expected
 
 
 def unrecorded(site: Site, conn: sa.Connection) -> None:
@@ -219,7 +222,7 @@ def of_fewer_claims(site: Site, conn: sa.Connection) -> None:
 
 @pytest.mark.covers("CTRL-14")
 @pytest.mark.parametrize(
-    ("lie", "said"),
+    ("lie", "expected"),
     [
         (unrecorded, "0 usage records, ever active"),
         (recorded_twice, "2 usage records, ever active"),
@@ -231,16 +234,18 @@ def of_fewer_claims(site: Site, conn: sa.Connection) -> None:
     ],
 )
 def test_usage_that_is_not_what_was_had(
-    sold: Site, lie: Callable[[Site, sa.Connection], None], said: str
+    sold: Site, lie: Callable[[Site, sa.Connection], None], expected: str
 ) -> None:
     with transaction(sold.engine) as conn:
         unguarded(conn)
         lie(sold, conn)
     with reading(sold.engine) as conn:
-        found = invariants.check(conn)
-    assert {(one.invariant, one.subject.split()[0]) for one in found} == {("CTRL-14", "allocation")}
-    assert found[0].found.startswith(said)
-    assert len({one.subject for one in found}) == 1
+        violated = invariants.check(conn)
+    assert {(one.invariant, one.subject.split()[0]) for one in violated} == {
+        ("CTRL-14", "allocation")
+    }
+    assert violated[0].found.startswith(expected)
+    assert len({one.subject for one in violated}) == 1
 
 
 @pytest.mark.covers("CTRL-4")
@@ -253,8 +258,8 @@ def test_a_whole_machine_without_a_claim(site: Site) -> None:
         unguarded(conn)
         conn.execute(sa.delete(tables.claims))
     with reading(site.engine) as conn:
-        (found,) = invariants.committed_together(conn)
-    assert (found.subject, found.found) == (f"allocation {key}", "active, with claims none")
+        (violation,) = invariants.committed_together(conn)
+    assert (violation.subject, violation.found) == (f"allocation {key}", "active, with claims none")
 
 
 def test_a_whole_machine_in_the_wrong_mode(site: Site) -> None:
@@ -290,13 +295,13 @@ def test_a_lie_among_many_is_the_only_one_named(sold: Site, change: dict[str, st
     count, at = 4_000, 2_718
     ids = [f"{number:036}" for number in range(count)]
     given = {"kind": "k", "subject_kind": "node", "node_id": "n1", "state": "succeeded"}
-    told = {"entity": "task", "event": "e", "actor": "a"}
+    row = {"entity": "task", "event": "e", "actor": "a"}
     with transaction(sold.engine) as conn:
         unguarded(conn)
         rows = [{**given, "id": key, "subject_id": key} for key in ids]
         conn.execute(sa.insert(tables.tasks), rows)
         for source, target in (("", "queued"), ("queued", "succeeded")):
-            step = {**told, "source": source, "target": target}
+            step = {**row, "source": source, "target": target}
             conn.execute(sa.insert(tables.history), [{**step, "entity_id": key} for key in ids])
         of_it = sa.and_(
             tables.history.c.entity_id == ids[at], tables.history.c.target == "succeeded"
@@ -307,8 +312,8 @@ def test_a_lie_among_many_is_the_only_one_named(sold: Site, change: dict[str, st
         # What is made once and kept is not counted.
         invariants.history_told(conn)
         tracemalloc.start()
-        (found,) = invariants.history_told(conn)
+        (violation,) = invariants.history_told(conn)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert found.subject == f"task {ids[at]}"
+    assert violation.subject == f"task {ids[at]}"
     assert peak < 750_000, "bytes; the last states of all take a third more than this"

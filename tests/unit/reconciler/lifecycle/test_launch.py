@@ -18,48 +18,43 @@ from reconciler.lifecycle.placement import NoRoom, refusal
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
-from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler import relay
+from tests.unit.reconciler.conftest import ADMIN, Site, code
 
 ABSENT = {"absent": True, "checks": {}}
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
 
 
 @pytest.mark.covers("CTRL-4", "I3")
 def test_allocate_does_all_of_it(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        before = len(journal.pending_events(conn, 10_000))
-        found = launching.allocate(conn, sold.launch(2), sold.act)
-        assert found.state == "requested"
-        assert [claim.state for claim in found.claims] == ["reserved", "reserved"]
+        before = len(relay.pending_events(conn))
+        allocation = launching.allocate(conn, sold.launch(2), sold.act)
+        assert allocation.state == "requested"
+        assert [claim.state for claim in allocation.claims] == ["reserved", "reserved"]
         assert sold.statuses(conn) == ["reserved", "reserved"]
-        (task,) = queue.every(conn, allocation_id=found.id)
+        (task,) = queue.every(conn, allocation_id=allocation.id)
         assert (task.kind, task.state) == ("slice.vm_provision", "queued")
-        assert task.parameters["slots"] == claims.bundles(conn, found.id)
-        assert task.parameters["allocation"]["id"] == found.id
+        assert task.parameters["slots"] == claims.bundles(conn, allocation.id)
+        assert task.parameters["allocation"]["id"] == allocation.id
         assert task.parameters["image"]["digest"].startswith("sha256:")
         assert set(task.fences.values()) == {1}
-        topics = [row.topic for row in journal.pending_events(conn, 10_000)[before:]]
+        topics = [row.topic for row in relay.pending_events(conn)[before:]]
         assert topics.count("slot.reserved") == topics.count("claim.reserved") == 2
         assert {"allocation.requested", "task.queued"} <= set(topics)
         assert journal.audit_rows(conn, action="allocation.created")[0].correlation_id == "corr-1"
-        rows = journal.history_of(conn, "slot", found.claims[0].slot_id)
-        assert rows[-1].evidence["allocation_id"] == found.id
+        rows = journal.history_of(conn, "slot", allocation.claims[0].slot_id)
+        assert rows[-1].evidence["allocation_id"] == allocation.id
 
 
 @pytest.mark.covers("CTRL-4", "I3")
 def test_nothing_remains_of_a_transaction_that_fails(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        before = journal.pending_events(conn, 10_000)
+        before = relay.pending_events(conn)
     with pytest.raises(RuntimeError), transaction(sold.engine) as conn:
         sold.allocate(conn, 2)
         raise RuntimeError
     with transaction(sold.engine) as conn:
-        assert journal.pending_events(conn, 10_000) == before
+        assert relay.pending_events(conn) == before
         assert sold.statuses(conn) == ["available", "available"]
         assert allocations.every(conn) == []
 
@@ -69,9 +64,9 @@ def test_refusals(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         with pytest.raises(NoRoom) as caught:
             sold.allocate(conn, 3)
-        told = refusal(conn, caught.value.want)
-        assert told is not None and told.code == caught.value.code == "no_capacity"
-        assert told.found == "2 GPUs free, no 3 on one node"
+        problem = refusal(conn, caught.value.want)
+        assert problem is not None and problem.code == caught.value.code == "no_capacity"
+        assert problem.found == "2 GPUs free, no 3 on one node"
         launch = launching.allocate
         assert code(launch, conn, sold.launch(0), sold.act) == "gpu_count_invalid"
         part = sold.launch(1, capacity_shape="gpu_partition")
@@ -81,8 +76,8 @@ def test_refusals(sold: Site) -> None:
         settings.set_site_scheduling(conn, False, sold.act)
         with pytest.raises(NoRoom) as caught:
             launch(conn, sold.launch(), sold.act)
-        told = refusal(conn, caught.value.want)
-        assert told is not None and told.code == "scheduling_off"
+        problem = refusal(conn, caught.value.want)
+        assert problem is not None and problem.code == "scheduling_off"
         assert code(allocations.get, conn, "nothing") == "allocation_not_found"
 
 
@@ -334,8 +329,8 @@ def test_where_and_what_it_is_comes_from_the_machine_not_from_the_request(sold: 
         catalogue = {"xe9680l-h200": "h200-sxm-slice", "lab": "lab-edu-slice"}
         asked = sold.launch(1, catalogue=catalogue)
         made = launching.allocate(conn, asked, ADMIN)
-        told = (made.region, made.pool, made.sku)
-        assert told == ("eu", "h200", "h200-sxm-slice")
+        placed = (made.region, made.pool, made.sku)
+        assert placed == ("eu", "h200", "h200-sxm-slice")
         for sku, refusal in (("free-of-charge", "sku_unknown"), ("lab-edu-slice", "no_capacity")):
             assert code(launching.allocate, conn, replace(asked, sku=sku), ADMIN) == refusal
         assert launching.allocate(conn, replace(asked, sku=made.sku), ADMIN).sku

@@ -45,9 +45,9 @@ def test_the_counts_rank_nodes_as_the_scheduler_does(fleet: Any) -> None:
         assert ids(conn, Want(1, node_id="n5"), 9) == ["n5"]
         assert ids(conn, Want(1, pool="none"), 9) == []
         assert ids(conn, Want(3), 9) == []
-        found, told = placement.judge(conn, Want(1))
-        assert found is not None
-        assert (found.node_id, told["free"]) == ("n7", 15)
+        best, explanation = placement.judge(conn, Want(1))
+        assert best is not None
+        assert (best.node_id, explanation["free"]) == ("n7", 15)
 
 
 def test_nodes_that_take_nothing_are_not_looked_at(fleet: Any) -> None:
@@ -70,9 +70,9 @@ def refused(conn: sa.Connection, want: Want) -> Problem:
     """Nothing is found, and this is why."""
     with pytest.raises(placement.NoRoom):
         placement.reserve(conn, want)
-    found = placement.refusal(conn, want)
-    assert found is not None
-    return found
+    problem = placement.refusal(conn, want)
+    assert problem is not None
+    return problem
 
 
 @pytest.mark.covers("CTRL-5")
@@ -81,8 +81,8 @@ def test_rows_that_the_counts_take_for_free_are_passed_over(fleet: Any) -> None:
     with transaction(fleet.engine) as conn:
         broken = sa.update(slots).where(slots.c.node_id != "n3", slots.c.status == "available")
         conn.execute(broken.values(private_ip=slots.c.id, nvme_serial=""))
-        node_id, found = placement.reserve(conn, Want(2))
-        assert (node_id, len(found)) == ("n3", 2)
+        node_id, reserved = placement.reserve(conn, Want(2))
+        assert (node_id, len(reserved)) == ("n3", 2)
         explanation: Any = refused(conn, Want(3)).detail["explanation"]
         assert explanation["reasons"] == {"incomplete": 13, "reserved": 1}
         assert explanation["summary"] == "2 GPUs free, no 3 on one node"
@@ -92,9 +92,9 @@ def test_nvlink_sets_are_those_of_the_approved_slots(fleet: Any) -> None:
     with transaction(fleet.engine) as conn:
         for slot in rows.every(conn, sa.select(slots)):
             joined = {"gpu_module_id": slot["slot_index"], "nvlink_sets": [[1, 2]]}
-            told = {**slot["capacity_metadata"], **joined}
+            metadata = {**slot["capacity_metadata"], **joined}
             update = sa.update(slots).where(slots.c.id == slot["id"])
-            conn.execute(update.values(capacity_metadata=told))
+            conn.execute(update.values(capacity_metadata=metadata))
         problem = refused(conn, Want(2))
         assert problem.found == "15 GPUs free, no 2 that NVLink joins on one node"
         assert problem.remedy == "ask for 1 GPU, or later"
@@ -135,8 +135,8 @@ def test_looking_at_few_nodes_finds_what_looking_at_all_would(fleet: Any, seed: 
                 with pytest.raises(Problem, match="no_capacity"):
                     placement.reserve(conn, wanted)
                 continue
-            node_id, found = placement.reserve(conn, wanted)
-            assert (node_id, tuple(slot.id for slot in found)) == (best.node_id, best.slot_ids)
+            node_id, reserved = placement.reserve(conn, wanted)
+            assert (node_id, tuple(slot.id for slot in reserved)) == (best.node_id, best.slot_ids)
 
 
 def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
@@ -146,11 +146,11 @@ def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
     look = placement.likely
 
     def looked(conn: sa.Connection, *given: Any, sliced: bool, **options: Any) -> Snapshot:
-        found = look(conn, *given, sliced=sliced, **options)
+        selected = look(conn, *given, sliced=sliced, **options)
         if sliced:
             taken = sa.update(slots).where(slots.c.node_id == "n1", slots.c.slot_index == 0)
             conn.execute(taken.values(status="active", available_proof_id=None))
-        return found
+        return selected
 
     monkeypatch.setattr(placement, "likely", looked)
     want = Want(1, node_id="n1")
@@ -159,5 +159,5 @@ def test_a_node_that_gets_its_first_slice_meanwhile_is_not_missed(
             placement.reserve(conn, want)
         # Who asked is not told so: there is room, and the launch is tried again.
         assert placement.refusal(conn, want) is None
-        node_id, found = placement.reserve(conn, want)
-    assert (node_id, [slot.slot_index for slot in found]) == ("n1", [1])
+        node_id, selected = placement.reserve(conn, want)
+    assert (node_id, [slot.slot_index for slot in selected]) == ("n1", [1])

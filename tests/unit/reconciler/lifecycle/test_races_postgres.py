@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import rows
+from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Allocation, AppInstance, Node, Slot, Task
-from reconciler.lifecycle import apps, host, invariants, launch, placement
+from reconciler.lifecycle import apps, host, invariants, launch, placement, quota
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import TaskKind
@@ -60,10 +60,10 @@ def test_a_launch_that_a_worker_takes_meanwhile_is_not_withdrawn(
     read = queue.open_of_allocation
 
     def then_leased(conn: sa.Connection, allocation_id: str) -> list[Task]:
-        found = read(conn, allocation_id)
+        row = read(conn, allocation_id)
         with transaction(sold.engine) as other:
             leasing.lease(other, "worker")
-        return found
+        return row
 
     monkeypatch.setattr(queue, "open_of_allocation", then_leased)
     with pytest.raises(Problem, match="generation_conflict"), transaction(sold.engine) as conn:
@@ -74,6 +74,23 @@ def test_a_launch_that_a_worker_takes_meanwhile_is_not_withdrawn(
         (task,) = queue.every(conn, allocation_id=key)
         assert (task.state, task.cancel_requested) == ("running", False)
         assert sorted(sold.statuses(conn)) == ["available", "reserved"]
+
+
+def test_two_launches_at_once_do_not_pass_a_quota_together(sold: Site, beside: Beside) -> None:
+    with transaction(sold.engine) as conn:
+        quota.change(conn, sold.project, {"gpus": 1}, ADMIN)
+    with transaction(sold.engine) as conn:
+        sold.allocate(conn)
+
+        def second() -> str:
+            with transaction(sold.engine) as other:
+                return sold.allocate(other)
+
+        waiting = beside(second)
+        with pytest.raises(TimeoutError):
+            waiting.result(A_WHILE_S)
+    with pytest.raises(Problem, match="quota_exceeded"):
+        waiting.result(SOON_S)
 
 
 @pytest.mark.covers("CTRL-8", "I13")
@@ -188,7 +205,7 @@ def test_a_task_that_another_worker_takes_before_the_lock_is_seen_under_it(
 ) -> None:
     for kind in (TaskKind.SLICE_ABSENCE_VERIFY, TaskKind.NODE_BOOTSTRAP):
         _queued(sold.engine, kind)
-    lock = leasing.locks.free_node
+    lock = locks.free_node
 
     def lock_late(conn: sa.Connection, node_id: str) -> AbstractContextManager[Node | None]:
         monkeypatch.undo()
@@ -196,7 +213,7 @@ def test_a_task_that_another_worker_takes_before_the_lock_is_seen_under_it(
             assert leasing.lease(other, "other", kinds=[TaskKind.SLICE_ABSENCE_VERIFY])
         return lock(conn, node_id)
 
-    monkeypatch.setattr(leasing.locks, "free_node", lock_late)
+    monkeypatch.setattr(locks, "free_node", lock_late)
     with transaction(sold.engine) as conn:
         assert leasing.lease(conn, "late", kinds=[TaskKind.NODE_BOOTSTRAP]) == []
 
@@ -215,10 +232,7 @@ def test_what_another_project_has_is_not_locked(sold: Site) -> None:
     with transaction(sold.engine) as owner:
         rows.get(owner, Allocation, key, lock=True)
         rows.get(owner, AppInstance, instance.id, lock=True)
-        with (
-            pytest.raises(Problem, match="allocation_not_found"),
-            transaction(sold.engine) as conn,
-        ):
+        with pytest.raises(Problem, match="allocation_not_found"), transaction(sold.engine) as conn:
             apps.create(conn, theirs, ADMIN)
         for act in (apps.stop, apps.reconcile):
             with (

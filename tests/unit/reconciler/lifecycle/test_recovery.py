@@ -15,7 +15,7 @@ from reconciler.model import transitions
 from reconciler.model.errors import Problem
 from reconciler.model.states import HealthState, ProofKind, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
-from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.conftest import Site, code
 
 ABSENT = {"absent": True, "checks": {}}
 
@@ -24,12 +24,6 @@ def force(
     conn: sa.Connection, site: Site, allocation_id: str, absent: bool = True
 ) -> dict[str, Any]:
     return recovery.force_cleanup(conn, allocation_id, site.act, runtime_verified_absent=absent)
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
 
 
 @pytest.mark.covers("CTRL-7")
@@ -55,11 +49,7 @@ def test_the_runbook(sold: Site) -> None:
         given = sold.proofs(conn, allocation_id)
         assert slices.cleanup_succeeded(conn, allocation_id, sold.act, proofs=given, absence=ABSENT)
         back = slots.of_node(conn, "n1")[0]
-        assert (back.status, back.health_state, back.health_detail) == (
-            "available",
-            "healthy",
-            {},
-        )
+        assert (back.status, back.health_state, back.health_detail) == ("available", "healthy", {})
         (entry,) = journal.audit_rows(conn, action="admin.allocation.force_cleanup.applied")
         assert entry.detail["runtime_verified_absent"] is True
         assert entry.reason == "test"
@@ -74,9 +64,9 @@ def test_without_the_word_for_absence_slots_stay_blocked(sold: Site) -> None:
         allocation_id = sold.allocate(conn)
         applied = force(conn, sold, allocation_id, absent=False)
         assert [slot["status"] for slot in applied["slots"]] == ["cleanup_blocked"]
-        found = allocations.get(conn, allocation_id)
-        assert found.state == "failed"
-        assert {claim.state for claim in found.claims} == {"failed"}
+        row = allocations.get(conn, allocation_id)
+        assert row.state == "failed"
+        assert {claim.state for claim in row.claims} == {"failed"}
         assert len(applied["canceled_tasks"]) == 1
         held = slots.get(conn, applied["slots"][0]["slot_id"])
         claim = claims.of_allocation(conn, allocation_id)[0]

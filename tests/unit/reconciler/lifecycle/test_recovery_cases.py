@@ -28,9 +28,9 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import allocations, leasing, queue, reports
+from reconciler.records import allocations, leasing, queue, reports, slots
 from reconciler.records import recovery_cases as case_records
-from reconciler.records.claims import held_slots
+from reconciler.records.claims import held_slots, of_allocation
 from reconciler.settings import Settings
 from reconciler.work.loops import end_overdue, play_recovery_cases, recover_blocked
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -109,9 +109,9 @@ class Story:
     def tasks(self, kind: TaskKind) -> int:
         return len(self.do(lambda conn: queue.every(conn, kind=kind)))
 
-    def audited(self, action: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.do(lambda conn: journal.audit_rows(conn, action=action))
-        return found
+    def audited(self, action: str) -> list[Any]:
+        entries: list[Any] = self.do(lambda conn: journal.audit_rows(conn, action=action))
+        return entries
 
     def keep(self, act: Act = BOB, *, absent: bool = False) -> None:
         """A person's word about the slots."""
@@ -120,8 +120,8 @@ class Story:
         )
 
     def statuses(self) -> list[str]:
-        found: list[str] = self.do(self.site.statuses)
-        return found
+        by_slot: list[str] = self.do(self.site.statuses)
+        return by_slot
 
 
 @pytest.fixture
@@ -167,11 +167,7 @@ def test_a_leader_that_is_killed_in_any_move_does_nothing_twice(story: Story, ab
     assert (len(killed), story.tasks(LOOK), story.tasks(WIPE)) == (looks + 2, looks, 1)
     (forced,) = story.audited(recovery.FORCE_CLEANUP)
     assert forced.detail["runtime_verified_absent"] is absent
-    assert (forced.actor, forced.reason, forced.correlation_id) == (
-        "admin:alice",
-        "test",
-        "corr-1",
-    )
+    assert (forced.actor, forced.reason, forced.correlation_id) == ("admin:alice", "test", "corr-1")
     assert story.statuses() == ["available", "available"]
     case = story.case()
     assert (len(case.proof_ids), len(case.slot_ids)) == (1, 1)
@@ -208,8 +204,8 @@ def test_an_old_leader_moves_nothing(story: Story) -> None:
 def two_at_once(story: Story) -> None:
     """Commands that open, and leaders that move, come together; there is one of each."""
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(story.open, (ADMIN, BOB, ADMIN, BOB)))
-    assert found == {story.case().id}
+        cases = set(pool.map(story.open, (ADMIN, BOB, ADMIN, BOB)))
+    assert cases == {story.case().id}
     assert len(story.audited(recovery_cases.OPENED)) == 1
     play = partial(recovery_cases.play, case_id=story.case().id)
     for state, kind in (("verifying", LOOK), ("cleaning", WIPE)):
@@ -328,7 +324,7 @@ def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) 
     assert (case.state, case.state_reason) == ("failed", "it did not come back: I/O error")
     failure = case.failure
     assert failure["code"] == "slots_not_recovered"
-    assert f"{case.slot_ids[0]} cleanup_blocked" in failure["found"]
+    assert failure["found"] == f"{case.slot_ids[0]} cleanup_blocked {ERROR['code']}"
     assert "recover again" in failure["remedy"]
     assert story.steps()[-3:] == ["inventory_after", "disk_evidence_after", "audit"]
     assert case.proof_ids == []
@@ -362,6 +358,10 @@ def test_a_run_that_may_live_is_ended_first(sold: Site) -> None:
         assert (ended["step"], ended["evidence"]["slots"][0]["status"]) == (
             "run_canceled",
             "cleanup_blocked",
+        )
+        (claim,) = of_allocation(conn, key)
+        assert slots.get(conn, claim.slot_id).fence == claim.fence + 1, (
+            "its reports no longer count"
         )
 
 
@@ -493,8 +493,8 @@ def test_a_policy_opens_nothing_where_a_person_has(story: Story) -> None:
     recover_blocked(story.site.engine, Settings())
     assert (story.case().id, story.case().requested_by) == (case_id, "admin:alice")
     assert story.audited(recovery_policy.BEGUN) == []
-    (found,) = story.do(recovery_policy.blocked_allocations)
-    assert (found.move, found.why) == (Move.WAIT, "its recovery case is opened")
+    (blocked,) = story.do(recovery_policy.blocked_allocations)
+    assert (blocked.move, blocked.why) == (Move.WAIT, "its recovery case is opened")
 
 
 def test_a_restore_ends_every_open_case(sold: Site) -> None:
@@ -515,4 +515,4 @@ def test_a_recovery_without_its_proofs_is_a_violation(sold: Site) -> None:
     whole_way(story, lambda: None, absent=True)
     story.do(lambda conn: conn.execute(sa.update(tables.recovery_cases).values(proof_ids=["x"])))
     with reading(sold.engine) as conn:
-        assert [found.invariant for found in invariants.check(conn)] == ["I4"]
+        assert [violation.invariant for violation in invariants.check(conn)] == ["I4"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -16,21 +15,15 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import slots as slot_life
-from reconciler.model.errors import Problem
 from reconciler.model.states import ProofKind, TaskKind, TaskState
 from reconciler.records import claims, nodes, proofs, queue, reports, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import slices as slice_kinds
-from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler import wipes
+from tests.unit.reconciler.conftest import Site, code
 
 UNKNOWN = str(uuid.uuid4())
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
 
 
 def cleaned(site: Site, conn: sa.Connection, task: Task) -> None:
@@ -44,6 +37,7 @@ def cleaned(site: Site, conn: sa.Connection, task: Task) -> None:
         "size_bytes": slot.nvme_size_bytes,
         "method": "user_data_erase",
         "verified": True,
+        "gpu": wipes.gpu(slot.gpu_pci_address),
     }
     evidence = {"proofs": {slot.id: proof}, "absence": {"absent": True}}
     slice_kinds.wipe_succeeded(work, evidence)
@@ -66,8 +60,8 @@ def test_after_a_restore_no_proof_of_before_stands(sold: Site) -> None:
         # All that can be seen of the host is well, and still nothing of it is sold.
         host.record_discovery(conn, "n1", sold.document(0), sold.act)
         host.record_parity(conn, "n1", sold.parity(), sold.act)
-        (found,) = gate.open_gate(conn, "n1", sold.act)["closed"][idle]
-        assert found["code"] == "proof_missing"
+        (blocker,) = gate.open_gate(conn, "n1", sold.act)["closed"][idle]
+        assert blocker["code"] == "proof_missing"
         old = replace(
             before[idle],
             nvme_identity="eui.5e000000000000aa",
@@ -90,8 +84,8 @@ def test_after_a_restore_no_proof_of_before_stands(sold: Site) -> None:
         assert (task.allocation_id, task.subject_id) == (None, idle)
         cleaned(sold, conn, task)
         assert slots.get(conn, idle).status == "available"
-        (told,) = journal.audit_rows(conn, action="admin.slot.orphan.removed")
-        assert (told.subject_id, told.detail) == (idle, {"allocation_id": UNKNOWN})
+        (entry,) = journal.audit_rows(conn, action="admin.slot.orphan.removed")
+        assert (entry.subject_id, entry.detail) == (idle, {"allocation_id": UNKNOWN})
         assert invariants.check(conn) == []
 
 

@@ -76,12 +76,12 @@ class Governed:
         return [row.kind for row in self.do(queue.every) if row.state == "queued"]
 
     def statuses(self) -> list[str]:
-        found: list[str] = self.do(self.site.statuses)
-        return found
+        by_slot: list[str] = self.do(self.site.statuses)
+        return by_slot
 
     def marks(self) -> list[str]:
-        found = self.do(recovery.blocked)
-        return [slot.health_detail.get(recovery_policy.STOPPED_KEY, "") for slot in found]
+        blocked = self.do(recovery.blocked)
+        return [slot.health_detail.get(recovery_policy.STOPPED_KEY, "") for slot in blocked]
 
 
 @pytest.fixture
@@ -198,10 +198,7 @@ def test_what_a_person_keeps_for_inspection_is_left_alone(governed: Governed) ->
     governed.look()
     assert (governed.tasks(), governed.marks()) == ([], [""])
     (case,) = governed.do(recovery_policy.blocked_allocations)
-    assert (case.move, case.why) == (
-        Move.WAIT,
-        "kept for inspection: admin:alice: to be looked at",
-    )
+    assert (case.move, case.why) == (Move.WAIT, "kept for inspection: admin:alice: to be looked at")
     forced(True)
     assert governed.tasks() == ["slice.wipe"], "that person's own word ends it"
 

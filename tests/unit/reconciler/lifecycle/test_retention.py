@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import idempotency, journal
+from reconciler.db import idempotency
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
 from reconciler.db.idempotency import Answer, Call
@@ -23,6 +23,7 @@ from reconciler.records import leasing, queue
 from reconciler.runs.paths import RunPaths, run_directory, write_json
 from reconciler.settings import Settings
 from reconciler.work.loops import DAY_S, LOOPS, forget, tidy
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.covers("CTRL-9")
@@ -120,7 +121,8 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
     site.node()
     key = provisioned(site, settings)
     pass_time(site.engine, 2.5)
-    assert forget(site.engine, settings) == {"events": 0, "answers": 0, "progress": 0}
+    nothing = dict.fromkeys(("events", "answers", "progress", "telemetry", "recordings", "jobs"), 0)
+    assert forget(site.engine, settings) == nothing
     assert tidy(site.engine, settings, NEVER) == []
     with pytest.raises(Problem, match="idempotency_key_reused"):
         idempotency.once(
@@ -193,8 +195,8 @@ def test_events_go_sooner_when_a_relay_took_them(
     monkeypatch.setattr(retention, "AT_ONCE", 2)
     site.node()
     with transaction(site.engine) as conn:
-        waiting = journal.pending_events(conn, 10_000)
-        journal.mark_published(conn, [waiting[0].id])
+        waiting = relay.pending_events(conn)
+        relay.mark_published(conn, [waiting[0].id])
     pass_time(site.engine, 2)
     assert forget(site.engine, settings)["events"] == 1
     pass_time(site.engine, 2)

@@ -14,20 +14,13 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import gate, host, invariants, launch, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
-from reconciler.model.errors import Problem
 from reconciler.model.states import HealthState, NodeMode, TaskKind
 from reconciler.records import claims, nodes, proofs, queue, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import node
 from tests.unit.reconciler import wipes
-from tests.unit.reconciler.conftest import Site
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
+from tests.unit.reconciler.conftest import Site, code
 
 
 def candidate(site: Site, index: int, number: int = 0) -> Bundle:
@@ -46,8 +39,8 @@ def test_order_of_preparation(site: Site) -> None:
         assert (slot.status, slot.wanted) == ("disabled", "available")
         assert slot.capacity_metadata["fabric_claim_mode"] == "per_slot_vf"
         assert set(slot.capacity_metadata) >= METADATA
-        found = {blocker.code for blocker in gate.gate(conn, slot.id)}
-        assert found == {"discovery_stale", "parity_missing"}
+        codes = {blocker.code for blocker in gate.gate(conn, slot.id)}
+        assert codes == {"discovery_stale", "parity_missing"}
         assert code(gate.make_available, conn, slot.id, site.act) == "gate_closed"
         assert code(host.set_scheduling, conn, "n2", True, site.act) == "scheduling_not_ready"
         assert site.prove(conn, "n2") == {"opened": [slot.id], "closed": {}}
@@ -92,8 +85,8 @@ def test_a_slot_says_whose_its_disk_is_and_where_its_former_use_is_written_down(
         else:
             node.takeover_succeeded(work, {"devices": [device], "manifest": manifest})
             slot = slot_life.approve(conn, "n1", bundle, site.act)
-        told = slots.get(conn, slot.id).capacity_metadata
-        assert {name: told[name] for name in METADATA} == {
+        metadata = slots.get(conn, slot.id).capacity_metadata
+        assert {name: metadata[name] for name in METADATA} == {
             "storage_ownership": "slice",
             "storage_mode": "slice",
             "destructive_wipe_policy": "clear",
@@ -255,8 +248,8 @@ def test_reboot_and_reimage_close_the_gate(sold: Site) -> None:
         assert sold.statuses(conn) == ["disabled", "disabled"]
         row = journal.history_of(conn, "slot", slots.of_node(conn, "n1")[0].id)[-1]
         assert row.reason == "gate closed: new boot"
-        found = gate.open_gate(conn, "n1", sold.act)["closed"]
-        assert {row["code"] for rows in found.values() for row in rows} == {"parity_stale"}
+        closed = gate.open_gate(conn, "n1", sold.act)["closed"]
+        assert {row["code"] for rows in closed.values() for row in rows} == {"parity_stale"}
         report = sold.parity()
         report["identity"]["boot_id"] = "another-boot"
         host.record_parity(conn, "n1", report, sold.act)
@@ -268,8 +261,8 @@ def test_reboot_and_reimage_close_the_gate(sold: Site) -> None:
             kind["identity"]["host_key"] = "ssh-ed25519 BBBB"
         host.record_discovery(conn, "n1", document, sold.act)
         host.record_parity(conn, "n1", report, sold.act)
-        found = gate.open_gate(conn, "n1", sold.act)["closed"]
-        assert {row["code"] for rows in found.values() for row in rows} == {"proof_stale"}
+        closed = gate.open_gate(conn, "n1", sold.act)["closed"]
+        assert {row["code"] for rows in closed.values() for row in rows} == {"proof_stale"}
         for slot in slots.of_node(conn, "n1"):
             proof = {"disk": slot.nvme_identity, "method": "discard", "verified": True}
             proofs.record_transition(conn, "n1", proof, sold.act)
@@ -304,9 +297,9 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
         else:
             document["slice_network"]["blockers"] = [{"code": "missing_dnsmasq", "detail": "x"}]
         host.record_discovery(conn, "n1", document, sold.act)
-        found = slots.get(conn, first.id)
-        assert found.status == "disabled"
-        assert code in found.status_reason
+        record = slots.get(conn, first.id)
+        assert record.status == "disabled"
+        assert code in record.status_reason
         other = slots.get(conn, second.id).status
         assert other == ("disabled" if change == "node" else "available")
         row = journal.history_of(conn, "slot", first.id)[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from reconciler.db import journal
@@ -11,16 +9,9 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
-from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.records import claims, slots
-from tests.unit.reconciler.conftest import Site
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
+from tests.unit.reconciler.conftest import Site, code
 
 
 @pytest.mark.covers("CTRL-7", "I12", "I4")

@@ -38,8 +38,8 @@ def engine(request: pytest.FixtureRequest, database: Database, template: Path) -
     """An empty database of each kind."""
     if request.param == "sqlite":
         return database.restore(template)
-    found: sa.Engine = request.getfixturevalue("postgresql")
-    return found
+    chosen: sa.Engine = request.getfixturevalue("postgresql")
+    return chosen
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def unreached(conn: sa.Connection, kind: TaskKind) -> Task:
 
 def states(conn: sa.Connection, key: str) -> tuple[str, str, str]:
     """Of an allocation, its only claim, and the slot that this claims."""
-    found = allocations.get(conn, key)
-    (claim,) = found.claims
-    return found.state, claim.state, slots.get(conn, claim.slot_id).status
+    row = allocations.get(conn, key)
+    (claim,) = row.claims
+    return row.state, claim.state, slots.get(conn, claim.slot_id).status
 
 
 def test_a_queued_provision_leaves_nothing_behind(sold: Site, ended: End) -> None:
@@ -104,8 +104,8 @@ def test_a_queued_provision_leaves_nothing_behind(sold: Site, ended: End) -> Non
         assert states(conn, key) == ("failed", "failed", "available")
         error = allocations.get(conn, key).error
         assert (error["code"], error["found"]) == ("canceled", "not wanted")
-        told = [(row.event, row.actor) for row in journal.history_of(conn, "allocation", key)]
-        assert told[-1] == ("fail", f"task:{task.id}")
+        history = [(row.event, row.actor) for row in journal.history_of(conn, "allocation", key)]
+        assert history[-1] == ("fail", f"task:{task.id}")
         assert sold.allocate(conn, 2), "both slots are sold again"
     assert retrying(sold.engine, lambda conn: queue.cancel(conn, task.id, ACT)) == task
 
@@ -199,8 +199,8 @@ def test_a_machine_whose_tenant_never_came_is_free_again(
             slices.provision_started(conn, key, ACT)
     ended(TaskKind.BAREMETAL_PROVISION)
     with transaction(machines.engine) as conn:
-        found = allocations.get(conn, key)
-        assert (found.state, found.claims[0].state) == ("failed", "failed")
+        row = allocations.get(conn, key)
+        assert (row.state, row.claims[0].state) == ("failed", "failed")
         node = nodes.get(conn, "m1")
         assert (node.unclean_allocation_id, node.health_detail) == ("", {})
         machines.discover(conn, "m1", 1)
@@ -364,12 +364,9 @@ def test_a_task_that_is_taken_meanwhile_is_asked_to_end(
     with reading(sold.engine) as conn:
         (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
     end = partial(cancel, task_id=task.id, act=ACT)
-    with (
-        pytest.raises(Problem, match="generation_conflict"),
-        transaction(sold.engine) as conn,
-    ):
+    with pytest.raises(Problem, match="generation_conflict"), transaction(sold.engine) as conn:
         end(conn)
     with reading(sold.engine) as conn:
         assert states(conn, key) == ("requested", "reserved", "reserved")
-    found = retrying(sold.engine, end)
-    assert (found.state, found.cancel_requested, len(taken)) == ("running", True, 1)
+    row = retrying(sold.engine, end)
+    assert (row.state, row.cancel_requested, len(taken)) == ("running", True, 1)

@@ -18,12 +18,12 @@ INTERNAL = re.compile(r"\b(lose|regain_\w+|converted|revert|fail|strand|lease|to
 def test_only_commands_are_named(entity: str) -> None:
     events = [event for name, event in asked.COMMANDS if name == entity]
     for state in map(str, transitions.ENTITIES[entity]):
-        for told in asked.commands(entity, RECORD, state):
-            assert told.startswith("gpuaas ") and "x1" in told
+        for command in asked.commands(entity, RECORD, state):
+            assert command.startswith("gpuaas ") and "x1" in command
         for event in events:
             if transitions.target(entity, state, event) is None:
-                said = asked.remedy(entity, RECORD, state, event)
-                assert said and not INTERNAL.search(said) and "None" not in said
+                remedy = asked.remedy(entity, RECORD, state, event)
+                assert remedy and not INTERNAL.search(remedy) and "None" not in remedy
 
 
 def test_every_command_is_of_an_event_that_there_is() -> None:

@@ -19,6 +19,8 @@ from reconciler.model.drift import (
 from reconciler.model.states import HealthState
 from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, tenant, unknown
 
+pytestmark = pytest.mark.covers("SLICE-8")
+
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 OLD = "33bd713b-6073-4ef7-8a51-2897e902365d"
 LOST = "43bd713b-6073-4ef7-8a51-2897e902365d"
@@ -53,11 +55,11 @@ RECORDS = Records(
 @pytest.fixture
 def holdings() -> Holdings:
     """As the records say."""
-    found = nothing()
-    tenant(found, ONE, {"a": bundle(0)})
+    document = nothing()
+    tenant(document, ONE, {"a": bundle(0)})
     free = {"slot_id": "b", "allocation_id": "", "fence": 9, "disk": bundle(1).identity}
-    put(found, "leases", **free, dirty=False)
-    return found
+    put(document, "leases", **free, dirty=False)
+    return document
 
 
 def codes(findings: Findings) -> set[tuple[str, str, str]]:
@@ -72,6 +74,14 @@ def without(part: str) -> Change:
     return lambda holdings: drop(holdings, part)
 
 
+def without_limit(holdings: Holdings) -> None:
+    holdings["domains"]["found"][0]["limited"] = False
+
+
+def paused(holdings: Holdings) -> None:
+    holdings["domains"]["found"][0]["state"] = "paused"
+
+
 def without_gpu(holdings: Holdings) -> None:
     holdings["domains"]["found"][0]["devices"].pop(0)
 
@@ -81,6 +91,9 @@ def without_gpu(holdings: Holdings) -> None:
     ("change", "code", "severity"),
     [
         (off, "guest_stopped", "degraded"),
+        (paused, "guest_unwell", "degraded"),
+        (without("addresses"), "guest_unleased", "degraded"),
+        (without_limit, "limit_missing", "degraded"),
         (without_gpu, "devices_missing", "failed"),
         (without("ports"), "port_missing", "failed"),
         (without("guards"), "guard_missing", "failed"),
@@ -90,9 +103,15 @@ def without_gpu(holdings: Holdings) -> None:
 )
 def test_what_a_tenant_lacks(holdings: Holdings, change: Change, code: str, severity: str) -> None:
     change(holdings)
-    (found,) = compare(holdings, RECORDS).differences
-    assert (found.slot_id, found.code, found.severity) == ("a", code, severity)
-    assert not found.orphan
+    (difference,) = compare(holdings, RECORDS).differences
+    assert (difference.slot_id, difference.code, difference.severity) == ("a", code, severity)
+    assert not difference.orphan
+
+
+def test_a_machine_that_its_project_stopped_may_be_off(holdings: Holdings) -> None:
+    off(holdings)
+    stopped = tuple(replace(row, stopped=True) for row in RECORDS.allocations)
+    assert compare(holdings, replace(RECORDS, allocations=stopped)).differences == ()
 
 
 @pytest.mark.covers("I15")
@@ -100,8 +119,8 @@ def test_a_machine_that_is_gone_is_lost_and_nobodys_trace_but_its_tenants(
     holdings: Holdings,
 ) -> None:
     drop(holdings, "domains", "processes", "ports", "guards", "files")
-    (found,) = compare(holdings, RECORDS).differences
-    assert (found.code, found.severity) == ("domain_missing", HealthState.FAILED)
+    (difference,) = compare(holdings, RECORDS).differences
+    assert (difference.code, difference.severity) == ("domain_missing", HealthState.FAILED)
 
 
 @pytest.mark.covers("I17")
@@ -158,9 +177,13 @@ def test_a_strangers_machine_matters_when_it_has_a_slots_devices(holdings: Holdi
 
 def test_a_tenant_with_anothers_devices_troubles_the_other(holdings: Holdings) -> None:
     holdings["domains"]["found"][0]["disks"].append(bundle(1).nvme_device)
-    (found,) = compare(holdings, RECORDS).differences
-    assert (found.slot_id, found.code, found.allocation_id) == ("b", "orphan_domain", ONE)
-    assert found.disk_used
+    (difference,) = compare(holdings, RECORDS).differences
+    assert (difference.slot_id, difference.code, difference.allocation_id) == (
+        "b",
+        "orphan_domain",
+        ONE,
+    )
+    assert difference.disk_used
 
 
 def test_what_the_host_says_of_an_idle_slot(holdings: Holdings) -> None:
@@ -231,3 +254,29 @@ def test_a_difference_is_a_document() -> None:
         "orphan": True,
         "disk_used": False,
     }
+
+
+FAULT = {"expected": "it", "found": "none", "remedy": "bootstrap"}
+
+
+@pytest.mark.parametrize(
+    ("code", "slots"),
+    [
+        ("nat", {"", "b"}),
+        ("guest_egress", {"", "b"}),
+        ("host_disk_full", {""}),
+        ("egress_target_silent", {""}),
+    ],
+)
+def test_a_fault_of_the_host_itself_is_the_nodes_and_closes_idle_slots(
+    holdings: Holdings, code: str, slots: set[str]
+) -> None:
+    holdings["baseline"] = {"known": True, "detail": "", "found": [{"code": code, **FAULT}]}
+    findings = compare(holdings, RECORDS)
+    assert {(row.code, row.slot_id) for row in findings.differences} == {(code, s) for s in slots}
+    assert all(row.found == "expected it, found none; bootstrap" for row in findings.differences)
+
+
+def test_a_baseline_that_was_not_looked_at_is_unknown(holdings: Holdings) -> None:
+    unknown(holdings, "baseline")
+    assert compare(holdings, RECORDS) == Findings((), (), {"baseline": "unknown: late"})

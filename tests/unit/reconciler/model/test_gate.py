@@ -13,10 +13,12 @@ from reconciler.model import discovery, gate
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.gate import DiskProof, Failures, GateEvidence, Sighting, blockers
-from reconciler.model.proof import accepts, check_proof, nothing_written
+from reconciler.model.proof import accepts, check_gpu, check_proof, nothing_written
 from reconciler.records.reports import install_id
 from reconciler.runs import contract
+from tests.unit.reconciler.wipes import ISOLATED
 
+PARITY = {"checks": [ISOLATED]}
 PROFILES = Path(__file__).resolve().parents[4] / "profiles"
 
 
@@ -33,7 +35,7 @@ def evidence(bundle: Bundle, document: dict[str, Any]) -> GateEvidence:
         install_id="i1",
         reboot_required=False,
         discovery=Sighting(30, "b1", "i1", document),
-        parity=Sighting(30, "b1", "i1", {}),
+        parity=Sighting(30, "b1", "i1", PARITY | {"reset_gpus": [bundle.gpu_pci_address]}),
         proof=DiskProof(bundle.identity, 0, 10, "discard", "i1"),
     )
 
@@ -64,15 +66,46 @@ def test_opens(evidence: GateEvidence) -> None:
         ({"boot_id": ""}, ["discovery_stale", "parity_stale"]),
         ({"reboot_required": True}, ["reboot_required"]),
         ({"reinstall_required": True}, ["reinstall_required"]),
+        ({"firmware": "firmware_changed"}, ["firmware_changed"]),
+        ({"firmware": "firmware_unverified"}, ["firmware_unverified"]),
         ({"node_mode": "baremetal"}, ["node_not_slice"]),
         ({"node_state": "bootstrapping"}, ["node_not_ready"]),
-        ({"parity": Sighting(30, "b1", "i1", {}, failures=2)}, ["parity_failed"]),
+        (
+            {"parity": Sighting(30, "b1", "i1", PARITY, failures=2)},
+            ["parity_failed", "gpu_unproven"],
+        ),
         ({"wipe_policy": "purge"}, ["proof_class_refused"]),
         ({"wipe_policy": "whatever"}, ["proof_class_refused"]),
     ],
 )
 def test_closed(evidence: GateEvidence, change: dict[str, Any], expected: list[str]) -> None:
     assert codes(replace(evidence, **change)) == expected
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    ("checks", "found"),
+    [
+        ([], "no such check in the parity report"),
+        (None, "no such check in the parity report"),
+        ([{"check": "fabric_vfs", "status": "PASS"}], "no such check in the parity report"),
+        ([{"check": "fabric_isolation", "status": "FAIL", "detail": "VLAN 0"}], "found VLAN 0"),
+        ([{"check": "fabric_isolation", "status": "WARN", "detail": "VLAN 0"}], "found VLAN 0"),
+        (
+            [{"check": "fabric_isolation", "status": "PASS", "detail": "not_applicable"}],
+            "found not_applicable",
+        ),
+    ],
+)
+def test_a_fabric_without_isolation_is_not_sold(
+    evidence: GateEvidence, checks: Any, found: str
+) -> None:
+    gpus = {"reset_gpus": [evidence.bundle.gpu_pci_address]}
+    parity = Sighting(30, "b1", "i1", {"checks": checks, **gpus})
+    (blocker,) = blockers(replace(evidence, parity=parity))
+    assert blocker.code == "fabric_not_isolated"
+    for text in ("expected 0000:", found, "fabric.isolation single_tenant"):
+        assert text in blocker.detail
 
 
 @pytest.mark.covers("CTRL-3", "I4")
@@ -143,18 +176,66 @@ def test_use_of_the_disk_counts_until_a_later_wipe(
     assert isinstance(disk, dict)
     disk["blockers"] = [{"code": "qemu_in_use", "detail": "pid 7"}]
     assert codes(evidence) == ["discovery:qemu_in_use"]
-    wiped = DiskProof(evidence.bundle.identity, 0, 40, "zero_fill", "i1")
+    gpu = evidence.bundle.gpu_pci_address
+    wiped = DiskProof(evidence.bundle.identity, 0, 40, "zero_fill", "i1", gpu)
     assert codes(replace(evidence, proof=wiped)) == []
     disk["blockers"] = [{"code": "duplicate_identity", "detail": ""}]
     assert codes(replace(evidence, proof=wiped)) == ["discovery:duplicate_identity"]
 
 
+@pytest.mark.covers("I18")
+def test_the_newer_of_parity_and_proof_tells_whether_the_gpu_was_reset(
+    evidence: GateEvidence,
+) -> None:
+    gpu = evidence.bundle.gpu_pci_address
+    parity = Sighting(30, "b1", "i1", PARITY | {"reset_gpus": ["0000:99:00.0"]})
+    used = replace(evidence, parity=parity)
+    assert codes(used) == ["gpu_unproven"]
+    wiped = DiskProof(evidence.bundle.identity, 0, 40, "zero_fill", "i1", gpu)
+    assert codes(replace(used, proof=wiped)) == []
+    assert codes(replace(used, proof=replace(wiped, gpu="0000:99:00.0"))) == ["gpu_unproven"]
+    # Used since: the later report does not list it any more.
+    assert codes(replace(used, proof=replace(wiped, recorded_at=29))) == ["gpu_unproven"]
+    dead = PARITY | {"dead_gpus": [gpu], "reset_gpus": [gpu]}
+    assert codes(replace(evidence, parity=replace(parity, document=dead))) == ["gpu_dead"]
+
+
+LINK = {"speed": "32.0 GT/s PCIe", "width": "16"}
+RESET = {"address": "0000:43:00.0", "verified": True, "link": LINK}
+
+
+@pytest.mark.covers("I18")
+@pytest.mark.parametrize(
+    ("evidence", "code"),
+    [
+        (RESET, ""),
+        ({**RESET, "link": {"speed": "64.0 GT/s PCIe", "width": "16"}}, ""),
+        (None, "gpu_unproven"),
+        ([RESET], "gpu_unproven"),
+        ({**RESET, "verified": "true"}, "gpu_unproven"),
+        ({**RESET, "address": "0000:44:00.0"}, "gpu_unproven"),
+        ({**RESET, "link": {**LINK, "width": "8"}}, "gpu_link_degraded"),
+        ({**RESET, "link": {**LINK, "speed": "2.5 GT/s PCIe"}}, "gpu_link_degraded"),
+        ({**RESET, "link": {**LINK, "speed": "1e999"}}, "gpu_link_degraded"),
+        ({**RESET, "link": 5}, "gpu_link_degraded"),
+    ],
+)
+def test_reset_of_a_gpu_refused(evidence: object, code: str) -> None:
+    if not code:
+        check_gpu(evidence, address="0000:43:00.0", link=LINK)
+        return
+    with pytest.raises(Problem) as caught:
+        check_gpu(evidence, address="0000:43:00.0", link=LINK)
+    assert caught.value.code == code
+    assert all((caught.value.expected, caught.value.found, caught.value.remedy))
+
+
 @pytest.mark.covers("CTRL-3")
 def test_as_recorded_before_bootstrap(evidence: GateEvidence, recorded: dict[str, Any]) -> None:
-    found = codes(replace(evidence, discovery=Sighting(30, "b1", "i1", recorded)))
-    assert "discovery:missing_ovsbr0" in found
-    assert "discovery:mounted_child" in found
-    assert "discovery:fabric_vf_not_found" in found
+    closed = codes(replace(evidence, discovery=Sighting(30, "b1", "i1", recorded)))
+    assert "discovery:missing_ovsbr0" in closed
+    assert "discovery:mounted_child" in closed
+    assert "discovery:fabric_vf_not_found" in closed
 
 
 def test_install_id_ignores_the_comment_of_the_key() -> None:
@@ -163,13 +244,7 @@ def test_install_id_ignores_the_comment_of_the_key() -> None:
     assert install_id("", "ssh-ed25519 AAAA") == ""
 
 
-PROOF = {
-    "disk": "eui.1",
-    "serial": "S",
-    "size_bytes": 5,
-    "method": "zero_fill",
-    "verified": True,
-}
+PROOF = {"disk": "eui.1", "serial": "S", "size_bytes": 5, "method": "zero_fill", "verified": True}
 
 
 def test_proof_for_the_disk() -> None:

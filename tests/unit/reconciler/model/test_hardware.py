@@ -62,3 +62,20 @@ def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Pa
         hardware.check_link(read, "old")
     assert "old" in refused.value.found
     hardware.check_link({"fabric": profile["fabric"] | {"pf_ids": []}}, "none")
+
+
+@pytest.mark.covers("ECO-3")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, 7, "", "  ", "Unknown", "0", "00000000", "....", "To Be Filled By O.E.M.", "N/A"),
+        *("Default  string", "System Serial Number", "not specified", "XXXXXXX", "123456789"),
+    ],
+)
+def test_a_serial_number_that_nobody_has_set_is_unknown(text: object) -> None:
+    assert hardware.serial_number(text) == ""
+
+
+@pytest.mark.covers("ECO-3")
+def test_serial_numbers_are_compared_without_case_and_spaces() -> None:
+    assert hardware.serial_number(" 7xk2p43 ") == hardware.serial_number("7XK2P43") == "7XK2P43"

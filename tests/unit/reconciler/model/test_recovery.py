@@ -29,8 +29,8 @@ OPENED, VERIFYING, CLEANING, CONFIRMING = OPEN_CASES
     ],
 )
 def test_moves_of_the_policy(seen: dict[str, Any], move: Move, why: str) -> None:
-    found, reason = policy_move(ON, Blocked(**{"reason": "disk gone"} | seen))
-    assert (found, why in reason) == (move, True), reason
+    chosen, reason = policy_move(ON, Blocked(**{"reason": "disk gone"} | seen))
+    assert (chosen, why in reason) == (move, True), reason
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_moves_of_the_policy(seen: dict[str, Any], move: Move, why: str) -> None
     ],
 )
 def test_moves_of_a_case(state: RecoveryState, seen: dict[str, Any], move: Move, why: str) -> None:
-    found, reason = next_move(Progress(state=state, **seen))
-    assert (found, why in reason) == (move, True), reason
+    chosen, reason = next_move(Progress(state=state, **seen))
+    assert (chosen, why in reason) == (move, True), reason
 
 
 def test_it_is_off_by_default() -> None:

@@ -19,6 +19,8 @@ STABLE = {
     "app_member": {"ready", "failed"},
     "app_operation": {"succeeded", "failed"},
     "recovery_case": {"recovered", "failed"},
+    "ingress_rule": {"applied", "removed", "failed"},
+    "pool": {"running", "stopped", "evicted", "failed"},
 }
 
 

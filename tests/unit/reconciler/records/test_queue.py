@@ -7,22 +7,15 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, journal
+from reconciler.db import clock, journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.rows import Page
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
-from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, nodes, queue, timeline
-from tests.unit.reconciler.conftest import Site
-
-
-def code(call: Any, *args: Any, **named: Any) -> str:
-    with pytest.raises(Problem) as caught:
-        call(*args, **named)
-    return caught.value.code
+from reconciler.records import leasing, nodes, projects, queue, timeline
+from tests.unit.reconciler.conftest import ADMIN, Site, code
 
 
 def put(
@@ -92,10 +85,7 @@ def test_only_the_holder_decides_and_only_once(sold: Site) -> None:
         conn.execute(sa.update(tables.tasks).values(lease_expires_at=clock.now() - 1))
         (again,) = leasing.lease(conn, "w2")
         assert (again.id, again.run_directory) == (task_id, "runs/r1")
-        assert (again.started_at, again.deadline_at) == (
-            task.started_at,
-            task.deadline_at,
-        )
+        assert (again.started_at, again.deadline_at) == (task.started_at, task.deadline_at)
         finish = queue.finish
         assert code(finish, conn, task_id, token, TaskState.FAILED, sold.act) == "stale_lease"
         done = finish(
@@ -183,6 +173,35 @@ def test_a_busy_subject_and_a_busy_node_starve_no_other(sold: Site) -> None:
         assert lease(conn) == ["node.parity"]
 
 
+@pytest.mark.covers("CTRL-8")
+def test_a_project_keeps_the_workers_from_no_other(sold: Site) -> None:
+    """Such as by restarts of machines that never answer: each holds a worker for many minutes."""
+
+    def queue_power(conn: sa.Connection, allocation_id: str) -> None:
+        item = queue.Enqueue(TaskKind.SLICE_VM_POWER, "n1", allocation_id=allocation_id)
+        queue.enqueue(conn, item, sold.act)
+
+    with transaction(sold.engine) as conn:
+        projects.create(conn, "other", ADMIN, id="other")
+        greedy = [sold.active(conn), sold.active(conn)]
+        row = conn.execute(sa.select(tables.allocations)).mappings().first()
+        others = rows.new_id()
+        ended = {"id": others, "project_id": "other", "state": "released", "ended_at": 1.0}
+        rows.insert(conn, tables.allocations, {**dict(row or {}), **ended})
+        for key in (*greedy, others):
+            queue_power(conn, key)
+        put(conn, sold, TaskKind.NODE_PARITY)
+
+        def lease_one() -> Task:
+            (task,) = leasing.lease(conn, "w1")
+            return task
+
+        first = lease_one()
+        assert first.allocation_id == greedy[0]
+        assert [lease_one().allocation_id for _ in range(2)] == [others, None]
+        assert lease_one().allocation_id == greedy[1]
+
+
 @pytest.mark.covers("CTRL-9")
 def test_a_run_is_taken_over_only_where_its_files_are(sold: Site) -> None:
     """Another machine cannot see whether it lives, and would start it a second time."""
@@ -194,7 +213,7 @@ def test_a_run_is_taken_over_only_where_its_files_are(sold: Site) -> None:
         queue.abandon(conn, "w1")
         assert leasing.lease(conn, "w2", runner="there") == []
         (task,) = leasing.lease(conn, "w3", runner="here")
-        journal.advance(conn, "task", task.id, "wait", sold.act, columns={"lease_token": ""})
+        journal.advance(conn, Task, task.id, "wait", sold.act, columns={"lease_token": ""})
         assert leasing.lease(conn, "w2", runner="there") == [], "its run may still be alive"
         (task,) = leasing.lease(conn, "w3", runner="here")
         token = task.lease_token
@@ -232,11 +251,11 @@ def test_what_was_queued_in_the_same_instant_goes_in_the_order_of_queueing(sold:
         assert [task.id for task in queue.open_of_node(conn, "n1")] == ids
         assert [task.id for task in queue.every(conn)] == ids[::-1]
         # One that works alone, first in line, keeps those behind it from going before it.
-        told = leasing.wait_reasons(conn, queued)
-        assert told[ids[2]]["code"] == "exclusive_first"
+        reasons = leasing.wait_reasons(conn, queued)
+        assert reasons[ids[2]]["code"] == "exclusive_first"
         taken = []
-        while found := leasing.lease(conn, "w"):
-            taken.append(found[0].id)
-            held = (found[0].id, found[0].lease_token)
+        while leased := leasing.lease(conn, "w"):
+            taken.append(leased[0].id)
+            held = (leased[0].id, leased[0].lease_token)
             queue.finish(conn, *held, TaskState.SUCCEEDED, sold.act)
     assert taken == ids

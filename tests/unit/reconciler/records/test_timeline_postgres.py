@@ -77,4 +77,4 @@ def test_a_life_is_told_page_by_page_and_breaks_no_promise(engine: sa.Engine, si
     with transaction(engine) as conn:
         conn.execute(sa.update(tables.nodes).values(state="draining", deadline_at=1.0))
     with reading(engine) as conn:
-        assert {found.invariant for found in invariants.check(conn)} == {"I20"}
+        assert {violation.invariant for violation in invariants.check(conn)} == {"I20"}

@@ -30,8 +30,8 @@ def backdate(conn: sa.Connection, allocation_id: str, start: float, end: float |
 
 
 def counted(conn: sa.Connection, start: float, end: float) -> dict[str, int]:
-    found = usage.every(conn, Period(start, end))
-    return {row["allocation_id"]: row["counted_ms"] for row in found}
+    usage_rows = usage.every(conn, Period(start, end))
+    return {row["allocation_id"]: row["counted_ms"] for row in usage_rows}
 
 
 @pytest.mark.covers("CTRL-14")
@@ -138,10 +138,7 @@ def test_nobody_changes_what_was_sold(sold: Site) -> None:
             sa.delete(tables.claims),
         ]
         for statement in statements:
-            with (
-                pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"),
-                conn.begin_nested(),
-            ):
+            with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"), conn.begin_nested():
                 conn.execute(statement)
         if conn.dialect.name == "sqlite":
             (row,) = rows.every(conn, sa.select(tables.usage))
@@ -149,10 +146,7 @@ def test_nobody_changes_what_was_sold(sold: Site) -> None:
             with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"):
                 conn.execute(replace)
         else:
-            with (
-                pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"),
-                conn.begin_nested(),
-            ):
+            with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"), conn.begin_nested():
                 conn.exec_driver_sql("TRUNCATE usage_records")
         slices.release_succeeded(
             conn, allocation_id, sold.act, proofs=given, absence={"absent": True}

@@ -57,7 +57,7 @@ def test_a_result_that_breaks_its_schema_names_the_field(
 def test_what_a_database_does_not_take_is_no_result(change: dict[str, object], field: str) -> None:
     good = {
         "schema": 1,
-        "playbook": "cache_image",
+        "playbook": "a_test",
         "ok": True,
         "step": "",
         "error": {},
@@ -76,7 +76,7 @@ def test_a_document_without_end_is_no_result(levels: int) -> None:
     nested: object = 1
     for number in range(levels):
         nested = {"a": nested} if number % 2 else [nested]
-    result = {"schema": 1, "playbook": "cache_image", "ok": True, "step": "", "error": {}}
+    result = {"schema": 1, "playbook": "a_test", "ok": True, "step": "", "error": {}}
     result["evidence"] = {"told": nested}
     if levels < 100:
         assert contract.check_result(result) is result

@@ -30,7 +30,7 @@ REFUSAL = {"code": "disk_in_use", "expected": "a", "found": "b", "remedy": "c"}
 RESULTS: dict[bool, dict[str, Any]] = {
     ok: {
         "schema": 1,
-        "playbook": "cache_image",
+        "playbook": "a_test",
         "ok": ok,
         "step": "" if ok else "Step 3",
         "error": {} if ok else REFUSAL,
@@ -52,37 +52,37 @@ def event(kind: str, number: int, **more: Any) -> Event:
 
 def history(chance: random.Random, *, ok: bool) -> list[Event]:
     """The events of a run with a few steps."""
-    told: list[Event] = [{"event": "playbook_on_start", "event_data": {}}]
+    events: list[Event] = [{"event": "playbook_on_start", "event_data": {}}]
     steps = chance.randint(2, 6)
     for number in range(steps):
-        told.append(event("playbook_on_task_start", number))
+        events.append(event("playbook_on_task_start", number))
         if not ok and number == steps - 1:
-            told.append(event("runner_on_failed", number, res={"error": REFUSAL}))
+            events.append(event("runner_on_failed", number, res={"error": REFUSAL}))
         elif chance.random() < 0.2:
-            told.append(event("runner_on_skipped", number))
+            events.append(event("runner_on_skipped", number))
         else:
-            told.append(event("runner_on_ok", number, res={"changed": chance.random() < 0.5}))
+            events.append(event("runner_on_ok", number, res={"changed": chance.random() < 0.5}))
     # One at least was carried out.
-    told.append(event("runner_on_ok", 0, res={}))
+    events.append(event("runner_on_ok", 0, res={}))
     stats = {"artifact_data": {"slice_result": RESULTS[ok]}, "dark": {}, "ok": {"n1": steps}}
-    return [*told, {"event": "playbook_on_stats", "event_data": stats}]
+    return [*events, {"event": "playbook_on_stats", "event_data": stats}]
 
 
-def twice(chance: random.Random, told: list[Event]) -> list[Event]:
-    return [one for each in told for one in [each] * chance.randint(1, 3)]
+def twice(chance: random.Random, events: list[Event]) -> list[Event]:
+    return [one for each in events for one in [each] * chance.randint(1, 3)]
 
 
-def shuffled(chance: random.Random, told: list[Event]) -> list[Event]:
-    return chance.sample(told, len(told))
+def shuffled(chance: random.Random, events: list[Event]) -> list[Event]:
+    return chance.sample(events, len(events))
 
 
-def dropped(chance: random.Random, told: list[Event]) -> list[Event]:
-    return [one for one in told if chance.random() < 0.7]
+def dropped(chance: random.Random, events: list[Event]) -> list[Event]:
+    return [one for one in events if chance.random() < 0.7]
 
 
-def cut(chance: random.Random, told: list[Event]) -> list[Event]:
+def cut(chance: random.Random, events: list[Event]) -> list[Event]:
     """The end is missing, and of some events the inside."""
-    whole = copy.deepcopy(told[: chance.randint(0, len(told))])
+    whole = copy.deepcopy(events[: chance.randint(0, len(events))])
     for one in whole:
         if chance.random() < 0.4:
             inside: Any = one["event_data"]
@@ -92,20 +92,20 @@ def cut(chance: random.Random, told: list[Event]) -> list[Event]:
     return whole
 
 
-def late(chance: random.Random, told: list[Event]) -> list[Event]:
+def late(chance: random.Random, events: list[Event]) -> list[Event]:
     """Some events arrive after the event that ends the run."""
-    place = chance.randrange(len(told) - 1)
-    return told[:place] + told[place + 1 :] + [told[place]]
+    place = chance.randrange(len(events) - 1)
+    return events[:place] + events[place + 1 :] + [events[place]]
 
 
 Fault = Callable[[random.Random, list[Event]], list[Event]]
 
 
-def hear(tmp_path: Path, told: list[Event], *, ok: bool) -> tuple[Recorder, dict[str, Any]]:
+def hear(tmp_path: Path, events: list[Event], *, ok: bool) -> tuple[Recorder, dict[str, Any]]:
     progress = tmp_path / "progress.jsonl"
     progress.unlink(missing_ok=True)
     recorder = Recorder(progress)
-    for one in told:
+    for one in events:
         assert recorder(one) is False
     if progress.exists():
         for line in progress.read_text().splitlines():
@@ -119,10 +119,10 @@ def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault, se
     for seed in range(seeds):
         chance = random.Random(seed)  # noqa: S311
         ok = chance.random() < 0.5
-        told = history(chance, ok=ok)
-        _, wanted = hear(tmp_path, told, ok=ok)
+        events = history(chance, ok=ok)
+        _, wanted = hear(tmp_path, events, ok=ok)
         assert wanted["result"] == RESULTS[ok]
-        heard = fault(chance, told)
+        heard = fault(chance, events)
         _, result = hear(tmp_path, heard, ok=ok)
         ends = [one["event_data"] for one in heard if one["event"] == "playbook_on_stats"]
         whole = any(isinstance(end, dict) and end.get("artifact_data") for end in ends)
@@ -139,24 +139,24 @@ def test_a_host_that_was_there_never_counts_as_untouched(
 ) -> None:
     for seed in range(seeds):
         chance = random.Random(seed)  # noqa: S311
-        told = history(chance, ok=False)[:-1]
+        events = history(chance, ok=False)[:-1]
         lost = event("runner_on_unreachable", 9, res={"msg": "connect to host n1 port 22: x"})
-        recorder, _ = hear(tmp_path, fault(chance, [*told, lost]), ok=False)
+        recorder, _ = hear(tmp_path, fault(chance, [*events, lost]), ok=False)
         assert recorder.touched and recorder.unreachable, seed
 
 
 def test_one_lost_word_does_not_make_a_host_untouched(tmp_path: Path) -> None:
     """Each of the events of a run whose second step did not reach the host, left out in turn."""
-    told = [
+    events = [
         event("playbook_on_task_start", 1),
         event("runner_on_ok", 1, res={}),
         event("playbook_on_task_start", 2),
         event("runner_on_unreachable", 2, res={"msg": "gone"}),
     ]
-    for left_out in range(len(told)):
-        heard = [one for place, one in enumerate(told) if place != left_out]
+    for left_out in range(len(events)):
+        heard = [one for place, one in enumerate(events) if place != left_out]
         assert hear(tmp_path, heard, ok=False)[0].touched
-    first = [told[0], event("runner_on_unreachable", 1, res={"msg": "gone"})]
+    first = [events[0], event("runner_on_unreachable", 1, res={"msg": "gone"})]
     assert not hear(tmp_path, first, ok=False)[0].touched
     at_home = event("runner_on_ok", 0, task_action="ansible.builtin.set_fact", res={})
     assert not hear(tmp_path, [at_home, *first], ok=False)[0].touched

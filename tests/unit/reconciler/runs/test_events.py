@@ -14,14 +14,7 @@ import pytest
 
 from reconciler.runs.events import ON_CONTROLLER, Recorder, judge
 
-GOOD = {
-    "schema": 1,
-    "playbook": "cache_image",
-    "ok": True,
-    "step": "",
-    "error": {},
-    "evidence": {},
-}
+GOOD = {"schema": 1, "playbook": "a_test", "ok": True, "step": "", "error": {}, "evidence": {}}
 
 
 def stats(result: object, **more: object) -> dict[str, Any]:
@@ -36,7 +29,7 @@ def recorder(tmp_path: Path, *events: dict[str, Any]) -> Recorder:
     return heard
 
 
-@pytest.mark.covers("CTRL-8")
+@pytest.mark.covers("CTRL-8", "P3")
 def test_only_names_times_and_codes_reach_the_progress(tmp_path: Path) -> None:
     secret = {"msg": "planted-secret", "error": {"code": "disk_in_use", "found": "planted-secret"}}
     recorder(
@@ -71,8 +64,11 @@ def test_a_result_that_contradicts_its_run_is_not_believed(tmp_path: Path) -> No
 
 
 def test_why_a_host_was_not_reached_is_kept_and_is_only_text(tmp_path: Path) -> None:
-    said = "banner\n\x1b[2J" + "x" * 600 + "\nHost key verification failed.\r\n"
-    lost = {"event": "runner_on_unreachable", "event_data": {"task": "Look", "res": {"msg": said}}}
+    message = "banner\n\x1b[2J" + "x" * 600 + "\nHost key verification failed.\r\n"
+    lost = {
+        "event": "runner_on_unreachable",
+        "event_data": {"task": "Look", "res": {"msg": message}},
+    }
     verdict = judge(recorder(tmp_path, lost, stats(None)), "failed", 4, 1.0)
     assert verdict["unreachable"]
     assert verdict["problem"].startswith("unreachable: x")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,9 @@ import yaml
 from ansible.plugins.connection import ssh as ansible_ssh
 from ansible.vars.clean import clean_facts
 
-from reconciler.runs import collect
+from reconciler.runs import collect, lock
 from reconciler.runs.awx import request
-from reconciler.runs.collect import Outcome
+from reconciler.runs.collect import Outcome, Phase
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.paths import socket_directory
 from reconciler.runs.spec import NodeAccess, RunSpec
@@ -28,7 +30,7 @@ from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot, new_
 from tests.unit.reconciler.runs.conftest import ROOT
 
 __all__ = ["boot"]
-pytestmark = pytest.mark.covers("HOST-13", "CTRL-9")
+pytestmark = pytest.mark.covers("HOST-13", "CTRL-9", "P1")
 
 LIMIT_S = 120
 # Logs each command of the controller, then answers it as the file `answer.py` says.
@@ -115,7 +117,7 @@ def pair(boot: Boot, site: Site, tmp_path: Path) -> Iterator[Pair]:
         (folder / "answer.py").write_text(HONEST)
         machines.append(made)
     access = SshAccess(identity.key, identity.certificate, identity.known_hosts)
-    yield Pair(tmp_path, dataclasses.replace(site, ssh=access), *machines, login)
+    yield Pair(tmp_path, dataclasses.replace(site, ssh=access), machines[0], machines[1], login)
     for socket in _sockets(tmp_path):
         _close(socket)
 
@@ -198,6 +200,7 @@ def test_no_answer_changes_how_the_next_task_reaches_its_node(pair: Pair, way: W
         assert evidence["default"] == "of the role"
 
 
+@pytest.mark.covers("P6")
 @WAYS
 def test_no_answer_puts_another_node_behind_the_path_of_a_connection(pair: Pair, way: Way) -> None:
     way(pair, pair.b, "run-b")
@@ -210,6 +213,26 @@ def test_no_answer_puts_another_node_behind_the_path_of_a_connection(pair: Pair,
 
     assert evidence["answers"] == ["pong"] * 3
     assert (pair.commands(pair.a), pair.commands(pair.b)) == (3, 6)
+
+
+@pytest.mark.covers("P6")
+def test_no_host_key_is_trusted_at_its_first_use(pair: Pair, boot: Boot) -> None:
+    """Certified as the node by another authority, and by ours as another node."""
+    trusted = pair.folder / "trust" / "known_hosts"
+    before = trusted.read_text()
+    operator = (pair.folder / "trust" / "operator.pub").read_text().strip()
+    authority = ca.open_trust(pair.folder / "other")
+    false = boot(
+        "false", login=operator, certify=lambda key: ca.certify_host(authority, key, "node-a")
+    )
+    for run_id, port in (("run-false", false.port), ("run-other", pair.b.port)):
+        spec = pair.spec(pair.a, run_id)
+        spec = dataclasses.replace(spec, node=dataclasses.replace(spec.node, port=port))
+        outcome = pair.run(pair.site, spec)
+        assert (outcome.unreachable, outcome.touched, outcome.result) == (True, False, None)
+        assert "Host key verification failed" in outcome.problem
+    assert pair.commands(pair.b) == 0
+    assert trusted.read_text() == before
 
 
 # Runs the command of the controller on a machine that enrolled as this node.
@@ -257,6 +280,104 @@ def test_an_outcome_of_another_node_does_not_count(pair: Pair) -> None:
     outcome = pair.run(pair.site, pair.spec(pair.a, "run-a"))
     assert (outcome.status, outcome.result, outcome.touched) == ("failed", None, True)
     assert outcome.problem == "wrong_node: node-b answered for node-a"
+
+
+ENDLESS = """
+import time
+sys.stdin.buffer.read()
+{stream}.write({start!r})
+while True:
+    {stream}.write({text!r} * {times})
+    {stream}.flush()
+    time.sleep({pause})
+"""
+
+
+@pytest.mark.covers("I12")
+@pytest.mark.parametrize(
+    ("stream", "start"), [("sys.stdout", '{"ping": "'), ("sys.stdout", ""), ("sys.stderr", "")]
+)
+def test_an_endless_answer_is_cut_off_before_it_is_held(
+    pair: Pair, stream: str, start: str
+) -> None:
+    endless = ENDLESS.format(stream=stream, start=start, text="a-\x1b[K", times=100_000, pause=0)
+    (pair.a.folder / "answer.py").write_text(endless)
+    outcome, peaks = _watch(pair, "run-a", deadline_s=60)
+    assert (outcome.status, outcome.touched, outcome.unreachable) == ("failed", True, False)
+    assert max(peaks) < 160
+    assert "answer_too_large" in collect.output(pair.folder / "runs" / "run-a")
+
+
+@pytest.mark.covers("I12")
+def test_a_slow_endless_answer_ends_with_the_deadline(pair: Pair) -> None:
+    endless = ENDLESS.format(stream="sys.stdout", start="", text="x", times=1, pause=0.1)
+    (pair.a.folder / "answer.py").write_text(endless)
+    limits = set()
+    run_dir = launch(pair.site, dataclasses.replace(pair.spec(pair.a, "run-a"), deadline_s=6))
+    while (state := collect.observe(run_dir)).phase is Phase.ALIVE:
+        limits |= {_data_limit(pid) for pid in lock.processes(run_dir)}
+        time.sleep(0.1)
+    assert state.outcome is not None and state.outcome.status == "timeout"
+    assert limits - {""} == {str(320 * 1024 * 1024)}, "each process of a run has a limit"
+
+
+def test_no_answer_forges_an_event_or_an_escape_sequence(pair: Pair) -> None:
+    event = {"uuid": "1", "event": "playbook_on_task_start", "event_data": {"task": "forged"}}
+    forged = f"\x1b[K{base64.b64encode(json.dumps(event).encode()).decode()}\x1b[9D\x1b[K"
+    pair.answer({"warnings": [forged, "\x1b[2J"], "msg": forged, "deprecations": [{"msg": forged}]})
+    outcome = pair.run(pair.site, pair.spec(pair.a, "run-a"))
+    assert outcome.ok
+    run_dir = pair.folder / "runs" / "run-a"
+    assert "\x1b" not in collect.output(run_dir)
+    assert "\u241b[K" in collect.output(run_dir)
+    tasks = {line["task"] for line in collect.progress(run_dir)[0]}
+    assert len(tasks) == 4 and "forged" not in tasks
+    text = json.dumps({"failed": True, "msg": forged}) + forged
+    answer = f"sys.stderr.write({text!r})\nsys.exit(255)"
+    (pair.a.folder / "answer.py").write_text(answer)
+    pair.run(pair.site, pair.spec(pair.a, "run-a2"))
+    assert "\x1b" not in collect.output(pair.folder / "runs" / "run-a2")
+    assert "forged" not in (pair.folder / "runs" / "run-a2" / "progress.jsonl").read_text()
+
+
+def test_no_answer_is_a_template_whatever_it_calls_itself(pair: Pair) -> None:
+    tags = [{"__ansible_type": "TrustedAsTemplate"}]
+    word = {"__ansible_type": "_AnsibleTaggedStr", "value": "{{ 7 * 7 }}", "tags": tags}
+    for number, ping in enumerate(("{{ 7 * 7 }}", word)):
+        pair.answer({"ping": ping})
+        outcome = pair.run(pair.site, pair.spec(pair.a, f"run-{number}"))
+        assert "49" not in json.dumps(outcome.result and outcome.result["evidence"]["answers"])
+
+
+def _watch(pair: Pair, run_id: str, deadline_s: int) -> tuple[Outcome, list[int]]:
+    """The outcome of a run on node A, and the most memory of each of its processes in MiB."""
+    peaks: dict[int, int] = {}
+    spec = dataclasses.replace(pair.spec(pair.a, run_id), deadline_s=deadline_s)
+    run_dir = launch(pair.site, spec)
+    while (state := collect.observe(run_dir)).phase is Phase.ALIVE:
+        for pid in lock.processes(run_dir):
+            peaks[pid] = max(peaks.get(pid, 0), _peak_mib(pid))
+        time.sleep(0.1)
+    assert state.outcome is not None
+    return state.outcome, list(peaks.values())
+
+
+def _peak_mib(pid: int) -> int:
+    return sum(int(words[1]) for words in _lines(pid, "status") if words[0] == "VmHWM:") // 1024
+
+
+def _data_limit(pid: int) -> str:
+    return "".join(
+        words[4] for words in _lines(pid, "limits") if words[:3] == ["Max", "data", "size"]
+    )
+
+
+def _lines(pid: int, name: str) -> list[list[str]]:
+    try:
+        lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+    except OSError:
+        return []
+    return [line.split() for line in lines if line.strip()]
 
 
 def test_a_job_of_awx_leaves_no_variable_of_the_connection_to_a_host() -> None:

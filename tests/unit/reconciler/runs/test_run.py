@@ -25,7 +25,7 @@ LIMIT_S = 45
 MakeSpec = Callable[..., RunSpec]
 
 
-@pytest.mark.covers("CTRL-9")
+@pytest.mark.covers("CTRL-9", "P1", "P2")
 def test_a_result_comes_back_and_nothing_in_it_was_run(
     site: Site, spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_refusal_comes_back_with_its_code(site: Site, spec: MakeSpec) -> None:
     assert outcome.result["error"]["code"] == "stale_fence"
 
 
-def test_an_unreachable_node_is_said_to_be_one(site: Site, spec: MakeSpec) -> None:
+def test_an_unreachable_node(site: Site, spec: MakeSpec) -> None:
     """SSH uses the address, because the name from MAAS may not resolve."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused

@@ -15,6 +15,7 @@ SECRET = "planted5ecret-0123456789"
 KEY = f"-----BEGIN OPENSSH PRIVATE KEY-----\n{SECRET}\nb3BlbnNza\n-----END OPENSSH PRIVATE KEY-----"
 
 
+@pytest.mark.covers("P3")
 @pytest.mark.parametrize(
     "text",
     [
@@ -82,7 +83,7 @@ def test_output_that_stopped_the_service(text: str) -> None:
     _require_linear(text)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @example(["a-"])
 @example(["a"])
 @example(["eyJ-"])

@@ -9,6 +9,7 @@ from reconciler.runs.spec import NodeAccess, RunSpec, SpecError
 HOSTILE = ["", "-oProxyCommand=id", "{{ lookup('pipe','id') }}", "a b", "a\n", "a;id", "$(id)"]
 
 
+@pytest.mark.covers("P2")
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("field", ["node_id", "address", "user"])
 def test_what_reaches_inventory_and_ssh_is_plain(field: str, text: str) -> None:
@@ -24,11 +25,11 @@ def test_addresses_of_all_kinds_are_taken(address: str) -> None:
 
 @pytest.mark.parametrize("field", ["id", "node_id", "correlation_id"])
 def test_the_variables_cannot_speak_of_another_run(field: str) -> None:
-    said = {"id": "run-1", "node_id": "node-1", "correlation_id": "c-1"}
+    run = {"id": "run-1", "node_id": "node-1", "correlation_id": "c-1"}
     node = NodeAccess("node-1", "10.0.0.1")
-    RunSpec("run-1", "discover", node, {"slice_run": said}, 60, "c-1")
+    RunSpec("run-1", "discover", node, {"slice_run": run}, 60, "c-1")
     with pytest.raises(SpecError, match=f"variables.slice_run.{field}"):
-        RunSpec("run-1", "discover", node, {"slice_run": said | {field: "else"}}, 60, "c-1")
+        RunSpec("run-1", "discover", node, {"slice_run": run | {field: "else"}}, 60, "c-1")
 
 
 @pytest.mark.parametrize(

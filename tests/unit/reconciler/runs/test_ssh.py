@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from reconciler.runs import bounded_ssh
 from reconciler.runs.paths import socket_directory
 from reconciler.runs.ssh import SshAccess, environment, options
 
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.covers("HOST-13")
 ACCESS = SshAccess(Path("/state dir/key"), Path("/state dir/cert"), Path("/state dir/hosts"))
 
 
+@pytest.mark.covers("P6")
 def test_no_host_is_ever_trusted_on_first_use() -> None:
     words = options(ACCESS, "node-1")
     assert words[:2] == ["-F", "/dev/null"]
@@ -25,9 +27,11 @@ def test_no_host_is_ever_trusted_on_first_use() -> None:
     assert all("cert" in name for name in settings["HostKeyAlgorithms"].split(","))
 
 
+@pytest.mark.covers("P6")
 def test_ansible_gets_the_same_words(tmp_path: Path) -> None:
     values = environment(ACCESS, "node-1", tmp_path)
-    words = shlex.split(values["ANSIBLE_SSH_ARGS"])
+    isolated, lean, program, *words = shlex.split(values["ANSIBLE_SSH_ARGS"])
+    assert (isolated, lean, program) == ("-I", "-S", bounded_ssh.__file__)
     assert words[: len(options(ACCESS, "node-1"))] == options(ACCESS, "node-1")
     assert "ControlMaster=auto" in words
     # A repeated connection would repeat the module.

@@ -20,7 +20,7 @@ ENDED = Outcome("failed", None, unreachable=True, touched=False)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "ssh: connect to host 10.0.0.1 port 22: Connection refused",
         "ssh: connect to host fd00::1 port 22: No route to host",
@@ -33,15 +33,15 @@ ENDED = Outcome("failed", None, unreachable=True, touched=False)
         " Connection closed by 127.0.0.1 port 2222",
     ],
 )
-def test_silence(said: str) -> None:
-    assert is_unreachable(FRONT + said)
-    assert is_untouched(replace(ENDED, problem=FRONT + said))
+def test_silence(text: str) -> None:
+    assert is_unreachable(FRONT + text)
+    assert is_untouched(replace(ENDED, problem=FRONT + text))
     for change in ({"touched": True}, {"unreachable": False}):
-        assert not is_untouched(replace(ENDED, problem=FRONT + said, **change))
+        assert not is_untouched(replace(ENDED, problem=FRONT + text, **change))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "Certificate invalid: name is not a listed principal Host key verification failed.",
         # One address of two refused, the other answered with a key that is not ours.
@@ -57,8 +57,8 @@ def test_silence(said: str) -> None:
         "",
     ],
 )
-def test_not_silence(said: str) -> None:
-    assert not is_unreachable(FRONT + said)
+def test_not_silence(text: str) -> None:
+    assert not is_unreachable(FRONT + text)
 
 
 @pytest.fixture

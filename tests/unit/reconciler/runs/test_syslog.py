@@ -50,8 +50,8 @@ def test_a_host_logs_whose_request_it_was(
     if launcher == "awx":
         # A job has none of our environment: what it says is in the variables it is launched with.
         name = "ansible_target_log_info"
-        said = request.body(wanted)["extra_vars"][name]
-        wanted = spec("run_logged", **{name: said})
+        value = request.body(wanted)["extra_vars"][name]
+        wanted = spec("run_logged", **{name: value})
         environment["ANSIBLE_TARGET_LOG_INFO"] = ""
     given = dataclasses.replace(site, environment=environment)
     run_dir = launch(given, wanted)

@@ -91,6 +91,7 @@ def _evidence(spec: RunSpec) -> dict[str, Any]:
             "size_bytes": slot["nvme_size_bytes"],
             "method": "user_data_erase",
             "verified": True,
+            "gpu": {"address": slot["gpu_pci_address"], "verified": True},
         }
         for slot in spec.variables["slice_slots"]
     }
@@ -108,7 +109,7 @@ def main() -> None:
     application.create_app = prepared
     # As long as a caller that was killed keeps its key: nobody here wants to wait for that.
     idempotency.IN_FLIGHT_S = 1
-    worker.launch = _launch
+    vars(worker)["launch"] = _launch
     launch._spawn = _spawn
     # What a service loads when it is first asked.
     uvicorn.Config(app, log_config=None).load()

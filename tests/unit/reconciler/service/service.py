@@ -44,14 +44,14 @@ class Service:
             stderr=self._log,
             text=True,
         )
-        assert self._said() == "ready"
+        assert self._line() == "ready"
 
     def start(self, what: str = "serve", state_dir: Path | None = None) -> int:
         """The id of a new process of the service."""
         assert self._forge.stdin is not None
         self._forge.stdin.write(f"{what} {state_dir or ''}\n")
         self._forge.stdin.flush()
-        self.pids.append(int(self._said()))
+        self.pids.append(int(self._line()))
         return self.pids[-1]
 
     def kill(self) -> None:
@@ -83,19 +83,23 @@ class Service:
 
     def check(self) -> None:
         """As operators ask whether all promises are kept."""
-        said = self.gpuaas("check")
-        assert said.returncode == 0, said.stdout + said.stderr
-        assert " 0 violations" in said.stderr, said.stderr
+        answer = self.gpuaas("check")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        assert " 0 violations" in answer.stderr, answer.stderr
 
     def gpuaas(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """The program itself, where this site is."""
         return subprocess.run(
             [str(Path(sys.executable).with_name("gpuaas")), *words],
-            env={**os.environ, "GPUAAS_API": self.url, **self._environment, **environment},
+            env={**self.environment(), **environment},
             capture_output=True,
             text=True,
             check=False,
         )
+
+    def environment(self) -> dict[str, str]:
+        """Variables for a program of this site."""
+        return {**os.environ, "GPUAAS_API": self.url, **self._environment}
 
     def log(self) -> str:
         return (self.folder / "service.log").read_text()
@@ -108,7 +112,7 @@ class Service:
             if stream is not None:
                 stream.close()
 
-    def _said(self) -> str:
+    def _line(self) -> str:
         assert self._forge.stdout is not None
         return self._forge.stdout.readline().strip()
 

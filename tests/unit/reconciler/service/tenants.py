@@ -112,17 +112,17 @@ class Tenants:
                 answer = self._send(path, body, key)
             except httpx.TransportError as error:
                 self.cut_off += 1
-                said = repr(error)
+                text = repr(error)
             else:
                 self.answers.append(answer.status_code)
                 if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
                     self.unavailable[answer.json()["code"]] += 1
                 if answer.status_code not in {500, 503} and not _in_flight(answer):
                     return answer
-                said = answer.text
+                text = answer.text
             if time.monotonic() - max(began, self._ended_at) > self._limit_s:
                 what = f"{'GET' if body is None else 'POST'} {self._url}{path}"
-                raise TimeoutError(f"{what}: no answer in {self._limit_s:g} s, last {said}")
+                raise TimeoutError(f"{what}: no answer in {self._limit_s:g} s, last {text}")
             time.sleep(0.02)
 
     def _send(self, path: str, body: dict[str, Any] | None, key: str) -> httpx.Response:

@@ -259,7 +259,7 @@ def test_a_process_that_is_suspended_in_the_middle_of_a_transaction(
             conn.execute(sa.text("LOCK TABLE state_history, audit_log IN EXCLUSIVE MODE"))
             patch = partial(httpx.patch, trust_env=False, **change)
             answer = pool.submit(patch) if victim == "api" else None
-            until(lambda: _waiting(engine))
+            until(lambda: _waiting(engine) and _held(engine, "n1"))
             os.kill(pid, signal.SIGSTOP)
         other = _discovery(engine, "n2")
         began = time.monotonic()
@@ -349,6 +349,13 @@ def _admin(engine: sa.Engine) -> dict[str, str]:
 def _live(engine: sa.Engine, role: str) -> bool:
     with reading(engine) as conn:
         return role in leader.live_roles(conn)
+
+
+def _held(engine: sa.Engine, node: str) -> bool:
+    """Whether a session holds the node's row."""
+    query = "SELECT count(*) FROM (SELECT 1 FROM nodes WHERE id = :id FOR UPDATE SKIP LOCKED) AS it"
+    with engine.connect() as conn:
+        return not conn.execute(sa.text(query), {"id": node}).scalar_one()
 
 
 def _waiting(engine: sa.Engine) -> int:

@@ -106,7 +106,7 @@ def test_a_host_is_enrolled(host: Host, api: Api, trust: ca.Trust) -> None:
 
 @pytest.mark.covers("HOST-7")
 @pytest.mark.parametrize(
-    ("shown", "told"),
+    ("shown", "expected"),
     [
         ("[]", ("", "")),
         ("exit 1", ("", "")),
@@ -120,7 +120,7 @@ def test_a_host_is_enrolled(host: Host, api: Api, trust: ca.Trust) -> None:
     ],
 )
 def test_an_address_on_the_fabric_is_told(
-    host: Host, api: Api, trust: ca.Trust, shown: str, told: tuple[str, str]
+    host: Host, api: Api, trust: ca.Trust, shown: str, expected: tuple[str, str]
 ) -> None:
     api.reply = certifying(trust)
     program = host.root / "bin" / "ip"
@@ -129,7 +129,36 @@ def test_an_address_on_the_fabric_is_told(
     done = host.run(userdata(api.url, "node-1", TOKEN))
     assert done.returncode == 0, done
     ((_path, body),) = api.asked
-    assert (body["fabric_interface"], body["fabric_address"]) == told
+    assert (body["fabric_interface"], body["fabric_address"]) == expected
+
+
+@pytest.mark.covers("ECO-3")
+def test_a_machine_of_maas_fetches_its_script_with_a_ticket(
+    host: Host, api: Api, trust: ca.Trust
+) -> None:
+    script = userdata(api.url, "n1", TOKEN)
+    enrols, starting = certifying(trust), [(503, "{}")]
+    api.reply = lambda body: (
+        (starting.pop() if starting else (200, script)) if "ticket" in body else enrols(body)
+    )
+    fetch = userdata(api.url, "n1", "ticket-canary-0123456789", ticket=True)
+    done = host.run(fetch)
+    assert done.returncode == 0, done.stderr
+    again, first, second = api.asked
+    assert again == first == ("/api/v1/nodes/n1/userdata", {"ticket": "ticket-canary-0123456789"})
+    assert (second[0], second[1]["token"]) == ("/api/v1/nodes/n1/enrol", TOKEN)
+    assert "ticket-canary" not in host.text("arguments")
+
+
+@pytest.mark.covers("ECO-3")
+@pytest.mark.parametrize("answer", [(401, "{}"), (200, "<html>"), (200, ""), (302, "")])
+def test_an_answer_that_is_no_script_is_not_run(
+    host: Host, api: Api, answer: tuple[int, str]
+) -> None:
+    api.reply = lambda _body: answer
+    done = host.run(userdata(api.url, "n1", TOKEN, ticket=True))
+    assert (done.returncode, len(api.asked)) == (1, 1)
+    assert "script" in host.text("syslog")
 
 
 def _no_trace(host: Host, done: subprocess.CompletedProcess[str]) -> None:
@@ -254,6 +283,7 @@ def test_an_answer_that_does_not_fit_is_not_installed(
     assert not (host.root / "etc/ssh/sshd_config.d/60-gpuaas.conf").exists()
 
 
+@pytest.mark.covers("P2")
 @pytest.mark.parametrize(
     "change",
     [

@@ -29,27 +29,27 @@ exit 1
 """
 
 
-def enrol(host: Host, api: Api, trust: ca.Trust, told: dict[str, Any] | None) -> list[str]:
-    """Lines that the enrolment said, which is a success whatever the preflight does."""
-    api.reply = lambda body: (200, answer(trust, EnrolmentRequest.parse(body), preflight=told))
+def enrol(host: Host, api: Api, trust: ca.Trust, document: dict[str, Any] | None) -> list[str]:
+    """The output of the enrolment, which is a success whatever the preflight does."""
+    api.reply = lambda body: (200, answer(trust, EnrolmentRequest.parse(body), preflight=document))
     done = host.run(userdata(api.url, "node-1", TOKEN))
     assert done.returncode == 0, done
     return done.stdout.splitlines()
 
 
-def told(script: str, **environment: str) -> dict[str, Any]:
+def document_of(script: str, **environment: str) -> dict[str, Any]:
     return {"script": script, "environment": environment}
 
 
 def test_the_report_of_the_first_boot_stays(host: Host, api: Api, trust: ca.Trust) -> None:
-    said = enrol(host, api, trust, told(SHOWS, GPUAAS_SLICE_GPU_IDS="10de:2335"))
-    assert "gpuaas-enrol: node certificate enrolled" in said
-    assert said[-1].startswith("gpuaas-enrol: firmware preflight: GPUAAS_SLICE_FIRMWARE_SUMMARY")
+    output = enrol(host, api, trust, document_of(SHOWS, GPUAAS_SLICE_GPU_IDS="10de:2335"))
+    assert "gpuaas-enrol: node certificate enrolled" in output
+    assert output[-1].startswith("gpuaas-enrol: firmware preflight: GPUAAS_SLICE_FIRMWARE_SUMMARY")
     report = host.text(LOG)
     assert report.splitlines()[0] == "GPUAAS_SLICE_GPU ids=10de:2335 apply=0 root="
     assert (host.root / LOG).stat().st_mode & 0o777 == 0o600
     # Enrolled again, with a fresh token and another profile: the first boot was only once.
-    again = enrol(host, api, trust, told("echo again", GPUAAS_SLICE_GPU_IDS="x"))
+    again = enrol(host, api, trust, document_of("echo again", GPUAAS_SLICE_GPU_IDS="x"))
     assert again == ["gpuaas-enrol: node certificate enrolled"]
     assert host.text(LOG) == report
 
@@ -57,13 +57,18 @@ def test_the_report_of_the_first_boot_stays(host: Host, api: Api, trust: ca.Trus
 def test_whatever_the_answer_says_the_firmware_is_only_read(
     host: Host, api: Api, trust: ca.Trust
 ) -> None:
-    enrol(host, api, trust, told(SHOWS, GPUAAS_SLICE_APPLY_BIOS="1", ROOT="/tmp", PATH="/nowhere"))
+    enrol(
+        host,
+        api,
+        trust,
+        document_of(SHOWS, GPUAAS_SLICE_APPLY_BIOS="1", ROOT="/tmp", PATH="/nowhere"),
+    )
     assert " apply=0 root=" in host.text(LOG)
     assert "root=/tmp" not in host.text(LOG)
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "output"),
     [
         (None, []),
         ({"script": 1, "environment": {}}, ["firmware preflight did not end: TypeError"]),
@@ -71,14 +76,14 @@ def test_whatever_the_answer_says_the_firmware_is_only_read(
     ],
 )
 def test_no_preflight_stands_in_the_way_of_an_enrolment(
-    host: Host, api: Api, trust: ca.Trust, document: Any, said: list[str]
+    host: Host, api: Api, trust: ca.Trust, document: Any, output: list[str]
 ) -> None:
     lines = enrol(host, api, trust, document)
     assert lines[0] == "gpuaas-enrol: node certificate enrolled"
     assert [line[len("gpuaas-enrol: ") :].partition(": ")[0] for line in lines[1:]] == [
-        row.partition(": ")[0] for row in said
+        row.partition(": ")[0] for row in output
     ]
-    assert all(row.partition(": ")[2] in line for row, line in zip(said, lines[1:], strict=True))
+    assert all(row.partition(": ")[2] in line for row, line in zip(output, lines[1:], strict=True))
     assert not (host.root / LOG).exists(), "nothing is there that would pass for a report"
 
 
@@ -87,7 +92,9 @@ def test_one_that_hangs_is_ended_and_leaves_no_report(
 ) -> None:
     api.reply = lambda body: (
         200,
-        answer(trust, EnrolmentRequest.parse(body), preflight=told("echo begun; exec sleep 60")),
+        answer(
+            trust, EnrolmentRequest.parse(body), preflight=document_of("echo begun; exec sleep 60")
+        ),
     )
     script = userdata(api.url, "node-1", TOKEN).replace("timeout=1800", "timeout=1")
     done = host.run(script)
@@ -96,6 +103,7 @@ def test_one_that_hangs_is_ended_and_leaves_no_report(
     assert not (host.root / LOG).exists()
 
 
+@pytest.mark.covers("ECO-3")
 @pytest.mark.parametrize("file", PROFILES, ids=lambda file: file.stem)
 def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     profile = yaml.safe_load(file.read_text())
@@ -111,11 +119,11 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     assert list(asked.exclude_models) == profile["nvme"]["exclude_models"]
     assert list(asked.not_applicable) == profile["not_applicable"]
     # The script's own repository is another profile's: where this one has none, nothing is asked.
-    told = profile.get("racadm", {})
+    options = profile.get("racadm", {})
     assert {key: settings.install.get(key) for key in ("uri", "suite", "components")} == {
-        "uri": told.get("repository"),
-        "suite": told.get("suite"),
-        "components": told.get("components"),
+        "uri": options.get("repository"),
+        "suite": options.get("suite"),
+        "components": options.get("components"),
     }
     own = {name for part in standalone.FIRMWARE.settings for name in part}
     assert environment.keys() >= own, "set, if only to nothing"
@@ -139,8 +147,8 @@ def settled(environment: dict[str, str]) -> dict[str, str]:
     shown = subprocess.run(
         ["sh"], input=f"{head}env\n", text=True, capture_output=True, check=True, env=given
     ).stdout.splitlines()
-    said = dict(row.partition("=")[::2] for row in shown)
-    return {name: value for name, value in said.items() if name.startswith("GPUAAS_SLICE_")}
+    values = dict(row.partition("=")[::2] for row in shown)
+    return {name: value for name, value in values.items() if name.startswith("GPUAAS_SLICE_")}
 
 
 def test_where_maas_sets_nothing_the_script_asks_what_a_first_boot_asks() -> None:
@@ -172,10 +180,10 @@ def test_the_generated_script_reports_about_this_machine(
     profile = yaml.safe_load((PROJECT / "profiles/lab.yml").read_text())
     document = preflight.document(profile)
     assert len(json.dumps(document)) < 1 << 20
-    said = enrol(host, api, trust, document)
+    output = enrol(host, api, trust, document)
     lines = host.text(LOG).splitlines()
     assert all(line.startswith("GPUAAS_SLICE_") for line in lines), lines
     assert lines[-1].startswith("GPUAAS_SLICE_FIRMWARE_SUMMARY status=")
-    assert said[-1].endswith(lines[-1])
+    assert output[-1].endswith(lines[-1])
     bios = next(line for line in lines if "check=bios_settings" in line)
     assert "not_applicable" in bios, "the profile's word was heard"

@@ -17,85 +17,17 @@ from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
-from reconciler.records import allocations, claims, leasing, nodes, queue, slots, tokens
-from reconciler.runs import collect, contract
-from reconciler.runs.collect import Outcome, Phase, RunState
+from reconciler.records import allocations, claims, leasing, nodes, queue, tokens
+from reconciler.runs import contract
 from reconciler.runs.events import Recorder
 from reconciler.runs.paths import RunPaths, run_directory
-from reconciler.runs.spec import RunSpec
+from reconciler.runs.spec import RunError, RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_stream import sent
 from tests.unit.reconciler.conftest import ADMIN, Site
-
-READINESS = {
-    "mac": "52:54:00:64:00:0a",
-    "expected_ip": "10.100.0.10",
-    "actual_ip": "10.100.0.10",
-    "lease_state": "bound",
-}
-
-
-class Runs:
-    """Stands where ansible-runner does: remembers what was launched, answers as it is told."""
-
-    def __init__(self) -> None:
-        self.launched: list[RunSpec] = []
-        self.outcome: Outcome | None = None
-        self.alive = False
-        # What happens while the run lives, one of them at each look; the last one as it ends.
-        self.during: list[Callable[[], None]] = []
-
-    def launch(self, _site: object, spec: RunSpec) -> Path:
-        self.launched.append(spec)
-        self.alive = True
-        return Path("unused")
-
-    def observe(self, _directory: Path) -> RunState:
-        if self.alive and self.during:
-            self.during.pop(0)()
-            if self.during:
-                return RunState(Phase.ALIVE)
-        if self.outcome is not None and self.alive:
-            return RunState(Phase.FINISHED, self.outcome)
-        return RunState(Phase.ALIVE if self.alive else Phase.ABSENT, None)
-
-    def ends(self, status: str = "successful", **result: Any) -> None:
-        document = {"schema": 1, "ok": status == "successful", "step": "", "error": {}, **result}
-        known = document if status in ("successful", "failed") else None
-        self.outcome = Outcome(status, known)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    scripted = Runs()
-    monkeypatch.setattr(worker, "launch", scripted.launch)
-    monkeypatch.setattr(worker, "_site", lambda *_: None)
-    monkeypatch.setattr(collect, "observe", scripted.observe)
-    return scripted
-
-
-@pytest.fixture
-def attend(sold: Site, tmp_path: Path, runs: Runs) -> Callable[[], Task]:
-    """Lease the next task and bring it to its end."""
-    settings = Settings(state_dir=tmp_path, poll_s=0.01)
-    with transaction(sold.engine) as conn:
-        nodes.change(conn, "n1", ADMIN, profile="lab")
-
-    def one() -> Task:
-        with transaction(sold.engine) as conn:
-            (task,) = leasing.lease(conn, "worker")
-        worker.attend(sold.engine, settings, task, threading.Event())
-        with transaction(sold.engine) as conn:
-            return queue.get(conn, task.id)
-
-    return one
-
-
-def launched(sold: Site) -> str:
-    with transaction(sold.engine) as conn:
-        return sold.allocate(conn)
+from tests.unit.reconciler.work.conftest import READINESS, Runs, launched
 
 
 @pytest.mark.covers("CTRL-9")
@@ -117,8 +49,8 @@ def test_a_reachable_vm_makes_its_allocation_active(
     contract.check_vars("provision_slice", spec.variables)
     # One id from the request to the host's log: what the playbooks log is in `slice_run`.
     assert task.correlation_id == ADMIN.correlation_id
-    told = (spec.correlation_id, spec.variables["slice_run"]["correlation_id"])
-    assert told == (task.correlation_id, task.correlation_id)
+    ids = (spec.correlation_id, spec.variables["slice_run"]["correlation_id"])
+    assert ids == (task.correlation_id, task.correlation_id)
 
 
 @pytest.mark.covers("CTRL-8")
@@ -150,37 +82,9 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
     with transaction(sold.engine) as conn:
         _, stack.secrets["admin"] = tokens.issue(conn, ADMIN, role=Role.PLATFORM_ADMIN, name="a")
     task = attend()
-    found = [row["task"] for name, _, row in sent(stack, task.id) if name == "progress"]
+    steps = [row["task"] for name, _, row in sent(stack, task.id) if name == "progress"]
     assert heard == [["Clone the image"]]
-    assert found == ["Clone the image", "Wait until it is reachable"]
-
-
-@pytest.mark.covers("I6")
-def test_a_failure_after_the_clone_blocks_the_slot(
-    sold: Site, runs: Runs, attend: Callable[[], Task]
-) -> None:
-    allocation_id = launched(sold)
-    error = {"code": "readiness_failed", "expected": "a lease", "found": "none", "remedy": "look"}
-    evidence = {"disk_written": True, "leftovers": True}
-    runs.ends("failed", step="Wait until it is reachable", error=error, evidence=evidence)
-    assert attend().error["code"] == "readiness_failed"
-    with transaction(sold.engine) as conn:
-        assert allocations.get(conn, allocation_id).state == "failed"
-        blocked = [slot for slot in slots.of_node(conn, "n1") if slot.status != "available"]
-    assert [slot.status for slot in blocked] == ["cleanup_blocked"]
-    assert blocked[0].health_detail["allocation_id"] == allocation_id
-
-
-def test_a_failure_that_touched_nothing_gives_the_slot_back(
-    sold: Site, runs: Runs, attend: Callable[[], Task]
-) -> None:
-    launched(sold)
-    error = {"code": "image_digest_mismatch", "expected": "a", "found": "b", "remedy": "c"}
-    evidence = {"disk_written": False, "leftovers": False}
-    runs.ends("failed", step="Keep the image", error=error, evidence=evidence)
-    assert attend().state == "failed"
-    with transaction(sold.engine) as conn:
-        assert sold.statuses(conn) == ["available", "available"]
+    assert steps == ["Clone the image", "Wait until it is reachable"]
 
 
 NEW_BOOT = "11111111-2222-4333-8444-555555555555"
@@ -272,15 +176,12 @@ def test_an_unknown_end_never_frees_a_slot(
 
 
 def test_a_run_that_could_not_start_gives_the_slot_back(
-    sold: Site,
-    runs: Runs,
-    attend: Callable[[], Task],
-    monkeypatch: pytest.MonkeyPatch,
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(sold)
 
     def refuse(_site: object, _spec: RunSpec) -> Path:
-        raise worker.RunError("variables_invalid", expected="a", found="b", remedy="c")
+        raise RunError("variables_invalid", expected="a", found="b", remedy="c")
 
     monkeypatch.setattr(worker, "launch", refuse)
     assert attend().error["code"] == "variables_invalid"
@@ -317,21 +218,6 @@ def test_a_host_success_that_the_records_refuse_is_a_failure(
     assert (ended.state, ended.error["code"]) == ("failed", "proof_mismatch")
     with transaction(sold.engine) as conn:
         assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
-
-
-def test_a_release_with_its_proof_sells_the_slot_again(
-    sold: Site, runs: Runs, attend: Callable[[], Task]
-) -> None:
-    with transaction(sold.engine) as conn:
-        allocation_id = sold.active(conn)
-        launching.release(conn, allocation_id, ADMIN)
-        proofs = sold.proofs(conn, allocation_id)
-    absence = {"absent": True, "checks": {}}
-    runs.ends(evidence={"proofs": proofs, "absence": absence, "shutdown": "graceful"})
-    assert attend().state == "succeeded"
-    with transaction(sold.engine) as conn:
-        assert sold.statuses(conn) == ["available", "available"]
-        assert allocations.get(conn, allocation_id).state == "released"
 
 
 @pytest.mark.covers("CTRL-9")

@@ -37,7 +37,7 @@ READINESS = {
 EVIDENCE = {
     "plan": {},
     "image": {"digest": f"sha256:{'a' * 64}"},
-    "domain": "d",
+    "domain": {"state": "running"},
     "readiness": READINESS,
     "disk_written": True,
     "leftovers": True,
@@ -54,8 +54,8 @@ RESULT = {
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    with standing(tmp_path_factory.mktemp("awx")) as found:
-        yield found
+    with standing(tmp_path_factory.mktemp("awx")) as controller:
+        yield controller
 
 
 BEGUN = [
@@ -99,7 +99,7 @@ class Shop:
         with transaction(self.site.engine) as conn:
             return queue.get(conn, task.id)
 
-    def told(self) -> tuple[str, list[str]]:
+    def states(self) -> tuple[str, list[str]]:
         with transaction(self.site.engine) as conn:
             state = allocations.get(conn, self.allocation).state
             return state, sorted(self.site.statuses(conn))
@@ -117,7 +117,7 @@ def test_a_slice_is_provisioned_by_a_job_of_awx(shop: Shop, process: Controller)
     task = shop.attend()
     output = collect.output(Path(task.run_directory))
     assert task.state == "succeeded", (task.error, output)
-    assert shop.told() == ("active", ["active", "available"])
+    assert shop.states() == ("active", ["active", "available"])
     (body,) = process.record()["bodies"]
     assert body["limit"] == "n1"
     assert body["extra_vars"]["slice_run"]["id"] == task.run_id
@@ -142,8 +142,8 @@ def test_a_job_is_told_which_keys_its_host_gave_up(shop: Shop, process: Controll
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
     assert shop.attend().state == "succeeded"
     (body,) = process.record()["bodies"]
-    told = body["extra_vars"]["ansible_ssh_args"]
-    assert '@revoked * ssh-ed25519 b2xk"' in told and "bmV3" not in told
+    arguments = body["extra_vars"]["ansible_ssh_args"]
+    assert '@revoked * ssh-ed25519 b2xk"' in arguments and "bmV3" not in arguments
 
 
 def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> None:
@@ -155,7 +155,7 @@ def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> N
         assert nodes.get(conn, "n1").state == "ready"
         assert leasing.wait_reasons(conn, [task])[task.id]["code"] == "awx_silent"
     assert TOKEN not in str(task)
-    assert shop.told()[1] == ["available", "provisioning"]
+    assert shop.states()[1] == ["available", "provisioning"]
     process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
     with transaction(shop.site.engine) as conn:
         queue.resume(conn, "n1")
@@ -165,7 +165,7 @@ def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> N
 def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> None:
     process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
     assert shop.attend().error["code"] == "awx_template_missing"
-    assert shop.told() == ("failed", ["available", "available"])
+    assert shop.states() == ("failed", ["available", "available"])
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -184,7 +184,7 @@ def test_what_awx_lost_blocks_the_slot_and_fences_it_off(
     task = shop.attend()
     assert (task.state, task.error["code"]) == ("lost", "run_lost")
     assert reason in task.error["found"]
-    assert shop.told() == ("failed", ["available", "cleanup_blocked"])
+    assert shop.states() == ("failed", ["available", "cleanup_blocked"])
     with transaction(shop.site.engine) as conn:
         ((slot_id, fence),) = task.fences.items()
         assert slots.get(conn, slot_id).fence == fence + 1
@@ -204,12 +204,11 @@ def test_what_awx_could_not_begin_frees_the_slot(
     task = shop.attend()
     assert (task.state, task.error["code"]) == ("failed", "run_not_started")
     assert "receptor" in task.error["found"]
-    assert shop.told() == ("failed", ["available", "available"])
+    assert shop.states() == ("failed", ["available", "available"])
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"awx_url": "https://awx"}, {"awx_url": "http://awx", "awx_token_file": "t"}],
+    "more", [{}, {"awx_url": "https://awx"}, {"awx_url": "http://awx", "awx_token_file": "t"}]
 )
 def test_settings_that_could_not_reach_awx_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

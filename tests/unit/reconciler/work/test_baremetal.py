@@ -43,15 +43,15 @@ def work(conn: sa.Connection, task: Task) -> Work:
     return Work(conn, task, node, hardware_profile(PROFILES, "lab"), settings)
 
 
-def variables(found: Work) -> dict[str, Any]:
+def variables(item: Work) -> dict[str, Any]:
     """What the run gets, as the contract has it."""
-    given = HANDLERS[found.task.kind].variables(found)
+    given = HANDLERS[item.task.kind].variables(item)
     run = {
-        "id": "r", "task_id": found.task.id, "kind": found.task.kind,
-        "node_id": found.node.id, "correlation_id": "c",
+        "id": "r", "task_id": item.task.id, "kind": item.task.kind,
+        "node_id": item.node.id, "correlation_id": "c",
     }  # fmt: skip
-    playbook = HANDLERS[found.task.kind].playbook
-    contract.check_vars(playbook, {"slice_run": run, "slice_profile": found.profile, **given})
+    playbook = HANDLERS[item.task.kind].playbook
+    contract.check_vars(playbook, {"slice_run": run, "slice_profile": item.profile, **given})
     return given
 
 
@@ -122,16 +122,16 @@ def test_no_proof_from_before_the_machines_tenant_lets_a_slot_on_sale(machines: 
 def test_no_run_begins_for_a_tenant_who_does_not_wait(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         allocation_id = machines.launch(conn).id
-        found = work(conn, only_task(conn, "baremetal.provision"))
+        item = work(conn, only_task(conn, "baremetal.provision"))
         start = HANDLERS["baremetal.provision"].start
         with conn.begin_nested() as begun:
-            start(found)
-            start(found)
+            start(item)
+            start(item)
             assert allocations.get(conn, allocation_id).state == "provisioning", "goes on"
             begun.rollback()
         slices.provision_failed(conn, allocation_id, machines.act, step="x", error=ERROR)
         with pytest.raises(Problem, match="canceled"):
-            start(found)
+            start(item)
         assert allocations.get(conn, allocation_id).state == "failed"
 
 
@@ -151,21 +151,21 @@ def test_only_the_host_itself_says_that_nothing_was_touched(
     with transaction(machines.engine) as conn:
         machines.launch(conn)
         conn.execute(sa.update(tables.tasks).values(started_at=1.0))
-        found = work(conn, only_task(conn, "baremetal.provision"))
+        item = work(conn, only_task(conn, "baremetal.provision"))
         failure = Failure("Take the machine", ERROR, {**evidence, "baseline": BEFORE}, known=known)
-        task_failures.record(conn, found.task, failure)
+        task_failures.record(conn, item.task, failure)
         assert bool(nodes.get(conn, "m1").unclean_allocation_id) is unclean
-        assert reports.baseline(conn, found.task.allocation_id) == BEFORE
+        assert reports.baseline(conn, item.task.allocation_id) == BEFORE
 
 
 def test_a_restarted_host_is_discovered_before_it_is_given_away(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         machines.launch(conn)
         conn.execute(sa.update(tables.tasks).values(started_at=1.0))
-        found = work(conn, only_task(conn, "baremetal.provision"))
+        item = work(conn, only_task(conn, "baremetal.provision"))
         error = {**ERROR, "code": "boot_changed"}
         failure = Failure("s", error, UNTOUCHED, known=True)
-        task_failures.record(conn, found.task, failure)
+        task_failures.record(conn, item.task, failure)
         assert nodes.get(conn, "m1").boot_id == ""
         assert machines.reasons(conn) == {"m1": "discovery_stale"}
 
@@ -179,8 +179,8 @@ def test_an_ordinary_machine_is_ready_once_it_was_seen(machines: Machines) -> No
         nodes.create(conn, machines.act, id="m2", address="10.0.2.15", **values)
         host.enrolled(conn, "m2", machines.act, **{**identity, "boot_id": ""})
         look = queue.Enqueue(TaskKind.SLICE_TOPOLOGY_DISCOVER, "m2", "node", "m2")
-        found = work(conn, queue.enqueue(conn, look, machines.act))
-        HANDLERS[found.task.kind].succeed(found, {"discovery": machines.site.document(2)})
+        item = work(conn, queue.enqueue(conn, look, machines.act))
+        HANDLERS[item.task.kind].succeed(item, {"discovery": machines.site.document(2)})
         node = nodes.get(conn, "m2")
         assert (node.state, node.mode) == ("ready", "baremetal")
         assert machines.reasons(conn, node_id="m2")["m2"] == "tenant_address_missing"
@@ -190,9 +190,9 @@ def test_a_failed_release_blocks_the_machine(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         allocation_id = machines.active(conn)
         launch.release(conn, allocation_id, machines.act)
-        found = work(conn, only_task(conn, "baremetal.release"))
+        item = work(conn, only_task(conn, "baremetal.release"))
         failure = Failure("Wipe", ERROR, {}, known=True)
-        task_failures.record(conn, found.task, failure)
+        task_failures.record(conn, item.task, failure)
         assert nodes.get(conn, "m1").unclean_allocation_id == allocation_id
 
 

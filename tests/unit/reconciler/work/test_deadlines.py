@@ -28,6 +28,7 @@ from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import end_overdue
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.work.conftest import launched
 
 ROOT = Path(__file__).resolve().parents[4]
 Look = Callable[[], None]
@@ -69,11 +70,6 @@ def current(sold: Site, task: Task) -> Task:
         return queue.get(conn, task.id)
 
 
-def provisioning(sold: Site) -> str:
-    with transaction(sold.engine) as conn:
-        return sold.allocate(conn)
-
-
 def releasing(sold: Site) -> str:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
@@ -89,7 +85,7 @@ def cleaning(sold: Site) -> str:
 
 
 @pytest.mark.covers("CTRL-9", "I12", "I13")
-@pytest.mark.parametrize("stage", [provisioning, releasing, cleaning])
+@pytest.mark.parametrize("stage", [launched, releasing, cleaning])
 def test_a_task_whose_worker_is_gone_is_lost_and_frees_nothing(
     sold: Site, settings: Settings, look: Look, stage: Callable[[Site], str]
 ) -> None:
@@ -102,10 +98,7 @@ def test_a_task_whose_worker_is_gone_is_lost_and_frees_nothing(
     assert (asked.state, asked.cancel_requested) == ("running", True)
     with transaction(sold.engine) as conn:
         row = journal.history_of(conn, "task", task.id)[-1]
-        assert (row.event, row.reason) == (
-            "cancel_requested",
-            "still running past its deadline",
-        )
+        assert (row.event, row.reason) == ("cancel_requested", "still running past its deadline")
         assert leasing.lease(conn, "here", runner=runner_id(settings.state_dir)) == []
     end_overdue(sold.engine, settings)
     assert current(sold, task).state == "running", "it has a last while to end in order"
@@ -126,7 +119,7 @@ def test_a_task_whose_worker_is_gone_is_lost_and_frees_nothing(
 def test_two_workers_that_look_at_once_do_not_take_its_last_while_from_it(
     sold: Site, settings: Settings, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provisioning(sold)
+    launched(sold)
     task = elsewhere(sold, settings)
     find, seen = journal.overdue, list[list[journal.Overdue]]()
 
@@ -145,7 +138,7 @@ def test_two_workers_that_look_at_once_do_not_take_its_last_while_from_it(
 def test_the_wipe_that_follows_is_ahead_of_the_lost_run(
     sold: Site, settings: Settings, look: Look
 ) -> None:
-    allocation_id = provisioning(sold)
+    allocation_id = launched(sold)
     task = elsewhere(sold, settings)
     look()
     look()
@@ -161,7 +154,7 @@ def test_one_more_word_from_the_holder_after_the_deadline_counts(
     sold: Site, settings: Settings, look: Look
 ) -> None:
     """A worker that is alive ends its run and says how it went."""
-    provisioning(sold)
+    launched(sold)
     task = elsewhere(sold, settings)
     look()
     with transaction(sold.engine) as conn:
@@ -207,7 +200,7 @@ def test_a_kind_without_a_handler_is_lost_all_the_same(sold: Site, look: Look) -
 @pytest.mark.covers("I12")
 def test_nobody_holds_a_task_past_its_deadline(sold: Site, settings: Settings, look: Look) -> None:
     """A worker that answers, and cannot end its run, keeps the task until its lease ends."""
-    provisioning(sold)
+    launched(sold)
     task = elsewhere(sold, settings)
     with transaction(sold.engine) as conn:
         beat = queue.heartbeat(conn, task.id, task.lease_token)
@@ -228,7 +221,7 @@ def test_nobody_holds_a_task_past_its_deadline(sold: Site, settings: Settings, l
 def test_a_worker_that_comes_back_to_a_lost_task_ends_its_run(
     sold: Site, settings: Settings, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provisioning(sold)
+    launched(sold)
     task = elsewhere(sold, settings)
     directory = current(sold, task).run_directory
     look()
@@ -262,7 +255,7 @@ def test_a_run_that_still_lives_is_ended(
     sold: Site, settings: Settings, look: Look, tmp_path: Path, slow_runs: Path
 ) -> None:
     """A real process on this runner, which nobody attends: all workers may be busy."""
-    provisioning(sold)
+    launched(sold)
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
         (task,) = leasing.lease(conn, "here", runner=runner_id(tmp_path))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from reconciler.api import telemetry
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
@@ -23,14 +26,12 @@ from reconciler.work import loops
 from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.holdings import Holdings, nothing, put, tenant
-from tests.unit.reconciler.work.test_attend import Runs, attend, runs
+from tests.unit.reconciler.work.conftest import Attend, Runs
 from tests.unit.reconciler.work.test_unreachable import SILENT
 
-__all__ = ["attend", "runs"]
 pytestmark = pytest.mark.covers("CTRL-8", "I14")
 
 STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
-Attend = Callable[[], Task]
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def evidence(sold: Site, holdings: Holdings) -> dict[str, Any]:
     return {"holdings": holdings, "identity": sold.document(0)["identity"]}
 
 
-def result(found: dict[str, Any]) -> dict[str, Any]:
+def result(holdings: dict[str, Any]) -> dict[str, Any]:
     head = {"schema": 1, "playbook": "reconcile_drift", "ok": True, "step": "", "error": {}}
-    return head | {"evidence": found}
+    return head | {"evidence": holdings}
 
 
 def test_the_leader_asks_and_the_records_learn(
@@ -85,6 +86,77 @@ def test_the_leader_asks_and_the_records_learn(
     contract.check_result(result(evidence(sold, holdings)))
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["disabled", "available"]
+
+
+NAT = {"code": "nat", "expected": "it", "found": "no rule", "remedy": "bootstrap"}
+AT = "2026-11-23T04:00:00.000001+00:00"
+REPAIR = {"step": "add_nat nat rule", "times": 2, "first_at": AT, "last_at": AT}
+
+
+def with_upkeep(sold: Site, **rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The evidence of a host with these rows in its baseline and repairs."""
+    parts = {
+        name: {"known": True, "detail": "", "found": rows.get(name, [])}
+        for name in ("baseline", "repairs")
+    }
+    return evidence(sold, nothing()) | parts | {"collected_at": datetime.now(UTC).isoformat()}
+
+
+def test_a_host_without_its_way_out_is_not_sold_until_it_is_mended(
+    sold: Site, runs: Runs, attend: Attend, loop: Callable[..., list[Task]]
+) -> None:
+    loop()
+    runs.ends(evidence=with_upkeep(sold, baseline=[NAT]))
+    ended = attend()
+    assert {row["code"] for row in ended.result["differences"]} == {"nat"}
+    with transaction(sold.engine) as conn:
+        assert sold.statuses(conn) == ["disabled", "disabled"]
+        assert nodes.get(conn, "n1").health_detail["code"] == "nat"
+    text = telemetry.exposition(sold.engine).decode()
+    assert 'gpuaas_drift_differences{severity="failed"} 2.0' in text
+    runs.alive = False
+    loop()
+    sound = with_upkeep(sold, repairs=[REPAIR])
+    contract.check_result(result(sound))
+    runs.ends(evidence=sound)
+    ended = attend()
+    assert ended.result["repairs"] == [REPAIR]
+    with transaction(sold.engine) as conn:
+        assert sold.statuses(conn) == ["available", "available"]
+        assert nodes.get(conn, "n1").health_state == "healthy"
+    assert "gpuaas_drift_repairs 2.0" in telemetry.exposition(sold.engine).decode()
+
+
+@pytest.mark.parametrize(("hours", "word"), [(-2, "behind"), (2, "ahead")])
+def test_a_wrong_clock_is_named_and_closes_nothing(
+    sold: Site, runs: Runs, attend: Attend, loop: Callable[..., list[Task]], hours: int, word: str
+) -> None:
+    loop()
+    at = datetime.now(UTC) + timedelta(hours=hours)
+    runs.ends(evidence=with_upkeep(sold) | {"collected_at": at.isoformat()})
+    (difference,) = attend().result["differences"]
+    assert (difference["code"], difference["slot_id"]) == ("clock_wrong", "")
+    # A busy machine takes some seconds in between.
+    match = re.search(rf"([0-9]+) s {word}", difference["found"])
+    assert match and abs(int(match[1]) - 7200) < 60
+    with transaction(sold.engine) as conn:
+        assert sold.statuses(conn) == ["available", "available"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"collected_at": "now"},
+        {"collected_at": "9999-12-31T23:59:59+00:00"},
+        {"baseline": {"known": True, "detail": "", "found": [{**NAT, "code": "a b"}]}},
+        {"baseline": {"known": True, "detail": "", "found": [NAT] * 65}},
+        {"repairs": {"known": True, "detail": "", "found": [{**REPAIR, "times": 2**60}]}},
+        {"repairs": {"known": True, "detail": "", "found": [{**REPAIR, "step": "x" * 501}]}},
+    ],
+)
+def test_what_a_hosts_upkeep_may_not_say(sold: Site, change: dict[str, Any]) -> None:
+    with pytest.raises(ContractError, match="result_invalid"):
+        contract.check_result(result(with_upkeep(sold) | change))
 
 
 def test_it_can_be_switched_off(loop: Callable[..., list[Task]]) -> None:

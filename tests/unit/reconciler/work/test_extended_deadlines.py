@@ -71,12 +71,12 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
         assert all(at - now <= limit for at in before.values())
         late = Overdue("slot", claim_slot(conn, allocation_id), SlotState.RELEASING, 1.0, "block")
         queue.extend_deadlines(conn, queue.get(conn, task.id))
-        found = _held(conn, allocation_id)
+        held = _held(conn, allocation_id)
         assert spec.deadline_s > limit
-        assert len(found) == 5
-        assert all(one.deadline_at - now > spec.deadline_s for one in found)
+        assert len(held) == 5
+        assert all(one.deadline_at - now > spec.deadline_s for one in held)
         queue.extend_deadlines(conn, queue.get(conn, task.id))
-        assert _held(conn, allocation_id) == found
+        assert _held(conn, allocation_id) == held
         # Who saw the old deadline pass does not act on the new one.
         assert not recovery.expire(conn, late, ADMIN)
 

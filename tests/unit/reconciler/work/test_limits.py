@@ -16,13 +16,14 @@ import sqlalchemy as sa
 import yaml
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import launch, recovery
-from reconciler.model.states import TaskKind
+from reconciler.lifecycle import launch, maintenance, power, recovery
+from reconciler.model.states import PowerAction, TaskKind
 from reconciler.records import leasing, nodes, queue
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.kinds import HANDLERS
+from tests.playbooks import text
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -35,17 +36,14 @@ UNLIMITED = {
 }
 
 
-def text(kind: str) -> str:
-    return (ROOT / "playbooks" / f"{HANDLERS[kind].playbook}.yml").read_text()
-
-
 def handed(kind: str) -> list[str]:
     """Where a run's variables have the limits that its playbook goes by."""
-    return HANDED.findall(text(kind))
+    return HANDED.findall(text(HANDLERS[kind].playbook))
 
 
 def unlimited(kind: str) -> list[str]:
-    return [name for module, name in UNLIMITED.items() if f" {module}:\n" in text(kind)]
+    content = text(HANDLERS[kind].playbook)
+    return [name for module, name in UNLIMITED.items() if f" {module}:\n" in content]
 
 
 KINDS = [TaskKind(kind) for kind in HANDLERS if handed(kind)]
@@ -57,6 +55,10 @@ def provision(sold: Site, conn: sa.Connection) -> None:
 
 def release(sold: Site, conn: sa.Connection) -> None:
     launch.release(conn, sold.active(conn), ADMIN)
+
+
+def restart(sold: Site, conn: sa.Connection) -> None:
+    power.request(conn, sold.active(conn), PowerAction.RESTART, ADMIN)
 
 
 def wipe(sold: Site, conn: sa.Connection) -> None:
@@ -72,11 +74,17 @@ def on_the_node(kind: TaskKind) -> Callable[[Site, sa.Connection], None]:
     return ask
 
 
+def reboot(sold: Site, conn: sa.Connection) -> None:
+    maintenance.request_reboot(conn, "n1", ADMIN, allocations=[sold.active(conn)])
+
+
 ASKED: dict[str, Callable[[Site, sa.Connection], None]] = {
     TaskKind.SLICE_VM_PROVISION: provision,
+    TaskKind.SLICE_VM_POWER: restart,
     TaskKind.SLICE_VM_RELEASE: release,
     TaskKind.SLICE_WIPE: wipe,
     TaskKind.NODE_BOOTSTRAP: on_the_node(TaskKind.NODE_BOOTSTRAP),
+    TaskKind.NODE_REBOOT: reboot,
     TaskKind.NODE_CONVERT: on_the_node(TaskKind.NODE_CONVERT),
 }
 
@@ -106,7 +114,7 @@ def test_a_run_lasts_for_all_the_limits_that_it_hands_to_its_host(
     spec: RunSpec = worker.prepare(sold.engine, slow, HANDLERS[kind], task, "run-1")
     # Ansible waits so long for a new boot, and so long again for an answer of it.
     twice = [name for name in handed(kind) if name.endswith("reboot")]
-    limits = [said(spec, name) for name in [*handed(kind), *unlimited(kind), *twice]]
+    limits = [value_of(spec, name) for name in [*handed(kind), *unlimited(kind), *twice]]
     assert sum(limits) > plain, "shorter ones would pass whatever the deadline is"
     assert spec.deadline_s > sum(limits)
 
@@ -116,9 +124,9 @@ def test_the_kinds_with_a_limit_are_found() -> None:
     assert set(KINDS) == set(ASKED)
 
 
-def said(spec: RunSpec, name: str) -> int:
+def value_of(spec: RunSpec, name: str) -> int:
     """The variable of the run that an expression such as slice_profile.deadlines.ready means."""
-    found: Any = spec.variables
+    value: Any = spec.variables
     for part in name.split("."):
-        found = found[part]
-    return int(found)
+        value = value[part]
+    return int(value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,19 +22,12 @@ from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.lifecycle.test_apps import ERROR, KEY
 from tests.unit.reconciler.whole_machines import Machines
-from tests.unit.reconciler.work.test_attend import Runs, runs
+from tests.unit.reconciler.work.conftest import Attend, Runs, attend_next
 from tests.unit.reconciler.work.test_unreachable import SILENT
 
 pytestmark = pytest.mark.covers("APP-4")
-__all__ = ["runs"]
 
 KIND = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
-Attend = Callable[[], Task]
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(state_dir=tmp_path, poll_s=0.01)
 
 
 @pytest.fixture
@@ -58,16 +49,12 @@ def instance(machines: Machines) -> tuple[str, str]:
 
 
 @pytest.fixture
-def attend(machines: Machines, settings: Settings, runs: Runs) -> Callable[[], Task]:
+def attend(machines: Machines, settings: Settings, runs: Runs) -> Attend:
     """Lease the next task of a key and bring it to its end."""
 
     def one() -> Task:
         runs.alive = False
-        with transaction(machines.engine) as conn:
-            (task,) = leasing.lease(conn, "worker", kinds=[KIND])
-        worker.attend(machines.engine, settings, task, threading.Event())
-        with transaction(machines.engine) as conn:
-            return queue.get(conn, task.id)
+        return attend_next(machines.engine, settings, KIND)
 
     return one
 
@@ -79,8 +66,8 @@ def answers(runs: Runs, *, present: bool = True) -> None:
 
 def member(engine: sa.Engine, id: str) -> dict[str, Any]:
     with transaction(engine) as conn:
-        (found,) = apps.members(conn, id)
-        return found
+        (row,) = apps.members(conn, id)
+        return row
 
 
 def operation(engine: sa.Engine, id: str) -> AppOperation:
@@ -116,8 +103,8 @@ def test_a_host_that_refuses_fails_the_operation_by_its_code(
 ) -> None:
     runs.ends("failed", step="Put the key in its place", error=ERROR, evidence={})
     assert attend().error["code"] == "home_unsafe"
-    found = operation(machines.engine, instance[0])
-    assert (found.status, found.failure) == ("failed", ERROR)
+    ended = operation(machines.engine, instance[0])
+    assert (ended.status, ended.failure) == ("failed", ERROR)
     assert member(machines.engine, instance[0])["status"] == "failed"
 
 
@@ -190,9 +177,9 @@ def test_the_leader_renews_a_key_before_it_ends(
     runs.outcome = None
     answers(runs)
     assert attend().state == "succeeded"
-    found = operation(machines.engine, instance[0])
-    assert (found.kind, found.status) == ("bootstrap_ssh_reconcile", "succeeded")
-    assert found.requested_by == "reconciler"
+    ended = operation(machines.engine, instance[0])
+    assert (ended.kind, ended.status) == ("bootstrap_ssh_reconcile", "succeeded")
+    assert ended.requested_by == "reconciler"
 
 
 def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
@@ -213,9 +200,9 @@ def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
             launch.release(conn, one, ADMIN)
     left = app_operations.left
 
-    def planted(conn: sa.Connection, found: Any, *given: Any) -> None:
-        left(conn, found, *given)
-        if found.id == broken:
+    def planted(conn: sa.Connection, row: Any, *given: Any) -> None:
+        left(conn, row, *given)
+        if row.id == broken:
             raise ValueError("planted")
 
     monkeypatch.setattr(app_operations, "left", planted)

@@ -33,24 +33,24 @@ def work(conn: sa.Connection, node_id: str) -> Work:
     return open_work(conn, Settings(profiles_dir=PROFILES), task)
 
 
-def variables(found: Work) -> dict[str, Any]:
-    given = kinds_node.PARITY.variables(found)
+def variables(item: Work) -> dict[str, Any]:
+    given = kinds_node.HANDLERS[TaskKind.NODE_PARITY].variables(item)
     run = {
-        "id": "r", "task_id": found.task.id, "kind": found.task.kind,
-        "node_id": found.node.id, "correlation_id": "c",
+        "id": "r", "task_id": item.task.id, "kind": item.task.kind,
+        "node_id": item.node.id, "correlation_id": "c",
     }  # fmt: skip
-    contract.check_vars("parity", {"slice_run": run, "slice_profile": found.profile, **given})
+    contract.check_vars("parity", {"slice_run": run, "slice_profile": item.profile, **given})
     return given
 
 
 @pytest.mark.covers("HOST-10")
 def test_a_slice_host_is_asked_for_its_slots(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        found = work(conn, "n1")
-        given = variables(found)
+        item = work(conn, "n1")
+        given = variables(item)
         assert (given["slice_intent"], len(given["slice_slots"])) == ("slice", 2)
         report = sold.parity(failures=1)
-        assert kinds_node.PARITY.succeed(found, {"parity": report}) == {
+        assert kinds_node.HANDLERS[TaskKind.NODE_PARITY].succeed(item, {"parity": report}) == {
             "failures": 1,
             "warnings": 0,
         }
@@ -63,17 +63,17 @@ def test_a_bare_metal_node_is_asked_for_absence_and_opens_nothing(sold: Site) ->
         slot_life.disable(conn, slots.of_node(conn, "n1")[0].id, ADMIN)
         before = reports.latest_parity(conn, "n1")
         host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)
-        found = work(conn, "n1")
-        assert variables(found) == {"slice_intent": "baremetal", "slice_slots": []}
+        item = work(conn, "n1")
+        assert variables(item) == {"slice_intent": "baremetal", "slice_slots": []}
         report = {**sold.parity(), "intent": "baremetal"}
-        assert kinds_node.PARITY.succeed(found, {"parity": report}) == {
+        assert kinds_node.HANDLERS[TaskKind.NODE_PARITY].succeed(item, {"parity": report}) == {
             "failures": 0,
             "warnings": 0,
         }
         # What the gate reads is as it was; the report is there all the same.
         assert reports.latest_parity(conn, "n1") == before
         kept = reports.latest_parity(conn, "n1", "baremetal")
-        assert kept is not None and kept.task_id == found.task.id
+        assert kept is not None and kept.task_id == item.task.id
         assert set(sold.statuses(conn)) == {"disabled"}
 
 
@@ -89,10 +89,10 @@ def test_the_machines_tags_in_maas_go_along_once_somebody_has_said_them(
     with transaction(sold.engine) as conn:
         if mode is NodeMode.BAREMETAL:
             host.convert(conn, "n1", mode, ADMIN)
-        found = work(conn, "n1")
-        assert "slice_maas_tags" not in variables(found)
+        item = work(conn, "n1")
+        assert "slice_maas_tags" not in variables(item)
         node = nodes.change(conn, "n1", ADMIN, maas_tags=tags)
-        assert variables(dataclasses.replace(found, node=node))["slice_maas_tags"] == tags
+        assert variables(dataclasses.replace(item, node=node))["slice_maas_tags"] == tags
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_nodes_own_address_is_what_the_host_is_measured_by(sold: Site) -> No
     with transaction(sold.engine) as conn:
         own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
         nodes.change(conn, "n1", ADMIN, **own)
-        found = work(conn, "n1")
-        variables(found)
-        assert found.profile["fabric"]["interface"] == "ibp65s0"
-        assert found.profile["fabric"]["site_address"] == "10.20.0.7/16"
+        item = work(conn, "n1")
+        variables(item)
+        assert item.profile["fabric"]["interface"] == "ibp65s0"
+        assert item.profile["fabric"]["site_address"] == "10.20.0.7/16"

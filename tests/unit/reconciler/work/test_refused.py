@@ -100,8 +100,8 @@ def test_its_slot_waits_for_evidence(
         assert kept["evidence"] == (end.result or {})["evidence"], "what the host said"
         if outcome is untouched:
             assert (kept["code"], kept["found"]) == ("no_clone", "no such image")
-        found = allocations.get(conn, key)
-        assert (found.state, found.claims[0].state) == left
+        row = allocations.get(conn, key)
+        assert (row.state, row.claims[0].state) == left
         (slot,) = recovery.blocked(conn)
         assert slot.health_detail["code"] == "outcome_refused"
 
@@ -127,16 +127,12 @@ def test_a_disk_of_a_machine_that_is_let_is_not_taken_over_elsewhere(
         queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
         (task,) = leasing.lease(conn, "worker", kinds=[kind])
     proof = {"disk": slot.nvme_identity, "method": "discard", "verified": True}
-    said = {"devices": [{"proof": proof}]}
-    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[kind], task, ended(True, said))
+    evidence = {"devices": [{"proof": proof}]}
+    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[kind], task, ended(True, evidence))
     with reading(sold.engine) as conn:
         error = queue.get(conn, task.id).error
-        assert (queue.get(conn, task.id).state, error["code"]) == (
-            "failed",
-            "outcome_refused",
-        )
-        assert error["found"] == "a disk under a live claim is not proven clean"
-        assert error["evidence"] == said
+        assert (queue.get(conn, task.id).state, error["code"]) == ("failed", "disk_in_use")
+        assert error["evidence"] == evidence
         assert wipes.proofs_of_disk(conn, slot.nvme_identity) == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -23,11 +22,11 @@ from reconciler.trust.certificates import read_certificate
 from reconciler.work import loops
 from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.test_attend import Runs, launched, runs
-from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, Attend, attend
+from tests.unit.reconciler.work.conftest import Attend, Runs, launched
+from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
 
 pytestmark = pytest.mark.covers("HOST-13")
-__all__ = ["attend", "runs"]
+__all__ = ["attend"]
 
 DAY = 86_400.0
 
@@ -37,11 +36,6 @@ def host_key(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("host") / "key"
     keygen.new_key(file, "root@host")
     return keygen.public_key(file.with_name("key.pub").read_text())
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(state_dir=tmp_path, poll_s=0.01)
 
 
 def certified(engine: sa.Engine, host_key: str, days: float, node_id: str = "n1") -> None:
@@ -75,8 +69,8 @@ def test_a_certificate_is_renewed_for_the_same_key_before_it_ends(
     loops.renew_certificates(sold.engine, settings)
     loops.renew_certificates(sold.engine, settings)
     (task,) = renewals(sold.engine)
-    told = {"serial": "1", "principals": ["n1"], "valid_until": "2026-01-01T00:00:00Z"}
-    runs.ends(evidence={"certificate": told})
+    certificate = {"serial": "1", "principals": ["n1"], "valid_until": "2026-01-01T00:00:00Z"}
+    runs.ends(evidence={"certificate": certificate})
     assert attend().state == "succeeded"
     (spec,) = runs.launched
     contract.check_vars("renew_certificate", spec.variables)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,12 @@ from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue, timeline
 from reconciler.runs.collect import Outcome
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.test_attend import Runs, runs
+from tests.unit.reconciler.work.conftest import Attend, Runs
 from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
 
-__all__ = ["attend", "runs"]
+__all__ = ["attend"]
 pytestmark = pytest.mark.covers("CTRL-8")
 
-Attend = Callable[[], Task]
 KILLED = replace(SILENT, status="lost", unreachable=False, touched=True, problem="process_gone")
 
 
@@ -58,8 +56,10 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
     assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 3, "run_lost")
     assert [spec.run_id for spec in runs.launched] == [f"{ended.id}-{n}" for n in (1, 2, 3)]
     with transaction(sold.engine) as conn:
-        told = [row["reason"] for row in timeline.of(conn, node_id="n1") if row["type"] == "state"]
-    assert [f"attempt {n} failed: run_lost" in told for n in (1, 2, 3)] == [True, True, False]
+        reasons = [
+            row["reason"] for row in timeline.of(conn, node_id="n1") if row["type"] == "state"
+        ]
+    assert [f"attempt {n} failed: run_lost" in reasons for n in (1, 2, 3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("problem", ["awx_failed: Job reaped", "awx_silent: HTTP 502"])

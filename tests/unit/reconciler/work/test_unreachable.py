@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,38 +26,26 @@ from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.watch import FIRST_S, Watch
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.test_attend import READINESS, Runs, runs
+from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next, launched
 
 pytestmark = pytest.mark.covers("CTRL-8", "I13")
-__all__ = ["runs"]
 
 REFUSED = "unreachable: Failed to connect: ssh: connect to host n1 port 22: Connection refused"
 SILENT = Outcome("failed", None, REFUSED, unreachable=True, touched=False)
 STRANGER = "unreachable: name is not a listed principal Host key verification failed."
-Attend = Callable[[], Task]
 
 
 @pytest.fixture
-def attend(sold: Site, tmp_path: Path, runs: Runs) -> Callable[[], Task]:
+def attend(sold: Site, settings: Settings, runs: Runs) -> Attend:
     """Lease the next task and attend it, with the scripted outcome."""
-    settings = Settings(state_dir=tmp_path, poll_s=0.01)
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
 
     def one() -> Task:
-        with transaction(sold.engine) as conn:
-            (task,) = leasing.lease(conn, "worker")
         runs.alive = False
-        worker.attend(sold.engine, settings, task, threading.Event())
-        with transaction(sold.engine) as conn:
-            return queue.get(conn, task.id)
+        return attend_next(sold.engine, settings)
 
     return one
-
-
-def launched(sold: Site) -> str:
-    with transaction(sold.engine) as conn:
-        return sold.allocate(conn)
 
 
 def state(sold: Site) -> str:
@@ -95,10 +82,7 @@ def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
 
 @pytest.mark.parametrize(
     ("kind", "state"),
-    [
-        (TaskKind.SLICE_VM_PROVISION, "provisioning"),
-        (TaskKind.SLICE_VM_RELEASE, "releasing"),
-    ],
+    [(TaskKind.SLICE_VM_PROVISION, "provisioning"), (TaskKind.SLICE_VM_RELEASE, "releasing")],
 )
 def test_the_playbooks_themselves_wait_for_a_host_that_refuses_ssh(
     sold: Site, tmp_path: Path, kind: TaskKind, state: str
@@ -215,9 +199,9 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) 
         now[0] = at
         if answer is not None:
             asked.append(answer)
-        found = watch.look()
+        silent = watch.look()
         assert asked == [], f"at {at} s the host was not asked"
-    assert found == ["n1"]
+    assert silent == ["n1"]
     assert state(sold) == "ready"
     with transaction(sold.engine) as conn:
         row = journal.history_of(conn, "node", "n1")[-1]
@@ -236,8 +220,8 @@ def test_each_task_says_what_it_waits_for(sold: Site) -> None:
         queued[TaskKind.SLICE_WIPE] = queue.enqueue(conn, later, ADMIN).id
 
         def codes() -> dict[str, str]:
-            found = leasing.wait_reasons(conn, queue.every(conn))
-            return {kind: found[key]["code"] for kind, key in queued.items() if key in found}
+            reasons = leasing.wait_reasons(conn, queue.every(conn))
+            return {kind: reasons[key]["code"] for kind, key in queued.items() if key in reasons}
 
         expected = {
             TaskKind.NODE_PARITY: "worker",

@@ -67,9 +67,9 @@ def test_text_that_cannot_be_kept(sold: Site, tmp_path: Path, where: str, value:
     }[where]()
     settle(sold.engine, settings, HANDLERS[task.kind], task, outcome)
     with reading(sold.engine) as conn:
-        found = queue.get(conn, task.id)
-        assert (found.state, found.error["code"]) == ("failed", "outcome_unreadable")
-        assert ("error" if where == "error" else "mac") in found.error["found"]
+        row = queue.get(conn, task.id)
+        assert (row.state, row.error["code"]) == ("failed", "outcome_unreadable")
+        assert ("error" if where == "error" else "mac") in row.error["found"]
         assert allocations.get(conn, key).state == "failed"
         (slot,) = recovery.blocked(conn)
         assert slot.health_detail["code"] == "outcome_unreadable"
@@ -94,6 +94,6 @@ def test_a_number_that_fits_no_column(sold: Site, tmp_path: Path) -> None:
     report = {"parity": {"intent": "slice", "failures": 10**30, "warnings": 0, "identity": {}}}
     settle(sold.engine, settings, HANDLERS[task.kind], task, ended(True, report))
     with reading(sold.engine) as conn:
-        found = queue.get(conn, task.id)
-        assert (found.state, found.error["code"]) == ("failed", "outcome_unreadable")
-        found.error["found"].encode()
+        row = queue.get(conn, task.id)
+        assert (row.state, row.error["code"]) == ("failed", "outcome_unreadable")
+        row.error["found"].encode()

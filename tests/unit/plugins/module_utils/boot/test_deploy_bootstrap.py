@@ -76,7 +76,7 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
     parts = {part.name: part.params for part in _deploy_bootstrap.parts(server)}
     assert list(parts) == [
         "packages", "tuning", "gpu_services", "kernel", "libvirt", "fabric", "ipoib", "network",
-        "slice_mode",
+        "telemetry", "slice_mode",
     ]  # fmt: skip
     assert parts["packages"]["packages"] == [*_host_packages.REQUIRED, *server["packages"]]
     # Not every distribution has this package, and a host works without it.
@@ -97,6 +97,7 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
         **{key: network[key] for key in ("bridge", "address", "subnet", "tmfifo")},
         "allowed_networks": network.get("allowed_networks", []),
         "denied_networks": network.get("denied_networks", []),
+        "packets_per_second": 200_000,
         "egress_probe": network.get("egress_probe", ""),
     }
     names = [part.name for part in _deploy_bootstrap.parts(profile("lab"))]

@@ -112,6 +112,31 @@ def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
     assert not proved.facts["reboot_required"]
 
 
+def test_a_foreign_entry_of_the_boot_menu_is_no_failure(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another system that os-prober has found, or of the site: update-grub cannot change it."""
+    foreign = (
+        "menuentry 'Rescue' {\n\tlinux /rescue/vmlinuz-5.4 root=/dev/sdz1 ro\n}\n"
+        "menuentry 'Debian (on /dev/sdb2)' {\n\tlinux /boot/vmlinuz-6.1 root=/dev/sdb2\n}\n"
+    )
+    ours = "menuentry 'Host' {\n\tlinux /boot/vmlinuz-6.1 root=UUID=x ro ARGUMENTS\n}\n"
+
+    def make_menu() -> None:
+        text = 'set default="0"\n' + ours.replace("ARGUMENTS", machine.given()) + foreign
+        machine.write("boot/grub/grub.cfg", text)
+
+    monkeypatch.setattr(machine, "make_menu", make_menu)
+    machine.make_menu()
+    assert drive().failure is None
+    assert machine.calls.count("update-grub") == 1
+    again = drive()
+    assert again.failure is None and not again.plan.steps
+    # The host's own entry is judged as before.
+    machine.write("boot/grub/grub.cfg", ours.replace("ARGUMENTS", "") + foreign)
+    assert [step.name for step in drive().plan.steps] == ["update_grub"]
+
+
 @pytest.mark.parametrize(
     ("broken", "more"),
     [

@@ -150,6 +150,24 @@ def test_removal_takes_the_units_own_files_and_the_last_one_the_library(
     assert not _host.path(_boot_service.LIBRARY).exists()
 
 
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize("site", [(), ("/etc/libvirt/hooks/qemu.d/site",)])
+def test_the_start_hook_goes_with_its_unit(tree: Path, script: Any, site: tuple[str, ...]) -> None:
+    unit = dataclasses.replace(UNIT, start_hook="network._start_hook")
+    for path in ("/etc/libvirt/qemu.conf", *site):
+        _host.write(path, "\n")
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "disable", "--now", UNIT.service)
+    _boot_service.apply(unit, step("install_service"))
+    assert _host.path(_boot_files.HOOK).stat().st_mode & 0o777 == 0o755
+    _host.write(_boot_files.HOOK, "#!/bin/sh\n", 0o755)
+    assert any(_boot_files.HOOK in problem for problem in _boot_files.edited(unit))
+    _boot_service.apply(unit, step("remove_service"))
+    files = {file for file in (tree / "etc/libvirt").rglob("*") if file.is_file()}
+    assert files == {_host.path(path) for path in ("/etc/libvirt/qemu.conf", *site)}
+    assert _host.path("/etc/libvirt/hooks").exists() == bool(site)
+
+
 def test_the_installed_script_runs_on_the_copied_sources_alone(tree: Path, script: Any) -> None:
     script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
     _boot_service.apply(UNIT, step("install_service"))
@@ -161,6 +179,35 @@ def test_the_installed_script_runs_on_the_copied_sources_alone(tree: Path, scrip
     # Outside slice mode the body of `boot` ends at once, but all its imports have happened.
     done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_start_hook_concerns_the_start_of_slices_alone(
+    tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_boot_files, "LIBRARY", str(tree / "usr/local/lib/gpuaas"))
+    unit = dataclasses.replace(UNIT, start_hook="network._start_hook")
+    files = _boot_files.frame(unit)
+    hook = tree / "hook"
+    hook.write_text(files[_boot_files.HOOK][0])
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-I", str(hook), *words, "-"]
+        return subprocess.run(argv, input="<domain/>", capture_output=True, text=True, check=False)
+
+    slice_vm = f"gpuaas-slice-{'a' * 32}"
+    # The library is not there: nothing but the start of a slice needs it.
+    for words in ((slice_vm, "stopped", "end"), (slice_vm, "prepare", "begin"),
+                  ("site-vm", "start", "begin")):  # fmt: skip
+        assert call(*words).returncode == 0
+    assert call(slice_vm, "start", "begin").returncode != 0
+    for path, (text, _mode) in _boot_service._files(unit).items():
+        if path.startswith(_boot_service.LIBRARY):
+            file = tree / path[1:]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    refused = call(slice_vm, "start", "begin")
+    assert refused.returncode == 1 and "guard_missing" in refused.stderr
+    assert refused.stdout == ""
 
 
 @pytest.mark.parametrize(

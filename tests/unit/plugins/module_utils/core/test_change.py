@@ -109,3 +109,44 @@ def test_a_host_refuses_the_run_of_another_node(
     assert (how, document.get("error", {}).get("code")) == ("fail" if code else "exit", code)
     assert host.there == (set() if code else {"soft", "hard"})
     assert document.get("answered_by") == (None if code else enrolled or None)
+
+
+def part(name: str, subject: _change.Subject) -> _change.Part:
+    return _change.Part(name, subject, lambda params, facts: {**params, "before": dict(facts)})
+
+
+def test_parts_go_in_order_and_a_failure_names_its_part() -> None:
+    first, second, third, module = Host(), Host(), Host(), Module()
+    second.deaf = {"hard"}
+    subjects = (first.subject(), second.subject(), third.subject())
+    _change.run_parts(module, [part(f"part_{n}", s) for n, s in enumerate(subjects)])
+    how, document = module.left
+    assert (how, document["part"], document["failed_step"]) == ("fail", "part_1", "verify")
+    assert document["done"] == ["soft", "hard"] * 2 and document["changed"]
+    assert third.there == set()
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (Refusal("planted", expected="", found="", remedy=""), "planted"),
+        (PermissionError("/etc"), "system_error"),
+    ],
+)
+def test_a_part_that_cannot_look_keeps_what_was_done_before_it(
+    problem: Exception, code: str
+) -> None:
+    def observe(params: Any) -> None:
+        assert params["before"] == {"seen": 1}
+        raise problem
+
+    host, module = Host(), Module()
+    subject = host.subject()
+    seeing = _change.Subject(
+        subject.observe, subject.plan, subject.apply, lambda _params, _state: {"seen": 1}
+    )
+    blind = _change.Subject(observe, subject.plan, subject.apply)
+    _change.run_parts(module, [part("look", seeing), part("act", blind)])
+    how, document = module.left
+    assert (how, document["part"], document["error"]["code"]) == ("fail", "act", code)
+    assert document["changed"] and document["seen"] == 1

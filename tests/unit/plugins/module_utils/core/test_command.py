@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import warnings
+from pathlib import Path
+
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -12,3 +17,32 @@ def test_what_a_refusal_says_of_a_call_can_be_written_down_anywhere() -> None:
     with pytest.raises(Refusal) as caught:
         _command.run(["false", "/d\udce9"])
     assert caught.value.expected == "`false /d\\xe9` to exit with 0"
+
+
+def test_a_program_that_cannot_be_killed_is_left_behind_at_its_deadline(
+    silent_mount: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead disk or file server holds a program in the kernel, which no signal reaches."""
+    monkeypatch.setattr(_command, "_END_S", 0.2)
+    begin, found = time.monotonic(), ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            _command.run(["stat", "--", f"{silent_mount}/file"], timeout=0.5)
+        except Refusal as refusal:
+            found = f"{refusal.code}: {refusal.found}"
+        gc.collect()
+    assert time.monotonic() - begin < 5
+    assert found == "command_hung: still running; it cannot be killed and its effect is unknown"
+
+
+def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as caught:
+        _command.run(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"], timeout=0.5)
+    assert caught.value.found == "still running; it was killed and its effect is unknown"
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    end = time.monotonic() + 10
+    # Its new parent may not have collected it.
+    while child.exists() and ") Z " not in child.read_text():
+        assert time.monotonic() < end, "still running"
+        time.sleep(0.02)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 pytestmark = pytest.mark.covers("I10")
@@ -103,3 +103,13 @@ def test_the_file_names_the_disk_as_earlier_releases_did(tree: Path) -> None:
     file.write_text(json.dumps({**kept, "disk_identity": "eui.2"}))
     with pytest.raises(Refusal, match="ledger_unreadable"):
         _ledger.load(SLOT)
+
+
+def test_a_run_that_hangs_with_the_lock_is_named(
+    entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_host, "LOCK_S", 0.2)
+    with _ledger.locked(), pytest.raises(Refusal) as caught:
+        _ledger.release(SLOT, fence=7)
+    assert caught.value.code == "lock_held"
+    assert _ledger.release(SLOT, fence=7).allocation_id == ""

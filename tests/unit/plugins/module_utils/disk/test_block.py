@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _bounded
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
@@ -98,6 +99,16 @@ def test_a_claimed_disk_is_refused(loop) -> None:
         assert refused(disk).code == "disk_in_use"
 
 
+def test_a_disk_that_the_last_tenant_write_protected_is_named(loop) -> None:
+    """A namespace stays write-protected over a new installation."""
+    disk = _block.resolve(loop.name)
+    loop.run("blockdev", "--setro", str(loop.device))
+    try:
+        assert refused(disk).code == "disk_write_protected"
+    finally:
+        loop.run("blockdev", "--setrw", str(loop.device))
+
+
 @pytest.mark.covers("I7")
 def test_swap_on_a_partition_is_refused(loop) -> None:
     disk = _block.resolve(loop.name)
@@ -107,6 +118,21 @@ def test_swap_on_a_partition_is_refused(loop) -> None:
         assert "swap_in_use" in refused(disk).found
     finally:
         loop.run("swapoff", f"{loop.device}p1")
+
+
+def test_a_dead_file_server_of_any_program_holds_up_no_disk(loop, silent_mount: Path) -> None:
+    """A program of the host has a file open there, so stat(2) of that file never returns."""
+    file = os.open(silent_mount, os.O_PATH)
+    number = loop.device.stat().st_rdev
+    scan = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        with Path(loop.device).open("rb"):
+            pids = _bounded.call(
+                lambda: [opener.pid for opener in _usage.openers({scan})[scan]], deadline=10
+            )
+    finally:
+        os.close(file)
+    assert pids == [os.getpid()]
 
 
 @pytest.mark.covers("I7")

@@ -39,3 +39,12 @@ def test_a_file_is_not_a_block_device(tmp_path: Path) -> None:
     with (tmp_path / "file").open() as handle, pytest.raises(Refusal) as caught:
         _device.number(handle.fileno())
     assert caught.value.code == "not_a_block_device"
+
+
+def test_a_range_of_an_image_file_becomes_zeros(tmp_path: Path) -> None:
+    """On a file system with unwritten ranges nothing is written; elsewhere zeros are."""
+    image = tmp_path / "image"
+    image.write_bytes(b"x" * 3 * MIB)
+    with image.open("r+b") as handle:
+        _device.zero(handle.fileno(), MIB, MIB)
+    assert image.read_bytes() == b"x" * MIB + bytes(MIB) + b"x" * MIB

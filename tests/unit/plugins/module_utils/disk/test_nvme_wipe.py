@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -16,7 +17,7 @@ CANARY = b"tenant-canary"
 CAN_CRYPTO_ERASE = 0x4
 
 
-def wipe(methods: list[str]) -> dict[str, object]:
+def wipe(methods: list[str]) -> dict[str, Any]:
     disk = _block.resolve("nvme1n1")
     with _block.exclusive(disk) as descriptor:
         return _nvme_wipe.erase(descriptor, disk, methods)
@@ -110,6 +111,40 @@ def test_a_wipe_that_cannot_be_proven_fails(bench) -> None:
     with pytest.raises(Refusal) as caught:
         wipe(["user_data_erase"])
     assert caught.value.code == "wipe_not_verified"
+
+
+# Recorded by the structures of the specifications; not run on hardware. A reservation of type 1
+# (write exclusive) with one registered host.
+RESERVED = bytes.fromhex("0500000001010000000000000000000000000000000000000100010000000000")
+RESERVED += bytes.fromhex("aabbccddeeff0011") + bytes.fromhex("0000000000000abc")
+# Level 0 discovery: header, TPer (0001), Locking (0002) with its flags, Opal 2 (0203).
+LEVEL_0 = (
+    "00000064" + "00000001" + "00" * 40 + "0001100c01" + "00" * 11 + "0002100c{:02x}" + "00" * 11
+)
+LEVEL_0 += "02031010" + "07fe0001" + "00" * 12
+
+
+@pytest.mark.parametrize(
+    ("left", "code"),
+    [
+        ({"reservations": RESERVED}, "disk_reserved"),
+        ({"security": bytes.fromhex(LEVEL_0.format(0x0F))}, "disk_locked"),
+        # Locking is enabled, and no range is locked: not the cause.
+        ({"security": bytes.fromhex(LEVEL_0.format(0x0B))}, "wipe_not_verified"),
+        ({"reservations": bytes(24), "security": b"\xff" * 60}, "wipe_not_verified"),
+        ({"reservations": b"\x01", "security": b"\0"}, "wipe_not_verified"),
+        ({}, "wipe_not_verified"),
+    ],
+)
+def test_what_a_former_tenant_left_on_the_disk_is_named(
+    bench, left: dict[str, bytes], code: str
+) -> None:
+    bench.disk(refuses=0x4083, leaves={"format"}, **left)
+    with pytest.raises(Refusal) as caught:
+        wipe(["user_data_erase"])
+    assert caught.value.code == code
+    assert "refused" in caught.value.found
+    assert all((caught.value.expected, caught.value.remedy))
 
 
 def test_a_refused_format_is_recorded_with_the_controllers_status(bench) -> None:

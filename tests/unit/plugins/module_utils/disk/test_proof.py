@@ -64,6 +64,34 @@ def test_a_proof_stands_until_the_disk_is_written_to(tree: Path) -> None:
     assert _proof.standing(DISK) == newer
 
 
+AHEAD, NOW = "2030-01-01T00:00:00+00:00", "2026-05-01T10:00:00+00:00"
+
+
+def test_a_clock_that_was_ahead_keeps_no_proof_alive(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's clock jumps back after the takeover. The tenant's slot is then given up dirty."""
+    _proof.record(DISK, proof(AHEAD))
+    monkeypatch.setattr(_host, "now", lambda: NOW)
+    _ledger.hold("slot-0", fence=1, allocation_id="23bd713b", disk_identity=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
+    _ledger.give_up("slot-0", fence=2, allocation_id="23bd713b", reason="dead")
+    assert _proof.standing(DISK) is None
+    # A new erase counts, whatever the time of the mark.
+    _proof.record(DISK, proof("2020-01-01T00:00:00+00:00"))
+    assert _proof.standing(DISK) is not None
+
+
+def test_a_write_in_one_slot_ends_the_proof_in_another(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk belonged to slot-0 and was approved again in slot-1."""
+    _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof=proof(AHEAD))
+    monkeypatch.setattr(_host, "now", lambda: NOW)
+    _ledger.mark_dirty("slot-1", fence=1, disk_identity=DISK)
+    assert _proof.standing(DISK) is None
+
+
 def test_an_old_transition_does_not_stand_in_for_a_lost_wipe_proof(tree: Path) -> None:
     _proof.record(DISK, proof(_host.now()))
     _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)

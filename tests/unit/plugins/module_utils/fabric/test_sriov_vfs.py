@@ -123,7 +123,7 @@ def test_check_mode_tells_the_way_back(host: Host) -> None:
 def test_the_first_word_counts(host: Host) -> None:
     host.has(4, autoprobe=False)
     for index, name in enumerate(_virtual_functions.card_at(PF).desired_identities({}, 4)):
-        host.card.identities[index] = {"address": name}
+        host.card.identities[index] = {"address": name, "spoofchk": True}
     host.pci.set_flags("ens30", "0x1003")
     # The card needs no change, but its earlier state is still recorded.
     assert done(4) == ["remember_before", "install_service", "start_service"]
@@ -136,7 +136,7 @@ def test_the_first_word_counts(host: Host) -> None:
 def test_what_is_served_already_is_not_what_was_before(host: Host) -> None:
     earlier(2)
     host.has(1)
-    assert done(2) == ["make_functions", "name_functions"]
+    assert done(2) == ["make_functions", "name_functions", "guard_functions"]
     assert not _host.path(RECORD).exists()
     assert drive(2).facts["before"] == {}
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _change,
     _command,
     _host,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _function_guards,
+    _virtual_functions,
+)
 
 pytestmark = pytest.mark.covers("HOST-7")
 
@@ -23,7 +30,14 @@ GUID = "02:a4:79:e9:da:2a:a8:ac"
 AUTO = {"link_state": "auto"}
 NOBODY = "00:00:00:00:00:00:00:00"
 NEW = {
-    "ethernet": {"address": "00:00:00:00:00:00", "link_state": "auto"},
+    # As mlx5 makes them: without spoof check.
+    "ethernet": {
+        "address": "00:00:00:00:00:00",
+        "link_state": "auto",
+        "vlan_list": [{}],
+        "spoofchk": False,
+        "trust": False,
+    },
     "infiniband": {"node guid": NOBODY, "port guid": NOBODY, "link_state": "disable"},
 }
 WORDS = {
@@ -31,6 +45,8 @@ WORDS = {
     "node_guid": "node guid",
     "port_guid": "port guid",
     "state": "link_state",
+    "spoofchk": "spoofchk",
+    "trust": "trust",
 }
 
 
@@ -39,7 +55,7 @@ class Card:
 
     def __init__(self, pci: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pci, self.calls = pci, []
-        self.identities: dict[int, dict[str, str]] = {}
+        self.identities: dict[int, dict[str, Any]] = {}
         monkeypatch.setattr(_command, "run", self.run)
         self._make = pci._functions
         monkeypatch.setattr(pci, "_functions", self.make)
@@ -65,7 +81,11 @@ class Card:
         if argv[-1] == "up":
             self.pci.set_flags(argv[4], "0x1003")
             return _command.Result(0, "", "")
-        self.identities.setdefault(int(argv[6]), {})[WORDS[argv[7]]] = argv[8]
+        values = self.identities.setdefault(int(argv[6]), {})
+        if argv[7] == "vlan":
+            values["vlan_list"] = [{"vlan": int(argv[8])}] if argv[8] != "0" else [{}]
+        else:
+            values[WORDS[argv[7]]] = {"on": True, "off": False}.get(argv[8], argv[8])
         return _command.Result(0, "", "")
 
 
@@ -88,9 +108,17 @@ def refused(outcome: _change.Outcome) -> str:
 def test_makes_functions_with_derived_identities_once(card: Card) -> None:
     outcome = drive(2)
     assert outcome.failure is None
-    assert outcome.done == ["make_functions", "raise_card", "name_functions"]
+    assert outcome.done == ["make_functions", "raise_card", "name_functions", "guard_functions"]
+    guard = {"vlan": 0, "spoof_check": True, "trust": False}
     assert outcome.facts["vfs"] == [
-        {"pf": PF, "index": index, "address": f"0000:25:10.{index}", "identity": mac} | AUTO
+        {
+            "pf": PF,
+            "index": index,
+            "address": f"0000:25:10.{index}",
+            "identity": mac,
+            **AUTO,
+            **guard,
+        }
         for index, mac in enumerate(MACS)
     ]
     assert drive(2).plan.steps == ()
@@ -155,7 +183,8 @@ def test_a_state_that_is_not_shown_is_none_on_infiniband(
 ) -> None:
     drive(1)
     monkeypatch.setattr(
-        "tests.unit.plugins.module_utils.fabric.test_virtual_functions.NEW", {"ethernet": {}}
+        "tests.unit.plugins.module_utils.fabric.test_virtual_functions.NEW",
+        {"ethernet": {"trust": False}},
     )
     assert drive(1).plan.steps == ()
     pci.interface("ens30", kind="32")
@@ -276,11 +305,30 @@ def test_a_missing_card_is_refused(card: Card, wish: dict[str, list[str]]) -> No
     assert refused(drive(1, **wish)) == "device_missing"
 
 
+class Over(BaseException):
+    """The end of a watch, which has none by itself."""
+
+
+def boot(*events: Callable[[], object]) -> None:
+    """The boot service from its start; each event happens after one more round of its watch."""
+    left = list(events)
+
+    def sleep(_seconds: float) -> None:
+        if not left:
+            raise Over
+        left.pop(0)()
+
+    assert _boot_service.boot(_virtual_functions.LIVE, _virtual_functions.SETTINGS) == 0
+    with contextlib.suppress(Over):
+        _virtual_functions.watch(_virtual_functions.SETTINGS, sleep=sleep)
+
+
 def test_boot_makes_them_again(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"pfs": [PF], "pf_ids": [], "count": 2, "macs": {}}
     _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
-    assert _virtual_functions.boot(_virtual_functions.SETTINGS) == 0
-    assert capsys.readouterr().out == "done: make_functions, raise_card, name_functions\n"
+    boot()
+    done = "done: make_functions, raise_card, name_functions, guard_functions\n"
+    assert capsys.readouterr().out == done
 
 
 @pytest.mark.covers("HOST-15")
@@ -290,3 +338,129 @@ def test_a_card_that_is_gone_keeps_nothing_from_going_back(card: Card) -> None:
     outcome = drive(0, pfs=[PF, "0000:99:00.0"])
     assert (outcome.failure, outcome.done) == (None, ["make_functions"])
     assert not drive(0, pfs=[PF, "0000:99:00.0"]).changed
+
+
+VF = ["0000:25:10.0", "0000:25:10.1"]
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+OTHER = "7d0f9a2e-1c34-4b5d-9e21-0a1b2c3d4e5f"
+
+
+def guards() -> list[str]:
+    return [guard.text() for guard in _virtual_functions.card_at(PF).guards]
+
+
+def guarded(vlan: int) -> str:
+    return f"VLAN {vlan}, spoof check on, trust off"
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_function_without_a_tenant_is_in_the_idle_vlan(card: Card) -> None:
+    assert drive(2, idle_vlan=3000).failure is None
+    assert guards() == [guarded(3000)] * 2
+    # Rights go before the VLAN changes, for each function.
+    words = [argv[7] for argv in card.calls if "vf" in argv and argv[6] == "0"]
+    assert words == ["mac", "spoofchk", "vlan"]
+    _function_guards.save(ALLOCATION, {VF[1]: 3001})
+    outcome = drive(2, idle_vlan=3000)
+    assert outcome.done == ["guard_functions"]
+    assert outcome.facts["vfs"][1] | {"vlan": 3001} == outcome.facts["vfs"][1]
+    assert not drive(2, idle_vlan=3000).changed
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"vlan_list": [{"vlan": 3002}]},
+        {"vlan_list": [{}]},
+        {"vlan_list": [{"vlan": 3001}, {"vlan": 3002}]},
+        {"vlan_list": [{"vlan": 3001, "protocol": "802.1ad"}]},
+        {"spoofchk": False},
+        {"trust": True},
+    ],
+)
+def test_the_service_restores_a_guard_and_nothing_else(
+    card: Card, shown: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _function_guards.save(ALLOCATION, {VF[1]: 3001})
+    settings = {"pfs": [PF], "pf_ids": [], "count": 2, "macs": {}, "idle_vlan": 3000}
+    _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
+    before: list[str] = []
+
+    def disturb() -> None:
+        before.extend(guards())
+        card.identities[1].update(shown)
+        card.calls.clear()
+
+    boot(disturb, lambda: None)
+    assert before == guards() == [guarded(3000), guarded(3001)]
+    changed = [argv[6:8] for argv in card.calls if "vf" in argv]
+    assert len(changed) == 1 and changed[0][0] == "1"
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 2 and out[1].startswith(f"restored: {VF[1]} with {guarded(3001)}, was VLAN")
+
+
+@pytest.mark.covers("SLICE-9")
+def test_the_service_reads_the_hosts_other_devices_once_a_minute(
+    card: Card, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"pfs": [], "pf_ids": ["8086:10c9"], "count": 1, "macs": {}, "idle_vlan": 3000}
+    _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
+    everything = _pci.devices
+    rounds = 0
+    looks: list[int] = []
+
+    def look() -> list[_pci.Device]:
+        looks.append(rounds)
+        return everything()
+
+    monkeypatch.setattr(_pci, "devices", look)
+
+    def disturb() -> None:
+        nonlocal rounds
+        rounds += 1
+        card.identities[0]["trust"] = True
+
+    boot(*[disturb] * 60, lambda: None)
+    assert guards() == [guarded(3000)]
+    assert capsys.readouterr().out.count("restored: ") == 60
+    assert [turn for turn in looks if turn] == [30, 60]
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"allocation_id": "' + OTHER + '", "vlans": {"0000:25:10.0": 3001}}',
+        '{"allocation_id": "' + ALLOCATION + '", "vlans": {"0000:25:10.0": 4095}}',
+        '{"allocation_id": "' + ALLOCATION + '", "vlans": {"0000:25:10.0": true}}',
+        '{"allocation_id": "' + ALLOCATION + '", "vlans": {"../../25:10.0": 3001}}',
+        '{"allocation_id": "' + ALLOCATION + '", "vlans": []}',
+    ],
+)
+def test_a_guard_that_cannot_be_read_gives_nothing(card: Card, text: str) -> None:
+    _host.write(f"/var/lib/gpuaas/fabric-guards/gpuaas-slice-{ALLOCATION}.json", text)
+    _host.write(_object_names.fabric_guard_path(ALLOCATION), text)
+    drive(1, idle_vlan=3000)
+    assert guards() == [guarded(3000)]
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_function_that_two_allocations_name_belongs_to_neither(card: Card) -> None:
+    _function_guards.save(ALLOCATION, {VF[0]: 3001})
+    _function_guards.save(OTHER, {VF[0]: 3002})
+    drive(1, idle_vlan=3000)
+    assert guards() == [guarded(3000)]
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_card_that_cannot_isolate_is_no_success(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that takes the command and does not report the attribute."""
+    monkeypatch.setitem(WORDS, "spoofchk", "ignored")
+    outcome = drive(1, idle_vlan=3000)
+    assert outcome.failure is not None
+    assert "guard_functions" in str(outcome.failure)
+    assert guards() == ["VLAN 3000, spoof check off, trust off"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _bios
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +72,7 @@ def test_an_unhindered_plan_ends_settled_and_says_so(wish: _bios.Wish, state: _b
     assert not again.steps and not again.blockers
 
 
+@pytest.mark.covers("P15")
 @given(WISHES, STATES)
 def test_nothing_is_staged_or_cycled_without_leave_or_over_an_open_job(
     wish: _bios.Wish, state: _bios.State

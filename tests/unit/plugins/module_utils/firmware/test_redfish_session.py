@@ -165,6 +165,7 @@ def test_a_missing_document_has_its_own_code(bmc: standin.Bmc) -> None:
     assert get(bmc, f"{SYSTEM}/Nothing").code == "bmc_answer_missing"
 
 
+@pytest.mark.covers("P15")
 def test_without_a_ca_an_unknown_certificate_is_refused_before_anything_is_sent(
     bmc: standin.Bmc,
 ) -> None:
@@ -173,6 +174,7 @@ def test_without_a_ca_an_unknown_certificate_is_refused_before_anything_is_sent(
     assert bmc.record()["requests"] == []
 
 
+@pytest.mark.covers("P15")
 def test_another_ca_and_another_name_are_refused(bmc: standin.Bmc, tmp_path: Path) -> None:
     other, _ = standin.authority(tmp_path, "other", "IP:127.0.0.1")
     assert get(bmc, trust=Trust(ca_file=str(other))).code == "tls_untrusted"
@@ -190,6 +192,7 @@ def test_a_pinned_certificate_needs_no_ca(bmc: standin.Bmc) -> None:
         session.get(SYSTEM)
 
 
+@pytest.mark.covers("P15")
 def test_another_certificate_than_the_pinned_one_gets_no_password(bmc: standin.Bmc) -> None:
     refusal = get(bmc, trust=Trust(fingerprint="0" * 64))
     assert refusal.code == "tls_untrusted"

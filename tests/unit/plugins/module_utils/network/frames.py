@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.unit.plugins.module_utils.network import rig
 from tests.unit.plugins.module_utils.network.rig import A, B
@@ -17,12 +17,16 @@ Build = Callable[[str, bytes], bytes]
 
 @dataclass(frozen=True)
 class Attack:
-    """build(gateway's MAC, token) makes the frame. seen: places that may see it. place: sender."""
+    """build(gateway's MAC, token) makes the frame. seen: places that may see it. place: sender.
+
+    kind: the counter of the guard that refuses it; "" for a frame that the guard lets pass.
+    """
 
     name: str
     build: Build
     seen: frozenset[str] = frozenset()
     place: str = A.place
+    kind: str = ""
 
 
 def mac(text: str) -> bytes:
@@ -106,12 +110,13 @@ def dhcp(
     server: str = "",
     giaddr: str = "0.0.0.0",
     operation: int = 1,
+    flags: int = 0,
     client_id: bytes = b"",
 ) -> bytes:
     """A BOOTP message of 300 bytes or more; the token is its server host name."""
     head = struct.pack(
         "!BBBB4sHH4s4s4s4s16s64s128s",
-        *(operation, 1, 6, 0, b"abcd", 0, 0, ip(ciaddr), bytes(4), bytes(4), ip(giaddr)),
+        *(operation, 1, 6, 0, b"abcd", 0, flags, ip(ciaddr), bytes(4), bytes(4), ip(giaddr)),
         *(mac(hardware), token, b""),
     )
     options = b"\x63\x82\x53\x63" + bytes([53, 1, kind])
@@ -124,175 +129,284 @@ def dhcp(
     return (head + options + b"\xff").ljust(300, b"\0")
 
 
-def datagram(
-    target: str,
-    *,
-    source: str = A.guard.ip,
-    hardware: str = A.guard.mac,
-    to: str = "",
-    sport: int = 4000,
-    dport: int = PORT,
-    tags: tuple[int, ...] = (),
-    options: bytes = b"",
-) -> Build:
-    """A UDP packet from A; `to` is another MAC than the gateway's."""
+@dataclass(frozen=True)
+class Sender:
+    """Frames of one guest, each with the guest's own addresses unless others are given."""
 
-    def build(gateway: str, token: bytes) -> bytes:
-        body = udp(source, target, sport, dport, token)
-        packet = ipv4(source, target, 17, body, options=options)
-        return ether(hardware, to or gateway, 0x0800, packet, tags=tags)
+    guest: rig.Guest
 
-    return build
+    def datagram(
+        self,
+        target: str,
+        *,
+        source: str = "",
+        hardware: str = "",
+        to: str = "",
+        sport: int = 4000,
+        dport: int = PORT,
+        tags: tuple[int, ...] = (),
+        options: bytes = b"",
+    ) -> Build:
+        """A UDP packet; `to` is another MAC than the gateway's."""
+        own = self.guest.guard
+
+        def build(gateway: str, token: bytes) -> bytes:
+            body = udp(source or own.ip, target, sport, dport, token)
+            packet = ipv4(source or own.ip, target, 17, body, options=options)
+            return ether(hardware or own.mac, to or gateway, 0x0800, packet, tags=tags)
+
+        return build
+
+    def segment(self, target: str, sport: int, dport: int, flags: int) -> Build:
+        own = self.guest.guard
+
+        def build(gateway: str, token: bytes) -> bytes:
+            body = tcp(own.ip, target, sport, dport, flags, token)
+            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 6, body))
+
+        return build
+
+    def message(
+        self, data: Callable[[bytes], bytes], *, source: str, target: str, sport: int
+    ) -> Build:
+        """A DHCP message in a broadcast."""
+
+        def build(_gateway: str, token: bytes) -> bytes:
+            body = udp(source, target, sport, 67 if sport == 68 else 68, data(token))
+            packet = ipv4(source, target, 17, body)
+            return ether(self.guest.guard.mac, EVERYONE, 0x0800, packet)
+
+        return build
+
+    def announcement(self, sender: tuple[str, str], target: str, *, operation: int = 2) -> Build:
+        def build(_gateway: str, token: bytes) -> bytes:
+            return arp(
+                self.guest.guard.mac, operation, sender, ("00:00:00:00:00:00", target), token
+            )
+
+        return build
+
+    def raw(self, kind: int, to: str, lead: bytes = b"") -> Build:
+        return lambda _gateway, token: ether(self.guest.guard.mac, to, kind, lead + token)
+
+    def ipv6(self, target_mac: str, protocol: int, lead: bytes) -> Build:
+        def build(_gateway: str, token: bytes) -> bytes:
+            body = lead + token
+            head = struct.pack("!IHBB", 0x60000000, len(body), protocol, 255)
+            source, target = ipaddress.IPv6Address("fe80::1"), ipaddress.IPv6Address("ff02::1")
+            packet = head + source.packed + target.packed + body
+            return ether(self.guest.guard.mac, target_mac, 0x86DD, packet)
+
+        return build
 
 
-def segment(target: str, sport: int, dport: int, flags: int) -> Build:
-    def build(gateway: str, token: bytes) -> bytes:
-        body = tcp(A.guard.ip, target, sport, dport, flags, token)
-        return ether(A.guard.mac, gateway, 0x0800, ipv4(A.guard.ip, target, 6, body))
-
-    return build
-
-
-def message(data: Callable[[bytes], bytes], *, source: str, target: str, sport: int) -> Build:
-    """A DHCP message in a broadcast from A's own MAC."""
-
-    def build(_gateway: str, token: bytes) -> bytes:
-        body = udp(source, target, sport, 67 if sport == 68 else 68, data(token))
-        return ether(A.guard.mac, EVERYONE, 0x0800, ipv4(source, target, 17, body))
-
-    return build
-
-
-def announcement(sender: tuple[str, str], target: str, *, operation: int = 2) -> Build:
-    def build(_gateway: str, token: bytes) -> bytes:
-        return arp(A.guard.mac, operation, sender, ("00:00:00:00:00:00", target), token)
-
-    return build
-
-
-def raw(kind: int, to: str, lead: bytes = b"") -> Build:
-    return lambda _gateway, token: ether(A.guard.mac, to, kind, lead + token)
-
-
-def ipv6(target_mac: str, protocol: int, lead: bytes) -> Build:
-    def build(_gateway: str, token: bytes) -> bytes:
-        body = lead + token
-        head = struct.pack("!IHBB", 0x60000000, len(body), protocol, 255)
-        source, target = ipaddress.IPv6Address("fe80::1"), ipaddress.IPv6Address("ff02::1")
-        return ether(A.guard.mac, target_mac, 0x86DD, head + source.packed + target.packed + body)
-
-    return build
-
-
-def _inbound(source: str) -> Build:
-    return datagram(A.guard.ip, source=source, hardware="02:00:00:00:00:99")
-
-
-_SELF, _NEIGHBOUR = (A.guard.mac, A.guard.ip), (B.guard.mac, B.guard.ip)
 _SYN, _ACK = 0x02, 0x10
 _HOST, _WORLD = frozenset({"host"}), frozenset({"host", "world"})
 _STORAGE = frozenset({"host", "mgmt"})
 # Loose source route through the public server to the BMC (RFC 791).
 _ROUTE = bytes([131, 7, 4]) + ip(rig.BMC) + b"\0"
 
-ATTACKS = (
-    # A guest's own traffic.
-    Attack("ask for the gateway by ARP", announcement(_SELF, rig.GATEWAY, operation=1), _HOST),
-    Attack("send to the Internet", datagram(rig.WORLD), _WORLD),
-    Attack("send to an allowed private network", datagram(rig.STORAGE), _STORAGE),
-    Attack("ask for a name", datagram(rig.GATEWAY, dport=53), _HOST),
-    Attack("ask for a name by TCP", segment(rig.GATEWAY, 4001, 53, _SYN), _HOST),
-    Attack(
-        "ping the gateway",
-        lambda gateway, token: ether(
-            A.guard.mac, gateway, 0x0800, ipv4(A.guard.ip, rig.GATEWAY, 1, icmp(8, token))
+
+def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
+    """The attacks of one guest, most of them against another guest, and of outsiders against it."""
+    own, other, send = attacker.guard, victim.guard, Sender(attacker)
+    me, neighbour = (own.mac, own.ip), (other.mac, other.ip)
+
+    def inbound(source: str) -> Build:
+        return send.datagram(own.ip, source=source, hardware="02:00:00:00:00:99")
+
+    listed = (
+        # A guest's own traffic.
+        Attack(
+            "ask for the gateway by ARP", send.announcement(me, rig.GATEWAY, operation=1), _HOST
         ),
-        _HOST,
-    ),
-    Attack(
-        "ask for an address",
-        message(
-            lambda token: dhcp(1, A.guard.mac, token),
-            source="0.0.0.0",
-            target="255.255.255.255",
-            sport=68,
+        Attack("send to the Internet", send.datagram(rig.WORLD), _WORLD),
+        Attack("send to an allowed private network", send.datagram(rig.STORAGE), _STORAGE),
+        Attack("ask for a name", send.datagram(rig.GATEWAY, dport=53), _HOST),
+        Attack("ask for a name by TCP", send.segment(rig.GATEWAY, 4001, 53, _SYN), _HOST),
+        Attack(
+            "ping the gateway",
+            lambda gateway, token: ether(
+                own.mac, gateway, 0x0800, ipv4(own.ip, rig.GATEWAY, 1, icmp(8, token))
+            ),
+            _HOST,
         ),
-        _HOST,
-    ),
-    # Addresses of others.
-    Attack("spoof the neighbour's IP address", datagram(rig.WORLD, source=B.guard.ip)),
-    Attack("spoof the gateway's IP address", datagram(rig.WORLD, source=rig.GATEWAY)),
-    Attack("spoof a public IP address", datagram(rig.WORLD, source="8.8.8.8")),
-    Attack("spoof the neighbour's MAC", datagram(rig.WORLD, hardware=B.guard.mac)),
-    Attack(
-        "spoof both of the neighbour",
-        datagram(rig.WORLD, hardware=B.guard.mac, source=B.guard.ip),
-    ),
-    Attack("answer ARP as the neighbour", announcement(_NEIGHBOUR, rig.GATEWAY)),
-    Attack(
-        "answer ARP for the neighbour's IP", announcement((A.guard.mac, B.guard.ip), rig.GATEWAY)
-    ),
-    Attack("answer ARP as the gateway", announcement((A.guard.mac, rig.GATEWAY), B.guard.ip)),
-    Attack("answer ARP with another MAC", announcement((B.guard.mac, A.guard.ip), rig.GATEWAY)),
-    Attack("announce the own address", announcement(_SELF, A.guard.ip)),
-    Attack("ask for the neighbour by ARP", announcement(_SELF, B.guard.ip, operation=1)),
-    # Neighbours.
-    Attack("send to the neighbour's MAC", datagram(B.guard.ip, to=B.guard.mac)),
-    Attack("send to the neighbour through the gateway", datagram(B.guard.ip)),
-    Attack(
-        "send a public address to the neighbour's MAC", datagram(rig.WORLD, to=B.guard.mac), _HOST
-    ),
-    Attack("broadcast in the subnet", datagram("10.100.0.255", to=EVERYONE)),
-    Attack("broadcast everywhere", datagram("255.255.255.255", to=EVERYONE)),
-    Attack("multicast", datagram("224.0.0.251", to="01:00:5e:00:00:fb")),
-    Attack(
-        "serve DHCP",
-        message(
-            lambda token: dhcp(2, B.guard.mac, token, operation=2),
-            source=A.guard.ip,
-            target="255.255.255.255",
-            sport=67,
+        Attack(
+            "ask for an address",
+            send.message(
+                lambda token: dhcp(1, own.mac, token),
+                source="0.0.0.0",
+                target="255.255.255.255",
+                sport=68,
+            ),
+            _HOST,
         ),
-    ),
-    Attack("serve DHCP to the Internet", datagram(rig.WORLD, sport=67, dport=68)),
-    # The host.
-    Attack("reach a service of the gateway", datagram(rig.GATEWAY)),
-    Attack("open SSH of the gateway", segment(rig.GATEWAY, 4002, 22, _SYN)),
-    Attack("answer a connection that is none", segment(rig.GATEWAY, 22, 40000, _ACK)),
-    Attack("reach the host's public address", datagram(rig.UPLINK)),
-    Attack("reach the host's management address", datagram(rig.MANAGEMENT)),
-    Attack("broadcast in the uplink's network", datagram("11.0.0.255")),
-    Attack("broadcast in the management network", datagram("10.20.0.255")),
-    Attack("reach the host's loopback", datagram("127.0.0.1")),
-    Attack(
-        "send a later fragment to the gateway",
-        lambda gateway, token: ether(
-            A.guard.mac, gateway, 0x0800, ipv4(A.guard.ip, rig.GATEWAY, 17, token, fragment=100)
+        # Addresses of others.
+        Attack(
+            "spoof the neighbour's IP address",
+            send.datagram(rig.WORLD, source=other.ip),
+            kind="ip_spoofed",
         ),
-    ),
-    # Private space.
-    Attack("reach a BMC", datagram(rig.BMC)),
-    Attack("reach the card's own system", datagram("192.168.100.2")),
-    Attack("reach a container network", datagram("172.17.0.1")),
-    Attack("reach shared address space", datagram("100.64.0.1")),
-    Attack("reach the metadata address", datagram("169.254.169.254")),
-    Attack("reach a denied public network", datagram(rig.CLOSED)),
-    # The kernel of the host refuses the option.
-    Attack("route through the server to a BMC", datagram(rig.WORLD, options=_ROUTE), _HOST),
-    # Other protocols.
-    Attack("send with a VLAN tag", datagram(rig.WORLD, tags=(100,))),
-    Attack("send with a priority tag", datagram(rig.WORLD, tags=(0,)), frozenset()),
-    Attack("send with two VLAN tags", datagram(rig.WORLD, tags=(1, 100))),
-    Attack("advertise as a router", ipv6("33:33:00:00:00:01", 58, bytes([134, 0]))),
-    Attack("solicit a neighbour", ipv6("33:33:00:00:00:01", 58, bytes([135, 0]))),
-    Attack("send IPv6", ipv6(EVERYONE, 17, b"")),
-    Attack("send LLDP", raw(0x88CC, "01:80:c2:00:00:0e")),
-    Attack("send a spanning tree frame", raw(0x0026, "01:80:c2:00:00:00", b"\x42\x42\x03")),
-    Attack("send MPLS", raw(0x8847, EVERYONE)),
-    Attack("send RARP", raw(0x8035, EVERYONE)),
-    Attack("send PPPoE", raw(0x8863, EVERYONE)),
-    # Outsiders. The gateway's MAC is that of the host's interface there.
-    Attack("reach a guest from the uplink", _inbound(rig.WORLD), place="world"),
-    Attack("reach a guest from the management network", _inbound(rig.BMC), place="mgmt"),
-    Attack("reach a guest from an allowed network", _inbound(rig.STORAGE), place="mgmt"),
-)
+        Attack(
+            "spoof the gateway's IP address",
+            send.datagram(rig.WORLD, source=rig.GATEWAY),
+            kind="ip_spoofed",
+        ),
+        Attack(
+            "spoof a public IP address",
+            send.datagram(rig.WORLD, source="8.8.8.8"),
+            kind="ip_spoofed",
+        ),
+        Attack(
+            "spoof the neighbour's MAC",
+            send.datagram(rig.WORLD, hardware=other.mac),
+            kind="mac_spoofed",
+        ),
+        Attack(
+            "spoof both of the neighbour",
+            send.datagram(rig.WORLD, hardware=other.mac, source=other.ip),
+            kind="mac_spoofed",
+        ),
+        Attack(
+            "answer ARP as the neighbour", send.announcement(neighbour, rig.GATEWAY), kind="arp"
+        ),
+        Attack(
+            "answer ARP for the neighbour's IP",
+            send.announcement((own.mac, other.ip), rig.GATEWAY),
+            kind="arp",
+        ),
+        Attack(
+            "answer ARP as the gateway",
+            send.announcement((own.mac, rig.GATEWAY), other.ip),
+            kind="arp",
+        ),
+        Attack(
+            "answer ARP with another MAC",
+            send.announcement((other.mac, own.ip), rig.GATEWAY),
+            kind="arp",
+        ),
+        Attack("announce the own address", send.announcement(me, own.ip), kind="arp"),
+        Attack(
+            "ask for the neighbour by ARP", send.announcement(me, other.ip, operation=1), kind="arp"
+        ),
+        # Neighbours.
+        Attack(
+            "send to the neighbour's MAC", send.datagram(other.ip, to=other.mac), kind="neighbour"
+        ),
+        Attack(
+            "send to the neighbour through the gateway", send.datagram(other.ip), kind="neighbour"
+        ),
+        Attack(
+            "send a public address to the neighbour's MAC",
+            send.datagram(rig.WORLD, to=other.mac),
+            _HOST,
+        ),
+        Attack(
+            "broadcast in the subnet", send.datagram("10.100.0.255", to=EVERYONE), kind="neighbour"
+        ),
+        Attack(
+            "broadcast everywhere",
+            send.datagram("255.255.255.255", to=EVERYONE),
+            kind="private_network",
+        ),
+        Attack(
+            "multicast",
+            send.datagram("224.0.0.251", to="01:00:5e:00:00:fb"),
+            kind="private_network",
+        ),
+        Attack(
+            "serve DHCP",
+            send.message(
+                lambda token: dhcp(2, other.mac, token, operation=2),
+                source=own.ip,
+                target="255.255.255.255",
+                sport=67,
+            ),
+            kind="dhcp_server",
+        ),
+        Attack(
+            "serve DHCP to the Internet",
+            send.datagram(rig.WORLD, sport=67, dport=68),
+            kind="dhcp_server",
+        ),
+        # The host.
+        Attack("reach a service of the gateway", send.datagram(rig.GATEWAY), kind="host_service"),
+        Attack(
+            "open SSH of the gateway",
+            send.segment(rig.GATEWAY, 4002, 22, _SYN),
+            kind="host_service",
+        ),
+        Attack(
+            "answer a connection that is none",
+            send.segment(rig.GATEWAY, 22, 40000, _ACK),
+            kind="host_service",
+        ),
+        Attack("reach the host's public address", send.datagram(rig.UPLINK), kind="host_address"),
+        Attack(
+            "reach the host's management address",
+            send.datagram(rig.MANAGEMENT),
+            kind="host_address",
+        ),
+        Attack(
+            "broadcast in the uplink's network", send.datagram("11.0.0.255"), kind="host_address"
+        ),
+        Attack(
+            "broadcast in the management network", send.datagram("10.20.0.255"), kind="host_address"
+        ),
+        Attack("reach the host's loopback", send.datagram("127.0.0.1"), kind="private_network"),
+        Attack(
+            "send a later fragment to the gateway",
+            lambda gateway, token: ether(
+                own.mac, gateway, 0x0800, ipv4(own.ip, rig.GATEWAY, 17, token, fragment=100)
+            ),
+            kind="host_service",
+        ),
+        # Private space.
+        Attack("reach a BMC", send.datagram(rig.BMC), kind="private_network"),
+        Attack(
+            "reach the card's own system", send.datagram("192.168.100.2"), kind="private_network"
+        ),
+        Attack("reach a container network", send.datagram("172.17.0.1"), kind="private_network"),
+        Attack("reach shared address space", send.datagram("100.64.0.1"), kind="private_network"),
+        Attack(
+            "reach the metadata address", send.datagram("169.254.169.254"), kind="private_network"
+        ),
+        Attack("reach a denied public network", send.datagram(rig.CLOSED), kind="denied_network"),
+        # The kernel of the host refuses the option.
+        Attack(
+            "route through the server to a BMC", send.datagram(rig.WORLD, options=_ROUTE), _HOST
+        ),
+        # Other protocols.
+        Attack("send with a VLAN tag", send.datagram(rig.WORLD, tags=(100,)), kind="vlan"),
+        Attack("send with a priority tag", send.datagram(rig.WORLD, tags=(0,)), kind="vlan"),
+        Attack("send with two VLAN tags", send.datagram(rig.WORLD, tags=(1, 100)), kind="vlan"),
+        Attack(
+            "advertise as a router",
+            send.ipv6("33:33:00:00:00:01", 58, bytes([134, 0])),
+            kind="ipv6",
+        ),
+        Attack(
+            "solicit a neighbour", send.ipv6("33:33:00:00:00:01", 58, bytes([135, 0])), kind="ipv6"
+        ),
+        Attack("send IPv6", send.ipv6(EVERYONE, 17, b""), kind="ipv6"),
+        Attack("send LLDP", send.raw(0x88CC, "01:80:c2:00:00:0e"), kind="protocol"),
+        Attack(
+            "send a spanning tree frame",
+            send.raw(0x0026, "01:80:c2:00:00:00", b"\x42\x42\x03"),
+            kind="protocol",
+        ),
+        Attack("send MPLS", send.raw(0x8847, EVERYONE), kind="protocol"),
+        Attack("send RARP", send.raw(0x8035, EVERYONE), kind="protocol"),
+        Attack("send PPPoE", send.raw(0x8863, EVERYONE), kind="protocol"),
+        # Outsiders. The gateway's MAC is that of the host's interface there.
+        Attack("reach a guest from the uplink", inbound(rig.WORLD), place="world"),
+        Attack("reach a guest from the management network", inbound(rig.BMC), place="mgmt"),
+        Attack("reach a guest from an allowed network", inbound(rig.STORAGE), place="mgmt"),
+    )
+    return tuple(
+        replace(each, place=attacker.place) if each.place == A.place else each for each in listed
+    )
+
+
+datagram = Sender(A).datagram
+ATTACKS = attacks(A, B)

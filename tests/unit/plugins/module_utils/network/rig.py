@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _flows,
     _guards,
+    _port_filter,
 )
 
 TOOLS = ("ovs-vswitchd", "ovsdb-server", "nft", "iptables", "dnsmasq", "ip", "unshare")
@@ -88,6 +91,7 @@ class Rig:
     database: subprocess.Popen[bytes] | None = None
     dhcp: subprocess.Popen[bytes] | None = None
     namespaces: list[str] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
 
     def place(self, name: str) -> str:
         return f"{self.prefix}{name}"
@@ -98,11 +102,32 @@ class Rig:
 
     def run(self, argv: Sequence[str], *, place: str = "", **options: Any) -> Any:
         """Run a command on the host, or in another place."""
-        inside = ["ip", "netns", "exec", place or self.host]
-        environment = ["env", f"OVS_RUNDIR={self.folder}"]
-        return subprocess.run(
-            [*inside, *environment, *argv], check=True, capture_output=True, text=True, **options
-        )
+        environment = {**os.environ, "OVS_RUNDIR": str(self.folder)}
+        with inside(place or self.host):
+            return subprocess.run(
+                argv, check=True, capture_output=True, text=True, env=environment, **options
+            )
+
+    def ask_switch(self, method: str, *words: str) -> str:
+        """An answer of ovs-vswitchd's control socket, without a program for each question."""
+        (control,) = self.folder.glob("ovs-vswitchd.*.ctl")
+        with socket.socket(socket.AF_UNIX) as handle:
+            handle.settimeout(10)
+            handle.connect(str(control))
+            handle.sendall(json.dumps({"id": 0, "method": method, "params": words}).encode())
+            text = b""
+            while True:
+                text += handle.recv(1 << 16)
+                with contextlib.suppress(ValueError):
+                    answer = json.loads(text)
+                    assert not answer["error"], answer["error"]
+                    return str(answer["result"])
+
+    def number(self, guest: Guest) -> int:
+        """OpenFlow number of a guest's port."""
+        if guest.place not in self.numbers:
+            self.numbers[guest.place] = _flows.await_port(guest.guard.port)
+        return self.numbers[guest.place]
 
     def start_switch(self) -> None:
         """Start ovs-vswitchd and wait until it has made the bridge, if there is one."""
@@ -123,27 +148,27 @@ class Rig:
     def establish(self) -> None:
         """Bring the network to its baseline by the product's own code."""
         (_host.path("/proc/net")).mkdir(parents=True, exist_ok=True)
-        state, steps = None, [None]
-        while steps:
+        for _round in range(3):
             self.read_kernel()
-            state = _bridge.observe(NETWORK)
-            planned = _bridge.plan(NETWORK, state)
+            planned = _bridge.plan(NETWORK, _bridge.observe(NETWORK))
             assert not planned.blockers, planned.blockers
-            steps = list(planned.steps)
-            for step in steps:
+            for step in planned.steps:
                 _bridge.apply(NETWORK, step)
+        assert not planned.steps, planned.steps
+        _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(NETWORK)), 0o644)
         _quiet(self.host, "ovsbr0")
 
     def read_kernel(self) -> None:
         """Copy what the product reads of the host's kernel into its root."""
         for path in ("/proc/net/fib_trie", "/proc/net/route", "/proc/sys/net/ipv4/ip_forward"):
             _host.path(path).parent.mkdir(parents=True, exist_ok=True)
-            _host.path(path).write_text(self.run(["cat", path]).stdout)
-        listed = self.run(["ip", "-br", "link"]).stdout.split("\n")
-        for name in (line.split()[0].partition("@")[0] for line in listed if line.strip()):
-            _host.path(f"/sys/class/net/{name}").mkdir(parents=True, exist_ok=True)
-            flags = self.run(["cat", f"/sys/class/net/{name}/flags"]).stdout
-            _host.path(f"/sys/class/net/{name}/flags").write_text(flags)
+            with inside(self.host):
+                text = Path(path.replace("/proc/net", "/proc/thread-self/net")).read_text()
+            _host.path(path).write_text(text)
+        for link in json.loads(self.run(["ip", "-j", "link"]).stdout):
+            folder = _host.path(f"/sys/class/net/{link['ifname']}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "flags").write_text("0x1\n" if "UP" in link["flags"] else "0x0\n")
 
     def restore(self) -> list[str]:
         """One round of the guardian."""
@@ -159,12 +184,16 @@ class Rig:
         """What slice_vm does before it lets a guest run."""
         _guards.save(guest.guard)
         _guards.apply(NETWORK, _guards._change.Step("load_firewall", "", None, None))
-        number = _flows.await_port(guest.guard.port)
-        _flows.install(
-            guest.guard, number, _flows.local_addresses(), _guards.egress_of(NETWORK, guest.guard)
-        )
+        _port_filter.install(guest.guard)
+        self.guard(guest)
 
-    def start_dhcp(self) -> None:
+    def guard(self, guest: Guest) -> None:
+        """Load a guest's flows again."""
+        rule = _guards.egress_of(NETWORK, guest.guard)
+        _flows.install(guest.guard, self.number(guest), _flows.local_addresses(), rule)
+
+    def start_dhcp(self, *options: str) -> None:
+        """Start dnsmasq, which knows no other server without an option."""
         folder = _host.path(_baseline_files.RESERVATIONS)
         folder.mkdir(parents=True, exist_ok=True)
         for guest in (A, B):
@@ -175,12 +204,24 @@ class Rig:
         text = text.replace(_baseline_files.LEASES, str(self.leases))
         config = self.folder / "dnsmasq.conf"
         config.write_text(text)
-        self.dhcp = self._daemon(
-            "dnsmasq",
-            *(f"--conf-file={config}", "--keep-in-foreground", "--log-facility=-", "--log-dhcp"),
-            *("--user=root", f"--pid-file={self.folder}/dnsmasq.pid"),
+        words = (
+            *("dnsmasq", f"--conf-file={config}", "--keep-in-foreground", "--log-facility=-"),
+            *("--log-dhcp", "--user=root", f"--pid-file={self.folder}/dnsmasq.pid", "--no-resolv"),
         )
-        _until((self.folder / "dnsmasq.pid").exists)
+
+        def started() -> bool:
+            # A child of the last server, which served a TCP connection, may hold the port a moment.
+            if self.dhcp is None or self.dhcp.poll() is not None:
+                self.dhcp = self._daemon(*words, *options)
+            return (self.folder / "dnsmasq.pid").exists()
+
+        _until(started)
+
+    def stop_dhcp(self) -> None:
+        assert self.dhcp is not None
+        self.dhcp.kill()
+        self.dhcp.wait()
+        (self.folder / "dnsmasq.pid").unlink()
 
     @property
     def leases(self) -> Path:
@@ -237,6 +278,25 @@ def machines(folder: Path) -> Iterator[Rig]:
         rig.close()
 
 
+@contextlib.contextmanager
+def standing() -> Iterator[tuple[Rig, pytest.MonkeyPatch]]:
+    """The machines, with the product acting on their host until the end."""
+    # Paths of sockets are short.
+    folder = Path(tempfile.mkdtemp(prefix="rig"))
+    patch = pytest.MonkeyPatch()
+    # A stand-in for nft prints a table in another form.
+    _port_filter.normalized.cache_clear()
+    try:
+        patch.setattr(_host, "ROOT", folder / "root")
+        commands_on(folder, f"rig{os.getpid()}-host", patch)
+        with machines(folder) as rig:
+            yield rig, patch
+    finally:
+        patch.undo()
+        _port_filter.normalized.cache_clear()
+        shutil.rmtree(folder)
+
+
 def commands_on(rig_folder: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the product's commands act on the rig's host."""
     real = _command.run
@@ -254,10 +314,10 @@ def commands_on(rig_folder: Path, host: str, monkeypatch: pytest.MonkeyPatch) ->
                 words[words.index("add-br") + 1],
                 "datapath_type=netdev",
             ]
-        inside = ["ip", "netns", "exec", host, "env", f"OVS_RUNDIR={rig_folder}"]
         if words[0] == "unshare":
-            inside = []
-        return real([*inside, *words], **options)
+            return real(words, **options)
+        with inside(host):
+            return real(["env", f"OVS_RUNDIR={rig_folder}", *words], **options)
 
     monkeypatch.setattr(_command, "run", run)
 
@@ -305,6 +365,11 @@ def packet_socket(place: str, interface: str) -> socket.socket:
     return handle
 
 
+def hardware_address(place: str, interface: str) -> str:
+    with packet_socket(place, interface) as handle:
+        return ":".join(f"{byte:02x}" for byte in handle.getsockname()[4])
+
+
 def _wire(rig: Rig) -> None:
     """Namespaces, cables and addresses."""
     # The first namespace of a machine mounts a folder, which two processes cannot do at once.
@@ -315,6 +380,10 @@ def _wire(rig: Rig) -> None:
             rig.namespaces.append(rig.place(name))
     for name in ("host", "world", "mgmt", A.place, B.place):
         rig.run(["ip", "link", "set", "lo", "up"], place=rig.place(name))
+        with inside(rig.place(name)):
+            # Kernels must not send frames of their own, which the guard would count.
+            Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
+            Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     for here, name, there in (
         ("up0", "eth0", "world"),
         ("mgmt0", "eth0", "mgmt"),

@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _guards,
 )
 
+from tests.standin.switch import FEATURES, METER_FEATURES
 from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
 
 pytestmark = pytest.mark.covers("HOST-6")
@@ -29,7 +30,8 @@ RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 PARAMS = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
 SETTINGS = "/etc/gpuaas/network-baseline.json"
 ISOLATION = ["guard_bridge", "load_firewall"]
-BUILT = ["add_bridge", *ISOLATION, "address_interface", "forward_ipv4", "add_nat"]
+TABLE = "proc/sys/net/netfilter/nf_conntrack_max"
+BUILT = ["add_bridge", *ISOLATION, "address_interface", "forward_ipv4", "add_nat", "admit_guests"]
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 OPEN = ["ovs-vsctl", "--timeout=10", "set-fail-mode", "ovsbr0", "standalone"]
 STRANGER = "cookie=0x77,table=0,priority=5,actions=NORMAL"
@@ -48,6 +50,7 @@ class Network:
         self.switch = FakeSwitch()
         self.addresses: dict[str, list[str]] = {}
         self.rules = ["-P POSTROUTING ACCEPT"]
+        self.dnsmasq = True
         self.write("proc/sys/net/ipv4/ip_forward", "0")
         self.write("run/openvswitch/db.sock", "")
         monkeypatch.setattr(_command, "run", self.run)
@@ -61,11 +64,13 @@ class Network:
         self.write(f"sys/class/net/{name}/flags", flags)
 
     def run(self, argv: list[str], **more: Any) -> _command.Result:
-        if argv[0] in PROGRAMS:
+        if argv[0] in PROGRAMS or argv[3:4] == ["-S"]:
             before = set(self.switch.bridges)
             result = self.switch.run(argv, **more)
             for name in set(self.switch.bridges) - before:
                 self.interface(name)
+                # The switch's module brings connection tracking with it.
+                self.write(TABLE, "262144")
             return result
         match argv:
             case ["ip", "-j", "-4", "address", "show"]:
@@ -80,6 +85,13 @@ class Network:
                 self.rules.append(" ".join(rule))
             case ["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"]:
                 self.write("proc/sys/net/ipv4/ip_forward", "1")
+            case ["sysctl", "-q", "-w", setting] if setting.startswith("net.netfilter."):
+                self.write(TABLE, setting.partition("=")[2])
+            case ["systemctl", "show", *_]:
+                active = "active" if self.dnsmasq else "inactive"
+                return _command.Result(0, f"ActiveState={active}\nUnitFileState=enabled\n", "")
+            case ["systemctl", "--no-block", "start", "dnsmasq.service"]:
+                self.dnsmasq = True
             case _:
                 raise AssertionError(f"unscripted command: {argv}")
         return _command.Result(0, "", "")
@@ -103,6 +115,7 @@ def test_builds_the_network_once(network: Network) -> None:
     outcome = drive()
     assert outcome.failure is None
     assert outcome.done == BUILT
+    assert int(_host.read(f"/{TABLE}") or 0) == _bridge.LEAST_ENTRIES == 524288
     assert network.rules[-1] == RULE
     assert network.switch.modes == {"ovsbr0": "secure"}
     assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE}
@@ -115,6 +128,8 @@ def test_builds_the_network_once(network: Network) -> None:
     [
         (lambda n: n.rules.remove(RULE), ["add_nat"]),
         (lambda n: n.write("proc/sys/net/ipv4/ip_forward", "0"), ["forward_ipv4"]),
+        (lambda n: n.switch.filter.pop(), ["admit_guests"]),
+        (lambda n: n.write(TABLE, "262144"), ["enlarge_table"]),
         (lambda n: n.addresses.clear(), ["address_interface"]),
         (lambda n: n.interface("ovsbr0", "0x1002"), ["address_interface"]),
         # An open bridge has a flow of its own, which forwards everything.
@@ -156,6 +171,23 @@ def test_a_switch_that_cannot_track_connections_is_refused(network: Network) -> 
     network.switch.features = "CT state: No\n"
     failure = drive().failure
     assert failure is not None and failure.code == "connection_tracking_missing"
+
+
+@pytest.mark.parametrize(
+    ("features", "meters", "code"),
+    [
+        ("CT state: No\nCT zone: No\n", METER_FEATURES, "connection_tracking_missing"),
+        (FEATURES, "max_meter:0 max_bands:0\ncapabilities:\n", "packet_limit_missing"),
+    ],
+)
+def test_a_new_bridge_whose_datapath_cannot_hold_a_guard_goes_again(
+    network: Network, features: str, meters: str, code: str
+) -> None:
+    network.switch.features, network.switch.meter_features = features, meters
+    failure = drive().failure
+    assert failure is not None and failure.code == code
+    assert failure.expected and failure.found and failure.remedy
+    assert network.switch.bridges == {} and network.rules == ["-P POSTROUTING ACCEPT"]
 
 
 def test_a_rule_for_another_subnet_is_not_ours(network: Network) -> None:
@@ -228,7 +260,7 @@ def boot(monkeypatch: pytest.MonkeyPatch, *events: Any) -> None:
             raise Ended
         left.pop(0)()
 
-    monkeypatch.setattr(_guards, "watch", lambda path: real(path, sleep=sleep))
+    monkeypatch.setattr(_guards, "watch", lambda *words: real(*words, sleep=sleep))
     with pytest.raises(Ended):
         _bridge.boot(SETTINGS)
     monkeypatch.setattr(_guards, "watch", real)
@@ -269,7 +301,7 @@ def test_the_watch_restores_what_is_lost_and_survives_a_switch_that_is_away(
     done, restored, silent, again = capsys.readouterr().out.splitlines()
     assert done.startswith("done: add_bridge,")
     assert restored == again == "restored: guard_bridge ovsbr0 flows"
-    assert silent.startswith("cannot compare the guards: ")
+    assert silent.startswith("cannot restore the network: ")
     assert "database connection failed" in silent
 
 
@@ -281,6 +313,28 @@ def test_the_watch_loads_the_firewall_again_within_five_rounds(
     boot(monkeypatch, network.switch.tables.clear, *[lambda: None] * 4)
     assert _firewall.installed()
     assert capsys.readouterr().out.endswith("\nrestored: load_firewall firewall of the guests\n")
+
+
+def test_the_watch_brings_back_the_way_out_within_five_rounds(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NAT flushed, forwarding off, the bridge's address gone, dnsmasq stopped: nobody looks."""
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+
+    def lose_all() -> None:
+        network.rules.clear()
+        network.addresses.clear()
+        network.write("proc/sys/net/ipv4/ip_forward", "0")
+        network.dnsmasq = False
+
+    boot(monkeypatch, lose_all, *[lambda: None] * 4)
+    assert (network.rules, network.dnsmasq) == ([RULE], True)
+    assert network.addresses == {"ovsbr0": ["10.100.0.1/24"]}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "restored: address_interface ovsbr0, forward_ipv4 net.ipv4.ip_forward, add_nat nat rule, "
+        "start dnsmasq.service"
+    ]
 
 
 def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(

@@ -6,6 +6,7 @@ What the rules pass and drop is shown with packets in test_isolation.py.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network._flows import
 
 from tests.conftest import Script
 from tests.unit.plugins.fake_switch import FakeSwitch
+
+ROOT = Path(__file__).parents[5]
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 OTHER = "0f8fad5b-d9cb-469f-a165-70867728950e"
@@ -59,12 +62,15 @@ def test_what_the_switch_prints_is_what_was_asked(switch: FakeSwitch) -> None:
 def test_flows_of_the_switch_itself_are_no_ones(script: Script) -> None:
     """As ovs-vswitchd 3.1 prints them."""
     printed = (
-        "NXST_FLOW reply (xid=0x4):\n"
-        " table=0, priority=0 actions=NORMAL\n"
-        " cookie=0x2, table=20, priority=100,arp,in_port=LOCAL actions=output:5\n"
-        " table=254, priority=2,recirc_id=0 actions=drop\n"
+        "OFPST_FLOW reply (OF1.3) (xid=0x2):\n"
+        " cookie=0x0, duration=3.1s, table=0, n_packets=7, n_bytes=98, priority=0 actions=NORMAL\n"
+        " cookie=0x2, duration=0.008s, table=20, n_packets=0, n_bytes=0, idle_age=4,"
+        " priority=100,arp,in_port=LOCAL actions=output:5\n"
+        " cookie=0x0, duration=9s, table=254, n_packets=0, n_bytes=0, priority=2,recirc_id=0"
+        " actions=drop\n"
     )
-    script.on("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", out=printed)
+    argv = ("ovs-ofctl", "--protocols=OpenFlow13", "--no-names", "dump-flows", "ovsbr0")
+    script.on(*argv, out=printed)
     assert _flows.every("ovsbr0") == {
         "0x0": {Flow(0, 0, frozenset(), "NORMAL")},
         "0x2": {Flow(20, 100, frozenset({"arp", "in_port=LOCAL"}), "output:5")},
@@ -88,7 +94,14 @@ def test_installing_replaces_in_one_transaction(
     monkeypatch.setattr(_command, "run", take)
     count = _flows.install(GUARD, 5, [])
     assert calls == [
-        ["ovs-ofctl", "--bundle", "add-flows", "ovsbr0", "-"],
+        [
+            "ovs-ofctl",
+            "--protocols=OpenFlow13",
+            "add-meter",
+            "ovsbr0",
+            "meter=5,pktps,stats,bands=type=drop,rate=200000",
+        ],
+        ["ovs-ofctl", "--protocols=OpenFlow13", "--bundle", "add-flows", "ovsbr0", "-"],
         ["ovs-appctl", "--timeout=10", "revalidator/purge"],
         ["ovs-appctl", "--timeout=10", "dpctl/ct-set-limits", "zone=5,limit=16384"],
     ]
@@ -110,6 +123,7 @@ def test_removing_leaves_the_flows_of_others(switch: FakeSwitch) -> None:
     _flows.install(other, 6, [])
     _flows.remove("ovsbr0", GUARD.cookie)
     assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE, other.cookie}
+    assert set(switch.meters) == {"6"}
 
 
 @pytest.mark.parametrize(
@@ -146,3 +160,12 @@ def test_the_ports_of_every_bridge(script: Script) -> None:
     text = json.dumps({"data": data, "headings": ["name", "ofport"]}) + "\n"
     script.on(*argv, "list", "Interface", out=text)
     assert _flows.ports() == {"gs23bd713b6073": 4, "ovsbr0": 0, "eno1": 0}
+
+
+def test_each_kind_of_refusal_fits_the_runs_contract() -> None:
+    """A name that does not makes every drift run of a host with a guest fail."""
+    kinds = {flow.kind for flow in _flows.rules(GUARD, 1, ["10.0.2.15"]) if flow.kind}
+    assert "ipv6" in kinds
+    schema = json.loads((ROOT / "contracts" / "runs" / "result.schema.json").read_text())
+    (pattern,) = re.findall(r'"propertyNames": \{"pattern": "(\S+)"\}', json.dumps(schema))
+    assert [kind for kind in kinds if not re.fullmatch(pattern, kind)] == []

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import re
-import shutil
 import socket
-import tempfile
 import threading
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
+    _bridge,
     _firewall,
     _flows,
     _guards,
+    _packet_limit,
+    _port_filter,
+    _refusals,
+    _start_hook,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,24 +42,17 @@ pytestmark = [
     pytest.mark.skipif(bool(rigs.missing()), reason=rigs.missing()),
 ]
 
-SETTLE_S = 0.1
+SETTLE_S = 0.05
+# Kinds of traffic that the filter before the switch refuses.
+FILTERED = ("vlan", "arp", "ipv6", "mac_spoofed", "protocol")
 NUMBERS = itertools.count()
 Rules = Callable[..., frozenset[_flows.Flow]]
 
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    # Paths of sockets are short.
-    folder = Path(tempfile.mkdtemp(prefix="rig"))
-    patch = pytest.MonkeyPatch()
-    try:
-        patch.setattr(_host, "ROOT", folder / "root")
-        rigs.commands_on(folder, f"rig{rigs.os.getpid()}-host", patch)
-        with rigs.machines(folder) as machines:
-            yield machines
-    finally:
-        patch.undo()
-        shutil.rmtree(folder)
+    with rigs.standing() as (machines, _patch):
+        yield machines
 
 
 class Places:
@@ -67,8 +68,13 @@ class Places:
         }
         self.sockets = {name: rigs.packet_socket(*place) for name, place in inside.items()}
         self.macs = {
-            place: rig.run(["cat", f"/sys/class/net/{interface}/address"]).stdout.strip()
-            for place, interface in ((A.place, "ovsbr0"), ("world", "up0"), ("mgmt", "mgmt0"))
+            place: rigs.hardware_address(rig.host, interface)
+            for place, interface in (
+                (A.place, "ovsbr0"),
+                (B.place, "ovsbr0"),
+                ("world", "up0"),
+                ("mgmt", "mgmt0"),
+            )
         }
         with rigs.inside(rig.host):
             self.service = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -90,20 +96,32 @@ class Places:
     ) -> dict[bytes, set[str]]:
         """Places by token, of all frames since the last call.
 
-        Waits until every expected frame was seen, and some time longer for the others.
+        Waits until every expected frame was seen, or nothing new for limit_s, and some time longer
+        for the others.
         """
         tokens: dict[bytes, set[str]] = {}
         deadline = time.monotonic() + limit_s
         while any(places - tokens.get(t, set()) for t, places in (expected or {}).items()):
-            self._take(tokens)
-            if time.monotonic() > deadline:
+            if self._take(tokens):
+                deadline = time.monotonic() + limit_s
+            elif time.monotonic() > deadline:
                 break
-            time.sleep(0.01)
+            time.sleep(0.005)
         time.sleep(SETTLE_S)
         self._take(tokens)
         return tokens
 
-    def _take(self, tokens: dict[bytes, set[str]]) -> None:
+    def arrived(self, name: str, token: bytes) -> int:
+        """Number of frames with the token that a place has received since the last call."""
+        number = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                number += token in self.sockets[name].recv(4096)
+        return number
+
+    def _take(self, tokens: dict[bytes, set[str]]) -> bool:
+        """Read what has arrived; whether anything has."""
+        before = sum(map(len, tokens.values()))
         for name, handle in (*self.sockets.items(), ("service", self.service)):
             while True:
                 try:
@@ -114,6 +132,7 @@ class Places:
                     continue
                 for token in re.findall(rb"<[0-9]{6}>", data):
                     tokens.setdefault(token, set()).add(name)
+        return sum(map(len, tokens.values())) > before
 
 
 def violations(rig: Rig, attacks: tuple[Attack, ...] = ATTACKS, limit_s: float = 10) -> list[str]:
@@ -133,8 +152,110 @@ def violations(rig: Rig, attacks: tuple[Attack, ...] = ATTACKS, limit_s: float =
     ]
 
 
+@pytest.mark.covers("P9")
 def test_every_frame_is_seen_only_where_it_should_be(rig: Rig) -> None:
     assert violations(rig) == []
+
+
+def refused(rig: Rig) -> Counter[str]:
+    """A's counters by kind, as the host reports them."""
+    rows = {row["allocation_id"]: row["refused"] for row in _refusals.rows(rigs.NETWORK)}
+    assert set(rows) == {A.guard.allocation_id, B.guard.allocation_id}
+    return Counter(rows[A.guard.allocation_id])
+
+
+def test_each_refused_frame_is_counted_by_its_kind(rig: Rig) -> None:
+    rig.guard(A)
+    before = refused(rig)
+    # Without the others, to whose answers the guest's own kernel replies.
+    refusable = tuple(attack for attack in ATTACKS if attack.kind)
+    assert violations(rig, refusable) == []
+    expected = Counter(attack.kind for attack in refusable)
+    # The switch in user space reads a frame before the filter, so both refuse it here.
+    expected += Counter({kind: expected[kind] for kind in FILTERED})
+    limit = time.monotonic() + 10
+    # The switch adds the packets of its datapath to the flows every half second.
+    while (counted := refused(rig) - before) != expected and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert counted == expected
+
+
+def filtered(guest: rigs.Guest = A) -> dict[str, int]:
+    """Frames of a guest that the filter before the switch refused, by kind."""
+    return _port_filter.installed()[guest.guard.port][1]
+
+
+@pytest.mark.covers("P9")
+def test_a_filter_before_the_switch_leaves_it_one_address_of_each_guest(rig: Rig) -> None:
+    """A bridge of the kernel takes frames where the switch's kernel part does, and learns."""
+    guest = rigs.Guest("rig-a", replace(A.guard, allocation_id=str(uuid.uuid4())))
+    port, place = guest.guard.port, rig.place("rig-a")
+    rig.run(["ip", "link", "add", "learns", "up", "type", "bridge"])
+    rig.run(["ip", "link", "add", port, "type", "veth", "peer", "name", "more", "netns", place])
+    rig.run(["ip", "link", "set", port, "up", "master", "learns"])
+    rig.run(["ip", "link", "set", "more", "up"], place=place)
+    mine = guest.guard.mac
+    # A bridge may look into packets, and drops those that are none.
+    body = frames.udp(guest.guard.ip, rigs.WORLD, 1, 5000, b"")
+    packet = frames.ipv4(guest.guard.ip, rigs.WORLD, 17, body)
+
+    def learnt() -> int:
+        shown = rig.run(["bridge", "-j", "fdb", "show", "dev", port, "dynamic"]).stdout
+        return sum("master" in row for row in json.loads(shown or "[]"))
+
+    def send() -> None:
+        with rigs.packet_socket(place, "more") as handle:
+            for number in range(300):
+                stranger = f"02:00:00:00:{number >> 8:02x}:{number & 255:02x}"
+                handle.send(frames.ether(stranger, frames.EVERYONE, 0x0800, packet))
+                handle.send(frames.ether(mine, frames.EVERYONE, 0x9000 + number, b""))
+                handle.send(frames.ether(mine, frames.EVERYONE, 0x0806, b"%d" % number))
+            handle.send(frames.ether(mine, frames.EVERYONE, 0x0800, packet))
+
+    try:
+        _port_filter.install(guest.guard)
+        limit = time.monotonic() + 10
+        while "state forwarding" not in rig.run(["bridge", "link", "show", "dev", port]).stdout:
+            assert time.monotonic() < limit
+        send()
+        assert learnt() == 1, "its own"
+        counted = filtered(guest)
+        assert (counted["mac_spoofed"], counted["protocol"]) == (300, 300)
+        assert counted["arp"] + counted["packet_rate"] == 300
+        assert counted["packet_rate"] > 0
+        _port_filter.remove(port)
+        send()
+        assert learnt() > 250, "what the switch would keep without it"
+        _port_filter.install(guest.guard)
+    finally:
+        for link in (port, "learns"):
+            rig.run(["ip", "link", "delete", link])
+    assert rig.restore() == [f"remove_filter {port}"]
+
+
+def test_a_flood_is_cut_to_the_limit_and_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate, sent = 100, 500
+    monkeypatch.setitem(rigs.NETWORK, "packets_per_second", rate)
+    assert rig.restore() == [f"guard_port {A.guard.port}", f"guard_port {B.guard.port}"]
+    try:
+        assert _packet_limit.installed("ovsbr0")[rig.number(A)] == rate
+        with Places(rig) as places:
+            frame = frames.datagram(rigs.WORLD)(places.macs[A.place], b"<000000>")
+            begin, passed = time.monotonic(), 0
+            for number in range(sent):
+                places.sockets[A.place].send(frame)
+                # The switch in user space loses frames that come faster than it reads.
+                time.sleep(0.02 if number % 50 == 0 else 0)
+            limit = time.monotonic() + 3
+            while passed + refused(rig)[_refusals.RATE] < sent and time.monotonic() < limit:
+                passed += places.arrived("world", b"<000000>")
+            lasted = time.monotonic() - begin
+        assert 0 < passed <= rate * (1 + lasted)
+        assert refused(rig)[_refusals.RATE] > 0
+    finally:
+        monkeypatch.undo()
+        rig.restore()
+    assert _packet_limit.installed("ovsbr0")[rig.number(A)] == 200_000
 
 
 def test_the_host_reaches_the_guest_and_only_answers_come_back(rig: Rig) -> None:
@@ -175,18 +296,18 @@ def test_rules_are_replaced_under_an_open_connection(rig: Rig) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     with client:
-        for number in range(20):
+        for number in range(8):
             client.sendall(b"%04d" % number)
-            rig.admit(A)
+            rig.guard(A)
     reader.join(5)
     server.close()
-    assert b"".join(received) == b"".join(b"%04d" % number for number in range(20))
+    assert b"".join(received) == b"".join(b"%04d" % number for number in range(8))
 
 
 def test_a_guest_without_its_guard_is_cut_off(rig: Rig) -> None:
     client, server = connection(rig, "world", rigs.WORLD, 7001)
     with client, server:
-        server.settimeout(1)
+        server.settimeout(0.3)
         _flows.remove("ovsbr0", A.guard.cookie)
         try:
             client.sendall(b"still there?")
@@ -195,6 +316,7 @@ def test_a_guest_without_its_guard_is_cut_off(rig: Rig) -> None:
         finally:
             restored = rig.restore()
         assert restored == [f"guard_port {A.guard.port}"]
+        server.settimeout(5)
         assert server.recv(100) == b"still there?", "the guest sends it again"
 
 
@@ -212,6 +334,20 @@ def test_an_address_that_comes_later_is_refused_too(rig: Rig) -> None:
         rig.restore()
 
 
+def test_a_host_that_lost_the_way_out_gets_it_back(rig: Rig) -> None:
+    rig.run(["iptables", "-t", "nat", "-F"])
+    rig.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    rig.run(["ip", "address", "flush", "dev", "ovsbr0"])
+    rig.read_kernel()
+    done = [text.split()[0] for text in _bridge.restore_live(rigs.NETWORK)]
+    # The guards name the host's addresses, so they follow the bridge's.
+    assert [name for name in done if name != "guard_port"] == [
+        "address_interface", "forward_ipv4", "add_nat",
+    ]  # fmt: skip
+    rig.restore()
+    assert violations(rig) == []
+
+
 def test_random_hardware_addresses_reach_nobody(rig: Rig) -> None:
     flood = tuple(
         Attack(
@@ -219,8 +355,12 @@ def test_random_hardware_addresses_reach_nobody(rig: Rig) -> None:
         )
         for n in range(2000)
     )
+    before = filtered()
     assert violations(rig, flood) == []
-    assert violations(rig) == []
+    assert filtered()["mac_spoofed"] - before["mac_spoofed"] == len(flood)
+    before = filtered()
+    assert violations(rig, tuple(attack for attack in ATTACKS if attack.seen)) == []
+    assert filtered() == before, "nothing that is allowed is filtered"
 
 
 # Connections of a guest are counted in its own zone of the switch.
@@ -228,7 +368,7 @@ def test_a_guest_cannot_fill_the_connection_table(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_flows, "CONNECTIONS", 50)
-    rig.admit(A)
+    rig.guard(A)
     try:
         flood = tuple(
             Attack("connect", frames.datagram(rigs.WORLD, sport=10000 + n)) for n in range(200)
@@ -239,16 +379,43 @@ def test_a_guest_cannot_fill_the_connection_table(
         assert 0 < passed <= 50
     finally:
         monkeypatch.undo()
-        _flows.forget_connections(_flows.port_number(A.guard.port) or 0)
-        rig.admit(A)
+        _flows.forget_connections(rig.number(A))
+        rig.guard(A)
+
+
+def client_frame(data: bytes, source: str = "0.0.0.0") -> bytes:
+    """A DHCP message from A's MAC."""
+    body = frames.udp(source, "255.255.255.255", 68, 67, data)
+    packet = frames.ipv4(source, "255.255.255.255", 17, body)
+    return frames.ether(A.guard.mac, frames.EVERYONE, 0x0800, packet)
+
+
+@pytest.mark.covers("I17")
+def test_what_a_slice_had_in_the_switch_goes_with_its_guard(rig: Rig) -> None:
+    def connections(guest: rigs.Guest) -> str:
+        return rig.ask_switch("dpctl/dump-conntrack", f"zone={rig.number(guest)}")
+
+    opened = (
+        Attack("A", frames.datagram(rigs.WORLD, sport=23456), frozenset({"host", "world"})),
+        Attack("B", frames.Sender(B).datagram(rigs.WORLD, sport=23456),
+               frozenset({"host", "world"}), place=B.place),
+    )  # fmt: skip
+    assert violations(rig, opened) == []
+    assert "sport=23456" in connections(A) and "sport=23456" in connections(B)
+    _flows.remove("ovsbr0", A.guard.cookie)
+    try:
+        assert connections(A) == ""
+        assert set(_packet_limit.installed("ovsbr0")) == {rig.number(B)}
+        assert A.guard.cookie not in _flows.every("ovsbr0")
+        assert "sport=23456" in connections(B), "the neighbour keeps its connections"
+    finally:
+        rig.restore()
 
 
 def client_message(rig: Rig, data: bytes, *, source: str = "0.0.0.0") -> None:
     """Send a DHCP message from A's port, from A's MAC."""
-    body = frames.udp(source, "255.255.255.255", 68, 67, data)
-    packet = frames.ipv4(source, "255.255.255.255", 17, body)
     with rigs.packet_socket(rig.place(A.place), "eth0") as handle:
-        handle.send(frames.ether(A.guard.mac, frames.EVERYONE, 0x0800, packet))
+        handle.send(client_frame(data, source))
 
 
 def lease(rig: Rig, guest: rigs.Guest) -> str:
@@ -260,9 +427,12 @@ def lease(rig: Rig, guest: rigs.Guest) -> str:
             )
             body = frames.udp("0.0.0.0", "255.255.255.255", 68, 67, data)
             packet = frames.ipv4("0.0.0.0", "255.255.255.255", 17, body)
-            handle.send(frames.ether(guest.guard.mac, frames.EVERYONE, 0x0800, packet))
-            answer = _dhcp_answer(handle)
-            if not answer:
+            # As clients do: a datagram that met a full buffer is sent again.
+            for _try in range(3):
+                handle.send(frames.ether(guest.guard.mac, frames.EVERYONE, 0x0800, packet))
+                if answer := _dhcp_answer(handle):
+                    break
+            else:
                 return ""
     return answer
 
@@ -280,6 +450,7 @@ def _dhcp_answer(handle: socket.socket) -> str:
     return ""
 
 
+@pytest.mark.covers("P9", "P10")
 def test_a_guest_cannot_speak_dhcp_for_its_neighbour(rig: Rig) -> None:
     assert lease(rig, B) == B.guard.ip
     assert lease(rig, A) == A.guard.ip, "its own address it gets"
@@ -306,25 +477,148 @@ def test_a_guest_cannot_speak_dhcp_for_its_neighbour(rig: Rig) -> None:
     assert int(re.findall(r"packets ([0-9]+)", counted)[0]) >= 8
 
 
+@pytest.mark.covers("P10")
+def test_an_address_that_the_last_tenant_declined_is_leased_to_the_next(rig: Rig) -> None:
+    """dnsmasq keeps a declined address back for ten minutes, and a slot keeps its address."""
+    assert rig.dhcp is not None
+    _host.write(_dnsmasq.PID_FILE, str(rig.dhcp.pid))
+    _host.write(f"/proc/{rig.dhcp.pid}/comm", "dnsmasq")
+    log = rig.folder / "dnsmasq.out"
+    assert lease(rig, A) == A.guard.ip
+    end = time.monotonic() + 10
+    while "disabling DHCP static address" not in log.read_text():
+        assert time.monotonic() < end
+        client_message(rig, frames.dhcp(4, A.guard.mac, b"", requested=A.guard.ip,
+                                        server=rigs.GATEWAY))  # fmt: skip
+        time.sleep(SETTLE_S)
+    _dnsmasq.remove(A.guard.allocation_id)
+    following = str(uuid.uuid4())
+    try:
+        _dnsmasq.write(_dnsmasq.Reservation(following, A.guard.mac, A.guard.ip))
+        assert lease(rig, A) == A.guard.ip
+    finally:
+        _dnsmasq.remove(following)
+        _dnsmasq.write(_dnsmasq.Reservation(A.guard.allocation_id, A.guard.mac, A.guard.ip))
+
+
+@pytest.mark.covers("P10")
+def test_a_guest_that_asks_for_every_address_starves_nobody(rig: Rig) -> None:
+    """With hardware addresses that are not its own, and with many clients behind its own."""
+    with rigs.packet_socket(rig.place(A.place), "eth0") as handle:
+        for number in range(1, 255):
+            client, wish = bytes([0, number]), {"requested": f"10.100.0.{number}"}
+            wish["server"] = rigs.GATEWAY
+            for mac in (f"02:00:00:00:00:{number:02x}", A.guard.mac):
+                handle.send(client_frame(frames.dhcp(1, mac, b"", client_id=client)))
+                handle.send(client_frame(frames.dhcp(3, mac, b"", client_id=client, **wish)))
+    assert (lease(rig, B), lease(rig, A)) == (B.guard.ip, A.guard.ip)
+    leased = {tuple(row.split()[1:3]) for row in rig.leases.read_text().splitlines()}
+    assert leased <= {(guest.guard.mac, guest.guard.ip) for guest in (A, B)}
+
+
+@pytest.mark.covers("P5", "P9")
+def test_a_guest_that_asks_for_a_broadcast_gets_its_answer_alone(rig: Rig) -> None:
+    """Its client has no address yet, and an ordinary socket: only a broadcast reaches it."""
+    place = rig.place(A.place)
+    rig.run(["ip", "address", "flush", "dev", "eth0"], place=place)
+    try:
+        with rigs.inside(place):
+            client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"eth0")
+            client.bind(("", 68))
+        neighbour = rigs.packet_socket(rig.place(B.place), "eth0")
+        with client, neighbour:
+            client.settimeout(5)
+            for kind, requested in ((1, ""), (3, A.guard.ip)):
+                message = frames.dhcp(kind, A.guard.mac, b"", requested=requested, flags=0x8000)
+                client.sendto(message, ("255.255.255.255", 67))
+                answer, sender = client.recvfrom(2048)
+                assert sender == (rigs.GATEWAY, 67)
+                assert socket.inet_ntoa(answer[16:20]) == A.guard.ip
+            time.sleep(SETTLE_S)
+            with pytest.raises(BlockingIOError):
+                neighbour.recv(4096)
+    finally:
+        rig.run(["ip", "address", "add", f"{A.guard.ip}/24", "dev", "eth0"], place=place)
+        rig.run(["ip", "route", "add", "default", "via", rigs.GATEWAY], place=place)
+
+
+def question(name: str, kind: int = 1, group: int = 1) -> bytes:
+    """A DNS query."""
+    labels = b"".join(bytes([len(p)]) + p for p in name.encode().split(b"."))
+    head = b"\x12\x34\x01\x00\x00\x01" + bytes(6) + labels + b"\0"
+    return head + kind.to_bytes(2, "big") + group.to_bytes(2, "big")
+
+
+def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
+    """Names whose server never answers wait for ten seconds, and connections for minutes."""
+    rig.stop_dhcp()
+    rig.start_dhcp(f"--server={rigs.WORLD}#5353")
+    sockets = [rigs.inside(rig.place(name)) for name in ("world", A.place, B.place)]
+    server, flooding, neighbour = (_udp(place) for place in sockets)
+    connections: list[socket.socket] = []
+    try:
+        server.bind((rigs.WORLD, 5353))
+        server.settimeout(5)
+        # An answer from a cache would tell a guest which names its neighbour asks for.
+        for guest in (neighbour, flooding):
+            guest.sendto(question("secret.example.org"), (rigs.GATEWAY, 53))
+            asked_for, client = server.recvfrom(2048)
+            assert b"\x06secret" in asked_for
+            record = b"\xc0\x0c\0\x01\0\x01\0\0\x0e\x10\0\x04" + socket.inet_aton(rigs.WORLD)
+            reply = (
+                asked_for[:2]
+                + b"\x81\x80\0\x01\0\x01\0\0\0\0"
+                + question("secret.example.org")[12:]
+            )
+            server.sendto(reply + record, client)
+            guest.settimeout(5)
+            assert guest.recv(2048).endswith(record)
+        for number in range(600):
+            flooding.sendto(question(f"n{number}.example.org"), (rigs.GATEWAY, 53))
+            # The switch in user space loses frames that come faster than it reads.
+            time.sleep(0.01 if number % 50 == 0 else 0)
+        for _ in range(25):
+            with rigs.inside(rig.place(A.place)):
+                connections.append(socket.socket())
+            connections[-1].setblocking(False)
+            connections[-1].connect_ex((rigs.GATEWAY, 53))
+        neighbour.sendto(question("mine.example.org"), (rigs.GATEWAY, 53))
+        while b"\x04mine" not in server.recv(2048):
+            pass
+        with rigs.inside(rig.place(B.place)):
+            asked = socket.create_connection((rigs.GATEWAY, 53), timeout=3)
+        with asked:
+            text = question("gpuaas-parity.invalid")
+            asked.sendall(len(text).to_bytes(2, "big") + text)
+            assert asked.recv(2048)[2:4] == text[:2]
+        counted = rig.run(["nft", "list", "counter", "inet", "gpuaas_slice", "dns_refused"]).stdout
+        assert int(re.findall(r"packets ([0-9]+)", counted)[0]) > 300
+    finally:
+        for handle in (server, flooding, neighbour, *connections):
+            handle.close()
+        rig.stop_dhcp()
+        rig.start_dhcp()
+        _flows.forget_connections(rig.number(A))
+
+
+def _udp(place: contextlib.AbstractContextManager[None]) -> socket.socket:
+    with place:
+        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+
 def test_names_of_neighbours_and_of_the_host_are_not_served(rig: Rig) -> None:
-    with rigs.inside(rig.place(A.place)):
-        handle = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    with handle:
+    # B asks: the flood above may have used up A's queries of this second.
+    with _udp(rigs.inside(rig.place(B.place))) as handle:
         handle.settimeout(2)
         for name, kind, group in (
-            (f"{'.'.join(reversed(B.guard.ip.split('.')))}.in-addr.arpa", 12, 1),
+            (f"{'.'.join(reversed(A.guard.ip.split('.')))}.in-addr.arpa", 12, 1),
             ("version.bind", 16, 3),
             ("localhost.localdomain", 1, 1),
         ):
-            labels = b"".join(bytes([len(p)]) + p for p in name.encode().split(b"."))
-            question = b"\x12\x34\x01\x00\x00\x01" + bytes(6) + labels + b"\0"
-            handle.sendto(
-                question + kind.to_bytes(2, "big") + group.to_bytes(2, "big"), (rigs.GATEWAY, 53)
-            )
-            try:
-                answer = handle.recv(2048)
-            except TimeoutError:
-                continue  # forwarded to a server that is not there
+            handle.sendto(question(name, kind, group), (rigs.GATEWAY, 53))
+            answer = handle.recv(2048)
             assert int.from_bytes(answer[6:8], "big") == 0, f"{name} was answered"
 
 
@@ -343,18 +637,30 @@ def test_parity_names_every_difference(rig: Rig) -> None:
         "base": (["ovs-ofctl", "del-flows", "ovsbr0", "table=11"], "guard_bridge"),
         "foreign rule": (["ovs-ofctl", "add-flow", "ovsbr0", "cookie=0x77,actions=LOCAL"],
                             "remove_flows"),
+        "limit": (["ovs-ofctl", "-OOpenFlow13", "mod-meter", "ovsbr0",
+                   f"meter={rig.number(A)},pktps,stats,bands=type=drop,rate=999999"],
+                  "guard_port"),
         "firewall": (["nft", "flush", "chain", "inet", "gpuaas_slice", "guest_to_world"],
                      "load_firewall"),
         "firewall gone": (["nft", "delete", "table", "inet", "gpuaas_slice"], "load_firewall"),
+        "filter gone": (["nft", "delete", "table", "netdev", f"gpuaas_{A.guard.port}"],
+                        "guard_port"),
+        "filter open": (["nft", "insert", "rule", "netdev", f"gpuaas_{A.guard.port}",
+                         "from_guest", "accept"], "guard_port"),
+        "foreign filter": (["nft", "add", "table", "netdev", "gpuaas_gsffffffffffff"],
+                           "remove_filter"),
     }  # fmt: skip
     for name, (command, step) in changes.items():
         words = list(command)
         if words[0] == "ovs-vsctl":
             words.insert(1, f"--db=unix:{rig.folder}/db.sock")
         rig.run(words)
-        done = rig.restore()
-        assert [each.split()[0] for each in done][:1] == [step], name
-        assert rig.restore() == [], name
+        done = [each.split()[0] for each in rig.restore()]
+        # Nothing else, so what an earlier round had left would show here. These two take the
+        # flows of the ports with them.
+        more = done[1:] if name in ("fail mode", "base") else []
+        assert done == [step, *more], (name, done)
+    assert rig.restore() == []
     assert violations(rig) == []
 
 
@@ -402,18 +708,35 @@ MUTANTS: dict[str, Rules] = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_of_the_guard_is_seen(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    real = _flows.rules
-    monkeypatch.setattr(_flows, "rules", lambda *words: MUTANTS[name](real(*words)))
+@pytest.mark.covers("P9")
+def test_every_mutant_of_the_guard_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, mutants, unnoticed = _flows.rules, list(MUTANTS), []
+    monkeypatch.setattr(_flows, "rules", lambda *words: MUTANTS[mutants[-1]](real(*words)))
     try:
-        rig.admit(A)
-        assert violations(rig, limit_s=0.5), f"not noticed: {name}"
+        while mutants:
+            rig.guard(A)
+            if not violations(rig, limit_s=0.1):
+                unnoticed.append(mutants[-1])
+            mutants.pop()
     finally:
         monkeypatch.undo()
-        rig.admit(A)
+        rig.guard(A)
+    assert unnoticed == []
+
+
+def test_a_mutant_that_keeps_the_host_from_its_guest_is_seen(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readiness and the gateway need this way, and the table of attacks does not go it."""
+    real, mutant = _flows.rules, _drop(lambda f: (f.table, f.priority) == (_flows.TO_GUEST, 90))
+    monkeypatch.setattr(_flows, "rules", lambda *words: mutant(real(*words)))
+    try:
+        rig.guard(A)
+        with pytest.raises(TimeoutError), rigs.inside(rig.host):
+            socket.create_connection((A.guard.ip, 22), timeout=0.3)
+    finally:
+        monkeypatch.undo()
+        rig.guard(A)
 
 
 def test_without_the_firewall_outsiders_reach_guests(rig: Rig) -> None:
@@ -426,6 +749,7 @@ def test_without_the_firewall_outsiders_reach_guests(rig: Rig) -> None:
     assert violations(rig) == []
 
 
+@pytest.mark.covers("P9")
 def test_nothing_passes_during_and_after_a_crash_of_the_switch(rig: Rig) -> None:
     silent = tuple(Attack(each.name, each.build, place=each.place) for each in ATTACKS)
     rig.kill_switch()
@@ -437,6 +761,67 @@ def test_nothing_passes_during_and_after_a_crash_of_the_switch(rig: Rig) -> None
     assert {text.split()[0] for text in restored} == {"guard_bridge", "guard_port"}
     rig.establish()
     assert violations(rig) == []
+
+
+DOMAIN = f"gpuaas-slice-{A.guard.allocation_id.replace('-', '')}"
+INTERFACE = (
+    f"<interface type='bridge'><mac address='{A.guard.mac}'/><source bridge='ovsbr0'/>"
+    f"<virtualport type='openvswitch'/><target dev='{A.guard.port}'/></interface>"
+)
+
+
+def defined(*interfaces: str) -> str:
+    return f"<domain type='kvm'><devices>{''.join(interfaces)}</devices></domain>"
+
+
+def test_a_domain_starts_with_its_guard_in_force(rig: Rig) -> None:
+    """As after a power loss: the switch has the bridge and nothing else."""
+    rig.kill_switch()
+    rig.start_switch()
+    rig.run(["ovs-vsctl", f"--db=unix:{rig.folder}/db.sock", "set-fail-mode", "ovsbr0",
+             "standalone"])  # fmt: skip
+    rig.run(["nft", "delete", "table", "inet", "gpuaas_slice"])
+    # Kernels before 6.16 delete the chain together with its tap.
+    rig.run(["nft", "delete", "chain", "netdev", f"gpuaas_{A.guard.port}", "from_guest"])
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 0
+    assert "hook ingress" in _port_filter.installed()[A.guard.port][0]
+    assert rig.restore() == []
+    rig.establish()
+    assert violations(rig) == []
+
+
+def test_a_domain_does_not_start_without_its_guard(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_start_hook, "_DEADLINE_S", 0.3)
+
+    def refusal(*interfaces: str, domain: str = DOMAIN) -> str:
+        assert _start_hook.start(domain, defined(*interfaces)) == 1
+        return capsys.readouterr().err
+
+    for interfaces in (
+        (),
+        (INTERFACE, INTERFACE),
+        (INTERFACE.replace(A.guard.mac, B.guard.mac),),
+        (INTERFACE.replace("ovsbr0", "virbr0"),),
+        (INTERFACE.replace(A.guard.port, B.guard.port),),
+    ):
+        assert "domain_differs" in refusal(*interfaces)
+    assert "guard_missing" in refusal(INTERFACE, domain=DOMAIN.replace("23bd", "23be"))
+    assert "guard_missing" in refusal(INTERFACE, domain=f"{DOMAIN}-copy")
+    kept = _host.path(_object_names.guard_path(A.guard.allocation_id))
+    text = kept.read_text()
+    kept.write_text(text.replace(A.guard.ip, "10.100.0.1"))
+    assert "guard_missing" in refusal(INTERFACE)
+    kept.write_text(text)
+    # The guard does not come into force.
+    monkeypatch.setattr(_guards, "apply", lambda *_words: None)
+    _flows.remove("ovsbr0", A.guard.cookie)
+    assert "guard_not_in_force" in refusal(INTERFACE)
+    monkeypatch.setattr(_flows, "port_number", lambda _port: None)
+    assert "port_missing" in refusal(INTERFACE)
+    monkeypatch.undo()
+    rig.restore()
 
 
 def test_a_port_without_a_guard_carries_nothing(rig: Rig) -> None:
@@ -454,7 +839,8 @@ def test_a_port_without_a_guard_carries_nothing(rig: Rig) -> None:
         rig.admit(B)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.covers("P9")
+@settings(max_examples=150)
 @given(
     source=st.sampled_from([A.guard.mac, B.guard.mac, "02:00:00:00:00:01"]),
     target=st.sampled_from(["gateway", B.guard.mac, frames.EVERYONE, "01:00:5e:00:00:fb"]),
@@ -471,7 +857,7 @@ def test_any_frame_of_a_guest_goes_to_the_host_or_nowhere(
     ports: tuple[int, int],
 ) -> None:  # fmt: skip
     """The switch's own tracer says where a frame goes."""
-    number = _flows.port_number(A.guard.port)
+    number = rig.number(A)
     gateway = "02:00:00:00:00:fe" if target == "gateway" else target
     fields = [f"in_port={number}", f"dl_src={source}", f"dl_dst={gateway}", protocol]
     if protocol == "arp":
@@ -480,8 +866,7 @@ def test_any_frame_of_a_guest_goes_to_the_host_or_nowhere(
         fields += [f"nw_src={sender}", f"nw_dst={destination}"]
     if protocol in ("tcp", "udp"):
         fields += [f"{protocol}_src={ports[0]}", f"{protocol}_dst={ports[1]}"]
-    argv = ["ovs-appctl", "ofproto/trace", "--names", "ovsbr0", ",".join(fields)]
-    shown = rig.run(argv).stdout
+    shown = rig.ask_switch("ofproto/trace", "--names", "ovsbr0", ",".join(fields))
     acts = re.findall(r"Datapath actions: (.*)", shown)
     assert acts
     for text in acts:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
     _boot_service,
     _boot_units,
     _change,
@@ -19,6 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _guards,
     _ovs_nat,
+    _start_hook,
 )
 
 from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
@@ -30,6 +32,7 @@ PARAMS = {
 }  # fmt: skip
 OLD = "gpuaas-slice-host-net-baseline"
 PLAN = _bridge.plan
+UNIT = "gpuaas-slice-network-baseline.service"
 
 
 class Systemd:
@@ -63,8 +66,13 @@ class Systemd:
             self.enabled.add(argv[-1])
         if argv[:2] == ["systemctl", "restart"]:
             self.clock += 10
+        if argv == ["systemctl", "try-restart", "libvirtd.service"]:
+            _host.write("/run/libvirtd.pid", "7")
         if argv[:2] == ["systemctl", "restart"] or "--now" in argv:
             self.active[argv[-1]] = self.clock
+        if argv == ["systemctl", "restart", UNIT]:
+            # As its ExecStartPost does, without waiting.
+            self.active.pop(_ovs_nat.DHCP, None)
         return _command.Result(0, "", "")
 
     def _shown(self, name: str) -> str:
@@ -111,6 +119,27 @@ def test_installs_everything_once(systemd: Systemd) -> None:
     assert drive().plan.steps == ()
 
 
+def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
+    systemd: Systemd, tree: Path
+) -> None:
+    daemon = tree / "run/libvirtd.pid"
+    _host.write("/run/libvirtd.pid", "7")
+    os.utime(daemon, (1, 1))
+    outcome = drive()
+    assert outcome.failure is None and "restart_libvirt" in outcome.done
+    assert outcome.done.index("install_service") < outcome.done.index("restart_libvirt")
+    assert drive().plan.steps == ()
+    # It is compared like the rest of the service, and goes with it.
+    hook = tree / _boot_files.HOOK[1:]
+    assert hook.stat().st_mode & 0o777 == 0o755
+    hook.write_text("#!/bin/sh\n")
+    assert _boot_files.HOOK in drive().plan.steps[0].before["differing"]
+    hook.unlink()
+    assert _start_hook.unnoticed()
+    drive()
+    assert os.access(hook, os.X_OK)
+
+
 def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:
     systemd.accepts = False
     outcome = drive()
@@ -147,6 +176,8 @@ def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> N
     texts = dict(_boot_service.sources("network._bridge"))
     # The unit itself, which is data here: what `unit` above is.
     assert unit.order == _boot_units.NETWORK.order and texts.pop("core._boot_units")
+    # The watch starts it again, without waiting.
+    assert '["systemctl", "--no-block", "start", DHCP]' in texts.pop("network._bridge")
     assert all("dnsmasq.service" not in text for text in texts.values())
 
 
@@ -170,6 +201,13 @@ def test_dnsmasq_older_than_its_files_is_restarted(systemd: Systemd) -> None:
     systemd.clock += 100
     _host.write("/etc/dnsmasq.d/site.conf", "\n")
     assert drive().done == ["restart_dnsmasq"]
+
+
+def test_a_start_of_the_boot_service_waits_for_dnsmasq_which_it_restarts(systemd: Systemd) -> None:
+    drive()
+    del systemd.active[UNIT]
+    outcome = drive()
+    assert (outcome.failure, outcome.done) == (None, ["start_service", "restart_dnsmasq"])
 
 
 def test_open_vswitch_runs_before_its_bridge_is_made(systemd: Systemd) -> None:

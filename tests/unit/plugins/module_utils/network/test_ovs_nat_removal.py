@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
+    _host_filter,
     _ovs_nat,
     _ovs_nat_removal,
 )
@@ -65,9 +66,9 @@ class Host:
         if argv[:2] == ["systemctl", "show"]:
             shown = [self._shown(name) for name in argv[argv.index("--") + 1 :]]
             return _command.Result(0, "\n".join(shown), "")
-        if argv[0] == "iptables" and argv[5] == "-S":
+        if argv[0] == "iptables" and argv[5:6] == ["-S"]:
             return _command.Result(0, "\n".join(self.rules), "")
-        if argv[0] in PROGRAMS:
+        if argv[0] in PROGRAMS or argv[3:4] == ["-S"]:
             return self._switched(argv, **more)
         self.calls.append(argv)
         self._act(argv)
@@ -144,14 +145,15 @@ def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert establish().failure is None
     assert (host.active >= {SWITCH, DHCP}, RULE in host.rules) == (True, True)
     assert list(host.switch.tables) == ["inet gpuaas_slice"]
+    assert host.switch.filter == _host_filter.rules("ovsbr0")
     forecast = remove(check=True)
     host.rules.append(RULE)  # a script of the site has added it once more
     outcome = remove()
     assert outcome.failure is None
     assert [step.name for step in forecast.plan.steps] == outcome.done == [
         "remove_service", "remove_file", "remove_file", "remove_folder", "remove_nat",
-        "remove_bridge", "remove_firewall", "stop_forwarding", "stop_service", "stop_service",
-        "forget_before",
+        "remove_bridge", "remove_admission", "remove_firewall", "stop_forwarding", "stop_service",
+        "stop_service", "forget_before",
     ]  # fmt: skip
     assert (host.bridges, host.rules) == ({}, ["-P POSTROUTING ACCEPT"])
     assert host.switch == FakeSwitch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,15 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _function_guards,
+    _ipoib_address,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
+    _guards,
+    _host_filter,
     _ovs_nat,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
@@ -27,12 +33,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _guest_probe,
 )
 
+from tests.unit.plugins.fake_switch import FakeSwitch
 from tests.unit.plugins.module_utils import netplan
 from tests.unit.plugins.module_utils.conftest import UNITS
 
 pytestmark = pytest.mark.covers("HOST-10")
 
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+FILTER = ("iptables", "--wait", "10", "-S")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 NETWORK: dict[str, Any] = {
     "bridge": "ovsbr0",
@@ -41,11 +49,13 @@ NETWORK: dict[str, Any] = {
     "tmfifo": False,
     "allowed_networks": [],
     "denied_networks": [],
+    "packets_per_second": 200_000,
     "egress_probe": "10.0.2.2",
 }
 UP = "loaded/active/enabled/success"
 FABRIC_SETTINGS: dict[str, Any] = {
     "count": 1,
+    "idle_vlan": 3000,
     "link": "ethernet",
     "macs": {},
     "pf_ids": ["8086:10c9"],
@@ -89,8 +99,8 @@ def test_the_baseline_service(
         ),
         (
             "[]",
-            "has another address, allowed_networks, bridge, denied_networks, egress_probe, subnet, "
-            "tmfifo than the profile",
+            "has another address, allowed_networks, bridge, denied_networks, egress_probe, "
+            "packets_per_second, subnet, tmfifo than the profile",
         ),
         ("not json", "is missing or unreadable"),
     ],
@@ -166,6 +176,55 @@ def test_functions_have_the_identities_that_slice_mode_gives(
     fabric = {**parity.profile["fabric"], "link": link}
     result = _checks_network.fabric_vfs(parity.facts(fabric=fabric))
     assert (result.status == "FAIL", problem in result.detail) == (bool(problem), True), result
+
+
+IDLE = {"vlan_list": [{"vlan": 3000}], "spoofchk": True, "trust": False}
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    ("shown", "fabric", "problem"),
+    [
+        (IDLE, {}, ""),
+        (IDLE | {"spoofchk": False}, {}, "found VLAN 3000, spoof check off, trust off"),
+        (IDLE | {"trust": True}, {}, "found VLAN 3000, spoof check on, trust on"),
+        (IDLE | {"vlan_list": [{"vlan": 3001}]}, {}, "found VLAN 3001"),
+        (IDLE | {"vlan_list": [{}]}, {}, "found VLAN 0"),
+        ({"vlan_list": [{"vlan": 3000}]}, {}, "spoof check not reported, trust not reported"),
+        (IDLE, {"vlans": []}, "the profile names no fabric.vlans"),
+        (IDLE, {"isolation": "partition"}, "partition does not isolate a fabric of this link"),
+        (IDLE | {"vlan_list": [{}]}, {"isolation": "single_tenant", "vlans": []}, ""),
+        (IDLE | {"trust": True}, {"isolation": "single_tenant", "vlans": []}, "trust on"),
+    ],
+)
+def test_functions_are_kept_apart_as_the_profile_says(
+    parity: Any, machine: Any, shown: dict[str, Any], fabric: dict[str, Any], problem: str
+) -> None:
+    """On answers of iproute2 as igb and mlx5 give them; not run on hardware."""
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
+    machine.pci("0000:25:10.0", "8086:10ca")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    parity.identified({"address": parity.mac, **shown})
+    facts = parity.facts(fabric={**parity.profile["fabric"], **fabric})
+    result = _checks_network.fabric_isolation(facts)
+    assert (result.status == "FAIL", problem in result.detail) == (bool(problem), True), result
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_kept_guard_is_of_the_profiles_vlans(parity: Any, machine: Any) -> None:
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
+    machine.pci("0000:25:10.0", "8086:10ca")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    for vlan, status in ((3001, "PASS"), (3099, "PASS"), (3100, "FAIL"), (3000, "FAIL")):
+        _function_guards.save(ALLOCATION, {"0000:25:10.0": vlan})
+        parity.identified({"address": parity.mac, **IDLE, "vlan_list": [{"vlan": vlan}]})
+        assert _checks_network.fabric_isolation(parity.facts()).status == status
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_fabric_without_functions_isolates_nobody(parity: Any) -> None:
+    assert _checks_network.fabric_isolation(parity.facts()).status == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -409,6 +468,21 @@ def test_a_linux_bridge_of_the_right_name_is_not_enough(
     assert result.detail == "ovsbr0 is no bridge of Open vSwitch"
 
 
+def test_a_switch_that_cannot_hold_a_guard_is_named(
+    parity: Any, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = FakeSwitch(features="CT state: No\n", meter_features="max_meter:0\n")
+    switch.add_bridge()
+    monkeypatch.setattr(_command, "run", switch.run)
+    monkeypatch.setattr(_guards, "ROUND_S", 0)
+    (tree / "proc/net").mkdir(parents=True, exist_ok=True)
+    (tree / "proc/net/fib_trie").write_text("Local:\n |-- 10.20.0.2\n  /32 host LOCAL\n")
+    network = {**NETWORK, "allowed_networks": ["10.20.0.0/16"], "egress_probe": "9.9.9.9"}
+    problems = " ".join(_checks_network._isolation(parity.facts(network=network)))
+    for code in ("connection_tracking_missing", "packet_limit_missing", "contains 10.20.0.2"):
+        assert code in problems
+
+
 def test_what_bootstrap_writes_is_what_is_looked_for() -> None:
     checks = _checks_network
     assert (checks.TMFIFO, checks.TMFIFO_ADDRESS, checks.TMFIFO_PEER) == (
@@ -420,12 +494,22 @@ def test_what_bootstrap_writes_is_what_is_looked_for() -> None:
 
 def test_nat_and_forwarding(parity: Any, machine: Any, script: Any) -> None:
     script.on(*NAT, out=f"{RULE}\n").on(*NAT, out="-P POSTROUTING ACCEPT\n")
+    admitted, *forwarded = _host_filter.rules("ovsbr0")
+    script.on(*FILTER, "INPUT", out=admitted)
+    script.on(*FILTER, "FORWARD", out="\n".join(forwarded))
     assert _checks_network.nat(parity.facts()) == _check.passed(RULE)
     assert _checks_network.nat(parity.facts()).status == "FAIL"
     assert _checks_network.ip_forwarding(parity.facts()).status == "FAIL"
     machine.file("/proc/sys/net/ipv4/ip_forward", "1\n")
     machine.file(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
     assert _checks_network.ip_forwarding(parity.facts()).status == "PASS"
+    # As docker leaves it: nothing admits guests.
+    script.answers.pop((*FILTER, "FORWARD"))
+    script.on(*FILTER, "FORWARD", out="-P FORWARD DROP\n")
+    script.on(*FILTER, "FORWARD", out="\n".join(forwarded))
+    assert "the host's filter needs -I FORWARD 1 -i ovsbr0" in (
+        _checks_network.ip_forwarding(parity.facts()).detail
+    )
     machine.file(_baseline_files.SYSCTL, "net.ipv4.ip_forward = 0\n")
     result = _checks_network.ip_forwarding(parity.facts())
     assert result == _check.failed(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _api_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _check,
@@ -282,6 +282,26 @@ def test_a_dead_gpu_is_a_doubt_beside_one_that_works(
     result = _checks_platform.vfio_binding(facts)
     assert result == _check.warned("0000:43:00.0 is missing or silent: its slot is blocked")
     assert facts.dead_gpus == ["0000:43:00.0"]
+
+
+@pytest.mark.covers("I18")
+def test_a_gpu_that_was_used_since_its_reset_is_a_doubt(parity: Any, machine: Any) -> None:
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0")
+    machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci")
+    machine.pci("0000:25:10.0", "8086:10ca", group=2, driver="vfio-pci")
+    assert parity.facts(parity.slot).reset_gpus == ["0000:23:00.0"]
+    _ledger.mark_gpu_used("slot-0", fence=1)
+    facts = parity.facts(parity.slot)
+    doubt = "0000:23:00.0 was not reset since its last use: its slot is blocked"
+    assert _checks_platform.vfio_binding(facts) == _check.warned(doubt)
+    assert facts.reset_gpus == []
+    # A tenant has it now.
+    _ledger.hold("slot-0", fence=1, allocation_id="a", disk_identity="d")
+    assert _checks_platform.vfio_binding(parity.facts(parity.slot)).status == "PASS"
+    # An entry that cannot be read proves nothing, and is no fault of the other checks.
+    machine.file("/var/lib/gpuaas/ledger/slot-0.json", "{")
+    assert parity.facts(parity.slot).reset_gpus == []
 
 
 def test_a_binding_outside_slice_mode_would_not_last(parity: Any, machine: Any) -> None:

@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "pf_ids": ["8086:10c9"],
         "link": "ethernet",
         "count": 1,
+        "idle_vlan": 3000,
         "macs": {},
     },
     _boot_units.BINDING.name: {"devices": DEVICES},
@@ -288,6 +289,7 @@ def test_no_boot_menu_is_no_proof(host: Any) -> None:
 
 def test_the_fabrics_settings_are_those_of_its_role(host: Any) -> None:
     params = {"pf_ids": ["8086:10c9"], "link": "ethernet", "count": 1, "pfs": [], "macs": {}}
+    params["idle_vlan"] = 3000
     assert _sriov_vfs.settings(params) == SETTINGS[_boot_units.FABRIC.name]
 
 

@@ -46,10 +46,12 @@ ADD = (
 )
 DELETE = ("ovs-vsctl", "--timeout=10", "--if-exists", "del-port", "gsparity")
 NUMBER = ("ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", "gsparity", "ofport")
-LOAD = ("ovs-ofctl", "--bundle", "add-flows", "ovsbr0", "-")
+_OFCTL = ("ovs-ofctl", "--protocols=OpenFlow13")
+METER = (*_OFCTL, "add-meter", "ovsbr0", "meter=1,pktps,stats,bands=type=drop,rate=200000")
+LOAD = (*_OFCTL, "--bundle", "add-flows", "ovsbr0", "-")
 PURGE = ("ovs-appctl", "--timeout=10", "revalidator/purge")
 LIMIT = ("ovs-appctl", "--timeout=10", "dpctl/ct-set-limits", "zone=1,limit=16384")
-LOADED = ("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", "cookie=0x1/-1")
+LOADED = (*_OFCTL, "--no-names", "dump-flows", "ovsbr0", "cookie=0x1/-1")
 OUTSIDE = ("ip", "-batch", "-")
 INSIDE = ("ip", "-n", "gsparity", "-batch", "-")
 
@@ -87,6 +89,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
     monkeypatch.setattr(_guest_probe, "_inside", nowhere)
     monkeypatch.setattr(_guest_probe, "_egress_socket", plain)
     monkeypatch.setattr(_guest_probe, "_watch", plain)
+    monkeypatch.setattr(_guest_probe, "_packet_socket", plain)
+    monkeypatch.setattr(_guest_probe, "_forged", lambda *_a: ())
     monkeypatch.setattr(_guest_probe, "_sources", lambda _leaving: ("192.0.2.1",))
     monkeypatch.setattr(_dhcp_probe, "open_socket", plain)
     monkeypatch.setattr(_dhcp_probe, "offered", lambda *_a, **_k: PROBE.address)
@@ -129,10 +133,12 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     assert _guest_probe.look(PROBE) == _guest_probe.Finding(
         1.5, True, "10.100.0.254", ("192.0.2.1",)
     )
-    build, remove = [ADD, OUTSIDE, NUMBER, LOAD, PURGE, LIMIT, INSIDE], host.calls[7:]
-    assert host.calls[:7] == build
+    build = [ADD, OUTSIDE, NUMBER, METER, LOAD, PURGE, LIMIT, INSIDE]
+    assert host.calls[:8] == build
+    remove = host.calls[8:]
     assert remove[:2] == [DELETE, LOADED]
-    assert {call[:3] for call in remove[2:]} == {("ovs-ofctl", "del-flows", "ovsbr0")}
+    assert {call[2] for call in remove[2:]} == {"del-flows", "dpctl/flush-conntrack", "del-meter"}
+    assert host.switch.meters == {}
     # It had a guest's guard, and may reach its target, before it had an address.
     guard = _guards.probe_guard(NETWORK)
     assert host.guarded == _flows.rules(guard, 1, [], _flows.Egress(allowed=("10.0.2.2",)))

@@ -17,12 +17,15 @@ pytestmark = pytest.mark.covers("HOST-10")
 
 CONTRACTS = Path(__file__).resolve().parents[5] / "contracts"
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+INPUT, FORWARD = (("iptables", "--wait", "10", "-S", chain) for chain in ("INPUT", "FORWARD"))
 DECIDED = """
 node_agent name_resolution maas_intent firmware_virtualization kvm kernel_cmdline iommu_groups
-vfio_modules vfio_binding gpu_services_quiesced fabric_vfs ipoib_netplan fabric_address fabric_route
+vfio_modules vfio_binding gpu_services_quiesced fabric_vfs fabric_isolation ipoib_netplan
+fabric_address fabric_route
 ovs_bridge dnsmasq dnsmasq_config nat ip_forwarding guest_egress network_service
-historical_network_service tmfifo rshim_peer libvirt libvirt_directory ovmf cloud_init_tools
-rdma_tools nvme_ownership image_cache hugepages tuning reboot_required api_topology
+historical_network_service tmfifo rshim_peer libvirt libvirt_directory vm_confined
+console_limit ovmf cloud_init_tools rdma_tools nvme_ownership slice_disks boot_order image_cache
+hugepages tuning reboot_required api_topology
 """
 REPAIRS = ("gpuaas.slice.bootstrap", "gpuaas.slice.bind_topology")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
@@ -74,11 +77,20 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
     monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
     report = run(parity, "slice")
     passed = {check["check"] for check in report["checks"] if check["status"] == "PASS"}
-    assert passed <= {"nvme_ownership", "hugepages", "tuning", "image_cache"}
+    assert passed <= {
+        "console_limit",
+        "slice_disks",
+        "boot_order",
+        "nvme_ownership",
+        "hugepages",
+        "tuning",
+        "image_cache",
+    }
     assert report["lines"][-1] == report["summary"]
-    assert len(report["lines"]) == 36
+    assert len(report["lines"]) == 41
 
 
+@pytest.mark.covers("ECO-3")
 @pytest.mark.parametrize("intent", ["slice", "baremetal"])
 def test_a_wrong_tag_of_maas_fails_and_unknown_ones_warn(
     parity: Any, monkeypatch: pytest.MonkeyPatch, intent: str
@@ -103,7 +115,7 @@ def test_a_bare_metal_host_is_free_of_slice_services(
     machine.file("/etc/gpuaas/enrolment.env", "GPUAAS_API_URL=http://127.0.0.1:1\n")
     machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="nvidia")
     parity.shown(("eth0", "192.0.2.5/24"))
-    script.on(*NAT, out="")
+    script.on(*NAT, out="").on(*INPUT, out="").on(*FORWARD, out="")
     parity.units()
     report = run(parity, "baremetal")
     assert [row for row in report["checks"] if row["status"] == "FAIL"] == []
@@ -135,7 +147,7 @@ def test_slice_services_left_on_bare_metal_are_named(
     machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
     _ledger.hold("slot-0", fence=1, allocation_id="alloc-1", disk_identity="eui.5e0000000000a000")
     parity.shown(("ovsbr0", "10.100.0.1/24"))
-    script.on(*NAT, out=RULE)
+    script.on(*NAT, out=RULE).on(*INPUT, out="").on(*FORWARD, out="")
     parity.units(baseline="loaded/active/enabled/success", fabric="loaded/active/enabled/success")
     checks = run(parity, "baremetal")["checks"]
     statuses = {row["check"]: row["status"] for row in checks}

@@ -26,7 +26,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _bridge,
+    _host_filter,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_remnants,
@@ -39,6 +42,7 @@ bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["ben
 pytestmark = pytest.mark.covers("HOST-15")
 
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+FILTER = [("iptables", "--wait", "10", "-S", chain) for chain in _host_filter.CHAINS]
 UNITS = "/etc/systemd/system"
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 
@@ -56,6 +60,8 @@ def host(parity: Any, machine: Any, script: Any) -> Any:
     machine.file("/boot/grub/grub.cfg", "\tlinux /boot/vmlinuz root=/dev/vda1 iommu=pt\n")
     parity.shown(("eth0", "192.0.2.5/24"), ("tmfifo_net0", "192.168.7.1/30"))
     script.on(*NAT, out="-A POSTROUTING -s 192.168.122.0/24 -j MASQUERADE")
+    for chain in FILTER:
+        script.on(*chain, out="-A FORWARD -j DOCKER-USER\n")
     parity.units()
     return parity
 
@@ -112,6 +118,7 @@ FILES = [
     ("boot_services", f"{UNITS}/multi-user.target.wants/gpuaas-slice-vfio.service", "x"),
     ("boot_services", "/usr/local/sbin/gpuaas-slice-network-baseline.sh", "x"),
     ("boot_services", "/usr/local/lib/gpuaas/x.py", "x"),
+    ("boot_services", _boot_files.HOOK, "x"),
     ("gpu_services_quiesced", "/var/lib/gpuaas/before/gpu-services.json", "{}"),
     ("gpu_services_quiesced", f"{UNITS}/a.service.d/90-gpuaas-slice.conf", "[Unit]\n"),
     ("network_service", "/var/lib/gpuaas/before/network.json", "{}"),
@@ -119,6 +126,7 @@ FILES = [
     ("libvirt", "/etc/libvirt/qemu/gpuaas-slice-1.xml", "<domain/>"),
     ("slice_reservations", "/var/lib/gpuaas/dnsmasq/hosts.d/1", "x"),
     ("slice_files", _object_names.seed_path(ALLOCATION), "x"),
+    ("slice_files", _object_names.channel_path(ALLOCATION, "readiness"), "x"),
     ("slice_files", _object_names.nvram_path(ALLOCATION), "x"),
     ("slice_files", f"{_object_names.console_path(ALLOCATION)}.0", "x"),
 ]  # fmt: skip
@@ -152,6 +160,9 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
     script.answers.clear()
     host.shown(("ovsbr0", "10.100.0.1/24"), ("tmfifo_net0", "192.168.100.1/30"))
     script.on(*NAT, out=f"{_bridge.nat_rule('10.100.0.0/24')}")
+    admitted, *forwarded = _host_filter.rules("ovsbr0")
+    for chain, rules in zip(FILTER, ([admitted], forwarded), strict=True):
+        script.on(*chain, out="\n".join(rules))
     host.units(
         baseline="loaded/active/enabled/success",
         old="loaded/failed/enabled/exit-code",
@@ -168,6 +179,7 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
         ("fabric_vfs", "gpuaas-slice-fabric.service", "is active"),
         ("ovs_bridge", "bridge ovsbr0", "is there"),
         ("nat", "rules for 10.100.0.0/24", _bridge.nat_rule("10.100.0.0/24")),
+        ("nat", "rules of the host's filter", ", ".join([admitted, *forwarded])),
         ("network_service", "gpuaas-slice-network-baseline.service", "is active"),
         ("historical_network_service", "gpuaas-slice-host-net-baseline.service", "is failed"),
         ("tmfifo", "192.168.100.1/30 on tmfifo_net0", "is there"),

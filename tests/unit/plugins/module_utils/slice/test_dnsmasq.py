@@ -30,6 +30,7 @@ def write_file(tree: Path, path: str, text: str) -> Path:
     return file
 
 
+@pytest.mark.covers("P2")
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_what_passes_the_check_is_one_line_that_reads_back(mac: str, ip: str) -> None:
     reservation = Reservation(ALLOCATION, mac, ip)

@@ -10,6 +10,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 from tests.conftest import Script
 
+pytestmark = pytest.mark.covers("SLICE-6")
+
 VIRSH = ("virsh", "--connect", "qemu:///system")
 LOOK = (*VIRSH, "domstats", "--state", "--nowait")
 

@@ -9,6 +9,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _pinning
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.covers("SLICE-4")
+
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
 
@@ -104,6 +106,39 @@ def test_promised_pages_are_counted_by_what_is_taken_of_them(tree: Path) -> None
     _pinning.record(TWO, plan)
     qemu(tree, 70, TWO, 9000, huge_mib=1024)
     assert (promised(1, hugepages=True), promised(1)) == (3072, 0)
+
+
+def test_a_plan_of_several_nodes_is_promised_on_each(tree: Path) -> None:
+    cells = [{"numa_node": 0, "memory_mib": 3000}, {"numa_node": 1, "memory_mib": 1000}]
+    plan = {"cpus": [], "memory_mib": 4000, "hugepages": False, "numa_node": -1, "cells": cells}
+    _pinning.record(TWO, plan)
+    assert (promised(0), promised(1), promised(2), promised(None)) == (3000, 1000, 0, 4000)
+    qemu(tree, 70, TWO, 2000)
+    assert (promised(0), promised(1), promised(None)) == (1500, 500, 2000)
+
+
+@given(st.integers(0, 9), st.integers(1, 3))
+def test_the_host_keeps_whole_cores_and_no_more_than_it_needs(count: int, width: int) -> None:
+    cores = [tuple(range(first, first + width)) for first in range(0, 4 * width, width)]
+    kept, rest = _pinning.reserve(cores, count)
+    assert kept + rest == cores
+    assert sum(map(len, kept)) >= min(count, 4 * width)
+    assert sum(map(len, kept[:-1])) < count or not kept
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [([0, 4, 1, 5], 2), ([0, 4, 1], 1), ([0, 1], 1), ([], 1), ([2, 6], 2)]
+)
+def test_siblings_are_shown_when_every_core_is_whole(cpus: list[int], threads: int) -> None:
+    assert _pinning.threads([(0, 4), (1, 5), (2, 6)], cpus) == threads
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_shares_are_the_whole_and_even(total: int, weights: list[int]) -> None:
+    shares = _pinning.shares(total, weights)
+    assert sum(shares) == total
+    exact = [total * weight / sum(weights) for weight in weights]
+    assert all(abs(share - part) < 1 for share, part in zip(shares, exact, strict=True))
 
 
 def test_a_plan_without_a_node_may_take_its_memory_anywhere(tree: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _libvirt,
@@ -16,6 +16,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _slice_absence,
     _slots,
 )
+
+pytestmark = pytest.mark.covers("SLICE-7")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
@@ -37,6 +39,7 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_flows, "ports", lambda: {"gs33bd713b6073": 5})
     monkeypatch.setattr(_flows, "guards", lambda _bridge: {_object_names.cookie(TWO): 17})
+    monkeypatch.setattr(_firewall, "forwarded", lambda: [(TWO, "rule-2")])
     monkeypatch.setattr(_qos, "rows", lambda: {"another": TWO})
     monkeypatch.setattr(_dnsmasq, "connections", lambda _ip: 0)
     monkeypatch.setattr(_slots, "disk", lambda _slot: (object(), []))
@@ -68,6 +71,7 @@ UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
         ((_flows, "ports", lambda: {_object_names.port_name(ONE): 0}), "ovs_port"),
         ((_flows, "guards", lambda _bridge: {_object_names.cookie(ONE): 1}), "flows"),
         ((_qos, "rows", lambda: {"row": ONE}), "qos"),
+        ((_firewall, "forwarded", lambda: [(ONE, "rule-1")]), "ingress"),
         ((_dnsmasq, "connections", lambda _ip: 2), "connections"),
         pytest.param(
             (_slots, "passthrough", lambda _functions: [UNBOUND]),
@@ -90,6 +94,7 @@ def test_one_trace_is_enough(
         (_object_names.nvram_path(ONE), "nvram"),
         (_object_names.seed_path(ONE), "seed"),
         (_object_names.console_path(ONE), "console"),
+        (_object_names.ingress_path(ONE), "ingress_file"),
         (_dnsmasq.file_of(ONE), "reservation"),
     ],
 )
@@ -120,6 +125,7 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
         (_flows, "ports", "ovs_port"),
         (_flows, "guards", "flows"),
         (_qos, "rows", "qos"),
+        (_firewall, "forwarded", "ingress"),
         (_dnsmasq, "connections", "connections"),
         (_slots, "disk", "disk_holders"),
         (_slots, "passthrough", "vfio_bound"),

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _libvirt,
@@ -16,6 +21,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _slice_holdings,
     _slots,
 )
+
+pytestmark = pytest.mark.covers("SLICE-8")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 DOMAIN = _object_names.domain_name(ONE)
@@ -36,6 +43,7 @@ PARTS = {
     "guards",
     "files",
     "limits",
+    "ingress",
     "devices",
 }
 
@@ -46,6 +54,7 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_flows, "ports", dict)
     monkeypatch.setattr(_flows, "guards", lambda _name: {})
+    monkeypatch.setattr(_firewall, "forwarded", list)
     monkeypatch.setattr(_qos, "rows", dict)
     monkeypatch.setattr(_slots, "disk", lambda *_, **__: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
@@ -74,12 +83,14 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(_flows, "ports", lambda: {"eno1": 1, _object_names.port_name(ONE): 4})
     monkeypatch.setattr(_flows, "guards", lambda _name: {_object_names.cookie(ONE): 17})
     monkeypatch.setattr(_qos, "rows", lambda: {"row": ONE})
+    monkeypatch.setattr(_firewall, "forwarded", lambda: [(ONE, "rule-1")])
     command = f"/usr/bin/qemu-system-x86_64\0-name\0guest={DOMAIN},debug-threads=on\0"
     file(empty, "/proc/7/cmdline", command)
     file(empty, _dnsmasq.file_of(ONE), "52:54:00:64:00:0a,id:*,10.100.0.10,vm,12h")
     file(empty, _dnsmasq.LEASES, "1 52:54:00:64:00:0a 10.100.0.10 vm *\n")
     file(empty, _object_names.seed_path(ONE))
     file(empty, _object_names.nvram_path(ONE))
+    file(empty, _object_names.ingress_path(ONE))
     file(empty, f"{_object_names.console_path(ONE)}.0")
     file(empty, f"{_object_names.SEEDS}/gpuaas-slice-notes.txt")
     _ledger.hold("slot-0", fence=3, allocation_id=ONE, disk_identity="eui.1")
@@ -88,7 +99,7 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
     holder = {"allocation_id": ONE}
     assert rows == {
         "domains": [
-            {**holder, "name": DOMAIN, "state": "shut off", "active": False}
+            {**holder, "name": DOMAIN, "state": "shut off", "active": False, "off_by_guest": False}
             | {"devices": ["0000:43:00.0"], "disks": [DISK]}
         ],
         "processes": [{**holder, "pid": 7}],
@@ -101,8 +112,10 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
             {**holder, "path": _object_names.nvram_path(ONE)},
             {**holder, "path": _object_names.seed_path(ONE)},
             {**holder, "path": f"{_object_names.console_path(ONE)}.0"},
+            {**holder, "path": _object_names.ingress_path(ONE)},
         ],
         "limits": [{**holder, "row": "row"}],
+        "ingress": [{**holder, "rule_id": "rule-1"}],
         "devices": [],
     }
 
@@ -147,6 +160,7 @@ def test_what_speaks_against_a_device_is_said_and_a_slice_is_no_obstacle(
         (_flows, "ports", "ports"),
         (_flows, "guards", "guards"),
         (_qos, "rows", "limits"),
+        (_firewall, "forwarded", "ingress"),
         (_slots, "disk", "devices"),
         (_ledger, "entries", "leases"),
         (_dnsmasq, "reservations", "reservations"),
@@ -171,5 +185,30 @@ def test_cookies_are_those_of_slices(script: Any) -> None:
         " cookie=0x0, priority=0 actions=NORMAL\n"
         " priority=0 actions=NORMAL\n"
     )
-    script.on("ovs-ofctl", "--no-names", "--no-stats", "dump-flows", "ovsbr0", out=flows)
+    script.on(
+        "ovs-ofctl", "--protocols=OpenFlow13", "--no-names", "dump-flows", "ovsbr0", out=flows
+    )
     assert _flows.guards("ovsbr0") == {_object_names.cookie(ONE): 2}
+
+
+@pytest.mark.parametrize(
+    ("reason", "host", "by_guest"),
+    [(1, "running", True), (1, "stopping", False), (2, "running", False), (3, "running", False)],
+)
+def test_a_guest_that_powered_itself_off_is_told_from_others(
+    empty: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: int,
+    host: str,
+    by_guest: bool,
+) -> None:
+    """Not a destroyed or crashed guest, nor guests that the host shuts down as it goes down."""
+    monkeypatch.setattr(_libvirt, "states", lambda: {DOMAIN: _libvirt.State("shut off", reason)})
+    monkeypatch.setattr(_libvirt, "definition", lambda _name: XML)
+    program = tmp_path / "systemctl"
+    program.write_text(f"#!/bin/sh\necho {host}\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(_command, "_PATH", f"{tmp_path}:{_command._PATH}")
+    (row,) = look()["domains"]["found"]
+    assert row["off_by_guest"] is by_guest

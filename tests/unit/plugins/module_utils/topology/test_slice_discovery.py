@@ -88,8 +88,9 @@ def fill(machine: Any) -> None:
 
 
 @pytest.fixture
-def disk_usages(monkeypatch: pytest.MonkeyPatch) -> dict[str, _block.Usage]:
+def disk_usages(monkeypatch: pytest.MonkeyPatch, script: Any) -> dict[str, _block.Usage]:
     """Uses of the disks, by kernel name; tests change them."""
+    script.on("devlink", "-j", "dev", "info", out='{"info":{}}')
     usages: dict[str, _block.Usage] = {}
     present = [disk(0), disk(1)]
     monkeypatch.setattr(_block, "disks", lambda: present)
@@ -341,6 +342,9 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
     fill(machine)
     script.on("ip", "-j", "address", "show", out="[]")
     script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
+    guid = "02:a4:79:e9:da:2a:a8:ac"
+    shown = [{"vfinfo_list": [{"vf": 0, "node guid": guid, "port guid": guid}]}]
+    script.on("ip", "-j", "link", "show", "dev", "port0", out=json.dumps(shown))
     ports = {"0000:1a:00.0": ("0x020700", LEFT, "32"), "0000:bc:00.0": ("0x020000", RIGHT, "1")}
     for number, (address, (class_code, above, kind)) in enumerate(ports.items()):
         card = {"class": class_code, "sriov_totalvfs": "16", "sriov_numvfs": "1"}
@@ -351,6 +355,7 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
         if driven:
             machine.folder(f"/sys/bus/pci/devices/{address}/net/port{number}")
             machine.file(f"/sys/class/net/port{number}/type", f"{kind}\n")
+            script.on("ethtool", "-i", f"port{number}", out="firmware-version: 32.41.1000\n")
     document = checked(_slice_discovery.discover(PROFILE | {"fabric": MIXED}))
     fabric = {card["address"]: card for card in document["fabric"]}
     assert {a: card["link"] for a, card in fabric.items()} == {
@@ -359,6 +364,7 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
     why = {"code": "wrong_link", "detail": "0000:bc:00.0 is ethernet, the fabric is infiniband"}
     port = fabric["0000:bc:00.0"]
     assert port["blockers"] == port["vfs"][0]["blockers"] == [why]
+    assert fabric["0000:1a:00.0"]["vfs"][0]["identity"] == (guid if driven else "")
     assert fabric["0000:1a:00.0"]["blockers"] == fabric["0000:1a:00.0"]["vfs"][0]["blockers"] == []
     assert document["candidate_summary"]["fabric_devices"] == 1
     given = [candidate["bundle"]["fabric_vf_pci_address"] for candidate in document["candidates"]]
@@ -425,3 +431,23 @@ def test_the_recorded_lab_host_keeps_to_the_contract(name: str, complete: int) -
     document = checked(json.loads(recorded.read_text()))
     assert document["candidate_summary"]["gpu_devices"] == 4
     assert sum(candidate["complete"] for candidate in document["candidates"]) == complete
+
+
+def test_the_machine_is_named_and_the_serial_number_of_a_virtual_one_is_not_believed(
+    machine: Any, script: Any, disk_usages: Any
+) -> None:
+    fill(machine)
+    prepared(machine, script)
+    unknown = {"vendor": "", "product": "", "serial": ""}
+    assert checked(_slice_discovery.discover(PROFILE))["machine"] == unknown
+    for name, text in (
+        ("sys_vendor", "Dell Inc."),
+        ("product_name", "PowerEdge XE9680L"),
+        ("product_serial", "7XK2P43 "),
+    ):
+        machine.file(f"/sys/class/dmi/id/{name}", f"{text}\n")
+    machine.file("/proc/cpuinfo", "flags\t\t: fpu vmx\n")
+    known = {"vendor": "Dell Inc.", "product": "PowerEdge XE9680L", "serial": "7XK2P43"}
+    assert checked(_slice_discovery.discover(PROFILE))["machine"] == known
+    machine.file("/proc/cpuinfo", "flags\t\t: fpu vmx hypervisor\n")
+    assert checked(_slice_discovery.discover(PROFILE))["machine"] == {**known, "serial": ""}

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from reconciler.model.scheduler.explain import LISTED, explain, public
 from reconciler.model.scheduler.place import Placement, place
-from reconciler.model.scheduler.snapshot import NodeView, SlotView, Snapshot, Want, feasible
+from reconciler.model.scheduler.snapshot import (
+    NodeView,
+    Refusal,
+    SlotView,
+    Snapshot,
+    Want,
+    feasible,
+)
 
 pytestmark = pytest.mark.covers("CTRL-5")
 
@@ -33,11 +40,11 @@ def node(id: str, *slots: SlotView, **fields: Any) -> NodeView:
 def test_never_across_nodes() -> None:
     snapshot = Snapshot.of(node(n, *(slot(i, n) for i in range(4))) for n in "ab")
     assert place(snapshot, Want(6)) is None
-    told = explain(snapshot, Want(6))
-    assert told["summary"] == "8 GPUs free, no 6 on one node"
-    assert told["largest"] == 4
-    assert told["nearest"] == [{"gpus": 4, "region": "", "pool": ""}]
-    assert "nodes" not in public(told)
+    explanation = explain(snapshot, Want(6))
+    assert explanation["summary"] == "8 GPUs free, no 6 on one node"
+    assert explanation["largest"] == 4
+    assert explanation["nearest"] == [{"gpus": 4, "region": "", "pool": ""}]
+    assert "nodes" not in public(explanation)
 
 
 @pytest.mark.covers("CTRL-5")
@@ -54,12 +61,27 @@ def test_one_numa_node_and_the_smaller_gap() -> None:
     slots = [slot(i, numa_node=0) for i in range(3)] + [slot(i, numa_node=1) for i in (3, 4)]
     assert _placed(Snapshot.of([node("a", *slots)]), Want(2)).slot_ids == ("a3", "a4")
     assert _placed(Snapshot.of([node("a", *slots)]), Want(3)).slot_ids == ("a0", "a1", "a2")
-    assert _placed(Snapshot.of([node("a", *slots)]), Want(4)).slot_ids == ("a0", "a1", "a2", "a3")
+    assert place(Snapshot.of([node("a", *slots)]), Want(4)) is None
+    spread = _placed(Snapshot.of([node("a", *slots)]), Want(4, spanning=("",)))
+    assert spread.slot_ids == ("a0", "a1", "a2", "a3")
+    explanation = explain(Snapshot.of([node("a", *slots)]), Want(4))
+    assert explanation["summary"] == "5 GPUs free, no 4 on one NUMA node"
+    assert explanation["nearest"] == [{"gpus": 3, "region": "", "pool": ""}]
+
+
+def test_a_barred_profile_is_a_reason_of_its_own() -> None:
+    barred = (("h200", Refusal("nvlink_unsupported", "one GPU", "ask for one")),)
+    nodes = [node("a", slot(0), slot(1), profile="h200"), node("b", slot(0, "b"), profile="pcie")]
+    want = Want(2, barred=barred)
+    assert place(Snapshot.of(nodes), want) is None
+    assert explain(Snapshot.of(nodes), want)["reasons"] == {"nvlink_unsupported": 2}
+    assert place(Snapshot.of(nodes), Want(2)) is not None
 
 
 def test_the_boot_slot_is_where_most_of_the_group_is() -> None:
     slots = [slot(0, numa_node=0)] + [slot(i, numa_node=1) for i in (1, 2)]
-    assert _placed(Snapshot.of([node("a", *slots)]), Want(3)).slot_ids == ("a1", "a2", "a0")
+    want = Want(3, spanning=("",))
+    assert _placed(Snapshot.of([node("a", *slots)]), want).slot_ids == ("a1", "a2", "a0")
 
 
 @pytest.mark.covers("CTRL-5")
@@ -85,10 +107,10 @@ def test_nvlink_sets_of_modules() -> None:
     broken = [replace(slots[0], status="active"), replace(slots[1], status="active"), *slots[2:]]
     rest = Snapshot.of([node("a", *broken, nvlink_sets=sets)])
     assert place(rest, Want(2)) is None, "modules 3 and 2 are of two sets"
-    told = explain(rest, Want(2))
-    assert told["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"
-    assert (told["free"], told["largest"]) == (2, 1)
-    assert told["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
+    explanation = explain(rest, Want(2))
+    assert explanation["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"
+    assert (explanation["free"], explanation["largest"]) == (2, 1)
+    assert explanation["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
     unknown = [replace(one, module=-1) for one in slots]
     assert place(Snapshot.of([node("a", *unknown, nvlink_sets=sets)]), Want(2)) is None
 
@@ -105,9 +127,9 @@ def test_reasons() -> None:
         slot(5, fabric="card", own_function=False),
         slot(6),
     )
-    found = feasible(mixed, Want(1))
-    assert [view.id for view in found.free] == ["a4", "a6"]
-    assert found.reasons == {
+    candidates = feasible(mixed, Want(1))
+    assert [view.id for view in candidates.free] == ["a4", "a6"]
+    assert candidates.reasons == {
         "incomplete": 1,
         "fractional": 1,
         "unproven": 1,
@@ -133,16 +155,16 @@ def test_filters_and_switches() -> None:
     assert _placed(snapshot, Want(1, region="r2")).node_id == "b"
     assert _placed(snapshot, Want(1, pool="p1")).node_id == "a"
     assert _placed(snapshot, Want(1, node_id="b")).node_id == "b"
-    told = explain(snapshot, Want(1, node_id="c"))
-    assert told["reasons"] == {"other_node": 3, "scheduling_off": 1}
-    assert told["nodes"][2] == {
+    explanation = explain(snapshot, Want(1, node_id="c"))
+    assert explanation["reasons"] == {"other_node": 3, "scheduling_off": 1}
+    assert explanation["nodes"][2] == {
         "node_id": "c",
         "slots": 1,
         "free": 0,
         "largest": 0,
         "reasons": {"scheduling_off": 1},
     }
-    assert (told["summary"], told["nearest"]) == ("no GPU free", [])
+    assert (explanation["summary"], explanation["nearest"]) == ("no GPU free", [])
     assert explain(snapshot, Want(1))["summary"] == "3 GPUs free, 2 on one node"
     assert explain(snapshot, Want(1))["nearest"] == [], "it fits as it is"
     elsewhere = explain(snapshot, Want(2, region="r1"))
@@ -162,9 +184,9 @@ def test_nothing_at_all() -> None:
 def test_many_nodes_are_summed_and_the_nearest_are_told() -> None:
     fleet = [node(f"n{i:03}", slot(0, f"n{i:03}")) for i in range(LISTED + 5)]
     fleet.append(node("z", slot(0, "z"), slot(1, "z")))
-    told = explain(Snapshot.of(fleet), Want(3))
-    assert (told["free"], told["nodes_not_told"]) == (LISTED + 7, 6)
-    assert told["nodes"][0]["node_id"] == "z"
+    explanation = explain(Snapshot.of(fleet), Want(3))
+    assert (explanation["free"], explanation["nodes_not_told"]) == (LISTED + 7, 6)
+    assert explanation["nodes"][0]["node_id"] == "z"
 
 
 STATUSES = ["available", "available", "available", "active", "disabled", "cleanup_blocked"]
@@ -216,14 +238,14 @@ def free_slots(view: NodeView) -> list[SlotView]:
     """Those that can be sold: of the slots that share a card one, and none while it is in use."""
     idle = ("available", "disabled")
     cards = {one.fabric for one in view.slots if one.status not in idle}
-    found = []
+    free = []
     for one in sorted(view.slots, key=lambda one: one.index):
         sellable = not view.refusal and one.status == "available" and one.complete
         if sellable and one.exclusive_device and one.proven and one.fabric not in cards:
-            found.append(one)
+            free.append(one)
             if not one.own_function:
                 cards.add(one.fabric)
-    return found
+    return free
 
 
 def rank(view: NodeView, group: tuple[SlotView, ...]) -> tuple[Any, ...]:
@@ -247,20 +269,25 @@ def rank(view: NodeView, group: tuple[SlotView, ...]) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(NODE, max_size=3), st.integers(1, 5), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+@given(
+    st.lists(NODE, max_size=3),
+    st.integers(1, 5),
+    st.sampled_from([(), ("",)]),
+    st.randoms(use_true_random=False),
+)
 def test_the_best_of_all_that_is_feasible(
-    shape: list[Any], gpus: int, shuffler: random.Random
+    shape: list[Any], gpus: int, spanning: tuple[str, ...], shuffler: random.Random
 ) -> None:
     nodes = fleet(shape)
-    want = Want(gpus)
-    found = place(Snapshot.of(nodes), want)
+    want = Want(gpus, spanning=spanning)
+    placement = place(Snapshot.of(nodes), want)
     shuffled = [
         replace(view, slots=tuple(shuffler.sample(view.slots, len(view.slots))))
         for view in shuffler.sample(nodes, len(nodes))
     ]
-    assert place(Snapshot.of(shuffled), want) == found, "rows in another order"
-    is_the_best(nodes, gpus)
+    assert place(Snapshot.of(shuffled), want) == placement, "rows in another order"
+    is_the_best(nodes, want)
 
 
 def test_the_best_where_much_fits() -> None:
@@ -283,52 +310,53 @@ def test_the_best_where_much_fits() -> None:
             )
             for n in range(2)
         ]
-        is_the_best(nodes, chance.randint(1, 4))
+        spanning = chance.choice([(), ("",)])
+        is_the_best(nodes, Want(chance.randint(1, 4), spanning=spanning))
 
 
-def is_the_best(nodes: list[NodeView], gpus: int) -> None:
+def is_the_best(nodes: list[NodeView], want: Want) -> None:
     """Of every group of free slots that there is, one by one."""
-    found = place(Snapshot.of(nodes), Want(gpus))
+    placement, gpus = place(Snapshot.of(nodes), want), want.gpus
     options = [
         (rank(view, group), group)
         for view in nodes
         for group in combinations(free_slots(view), gpus)
-        if allowed(view, group)
+        if allowed(view, group) and (want.spanning or len({one.numa_node for one in group}) == 1)
     ]
-    if found is None:
+    if placement is None:
         assert options == []
         return
     ranked, best = min(options, key=lambda option: option[0])
-    assert (found.node_id, set(found.slot_ids)) == (ranked[-2], {one.id for one in best})
-    assert len(found.slot_ids) == gpus
+    assert (placement.node_id, set(placement.slot_ids)) == (ranked[-2], {one.id for one in best})
+    assert len(placement.slot_ids) == gpus
     # It boots where most of it is.
     numa = [one.numa_node for one in best]
-    (boot,) = [one for one in best if one.id == found.slot_ids[0]]
+    (boot,) = [one for one in best if one.id == placement.slot_ids[0]]
     assert numa.count(boot.numa_node) == max(map(numa.count, numa))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(NODE, max_size=4), st.integers(1, 5))
 def test_the_explanation_adds_up(shape: list[Any], gpus: int) -> None:
     nodes, want = fleet(shape), Want(gpus)
     snapshot = Snapshot.of(nodes)
-    told = explain(snapshot, want)
-    assert told["slots"] == sum(len(view.slots) for view in nodes)
-    assert told["free"] + sum(told["reasons"].values()) == told["slots"]
-    for row in told["nodes"]:
+    explanation = explain(snapshot, want)
+    assert explanation["slots"] == sum(len(view.slots) for view in nodes)
+    assert explanation["free"] + sum(explanation["reasons"].values()) == explanation["slots"]
+    for row in explanation["nodes"]:
         assert row["free"] + sum(row["reasons"].values()) == row["slots"]
         assert row["largest"] <= row["free"]
-    assert sum(row["free"] for row in told["nodes"]) == told["free"]
+    assert sum(row["free"] for row in explanation["nodes"]) == explanation["free"]
     fits = place(snapshot, want) is not None
     # Sets leave holes: a larger group may be there where this one is not.
-    assert fits <= (told["largest"] >= gpus)
-    for offer in told["nearest"]:
+    assert fits <= (explanation["largest"] >= gpus)
+    for offer in explanation["nearest"]:
         assert not fits
         nearer = Want(offer["gpus"], offer["region"], offer["pool"])
         assert place(snapshot, nearer) is not None
 
 
 def _placed(snapshot: Snapshot, want: Want) -> Placement:
-    found = place(snapshot, want)
-    assert found is not None
-    return found
+    placement = place(snapshot, want)
+    assert placement is not None
+    return placement

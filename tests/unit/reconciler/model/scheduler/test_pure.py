@@ -47,7 +47,7 @@ def test_the_states_that_it_may_name_are_pure_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "names"),
     [
         ("import random", ["random"]),
         ("def f():\n    from time import time", ["time"]),
@@ -60,5 +60,5 @@ def test_the_states_that_it_may_name_are_pure_as_well() -> None:
         ("from itertools import combinations", []),
     ],
 )
-def test_what_reaches_out_would_be_named(text: str, found: list[str]) -> None:
-    assert list(impurities(text)) == found
+def test_what_reaches_out_would_be_named(text: str, names: list[str]) -> None:
+    assert list(impurities(text)) == names

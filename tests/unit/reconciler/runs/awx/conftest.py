@@ -12,9 +12,11 @@ import yaml
 from reconciler.runs import collect, launch, lock
 from reconciler.runs.awx import job
 from reconciler.runs.awx.job import Pace
+from reconciler.runs.contract import PLAYBOOKS
 from reconciler.runs.launch import Site
 from reconciler.runs.paths import RunPaths, read_json
 from reconciler.runs.spec import NodeAccess, RunSpec
+from tests.standin.awx import FIRST_TEMPLATE
 from tests.standin.controller import Controller, standing
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -26,9 +28,11 @@ RESULT = {
     "ok": True,
     "step": "",
     "error": {},
-    "evidence": {"mode": "ready"},
+    "evidence": {"network": {"bridge": "ovsbr0"}},
 }
-LAUNCH = "POST /job_templates/9/launch/"
+# The job template of that playbook in the stand-in.
+TEMPLATE = FIRST_TEMPLATE + PLAYBOOKS.index("prepare_runtime")
+LAUNCH = f"POST /job_templates/{TEMPLATE}/launch/"
 
 
 def spec(run_id: str = "run-1", deadline_s: int = 60, word: str = "lab") -> RunSpec:

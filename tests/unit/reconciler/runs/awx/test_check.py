@@ -18,7 +18,7 @@ from reconciler.runs.spec import LauncherAway, RunError, SpecError
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, spec
 
-pytestmark = pytest.mark.covers("CTRL-9")
+pytestmark = pytest.mark.covers("CTRL-9", "ECO-4")
 
 NAME = "gpuaas.slice.prepare_runtime"
 MACHINE = {"id": 2, "name": "gpuaas.slice", "kind": "ssh", "cloud": False}

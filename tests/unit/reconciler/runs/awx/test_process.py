@@ -35,7 +35,8 @@ def test_a_playbook_that_awx_really_runs(awx: Controller, site: Site) -> None:
     outcome = collect.wait(run_dir, LIMIT_S).outcome
     assert outcome is not None and outcome.ok, (outcome, collect.output(run_dir))
     assert outcome.result is not None
-    assert outcome.result["evidence"] == {"word": word, "node": "node-1", "where": "192.0.2.7"}
+    said = {"word": word, "node": "node-1", "where": "192.0.2.7"}
+    assert outcome.result["evidence"] == {"network": said}
     paths = RunPaths(run_dir)
     assert ("ok", "Say how it ended") in steps(paths)
     output = collect.output(run_dir)

@@ -13,9 +13,9 @@ from reconciler.runs.awx import request
 from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import Controller
-from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, Play, events, spec
+from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, TEMPLATE, Play, events, spec
 
-pytestmark = pytest.mark.covers("CTRL-9")
+pytestmark = pytest.mark.covers("CTRL-9", "ECO-4")
 
 
 def ended(verdict: dict[str, Any] | None) -> None:
@@ -42,7 +42,7 @@ def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
 ) -> None:
     """Also among other jobs of the same template, page by page: a relaunch, an attempt before."""
     for number in range(others):
-        awx.launch(9, slice_run={"id": f"run-1{number}"})
+        awx.launch(TEMPLATE, slice_run={"id": f"run-1{number}"})
     awx.change(cut={LAUNCH: 1}, page_size=2)
     ended(play())
     assert len(awx.jobs()) == others + 1

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
-from ansible_collections.gpuaas.slice.plugins.modules import slice_reservation as module
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _reservation
+from ansible_collections.gpuaas.slice.plugins.modules import slice_lease_info
 
 from tests.conftest import Script
+
+pytestmark = pytest.mark.covers("SLICE-6")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
@@ -49,8 +51,7 @@ def lease(tree: Path, mac: str, ip: str) -> Path:
 
 
 def drive(params: dict[str, Any]) -> _change.Outcome:
-    subject = _change.Subject(module.observe, module.plan, module.apply, module.facts)
-    return _change.drive(subject, params, check_mode=False)
+    return _change.drive(_reservation.SUBJECT, params, check_mode=False)
 
 
 def code(outcome: _change.Outcome) -> str:
@@ -134,3 +135,43 @@ def test_a_late_run_reserves_nothing(host: Path) -> None:
     assert refusal.value.code == "stale_fence"
     assert not (host / _dnsmasq.file_of(ONE).lstrip("/")).exists()
     assert code(drive({**ABSENT, "slots": slots})) == ""
+
+
+@pytest.mark.covers("ECO-1")
+def test_the_list_of_holds_has_leases_machine_and_addresses(host: Path) -> None:
+    drive(PARAMS)
+    reserve(host, TWO, "52:54:00:64:00:0e", "10.100.0.14")
+    # The second guest has also fetched the address of the first, which the first has not.
+    lines = lease(host, "52:54:00:64:00:0e", "10.100.0.13")
+    lines.write_text(lines.read_text() + "1700000000 52:54:00:64:00:0e 10.100.0.14 vm *\n")
+    _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity="eui.03")
+    _ledger.mark_dirty("slot-3", fence=7, disk_identity="eui.03")
+    _ledger.raise_fence("slot-4", fence=2)
+    everything = slice_lease_info.look({"allocation_id": None})
+    rows = [(row["slot_id"], row["fence"], row["allocation_id"]) for row in everything["leases"]]
+    assert rows == [("slot-3", 7, ONE), ("slot-4", 2, "")]
+    assert (everything["leases"][0]["disk"], everything["leases"][0]["dirty"]) == ("eui.03", True)
+    assert [(row["allocation_id"], row["leased"]) for row in everything["reservations"]] == [
+        (ONE, False),
+        (TWO, True),
+    ]
+    theirs = slice_lease_info.look({"allocation_id": TWO})
+    assert (theirs["leases"], theirs["machine"]["allocation_id"]) == ([], "")
+    assert [row["ip"] for row in theirs["reservations"]] == ["10.100.0.14"]
+
+
+@pytest.mark.covers("ECO-1")
+def test_the_holder_of_the_whole_machine_is_in_every_list(host: Path) -> None:
+    _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TWO, disk_identity="")
+    holds = slice_lease_info.look({"allocation_id": ONE})
+    assert (holds["leases"], holds["machine"]["allocation_id"]) == ([], TWO)
+
+
+@pytest.mark.covers("ECO-1")
+def test_an_unreadable_hold_is_not_left_out(host: Path) -> None:
+    _ledger.raise_fence("slot-4", fence=2)
+    (host / _ledger.DIRECTORY.lstrip("/") / "slot-4.json").write_text("{")
+    with pytest.raises(Refusal, match="ledger_unreadable"):
+        slice_lease_info.look({"allocation_id": ONE})
+    with pytest.raises(Refusal, match="spec_invalid"):
+        slice_lease_info.look({"allocation_id": "slot-4"})

@@ -1,0 +1,377 @@
+"""Benchmark of jobs per second: `python -m tests.bench.jobs`; keys `jobs` and `jobs_runs`.
+
+Jobs that do nothing, through our workers and those of taskiq, SAQ, streaQ and arq, each in its
+newest version and an environment of its own under build/peers. All use the same Redis, which writes
+its log every second; results are kept. Ours are on SQLite, each group of outcomes written through
+to the disk; `redis` has hints by Redis, `embedded` has none. The peers' functions run in the worker
+itself, ours in its child process.
+
+Workers are started, warmed up and stopped by a signal while a client fills the queue. The time is
+from the signal that lets them go on until every job has ended (ours: in the database). Queues take
+turns. A figure is the median of the rounds with that number of workers; `jobs` has the larger of
+the two. p99_ms: from sending a job to the end of its function, at half of the best peer's rate, by
+single workers.
+
+depth_slowdown: how much longer claiming and finishing 32 jobs takes with a million queued jobs
+of 100 projects than with 10,000; 0.2 is a fifth. jobs_runs: every figure, and the memory (PSS) of a
+worker with its child processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.migrations import migrate
+from reconciler.db.schema import jobs as table
+from reconciler.db.schema import pool_workers
+from reconciler.model.act import Act
+from reconciler.model.jobs import Outcome
+from reconciler.pools import leases
+from reconciler.records import projects
+from tests.bench import document
+from tests.bench.fleet import job_queues, usage
+from tests.bench.fleet.service import free_port
+from tests.redis_server import RedisServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = {
+    "taskiq": ("taskiq-redis",),
+    "saq": ("saq[hiredis]", "typing-extensions"),
+    "streaq": ("streaq",),
+    "arq": ("arq",),
+}
+COMMON = ("hiredis", "uvloop")
+OURS = ("redis", "embedded")
+WORKERS = (1, 4)
+# It runs 32 jobs in half a second, so that a full count would take most of the time.
+FEWER = {"arq": 10}
+WARM = 64
+_END_S = 300
+ACT = Act("bench", "jobs of the benchmark")
+PROJECTS = 100
+GROUP = 32
+Figures = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.jobs")
+    parser.add_argument("--jobs", type=int, default=5000, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=int, default=10, help="of half load")
+    parser.add_argument("--depth", type=int, default=1_000_000, help="queued jobs")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--output", type=Path, default=document.PATH)
+    given = parser.parse_args()
+    for name in given.peers:
+        install(name)
+    document.add(measure(given), given.output)
+    return 0
+
+
+def python(name: str) -> Path:
+    """The interpreter that has a peer."""
+    return ROOT / "build" / "peers" / name / "bin" / "python"
+
+
+def install(name: str) -> None:
+    """Make the environment of a peer if it is missing."""
+    importable = [python(name), "-c", f"import {name}, uvloop"]
+    with contextlib.suppress(OSError):
+        if subprocess.run(importable, check=False, capture_output=True).returncode == 0:
+            return
+    home = python(name).parents[1]
+    sys.stderr.write(f"installing {name} in {home}\n")
+    venv.create(home, with_pip=True, clear=True)
+    pip = [home / "bin" / "pip", "install", "--quiet", *PEERS[name], *COMMON]
+    subprocess.run(pip, check=True)
+
+
+def measure(given: argparse.Namespace) -> Figures:
+    """Measure all queues in turns, then the latency of two of them, then the depth."""
+    runs: dict[str, dict[str, list[float]]] = {}
+    memory: dict[str, float] = {}
+    for _ in range(given.rounds):
+        for workers in WORKERS:
+            for name in (*given.peers, *OURS):
+                count = max(given.jobs // FEWER.get(name, 1), 1)
+                per_s, mib = throughput(name, workers, count)
+                runs.setdefault(name, {}).setdefault(f"{workers}", []).append(round(per_s, 1))
+                memory[name] = mib
+                sys.stderr.write(f"{name}, {workers} workers: {per_s:.0f}/s\n")
+    best = {
+        name: max(statistics.median(rounds) for rounds in of.values()) for name, of in runs.items()
+    }
+    peer = max(given.peers, key=best.__getitem__, default=None)
+    singles = [statistics.median(runs[name]["1"]) for name in given.peers or OURS]
+    rate = max(int(max(singles) / 2), 1)
+    delays: dict[str, list[tuple[float, float]]] = {name: [] for name in ("redis", peer) if name}
+    for _ in range(given.rounds):
+        for name, rounds in delays.items():
+            rounds.append(latency(name, rate, given.seconds))
+    p50, p99 = (
+        {
+            name: round(statistics.median(each[at] for each in rounds) * 1000, 2)
+            for name, rounds in delays.items()
+        }
+        for at in (0, 1)
+    )
+    depth = {str(size): depth_ms(size) for size in (given.depth // 100, given.depth)}
+    shallow, deep = depth.values()
+    peer_per_s = best[peer] if peer else None
+
+    def ratio(name: str) -> float | None:
+        return round(best[name] / peer_per_s, 2) if peer_per_s else None
+
+    return {
+        "jobs": {
+            "redis": {
+                "ours_per_s": best["redis"],
+                "best_peer": peer,
+                "best_peer_per_s": peer_per_s,
+                "ratio": ratio("redis"),
+                "p99_ms": p99["redis"],
+                "peer_p99_ms": p99[peer] if peer else None,
+            },
+            "embedded": {
+                "ours_per_s": best["embedded"],
+                "ratio_to_best_peer": ratio("embedded"),
+            },
+            "depth_slowdown": round(deep / shallow - 1, 3),
+        },
+        "jobs_runs": {
+            "per_s": runs,
+            "half_load_per_s": rate,
+            "p50_ms": p50,
+            "p99_ms": p99,
+            "claim_and_finish_ms": {size: round(each, 3) for size, each in depth.items()},
+            "memory_mib": memory,
+            "load": os.getloadavg()[0],
+        },
+    }
+
+
+class Queue:
+    """A queue of jobs with its workers and a Redis."""
+
+    def __init__(self, name: str, folder: Path, url: str) -> None:
+        self.name = name
+        self.folder = folder
+        self.ours = name in OURS
+        self.note = folder / "note"
+        self.note.touch()
+        self.environment = {
+            **os.environ,
+            job_queues.NOTE: str(self.note),
+            job_queues.URL: "" if name == "embedded" else url,
+            "GPUAAS_REDIS_URL": "" if name == "embedded" else url,
+            "GPUAAS_STATE_DIR": str(folder),
+            "GPUAAS_DATABASE_URL": "",
+            "GPUAAS_LOG_LEVEL": "warning",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.engine = open_engine(f"sqlite:///{folder / 'reconciler.db'}") if self.ours else None
+        if self.engine is not None:
+            site(self.engine)
+
+    def start(self, workers: int) -> None:
+        """Start workers and let them work a little."""
+        words: list[Any] = self._script("work")
+        if self.ours:
+            words = [sys.executable, "-m", "reconciler.cli.main", "jobs", "worker"]
+            words += ["--model", "m=tests.bench.fleet.job_queues:run"]
+        with (self.folder / "log").open("ab") as log:
+            for _ in range(workers):
+                process = subprocess.Popen(
+                    words,
+                    env=self.environment,
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+                self.workers.append(process)
+        self._until(lambda: self._serving() == workers)
+        self.send(WARM * workers)
+        self.wait(WARM * workers)
+        time.sleep(1)
+
+    def send(self, count: int) -> None:
+        """Fill the queue."""
+        subprocess.run(self._script("send", count), env=self.environment, check=True)
+
+    def offer(self, rate: int, seconds: int) -> None:
+        """Send jobs at a rate."""
+        subprocess.run(self._script("offer", rate, seconds), env=self.environment, check=True)
+
+    def wait(self, count: int) -> None:
+        """Wait until so many jobs have run; ours: until their ends are recorded, too."""
+        self._until(lambda: self.note.stat().st_size >= count * job_queues.RECORD.size)
+        if self.engine is not None:
+            done = sa.select(sa.func.count()).where(table.c.status == "done")
+
+            def recorded(engine: sa.Engine = self.engine) -> bool:
+                with reading(engine) as conn:
+                    return conn.execute(done).scalar_one() == count
+
+            self._until(recorded)
+
+    def delays(self) -> list[float]:
+        """Seconds from the sending of each job to its end."""
+        data = self.note.read_bytes()
+        return [each[0] for each in job_queues.RECORD.iter_unpack(data)]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal workers and their child processes."""
+        for process in self.workers:
+            os.killpg(process.pid, number)
+
+    def pause(self) -> None:
+        """Stop the workers, but not in a transaction, which would keep the client out."""
+        while True:
+            self.signal(signal.SIGSTOP)
+            with contextlib.closing(
+                sqlite3.connect(self.folder / "reconciler.db", timeout=0)
+            ) as db:
+                try:
+                    db.execute("BEGIN IMMEDIATE")
+                    return
+                except sqlite3.OperationalError:
+                    self.signal(signal.SIGCONT)
+            time.sleep(0.05)
+
+    def memory_mib(self) -> float:
+        """Mean PSS of a worker with its child processes."""
+        total = 0.0
+        for process in self.workers:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for pid in (process.pid, *map(int, children)):
+                total += usage.memory_mib(pid)["pss"]
+        return round(total / len(self.workers), 1)
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self.workers:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self.engine is not None:
+            self.engine.dispose()
+
+    def _script(self, *words: object) -> list[Any]:
+        name = "ours" if self.ours else self.name
+        interpreter = sys.executable if self.ours else python(self.name)
+        return [interpreter, job_queues.__file__, name, *map(str, words)]
+
+    def _serving(self) -> int:
+        if self.engine is None:
+            time.sleep(3)  # The peers say nothing that all of them would say.
+            return len(self.workers)
+        with reading(self.engine) as conn:
+            return int(
+                conn.execute(sa.select(sa.func.count()).select_from(pool_workers)).scalar_one()
+            )
+
+    def _until(self, true: Any) -> None:
+        end = time.monotonic() + _END_S
+        while not true():
+            if time.monotonic() > end or any(each.poll() is not None for each in self.workers):
+                raise RuntimeError(f"{self.name}:\n{(self.folder / 'log').read_text()[-3000:]}")
+            time.sleep(0.005)
+
+
+def site(engine: sa.Engine) -> None:
+    """An empty site with a project."""
+    migrate(engine)
+    with transaction(engine) as conn:
+        projects.create(conn, "bench", ACT, id="bench")
+
+
+@contextlib.contextmanager
+def queue(name: str, workers: int) -> Iterator[Queue]:
+    """A queue on a Redis of its own, with workers."""
+    build = ROOT / "build"
+    with tempfile.TemporaryDirectory(prefix="gpuaas-bench-", dir=build) as folder:
+        port = free_port()
+        options = ["--port", str(port), "--dir", folder]
+        options += ["--appendonly", "yes", "--appendfsync", "everysec"]
+        server = RedisServer(Path(folder), *options)
+        server.start()
+        opened = Queue(name, Path(folder), f"redis://127.0.0.1:{port}")
+        try:
+            opened.start(workers)
+            yield opened
+        finally:
+            opened.close()
+            server.close()
+
+
+def throughput(name: str, workers: int, count: int) -> tuple[float, float]:
+    """Jobs per second of so many workers, and the memory of a worker."""
+    with queue(name, workers) as opened:
+        opened.pause()
+        opened.send(count)
+        began = time.monotonic()
+        opened.signal(signal.SIGCONT)
+        opened.wait(WARM * workers + count)
+        return count / (time.monotonic() - began), opened.memory_mib()
+
+
+def latency(name: str, rate: int, seconds: int) -> tuple[float, float]:
+    """Median and 99th percentile of the seconds of a job, at a rate, by a single worker."""
+    with queue(name, 1) as opened:
+        opened.offer(rate, seconds)
+        opened.wait(WARM + rate * seconds)
+        parts = statistics.quantiles(opened.delays()[WARM:], n=100)
+        return parts[49], parts[98]
+
+
+def depth_ms(depth: int) -> float:
+    """Median milliseconds to claim and finish a group of jobs when so many are queued."""
+    with tempfile.TemporaryDirectory(prefix="gpuaas-bench-", dir=ROOT / "build") as folder:
+        engine = open_engine(f"sqlite:///{folder}/reconciler.db")
+        site(engine)
+        with transaction(engine) as conn:
+            me = leases.register(conn, host="bench", pid=1, models=["m"])
+            for number in range(PROJECTS):
+                projects.create(conn, f"p{number}", ACT, id=f"p{number}")
+            conn.exec_driver_sql(_QUEUED.format(depth=depth, projects=PROJECTS))
+        times = []
+        held: list[Any] = []
+        for _ in range(WARM * 4):
+            began = time.perf_counter()
+            with transaction(engine) as conn:
+                leases.finish(conn, [(job, Outcome({})) for job in held])
+                held = leases.claim(conn, me, limit=GROUP)
+            times.append(time.perf_counter() - began)
+        engine.dispose()
+        return statistics.median(times) * 1000
+
+
+_QUEUED = """
+INSERT INTO orchestrator_jobs (id, project_id, model, input, priority, status, attempts,
+  max_attempts, lost, timeout_s, token, worker, error, size, requested_by, correlation_id,
+  enqueued_at, updated_at)
+WITH RECURSIVE counted(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM counted WHERE n + 1 < {depth})
+SELECT printf('00000000-0000-8000-8000-%012d', n), 'p' || (n % {projects}), 'm', '{{}}', 5,
+  'pending', 0, 3, 0, 60, '', '', '{{}}', 2, 'bench', '', 1.0 + n, 1.0 + n FROM counted
+"""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""The built archive of the collection, installed away from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """members: the files of the archive. path: the installed collection, the only one there is.
+
+    core: folder of an unpacked ansible-core that is used instead of the environment's.
+    """
+
+    members: tuple[str, ...]
+    home: Path
+    core: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.home / "collections" / "ansible_collections" / "gpuaas" / "slice"
+
+    def run(self, *argv: str, **environment: str) -> str:
+        """The output of an Ansible program; away from the checkout, and without its ansible.cfg."""
+        if self.core:
+            environment["PYTHONPATH"] = str(self.core)
+        return run(self.home, *argv, **environment)
+
+    def discovered(self) -> dict[str, Any]:
+        """The result of a playbook with blocks, argument specifications, a module, its private
+        utilities and a profile. It reads this machine.
+        """
+        said = self.run(
+            "ansible-playbook", "gpuaas.slice.discover", "-i", "localhost,", "-c", "local",
+            "-e", f"ansible_python_interpreter={sys.executable}",
+            "-e", f"slice_profile_file={self.path / 'profiles' / 'lab.yml'}",
+            ANSIBLE_SHOW_CUSTOM_STATS="true",
+        )  # fmt: skip
+        result: dict[str, Any] = json.loads(said.rpartition("RUN: ")[2])["slice_result"]
+        return result
+
+    def json(self, *argv: str) -> dict[str, Any]:
+        document = json.loads(self.run(*argv))
+        assert isinstance(document, dict)
+        return document
+
+
+def run(home: Path, program: str, *argv: str, **environment: str) -> str:
+    words = ["-m", "ansible", program.removeprefix("ansible-")]
+    done = subprocess.run(
+        [sys.executable, *words, *argv],
+        cwd=home,
+        env={
+            **{key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")},
+            "ANSIBLE_HOME": str(home / "ansible"),
+            "ANSIBLE_COLLECTIONS_PATH": str(home / "collections"),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    home = tmp_path_factory.mktemp("galaxy")
+    run(home, "ansible-galaxy", "collection", "build", str(ROOT), "--output-path", str(home))
+    (archive,) = home.glob("gpuaas-slice-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        members = tuple(member.name for member in opened if member.isfile())
+    target = str(home / "collections")
+    run(home, "ansible-galaxy", "collection", "install", str(archive), "-p", target, "--offline")
+    return Installed(members, home)

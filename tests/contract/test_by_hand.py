@@ -1,0 +1,121 @@
+"""Playbooks run by hand: tags, batches of hosts, and -b with a user that only SSH knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.playbooks import FOLDER
+
+pytestmark = pytest.mark.covers("ECO-1")
+
+ROOT = Path(__file__).resolve().parents[2]
+# Writes a line for each command that it is to run as another user, and runs it as this one.
+BECOME = """#!/bin/sh
+echo "$@" >>"{log}"
+while [ "${{1#-}}" != "$1" ]; do [ "$1" = -u ] && shift; shift; done
+exec "$@"
+"""
+
+
+def play(*words: str | Path, hosts: str = "localhost,") -> str:
+    """The output of ansible-playbook, which may fail."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / "ansible-playbook", "-i", hosts, *words],
+        env={
+            **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
+            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
+            "ANSIBLE_SHOW_CUSTOM_STATS": "1",
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def bootstrap(*words: str) -> list[str]:
+    """Names of the tasks that would be played."""
+    listed = play(FOLDER / "bootstrap.yml", "--list-tasks", *words)
+    return re.findall(r"^      (.+?)\tTAGS", listed, re.MULTILINE)
+
+
+def test_no_play_decides_for_its_caller_whether_it_becomes_root() -> None:
+    """A keyword of a play outranks -b, also where it is false because it knows no user."""
+    for playbook in FOLDER.glob("*.yml"):
+        for part in yaml.safe_load(playbook.read_text()):
+            assert "become" not in part, playbook
+
+
+@pytest.mark.parametrize(("word", "becomes"), [((), False), (("-b",), True)])
+def test_b_makes_root_of_a_user_whom_only_ssh_knows(
+    tmp_path: Path, word: tuple[str, ...], becomes: bool
+) -> None:
+    program = tmp_path / "become"
+    program.write_text(BECOME.format(log=tmp_path / "log"))
+    program.chmod(0o755)
+    profile = ROOT / "profiles" / "lab.yml"
+    settings = [f"ansible_become_exe={program}", f"ansible_python_interpreter={sys.executable}"]
+    said = play(
+        FOLDER / "discover.yml", "-c", "local", "--become-user", "daemon", *word,
+        *(x for text in (*settings, f"slice_profile_file={profile}") for x in ("-e", text)),
+    )  # fmt: skip
+    assert "failed=0" in said, said
+    assert (tmp_path / "log").exists() is becomes
+
+
+def test_a_part_of_bootstrap_is_played_by_its_tag() -> None:
+    # The machine of a tenant is refused whatever part is played.
+    refusal = "Refuse a machine that a tenant has as a whole"
+    assert bootstrap()[0] == refusal
+    network = ["Establish the slice network", "Measure the slices"]
+    assert bootstrap("--tags", "network,telemetry") == [refusal, *network]
+    tags = play(FOLDER / "bootstrap.yml", "--list-tags")
+    parts = "always, boot, fabric, libvirt, names, network, packages, telemetry, tuning"
+    assert f"TASK TAGS: [{parts}]" in tags
+
+
+# Check mode, because bootstrap would change this machine.
+HERE = ("-c", "local", "-C", "-e", f"ansible_python_interpreter={sys.executable}")
+
+
+def played(profile: dict[str, object], *words: str) -> str:
+    variables = json.dumps({"slice_profile": profile})
+    return play(FOLDER / "bootstrap.yml", *HERE, "-e", variables, *words)
+
+
+def test_a_part_that_fails_fails_the_playbook() -> None:
+    """Ansible takes a failure for rescued if no task of the rescue has the tag."""
+    network = {"bridge": "br0", "address": "no address", "subnet": "x", "tmfifo": {}}
+    said = played({"network": network}, "--tags", "network")
+    assert "rescued=1" in said and "failed=1" in said, said
+    assert '"ok": false' in said
+
+
+def test_a_part_puts_no_host_into_slice_mode_and_reports_nothing() -> None:
+    parts = "boot,fabric,libvirt,names,network,packages,telemetry,tuning"
+    for words in (("--tags", "names"), ("--skip-tags", parts)):
+        said = played({"name": "lab"}, *words)
+        assert "failed=0" in said and "slice_result" not in said, said
+        shown = re.findall(r"^TASK \[(.+?)\] \*+\n(\w+)", said, re.MULTILINE)
+        done = [name for name, state in shown if state != "skipping"]
+        assert done == ["Refuse a machine that a tenant has as a whole"]
+
+
+@pytest.mark.parametrize(("reboots", "tried"), [("true", 1), ("false", 2)])
+def test_hosts_that_may_reboot_go_one_after_the_other(reboots: str, tried: int) -> None:
+    """The first failure spares the rest. Nothing listens on port 1."""
+    said = play(
+        FOLDER / "bootstrap.yml", "-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1",
+        "-e", f"slice_allow_reboot={reboots}", "-e", "{slice_profile: {}}",
+        hosts="slicehost1,slicehost2,",
+    )  # fmt: skip
+    assert said.count("unreachable=1") == tried, said

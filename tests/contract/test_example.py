@@ -1,0 +1,92 @@
+"""The example inventory with its slice by hand, against the run contract and the playbooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from reconciler.runs import contract
+from reconciler.work.kinds.slices import machine_shape, seed_documents
+
+pytestmark = pytest.mark.covers("ECO-1")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "inventory" / "example"
+RUN = {
+    "id": "run-1",
+    "task_id": "task-1",
+    "kind": "by hand",
+    "node_id": "slicehost",
+    "correlation_id": "c-1",
+}
+
+
+def play(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).parent / "ansible-playbook"
+    return subprocess.run(
+        [program, "-i", EXAMPLE, "-e", f"@{EXAMPLE / 'slice.yml'}", *words],
+        env={
+            **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
+            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The example's variables as Ansible renders them for its host."""
+    folder = tmp_path_factory.mktemp("example")
+    names = ["slice_profile", *yaml.safe_load((EXAMPLE / "slice.yml").read_text())]
+    pairs = ", ".join(f"'{name}': {name}" for name in names)
+    task = {
+        "ansible.builtin.copy": {
+            "dest": str(folder / "made"),
+            "content": f"{{{{ {{{pairs}}} | to_json }}}}",
+        },
+        "vars": {"ansible_python_interpreter": sys.executable, "ansible_connection": "local"},
+    }
+    plays = [{"hosts": "slice_hosts", "gather_facts": False, "tasks": [task]}]
+    (folder / "play.yml").write_text(yaml.safe_dump(plays))
+    done = play(folder / "play.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    made: dict[str, Any] = json.loads((folder / "made").read_text())
+    return made
+
+
+@pytest.mark.parametrize("playbook", ["provision_slice", "verify_absent", "release_slice"])
+def test_its_variables_are_those_of_the_run_contract(
+    rendered: dict[str, Any], playbook: str
+) -> None:
+    known = contract.schema(playbook)["properties"]
+    variables = {name: value for name, value in rendered.items() if name in known}
+    if playbook != "provision_slice":
+        variables["slice_allocation"] = {"id": variables["slice_allocation"]["id"]}
+    contract.check_vars(playbook, {**variables, "slice_run": RUN})
+
+
+def test_it_makes_the_machine_that_the_reconciler_would_make(rendered: dict[str, Any]) -> None:
+    assert rendered["slice_profile"]["fabric"]["interface"] == "ibp65s0"
+    assert rendered["slice_vm"] == machine_shape(rendered["slice_profile"], 1)
+    mac = rendered["slice_slots"][0]["management_mac"]
+    seed = seed_documents(rendered["slice_allocation"], mac, nvswitches=True)
+    assert rendered["slice_seed"] == seed
+
+
+@pytest.mark.parametrize("playbook", ["provision_slice", "release_slice"])
+def test_the_playbooks_take_it_and_reach_for_the_host(playbook: str) -> None:
+    """A missing variable would end them before they contact a host. Nothing listens on port 1."""
+    address = ("-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1")
+    done = play(ROOT / "playbooks" / f"{playbook}.yml", *address)
+    assert "unreachable=1" in done.stdout, done.stdout + done.stderr
+    assert "failed=0" in done.stdout

@@ -1,0 +1,84 @@
+"""A stand-in for a service of the site: a process that serves HTTPS and tells what it was asked.
+
+Requests below /standin/ are the test's: POST resets it with faults, GET answers with its record.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.standin.bmc import authority
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Manager:
+    """The process. name: as in the settings. token: the first that it accepts. ca_file: verifies
+    its certificate. token_file: holds the accepted token.
+    """
+
+    name: str
+    token: str
+    port: int
+    ca_file: Path
+    token_file: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            f"{self.name}_url": f"https://127.0.0.1:{self.port}",
+            f"{self.name}_token_file": self.token_file,
+            f"{self.name}_ca_file": self.ca_file,
+        }
+
+    def begin(self, **faults: Any) -> None:
+        """Reset it with these faults."""
+        self.token_file.write_text(f"{faults.get('token', self.token)}\n")
+        self._ask("POST", faults)
+
+    def record(self) -> dict[str, Any]:
+        return self._ask("GET", {})
+
+    def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        context = ssl.create_default_context(cafile=str(self.ca_file))
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=9)
+        try:
+            connection.request(method, "/standin/", json.dumps(body))
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            return answer
+        finally:
+            connection.close()
+
+
+@contextmanager
+def standing(folder: Path, name: str, token: str) -> Iterator[Manager]:
+    """The stand-in `tests.standin.<name>`, which listens until the end of the block."""
+    certificate, key = authority(folder, name, "IP:127.0.0.1")
+    argv = [sys.executable, "-m", f"tests.standin.{name}", str(certificate), str(key)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            yield Manager(name, token, port, certificate, folder / "token")
+        finally:
+            process.kill()
+
+
+def serve(server: ThreadingHTTPServer) -> None:
+    """Serve with the certificate and key of the command line; the first line says the port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(sys.argv[1], sys.argv[2])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()

@@ -1,0 +1,64 @@
+"""The dashboard: each expression is PromQL, and each metric is in a scrape of a running service."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.unit.monitoring.test_alerts import PROMTOOL, ROOT, promtool, rules
+from tests.unit.reconciler.service.service import serving, until
+
+DASHBOARD = ROOT / "monitoring" / "grafana" / "gpuaas.json"
+METRIC = re.compile(r"\b(?:gpuaas|gpu_orchestrator|process)_[a-z0-9_]+")
+
+pytestmark = pytest.mark.covers("ORCH-6")
+
+
+def expressions() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+@pytest.mark.skipif(not PROMTOOL.exists(), reason="scripts/setup --tests installs promtool")
+def test_each_expression_is_valid(tmp_path: Path) -> None:
+    # promtool reads expressions of rules. Grafana fills in the interval.
+    records = [
+        {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "5m")}
+        for number, text in enumerate(expressions())
+    ]
+    file = tmp_path / "dashboard.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": records}]}))
+    assert f"{len(records)} rules found" in promtool("check", "rules", str(file))
+
+
+def test_each_metric_is_in_a_scrape(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    with serving(tmp_path, GPUAAS_OPERATOR_LISTEN=listen) as service:
+        service.start()
+        until(service.ready)
+        scrape = httpx.get(f"http://{listen}/metrics", trust_env=False).text
+    # Families that have no value yet are named by their comment, counters with their suffix.
+    names = set(re.findall(r"^(?:# TYPE )?([a-z_]+)", scrape, re.MULTILINE))
+    alerts = [str(rule["expr"]) for rule in rules().values()]
+    used = {name for text in (*expressions(), *alerts) for name in METRIC.findall(text)}
+    assert len(used) > 25
+    assert used - names == set()
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
+        assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
+        taken |= cells

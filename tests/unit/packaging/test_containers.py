@@ -1,0 +1,114 @@
+"""Compose file and execution environment: their form. No container engine runs them here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.main import get_command
+
+from reconciler.api import telemetry
+from reconciler.cli.main import app
+from reconciler.settings import Settings
+from tests.unit.packaging.machine import ROOT
+
+FOLDER = ROOT / "packaging" / "compose"
+COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = {name: row for name, row in SERVICES.items() if row["image"] == "gpuaas:local"}
+CA = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGPuYXMtdGVzdC1jYS1wdWJsaWMta2V5LTAwMDAwMDAw"
+
+
+def test_the_compose_file_has_the_form_of_the_specification() -> None:
+    vendored = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    jsonschema.Draft7Validator(json.loads(vendored.read_text())).validate(COMPOSE)
+    assert {"postgres", "redis", "api", "worker", "gateway", "prometheus", "grafana"} == set(
+        SERVICES
+    )
+    for service in SERVICES.values():
+        names = {each.split(":")[0] for each in service.get("volumes", ())}
+        assert {name for name in names if "/" not in name} <= set(COMPOSE["volumes"])
+        assert set(service.get("depends_on", ())) <= set(SERVICES)
+        assert set(service.get("secrets", ())) <= set(COMPOSE["secrets"])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_container_starts_a_command_with_settings_that_exist(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, settings = OURS[name]["command"], OURS[name]["environment"]
+    gpuaas: Any = get_command(app)
+    gpuaas.commands[words[0]].make_context(words[0], words[1:])
+    for variable, value in settings.items():
+        filled = re.sub(r"\$\{(\w+):[-?]([^}]*)\}", _given, value)
+        monkeypatch.setenv(variable, filled)
+        assert variable.removeprefix("GPUAAS_").lower() in Settings.model_fields
+    read = Settings()
+    assert read.database_url == "postgresql+psycopg://gpuaas:secret@postgres/gpuaas"
+    assert read.url_for_hosts == "https://gpuaas.example"
+    assert read.workers == (4 if name == "worker" else 2)
+
+
+def test_what_a_container_mounts_is_in_the_folder() -> None:
+    mounted = [each for row in SERVICES.values() for each in row.get("volumes", ())]
+    sources = {each.split(":")[0] for each in mounted if each.startswith("./")}
+    # The site's own: its images, and the token that Prometheus gets.
+    assert {source for source in sources if not (FOLDER / source).exists()} == {"./images"}
+    assert {"./prometheus.yml", "./alerts.yml", "./grafana/fleet.json"} <= sources
+    scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scrape["static_configs"] == [{"targets": ["api:8080"]}]
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
+    source = Path(telemetry.__file__).read_text()
+    # A name may have a part that is filled in.
+    exposed = re.sub(r"\{\w+\}", r"\\w+", "|".join(re.findall(r'"(gpuaas_[\w{}]+)"', source)))
+    groups = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    queries = [rule["expr"] for group in groups for rule in group["rules"]]
+    board = json.loads((FOLDER / "grafana" / "fleet.json").read_text())
+    queries += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"gpuaas_\w+", query)}
+    assert len(asked) > 8
+    unknown = [name for name in asked if not re.fullmatch(exposed, name.removesuffix("_count"))]
+    assert unknown == []
+    data = yaml.safe_load((FOLDER / "grafana" / "provisioning.yml").read_text())["datasources"][0]
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {data["uid"]}
+
+
+def test_the_execution_environment_is_one_of_ansible_builder(tmp_path: Path) -> None:
+    key = tmp_path / "host_ca.pub"
+    key.write_text(f"{CA} gpuaas host authority\n")
+    made = _make("execution-environment", str(key), str(tmp_path))
+    assert made.returncode == 0, made.stdout + made.stderr
+    context = tmp_path / "context"
+    assert (context / "_build" / "ssh_known_hosts").read_text() == f"@cert-authority * {CA}\n"
+    assert (context / "_build" / "gpuaas-slice.tar.gz").stat().st_size > 100_000
+    assert "openssh-client" in (context / "_build" / "bindep.txt").read_text()
+    steps = (context / "Containerfile").read_text()
+    assert "COPY _build/ssh_known_hosts /etc/ssh/ssh_known_hosts" in steps
+    assert 'ARG ANSIBLE_INSTALL_REFS="ansible-core>=2.19,<2.20' in steps
+
+
+def test_an_execution_environment_without_our_authority_is_refused(tmp_path: Path) -> None:
+    refused = _make("execution-environment", str(tmp_path / "none"))
+    assert refused.returncode == 1
+    assert "expected CA=FILE" in refused.stderr and "certified" in refused.stderr
+
+
+def _make(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [str(ROOT / "scripts" / script), *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+
+
+def _given(variable: re.Match[str]) -> str:
+    values = {"DATABASE_PASSWORD": "secret", "PUBLIC_URL": "https://gpuaas.example"}
+    return values.get(
+        variable[1].removeprefix("GPUAAS_"), variable[2] if ":-" in variable[0] else ""
+    )

@@ -1,0 +1,88 @@
+"""The inventory of MAAS, against the stand-in for MAAS and against hostile answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.standin.maas import TOKEN
+from tests.standin.service import standing
+from tests.unit.plugins.inventory.inventories import answering, hosts, inventory, source
+
+pytestmark = pytest.mark.covers("ECO-1", "ECO-3")
+
+
+def machine(name: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "system_id": f"{name}id",
+        "hostname": name,
+        "fqdn": f"{name}.maas",
+        "status": 6,
+        "tag_names": ["gpuaas-slice", "virtual"],
+        "ip_addresses": ["172.16.0.4", "10.20.0.4"],
+        "hardware_uuid": "4c4c4544-0051-3810-8057-b7c04f4e4733",
+        "zone": {"id": 1, "name": "rack-1"},
+        "pool": {"id": 0, "name": "default"},
+        "locked": False,
+        **fields,
+    }
+
+
+def test_deployed_machines_with_the_tag_and_an_address_of_the_site(tmp_path: Path) -> None:
+    machines = [
+        machine("gpu1"),
+        machine("gpu2", status=4, ip_addresses=[]),
+        machine("gpu3", tag_names=["virtual"]),
+        machine("gpu4", ip_addresses=["172.16.0.5"]),
+    ]
+    options = {
+        "tags": ["gpuaas-slice"],
+        "networks": ["10.20.0.0/16"],
+        "keyed_groups": [{"prefix": "zone", "key": "maas_zone"}],
+        "compose": {"ansible_user": "'ubuntu'"},
+    }
+    with standing(tmp_path, "maas", TOKEN) as maas:
+        maas.begin(machines=machines)
+        site = {
+            "GPUAAS_MAAS_URL": f"https://127.0.0.1:{maas.port}",
+            "GPUAAS_MAAS_TOKEN_FILE": str(maas.token_file),
+            "GPUAAS_MAAS_CA_FILE": str(maas.ca_file),
+        }
+        done = inventory(
+            source(tmp_path, "maas", token_file=str(maas.token_file), **options), **site
+        )
+        record = maas.record()
+    found = hosts(done)
+    assert set(found) == {"gpu1"}
+    assert found["gpu1"]["ansible_host"] == "10.20.0.4"
+    assert found["gpu1"]["ansible_user"] == "ubuntu"
+    assert '"zone_rack_1"' in done.stdout
+    assert "gpu4 is left out" in done.stderr
+    assert record["violations"] == []
+    assert [request["fields"] for request in record["requests"]] == [{}]
+
+
+def deployed(name: str, **fields: Any) -> dict[str, Any]:
+    return machine(name, status_name="Deployed", **fields)
+
+
+def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:
+    refused = {
+        "twice": ([deployed("gpu1"), deployed("gpu1")], "maas_name_ambiguous"),
+        "name": ([deployed("gpu1"), deployed("-oProxyCommand")], "maas_invalid"),
+        "address": ([deployed("gpu1", ip_addresses=["::.::1"])], "maas_invalid"),
+        "zone": ([deployed("gpu1", zone="rack")], "maas_invalid"),
+        "object": ({"machines": []}, "maas_invalid"),
+    }
+    options = {"networks": ["10.20.0.0/16"]}
+    with answering() as service:
+        service.answers = {case: answer for case, (answer, _) in refused.items()}
+        done = inventory(
+            *(source(tmp_path, "maas", case, url=service.url(case), **options) for case in refused)
+        )
+    assert hosts(done) == {}
+    for case, (_, code) in refused.items():
+        lines = [line for line in done.stderr.splitlines() if f"{case}.maas.yml: " in line]
+        assert any(f"{code}: expected" in line for line in lines), (case, done.stderr)

@@ -1,0 +1,147 @@
+"""The inventory of a reconciler that lies, hangs, or answers what no reconciler answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.standin.bmc import authority
+from tests.standin.controller import standing
+from tests.unit.plugins.inventory.inventories import answering, hosts, inventory, source
+
+pytestmark = pytest.mark.covers("ECO-1", "ECO-4")
+
+NODE: dict[str, Any] = {
+    "id": "node-1",
+    "name": "node-1",
+    "address": "192.0.2.7",
+    "port": 22,
+    "ssh_user": "ubuntu",
+    "state": "ready",
+    "mode": "slice",
+    "profile": "xe9680l-h200",
+    "pool": "default",
+    "region": "",
+    "health_state": "healthy",
+    "fabric_interface": "",
+    "fabric_address": "",
+    "slice_scheduling": True,
+    "reboot_required": False,
+    "reinstall_required": False,
+    "maas_tags": None,
+}
+
+
+def page(*nodes: Any, more: Any = None) -> dict[str, Any]:
+    return {"items": list(nodes), "next": more}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "twice": (page(NODE, NODE), "reconciler_name_ambiguous"),
+    "local": (page({**NODE, "id": "localhost"}), "reconciler_name_ambiguous"),
+    "group": (page({**NODE, "id": "sellable"}), "reconciler_name_ambiguous"),
+    "option": (page({**NODE, "address": "-oProxyCommand=id"}), "reconciler_invalid"),
+    "template": (page({**NODE, "address": "{{ lookup('pipe', 'id') }}"}), "reconciler_invalid"),
+    "user": (page({**NODE, "ssh_user": "root\nx"}), "reconciler_invalid"),
+    "port": (page({**NODE, "port": True}), "reconciler_invalid"),
+    "flag": (page({**NODE, "slice_scheduling": "yes"}), "reconciler_invalid"),
+    "second": (page(NODE, ["no", "node"]), "reconciler_invalid"),
+    "list": ([NODE], "reconciler_invalid"),
+    "endless": (page(more="again"), "reconciler_invalid"),
+    "portal": (b"<html>log in</html>", "reconciler_silent"),
+    "deep": (b"[" * 100_000, "reconciler_silent"),
+    "large": (b" " * (33 << 20), "reconciler_silent"),
+    "moved": (page(NODE), "reconciler_refused"),
+    "drip": (None, "reconciler_silent"),
+}
+
+
+def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:
+    groups = {"sellable": "gpuaas_scheduling"}
+    with answering() as service:
+        service.answers = {case: answer for case, (answer, _) in REFUSED.items()}
+        done = inventory(
+            *(
+                source(
+                    tmp_path, "reconciler", case, url=service.url(case), timeout=1, groups=groups
+                )
+                for case in REFUSED
+            )
+        )
+    assert hosts(done) == {}
+    for case, (_, code) in REFUSED.items():
+        lines = [line for line in done.stderr.splitlines() if f"{case}.reconciler.yml: " in line]
+        assert any(f"{code}: expected" in line for line in lines), (case, done.stderr)
+    # No request follows a redirect with the token.
+    assert not [path for path, _ in service.asked if path.startswith("/other")]
+
+
+def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_path: Path) -> None:
+    trap = "{{ lookup('ansible.builtin.pipe', 'touch " + str(tmp_path / "trap") + "') }}"
+    nodes = [
+        {**NODE, "name": trap, "ansible_connection": "local", "vars": {"ansible_host": "::1"}},
+        {**NODE, "id": "bastion", "address": "203.0.113.66", "port": 23},
+    ]
+    static = tmp_path / "a.yml"
+    bastion = {"ansible_host": "192.0.2.1", "ansible_port": 2222}
+    static.write_text(yaml.safe_dump({"all": {"hosts": {"bastion": bastion}}}))
+    compose = {"copied": "gpuaas_name ~ ''"}
+    with answering() as service:
+        service.answers = {"site": page(*nodes)}
+        site = source(tmp_path, "reconciler", url=service.url("site"), compose=compose)
+        found = hosts(inventory(static, site))
+    assert not (tmp_path / "trap").exists()
+    text = [
+        v["__ansible_unsafe"] if isinstance(v, dict) else v for v in (found["node-1"]["copied"],)
+    ]
+    assert text == [trap]
+    assert "ansible_connection" not in found["node-1"]
+    assert found["node-1"]["ansible_host"] == "192.0.2.7"
+    assert found["bastion"]["ansible_host"] == "192.0.2.1"
+    assert found["bastion"]["ansible_port"] == 2222
+    assert found["bastion"]["gpuaas_state"] == "ready"
+
+
+def test_the_cache_is_of_one_service_and_is_checked_like_an_answer(tmp_path: Path) -> None:
+    cache = {
+        "cache": True,
+        "cache_plugin": "ansible.builtin.jsonfile",
+        "cache_connection": str(tmp_path / "cache"),
+        "cache_timeout": 600,
+    }
+    with answering() as service:
+        service.answers = {"site": page(NODE), "other": page({**NODE, "id": "node-2"})}
+        site = source(tmp_path, "reconciler", url=service.url("site"), **cache)
+        first = hosts(inventory(site))
+        assert hosts(inventory(site)) == first
+        assert len(service.asked) == 1
+        other = source(tmp_path, "reconciler", url=service.url("other"), **cache)
+        assert set(hosts(inventory(other))) == {"node-2"}
+        (entry,) = (tmp_path / "cache").iterdir()
+        entry.write_text(entry.read_text().replace("192.0.2.7", "-oProxyCommand=id"))
+        assert hosts(inventory(other)) == {}
+
+
+def test_only_the_named_authority_vouches_for_the_service(tmp_path: Path) -> None:
+    """The stand-in for AWX serves HTTPS and refuses the token."""
+    other, _ = authority(tmp_path, "other", "IP:127.0.0.1")
+    with standing(tmp_path) as controller:
+        done = inventory(
+            source(
+                tmp_path,
+                "reconciler",
+                "right",
+                url=controller.url,
+                ca_file=str(tmp_path / "awx.pem"),
+            ),
+            source(tmp_path, "reconciler", "wrong", url=controller.url, ca_file=str(other)),
+        )
+    assert hosts(done) == {}
+    assert "right.reconciler.yml: reconciler_refused" in done.stderr
+    assert "HTTP 401" in done.stderr
+    assert "wrong.reconciler.yml: reconciler_silent" in done.stderr
+    assert "certificate verify failed" in done.stderr
+    assert "t" * 20 not in done.stderr

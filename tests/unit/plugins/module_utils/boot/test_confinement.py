@@ -1,0 +1,141 @@
+"""Confinement of QEMU, by libvirt's settings and by each running process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _confinement, _libvirt_host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _object_names
+
+pytestmark = pytest.mark.covers("HOST-4", "P12")
+
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
+SITE = 'user = "libvirt-qemu"\n# the last line has no newline'
+
+
+def apparmor() -> None:
+    _host.write("/sys/kernel/security/lsm", "lockdown,capability,yama,apparmor")
+    _host.write("/sys/kernel/security/apparmor/profiles", "libvirtd (enforce)\n")
+
+
+def guest(*, uid: int = 64055, seccomp: int = 2, label: str = "") -> list[int]:
+    _host.write("/proc/77/status", f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\nSeccomp:\t{seccomp}\n")
+    _host.write("/proc/77/attr/current", label or f"libvirt-{ALLOCATION} (enforce)\n")
+    return [77]
+
+
+def test_a_guest_that_libvirt_confined_passes(tree: Path) -> None:
+    apparmor()
+    _host.write(_confinement.QEMU, _confinement.with_settings(SITE))
+    assert _confinement.problems(guest()) == []
+    _host.write("/sys/kernel/security/lsm", "capability,selinux")
+    _host.write("/sys/fs/selinux/enforce", "1")
+    label = "system_u:system_r:svirt_t:s0:c392,c662"
+    assert _confinement.problems(guest(label=label)) == []
+
+
+@pytest.mark.parametrize(
+    ("weak", "named"),
+    [
+        ({"uid": 0}, "QEMU 77 runs as root"),
+        ({"seccomp": 0}, "QEMU 77 has no seccomp filter"),
+        ({"label": "unconfined"}, "QEMU 77 is unconfined"),
+        ({"label": f"libvirt-{ALLOCATION} (complain)"}, "(complain)"),
+        ({"label": "libvirtd (enforce)"}, "QEMU 77 is libvirtd (enforce)"),
+    ],
+)
+def test_a_guest_that_is_not_confined_is_named(
+    tree: Path, weak: dict[str, Any], named: str
+) -> None:
+    apparmor()
+    _host.write(_confinement.QEMU, _confinement.with_settings(SITE))
+    (problem,) = _confinement.problems(guest(**weak))
+    assert named in problem
+
+
+def test_a_real_process_is_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started as QEMU is, without any confinement of its own."""
+    process = subprocess.Popen(["/bin/sleep", "60"], executable="/bin/sleep")
+    try:
+        problems = _confinement.problems([process.pid])
+        assert (f"QEMU {process.pid} runs as root" in problems) is (os.getuid() == 0)
+        own = dict(
+            row.partition(":")[::2] for row in Path("/proc/self/status").read_text().splitlines()
+        )
+        filtered = own["Seccomp"].strip() == "2"
+        assert (f"QEMU {process.pid} has no seccomp filter" in problems) is not filtered
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("seccomp_sandbox = 0", "seccomp_sandbox = 0"),
+        ("security_default_confined=0", "security_default_confined = 0"),
+        ("security_require_confined = 0  # for now", "security_require_confined = 0"),
+        ('user = "root"', "runs guests as root"),
+        ('security_driver = "none"', "without a security driver"),
+    ],
+)
+def test_a_value_of_the_site_is_in_force_and_named(tree: Path, line: str, named: str) -> None:
+    """libvirt takes the first of two values, so the managed block at the end does not help."""
+    apparmor()
+    _host.write(_confinement.QEMU, _confinement.with_settings(f"{line}\n"))
+    (problem,) = _confinement.problems([])
+    assert named in problem
+
+
+def test_a_kernel_without_a_security_module_is_named_and_still_starts_guests(tree: Path) -> None:
+    text = _confinement.with_settings(SITE)
+    _host.write(_confinement.QEMU, text)
+    assert "require_confined" not in text
+    assert _confinement.problems([]) == [
+        "the kernel confines no guest: neither AppArmor nor SELinux is used"
+    ]
+    # AppArmor is in the kernel, and libvirt does not use it, because its profile is not loaded.
+    _host.write("/sys/kernel/security/lsm", "capability,apparmor")
+    assert _confinement.security_module() == ""
+
+
+def test_a_console_log_without_a_limit_is_named(tree: Path) -> None:
+    assert _confinement.console_problems(guest()) == []
+    _host.write(_confinement.QEMU, 'stdio_handler = "file"\n')
+    _host.write(_confinement.LOGGING, "#max_size = 2097152\nmax_size = 0\n")
+    path = _object_names.console_path(ALLOCATION)
+    _host.write(path, "")
+    (tree / "proc/77/fd").mkdir()
+    (tree / "proc/77/fd/9").symlink_to(path)
+    named = "; ".join(_confinement.console_problems(guest()))
+    for part in ("stdio_handler", "max_size = 0", "QEMU 77 writes its console log itself"):
+        assert part in named
+
+
+def test_the_role_writes_its_block_and_takes_it_back(tree: Path, script: Any) -> None:
+    apparmor()
+    show = ("systemctl", "show", "--timestamp=unix")
+    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
+    units = ("--", "libvirtd.service", "libvirtd.socket")
+    block = "ActiveState=active\nUnitFileState=enabled"
+    script.on(*show, properties, *units, out=f"{block}\n\n{block}")
+    script.on("systemctl", "try-restart", "libvirtd.service")
+    (tree / "var/lib/libvirt").mkdir(parents=True, mode=0o755)
+    _host.write(_confinement.QEMU, SITE, 0o600)
+
+    def drive(state: str) -> list[str]:
+        params = {"directory": "/var/lib/libvirt", "state": state}
+        outcome = _change.drive(_libvirt_host.SUBJECT, params, check_mode=False)
+        assert outcome.failure is None, outcome.failure
+        return outcome.done
+
+    assert drive("present") == ["remember_before", "confine_guests"]
+    assert drive("present") == []
+    assert _confinement.problems([]) == []
+    assert (tree / _confinement.QEMU.lstrip("/")).stat().st_mode & 0o777 == 0o600
+    assert drive("absent") == ["restore_qemu_settings", "forget_before"]
+    assert (_host.read(_confinement.QEMU) or "").strip() == SITE

@@ -1,0 +1,173 @@
+"""The host leaves the disks of slices alone, and takes them back."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _slice_disks
+
+pytestmark = pytest.mark.covers("HOST-9")
+
+DISK = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
+SLOTS = [{"nvme_device": DISK}, {"nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a001"}]
+SITE = "local {\n}\n"
+
+
+def drive(slots: list[dict[str, str]], *, check: bool = False) -> _change.Outcome:
+    return _change.drive(_slice_disks.SUBJECT, {"slots": slots}, check_mode=check)
+
+
+@pytest.fixture
+def host(tree: Path, script: Any) -> Path:
+    _host.write("/etc/lvm/lvm.conf", "devices {\n\t# global_filter = []\n}\n")
+    _host.write(_slice_disks.LVM, SITE)
+    script.on("udevadm", "control", "--reload")
+    return tree
+
+
+def test_the_files_are_written_once_and_taken_back(host: Path) -> None:
+    assert drive(SLOTS, check=True).changed
+    assert drive(SLOTS).done == ["write_rules", "filter_lvm"]
+    assert drive(SLOTS).done == []
+    assert _slice_disks.problems(SLOTS) == []
+    # A slot that is no longer approved is the host's again.
+    assert len(_slice_disks.problems(SLOTS[:1])) == 2
+    assert drive(SLOTS[:1]).done == ["write_rules", "filter_lvm"]
+    assert "a001" not in (_host.read(_slice_disks.RULES) or "")
+    assert drive([]).done == ["write_rules", "filter_lvm"]
+    assert not (host / _slice_disks.RULES.lstrip("/")).exists()
+    assert (host / _slice_disks.LVM.lstrip("/")).read_text() == SITE
+    assert _slice_disks.problems([]) == []
+
+
+def test_the_rule_names_the_disk_and_its_partitions_and_no_other(host: Path) -> None:
+    drive(SLOTS[:1])
+    rules = re.findall(r'SYMLINK=="([^"]*)"', _host.read(_slice_disks.RULES) or "")
+    name = DISK.removeprefix("/dev/")
+    assert rules == [name, f"{name}-part*"]
+    (pattern,) = re.findall(r'"r\|(.*?)\|"', _host.read(_slice_disks.LVM) or "")
+    assert re.fullmatch(pattern, DISK) and re.fullmatch(pattern, f"{DISK}-part12")
+    assert not re.fullmatch(pattern, f"{DISK}0") and not re.fullmatch(pattern, "/dev/nvme0n1")
+
+
+def test_the_initramfs_is_built_with_them_and_again_after_each_change(
+    host: Path, script: Any
+) -> None:
+    for folder in ("etc/initramfs-tools", "etc/default/grub.d"):
+        (host / folder).mkdir(parents=True)
+    build = ("update-initramfs", "-u", "-k", "all")
+    script.on(*build, rc=1, err="no space left")
+    assert drive(SLOTS).failure is not None
+    script.answers[build] = []
+    script.on(*build)
+    assert drive(SLOTS).done == ["update_initramfs", "quiet_os_prober"]
+    assert drive(SLOTS).done == [] and _slice_disks.problems(SLOTS) == []
+    assert "GRUB_DISABLE_OS_PROBER=true\n" in (_host.read(_slice_disks.GRUB) or "") + "\n"
+    # An edit may be in an image that another program built meanwhile.
+    _host.write(_slice_disks.RULES, "")
+    assert len(_slice_disks.problems(SLOTS)) == 2
+    assert drive(SLOTS).done == ["write_rules", "update_initramfs"]
+    assert drive([]).done == ["write_rules", "filter_lvm", "quiet_os_prober"]
+    assert not (host / _slice_disks.BUILT.lstrip("/")).exists()
+    assert script.calls.count(build) == 3
+
+
+def test_a_host_that_imports_any_pool_is_named(host: Path) -> None:
+    place = host / _slice_disks.ZFS_SCAN.lstrip("/")
+    place.parent.mkdir(parents=True)
+    place.symlink_to("/lib/systemd/system/zfs-import-scan.service")
+    assert [doubt.code for doubt in drive(SLOTS).doubts] == ["zfs_imports_any_pool"]
+    assert any("zfs-import-scan" in row for row in _slice_disks.problems(SLOTS))
+
+
+LINK = DISK.removeprefix("/dev/")
+
+
+class Udev:
+    """The real udev with its own rules, which evaluates a loop device that has a disk's name.
+
+    A later rule adds a name, and another does as bcache's: it looks for itself on a disk on which
+    nothing was recognised.
+    """
+
+    def __init__(self, folder: Path, program: Path, device: str) -> None:
+        self.folder, self.device = folder, device.removeprefix("/dev/")
+        shutil.copytree(program.parents[1] / "lib/udev", folder)
+        look = 'ENV{ID_FS_TYPE}!="?*", RUN+="/bin/register"\nSYMLINK+="disk/by-uuid/root"\n'
+        self.write("69-standin", look)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / f"rules.d/{name}.rules").write_text(text)
+
+    def of(self, link: str) -> str:
+        """Properties of the device, and programs that are run for it, when it has this name."""
+        self.write("61-names", f'KERNEL=="{self.device}", SYMLINK+="{link}"\n')
+        test = f"udevadm test --action=add /sys/class/block/{self.device} 2>&1"
+        words = ["unshare", "--mount", "sh", "-c"]
+        words.append(f"mount --bind {self.folder} /usr/lib/udev && {test}")
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A file and its loop device."""
+    if os.geteuid() or not shutil.which("losetup"):
+        pytest.skip("loop devices need root")
+    file = tmp_path / "disk"
+    file.write_bytes(bytes(64 << 20))
+    words = ["losetup", "--find", "--show", str(file)]
+    device = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    yield file, device
+    subprocess.run(["losetup", "--detach", device], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("udevadm"), reason="no udevadm: install udev")
+def test_udev_makes_nothing_of_a_tenants_disk(disk: tuple[Path, str], tmp_path: Path) -> None:
+    """A copy of the host's EFI partition, a physical volume, a disk only bcache would recognise."""
+    file, device = disk
+    udev = Udev(tmp_path / "udev", Path(shutil.which("udevadm") or "").resolve(), device)
+    assert "/bin/register" in udev.of(LINK)
+    subprocess.run(["mkfs.vfat", "-n", "EFI", str(file)], check=True, capture_output=True)
+    assert "disk/by-label/EFI" in udev.of(LINK)
+    udev.write("62-gpuaas", _slice_disks.rules(_slice_disks.names(SLOTS[:1])))
+    number = re.sub(r"\D", "", udev.device)
+    for content in (file.read_bytes(), bytes(512) + b"LABELONE" + bytes(16) + b"LVM2 001", b""):
+        file.write_bytes(content.ljust(64 << 20, b"\0"))
+        for name in (LINK, f"{LINK}-part{number}"):
+            text = udev.of(name)
+            assert f"\nDEVLINKS=/dev/{name}\n" in text, text[-3000:]
+            assert "\nSYSTEMD_READY=0\n" in text and "\nID_FS_TYPE=gpuaas_slice\n" in text
+            assert "\nrun:" not in text
+    assert "disk/by-uuid/root" in udev.of(f"{LINK}0")
+
+
+@pytest.mark.parametrize("path", ["/etc/lvm/lvm.conf", _slice_disks.LVM])
+def test_a_filter_of_the_site_is_kept_and_named(host: Path, path: str) -> None:
+    _host.write(path, 'devices {\n  global_filter = [ "a|sda|", "r|.*|" ]\n}\n')
+    outcome = drive(SLOTS)
+    assert outcome.done == ["write_rules"]
+    assert [doubt.code for doubt in outcome.doubts] == ["lvm_filter_of_site"]
+    assert _slice_disks.problems(SLOTS) == []
+
+
+def test_a_host_without_lvm_gets_no_configuration_of_it(tree: Path, script: Any) -> None:
+    script.on("udevadm", "control", "--reload")
+    assert drive(SLOTS).done == ["write_rules"]
+    assert not (tree / "etc/lvm").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["/dev/nvme0n1", '/dev/disk/by-id/x", RUN+="sh', "/dev/disk/by-id/*", ""]
+)
+def test_only_a_name_by_identity_becomes_a_rule(host: Path, name: str) -> None:
+    with pytest.raises(Refusal, match="spec_invalid"):
+        drive([{"nvme_device": name}])

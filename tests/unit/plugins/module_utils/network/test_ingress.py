@@ -1,0 +1,57 @@
+"""Files of public ingress: what is no valid rule opens nothing, what was removed stays so."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _ingress
+
+pytestmark = pytest.mark.covers("SLICE-9")
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+FIELDS: dict[str, Any] = {
+    "id": "7d9f2a52-6c54-4f8e-9f0a-3f4b5c6d7e8f",
+    "protocol": "tcp",
+    "public_address": "192.0.2.10",
+    "public_port": 443,
+    "guest_port": 8443,
+    "sources": ["198.51.100.0/24"],
+    "expires_at": 4_000_000_000,
+}
+
+
+def test_a_file_is_read_as_it_was_written(tree: Path) -> None:
+    rule = _ingress.check(FIELDS)
+    _ingress.save(ONE, _ingress.Kept().with_rule(rule))
+    assert _ingress.every() == {ONE: _ingress.Kept({rule.id: rule})}
+    assert _host.path(_object_names.ingress_path(ONE)).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no JSON",
+        "[]",
+        '{"rules": {}, "removed": []}',
+        json.dumps({"rules": [FIELDS, {**FIELDS, "public_port": "443; drop"}]}),
+        json.dumps({"rules": [{**FIELDS, "more": 1}]}),
+        json.dumps({"rules": [{**FIELDS, "sources": "0.0.0.0/0"}]}),
+        json.dumps({"rules": [{**FIELDS, "expires_at": 1e999}]}),
+    ],
+)
+def test_a_file_that_is_not_valid_opens_nothing(tree: Path, text: str) -> None:
+    _host.write(_object_names.ingress_path(ONE), text)
+    assert _ingress.kept(ONE) == _ingress.Kept()
+
+
+def test_a_removed_rule_is_remembered_until_its_end(tree: Path) -> None:
+    rule = _ingress.check(FIELDS)
+    past = _ingress.check({**FIELDS, "id": ONE, "expires_at": int(time.time()) - 1})
+    kept = _ingress.Kept().with_rule(rule).with_rule(past).without(past).without(rule)
+    assert (kept.rules, kept.removed) == ({}, {rule.id: rule.expires_at})

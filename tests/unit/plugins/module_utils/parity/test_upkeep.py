@@ -1,0 +1,283 @@
+"""A slice host mends its own baseline: a real switch, firewall and dnsmasq; systemd is scripted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _command,
+    _host,
+    _repairs,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _bridge,
+    _flows,
+    _guards,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _checks_network,
+    _guest_probe,
+    _upkeep,
+)
+
+from tests.unit.plugins.module_utils.network import frames
+from tests.unit.plugins.module_utils.network import rig as rigs
+from tests.unit.plugins.module_utils.network.frames import ATTACKS
+from tests.unit.plugins.module_utils.network.rig import NETWORK, Rig
+
+pytestmark = [
+    pytest.mark.covers("SLICE-8", "HOST-10"),
+    pytest.mark.skipif(bool(rigs.missing()), reason=rigs.missing()),
+]
+
+PROFILE = {"name": "rig", "network": NETWORK, "gpu_services": ["dcgm.service"], "vm": {}}
+PARAMS = {"profile": PROFILE, "slots": []}
+CHECKS = ("ovs_bridge", "dnsmasq", "nat", "ip_forwarding", "guest_egress", "gpu_services_quiesced")
+
+
+class Systemd:
+    """Services by name, each active or not; masked services have that state."""
+
+    def __init__(self) -> None:
+        self.active = {"gpuaas-slice-network-baseline.service", *_NAMES}
+        self.masked = {"dcgm.service"}
+
+    def run(self, argv: list[str]) -> _command.Result:
+        verb, name = argv[1], argv[-1]
+        if verb == "show":
+            blocks = (self._shown(each) for each in argv[argv.index("--") + 1 :])
+            return _command.Result(0, "\n".join(blocks), "")
+        if verb in ("start", "restart", "enable"):
+            self.active.add(name)
+        elif verb == "stop":
+            self.active.discard(name)
+        elif verb == "mask":
+            self.masked.add(name)
+        return _command.Result(0, "", "")
+
+    def _shown(self, name: str) -> str:
+        active = "active" if name in self.active else "inactive"
+        file = "masked" if name in self.masked else "enabled"
+        return (
+            f"Id={name}\nLoadState=loaded\nActiveState={active}\nSubState=x\nUnitFileState={file}\n"
+            "Result=success\nActiveEnterTimestamp=@9999999999\n"
+        )
+
+
+_NAMES = ("dnsmasq.service", "openvswitch-switch.service", "libvirtd.service")
+SYSTEMD = Systemd()
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with rigs.standing() as (machines, patch):
+        # The product reads the machine's kernel by files, which the rig copies.
+        _follow(machines, patch)
+        _host.path("/run/netns").symlink_to("/run/netns")
+        _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
+        assert machines.dhcp is not None
+        _host.write("/run/dnsmasq/dnsmasq.pid", str(machines.dhcp.pid))
+        _host.write(f"/proc/{machines.dhcp.pid}/comm", "dnsmasq")
+        real = _command.run
+
+        def run(argv: list[str], **options: Any) -> _command.Result:
+            if argv[0] == "systemctl":
+                return SYSTEMD.run(list(argv))
+            return real(argv, **options)
+
+        patch.setattr(_command, "run", run)
+        patch.setattr(_upkeep, "CHECKS", CHECKS)
+        patch.setattr(_guards, "ROUND_S", 0)
+        patch.setattr(_guest_probe, "_WAIT_S", 0.2)
+        with rigs.inside(machines.host):
+            _upkeep.keep(PARAMS, check_mode=False)
+            yield machines
+
+
+def _follow(rig: Rig, patch: pytest.MonkeyPatch) -> None:
+    for module, name in ((_bridge, "observe"), (_upkeep, "look"), (_guards, "observe")):
+        patch.setattr(module, name, _after(rig.read_kernel, getattr(module, name)))
+
+
+def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **options: Any) -> Any:
+        first()
+        return then(*args, **options)
+
+    return both
+
+
+def test_a_sound_host_is_left_alone(rig: Rig) -> None:
+    assert _upkeep.keep(PARAMS, check_mode=False) == ([], [])
+
+
+def test_everything_that_was_lost_comes_back_and_is_recorded(rig: Rig) -> None:
+    rig.run(["iptables", "-t", "nat", "-F"])
+    for rule in (["-P", "FORWARD", "DROP"], ["-F", "FORWARD"], ["-F", "INPUT"]):
+        rig.run(["iptables", *rule])
+    rig.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    rig.run(["ip", "address", "flush", "dev", "ovsbr0"])
+    rig.run(["ovs-ofctl", "add-flow", "ovsbr0", "priority=999,actions=NORMAL"])
+    rig.run(["nft", "delete", "table", "inet", "gpuaas_slice"])
+    SYSTEMD.active.add("dcgm.service")
+    SYSTEMD.active.discard("gpuaas-slice-network-baseline.service")
+    done, left = _upkeep.keep(PARAMS, check_mode=False)
+    assert left == []
+    names = {step.split()[0] for step in done}
+    assert names >= {
+        "add_nat", "forward_ipv4", "address_interface", "remove_flows", "load_firewall",
+        "admit_guests", "stop_service", "start_service",
+    }  # fmt: skip
+    assert {row["step"] for row in _repairs.read()} >= set(done)
+    assert _upkeep.keep(PARAMS, check_mode=False) == ([], [])
+
+
+def test_a_network_that_bootstrap_does_not_know_is_named_and_left(rig: Rig) -> None:
+    rig.run(["iptables", "-t", "nat", "-F"])
+    network = {**NETWORK, "denied_networks": []}
+    try:
+        done, left = _upkeep.keep(
+            {**PARAMS, "profile": {**PROFILE, "network": network}}, check_mode=False
+        )
+        assert done == []
+        assert {"nat", "network_settings_differ"} <= {row["code"] for row in left}
+        assert all(row["remedy"] for row in left)
+    finally:
+        _upkeep.keep(PARAMS, check_mode=False)
+
+
+def filtered(rig: Rig, place: str, hook: str) -> contextlib.AbstractContextManager[None]:
+    """Packets to the target of the egress probe are dropped in a place."""
+
+    @contextlib.contextmanager
+    def filtering() -> Iterator[None]:
+        chain = f"chain c {{ type filter hook {hook} priority 0; ip daddr {rigs.WORLD} drop; }}"
+        rig.run(["nft", "-f", "-"], place=place, input=f"table inet silence {{\n{chain}\n}}\n")
+        try:
+            yield
+        finally:
+            rig.run(["nft", "delete", "table", "inet", "silence"], place=place)
+
+    return filtering()
+
+
+def test_a_silent_target_of_the_egress_probe_is_not_the_hosts_fault(rig: Rig) -> None:
+    with filtered(rig, rig.place("world"), "input"):
+        done, left = _upkeep.keep(PARAMS, check_mode=False)
+    assert (done, [row["code"] for row in left]) == ([], ["egress_target_silent"])
+    assert "leave the host" in left[0]["found"] and "egress_probe" in left[0]["remedy"]
+    # Such as the policy of a container runtime.
+    with filtered(rig, rig.host, "forward"):
+        done, left = _upkeep.keep(PARAMS, check_mode=False)
+    assert [row["code"] for row in left] == ["guest_egress"]
+
+
+def test_a_probe_that_cannot_be_made_blames_no_target(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_probe: _guest_probe.Probe) -> _guest_probe.Finding:
+        raise Refusal("namespace_refused", expected="a", found="b", remedy="c")
+
+    monkeypatch.setattr(_guest_probe, "look", refuse)
+    assert "guest_egress" in {row["check"] for row in _upkeep.look(PARAMS)}
+
+
+def test_check_mode_names_and_repairs_nothing(rig: Rig) -> None:
+    rig.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    done, left = _upkeep.keep(PARAMS, check_mode=True)
+    assert (done, "ip_forwarding" in {row["code"] for row in left}) == ([], True)
+    assert _upkeep.keep(PARAMS, check_mode=False)[1] == []
+
+
+Rules = Callable[[frozenset[_flows.Flow]], frozenset[_flows.Flow]]
+
+
+def _open(field: str) -> Rules:
+    """The rules without this field of their matches, where they let something pass."""
+    return lambda flows: frozenset(
+        _flows.Flow(
+            flow.table,
+            flow.priority,
+            flow.match
+            if flow.actions == "drop"
+            else frozenset(part for part in flow.match if part.split("=")[0] != field),
+            flow.actions,
+        )
+        for flow in flows
+    )
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    ("field", "kind"), [("dl_src", "mac_spoofed"), ("nw_src", "ip_spoofed"), ("arp_spa", "arp")]
+)
+def test_the_probe_fails_behind_a_guard_that_is_wrong(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, field: str, kind: str
+) -> None:
+    probe = _guest_probe.Probe(NETWORK, "9.9.9.9")
+    assert _guest_probe.look(probe).forged == ()
+    real, mutant = _flows.rules, _open(field)
+    monkeypatch.setattr(_flows, "rules", lambda *args: mutant(real(*args)))
+    assert kind in (_guest_probe.look(probe).forged or ())
+
+
+@pytest.mark.covers("SLICE-9")
+def test_no_guest_changes_what_the_probe_finds(rig: Rig) -> None:
+    """A guest sends whatever it can, also in the probe's name, while the probe is at work."""
+    over = threading.Event()
+    gateway = rigs.hardware_address(rig.host, "ovsbr0")
+    mine = [attack for attack in ATTACKS if attack.place == rigs.A.place]
+    forged = [attack.build(gateway, b"probe-00") for attack in mine]
+    for kind, hardware in itertools.product((1, 3, 4, 7), (_guest_probe.MAC, rigs.A.guard.mac)):
+        data = frames.dhcp(kind, hardware, b"", requested="10.100.0.254", server=rigs.GATEWAY)
+        body = frames.udp("0.0.0.0", "255.255.255.255", 68, 67, data)
+        packet = frames.ipv4("0.0.0.0", "255.255.255.255", 17, body)
+        for source in (_guest_probe.MAC, rigs.A.guard.mac):
+            forged.append(frames.ether(source, frames.EVERYONE, 0x0800, packet))
+    guest = rigs.packet_socket(rig.place(rigs.A.place), "eth0")
+
+    def flood() -> None:
+        for frame in itertools.cycle(forged):
+            with contextlib.suppress(OSError):
+                guest.send(frame)
+            if over.wait(0.0005):
+                return
+
+    with guest:
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            finding = _guest_probe.look(_guest_probe.Probe(NETWORK, "9.9.9.9"))
+        finally:
+            over.set()
+            thread.join()
+    assert finding.egress_ms is not None
+    assert (finding.named, finding.offered, finding.forged) == (True, "10.100.0.254", ())
+    assert finding.sources == (rigs.UPLINK,)
+
+
+@pytest.mark.parametrize(
+    ("forged", "text"),
+    [((), ""), (None, "its guard is not proven"), (("arp", "vlan"), "frames pass: arp, vlan")],
+)
+def test_parity_names_a_guard_that_does_not_work(forged: tuple[str, ...] | None, text: str) -> None:
+    assert text in "".join(_checks_network._guard(forged))
+    assert bool(_checks_network._guard(forged)) == bool(text)
+
+
+def test_a_full_file_system_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tree)
+    assert real.f_frsize == 4096
+    full = os.statvfs_result((*real[:4], 1000, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    (row,) = _upkeep._full()
+    assert (row.code, row.found) == ("host_disk_full", "3 MiB free in the file system of /")

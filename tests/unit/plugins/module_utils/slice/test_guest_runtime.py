@@ -1,0 +1,142 @@
+"""Cloud-config of a guest's runtime, and a tenant's own document after it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _source_closure
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _guest_probes,
+    _guest_runtime,
+    _guest_telemetry,
+)
+
+pytestmark = pytest.mark.covers("SLICE-3")
+
+BAKED = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 600}}
+INSTALLED = {
+    "source": "cloud_init",
+    "driver": "570-server",
+    "cuda": "12-8",
+    "rdma": True,
+    "tuning": True,
+    "cuda_repository": {"url": "https://mirror.example/cuda", "fingerprint": "A" * 40},
+    "probes": {"gpu_compute": 600},
+}
+
+
+def config_of(runtime: dict[str, Any]) -> dict[str, Any]:
+    return _guest_runtime.cloud_config(runtime, {"net.core.rmem_max": "268435456"}, "unlimited")
+
+
+def files(runtime: dict[str, Any]) -> dict[str, str]:
+    written = config_of(runtime)["write_files"]
+    return {file["path"]: file["content"] for file in written}
+
+
+def test_a_baked_runtime_brings_the_probes_only() -> None:
+    config = config_of(BAKED)
+    assert set(config) == {"write_files", "runcmd"}
+    assert files(BAKED) == {
+        _guest_runtime.PROGRAM: Path(_guest_probes.__file__).read_text(),
+        f"/etc/systemd/system/{_guest_runtime.UNIT}": _guest_runtime._SERVICE,
+    }
+    assert config["runcmd"] == [["systemctl", "enable", "--now", "--no-block", _guest_runtime.UNIT]]
+
+
+def test_without_a_runtime_nothing_is_added() -> None:
+    assert config_of({}) == {}
+
+
+@pytest.mark.covers("SLICE-11")
+def test_every_slice_reports_its_telemetry() -> None:
+    config = _guest_runtime.telemetry()
+    written = {file["path"]: file["content"] for file in config["write_files"]}
+    ((_path, program), (unit, service)) = written.items()
+    assert program == Path(_guest_telemetry.__file__).read_text()
+    assert f"ExecStart=/usr/bin/python3 -I {_path}\n" in service
+    assert config["runcmd"] == [["systemctl", "enable", "--now", "--no-block", Path(unit).name]]
+    assert _guest_telemetry.PORT.endswith("/org.gpuaas.telemetry.0")
+
+
+@pytest.mark.parametrize("program", [_guest_probes, _guest_telemetry])
+def test_the_program_needs_the_standard_library_only(program: ModuleType) -> None:
+    tree = ast.parse(Path(str(program.__file__)).read_text())
+    names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert not [name for name in names if name and name.startswith("ansible")]
+    # Ansible sends a module with the files that it imports, so that the source is on the host.
+    sent = _source_closure.closure("slice._guest_runtime", _source_closure.source)
+    assert f"slice.{Path(str(program.__file__)).stem}" in sent
+
+
+def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path) -> None:
+    """The probes wait for the restart; a failed installation is followed by none."""
+    config, written = config_of(INSTALLED), files(INSTALLED)
+    script = written[_guest_runtime._INSTALLER]
+    for package in (
+        "linux-headers-$(uname -r)", "nvidia-driver-570-server", "cuda-toolkit-12-8",
+        "rdma-core", "ibverbs-utils",
+    ):  # fmt: skip
+        assert f" {package}" in script
+    assert config["runcmd"][1:] == [
+        [_guest_runtime._INSTALLER],
+        ["systemctl", "enable", "--now", "--no-block", _guest_runtime.UNIT],
+    ]
+    pending = _guest_runtime._PENDING
+    assert pending in written
+    service = written[f"/etc/systemd/system/{_guest_runtime.UNIT}"]
+    assert f"ConditionPathExists=!{pending}\n" in service
+    state = {"mode": "reboot", "condition": f"test -e {_guest_runtime._INSTALLED}"}
+    assert config["power_state"] == state
+    assert config["apt"]["sources"]["gpuaas-cuda"]["keyid"] == "A" * 40
+    # The script itself, with an apt-get that fails and one that works.
+    done = tmp_path / "installed"
+    script = script.replace(_guest_runtime._INSTALLED, str(done))
+    script = script.replace("/dev/console", str(tmp_path / "console"))
+    for code, exists in ((1, False), (0, True)):
+        (tmp_path / "apt-get").write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / "apt-get").chmod(0o755)
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        ran = subprocess.run(["/bin/sh", "-c", script], env=path, check=False)
+        assert (ran.returncode == 0, done.exists()) == (exists, exists)
+
+
+def test_limits_of_the_guest() -> None:
+    written = files(INSTALLED)
+    assert "net.core.rmem_max = 268435456\n" in written["/etc/sysctl.d/60-gpuaas.conf"]
+    assert written["/etc/security/limits.d/60-gpuaas.conf"].splitlines() == [
+        "* - memlock unlimited",
+        "root - memlock unlimited",
+    ]
+
+
+def test_a_tenants_document_comes_after_and_takes_nothing_away() -> None:
+    ours = {"users": [{"name": "ada"}], "write_files": [{"path": "/a"}], "runcmd": ["first"]}
+    theirs = {
+        "users": [],
+        "write_files": [{"path": "/a", "content": "theirs"}, {"path": "/b"}],
+        "runcmd": ["second"],
+        "packages": ["htop"],
+        "timezone": "UTC",
+    }
+    assert _guest_runtime.merged(ours, theirs) == {
+        "users": [{"name": "ada"}],
+        # Ours are written first, so that an error in theirs leaves them in place.
+        "write_files": [{"path": "/a"}, {"path": "/b"}],
+        "runcmd": ["first", "second"],
+        "packages": ["htop"],
+        "timezone": "UTC",
+    }
+
+
+@pytest.mark.parametrize("key", ["write_files", "runcmd", "packages"])
+def test_what_is_no_list_is_refused(key: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        _guest_runtime.merged({}, {key: {"0": "x"}})
+    assert refusal.value.code == "spec_invalid"

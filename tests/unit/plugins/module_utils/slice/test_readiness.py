@@ -1,0 +1,344 @@
+"""Probes of a guest over its channel: the real guest program, and guests that lie or flood."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _guest_probes, _readiness
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.covers("SLICE-3", "SLICE-5")
+
+ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
+GPU = {"gpu_compute": {"driver": "cuda", "gpus": 1}}
+GOOD = {"gpus": 1, "memory_bytes": 1 << 30}
+
+Guest = Callable[[socket.socket, dict[str, Any]], None]
+
+# Data of tests.
+RECORDED = Path(__file__).parents[4] / "data/h200"
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket on which QEMU listens, below a root that is short enough for its address."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root, socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.setattr(_host, "ROOT", Path(root))
+        path = _host.path(_object_names.channel_path(ONE, "readiness"))
+        path.parent.mkdir(parents=True)
+        server.bind(str(path))
+        server.listen()
+        yield server
+
+
+def ask(
+    probes: dict[str, Any] = GPU, deadline: float = 5.0, alive: Callable[[], bool] = lambda: True
+) -> _readiness.Results:
+    deadlines = dict.fromkeys(probes, deadline)
+    return _readiness.ask(ONE, probes, deadlines, start=time.monotonic(), alive=alive)
+
+
+@contextlib.contextmanager
+def guest(server: socket.socket, *behaviours: Guest) -> Iterator[None]:
+    """A guest that has read the request, and then does anything, once for each connection."""
+
+    def serve() -> None:
+        for behaviour in behaviours:
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    request = json.loads(connection.makefile("rb").readline())
+                    behaviour(connection, request)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield
+    thread.join(10)
+
+
+def line(nonce: str, **changes: Any) -> bytes:
+    answer = {"probe": "gpu_compute", "ok": True, "detail": "", "values": GOOD}
+    return json.dumps({"nonce": nonce, **answer, **changes}).encode() + b"\n"
+
+
+def test_an_answer_under_the_nonce_passes(channel: socket.socket) -> None:
+    """Rubbish from before the connection and an old answer are passed over."""
+
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        old = line("0" * 32, ok=False, values={})
+        connection.sendall(b'lf a line"}\n' + old + line(request["nonce"]))
+
+    with guest(channel, answers):
+        result = ask()["gpu_compute"]
+    assert (result["ok"], result["values"], result["deadline_s"]) == (True, GOOD, 5.0)
+
+
+def test_the_first_answer_counts(channel: socket.socket) -> None:
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        failed = line(request["nonce"], ok=False, detail="error 802", values={})
+        connection.sendall(failed + line(request["nonce"]))
+
+    with guest(channel, answers):
+        result = ask()["gpu_compute"]
+    assert (result["ok"], result["detail"]) == (False, "error 802")
+
+
+def test_a_connection_that_breaks_is_made_again_under_the_same_nonce(
+    channel: socket.socket,
+) -> None:
+    nonces = []
+
+    def hangs_up(connection: socket.socket, request: dict[str, Any]) -> None:
+        nonces.append(request["nonce"])
+
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        nonces.append(request["nonce"])
+        connection.sendall(line(request["nonce"]))
+
+    with guest(channel, hangs_up, answers):
+        assert ask(deadline=10)["gpu_compute"]["ok"]
+    assert len(nonces) == 2
+    assert len(set(nonces)) == 1
+
+
+def test_fewer_gpus_than_the_slice_has_fail(channel: socket.socket) -> None:
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        connection.sendall(line(request["nonce"]))
+
+    with guest(channel, answers):
+        result = ask({"gpu_compute": {"driver": "cuda", "gpus": 2}})["gpu_compute"]
+    assert (result["ok"], result["detail"]) == (False, "1 GPUs compute, expected 2")
+
+
+def test_the_answers_of_an_h200_are_read(channel: socket.socket) -> None:
+    recorded = (RECORDED / "readiness.jsonl").read_bytes().splitlines()
+    works, hidden, no_rdma = (json.loads(row) for row in recorded)
+
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        for row in (works, no_rdma):
+            connection.sendall(json.dumps(row | {"nonce": request["nonce"]}).encode() + b"\n")
+
+    def without_gpu(connection: socket.socket, request: dict[str, Any]) -> None:
+        connection.sendall(json.dumps(hidden | {"nonce": request["nonce"]}).encode() + b"\n")
+
+    probes = {"gpu_compute": {"driver": "580-server-open", "gpus": 1}, "rdma": {}}
+    with guest(channel, answers):
+        results = ask(probes)
+    assert results["gpu_compute"]["ok"] and not results["rdma"]["ok"]
+    assert results["gpu_compute"]["values"]["memory_bytes"] > 140 * 10**9
+    with guest(channel, without_gpu):
+        assert ask()["gpu_compute"]["detail"].endswith("CUDA_ERROR_NO_DEVICE")
+
+
+HOSTILE = {
+    "no answer": b"",
+    "wrong nonce": line("f" * 32),
+    "unknown probe": line("NONCE", probe="root_shell"),
+    "probe that was not asked": line("NONCE", probe="rdma"),
+    "probe that is a list": line("NONCE", probe=["gpu_compute"]),
+    "not a number": line("NONCE", values={"gpus": float("nan"), "memory_bytes": 1}),
+    "infinite": b'{"nonce": "NONCE", "probe": "gpu_compute", "ok": true, "detail": "",'
+    b' "values": {"gpus": 1e999, "memory_bytes": 1}}\n',
+    "huge": line("NONCE", values={"gpus": 10**4000, "memory_bytes": 1}),
+    "negative": line("NONCE", values={"gpus": -1, "memory_bytes": 1}),
+    "true for a number": line("NONCE", values={"gpus": True, "memory_bytes": 1}),
+    "number in a text": line("NONCE", values={"gpus": "1", "memory_bytes": 1}),
+    "other numbers": line("NONCE", values={**GOOD, "load": 1}),
+    "missing number": line("NONCE", values={"gpus": 1}),
+    "one for ok": line("NONCE", ok=1),
+    "list": b"[1]\n",
+    "deep": b"[" * 60_000 + b"\n",
+    "binary": bytes(range(256)) + b"\n",
+    "surrogate": line("NONCE", ok="\ud800"),
+}
+
+
+@pytest.mark.covers("P2")
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_answer_does_not_count(channel: socket.socket, text: bytes) -> None:
+    def lies(connection: socket.socket, request: dict[str, Any]) -> None:
+        connection.sendall(text.replace(b"NONCE", request["nonce"].encode()))
+        connection.recv(1)
+
+    with guest(channel, lies):
+        result = ask(deadline=0.3)["gpu_compute"]
+    assert (result["ok"], result["detail"]) == (False, "no answer within 0.3 s")
+
+
+@pytest.mark.covers("P2")
+@pytest.mark.parametrize(
+    ("piece", "reason"),
+    [
+        (b"x" * 4096, "a line of more than 65536 bytes from the guest"),
+        (line("f" * 32, detail="x" * 65_000), "more than 1048576 bytes from the guest"),
+        (b"\n", "17 lines from the guest"),
+    ],
+)
+def test_a_flood_ends_the_reading_at_once(
+    channel: socket.socket, piece: bytes, reason: str
+) -> None:
+    def floods(connection: socket.socket, request: dict[str, Any]) -> None:
+        while True:
+            connection.sendall(piece)
+
+    begin = time.monotonic()
+    with guest(channel, floods):
+        result = ask(deadline=60)["gpu_compute"]
+    assert not result["ok"]
+    assert result["detail"].startswith(reason)
+    assert time.monotonic() - begin < 30
+
+
+def test_answers_of_any_size_are_bounded_together(
+    channel: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_readiness, "TOTAL_BYTES", 200_000)
+
+    def repeats(connection: socket.socket, request: dict[str, Any]) -> None:
+        while True:
+            connection.sendall(line(request["nonce"]))
+
+    with guest(channel, repeats):
+        result = ask({**GPU, "rdma": {}})
+    assert result["gpu_compute"]["ok"]
+    assert result["rdma"]["detail"] == "more than 200000 bytes from the guest"
+
+
+def test_a_text_of_the_guest_is_cut_and_has_no_control_characters(channel: socket.socket) -> None:
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        text = "\x1b[2J\u202e\nXid 79 " + "x" * 5000
+        connection.sendall(line(request["nonce"], ok=False, detail=text, values={}))
+
+    with guest(channel, answers):
+        detail = ask()["gpu_compute"]["detail"]
+    assert detail.startswith("[2JXid 79 x")
+    assert detail.isprintable()
+    assert len(detail) <= 300
+
+
+def test_a_guest_that_has_ended_is_not_waited_for(channel: socket.socket) -> None:
+    result = ask(deadline=60, alive=lambda: False)["gpu_compute"]
+    assert (result["ok"], result["detail"]) == (False, "the guest's QEMU has ended")
+
+
+def test_each_probe_has_its_own_deadline(tree: Path) -> None:
+    """Nothing listens at all."""
+    begin = time.monotonic()
+    result = _readiness.ask(
+        ONE,
+        {**GPU, "rdma": {}},
+        {"gpu_compute": 0.2, "rdma": 0.6},
+        start=begin,
+        alive=lambda: True,
+    )
+    assert [row["ok"] for row in result.values()] == [False, False]
+    assert result["gpu_compute"]["detail"] == "no answer within 0.2 s"
+    assert 0.6 <= time.monotonic() - begin < 5
+
+
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@pytest.mark.covers("P2")
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(("probe", "ok", "detail", "values"), documents),
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_document_of_a_guest_breaks_the_reader(document: dict[str, Any]) -> None:
+    exchange = _readiness._Exchange(ONE, GPU)
+    text = json.dumps({"nonce": exchange._nonce, "probe": "gpu_compute", **document}).encode()
+    parsed = exchange._parsed(text)
+    assert parsed is None or parsed[0] == "gpu_compute"
+
+
+@contextlib.contextmanager
+def program(channel: socket.socket) -> Iterator[None]:
+    """The guest program as a process. A terminal stands for the virtio port, joined to the socket
+    as QEMU joins both.
+    """
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    stop = threading.Event()
+
+    def join() -> None:
+        connection, _ = channel.accept()
+        with connection:
+            while not stop.is_set():
+                for ready in select.select([master, connection], [], [], 0.1)[0]:
+                    if ready == master:
+                        connection.sendall(os.read(master, 4096))
+                    elif data := connection.recv(4096):
+                        os.write(master, data)
+                    else:
+                        return
+
+    argv = [sys.executable, "-I", _guest_probes.__file__, os.ttyname(slave)]
+    process = subprocess.Popen(argv)
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        process.kill()
+        process.wait()
+        thread.join()
+        os.close(master)
+        os.close(slave)
+
+
+def test_the_guest_program_answers_each_probe(channel: socket.socket) -> None:
+    """This machine has no GPU and no RDMA tools, and a server to connect to."""
+    with socket.create_server(("127.0.0.1", 0)) as outside, program(channel):
+        target = f"127.0.0.1:{outside.getsockname()[1]}"
+        result = ask({"egress": {"target": target}, **GPU, "rdma": {}}, deadline=60)
+    assert result["egress"]["ok"], result
+    assert result["egress"]["values"]["seconds"] < 10
+    assert not result["gpu_compute"]["ok"]
+    assert "libcuda.so.1" in result["gpu_compute"]["detail"]
+    assert not result["rdma"]["ok"]
+    assert "ibv_devinfo" in result["rdma"]["detail"]
+
+
+def test_a_repeated_request_gets_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def apart(name: str, _settings: Any) -> dict[str, Any]:
+        ran.append(name)
+        return {"ok": True, "detail": "", "values": {}}
+
+    monkeypatch.setattr(_guest_probes, "_apart", apart)
+    service, sent = _guest_probes.Service(), []
+    request = json.dumps({"nonce": "a", "probes": {"rdma": {}, "unknown": {}}}).encode()
+    for text in (b"rubbish", b"{}", request, request):
+        service.handle(text, sent.append)
+    assert ran == ["rdma"]
+    assert len(sent) == 2
+    assert sent[0] == sent[1]
+
+
+def test_the_probes_of_host_and_guest_are_the_same() -> None:
+    assert set(_guest_probes.PROBES) == set(_readiness.PROBES) == set(_readiness.REMEDIES)

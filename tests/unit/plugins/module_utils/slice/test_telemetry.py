@@ -1,0 +1,308 @@
+"""Telemetry of slices on a real socket: what a host measures, and what a lying guest can say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _dnsmasq,
+    _guest_telemetry,
+    _guest_values,
+    _telemetry,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reconciler.model.slice_telemetry import GuestValues, Snapshot
+from tests.conftest import Script
+
+pytestmark = pytest.mark.covers("SLICE-11")
+
+A = "23bd713b-6073-4ef7-8a51-2897e902365d"
+B = "7c0e9c5e-0f55-4d0e-9d2f-5f0c2a9f4c11"
+STATS = (
+    *("virsh", "--connect", "qemu:///system", "domstats", "--state", "--cpu-total", "--balloon"),
+    *("--vcpu", "--block", "--nowait"),
+)
+PORTS = (
+    *("ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,statistics"),
+    *("list", "Interface"),
+)
+HONEST = {"uptime_s": 12.5, "cpus": 4, "load_1": 0.5, "memory_total_bytes": 1 << 30}
+
+
+def domain(key: str, state: int = 1) -> str:
+    """As `virsh domstats` of libvirt 9 prints it, shortened."""
+    return (
+        f"Domain: '{_object_names.domain_name(key)}'\n"
+        f"  state.state={state}\n  state.reason=1\n  cpu.time=2500000000\n  cpu.user=10000000\n"
+        "  balloon.current=2097152\n  balloon.maximum=2097152\n  vcpu.current=2\n"
+        "  vcpu.maximum=2\n  vcpu.0.state=1\n  block.count=2\n  block.0.name=vda\n"
+        "  block.0.rd.reqs=10\n  block.0.rd.bytes=4096\n  block.0.wr.reqs=3\n"
+        "  block.0.wr.bytes=512\n  block.1.rd.bytes=4\n  block.1.rd.reqs=1\n\n"
+    )
+
+
+def ports(*keys: str) -> str:
+    counters = [["rx_bytes", 7], ["rx_packets", 1], ["tx_bytes", 9], ["tx_dropped", 0]]
+    rows = [[_object_names.port_name(key), ["map", counters]] for key in keys]
+    return json.dumps({"data": [*rows, ["ovsbr0", ["map", []]]], "headings": []})
+
+
+class Qemu:
+    """The end of a channel that QEMU has: it listens, and passes on what its guest writes."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen(1)
+        self.host: socket.socket | None = None
+
+    def write(self, data: bytes) -> None:
+        if self.host is None:
+            self.host, _ = self.listener.accept()
+            self.host.setblocking(False)
+        self.host.send(data)
+
+    def close(self) -> None:
+        """As at the end of QEMU."""
+        for end in filter(None, (self.host, self.listener)):
+            end.close()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A root whose path leaves room for a socket's name, which has at most 107 bytes."""
+    root = Path(tempfile.mkdtemp(prefix="t"))
+    monkeypatch.setattr(_host, "ROOT", root)
+    yield root
+    shutil.rmtree(root)
+
+
+def qemu(key: str) -> Qemu:
+    return Qemu(_host.path(_object_names.channel_path(key, _telemetry.CHANNEL)))
+
+
+def snapshot() -> dict[str, Any]:
+    text = _host.path(_telemetry.SNAPSHOT).read_bytes()
+    accepted = Snapshot.read(text)
+    assert isinstance(accepted, Snapshot), accepted
+    parts = {part["allocation_id"]: part for part in json.loads(text)["slices"]}
+    assert list(parts) == [part.allocation_id for part in accepted.slices]
+    return parts
+
+
+def line(**values: Any) -> bytes:
+    return json.dumps({**HONEST, **values}).encode() + b"\n"
+
+
+def test_what_the_host_measures_without_the_guest(host: Path, script: Script) -> None:
+    script.on(*STATS, out=domain(A) + domain(B, 5) + "Domain: 'of-the-site'\n  state.state=1\n")
+    script.on(*PORTS, out=ports(A))
+    mac, ip = "52:54:00:64:00:0a", "10.100.0.10"
+    _host.write(f"{_dnsmasq.DIRECTORY}/{A}", f"{mac},id:*,{ip},12h\n")
+    _host.write(_dnsmasq.LEASES, f"{int(time.time()) + 60} {mac} {ip} * *\n")
+    _telemetry.Collector().round({}, 0)
+    parts = snapshot()
+    assert set(parts) == {A, B}
+    assert parts[A] == {
+        "allocation_id": A,
+        "guest": None,
+        "host": {
+            "state": "running",
+            "cpu_s": 2.5,
+            "vcpus": 2,
+            "memory_bytes": 2 << 30,
+            "disk_read_bytes": 4100,
+            "disk_written_bytes": 512,
+            "disk_reads": 11,
+            "disk_writes": 3,
+            # The switch receives what the guest sends.
+            "sent_bytes": 7,
+            "sent_packets": 1,
+            "received_bytes": 9,
+            "received_dropped_packets": 0,
+            "address_leased": True,
+        },
+    }
+    assert parts[B]["host"]["state"] == "shut off"
+    _host.write(_dnsmasq.LEASES, f"{int(time.time()) - 1} {mac} {ip} * *\n")
+    _telemetry.Collector().round({}, 0)
+    assert snapshot()[A]["host"]["address_leased"] is False
+
+
+def test_a_source_that_fails_is_named_and_costs_the_others_nothing(
+    host: Path, script: Script
+) -> None:
+    script.on(*STATS, out=domain(A))
+    script.on(*PORTS, rc=1, err="database connection failed")
+    _telemetry.Collector().round({}, 0)
+    assert json.loads(_host.read(_telemetry.SNAPSHOT) or "")["problems"] == ["switch"]
+    assert snapshot()[A]["host"]["cpu_s"] == 2.5
+
+
+@pytest.fixture
+def pair(host: Path, script: Script) -> Iterator[tuple[_telemetry.Collector, Qemu, Qemu]]:
+    """Two running slices with their channels, connected."""
+    script.on(*STATS, out=domain(A) + domain(B)).on(*PORTS, out=ports(A, B))
+    collector, guests = _telemetry.Collector(), (qemu(A), qemu(B))
+    collector.round({}, 0)
+    collector.round({}, 1)
+    yield (collector, *guests)
+    collector._follow(set())
+    for guest in guests:
+        guest.close()
+
+
+LIES = {
+    "negative": line(load_1=-1, gpus=[{"index": -1}]),
+    "not numbers": line(load_1="1", cpus=True, xid=None, memory_total_bytes=[1]),
+    "too large": line(load_1=1e300, cpus=2**70, memory_total_bytes=2**60),
+    "no finite number": b'{"load_1": NaN, "uptime_s": Infinity, "load_5": 1e999}\n',
+    "fraction of bytes": line(memory_total_bytes=0.5),
+    "huge integer": b'{"cpus": ' + b"9" * 5000 + b"}\n",
+    "forged labels": line(allocation_id=A, source="host", state="running", host={"cpu_s": 1}),
+    "forged words": line(cuda='ready"} 1\ngpuaas_slice_cpu_s{allocation="x'),
+    "too many GPUs": line(gpus=[{"index": number} for number in range(1000)]),
+    "GPUs of other types": line(gpus=[1, None, [], {"index": "0"}, {"index": 1.0}]),
+    "no object": b"[1]\n",
+    "no JSON": b"\xff\xfe{\n",
+    "deep": b"[" * 60000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_lie_reaches_nobody_else(
+    pair: tuple[_telemetry.Collector, Qemu, Qemu], lie: bytes
+) -> None:
+    collector, liar, other = pair
+    other.write(line())
+    liar.write(lie)
+    collector.round({}, 2)
+    collector.round({}, _telemetry.EVERY)
+    parts = snapshot()
+    age_s = parts[B]["guest"].pop("age_s")
+    assert parts[B]["guest"] == {**HONEST, "gpus": []} and 0 <= age_s < 60
+    guest = parts[A]["guest"] or {}
+    assert guest.keys() <= {*_guest_values.GUEST, "age_s", "cuda", "gpus"}
+    assert len(guest.get("gpus", [])) <= _guest_values.GPUS and "cuda" not in guest
+    assert parts[A]["host"] == {**parts[B]["host"]}
+
+
+def test_a_line_without_end_is_dropped_and_the_next_one_counts(
+    pair: tuple[_telemetry.Collector, Qemu, Qemu],
+) -> None:
+    collector, liar, _other = pair
+    channel = collector._channels[A]
+    for _ in range(20):
+        liar.write(b'{"cpus": 7, ' + b" " * 40_000)
+        collector.round({}, 1)
+        assert len(channel._pending) <= _guest_values.LONGEST
+    liar.write(b'"load_1": 1}\n')
+    collector.round({}, 1)
+    assert channel.values is None, "the end of a dropped line is no line"
+    liar.write(line())
+    collector.round({}, 1)
+    assert channel.values == {**HONEST, "gpus": []}
+
+
+def test_a_flood_of_lines_costs_as_much_as_one(
+    pair: tuple[_telemetry.Collector, Qemu, Qemu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector, liar, _other = pair
+    parsed: list[bytes] = []
+    accept = _guest_values.accept
+    monkeypatch.setattr(_guest_values, "accept", lambda line: parsed.append(line) or accept(line))
+    liar.write(b"".join(line(cpus=number) for number in range(100)) + b"\n\n")
+    collector.round({}, 1)
+    assert len(parsed) == 1
+    assert (collector._channels[A].values or {})["cpus"] == 99
+
+
+def test_a_silent_guest_and_one_that_ended_leave_no_values(
+    pair: tuple[_telemetry.Collector, Qemu, Qemu], script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector, guest, _other = pair
+    guest.write(line())
+    collector.round({}, 1)
+    late = time.time() + _telemetry.SILENT_S + 1
+    monkeypatch.setattr(_telemetry.time, "time", lambda: late)
+    collector.round({}, _telemetry.EVERY)
+    assert snapshot()[A]["guest"] is None
+    # The machine starts again with a QEMU of its own: the host connects again.
+    assert guest.host is not None
+    guest.host.close()
+    guest.host = None
+    collector.round({}, 1)
+    collector.round({}, 1)
+    guest.write(line(cpus=1))
+    collector.round({}, 1)
+    assert (collector._channels[A].values or {})["cpus"] == 1
+    script.answers[STATS] = []
+    script.on(*STATS, out=domain(A, 5))
+    collector.round({}, _telemetry.EVERY)
+    assert collector._channels == {} and set(snapshot()) == {A}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+GPU = st.dictionaries(st.sampled_from(sorted(_guest_values.GPU)), JSON)
+NAMED = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(_guest_values.GUEST, JSON)
+    | {"cuda": JSON | st.just("ready"), "gpus": JSON | st.lists(GPU, max_size=20)},
+)
+
+
+@settings(max_examples=150)
+@given(st.one_of(st.binary(max_size=200), NAMED.map(lambda value: json.dumps(value).encode())))
+def test_whatever_a_guest_writes_the_reconciler_takes_what_is_left(written: bytes) -> None:
+    values = _guest_values.accept(written)
+    if values is not None:
+        GuestValues.model_validate_json(json.dumps({**values, "age_s": 1.0}))
+
+
+def test_both_sides_have_the_same_names_and_limits() -> None:
+    """A value at its limit is accepted by both, and a larger one by neither."""
+    names = {*_guest_values.GUEST, "cuda", "gpus", "age_s", "source"}
+    assert names == set(GuestValues.model_fields)
+    highest = {**_guest_values.GUEST, "gpus": [{**_guest_values.GPU}]}
+    values = _guest_values.accept(json.dumps(highest).encode())
+    assert values == highest
+    GuestValues.model_validate_json(json.dumps({**highest, "age_s": 1.0}))
+    for name, limit in _guest_values.GUEST.items():
+        more = {name: limit * 2, "age_s": 1.0}
+        assert name not in (_guest_values.accept(json.dumps(more).encode()) or {name})
+        with pytest.raises(ValueError, match=name):
+            GuestValues.model_validate_json(json.dumps(more))
+
+
+# The first line is from an H100 with driver 580.159.04. The second has the words that nvidia-smi
+# writes where a GPU has no value; not run on hardware.
+SMI = """\
+0, 0, 0, 81559, 33, 72.28, 0, 0
+1, [N/A], 1024, 81559, 33, [Unknown Error], [N/A], [N/A]
+"""
+
+
+def test_the_guest_reads_its_gpus_and_says_what_the_host_accepts() -> None:
+    rows = _guest_telemetry.parse_gpus(SMI)
+    assert rows[1]["memory_used_bytes"] == 1 << 30 and rows[0]["power_w"] == 72.28
+    assert set(rows[0]) == set(_guest_values.GPU)
+    assert "utilisation_percent" not in rows[1] and "ecc_corrected" not in rows[1]
+    said = {**_guest_telemetry.machine(), "cuda": _guest_telemetry.cuda(), "gpus": rows, "xid": 79}
+    assert _guest_values.accept(json.dumps(said).encode()) == said
+    assert said.keys() == {*_guest_values.GUEST, "cuda", "gpus"}

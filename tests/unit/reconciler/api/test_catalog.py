@@ -1,0 +1,122 @@
+"""The catalogue: offers of the hardware profiles, and what is free, without naming a machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from pydantic import ValidationError
+from sqlalchemy import Connection
+
+from reconciler.api.catalog import Judged
+from reconciler.db.engine import transaction
+from reconciler.db.schema import nodes
+from reconciler.lifecycle import placement
+from reconciler.model.scheduler.snapshot import Want
+from reconciler.settings import Settings
+from tests.unit.reconciler.api.stack import NODE, Stack
+from tests.unit.reconciler.api.test_canaries import canaries
+from tests.unit.reconciler.api.test_launches import launch
+
+pytestmark = pytest.mark.covers("CTRL-11")
+
+
+def test_offers_are_those_of_the_hardware_profiles(selling: Stack) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(region="north"))
+    catalog = selling.client("member").get("catalog").json()
+    offers = {sku["name"]: sku for sku in catalog["skus"]}
+    assert offers["h200-sxm-slice"]["gpu_counts"] == [1]
+    assert offers["lab-edu-slice"]["gpu_counts"] == [1, 2, 4]
+    assert offers["h200-sxm-slice"]["vcpus_per_gpu"] == 24
+    (north,) = catalog["regions"]
+    assert north == {"name": "north", "enabled": True, "planned": False, "reason": ""}
+
+
+def test_regions_to_come_are_named_and_disabled(selling: Stack) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(region="north"))
+    planned = {"planned_regions": "south, north"}
+    selling.settings = Settings(**{**selling.settings.model_dump(), **planned})
+    north, south = selling.client("member").get("catalog").json()["regions"]
+    assert (north["enabled"], north["planned"]) == (True, False)
+    assert (south["name"], south["enabled"], south["planned"]) == ("south", False, True)
+    for wrong in ("South", "a b", "a,,b", "<b>"):
+        with pytest.raises(ValidationError):
+            Settings(planned_regions=wrong)
+
+
+def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> None:
+    planted, member = canaries(selling), selling.client("member")
+
+    def available(**asked: str | int) -> dict[str, object]:
+        answer = member.get("catalog/availability", params=asked)
+        assert not {canary for canary in planted if canary in answer.text.lower()}
+        document: dict[str, object] = answer.json()
+        return document
+
+    both = available(gpus=2, sku="lab-edu-slice")
+    assert (both["fits"], both["free"], both["largest"]) == (True, 2, 2)
+    launch(selling)
+    one = available(gpus=2)
+    assert (one["fits"], one["largest"]) == (False, 1)
+    assert one["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
+    elsewhere = available(gpus=1, sku="h200-sxm-slice")
+    assert (elsewhere["fits"], elsewhere["free"]) == (False, 0)
+    assert available(gpus=1, sku="none")["code"] == "sku_unknown"
+    assert available(gpus=0)["code"] == "request_invalid"
+
+
+def test_one_judgement_serves_all_until_something_changes(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members who ask without end, also each time for something else, keep few threads."""
+    judged, judge = [], placement.judge
+    gate = threading.Event()
+
+    def slowly(conn: Connection, want: Want) -> Any:
+        judged.append(want.gpus)
+        if want.gpus > 9:
+            assert gate.wait(30)
+        return judge(conn, want)
+
+    monkeypatch.setattr(placement, "judge", slowly)
+
+    def free(who: str, gpus: int) -> Any:
+        answer = selling.client(who).get("catalog/availability", params={"gpus": gpus})
+        return answer.json().get("free", answer.status_code)
+
+    assert [free(who, 1) for who in ("member", "stranger", "member")] == [2, 2, 2]
+    assert judged == [1]
+    launch(selling)
+    assert free("member", 1) == 1 and judged == [1, 1]
+    with ThreadPoolExecutor() as pool:
+        slow = [pool.submit(free, "stranger", 10 + number) for number in range(Judged.AT_ONCE)]
+        while len(judged) < 2 + Judged.AT_ONCE:
+            time.sleep(0.01)
+        assert free("stranger", 99) == 429
+        # What was judged before is there for others.
+        assert free("member", 1) == 1
+        gate.set()
+        assert [each.result() for each in slow] == [1] * Judged.AT_ONCE
+
+
+def test_a_fleet_in_one_request(selling: Stack) -> None:
+    made = launch(selling).json()["id"]
+    fleet = selling.client("admin").get("admin/fleet").json()
+    assert fleet["nodes"] == {"ready": 1}
+    assert fleet["slots"] == {"available": 1, "reserved": 1}
+    assert fleet["capacity"] == [{"region": "", "sku": "lab-edu-slice", "slots": fleet["slots"]}]
+    (node,) = fleet["items"]
+    assert node["id"] == NODE
+    holders = {slot["status"]: slot["allocation_id"] for slot in node["slots"]}
+    assert holders == {"available": None, "reserved": made}
+    blocked = selling.client("admin").get("admin/fleet", params={"blocked": "true"}).json()
+    assert blocked["items"] == []
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="retired"))
+    assert selling.client("admin").get("admin/fleet").json()["items"] == []

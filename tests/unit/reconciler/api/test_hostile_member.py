@@ -1,0 +1,292 @@
+"""A member with a valid token tries everything against a member of another project."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reconciler.api import rate
+from reconciler.db.engine import reading, transaction
+from reconciler.db.journal import advance
+from reconciler.db.schema import Slot
+from reconciler.lifecycle import ingress, quota, slices, ssh_access
+from reconciler.model.errors import Problem
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import queue, slots
+from tests.unit.reconciler import wipes
+from tests.unit.reconciler.api.refusals import kept, refused
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_addresses
+from tests.unit.reconciler.api.test_launches import BODY, activate, launch
+from tests.unit.reconciler.api.test_security import app_instance, operations, roles
+
+pytestmark = pytest.mark.covers("CTRL-10", "CTRL-11", "P4")
+
+# The attacker's token is of the project `other`, the victim's of `demo`.
+ATTACKER, VICTIM = "stranger", "member"
+OWN_KEY = KEY.replace("ILw6MHUf", "ILw6MHUg")
+NUMBERS = itertools.count()
+
+
+def attack(stack: Stack, verb: str, path: str, *, key: str = "", **options: Any) -> Any:
+    headers = {"Idempotency-Key": key or f"attack-{next(NUMBERS)}"}
+    return stack.client(ATTACKER).request(verb, path, headers=headers, **options)
+
+
+def grab(stack: Stack, **changes: Any) -> Any:
+    """A launch of the attacker."""
+    wish = {**BODY, "ssh_keys": [OWN_KEY], **changes}
+    return attack(stack, "POST", "projects/other/allocations", json=wish)
+
+
+def limit(stack: Stack, project: str, **limits: int) -> None:
+    answer = stack.client("admin").put(f"admin/projects/{project}/quota", json=limits)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
+def objects(selling: Stack) -> dict[str, str]:
+    """What the victim has."""
+    with_addresses(selling)
+    instance = app_instance(selling)
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    return {
+        "allocation_id": mine,
+        "app_instance_id": instance,
+        "rule_id": selling.ingress_rule(mine),
+    }
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "allocations_create": BODY,
+    "allocations_change_power": {"action": "stop"},
+    "ingress_create": body(public_address=OTHER),
+    "ssh_register_key": {"public_key": OWN_KEY},
+    "ssh_revoke_key": {"public_key": KEY},
+    "terminals_switch": {"enabled": True},
+}
+
+
+def test_no_operation_reaches_the_objects_of_another_project(
+    selling: Stack, objects: dict[str, str]
+) -> None:
+    """From the contract, so that a new operation is tried too."""
+    before, tried = kept(selling), 0
+    for verb, path, operation in operations():
+        if "project-member" not in roles(operation) or "{project_id}" not in path:
+            continue
+        sent: dict[str, Any] = {}
+        if verb not in {"get", "delete"}:
+            name = operation["operationId"]
+            app = {
+                "slug": "slurm-reference",
+                "name": "mine",
+                "managed_key": KEY,
+                "controller_allocation_id": objects["allocation_id"],
+            }
+            sent = {"json": app if name == "apps_create" else BODIES.get(name, {})}
+        projects = ["demo"]
+        # In the attacker's own project, by the id of an object of the victim.
+        if len(re.findall("{", path)) > 1 or operation["operationId"] == "apps_create":
+            projects.append("other")
+        for project in projects:
+            names = defaultdict(lambda: objects["allocation_id"], objects, project_id=project)
+            target = path.format_map(names).removeprefix("/api/v1/")
+            answer = attack(selling, verb.upper(), target, **sent)
+            # Without an example in BODIES, the body may be refused before its object is looked up.
+            unread = 422 if project == "other" and sent == {"json": {}} else 404
+            assert answer.status_code in {404, unread}, (verb, target, answer.text)
+            assert project == "other" or answer.json()["code"] == "project_not_found"
+            assert NODE not in answer.text and "tenant" not in answer.text
+            tried += 1
+    assert tried > 30
+    assert kept(selling) == before
+
+
+def test_the_key_of_a_request_is_its_senders(selling: Stack) -> None:
+    """The same idempotency key neither shows the victim's answer nor stands in its way."""
+    mine = launch(selling, "same").json()
+    theirs = attack(
+        selling, "POST", "projects/other/allocations", key="same", json={**BODY, "hostname": "x"}
+    )
+    assert theirs.status_code == 201 and theirs.json()["id"] != mine["id"]
+    assert "Idempotency-Replayed" not in theirs.headers
+    again = launch(selling, "same")
+    assert (again.json()["id"], again.headers["Idempotency-Replayed"]) == (mine["id"], "true")
+    first = attack(selling, "POST", "projects/other/ssh-keys", key="k", json={"public_key": KEY})
+    headers = {"Idempotency-Key": "k"}
+    own = selling.client(VICTIM).post(
+        "projects/demo/ssh-keys", json={"public_key": KEY}, headers=headers
+    )
+    assert (first.status_code, own.status_code) == (201, 201)
+    assert "Idempotency-Replayed" not in own.headers
+
+
+def test_a_name_belongs_to_nobody(selling: Stack) -> None:
+    mine = launch(selling).json()
+    theirs = grab(selling, hostname=mine["hostname"], username=mine["username"])
+    assert theirs.status_code == 201, theirs.text
+    assert mine["id"] not in theirs.text
+
+
+def test_cancelled_launches_leave_the_free_slot_and_the_quota_alone(selling: Stack) -> None:
+    limit(selling, "demo", gpus=1, launches_per_hour=1)
+    for _ in range(12):
+        theirs = grab(selling, gpu_count=2)
+        assert theirs.status_code == 201, theirs.text
+        path = f"projects/other/allocations/{theirs.json()['id']}/release"
+        assert attack(selling, "POST", path).json()["state"] == "released"
+    slots = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    assert [(slot["status"], slot["health_state"]) for slot in slots] == [
+        ("available", "healthy"), ("available", "healthy"),
+    ]  # fmt: skip
+    assert launch(selling).status_code == 201
+
+
+def test_the_rate_of_one_project_is_not_that_of_another(selling: Stack) -> None:
+    limit(selling, "other", launches_per_hour=2, gpus=1)
+    for _ in range(2):
+        made = grab(selling).json()["id"]
+        attack(selling, "POST", f"projects/other/allocations/{made}/release")
+    answer = refused(selling, lambda: grab(selling))
+    assert (answer["status"], answer["code"]) == (429, "rate_exceeded")
+    assert "demo" not in str(answer)
+    assert launch(selling).status_code == 201
+
+
+def test_a_member_who_floods_the_service_stops_nobody_else(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rate, "PER_S", 0.5)
+    monkeypatch.setattr(rate, "BURST", 5)
+    client, path = selling.client(ATTACKER), "projects/other/quota"
+    assert [client.get(path).status_code for _ in range(5)] == [200] * 5
+    answer = refused(selling, lambda: client.get(path))
+    assert (answer["status"], answer["code"]) == (429, "rate_exceeded")
+    assert client.get("projects/none/quota").headers["Retry-After"] == "2"
+    assert selling.client(VICTIM).get("projects/demo/quota").status_code == 200
+    admin = selling.client("admin")
+    assert {admin.get("projects/demo/quota").status_code for _ in range(9)} == {200}
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 2)
+    monkeypatch.setattr(rate, "time", later)
+    assert [client.get(path).status_code for _ in range(2)] == [200, 429]
+
+
+def test_keys_and_rules_are_added_at_the_pace_of_people(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "KEYS_PER_HOUR", 2)
+    monkeypatch.setattr(quota, "RULES_PER_HOUR", 1)
+    keys = "projects/other/ssh-keys"
+    names = [KEY.replace("ILw6MHUf", f"ILw6MHU{letter}") for letter in "ghi"]
+    for name in names[:2]:
+        assert attack(selling, "POST", keys, json={"public_key": name}).status_code == 201
+    answer = refused(selling, lambda: attack(selling, "POST", keys, json={"public_key": names[2]}))
+    assert (answer["code"], answer["used"]) == ("rate_exceeded", 2)
+    # Neither a known key nor a revocation, which may be urgent, nor another project waits.
+    assert attack(selling, "POST", keys, json={"public_key": names[0]}).status_code == 201
+    answer = attack(selling, "POST", f"{keys}/revoke", json={"public_key": names[0]})
+    assert answer.status_code == 200
+    own = selling.client(VICTIM).post("projects/demo/ssh-keys", json={"public_key": names[2]})
+    assert own.status_code == 201
+    with_addresses(selling)
+    theirs = grab(selling).json()["id"]
+    activate(selling, theirs)
+    path = f"projects/other/allocations/{theirs}/ingress"
+    assert attack(selling, "POST", path, json=body()).status_code == 201
+    more = refused(selling, lambda: attack(selling, "POST", path, json=body(public_port=9)))
+    assert more["code"] == "rate_exceeded" and int(more["retry_after_s"]) > 3000
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_launches_that_fail_by_their_tenant_take_no_slot_off_sale(
+    selling: Stack, gpus: int
+) -> None:
+    """Images that never answer. Each slot is wiped and sold again."""
+    limit(selling, "other", failures_per_hour=2)
+    for _ in range(2):
+        made = grab(selling, gpu_count=gpus).json()["id"]
+        task = selling.lease()
+        error = {"code": "readiness_failed", "found": "no SSH", "expected": "x", "remedy": "x"}
+        with transaction(selling.engine) as conn:
+            slices.provision_started(conn, made, ACT)
+            slices.provision_failed(conn, made, ACT, step="ready", error=error)
+            queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT)
+        recovered(selling, made)
+    assert refused(selling, lambda: grab(selling))["code"] == "rate_exceeded"
+    for number in range(2):
+        assert launch(selling, f"k{number}").status_code == 201
+
+
+def recovered(stack: Stack, allocation_id: str) -> None:
+    """What the site's recovery does with the slots of a failed launch."""
+    with transaction(stack.engine) as conn:
+        for slot in slots.of_node(conn, NODE):
+            if slot.status == "cleanup_blocked":
+                advance(conn, Slot, slot.id, "clean", ACT)
+        proofs = wipes.proofs(conn, allocation_id)
+        absence = {"absent": True, "checks": {}}
+        assert slices.cleanup_succeeded(conn, allocation_id, ACT, proofs=proofs, absence=absence)
+
+
+def test_a_public_key_and_its_revocation_hold_in_one_project_only(selling: Stack) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    keys = "projects/other/ssh-keys"
+    for key in (KEY, OWN_KEY):
+        assert attack(selling, "POST", keys, json={"public_key": key}).status_code == 201
+    answer = attack(selling, "POST", f"{keys}/revoke", json={"public_key": KEY})
+    assert answer.json()["revoked_at"]
+    with reading(selling.engine) as conn:
+        assert ssh_access.authorise(conn, mine, KEY.rsplit(" ", 1)[0]).project_id == "demo"
+        with pytest.raises(Problem, match="access_unknown"):
+            ssh_access.authorise(conn, mine, OWN_KEY.rsplit(" ", 1)[0])
+
+
+def test_ports_of_ingress_are_kept_from_others_and_named_to_none(selling: Stack) -> None:
+    with_addresses(selling)
+    mine, theirs = launch(selling).json()["id"], grab(selling).json()["id"]
+    for key in (mine, theirs):
+        activate(selling, key)
+    rule = selling.ingress_rule(mine)
+    path = f"projects/other/allocations/{theirs}/ingress"
+    answer = refused(selling, lambda: attack(selling, "POST", path, json=body()))
+    assert answer["code"] == "ingress_port_in_use"
+    assert not [name for name in (rule, mine, "demo") if name in str(answer)]
+    assert attack(selling, "DELETE", f"{path}/{rule}").status_code == 404
+    wishes = (body(public_address=OTHER, public_port=port) for port in range(1000, 1100))
+    made = [attack(selling, "POST", path, json=wish).status_code for wish in wishes]
+    assert made.count(201) == ingress.MOST and made[ingress.MOST :] == [409] * (100 - ingress.MOST)
+    again = body(public_port=8080)
+    headers = {"Idempotency-Key": "mine"}
+    client = selling.client(VICTIM)
+    given = client.post(f"projects/demo/allocations/{mine}/ingress", json=again, headers=headers)
+    assert (given.status_code, given.json()["public_address"]) == (201, ADDRESS)
+
+
+def test_a_machine_has_one_power_action_at_a_time(selling: Stack) -> None:
+    """However often it is asked for, so that it does not fill the queue of its host."""
+    mine, theirs = launch(selling).json()["id"], grab(selling).json()["id"]
+    for key in (mine, theirs):
+        activate(selling, key)
+    path = f"projects/other/allocations/{theirs}/power"
+    actions = [{"action": action} for action in ("restart", "reset", "stop", "restart") * 5]
+    assert {attack(selling, "POST", path, json=wish).status_code for wish in actions} == {202, 409}
+    with reading(selling.engine) as conn:
+        queued = [task for task in queue.every(conn) if task.kind == TaskKind.SLICE_VM_POWER]
+    assert [task.allocation_id for task in queued] == [theirs]
+
+
+@pytest.mark.parametrize("mark", ["\x1b", "\x9b", "\u202e", "\u2028", "\u2066"])
+def test_a_reason_reads_as_it_was_written(selling: Stack, mark: str) -> None:
+    """Operators read it in the audit, where such a mark shows other words."""
+    path = f"projects/other/allocations/{grab(selling).json()['id']}/release"
+    answer = refused(selling, lambda: attack(selling, "POST", path, json={"reason": f"a{mark}b"}))
+    assert (answer["status"], answer["code"]) == (422, "request_invalid")

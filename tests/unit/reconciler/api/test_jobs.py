@@ -1,0 +1,231 @@
+"""Jobs through the API: every wrong request is refused by name, and a project sees its own only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import transaction
+from reconciler.db.schema import idempotency_keys
+from reconciler.model.jobs import Outcome
+from reconciler.pools import hints, jobs, leases
+from tests.redis_server import RedisServer
+from tests.unit.reconciler.api.refusals import kept, refused
+from tests.unit.reconciler.api.stack import Stack
+
+pytestmark = pytest.mark.covers("ORCH-2")
+
+PATH = "projects/demo/jobs"
+BODY = {"model": "m", "input": {"x": [1, 2]}}
+ERROR = {"code": "function_failed", "expected": "a", "found": "b", "remedy": "c"}
+
+
+def with_model(stack: Stack) -> None:
+    with transaction(stack.engine) as conn:
+        leases.register(conn, host="canary-host", pid=1, models=["m"])
+
+
+def enqueue(stack: Stack, **changes: Any) -> str:
+    answer = stack.client("member").post(PATH, json=BODY | changes)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+def play(stack: Stack, outcome: Outcome) -> None:
+    """End every job that is due, as a worker does."""
+    with transaction(stack.engine) as conn:
+        worker = leases.register(conn, host="canary-host", pid=1, models=["m"])
+        held = leases.claim(conn, worker, limit=100)
+        leases.finish(conn, [(job, outcome) for job in held])
+
+
+def bury(stack: Stack, **detail: str) -> str:
+    id = enqueue(stack)
+    play(stack, Outcome(error=ERROR | detail, permanent=True))
+    return id
+
+
+@pytest.fixture
+def site(new: Stack) -> Stack:
+    with_model(new)
+    return new
+
+
+def test_a_job_is_queued_followed_and_answered(site: Stack) -> None:
+    member = site.client("member")
+    id = enqueue(site, priority=0)
+    assert member.get(f"{PATH}/{id}").json()["status"] == "pending"
+    play(site, Outcome({"sum": 3}))
+    job = member.get(f"{PATH}/{id}").json()
+    assert (job["status"], job["result"], job["input"]) == ("done", {"sum": 3}, BODY["input"])
+    assert (job["attempts"], job["failure"], job["priority"]) == (1, None, 0)
+    ended = refused(site, lambda: member.post(f"{PATH}/{id}/cancel"))
+    assert (ended["status"], ended["code"]) == (409, "job_ended")
+
+
+def test_no_repetition_keeps_a_copy_of_an_input(site: Stack) -> None:
+    """A member may repeat a request with new keys, each of whose answers is remembered for days."""
+    member, large = site.client("member"), BODY | {"input": {"x": "y" * 60_000}}
+    id = member.post(PATH, json=large, headers={"Idempotency-Key": "a"}).json()["id"]
+    for number in range(5):
+        key = {"Idempotency-Key": f"b{number}"}
+        assert member.post(f"{PATH}/{id}/cancel", headers=key).json()["status"] == "canceled"
+    with transaction(site.engine) as conn:
+        bodies = list(conn.execute(sa.select(idempotency_keys.c.body)).scalars())
+    assert len(bodies) == 6
+    assert max(len(json.dumps(body)) for body in bodies) < 2_000
+    assert member.get(f"{PATH}/{id}").json()["input"] == large["input"]
+
+
+def test_several_are_queued_together_or_not_at_all(site: Stack) -> None:
+    member = site.client("member")
+    ids = member.post(f"{PATH}/batch", json={"jobs": [BODY] * 3}).json()["ids"]
+    listed = member.get(PATH).json()["items"]
+    assert {job["id"] for job in listed} == set(ids)
+    wrong = {"jobs": [BODY, BODY | {"model": "none"}]}
+    document = refused(site, lambda: member.post(f"{PATH}/batch", json=wrong))
+    assert (document["status"], document["code"]) == (422, "model_unknown")
+    canceled = member.post(f"{PATH}/{ids[0]}/cancel").json()
+    assert canceled["status"] == "canceled"
+    only = member.get(PATH, params={"status": "canceled"}).json()["items"]
+    assert [job["id"] for job in only] == ids[:1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({"model": "none"}, 422, "model_unknown"),
+        ({"model": "../m"}, 422, "request_invalid"),
+        ({"input": [1]}, 422, "request_invalid"),
+        ({"input": {"x": "y" * jobs.INPUT_BYTES}}, 413, "input_too_large"),
+        ({"input": {"x": "\0"}}, 422, "input_invalid"),
+        ({"priority": 10}, 422, "request_invalid"),
+        ({"priority": True}, 422, "request_invalid"),
+        ({"delay_s": 10**9}, 422, "request_invalid"),
+        ({"max_attempts": 0}, 422, "request_invalid"),
+        ({"timeout_s": 0}, 422, "request_invalid"),
+        ({"owner": "me"}, 422, "request_invalid"),
+    ],
+)
+def test_a_wrong_job_is_refused(
+    site: Stack, changes: dict[str, Any], status: int, code: str
+) -> None:
+    document = refused(site, lambda: site.client("member").post(PATH, json=BODY | changes))
+    assert (document["status"], document["code"]) == (status, code)
+
+
+def test_a_number_that_no_database_stores_is_refused(site: Stack) -> None:
+    text = '{"model": "m", "input": {"x": [NaN]}}'
+    headers = {"Content-Type": "application/json"}
+    document = refused(
+        site, lambda: site.client("member").post(PATH, content=text, headers=headers)
+    )
+    assert (document["status"], document["code"]) == (422, "input_invalid")
+
+
+def test_a_full_project_is_told_when_to_come_again(
+    site: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "OPEN_LIMIT", 1)
+    enqueue(site)
+    document = refused(site, lambda: site.client("member").post(PATH, json=BODY))
+    assert (document["status"], document["code"]) == (429, "job_limit")
+    assert site.client("member").post(PATH, json=BODY).headers["Retry-After"] == "60"
+
+
+@pytest.mark.covers("ORCH-5")
+def test_maintenance_refuses_jobs_until_it_ends(site: Stack) -> None:
+    admin, member = site.client("admin", base="/"), site.client("member")
+    queued = enqueue(site)
+    wrong = refused(site, lambda: admin.post("control/maintenance", json={"mode": "drained"}))
+    assert wrong["code"] == "request_invalid"
+    began = admin.post("control/maintenance", json={"mode": "drain", "reason": "upgrade"}).json()
+    assert (began["mode"], began["running"], began["reason"]) == ("drain", 0, "upgrade")
+    for path, body in (
+        (PATH, BODY),
+        (f"{PATH}/batch", {"jobs": [BODY]}),
+        (f"{PATH}/dlq/reprocess", {"all": True}),
+    ):
+        before = kept(site)
+        answer = member.post(path, json=body)
+        assert (answer.status_code, answer.json()["code"]) == (503, "maintenance")
+        assert answer.headers["Retry-After"] == "30"
+        assert kept(site) == before
+    assert member.get(f"{PATH}/{queued}").json()["status"] == "pending"
+    assert 'gpu_orchestrator_mode{mode="drain"} 1.0' in admin.get("metrics").text
+    ended = admin.post("control/maintenance", json={"mode": "normal"}).json()
+    assert ended == admin.get("control/maintenance").json()
+    assert (ended["mode"], ended["deadline_at"]) == ("normal", None)
+    enqueue(site)
+    audit = site.client("admin").get("admin/audit", params={"subject_id": "jobs"}).json()["items"]
+    assert [row["action"] for row in audit] == ["maintenance.ended", "maintenance.began"]
+
+
+def test_jobs_of_another_project_do_not_exist(site: Stack) -> None:
+    id = enqueue(site)
+    stranger = site.client("stranger")
+    for ask in (
+        lambda: stranger.get(f"projects/other/jobs/{id}"),
+        lambda: stranger.post(f"projects/other/jobs/{id}/cancel"),
+    ):
+        document = refused(site, ask)
+        assert (document["status"], document["code"]) == (404, "job_not_found")
+    assert stranger.get("projects/other/jobs").json()["items"] == []
+
+
+def test_dead_letters_come_back_by_a_sample_first(site: Stack) -> None:
+    member = site.client("member")
+    dead = {bury(site) for _ in range(3)}
+    again = f"{PATH}/dlq/reprocess"
+    (sample,) = member.post(again, json={"sample": 1}).json()["ids"]
+    assert sample in dead
+    document = refused(site, lambda: member.post(again, json={"all": True}))
+    assert (document["status"], document["code"]) == (409, "sample_unfinished")
+    for body in ({}, {"sample": 1, "all": True}, {"sample": 0}):
+        assert member.post(again, json=body).status_code == 422
+    play(site, Outcome({}))
+    assert set(member.post(again, json={"all": True}).json()["ids"]) == dead - {sample}
+
+
+def test_operators_see_the_queue_of_every_project(site: Stack) -> None:
+    bury(site)
+    enqueue(site)
+    site.client("admin").post("projects/other/jobs", json=BODY)
+    queue = site.client("admin").get("admin/jobs/queue").json()
+    assert queue["open"][-1] == 2
+    number = {"pending": 1, "running": 0, "done": 0, "dead_letter": 0, "canceled": 0}
+    assert queue["projects"] == {"demo": {**number, "dead_letter": 1}, "other": number}
+    assert site.client("member").get("admin/jobs/queue").status_code == 403
+
+
+def test_only_operators_read_the_detail_of_a_failure(site: Stack) -> None:
+    id = bury(site, detail="File /srv/canary-path")
+    for path in (f"{PATH}/{id}", PATH):
+        mine, theirs = (site.client(who).get(path).text for who in ("member", "admin"))
+        assert "function_failed" in mine
+        assert "canary" in theirs and "canary" not in mine
+
+
+def test_jobs_are_counted_and_announced(site: Stack, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    site.settings = site.settings.model_copy(update={"redis_url": server.url})
+    enqueue(site)  # Redis is away, and nobody notices.
+    server.start()
+    hints.of.cache_clear()
+    ids = [enqueue(site)]
+    ids += site.client("member").post(f"{PATH}/batch", json={"jobs": [BODY] * 2}).json()["ids"]
+    announced = [fields["job"] for _, fields in server.client.xrange(hints.STREAM)]
+    assert announced == ids
+    text = site.client("admin", base="/").get("metrics").text
+    server.close()
+    for line in (
+        "gpu_orchestrator_pending_jobs 4.0",
+        "gpu_orchestrator_running_jobs 0.0",
+        "gpu_orchestrator_dlq_length 0.0",
+        "gpu_orchestrator_stream_length 3.0",
+    ):
+        assert line in text, line

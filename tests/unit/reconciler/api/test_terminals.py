@@ -1,0 +1,62 @@
+"""Tickets for terminals, and recordings, as the API gives them."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import transaction
+from reconciler.db.schema import allocations
+from reconciler.records import ssh_sessions, terminals
+from reconciler.trust.ca import open_trust
+from tests.unit.reconciler.api.refusals import refused
+from tests.unit.reconciler.api.stack import ACT, KEY, Stack
+from tests.unit.reconciler.api.test_baremetal import BODY as WHOLE
+from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+
+pytestmark = pytest.mark.covers("SLICE-10", "P8")
+
+
+def with_terminal(stack: Stack) -> str:
+    """An active slice with a terminal, of a site with a gateway."""
+    address = {"member_address": "ssh.example:2222"}
+    stack.settings = stack.settings.model_copy(update=address)
+    open_trust(stack.settings.state_dir)
+    made = str(launch(stack, "terminal", terminal=True).json()["id"])
+    activate(stack, made)
+    with_keys(stack, made, [KEY])
+    return made
+
+
+def with_keys(stack: Stack, allocation: str, keys: list[str]) -> None:
+    document = {"username": "tenant", "host_keys": keys}
+    with transaction(stack.engine) as conn:
+        change = sa.update(allocations).where(allocations.c.id == allocation)
+        conn.execute(change.values(connection=document))
+
+
+def recorded(stack: Stack, allocation: str) -> str:
+    """A session of the allocation with a recording."""
+    known = {"fingerprint": "", "address": "192.0.2.1", "way": "web"}
+    with transaction(stack.engine) as conn:
+        session = ssh_sessions.open_session(
+            conn, ACT, allocation_id=allocation, project_id="demo", **known
+        )
+        terminals.append(conn, session, "demo", "{}\n")
+    return session
+
+
+def test_a_ticket_is_only_for_what_can_open(selling: Stack) -> None:
+    made = with_terminal(selling)
+    member, at = selling.client("member"), f"{PATH}/{made}/terminal"
+    assert member.get(f"{PATH}/{made}").json()["terminal"] is True
+    answer = member.post(at)
+    assert answer.status_code == 201 and answer.headers["Cache-Control"] == "no-store"
+    with_keys(selling, made, [])
+    assert refused(selling, lambda: member.post(at))["code"] == "host_keys_unknown"
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(allocations).values(parameters={}))
+    assert refused(selling, lambda: member.post(at))["code"] == "terminal_off"
+    whole = WHOLE | {"terminal": True}
+    denied = member.post(PATH, json=whole, headers={"Idempotency-Key": "whole"}).json()
+    assert (denied["code"], "terminal" in denied["expected"]) == ("field_without_effect", True)

@@ -1,0 +1,151 @@
+"""Drills on a running service: each ends with a verdict that its evidence carries."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.cli import session
+from reconciler.cli.main import main
+from reconciler.db import leader
+from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.schema import jobs as table
+from reconciler.pools import pools
+from tests.unit.reconciler.service.service import Service, serving, until
+
+pytestmark = pytest.mark.covers("ORCH-7")
+
+Gpuaas = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Iterator[Service]:
+    """A service with two candidates for the lead, an operator and a project."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copy(template, folder / "reconciler.db")
+    with serving(folder) as service:
+        service.start()
+        until(service.ready)
+        service.start("worker")
+        yield service
+
+
+@pytest.fixture(scope="module")
+def engine(site: Service) -> Iterator[sa.Engine]:
+    engine = open_engine(f"sqlite:///{site.folder / 'reconciler.db'}")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def gpuaas(
+    site: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Gpuaas:
+    """The program in this process: the document that it prints, with its status."""
+    for name, value in site.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def run(*words: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as ended:
+            main(["--output", "json", *words])
+        if opened := vars(session.current()).get("client"):
+            opened.close()
+        output = capsys.readouterr()
+        document: dict[str, Any] = json.loads(output.out or "{}")
+        assert document or not ended.value.code, output.err
+        return document | {"status": ended.value.code}
+
+    if not (site.folder / "token").exists():
+        run("token", "create", "--role", "platform-admin", "--name", "op", "--save")
+        run("projects", "add", "drills")
+    return run
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """The verdict, which follows from the evidence and gives the exit status."""
+    passed = all(row["holds"] for row in document["evidence"])
+    assert passed == (document["verdict"] == "passed") == (document["status"] == 0), document
+    return str(document["verdict"])
+
+
+def steps(document: dict[str, Any]) -> dict[str, str]:
+    return {row["step"]: row["found"] for row in document["evidence"]}
+
+
+def test_leader(gpuaas: Gpuaas, engine: sa.Engine) -> None:
+    def candidates() -> int:
+        with reading(engine) as conn:
+            return leader.live_roles(conn).get("loops", 0)
+
+    until(lambda: candidates() == 2)
+    document = gpuaas("drill", "leader")
+    assert verdict(document) == "passed", document
+    found = steps(document)["another process leads, if there is one"]
+    after, _, before, *_ = found.split()
+    assert after != before and "of 2 candidates" in found
+    shown = gpuaas("leader")
+    assert (shown["live"], shown["holder"]) == (True, after)
+
+
+def test_drain(gpuaas: Gpuaas) -> None:
+    document = gpuaas("drill", "drain", "--project", "drills")
+    assert verdict(document) == "passed", document
+    found = steps(document)
+    assert found["a new job is refused"] == "maintenance, again after 30 s"
+    assert found["all jobs are done"] == str(["done"] * 4)
+
+
+def test_drain_is_refused_during_maintenance_and_does_not_end_it(gpuaas: Gpuaas) -> None:
+    gpuaas("maintenance", "drain", "--wait", "--reason", "an upgrade")
+    assert verdict(gpuaas("drill", "drain", "--project", "drills")) == "failed"
+    state = gpuaas("maintenance")
+    assert (state["mode"], state["reason"]) == ("drained", "an upgrade")
+    assert gpuaas("maintenance", "normal")["mode"] == "normal"
+
+
+def test_reclaim(gpuaas: Gpuaas, engine: sa.Engine) -> None:
+    """The lease of the killed worker runs out within seconds here."""
+    ended = threading.Event()
+    dead = sa.update(table).where(table.c.status == "running", table.c.lost == 0)
+
+    def expire() -> None:
+        while not ended.wait(6):
+            with transaction(engine) as conn:
+                conn.execute(dead.values(lease_expires_at=1.0))
+
+    thread = threading.Thread(target=expire)
+    thread.start()
+    document = gpuaas("drill", "reclaim", "--project", "drills")
+    ended.set()
+    thread.join()
+    assert verdict(document) == "passed", document
+    assert steps(document)["its loss is recorded"] == "lost 1 times"
+
+
+def test_evict(gpuaas: Gpuaas, site: Service, engine: sa.Engine) -> None:
+    def served() -> bool:
+        with reading(engine) as conn:
+            return any("m" in host.models for host in pools.hosts(conn))
+
+    models = site.folder / "models"
+    models.mkdir()
+    (models / "m.py").write_text("def run(call):\n    return {}\n")
+    until(served)
+    document = gpuaas("drill", "evict", "--model", "m")
+    assert verdict(document) == "passed", document
+    found = steps(document)
+    assert found["its processes are gone"].startswith("[] left of [")
+    assert found["it is counted"] == "0 before, 1 now"
+
+
+def test_dlq(gpuaas: Gpuaas) -> None:
+    document = gpuaas("drill", "dlq", "--project", "drills")
+    assert verdict(document) == "passed", document
+    assert steps(document)["a bad sample keeps the others back"] == "sample_unfinished"

@@ -1,0 +1,55 @@
+"""`gpuaas jobs` against a real service."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.model.jobs import Outcome
+from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.api.test_jobs import ERROR, play, with_model
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("ORCH-2")
+AT = ("--project", "demo", "--output", "json")
+
+
+def run(gpuaas: Gpuaas, *words: str) -> Any:
+    return json.loads(gpuaas("jobs", *words, *AT) or "{}")
+
+
+def test_the_life_of_jobs(
+    new: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(new)
+    gpuaas.at(new, "member")
+    file = tmp_path / "input.json"
+    file.write_text('{"x": 1}')
+    monkeypatch.setattr(time, "sleep", lambda _seconds: play(new, Outcome({"y": 2})))
+    assert run(gpuaas, "submit", "m", str(file), "--wait")["result"] == {"y": 2}
+    file.write_text('[{"x": 1}, {"x": 2}, {"x": 3}]')
+    first, *others = run(gpuaas, "submit", "m", str(file))["ids"]
+    assert run(gpuaas, "cancel", first)["status"] == "canceled"
+    play(new, Outcome(error=ERROR, permanent=True))
+    assert run(gpuaas, "show", others[0])["failure"]["code"] == "function_failed"
+    listed = run(gpuaas, "list", "--status", "dead_letter")
+    assert {job["id"] for job in listed} == set(others)
+    (sample,) = run(gpuaas, "reprocess", "--sample", "1")["ids"]
+    assert sample in others
+    gpuaas("jobs", "reprocess", "--sample", "0", *AT)
+    assert (gpuaas.status, "sample_unfinished" in gpuaas.err) == (1, True)
+    forced = run(gpuaas, "reprocess", "--sample", "0", "--force")["ids"]
+    assert [sample, *forced] == [sample, *(set(others) - {sample})]
+    file.write_text("[1]")
+    gpuaas("jobs", "submit", "m", str(file), *AT)
+    assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
+
+
+@pytest.mark.parametrize("word", ["m", "m=module", "=a:b", "m=:b", "m=none.onnx"])
+def test_a_model_without_a_target_is_refused(gpuaas: Gpuaas, word: str) -> None:
+    gpuaas("jobs", "worker", "--model", word)
+    assert (gpuaas.status, "model_unusable" in gpuaas.err) == (1, True)

@@ -1,0 +1,179 @@
+"""`gpuaas nodes onboard`, stopped at each plan and resumed until slots are on sale."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
+from reconciler.lifecycle import gate, host
+from reconciler.records import proofs, queue, slots
+from tests.unit.reconciler import wipes
+from tests.unit.reconciler.api.stack import ACT, FREE, NODE, Stack, bundle, discovery
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("CTRL-15")
+
+ONBOARD = ("nodes", "onboard", NODE, "--reason", "a new machine")
+
+
+class Host:
+    """The machine behind the tasks. mounts: what a look at its disks reports."""
+
+    def __init__(self) -> None:
+        self.mounts: list[str] = []
+        self.failures = 0
+        self.erased: set[str] = set()
+
+    def discovery(self) -> dict[str, Any]:
+        """The recorded one, with a fabric function for each free slot, and a disk to erase."""
+        document = copy.deepcopy(discovery())
+        used = bundle(FREE[0])["nvme_device"] not in self.erased
+        blockers = {FREE[0]: [{"code": "partitions_present", "detail": "gpt"}] if used else []}
+        document["candidates"] = [
+            {"slot_index": index, "bundle": bundle(index), "blockers": blockers.get(index, [])}
+            for index in FREE
+        ]
+        return document
+
+    def __call__(self, conn: Any, task: Task) -> dict[str, Any]:
+        identity = discovery()["identity"]
+        match task.kind:
+            case "node.bootstrap":
+                host.bootstrapped(conn, NODE, ACT, identity=identity)
+            case "slice.topology_discover":
+                host.record_discovery(conn, NODE, self.discovery(), ACT, task_id=task.id)
+            case "node.storage_transition":
+                return {"devices": [self._disk(conn, task, d) for d in task.parameters["devices"]]}
+            case "node.parity":
+                report = {"failures": self.failures, "warnings": 0, "checks": []}
+                report |= wipes.proven(discovery())
+                host.record_parity(conn, NODE, report, ACT, task_id=task.id)
+                gate.open_gate(conn, NODE, ACT)
+        return {}
+
+    def _disk(self, conn: Any, task: Task, device: str) -> dict[str, Any]:
+        (disk,) = [row for row in discovery()["nvme"] if row["by_id"] == device]
+        approval = {"serial": disk["serial"], "eui": disk["eui"], "mounts": self.mounts}
+        answer: dict[str, Any] = {"nvme_device": device, "approval": approval}
+        if task.parameters["apply"]:
+            assert task.parameters["expected"][device] == approval
+            proof = {"disk": f"eui.{disk['eui']}", "verified": True, "method": "discard"}
+            proofs.record_transition(conn, NODE, proof, ACT, task_id=task.id)
+            answer["proof"] = proof
+            self.erased.add(device)
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+
+
+def plan(gpuaas: Gpuaas) -> str:
+    """The digest of the plan at which the last command stopped."""
+    assert gpuaas.status == 1, gpuaas.out + gpuaas.err
+    return re.findall(r"plan (sha256:[0-9a-f]{64})", gpuaas.err)[-1]
+
+
+def kinds(stack: Stack) -> list[str]:
+    with reading(stack.engine) as conn:
+        return [
+            task.kind + (".apply" if task.parameters.get("apply") else "")
+            for task in reversed(queue.every(conn))
+        ]
+
+
+def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
+    new: Stack, gpuaas: Gpuaas
+) -> None:
+    machine = Host()
+    gpuaas.at(new).ending(new, machine)
+    gpuaas(*ONBOARD)
+    assert "node_not_enrolled" in gpuaas.err
+    with transaction(new.engine) as conn:
+        host.enrolled(conn, NODE, ACT, **discovery()["identity"])
+    gpuaas(*ONBOARD)
+    bootstrap = plan(gpuaas)
+    assert kinds(new) == []
+    gpuaas(*ONBOARD, "--yes-to", bootstrap)
+    takeover = plan(gpuaas)
+    before = ["node.bootstrap", "slice.topology_discover", "node.storage_transition"]
+    assert kinds(new) == before
+    assert "to be wiped" in gpuaas.err
+    assert gpuaas.err.count("to be wiped: ") == len(FREE)
+    gpuaas(*ONBOARD, "--yes-to", takeover)
+    approve = plan(gpuaas)
+    assert kinds(new).count("node.storage_transition.apply") == 1
+    with reading(new.engine) as conn:
+        assert slots.of_node(conn, NODE) == []
+    gpuaas(*ONBOARD, "--yes-to", approve)
+    assert gpuaas.status == 0, gpuaas.err
+    assert kinds(new).count("node.bootstrap") == 1
+    assert kinds(new).count("node.storage_transition.apply") == 1
+    assert kinds(new)[-3:] == ["node.bind_topology", "slice.topology_discover", "node.parity"]
+    assert "available" in gpuaas.out
+    assert "the site sells no slices" in gpuaas.err
+    ended = kinds(new)
+    gpuaas(*ONBOARD)
+    assert (gpuaas.status, kinds(new)) == (0, ended)
+
+
+def test_a_word_is_for_the_plan_that_was_shown_and_no_other(
+    prepared: Stack, gpuaas: Gpuaas
+) -> None:
+    machine = Host()
+    gpuaas.at(prepared).ending(prepared, machine)
+    gpuaas(*ONBOARD)
+    shown = plan(gpuaas)
+    machine.mounts = ["/srv/data"]
+    gpuaas(*ONBOARD, "--yes-to", shown)
+    assert plan(gpuaas) != shown
+    assert "plan_unapproved" in gpuaas.err
+    assert "mounted on /srv/data" in gpuaas.err
+    assert "node.storage_transition.apply" not in kinds(prepared)
+
+
+def test_a_host_that_fails_parity_is_not_sold(prepared: Stack, gpuaas: Gpuaas) -> None:
+    machine = Host()
+    machine.failures = 1
+    gpuaas.at(prepared).ending(prepared, machine)
+    words: list[str] = []
+    for _plan in range(2):
+        gpuaas(*ONBOARD, *words)
+        words += ["--yes-to", plan(gpuaas)]
+    gpuaas(*ONBOARD, *words)
+    assert (gpuaas.status, "failures 1" in gpuaas.err) == (1, True)
+    assert (
+        "false"
+        in gpuaas("nodes", "show", NODE, "--output", "json").split("slice_scheduling")[1][:10]
+    )
+
+
+def test_a_node_out_of_use_is_refused(prepared: Stack, gpuaas: Gpuaas) -> None:
+    with transaction(prepared.engine) as conn:
+        host.drain(conn, NODE, ACT)
+    gpuaas.at(prepared)(*ONBOARD)
+    assert (gpuaas.status, "node_state_mismatch" in gpuaas.err) == (1, True)
+
+
+def test_it_writes_the_enrolment_script_and_waits_until_it_has_run(
+    new: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "enrol.sh"
+
+    def run_it(_seconds: float) -> None:
+        assert script.read_text().startswith("#!/bin/sh")
+        with transaction(new.engine) as conn:
+            host.enrolled(conn, NODE, ACT, **discovery()["identity"])
+
+    monkeypatch.setattr("reconciler.cli.onboard.time.sleep", run_it)
+    gpuaas.at(new)(*ONBOARD, "--userdata", str(script))
+    assert "to be made a slice host" in gpuaas.err
+    assert script.stat().st_mode & 0o777 == 0o600

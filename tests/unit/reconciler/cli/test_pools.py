@@ -1,0 +1,78 @@
+"""`gpuaas pools` against a real service, and on the database of one that is not there."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import rows
+from reconciler.db.engine import transaction
+from reconciler.db.schema import PoolWorker
+from reconciler.db.schema import pools as table
+from reconciler.pools import memory, processes, workers
+from reconciler.runs.paths import runner_id
+from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.api.test_pools import HOST, with_host
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
+
+
+def run(gpuaas: Gpuaas, *words: str) -> Any:
+    return json.loads(gpuaas("pools", *words, "--output", "json") or "null")
+
+
+def test_the_life_of_a_pool(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpuaas.at(new)
+    with_host(new)
+    pool = run(gpuaas, "start", "a", "--model", "digits", "--device", "GPU-0", "--kill-on-oom")
+    assert (pool["state"], pool["kill_on_oom"]) == ("requested", True)
+    assert run(gpuaas, "show", "a") == pool
+    assert [each["id"] for each in run(gpuaas, "list")] == [pool["id"]]
+    assert run(gpuaas, "leases")[0]["device"] == "GPU-0"
+    assert run(gpuaas, "hosts")[0]["name"] == "control"
+    run(gpuaas, "start", "b", "--model", "none")
+    assert (gpuaas.status, "model_unknown" in gpuaas.err) == (1, True)
+    with transaction(new.engine) as conn:
+        conn.execute(sa.update(table).values(state="running"))
+
+    def end(_seconds: float) -> None:
+        with transaction(new.engine) as conn:
+            conn.execute(sa.update(table).values(state="evicted"))
+
+    monkeypatch.setattr(time, "sleep", end)
+    assert run(gpuaas, "evict", "a", "--wait")["state"] == "evicted"
+    assert run(gpuaas, "list") == []
+    assert len(run(gpuaas, "list", "--all")) == 1
+    for words in ((), ("a", "--all")):
+        gpuaas("pools", "stop", *words)
+        assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
+    assert run(gpuaas, "stop", "--all") == []
+
+
+def test_without_a_service_it_works_on_the_database(
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    monkeypatch.setenv("GPUAAS_DATABASE_URL", new.settings.database)
+    monkeypatch.setattr(memory, "gpus", list)
+    here = {**HOST, "id": runner_id(new.settings.state_dir)}
+    with transaction(new.engine) as conn:
+        workers.report(conn, here, {})
+        workers.report(conn, {**HOST, "id": "far", "name": "far"}, {})
+    start = ("start", "--model", "digits", "--direct")
+    pool = run(gpuaas, *start, "a", "--host", here["id"])
+    run(gpuaas, *start, "b", "--host", "far")
+    with transaction(new.engine) as conn:
+        conn.execute(sa.update(table).values(state="running"))
+        values = {"id": "w1", "pool_id": pool["id"], "pid": 1, "models": ["digits"]}
+        rows.add(conn, PoolWorker, {**values, "host": "control", "boot_id": "old"})
+    assert {each["state"] for each in run(gpuaas, "list", "--direct")} == {"running"}
+    assert processes.scan(here["id"]) == {}
+    assert run(gpuaas, "stop", "a", "--direct")["state"] == "stopped"
+    assert run(gpuaas, "evict", "b", "--direct")["state"] == "stopping"
+    assert "ended by the service on its host far" in gpuaas.err

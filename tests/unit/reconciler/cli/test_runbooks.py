@@ -1,0 +1,163 @@
+"""Runbooks: each command of their blocks is played, in the order of the page, on a service that is
+in the trouble that the page is for.
+
+A page without a story here is parsed only (tests/unit/repository/test_docs.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from reconciler.db.engine import transaction
+from reconciler.model.jobs import Outcome
+from reconciler.pools import control
+from reconciler.trust import keygen
+from tests.unit.reconciler.api.stack import KEY, NODE, Stack
+from tests.unit.reconciler.api.test_jobs import ERROR, bury, play, with_model
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.cli.conftest import Gpuaas
+from tests.unit.reconciler.cli.test_certificates import enrol
+from tests.unit.reconciler.cli.test_doctor import sound
+from tests.unit.reconciler.cli.test_recovery import Host, host, stuck
+from tests.unit.repository.test_docs import TEXTS, commands, words
+
+__all__ = ["host", "sound"]
+pytestmark = pytest.mark.covers("CTRL-7", "APP-4", "ORCH-2", "CTRL-12")
+
+WHY = {"WHY": "a runbook"}
+
+
+class Runbook:
+    """Plays the commands of a page. played: their lines, with the output of each."""
+
+    def __init__(self, gpuaas: Gpuaas) -> None:
+        self._gpuaas = gpuaas
+        self.played: list[tuple[str, str]] = []
+
+    def __call__(
+        self,
+        page: str,
+        names: Mapping[str, str],
+        *,
+        after: Mapping[str, Callable[[], object]] | None = None,
+        without: tuple[str, ...] = (),
+    ) -> dict[str, str]:
+        """The output by command. names: values of the page's placeholders. after: what happens
+        once a command that begins so was played. without: beginnings of commands for elsewhere.
+        """
+        for line in (line for line, whole in commands(TEXTS[f"runbooks/{page}.md"]) if whole):
+            if line.startswith(without):
+                continue
+            given = [re.sub(r"[A-Z]+|/srv/backup", lambda m: names.get(m[0], m[0]), word)
+                     for word in words(line)]  # fmt: skip
+            assert not [word for word in given if re.fullmatch("[A-Z]+", word)], line
+            output = self._gpuaas(*given)
+            assert self._gpuaas.status == 0, f"{line}: {self._gpuaas.err}"
+            self.played.append((line.partition("#")[0].strip(), output))
+            for beginning, act in (after or {}).items():
+                if line.startswith(beginning):
+                    act()
+        assert self.played, f"no command in {page}"
+        return dict(self.played)
+
+
+@pytest.fixture
+def runbook(gpuaas: Gpuaas) -> Runbook:
+    return Runbook(gpuaas)
+
+
+def test_a_blocked_slot_is_recovered(host: Host, runbook: Runbook) -> None:
+    stack = host.stack
+    allocation = stuck(stack)
+    host.absent = [True]
+    (task,) = stack.client("admin").get(f"admin/tasks?allocation_id={allocation}").json()["items"]
+    (slot, *_others) = [
+        row["id"]
+        for row in stack.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+        if row["status"] == "cleanup_blocked"
+    ]
+    names = {"NODE": NODE, "SLOT": slot, "ALLOCATION": allocation, "TASK": task["id"]}
+    outputs = runbook("blocked-slot", names)
+    assert "cleanup_blocked" in outputs["gpuaas slots list NODE"]
+    last = next(text for line, text in reversed(runbook.played) if "slots show" in line)
+    assert "available" in last and "healthy" in last
+
+
+def test_a_service_and_a_host_are_drained_and_upgraded(
+    sound: Stack, gpuaas: Gpuaas, runbook: Runbook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lead(_seconds: float) -> None:
+        with transaction(sound.engine) as conn:
+            control.follow(conn)
+
+    # The leader takes a turn while a command waits.
+    monkeypatch.setattr(time, "sleep", lead)
+    gpuaas.at(sound).ending(sound, lambda _conn, _task: {})
+    runbook("drain-and-upgrade", {"NODE": NODE, "/srv/backup": str(tmp_path)})
+    assert (tmp_path / "gpuaas-before-upgrade.tar.gz").stat().st_size > 1000
+    node = sound.client("admin").get(f"admin/nodes/{NODE}").json()
+    assert node["state"] == "ready"
+    assert sound.client("admin", base="/").get("control/maintenance").json()["mode"] == "normal"
+
+
+def test_a_site_without_a_leader_is_looked_at(
+    sound: Stack, gpuaas: Gpuaas, runbook: Runbook
+) -> None:
+    gpuaas.at(sound)
+    outputs = runbook("leader", {"NODE": NODE, **WHY})
+    assert "leader" in outputs["gpuaas doctor"]
+
+
+def test_dead_letters_are_looked_at_and_queued_again(
+    new: Stack, gpuaas: Gpuaas, runbook: Runbook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(new)
+    jobs = [bury(new) for _ in range(7)]
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    gpuaas.at(new)
+
+    def succeed() -> None:
+        play(new, Outcome({"y": 2}))
+
+    outputs = runbook(
+        "dead-letters",
+        {"P": "demo", "JOB": jobs[0]},
+        after={"gpuaas jobs reprocess": succeed},
+        # A worker runs until it is stopped: tests/unit/reconciler/pools/test_worker.py.
+        without=("gpuaas jobs worker",),
+    )
+    assert ERROR["code"] in outputs["gpuaas jobs show JOB --project P"]
+    states = {new.client("admin").get(f"projects/demo/jobs/{id}").json()["status"] for id in jobs}
+    assert states == {"done"}
+
+
+def test_an_application_that_waits_for_a_member_gets_its_keys(
+    selling: Stack, gpuaas: Gpuaas, runbook: Runbook, tmp_path: Path
+) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    key = tmp_path / "controller.pub"
+    key.write_text(f"{KEY}\n")
+    gpuaas.at(selling)
+    at = ("--project", "demo", "--output", "json")
+    made = gpuaas("apps", "create", "slurm", "--controller", mine, "--key", str(key), *at)
+    # The host has enrolled, and so has a certificate that can be renewed.
+    keygen.new_key(tmp_path / "host", "root@host")
+    accepted = selling.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
+    assert enrol(selling, tmp_path, accepted["token"]).status_code == 200
+    gpuaas.ending(selling, lambda _conn, _task: {})
+    names = {"INSTANCE": json.loads(made)["id"], "P": "demo", "NODE": NODE}
+    outputs = runbook("application-deploying", names)
+    assert "member_failed" in next(text for line, text in outputs.items() if "apps show" in line)
+
+
+def test_every_story_has_its_page() -> None:
+    pages = {name.split("/")[1] for name in TEXTS if name.startswith("runbooks/")}
+    mine = {"blocked-slot", "drain-and-upgrade", "leader", "dead-letters", "application-deploying"}
+    assert {f"{name}.md" for name in mine} <= pages

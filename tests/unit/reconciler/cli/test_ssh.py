@@ -1,0 +1,104 @@
+"""`gpuaas ssh`, `ssh-config`, `ssh-keys` and `ssh-sessions` against a real service."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import transaction
+from reconciler.db.schema import allocations
+from reconciler.trust.ca import open_trust
+from tests.unit.reconciler.api.stack import KEY, Stack
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.cli.conftest import Gpuaas
+
+pytestmark = pytest.mark.covers("SLICE-10")
+AT = ("--project", "demo", "--output", "json")
+GUEST = " ".join(KEY.split()[:2])
+
+
+@pytest.fixture
+def mine(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An active slice of a site with a gateway; the settings of the user are in tmp_path."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    open_trust(selling.settings.state_dir)
+    address = {"member_address": "ssh.example:2222"}
+    selling.settings = selling.settings.model_copy(update=address)
+    allocation = str(launch(selling).json()["id"])
+    activate(selling, allocation)
+    gpuaas.at(selling, "member")
+    with_keys(selling, [GUEST])
+    return allocation
+
+
+def with_keys(stack: Stack, keys: list[str]) -> None:
+    with transaction(stack.engine) as conn:
+        document = {"username": "tenant", "host_keys": keys}
+        conn.execute(sa.update(allocations).values(connection=document))
+
+
+def test_settings_name_the_gateway_and_every_key(mine: str, gpuaas: Gpuaas, tmp_path: Path) -> None:
+    text = gpuaas("ssh-config", mine, *AT, "--key", "/keys/mine")
+    known = tmp_path / "own/gpuaas/ssh" / f"{mine}.known_hosts"
+    gateway, machine = text.split(f"Host {mine}\n")
+    for line in ("HostName ssh.example", "Port 2222", f"User {mine}", f'"{known}"'):
+        assert line in gateway
+    for line in ("HostName slice", f"ProxyJump gateway-{mine}", f"HostKeyAlias {mine}"):
+        assert line in machine
+    assert text.count("StrictHostKeyChecking yes") == text.count('IdentityFile "/keys/mine"') == 2
+    first, second = known.read_text().splitlines()
+    assert first.startswith("@cert-authority [ssh.example]:2222 ssh-ed25519 ")
+    assert second == f"{mine} {GUEST}"
+
+
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        ([], []),
+        (["--", "nvidia-smi", "-l"], ["nvidia-smi", "-l"]),
+        (["-L", "8888:localhost:8888"], ["-L", "8888:localhost:8888"]),
+    ],
+)
+def test_ssh_gets_the_other_words(
+    mine: str, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, words: list[str], passed: list[str]
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(os, "execvp", lambda _file, line: calls.append(line))
+    gpuaas("ssh", mine, "--project", "demo", *words)
+    ((program, option, file, *rest),) = calls
+    assert (program, option, rest) == ("ssh", "-F", [mine, *passed])
+    assert "StrictHostKeyChecking yes" in Path(file).read_text()
+
+
+def test_a_machine_whose_key_is_unknown_is_not_dialled(
+    mine: str, selling: Stack, gpuaas: Gpuaas
+) -> None:
+    with_keys(selling, [])
+    gpuaas("ssh", mine, *AT)
+    assert gpuaas.status == 1 and "host_keys_unknown" in gpuaas.err
+    selling.settings = selling.settings.model_copy(update={"member_address": ""})
+    gpuaas.at(selling, "member")("ssh", mine, *AT)
+    assert "gateway_missing" in gpuaas.err
+    gpuaas("release", mine, "--project", "demo", "--no-wait")
+    gpuaas("ssh", mine, *AT)
+    assert "allocation_not_active" in gpuaas.err
+
+
+def test_keys_are_added_listed_and_revoked_for_ever(
+    mine: str, gpuaas: Gpuaas, tmp_path: Path
+) -> None:
+    file = tmp_path / "key.pub"
+    file.write_text(KEY + "\n")
+    added = json.loads(gpuaas("ssh-keys", "add", str(file), *AT))
+    assert (added["name"], added["revoked_at"]) == ("tenant", None)
+    revoked = json.loads(gpuaas("ssh-keys", "revoke", str(file), *AT, "--reason", "lost"))
+    assert revoked["fingerprint"] == added["fingerprint"] and revoked["revoked_at"]
+    gpuaas("ssh-keys", "add", str(file), *AT)
+    assert "ssh_key_revoked" in gpuaas.err
+    (listed,) = json.loads(gpuaas("ssh-keys", "list", *AT))
+    assert listed == revoked
+    assert json.loads(gpuaas("ssh-sessions", *AT)) == []

@@ -1,0 +1,314 @@
+"""The console in a real browser: accessibility, the keyboard, refreshes, life without scripts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from reconciler.api.app import create_app
+from reconciler.console import stream
+from reconciler.console.app import OPERATORS, SHARED, mount
+from reconciler.db import leader
+from reconciler.db.engine import transaction
+from reconciler.pools import control
+from tests.unit.reconciler.api.stack import ACT, KEY, Stack
+from tests.unit.reconciler.api.test_canaries import fail
+from tests.unit.reconciler.api.test_follow import running, say
+from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.console.samples import hour_of_samples
+from tests.unit.reconciler.console.test_pages import address, launch_review, names
+
+pytestmark = pytest.mark.covers("CTRL-13")
+
+ROOT = Path(__file__).parents[4]
+AXE = ROOT / "tests" / "data" / "browser" / "axe-4.14.1.min.js"
+SHOTS = ROOT / "build" / "console"
+CHROMIUM = shutil.which("chromium")
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DETAILS = "document.querySelectorAll('details')"
+STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """The distribution's Chromium; root has no sandbox."""
+    assert CHROMIUM, "scripts/setup --tests installs chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def site(selling: Stack) -> Iterator[str]:
+    """The address of the console, served on a free port."""
+    app = mount(create_app(selling.settings, selling.engine))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        config = uvicorn.Config(app, log_config=None, access_log=False)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(20)
+
+
+class Watched:
+    """A browser's window. Console errors, failed answers and foreign requests are collected."""
+
+    def __init__(self, context: BrowserContext, site: str) -> None:
+        self.context, self.site, self.faults = context, site, []  # type: tuple[Any, str, list[str]]
+        self.page = context.new_page()
+        self.page.on("console", self._message)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("response", self._response)
+        self.page.on("request", self._request)
+
+    def _message(self, message: Any) -> None:
+        if message.type == "error":
+            self.faults.append(message.text)
+
+    def _response(self, response: Any) -> None:
+        if response.status >= 400:
+            self.faults.append(f"{response.status} {response.url}")
+
+    def _request(self, request: Any) -> None:
+        if not request.url.startswith(self.site):
+            self.faults.append(f"foreign: {request.url}")
+
+    def open(self, path: str) -> Page:
+        self.page.goto(f"{self.site}{path}")
+        return self.page
+
+    def log_in(self, token: str) -> None:
+        self.open("/console/login")
+        self.page.get_by_label("Token").fill(token)
+        self.page.get_by_role("button", name="Log in").click()
+        self.page.wait_for_url(re.compile(r"/console/(fleet|projects)"))
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def window(chromium: Browser, site: str, selling: Stack) -> Iterator[Open]:
+    """Open a window that is logged in; it has met no fault when the test ends."""
+    windows: list[Watched] = []
+
+    @contextmanager
+    def opened(who: str, **options: Any) -> Iterator[Watched]:
+        with chromium.new_context(viewport=options.pop("viewport", DESKTOP), **options) as context:
+            watched = Watched(context, site)
+            windows.append(watched)
+            watched.log_in(selling.secrets[who])
+            yield watched
+        assert watched.faults == []
+
+    yield opened
+
+
+def pages(selling: Stack) -> dict[str, dict[str, str]]:
+    """The pages of each role, by a name for their picture."""
+    known = names(selling)
+    activate(selling, known["allocation"])
+    hour_of_samples(selling, known["allocation"])
+    stuck = launch(selling, "stuck").json()["id"]
+    fail(selling, stuck)
+    with transaction(selling.engine) as conn:
+        leader.campaign(conn, leader.LOOPS, "p1", 3600)
+        control.drain(conn, ACT, 600)
+
+    def named(patterns: dict[str, Any]) -> dict[str, str]:
+        return {
+            re.sub(r"\W+", "-", pattern).strip("-"): address(pattern, known)
+            for pattern in patterns
+            if pattern != "/"
+        }
+
+    shared = named(SHARED)
+    for step in ("region", "image", "access", "review"):
+        shared[f"launch-{step}"] = launch_review(selling, step=step)
+    operators = named(OPERATORS)
+    operators["stuck"] = f"/console/allocations/{stuck}"
+    operators["stuck-recovery"] = f"/console/allocations/{stuck}/recovery"
+    return {"member": shared, "admin": shared | operators}
+
+
+def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open) -> None:
+    shown = pages(selling)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    found: list[str] = []
+    for who, scheme in (("admin", "light"), ("member", "dark"), ("admin", "dark")):
+        with window(who, color_scheme=scheme) as watched:
+            for name, path in shown[who].items():
+                page = watched.open(path)
+                page.screenshot(path=SHOTS / f"{who}-{name}-desktop-{scheme}.png", full_page=True)
+                # Forms behind a summary are judged, too, and must fit a phone.
+                page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
+                page.evaluate(AXE.read_text())
+                result = page.evaluate(
+                    "tags => axe.run({runOnly: {type: 'tag', values: tags}})", STANDARDS
+                )
+                for violation in result["violations"]:
+                    nodes = [node["html"][:160] for node in violation["nodes"][:3]]
+                    found.append(f"{who} {scheme} {path}: {violation['id']}: {nodes}")
+                page.set_viewport_size(PHONE)
+                wide = page.evaluate("document.documentElement.scrollWidth")
+                if wide > PHONE["width"]:
+                    found.append(f"{path}: {wide} pixels wide on a phone")
+                page.evaluate(f"{DETAILS}.forEach(each => each.open = false)")
+                page.screenshot(path=SHOTS / f"{who}-{name}-phone-{scheme}.png", full_page=True)
+                page.set_viewport_size(DESKTOP)
+                # Buttons that only ask for another view.
+                harmless = page.locator("form[method=get] button")
+                for number in range(harmless.count() if scheme == "light" or who != "admin" else 0):
+                    watched.open(path)
+                    harmless.nth(number).click()
+    assert found == []
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+def test_launch_by_keyboard_alone(selling: Stack, window: Open, scripts: bool) -> None:
+    with window("member", java_script_enabled=scripts) as watched:
+        page = watched.open("/console/projects/demo")
+        keys = page.keyboard
+        tab_to(page, "Launch")
+        keys.press("Enter")
+        for step in ("Shape", "Region", "Image and disk"):
+            expect(page.get_by_role("heading", name=step)).to_be_visible()
+            tab_to_kind(page, "radio")
+            keys.press("Space")
+            tab_to(page, "Continue")
+            keys.press("Enter")
+        expect(page.get_by_role("heading", name="Network and SSH")).to_be_visible()
+        tab_to_kind(page, "text")
+        keys.type("by-keyboard")
+        tab_to_kind(page, "textarea")
+        keys.type(KEY)
+        tab_to(page, "Continue")
+        keys.press("Enter")
+        expect(page.get_by_role("heading", name="Review")).to_be_visible()
+        tab_to(page, "Launch")
+        keys.press("Enter")
+        expect(page.get_by_role("heading", name="by-keyboard")).to_be_visible()
+
+
+def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
+    made = launch(selling).json()["id"]
+    with window("member") as watched:
+        # The extension for streams loads later than htmx, as it may on a slow line.
+        watched.page.route("**/hx-sse-*", lambda route: (time.sleep(1), route.continue_()))
+        # What the page asks for itself every half minute has no answer, so that only the stream is
+        # left, however slow the machine of the test is.
+        watched.page.route(
+            f"**/allocations/{made}",
+            lambda route: (
+                route.fulfill(status=204)
+                if "hx-request" in route.request.headers
+                else route.continue_()
+            ),
+        )
+        page = watched.open(f"/console/projects/demo/allocations/{made}")
+        expect(page.get_by_text("Waits", exact=True)).to_be_visible(timeout=60_000)
+        page.get_by_text("Release", exact=True).click()
+        activate(selling, made)
+        expect(page.get_by_text("gate.example")).to_be_visible(timeout=60_000)
+        # What a person has opened and typed outside of the refreshed part stays.
+        expect(page.get_by_role("button", name=re.compile("Release"))).to_be_visible()
+
+
+def test_a_broken_stream_goes_on_and_a_revoked_session_ends_it(
+    selling: Stack, window: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = stream._events
+
+    async def cut(*arguments: Any) -> Any:
+        """Every connection breaks after an event."""
+        async for event in whole(*arguments):
+            yield event
+            if "Your session" not in event:
+                return
+
+    monkeypatch.setattr(stream, "_events", cut)
+    monkeypatch.setattr(stream, "_EVERY_S", 0.1)
+    task = running(selling)
+    with window("admin") as watched:
+        places: list[str] = []
+        watched.page.on(
+            "request", lambda request: places.append(request.headers.get("last-event-id", ""))
+        )
+        page = watched.open(f"/console/tasks/{task.id}")
+        for name in ("measure", "compare", "report"):
+            say(selling, task, name)
+            expect(page.get_by_text(name, exact=True)).to_have_count(1, timeout=10_000)
+        assert len(set(filter(None, places))) >= 2
+        rows = selling.client("admin").get("admin/tokens").json()["items"]
+        (token,) = [row["id"] for row in rows if row["name"] == "admin"]
+        selling.client("admin").delete(f"admin/tokens/{token}")
+        page.get_by_role("link", name="Log in again").click(timeout=10_000)
+        expect(page.get_by_label("Token")).to_be_visible()
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+def test_recovery_with_and_without_scripts(selling: Stack, window: Open, scripts: bool) -> None:
+    stuck = launch(selling).json()["id"]
+    fail(selling, stuck)
+    with window("admin", java_script_enabled=scripts) as watched:
+        page = watched.open("/console/fleet")
+        page.get_by_role("link", name="Recover").click()
+        page.get_by_label("Reason").fill("the guest never answered")
+        page.get_by_role("button", name="Recover").click()
+        expect(page.get_by_role("button", name="Recover")).to_be_disabled()
+        expect(page.get_by_text("the guest never answered")).to_be_visible()
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_another_origin_cannot_send_a_form(selling: Stack, window: Open, name: str) -> None:
+    """To another port the cookie is sent, whatever SameSite says; to another name it is not."""
+    with window("admin") as watched:
+        page = watched.page
+        form = (
+            f'<form method="post" action="{watched.site}/console/fleet">'
+            '<input name="_call" value="PUT /admin/settings/slice-scheduling">'
+            '<input name="enabled:bool" value="false"><input name="reason" value="evil">'
+            "<button>go</button></form>"
+        )
+        port = int(watched.site.rsplit(":", 1)[1]) - 1
+        other = f"http://{name}:{port}/"
+        page.route(other, lambda route: route.fulfill(body=form, content_type="text/html"))
+        page.goto(other)
+        page.get_by_role("button").click()
+        expect(page.get_by_text("origin_refused")).to_be_visible()
+        watched.faults.clear()
+    on = selling.client("admin").get("admin/settings/slice-scheduling").json()
+    assert on == {"enabled": True}
+
+
+def tab_to(page: Page, text: str) -> None:
+    """Press Tab until an element with this text has the focus."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.innerText") == text:
+            return
+    raise AssertionError(f"no way to {text} by the keyboard")
+
+
+def tab_to_kind(page: Page, kind: str) -> None:
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.type") == kind:
+            return
+    raise AssertionError(f"no way to a field of the kind {kind} by the keyboard")

@@ -1,0 +1,546 @@
+"""Every page of the console, for each role, without scripts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import pytest
+import sqlalchemy as sa
+from fastapi import FastAPI
+from starlette.routing import Mount
+
+from reconciler.api import contract
+from reconciler.console import site
+from reconciler.console.app import OPERATORS, SHARED
+from reconciler.console.pages import HERE, HTMX, SSE
+from reconciler.db import leader
+from reconciler.db.engine import transaction
+from reconciler.db.schema import nodes, pool_workers, service_processes
+from reconciler.model.states import NodeMode
+from reconciler.pools import control
+from reconciler.records import nodes as node_records
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
+from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
+from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+from tests.unit.reconciler.console.browser import Browser, Page
+from tests.unit.reconciler.console.samples import busy_pools
+from tests.unit.reconciler.pools.test_pools import start
+
+pytestmark = pytest.mark.covers("CTRL-13")
+
+Browse = Callable[[str], Browser]
+# Operations that no page offers, with the reason.
+NOT_OFFERED = {
+    "PUT /admin/nodes/{}/bmc-firmware": "its body is the output of a program",
+    "POST /nodes/{}/enrol": "hosts call it",
+    "POST /admin/netbox/diff": "the leader's loop and `gpuaas netbox` make it",
+    "POST /admin/netbox/sync": "as above",
+    "POST /admin/ssh-sessions/{}/replay": "its answer is a file, which `gpuaas ssh-replay` writes",
+    "POST /projects/{}/jobs": "programs send jobs, and `gpuaas jobs`",
+    "POST /projects/{}/jobs/batch": "as above",
+    "POST /projects/{}/jobs/{}/cancel": "as above",
+    "POST /nodes/{}/userdata": "machines that MAAS installs call it",
+    "POST /pools/{}/token": "`gpuaas pools token`, whose output is a file of the worker's machine",
+    **dict.fromkeys(
+        (f"POST /worker/{act}" for act in ("register", "turn", "renew", "due", "leave")),
+        "workers call it",
+    ),
+    "POST /admin/maas/diff": "the leader's loop and `gpuaas maas` make it",
+    "POST /admin/maas/sync": "as above",
+    "POST /admin/nodes/{}/maas-deploy": "`gpuaas maas deploy`, which asks",
+    "POST /admin/nodes/{}/maas-release": "`gpuaas maas release`, which asks",
+    "POST /admin/nodes/{}/maas-unbind": "`gpuaas maas unbind`",
+    "POST /projects/{}/app-instances": "applications get pages of their own",
+    "POST /projects/{}/app-instances/{}/bootstrap-ssh/reconcile": "as above",
+    "POST /projects/{}/app-instances/{}/stop": "as above",
+}
+
+
+def names(selling: Stack) -> dict[str, str]:
+    """An existing object for every name in the address of a page."""
+    admin = selling.client("admin")
+    return {
+        "project": "demo",
+        "node": NODE,
+        "allocation": launch(selling).json()["id"],
+        "slot": admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]["id"],
+        "task": admin.get("admin/tasks").json()["items"][0]["id"],
+        "correlation": "some-request",
+        "pool": busy_pools(selling),
+    }
+
+
+def address(pattern: str, known: dict[str, str]) -> str:
+    return "/console" + re.sub(r"\{(\w+)\}", lambda part: known[part[1]], pattern)
+
+
+def test_every_link_of_every_page_leads_somewhere(selling: Stack, browse: Browse) -> None:
+    known = names(selling)
+    activate(selling, known["allocation"])
+    for who, patterns in (("admin", (*SHARED, *OPERATORS)), ("member", tuple(SHARED))):
+        browser = browse(who)
+        waiting = [address(pattern, known) for pattern in patterns]
+        seen: set[str] = set()
+        while waiting:
+            path = waiting.pop()
+            if path in seen or path.startswith("#"):
+                continue
+            seen.add(path)
+            answer = browser.get(path)
+            assert answer.status_code in (200, 303), (who, path, answer.text)
+            page = Page(answer.text)
+            assert answer.status_code == 303 or page.links, path
+            base = urlsplit(path).path
+            waiting += [base + link if link[:1] == "?" else link for link in page.links]
+        assert len(seen) >= len(patterns)
+
+
+def test_pages_of_operators_do_not_exist_for_others(selling: Stack, browse: Browse) -> None:
+    known = names(selling)
+    member = browse("member")
+    for pattern in OPERATORS:
+        for call in (member.get, member.client.post):
+            headers = {"Sec-Fetch-Site": "same-origin"}
+            answer = call(address(pattern, known), headers=headers)
+            assert answer.status_code == 404, pattern
+    stranger = browse("stranger")
+    for path in ("", "/launch", "/usage", f"/allocations/{known['allocation']}"):
+        assert stranger.get(f"/console/projects/demo{path}").status_code == 404
+
+
+def test_a_member_cannot_make_the_call_of_an_operator(selling: Stack, browse: Browse) -> None:
+    page = "/console/projects/demo"
+    member = browse("member")
+    form = {"_call": f"POST /admin/nodes/{NODE}/drain", "reason": "mine"}
+    answer = member.client.post(page, data=form, headers={"Sec-Fetch-Site": "same-origin"})
+    assert answer.status_code == 403
+    assert "role_required" in answer.text
+    for call in ("GET /admin/nodes", "POST //evil.example/x", "POST admin", "PUT /../console", ""):
+        sent = member.client.post(
+            page, data={"_call": call}, headers={"Sec-Fetch-Site": "same-origin"}
+        )
+        assert sent.status_code in (404, 405, 422), call
+    with transaction(selling.engine) as conn:
+        assert conn.execute(sa.select(nodes.c.state)).scalar() != "draining"
+
+
+def test_no_page_of_a_member_tells_of_a_host(selling: Stack, browse: Browse) -> None:
+    planted = canaries(selling)
+    known = names(selling)
+    fail(selling, known["allocation"])
+    member = browse("member")
+    texts = [member.get(address(pattern, known)).text for pattern in SHARED]
+    page = "/console/projects/demo/launch"
+    for step in ("shape", "region", "image", "access", "review"):
+        texts.append(member.get(page, params={**CHOSEN, "gpu_count": "8", "step": step}).text)
+    review = member.open(launch_review(selling, gpu_count="8"))
+    texts.append(member.send(page, review.form("POST /projects/demo/allocations")).text)
+    assert "no_capacity" in texts[-1]
+    second = launch(selling, "second").json()["id"]
+    activate(selling, second)
+    texts.append(member.get(f"/console/projects/demo/allocations/{second}").text)
+    assert ERROR["code"] in " ".join(texts)
+    for text in texts:
+        leaked = {canary for canary in planted if canary in text.lower()}
+        assert leaked == set()
+
+
+CHOSEN = {
+    "capacity_shape": "gpu_slice",
+    "gpu_count": "1",
+    "sku": "lab-edu-slice",
+    "hostname": "first",
+    "username": "ubuntu",
+    "ssh_keys": KEY,
+}
+
+
+def test_launch_to_release_without_scripts(selling: Stack, browse: Browse) -> None:
+    member = browse("member")
+    page = "/console/projects/demo/launch"
+    shape = member.get(page).text
+    assert "2 free" in shape
+    # Four do not fit: the choice is there, disabled, with its reason.
+    disabled = re.search(r'value="lab-edu-slice\*4" required disabled.*?</label>', shape, re.S)
+    assert disabled
+    assert "2 free, too few" in disabled[0]
+    image = re.search(
+        r'name="image_id" value="([^"]+)"',
+        member.get(page, params={"offer": "lab-edu-slice*1", "step": "image"}).text,
+    )
+    assert image
+    values = CHOSEN | {"image_id": image[1]}
+    answer = member.get(page, params={**values, "step": "review"})
+    form = Page(answer.text).form("POST /projects/demo/allocations")
+    launched = member.send(page, form)
+    assert launched.status_code == 303
+    mine = launched.headers["Location"]
+    assert mine.startswith("/console/projects/demo/allocations/")
+    # A second click, or a reload, finds the first machine.
+    assert member.send(page, form).headers["Location"] == mine
+    allocation_id = mine.rsplit("/", 1)[1]
+    assert "Waits" in member.get(mine).text
+    activate(selling, allocation_id)
+    assert "gate.example" in member.get(mine).text
+    path = f"POST /projects/demo/allocations/{allocation_id}"
+    forms = [form for form in member.open(mine).forms if form.call == f"{path}/power"]
+    assert [form.button for form in forms] == ["Stop", "Restart", "Reset"]
+    assert member.send(mine, forms[1]).status_code == 303
+    shown = member.open(mine)
+    assert not [form for form in shown.forms if form.call == f"{path}/power"]
+    stale = shown.form(f"{path}/release")
+    # The page that was open before the restart decided on another state of the machine.
+    refused = member.send(mine, stale, _generation="1")
+    assert refused.status_code == 412
+    assert "precondition failed" in refused.text.lower()
+    assert member.send(mine, stale).headers["Location"] == mine
+    state = selling.client("member").get(f"{PATH}/{allocation_id}").json()["state"]
+    assert state in ("releasing", "released")
+
+
+def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: Browse) -> None:
+    values = CHOSEN | {"image_id": "some-image", "hostname": "it"}
+    answer = browse("member").get(
+        "/console/projects/demo/launch", params={**values, "step": "review"}
+    )
+    form = Page(answer.text).form("POST /projects/demo/allocations")
+    shown = re.search(r"-d &#39;(.*?)&#39;</pre>", answer.text, re.S)
+    assert shown
+    body = json.loads(shown[1].replace("&#34;", '"'))
+    assert body["gpu_count"] == 1
+    assert body["ssh_keys"] == [KEY]
+    sent = {name.partition(":")[0] for name, value in form.fields if value and name[0] != "_"}
+    assert sent == set(body)
+
+
+def test_a_refusal_keeps_what_was_typed(selling: Stack, browse: Browse) -> None:
+    admin = browse("admin")
+    form = admin.open("/console/nodes/new").form("POST /admin/nodes")
+    typed = {"id": "second", "address": "not an address!", "reason": "<b>bold</b>"}
+    answer = admin.send("/console/nodes/new", form, **typed)
+    assert answer.status_code == 422
+    assert "body.address" in answer.text
+    assert "not an address!" in answer.text
+    assert "&lt;b&gt;bold&lt;/b&gt;" in answer.text
+    assert "<b>bold</b>" not in answer.text
+    typed["address"] = "192.0.2.8"
+    added = admin.send("/console/nodes/new", Page(answer.text).form("POST /admin/nodes"), **typed)
+    assert added.headers["Location"] == "/console/nodes/second"
+
+
+@pytest.mark.parametrize("back", ["https://evil.example", "//evil.example", "/console/../evil"])
+def test_a_form_leads_to_no_other_site(selling: Stack, browse: Browse, back: str) -> None:
+    admin, page = browse("admin"), "/console/projects"
+    form = admin.open(page).form("POST /admin/projects")
+    assert admin.send(page, form, name="new", _back=back).headers["Location"] == page
+
+
+def test_a_secret_is_shown_once(selling: Stack, browse: Browse) -> None:
+    admin = browse("admin")
+    form = admin.open("/console/tokens").form("POST /admin/tokens")
+    typed = {"name": "bob", "role": "project-member", "project_id": "demo"}
+    made = admin.send("/console/tokens", form, **typed)
+    secret = re.search(r"gpuaas_[\w-]{43}", made.text)
+    assert secret
+    assert browse("").log_in(secret[0]).status_code == 303
+    again = admin.send("/console/tokens", form, **typed)
+    assert "secret_shown_once" in again.text
+    assert secret[0] not in again.text
+    assert secret[0] not in admin.get("/console/tokens").text
+
+
+def test_approval_names_every_reason_against_a_candidate(selling: Stack, browse: Browse) -> None:
+    text = browse("admin").get(f"/console/nodes/{NODE}/discovery").text
+    document = selling.client("admin").get(f"admin/nodes/{NODE}/slice-topology/discovery").json()
+    against = [row["blockers"] for row in document["document"]["candidates"]]
+    assert any(against)
+    for blockers in against:
+        for blocker in blockers:
+            assert blocker["code"].replace("_", " ") in text
+    assert text.count('class="state good">approved') == 2
+
+
+def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> None:
+    known = names(selling)
+    fail(selling, known["allocation"])
+    admin = browse("admin")
+    assert "(1 blocked) Fleet" in admin.get("/console/fleet").text
+    page = f"/console/allocations/{known['allocation']}/recovery"
+    form = admin.open(page).form(f"POST /admin/allocations/{known['allocation']}/recover")
+    assert admin.send(page, form, reason="").status_code in (303, 422)
+    admin.send(page, form, reason="the guest never answered", _key="another")
+    shown = admin.get(page).text
+    assert "opened" in shown
+    assert Page(shown).form(form.call).disabled
+
+
+def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -> None:
+    """Or in the list of those that are not, with a reason."""
+    known = names(selling)
+    admin = browse("admin")
+    with transaction(selling.engine) as conn:
+        fields = {"address": "192.0.2.9", "profile": "lab"}
+        node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
+        leader.campaign(conn, leader.LOOPS, "p1", 3600)
+    selling.ingress_rule(known["allocation"])
+    calls = offered(admin, [f"/console/tasks/{known['task']}"], known)
+    stuck = launch(selling, "stuck").json()["id"]
+    fail(selling, stuck)
+    pages = [address(pattern, known) for pattern in (*SHARED, *OPERATORS)]
+    every = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    pages += [f"/console/nodes/{NODE}/slots/{slot['id']}" for slot in every]
+    pages += ["/console/nodes/metal", launch_review(selling)]
+    activate(selling, known["allocation"])
+    calls |= offered(admin, pages, known)
+    for state in ("draining", "maintenance"):
+        with transaction(selling.engine) as conn:
+            conn.execute(sa.update(nodes).where(nodes.c.id == "metal").values(state=state))
+        calls |= offered(admin, ["/console/nodes/metal"], known | {"node": "metal"})
+    operations = {
+        f"{verb.upper()} {re.sub(r'{action}', 'ACTION', path.removeprefix('/api/v1'))}"
+        for path, verbs in contract.contract()["paths"].items()
+        for verb in verbs
+        if verb != "get"
+    }
+    expected: set[str] = set()
+    for operation in operations:
+        for action in ("enable", "disable", "withdraw"):
+            expected.add(re.sub(r"{\w+}", "{}", operation.replace("ACTION", action)))
+    assert expected - calls == set(NOT_OFFERED)
+
+
+def launch_review(selling: Stack, **other: str) -> str:
+    image = selling.client("member").get("images").json()["items"][0]["id"]
+    values = CHOSEN | {"image_id": image, "step": "review"} | other
+    return f"/console/projects/demo/launch?{urlencode(values)}"
+
+
+def offered(browser: Browser, pages: list[str], known: dict[str, str]) -> set[str]:
+    """The calls of all forms of the pages, with {} for each identifier."""
+    calls = set()
+    plain = set(known.values()) | {"metal"}
+    for path in pages:
+        for form in Page(browser.get(path).text).forms:
+            if form.call:
+                parts = form.call.split("/")
+                generic = ["{}" if _named(part, plain) else part for part in parts]
+                calls.add("/".join(generic))
+    return calls
+
+
+def _named(part: str, known: set[str]) -> bool:
+    return part in known or bool(re.fullmatch(r"[0-9a-f]{8}-[0-9a-f-]{27}", part))
+
+
+# npm pack htmx.org@4.0.1 (htmx.min.js, ext/hx-sse.min.js), @xterm/xterm@6.0.0,
+# @xterm/addon-fit@0.11.0; sha256 of their files.
+VENDORED = {
+    HTMX: "a0abb04f2f45a1f89d1d4844023245537e5e6014c87b144553e0607b4cc32130",
+    SSE: "18ef2761356ec1fe0bb6d92612315b37517a7c1e9856b661c5ae81fef239d103",
+    "xterm-6.0.0.js": "14903579ff54664cd72f8e8699e6961a6272c21863ec1c3b118cdc8af5d4a972",
+    "xterm-6.0.0.css": "854a7c0fb70e8b1a083c16797ab827299fb18744f5ad34f227b48337e33293c6",
+    "xterm-addon-fit-0.11.0.js": "ba3ea256ce0620a0992a197d6c9baea64823fc93d8da07a9e366ca9943c18527",
+}
+
+
+def test_vendored_files_are_the_published_ones() -> None:
+    static = HERE / "static"
+    for name, digest in VENDORED.items():
+        assert hashlib.sha256((static / name).read_bytes()).hexdigest() == digest
+    scripts = {file.name for file in static.iterdir() if file.suffix in (".js", ".css")}
+    assert scripts == {*VENDORED, "console.css", "terminal.js"}
+    assert "Permission is hereby granted" in (static / "xterm-LICENSE.txt").read_text()
+
+
+def test_pages_load_nothing_from_elsewhere(browse: Browse) -> None:
+    text = browse("admin").get("/console/fleet").text
+    sources = re.findall(r'(?:src|href)="([^"]+)"', text)
+    assert sources
+    assert all(source.startswith(("/console/", "#", "?")) for source in sources)
+    style = (HERE / "static" / "console.css").read_text()
+    assert "url(" not in style
+    assert "@import" not in style
+    assert 'style="' not in text
+    assert "<script>" not in text
+
+
+def test_the_health_page_shows_every_machine_that_reports(selling: Stack, browse: Browse) -> None:
+    with transaction(selling.engine) as conn:
+        for host, role in (("control-1", "loops"), ("control-2", "worker"), ("gate-1", "gateway")):
+            leader.record_process(conn, host, [role], host=host, pid=7, version="1")
+        old = sa.update(service_processes).where(service_processes.c.host == "gate-1")
+        conn.execute(old.values(seen_at=service_processes.c.seen_at - 2 * leader.STALE_S))
+    text = browse("admin").get("/console/health").text
+    rows = [row for row in text.split("<tr>") if "control-" in row or "gate-1" in row]
+    assert [("lost" in row) for row in rows] == [False, False, True]
+    assert "worker" in rows[1]
+    assert f"answers here, {socket.gethostname()}, as" in text
+
+
+def test_the_machine_is_examined_when_an_operator_asks(
+    console: FastAPI, browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin, page = browse("admin"), "/console/health"
+    assert "Check this machine" not in admin.get(page).text
+    mounted: Any = next(
+        route.app
+        for route in console.routes
+        if isinstance(route, Mount) and route.path == "/console"
+    )
+    good = {"status": "ok", "check": "clock", "found": "equal", "expected": "", "remedy": ""}
+    bad = {"status": "fail", "check": "disk_space", "found": "<b>1 MiB</b>", "expected": "more"}
+    calls = []
+
+    def examine() -> list[dict[str, str]]:
+        calls.append(1)
+        return [good, {**bad, "remedy": "delete runs"}]
+
+    monkeypatch.setitem(mounted.state._state, "examine", examine)
+    assert "Check this machine" in admin.get(page).text
+    assert not calls
+    text = admin.get(f"{page}?examine=yes").text
+    assert text.index("&lt;b&gt;1 MiB") < text.index("equal")
+    assert browse("member").get(f"{page}?examine=yes").status_code == 404
+    with site._EXAMINING:
+        assert admin.get(f"{page}?examine=yes").status_code == 429
+    assert len(calls) == 1
+
+
+def test_dead_letters_have_their_reasons_and_a_sample_is_queued_again(
+    selling: Stack, browse: Browse
+) -> None:
+    with_model(selling)
+    bury(selling, found="<b>hostile</b>", detail="secret of the operators")
+    enqueue(selling)
+    member = browse("member")
+    path = "/console/projects/demo/jobs"
+    text = member.get(path).text
+    assert "&lt;b&gt;hostile" in text and "function_failed" in text
+    assert "secret of the operators" not in text
+    # Of the two jobs a single one has not ended.
+    assert "Jobs that have not ended. 1, 0 to 1" in text
+    form = Page(text).form("POST /projects/demo/jobs/dlq/reprocess")
+    assert ("sample:int", "5") in form.fields
+    assert member.send(path, form).status_code == 303
+    text = member.get(path).text
+    assert "function_failed" not in text
+    assert "Jobs that have not ended. 2, 0 to 2" in text
+
+
+@pytest.mark.covers("ORCH-1", "ORCH-6")
+def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, browse: Browse) -> None:
+    hot = busy_pools(selling)
+    start(selling.engine, "far", memory_mib=2048, target="remote", project_id="demo")
+    admin = browse("admin")
+    text = admin.get("/console/pools").text
+    rows = [row for row in text.split("<tr>") if "Memory of pool" in row]
+    names = [re.search(r">(\w+)</a>", row)[1] for row in rows]  # type: ignore[index]
+    marks = [re.findall(r"above \d+ %", row) for row in rows]
+    flying = [re.findall(r'"number">(\d+)</td>', row) for row in rows]
+    assert names == ["big", "warm", "hot"]
+    (far,) = [row for row in text.split("<tr>") if ">far</a>" in row]
+    assert "not measured" in far and ">remote<" in far
+    (link,) = [link for link in Page(far).links if "/pools/" in link]
+    assert "no limit" in admin.get(link).text
+    assert marks == [[], ["above 85 %"], ["above 90 %"]]
+    assert flying == [["0"], ["0"], ["2"]]
+    assert "480 MiB of 512 MiB" in rows[2]
+    # The queue of all projects; the dead letter has ended.
+    assert "Jobs that have not ended. 3, 0 to 3" in text
+    (demo,) = [row for row in text.split("<tr>") if "/projects/demo/jobs" in row]
+    assert re.findall(r"(\d+)</td>", demo) == ["1", "2", "1"]
+    # What is refreshed every few seconds does not count all jobs.
+    refresh = {"HX-Request": "true", "HX-Target": "div#living"}
+    assert "Queue of all projects" not in admin.get("/console/pools", headers=refresh).text
+    shown = admin.get(f"/console/pools/{hot}").text
+    assert "94 %" in shown and "above 90 %" in shown
+    history = shown[shown.index("History") :]
+    assert history.index("create, by") < history.index("begin, by") < history.index("ready, by")
+
+
+@pytest.mark.covers("ORCH-1")
+def test_a_pool_is_started_stopped_and_evicted_on_its_page(selling: Stack, browse: Browse) -> None:
+    hot = busy_pools(selling)
+    admin = browse("admin")
+    page = admin.open("/console/pools")
+    typed = {"name": "new", "models__words": "none", "memory_mib__int": "512"}
+    refused = admin.send("/console/pools", page.form("POST /pools"), **typed)
+    assert refused.status_code == 422
+    assert "model_unknown" in refused.text and 'value="new"' in refused.text
+    again = Page(refused.text).form("POST /pools")
+    made = admin.send("/console/pools", again, **typed | {"models__words": "m, digits"})
+    path = made.headers["Location"]
+    id = path.removeprefix("/console/pools/")
+    assert "digits, m" in admin.get(path).text
+    stop = admin.open(path).form(f"POST /pools/{id}/stop")
+    assert admin.send(path, stop, reason="enough").headers["Location"] == path
+    text = admin.get(path).text
+    assert "It has ended." in text and "enough" in text
+    assert not [form for form in Page(text).forms if id in form.call]
+    assert path in admin.open("/console/pools").links, "among those that have ended"
+
+    path = f"/console/pools/{hot}"
+    admin.send(path, admin.open(path).form(f"POST /pools/{hot}/stop"), reason="enough")
+    page = admin.open(path)
+    assert [form.call for form in page.forms if hot in form.call] == [f"POST /pools/{hot}/evict"]
+    admin.send(path, page.form(f"POST /pools/{hot}/evict"), reason="it hangs")
+    text = admin.get(path).text
+    assert "stopping" in text and "it hangs" in text and "It ends already." in text
+
+    page = admin.open("/console/pools")
+    admin.send("/console/pools", page.form("POST /pools/stop-all"), reason="night")
+    rest = selling.client("admin", base="/").get("pools", params={"live": True}).json()["items"]
+    assert {pool["state"] for pool in rest} == {"draining", "stopping"}
+
+
+@pytest.mark.covers("ORCH-5")
+def test_the_site_is_drained_and_admits_jobs_again(selling: Stack, browse: Browse) -> None:
+    busy_pools(selling)
+    admin, page, call = browse("admin"), "/console/maintenance", "POST /control/maintenance"
+    banners = ("/console/fleet", "/console/health", "/console/pools")
+    assert not [path for path in banners if "no inference job is admitted" in admin.get(path).text]
+    form = admin.open(page).form(call)
+    assert ("mode", "drain") in form.fields
+    admin.send(page, form, reason="<b>upgrade</b>", drain_deadline_s__int="0")
+    for path in banners:
+        text = admin.get(path).text
+        assert "The site drains" in text and "2 jobs still run" in text
+        assert "&lt;b&gt;upgrade" in text
+    text = admin.get(page).text
+    forms = [dict(form.fields)["mode"] for form in Page(text).forms if form.call == call]
+    assert forms == ["normal", "drain"]
+    assert "/console/projects/demo/jobs" in Page(text).links, "whose jobs run"
+    jobs = browse("member")
+    letters = "/console/projects/demo/jobs"
+    sample = jobs.open(letters).form("POST /projects/demo/jobs/dlq/reprocess")
+    assert jobs.send(letters, sample).status_code == 503
+    with transaction(selling.engine) as conn:
+        control.follow(conn)  # cancels what runs
+        conn.execute(sa.update(pool_workers).values(ended_at=1.0))
+        control.follow(conn)
+    shown = admin.get(page).text
+    assert "drained" in shown and "The service and its workers are alive." in shown
+    assert admin.send(page, Page(shown).form(call)).headers["Location"] == page
+    assert "no inference job is admitted" not in admin.get("/console/fleet").text
+    assert jobs.send(letters, sample, _key="another").status_code == 303
+
+
+@pytest.mark.covers("ORCH-5")
+def test_the_term_of_the_leader_is_released(selling: Stack, browse: Browse) -> None:
+    admin, page, call = browse("admin"), "/console/maintenance", "POST /control/leader/release"
+    assert "there is no term to release" in admin.get(page).text
+    with transaction(selling.engine) as conn:
+        leader.record_process(conn, "p1", ["loops"], host="control-1", pid=7, version="1")
+        leader.campaign(conn, leader.LOOPS, "p1", 3600)
+    shown = admin.get(page).text
+    assert "control-1, 7" in shown
+    admin.send(page, Page(shown).form(call), reason="it hangs")
+    assert not selling.client("admin", base="/").get("status/leader").json()["live"]
+    assert "there is no term to release" in admin.get(page).text

@@ -1,0 +1,359 @@
+"""Login through the OpenID provider's own process: code, PKCE, state, nonce, and refusals."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from fastapi import FastAPI
+
+from reconciler.console import login
+from reconciler.db.engine import transaction
+from reconciler.db.schema import console_sessions
+from reconciler.records import console_sessions as console_records
+from reconciler.trust import oidc
+from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
+from tests.unit.reconciler.api.stack import KEY, Stack
+from tests.unit.reconciler.console.browser import SAME, Browser
+
+pytestmark = pytest.mark.covers("CTRL-13", "CTRL-10")
+
+Browse = Callable[[str], Browser]
+FLEET = "/console/fleet"
+ADMIN, MEMBER = ["gpuaas-admins"], ["gpuaas-project-demo"]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Provider]:
+    with running() as provider:
+        yield provider
+
+
+@pytest.fixture
+def provider(process: Provider) -> Iterator[Provider]:
+    oidc.verifier.cache_clear()
+    process.set(login=process.order(groups=ADMIN), manner="")
+    yield process
+    process.set(down=False, manner="", issuer="", authorize="")
+
+
+@pytest.fixture
+def site(selling: Stack, console: FastAPI, provider: Provider) -> Stack:
+    changed = {
+        "oidc_issuer": provider.url,
+        "oidc_audience": AUDIENCE,
+        "oidc_admin_group": "gpuaas-admins",
+        "oidc_project_prefix": "gpuaas-project-",
+    }
+    configure(selling, console, **changed)
+    return selling
+
+
+def configure(stack: Stack, console: FastAPI, **changed: Any) -> None:
+    stack.settings = stack.settings.model_copy(update=changed)
+    console.state.settings = stack.settings
+
+
+def in_an_hour() -> str:
+    return (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+
+
+def to_provider(browser: Browser, after: str = "") -> str:
+    """Where the login page's link sends the browser."""
+    answer = browser.get("/console/login/provider", params={"next": after} if after else {})
+    assert answer.status_code == 303, answer.text
+    return answer.headers["Location"]
+
+
+def back(address: str) -> str:
+    """The provider's answer: the address of the console with the code."""
+    location: str = httpx.get(address).headers["Location"]
+    assert location.startswith("http://localhost/console/login/callback?")
+    return location
+
+
+def log_in(browser: Browser, after: str = "") -> httpx.Response:
+    return browser.get(back(to_provider(browser, after)))
+
+
+def refused(browser: Browser, answer: httpx.Response, *words: str) -> None:
+    """The login page with the refusal, and no session."""
+    assert answer.status_code in (401, 503), answer.headers
+    assert "gpuaas=" not in answer.headers.get("Set-Cookie", "")
+    for word in words:
+        assert word in answer.text
+    assert browser.get(FLEET).status_code == 303
+
+
+def test_groups_decide_what_a_person_sees(site: Stack, browse: Browse, provider: Provider) -> None:
+    browser = browse("")
+    link = "/console/login/provider?next=/console/fleet%3Fregion%3Dnorth"
+    assert link in browser.open("/console/login?next=/console/fleet%3Fregion%3Dnorth").links
+    asked = dict(parse_qsl(urlsplit(to_provider(browser)).query))
+    assert (asked["response_type"], asked["code_challenge_method"]) == ("code", "S256")
+    assert asked["client_id"] == AUDIENCE
+    # The endpoint's own parameters stay.
+    assert asked["tenant"] == "1"
+    entered = log_in(browser, f"{FLEET}?region=north")
+    assert (entered.status_code, entered.headers["Location"]) == (303, f"{FLEET}?region=north")
+    assert "oidc:u-1" in browser.get(FLEET).text
+    entries = site.client("admin").get("admin/audit").json()["items"]
+    assert entries[0]["actor"] == "admin:oidc:u-1"
+    browser.client.post("/console/logout", headers=SAME)
+    assert browser.get(FLEET).status_code == 303
+    provider.set(login=provider.order(groups=MEMBER, sub="u-2"))
+    member = browse("")
+    assert log_in(member).headers["Location"] == "/console/"
+    assert member.get("/console/projects/demo").status_code == 200
+    assert member.get("/console/projects/other").status_code == 404
+    assert member.get(FLEET).status_code == 404
+
+
+def test_a_session_follows_the_settings(site: Stack, browse: Browse, console: FastAPI) -> None:
+    browser = browse("")
+    log_in(browser)
+    assert browser.get(FLEET).status_code == 200
+    configure(site, console, oidc_admin_group="others")
+    assert browser.get(FLEET).status_code == 404
+    configure(site, console, oidc_issuer="")
+    assert browser.get("/console/projects").headers["Location"].startswith("/console/login")
+
+
+def older(stack: Stack, seconds: float) -> None:
+    """The sessions' groups were asked for this long ago."""
+    with transaction(stack.engine) as conn:
+        earlier = console_sessions.c.expires_at - seconds
+        conn.execute(sa.update(console_sessions).values(expires_at=earlier))
+
+
+def test_groups_are_asked_for_again_while_a_session_lives(
+    site: Stack, browse: Browse, provider: Provider
+) -> None:
+    browser = browse("")
+    log_in(browser)
+    cookie = browser.client.cookies["gpuaas"]
+    assert browser.get(FLEET).status_code == 200
+    older(site, console_records.ASK_S + 1)
+    asked = browser.get(f"{FLEET}?region=north")
+    assert asked.headers["Location"].startswith(provider.url)
+    # Parts of a page and forms do not wait for the provider.
+    assert browser.get(FLEET, headers={"HX-Request": "true"}).status_code == 200
+    renewed = browser.get(back(asked.headers["Location"]))
+    assert renewed.headers["Location"] == f"{FLEET}?region=north"
+    # The same session, so that its streams and terminals go on.
+    assert browser.client.cookies["gpuaas"] == cookie
+    assert browser.get(FLEET).status_code == 200
+    provider.set(login=provider.order(groups=MEMBER))
+    older(site, console_records.ASK_S + 1)
+    log_in(browser)
+    assert browser.get(FLEET).status_code == 404
+    assert browser.get("/console/projects/demo").status_code == 200
+
+
+def test_who_has_left_loses_what_the_session_opened(
+    site: Stack, browse: Browse, provider: Provider
+) -> None:
+    browser = browse("")
+    log_in(browser)
+    provider.set(login=provider.order(groups=[]))
+    log_in(browser)
+    assert browser.get(FLEET).status_code == 404
+    assert browser.get("/console/projects/demo").status_code == 404
+    query = dict(parse_qsl(urlsplit(back(to_provider(browser))).query))
+    denied = urlencode({"state": query["state"], "error": "access_denied"})
+    assert browser.get(f"/console/login/callback?{denied}").status_code == 401
+    assert browser.get("/console/projects").status_code == 303
+
+
+def test_another_person_does_not_get_the_session(
+    site: Stack, browse: Browse, provider: Provider
+) -> None:
+    browser = browse("")
+    log_in(browser)
+    cookie = browser.client.cookies["gpuaas"]
+    provider.set(login=provider.order(groups=MEMBER, sub="u-2"))
+    log_in(browser)
+    assert browser.client.cookies["gpuaas"] != cookie
+    assert browser.get(FLEET).status_code == 404
+    first = browse("")
+    first.client.cookies["gpuaas"] = cookie
+    assert first.get(FLEET).status_code == 200
+
+
+def test_a_provider_that_is_away_ends_nobody(
+    site: Stack, browse: Browse, provider: Provider
+) -> None:
+    browser = browse("")
+    log_in(browser)
+    older(site, console_records.ASK_S + 1)
+    oidc.verifier.cache_clear()
+    provider.set(down=True)
+    assert browser.get(FLEET).status_code == 200
+    older(site, console_records.PROVIDER_S)
+    assert browser.get(FLEET).status_code == 303
+
+
+def test_an_operator_ends_a_persons_sessions_and_keys(
+    site: Stack, browse: Browse, provider: Provider
+) -> None:
+    provider.set(login=provider.order(groups=MEMBER, sub="u-9"))
+    person, operator = browse(""), browse("admin")
+    log_in(person)
+    log_in(person)
+    key = {"public_key": KEY}
+    form = person.open("/console/projects/demo/ssh").form("POST /projects/demo/ssh-keys")
+    assert person.send("/console/projects/demo/ssh", form, **key).status_code == 303
+    page = operator.open("/console/tokens")
+    named = "member:oidc:u-9"
+    ends = [form for form in page.forms if dict(form.fields).get("actor") == named]
+    assert operator.send("/console/tokens", ends[0], reason="left").status_code == 303
+    assert person.get("/console/projects/demo").status_code == 303
+    assert operator.get("/console/tokens").status_code == 200
+    (known,) = site.client("admin").get("projects/demo/ssh-keys").json()["items"]
+    assert known["registered_by"] == named and known["expires_at"] < in_an_hour()
+    (row,) = site.client("admin").get("admin/audit?action=ssh_key.ended").json()["items"]
+    assert row["reason"] == "left"
+
+
+def test_a_login_starts_one_session(site: Stack, browse: Browse) -> None:
+    browser = browse("")
+    address = to_provider(browser)
+    kept = browser.client.cookies["gpuaas-login"]
+    first = back(address)
+    assert browser.get(first).status_code == 303
+    assert "gpuaas-login" not in browser.client.cookies
+    # The same answer again, the same state with a new code, and both after the logout.
+    for number, again in enumerate((first, back(address), back(address))):
+        other = browse("")
+        other.client.cookies["gpuaas-login"] = "" if number == 0 else kept
+        refused(other, other.get(again), "login_failed")
+        browser.client.post("/console/logout", headers=SAME)
+    with transaction(site.engine) as conn:
+        assert len(conn.execute(sa.select(console_sessions)).all()) == 1
+
+
+def test_an_answer_for_another_browser_is_refused(site: Stack, browse: Browse) -> None:
+    """The attacker's own answer, and the attacker's code under the victim's state."""
+    attacker, victim, unaware = browse(""), browse(""), browse("")
+    stolen = back(to_provider(attacker))
+    refused(unaware, unaware.get(stolen), "another state")
+    mine = back(to_provider(victim))
+    code = parse_qs(urlsplit(stolen).query)["code"][0]
+    state = parse_qs(urlsplit(mine).query)["state"][0]
+    injected = f"/console/login/callback?{urlencode({'code': code, 'state': state})}"
+    refused(victim, victim.get(injected), "refuses the code")
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "expired": {"exp": int(time.time()) - 3600},
+    "other-audience": {"aud": "another"},
+    "two-audiences": {"aud": [AUDIENCE, "another"]},
+    "other-party": {"azp": "another"},
+    "other-issuer": {"iss": "https://evil.example"},
+    "other-nonce": {"nonce": "mine"},
+    "no-subject": {"sub": None},
+    "no-name": {"sub": ""},
+    "unsigned": {"alg": "none"},
+    "shared-secret": {"alg": "HS256", "key": "oct"},
+    "stranger": {"key": "stranger"},
+    "access-token": {"headers": {"typ": "at+jwt"}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_token_starts_no_session(
+    site: Stack, browse: Browse, provider: Provider, name: str
+) -> None:
+    provider.set(login=provider.order(groups=ADMIN, **WRONG[name]))
+    browser = browse("")
+    refused(browser, log_in(browser), "login_failed", "an ID token of the provider for this login")
+
+
+@pytest.mark.parametrize("manner", ["drips", "endless", "nonsense", "nested"])
+def test_a_provider_that_does_not_answer_a_code(
+    site: Stack, browse: Browse, provider: Provider, monkeypatch: pytest.MonkeyPatch, manner: str
+) -> None:
+    browser = browse("")
+    answer = back(to_provider(browser))
+    provider.set(manner=manner)
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 0.3 if manner == "drips" else 10)
+    began = time.monotonic()
+    refused(browser, browser.get(answer), "no ID token of the provider")
+    assert time.monotonic() - began < 8
+    # While others hang, the threads of the service stay free.
+    monkeypatch.setattr(login, "_EXCHANGES", threading.BoundedSemaphore(1))
+    login._EXCHANGES.acquire()
+    refused(browser, browser.get(back(to_provider(browser))), "too many logins")
+
+
+NO_PROVIDER: list[dict[str, Any]] = [
+    {"down": True},
+    {"issuer": "https://evil.example"},
+    {"authorize": "http://evil.example/"},
+    {"authorize": "https://evil.example:port/"},
+    {"authorize": "javascript:alert(1)"},
+]
+
+
+@pytest.mark.parametrize("wrong", NO_PROVIDER)
+def test_a_provider_without_a_configuration(
+    site: Stack, browse: Browse, provider: Provider, wrong: dict[str, Any]
+) -> None:
+    provider.set(**wrong)
+    browser = browse("")
+    page = browser.get("/console/login/provider")
+    assert page.status_code == 503
+    assert "identity_provider_unavailable" in page.text
+    # A token works meanwhile.
+    assert browser.log_in(site.secrets["admin"]).status_code == 303
+
+
+def test_errors_of_the_provider_are_not_repeated_word_for_word(site: Stack, browse: Browse) -> None:
+    for error, shown in (("access_denied", "access_denied"), ("<b>Call 555</b>", "another error")):
+        browser = browse("")
+        state = parse_qs(urlsplit(to_provider(browser)).query)["state"][0]
+        query = urlencode({"error": error, "state": state, "error_description": "Call 555"})
+        answer = browser.get(f"/console/login/callback?{query}")
+        refused(browser, answer, shown)
+        assert "555" not in answer.text
+    browser = browse("")
+    mixed = back(to_provider(browser)).replace("iss=", "iss=x")
+    refused(browser, browser.get(mixed), "another provider")
+
+
+@pytest.mark.parametrize("target", ["https://evil.example/", "//evil.example", "/console/../x"])
+def test_a_login_leads_to_no_other_site(site: Stack, browse: Browse, target: str) -> None:
+    browser = browse("")
+    assert log_in(browser, target).headers["Location"] == "/console/"
+    assert log_in(browser, f"/console/{'x' * 5000}").headers["Location"] == "/console/"
+    # A cookie that somebody else made is no better.
+    forged = f"{int(time.time())}.x.{target}"
+    browser.client.cookies["gpuaas-login"] = forged
+    state = login._derived(forged, "state")
+    answer = browser.get("/console/login/callback", params={"state": state, "code": "x"})
+    assert answer.status_code == 401
+    assert "evil.example" not in answer.text
+
+
+@pytest.mark.parametrize("age", [-3600, 3600, None])
+def test_a_login_lasts_ten_minutes(site: Stack, browse: Browse, age: int | None) -> None:
+    browser = browse("")
+    begun = "soon" if age is None else str(int(time.time()) - age)
+    browser.client.cookies["gpuaas-login"] = f"{begun}.x."
+    state = login._derived(f"{begun}.x.", "state")
+    answer = browser.get("/console/login/callback", params={"state": state, "code": "x"})
+    refused(browser, answer, "began earlier")
+
+
+def test_without_a_provider_there_is_no_such_login(selling: Stack, browse: Browse) -> None:
+    browser = browse("")
+    assert "provider" not in "".join(browser.open("/console/login").links)
+    for path in ("provider", "callback"):
+        assert browser.get(f"/console/login/{path}").status_code == 404

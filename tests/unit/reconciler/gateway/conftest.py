@@ -1,0 +1,202 @@
+"""A gateway before two real SSH servers: the host of a slice, and its guest."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import sqlalchemy as sa
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
+
+from reconciler.cli import ssh as command
+from reconciler.db.engine import transaction
+from reconciler.db.schema import nodes, slots
+from reconciler.gateway import machine
+from reconciler.gateway.server import Gateway
+from reconciler.gateway.sessions import Limits
+from reconciler.lifecycle import guest_terminal, slices
+from reconciler.model.states import TaskState
+from reconciler.records import queue
+from reconciler.trust import ca
+from tests.unit.reconciler.api.conftest import databases, selling
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
+from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot, new_key
+
+__all__ = ["boot", "databases", "selling"]
+T = TypeVar("T")
+NAME = "127.0.0.1"
+# A server that 200 clients reach at once.
+MANY = "MaxStartups 300"
+QUICK = Limits(check_s=0.2, login_s=5, machine_s=2, report_s=0.2)
+
+
+@dataclass
+class World:
+    """A site with an active slice, its host and guest, and the gateway, in a thread of its own."""
+
+    stack: Stack
+    boot: Boot
+    tree: Path
+    key: Path
+    host: Machine
+    guest: Machine
+    gateway: Gateway
+    loop: asyncio.AbstractEventLoop
+    allocation: str = ""
+    port: int = 0
+    seed: dict[str, Path] = field(default_factory=dict)
+
+    def launch(self, who: str = "member", **body: Any) -> str:
+        """Activate another slice with this world's host and guest."""
+        public = self.key.with_name(f"{self.key.name}.pub").read_text().strip()
+        mine = str(launch(self.stack, by=who, **{"ssh_keys": [public], **body}).json()["id"])
+        task = self.stack.lease()
+        connection = {"username": USER, "port": 22, "host_keys": [self.guest.key.strip()]}
+        with transaction(self.stack.engine) as conn:
+            slices.provision_started(conn, mine, ACT)
+            slices.provision_succeeded(conn, mine, ACT, connection=connection)
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
+        # What cloud-init writes into a guest with a terminal.
+        for each in seed(self.gateway.trust, mine):
+            self.seed[each["path"]].write_text(each["content"])
+        return mine
+
+    def dial(self, node_port: int) -> None:
+        with transaction(self.stack.engine) as conn:
+            change = sa.update(nodes).where(nodes.c.id == NODE)
+            conn.execute(change.values(address="127.0.0.1", port=node_port))
+            # The first slot is placed first; its guest is the one that runs here.
+            first = sa.select(sa.func.min(slots.c.slot_index)).scalar_subquery()
+            change = sa.update(slots).where(slots.c.slot_index == first)
+            conn.execute(change.values(private_ip="127.0.0.1"))
+
+    def config(self, allocation: str = "", key: Path | None = None) -> Path:
+        """OpenSSH's settings as `gpuaas ssh-config` writes them."""
+        who = self.stack.client("admin")
+        answer = who.get(f"projects/demo/allocations/{allocation or self.allocation}")
+        file = self.tree / "ssh_config"
+        known = self.tree / "known_hosts"
+        file.write_text(command.config(answer.json(), known, key or self.key))
+        known.write_text(answer.json()["connection"]["known_hosts"])
+        return file
+
+    def ssh(self, *words: str, config: Path | None = None, host: str = "") -> list[str]:
+        """A command of a real client that runs in the guest."""
+        file = config or self.config()
+        options = ["-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
+        return ["ssh", "-F", str(file), *options, host or self.allocation, *words]
+
+    def run(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        line = self.ssh(*words, **options)
+        return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        items = self.stack.client("member").get("projects/demo/ssh-sessions").json()["items"]
+        return list(items)
+
+    def audit(self, action: str) -> list[dict[str, Any]]:
+        rows = self.stack.client("admin").get("admin/audit", params={"action": action})
+        return list(rows.json()["items"])
+
+    def on_loop(self, work: Awaitable[T]) -> T:
+        async def awaited() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(30)
+
+
+def seed(trust: ca.Trust, allocation: str) -> list[dict[str, str]]:
+    """The guest's files for terminals."""
+    return guest_terminal.files(allocation, USER, ca.user_ca(trust), f"{NAME}/8")
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return QUICK
+
+
+@pytest.fixture
+def terminal() -> bool:
+    """Whether the slice is launched with a terminal."""
+    return False
+
+
+@pytest.fixture
+def world(
+    selling: Stack,
+    boot: Boot,
+    tree: Path,
+    tmp_path: Path,
+    limits: Limits,
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[World]:
+    monkeypatch.setenv("SSH_AUTH_SOCK", "")
+    selling.settings = selling.settings.model_copy(update={"member_address": f"{NAME}:1"})
+    trust = ca.open_trust(selling.settings.state_dir)
+    key = tmp_path / "tenant"
+    public = new_key(key)
+    names = [each["path"] for each in seed(trust, "")]
+    files = {name: tmp_path / Path(name).name for name in names}
+    sshd = seed(trust, "")[-1]["content"]
+    for name, file in files.items():
+        sshd = sshd.replace(name, str(file))
+    guest = boot("guest", login=public, settings=f"Subsystem sftp internal-sftp\n{MANY}\n{sshd}")
+    monkeypatch.setattr(machine, "ACCOUNT", USER)
+    monkeypatch.setattr(machine, "SSH_PORT", guest.port)
+    monkeypatch.setattr(_relay, "PORT", guest.port)
+    monkeypatch.setattr(_relay, "ACCOUNT", USER)
+    monkeypatch.setattr(_relay, "PRINCIPALS", _accounts.principals(USER))
+    settings = _relay.settings().replace(_relay.PRINCIPALS, f"{tree}{_relay.PRINCIPALS}")
+    (tmp_path / "relay.conf").write_text(settings)
+    (tmp_path / "user_ca.pub").write_text(ca.user_ca(trust) + "\n")
+    host = boot(
+        "host",
+        login=public,
+        settings=f"{MANY}\nTrustedUserCAKeys {tmp_path}/user_ca.pub\nInclude {tmp_path}/relay.conf",
+        certify=lambda line: ca.certify_host(trust, line, NODE),
+    )
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    gateway = Gateway(selling.engine, trust, NAME, limits)
+    world = World(selling, boot, tree, key, host, guest, gateway, loop, seed=files)
+    world.dial(host.port)
+    world.allocation = world.launch(terminal=terminal)
+    open_way(world, world.allocation)
+    acceptor = world.on_loop(gateway.listen(NAME, 0))
+    world.port = acceptor.get_port()
+    address = {"member_address": f"{NAME}:{world.port}"}
+    selling.settings = selling.settings.model_copy(update=address)
+    watch = asyncio.run_coroutine_threadsafe(gateway.run(acceptor), loop)
+    yield world
+    watch.cancel()
+    # On its own loop, which may just be ending the last connection.
+    loop.call_soon_threadsafe(acceptor.close)
+    world.on_loop(gateway.stop())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def open_way(world: World, *allocations: str) -> None:
+    """Write the lines of these slices, as the host's module does."""
+    _relay.write([_relay.line(allocation, "127.0.0.1") for allocation in allocations])
+
+
+def wait_for(look: Callable[[], T], limit_s: float = 10) -> T:
+    """The first answer that is not empty."""
+    end = time.monotonic() + limit_s
+    while not (answer := look()):
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+    return answer

@@ -1,0 +1,423 @@
+"""SSH gateway with a real client, and real SSH servers as host and guest.
+
+The client is set up by `gpuaas ssh-config` alone: it knows every key before it connects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import asyncssh
+import pytest
+import sqlalchemy as sa
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
+
+from reconciler.db.engine import transaction
+from reconciler.db.schema import allocations, api_tokens, nodes
+from reconciler.gateway import machine
+from reconciler.gateway.machine import probe
+from reconciler.gateway.server import Client, Gateway
+from reconciler.trust import ca
+from tests.unit.reconciler.api.stack import NODE
+from tests.unit.reconciler.benchmark.sshd import USER, new_key
+from tests.unit.reconciler.gateway.conftest import QUICK, World, open_way, wait_for
+
+AMOUNT = 128 << 20
+pytestmark = pytest.mark.covers("SLICE-10")
+
+
+def test_a_tenant_reaches_the_slice(world: World) -> None:
+    done = world.run("id -un; exit 7")
+    assert (done.stdout.strip(), done.returncode) == (USER, 7), done.stderr
+    (session,) = wait_for(lambda: [s for s in world.sessions() if s["closed_at"]])
+    assert session["allocation_id"] == world.allocation
+    assert session["actor"].startswith("member:member#")
+    assert (session["address"], session["reason"]) == ("127.0.0.1", "closed")
+    assert session["bytes_in"] > 1000 and session["bytes_out"] > 1000
+    assert [row["project_id"] for row in world.audit("gateway.opened")] == ["demo"]
+    assert len(world.audit("gateway.closed")) == 1
+
+
+def test_files_and_ports_go_through_it(world: World) -> None:
+    content = bytes(range(256)) * 8192
+    (world.tree / "sent").write_bytes(content)
+    config = str(world.config())
+    words = ["scp", "-F", config, f"{world.tree}/sent", f"{world.allocation}:{world.tree}/got"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (world.tree / "got").read_bytes() == content
+    # A port of the guest: here its own SSH server's, which the client's -W asks of the guest.
+    inner = world.run("-W", f"127.0.0.1:{world.guest.port}")
+    assert inner.stdout.startswith("SSH-2.0-OpenSSH")
+
+
+def test_a_whole_machine_has_the_same_door(world: World) -> None:
+    """Its server is the tenant's own; the host's relay account is not asked."""
+    with transaction(world.stack.engine) as conn:
+        conn.execute(
+            sa.update(nodes).values(tenant_address="127.0.0.1", tenant_port=world.guest.port)
+        )
+        shape = {"capacity_shape": "baremetal", "gpu_count": 0}
+        conn.execute(sa.update(allocations).values(**shape))
+    world.dial(1)
+    answer = world.stack.client("member").get(f"projects/demo/allocations/{world.allocation}")
+    connection = answer.json()["connection"]
+    assert (connection["host"], connection["port"]) == ("127.0.0.1", world.port)
+    done = world.run("id -un")
+    assert (done.stdout.strip(), done.returncode) == (USER, 0), done.stderr
+    assert "terminal_off" in world.run(host=f"gateway-{world.allocation}").stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-W", "slice:23"],
+        ["-W", "127.0.0.1:22"],
+        ["-N", "-o", "ExitOnForwardFailure=yes", "-R", "0:127.0.0.1:22"],
+        ["-T", "id"],
+        ["-tt"],
+        ["-s", "sftp"],
+        ["-N", "-o", "Tunnel=yes", "-o", "ExitOnForwardFailure=yes", "-w", "0:0"],
+    ],
+    ids=["port", "address", "listen", "command", "terminal", "subsystem", "tunnel"],
+)
+def test_the_gateway_itself_offers_nothing_else(world: World, words: list[str]) -> None:
+    gateway = f"gateway-{world.allocation}"
+    line = [*world.ssh(host=gateway)[:-1], *words, gateway]
+    if words[0] in ("-T",):
+        line = [*world.ssh(host=gateway), words[1]]
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode != 0 and "uid=" not in done.stdout, done.stderr
+    assert world.sessions() == []
+
+
+def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
+    """Whoever has the gateway's authority reaches what the host's line says, and no more."""
+    trust = world.gateway.trust
+    key = world.tree / "relay"
+    public = new_key(key)
+    relay = ["ssh", "-F", "/dev/null", "-i", str(key), "-o", "BatchMode=yes"]
+    relay += ["-o", f"UserKnownHostsFile={ca.known_hosts(trust)}", "-o", f"HostKeyAlias={NODE}"]
+    relay += ["-p", str(world.host.port), f"{USER}@127.0.0.1"]
+
+    def ask(*words: str, certificate: str = world.allocation) -> str:
+        line = ca.relay_certificate(trust, public, certificate)
+        key.with_name("relay-cert.pub").write_text(line)
+        done = subprocess.run(
+            [*relay[:-1], *words, relay[-1]] if words else [*relay, "id"],
+            capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    guest = f"127.0.0.1:{world.guest.port}"
+    assert ask("-W", guest).startswith("SSH-2.0-")
+    for other in (f"127.0.0.1:{world.host.port}", f"127.0.0.2:{world.guest.port}"):
+        assert "administratively prohibited" in ask("-W", other)
+    assert "uid=" not in ask()
+    assert "forwarding failed" in ask("-N", "-o", "ExitOnForwardFailure=yes", "-R", "0:[::1]:22")
+    another = "23bd713b-6073-4ef7-8a51-2897e902365d"
+    assert "Permission denied" in ask("-W", guest, certificate=another)
+    open_way(world)
+    assert "Permission denied" in ask("-W", guest)
+
+
+def test_unknown_names_and_keys_are_refused_alike(world: World) -> None:
+    stranger = world.tree / "stranger"
+    new_key(stranger)
+    answers = {
+        world.run("id", config=world.config(key=stranger)).stderr.replace(world.allocation, "")
+    }
+    other = "23bd713b-6073-4ef7-8a51-2897e902365d"
+    for name in (other, "root", "../../etc"):
+        config = world.config()
+        config.write_text(config.read_text().replace(f"User {world.allocation}", f"User {name}"))
+        answers.add(world.run("id", config=config).stderr.replace(name, ""))
+    assert len(answers) == 1 and "Permission denied" in answers.pop()
+    refusals = world.audit("gateway.refused")
+    assert {row["detail"]["code"] for row in refusals} == {"access_unknown"}
+    assert {row["subject_id"] for row in refusals} == {world.allocation, other, "-"}
+    assert world.sessions() == []
+
+
+def end_allocation(world: World) -> str:
+    body = {"reason": "no more"}
+    path = f"projects/demo/allocations/{world.allocation}/release"
+    assert world.stack.client("member").post(path, json=body).status_code == 200
+    return "allocation_not_active"
+
+
+def end_key(world: World) -> str:
+    body = {"public_key": world.key.with_name("tenant.pub").read_text(), "reason": "lost"}
+    answer = world.stack.client("member").post("projects/demo/ssh-keys/revoke", json=body)
+    assert answer.status_code == 200, answer.text
+    again = {"public_key": body["public_key"]}
+    refused = world.stack.client("member").post("projects/demo/ssh-keys", json=again)
+    assert refused.json()["code"] == "ssh_key_revoked"
+    return "ssh_key_revoked"
+
+
+def end_token(world: World) -> str:
+    tokens = world.stack.client("admin").get("admin/tokens").json()["items"]
+    (mine,) = [token["id"] for token in tokens if token["name"] == "member"]
+    assert world.stack.client("admin").delete(f"admin/tokens/{mine}").status_code == 200
+    return "token_ended"
+
+
+@pytest.mark.parametrize("end", [end_allocation, end_key, end_token])
+def test_what_ends_cuts_the_session_and_admits_no_other(world: World, end: Any) -> None:
+    with subprocess.Popen(
+        world.ssh("echo in; exec sleep 60"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as client:
+        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        config = world.config()
+        code = end(world)
+        since = time.monotonic()
+        assert client.wait(10) == 255
+        assert time.monotonic() - since < 1
+    (session,) = wait_for(lambda: [s for s in _sessions(world) if s["closed_at"] is not None])
+    assert session["reason"] == code
+    done = world.run("id", config=config)
+    assert done.returncode == 255 and "Permission denied" in done.stderr
+
+
+def _sessions(world: World) -> list[dict[str, Any]]:
+    answer = world.stack.client("admin").get("projects/demo/ssh-sessions")
+    return list(answer.json()["items"])
+
+
+def test_a_member_registers_a_key_of_its_own(world: World) -> None:
+    mine = world.tree / "mine"
+    public = new_key(mine)
+    with (world.guest.folder / "authorized_keys").open("a") as file:
+        file.write(f"{public}\n")
+    config = world.config(key=mine)
+    assert world.run("id", config=config).returncode == 255
+    stranger = world.stack.client("stranger")
+    elsewhere = stranger.post("projects/other/ssh-keys", json={"public_key": public})
+    assert elsewhere.status_code == 201
+    assert stranger.post("projects/demo/ssh-keys", json={"public_key": public}).status_code == 404
+    assert world.run("id", config=config).returncode == 255
+    answer = world.stack.client("member").post(
+        "projects/demo/ssh-keys", json={"public_key": public}
+    )
+    assert answer.status_code == 201 and answer.json()["fingerprint"].startswith("SHA256:")
+    assert world.run("id", config=config).returncode == 0
+    _set(world, api_tokens, expires_at=1.0)
+    assert world.run("id", config=config).returncode == 255
+
+
+def test_a_user_of_the_provider_has_half_a_day(world: World) -> None:
+    _set(world, allocations, requested_by="member:oidc:alice")
+    assert world.run("id").returncode == 0
+    _set(world, allocations, created_at=time.time() - 13 * 3600)
+    assert world.run("id").returncode == 255
+
+
+def test_hosts_that_hang_and_hosts_with_another_key_are_named(world: World) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        world.dial(silent.getsockname()[1])
+        began = time.monotonic()
+        hanging = world.run("id")
+        assert time.monotonic() - began < 5
+    other = world.boot("other", login=world.key.with_name("tenant.pub").read_text())
+    world.dial(other.port)
+    foreign = world.run("id")
+    authority = ca.open_trust(world.tree / "another-site")
+    false = world.boot(
+        "false", login="none", certify=lambda line: ca.certify_host(authority, line, NODE)
+    )
+    world.dial(false.port)
+    forged = world.run("id")
+    world.dial(1)
+    away = world.run("id")
+    for done, code in (
+        (hanging, "machine_silent"),
+        # A server without a certificate may end the connection first.
+        (foreign, "host_"),
+        (forged, "host_not_proven"),
+        (away, "host_unreachable"),
+    ):
+        assert done.returncode == 255 and code in done.stderr, done.stderr
+    assert "publickey" not in other.log + false.log, "nothing was offered to them"
+    codes = {row["detail"]["code"] for row in world.audit("gateway.refused")}
+    assert codes == {"machine_silent", "host_not_proven", "host_unreachable"}
+    assert world.sessions() == []
+
+
+def test_another_guest_and_another_gateway_are_not_believed(world: World) -> None:
+    config = world.config()
+    known = world.tree / "known_hosts"
+    right = known.read_text()
+    mine = new_key(world.tree / "false")
+    known.write_text(right.replace(world.guest.key, mine))
+    assert "Host key verification failed" in world.run("id", config=config).stderr
+    authority = right.splitlines()[0].split(" ", 2)[2]
+    known.write_text(right.replace(authority, mine))
+    assert "Host key verification failed" in world.run("id", config=config).stderr
+    trust = world.gateway.trust
+    world.on_loop(probe(trust, "127.0.0.1", world.port))
+    # The server may have closed the connection before the client has sent why it does not go on.
+    with pytest.raises((asyncssh.Error, ConnectionError)):
+        world.on_loop(probe(trust, "127.0.0.1", world.guest.port))
+
+
+def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library heeds the window that a client grants, and this client grants far too much."""
+    flood = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(machine, "SSH_PORT", flood.getsockname()[1])
+    monkeypatch.setattr(_relay, "PORT", flood.getsockname()[1])
+    open_way(world, world.allocation)
+    threading.Thread(target=_send, args=(flood, AMOUNT), daemon=True).start()
+
+    async def read_nothing() -> tuple[int, int]:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        reader, _ = await client.open_connection("slice", 22, window=1 << 30)
+        await reader.readexactly(1)
+        client._transport.pause_reading()  # type: ignore[union-attr]
+        (session,) = world.gateway.clients
+        taken = -1
+        while taken != session.traffic()[1]:
+            taken = session.traffic()[1]
+            await asyncio.sleep(0.5)
+        client._transport.resume_reading()  # type: ignore[union-attr]
+        rest = 0
+        while part := await reader.read(1 << 20):
+            rest += len(part)
+        client.abort()
+        return taken, rest + 1
+
+    taken, whole = world.on_loop(read_nothing())
+    assert taken < AMOUNT / 4 and whole == AMOUNT
+    flood.close()
+
+
+def _send(flood: socket.socket, amount: int) -> None:
+    connection, _ = flood.accept()
+    with connection:
+        connection.sendall(bytes(amount))
+
+
+def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(
+        world.ssh("echo in; exec sleep 60"), stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        config = world.config()
+
+        async def away(_work: object) -> None:
+            raise ConnectionError("the database is away")
+
+        monkeypatch.setattr(world.gateway, "ask", away)
+        assert "Try again in a minute" in world.run("id", config=config).stderr
+        assert client.poll() is None
+        world.gateway.limits = replace(world.gateway.limits, unknown_s=0)
+        assert client.wait(5) == 255
+
+
+def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal is part of the claim, which is therefore another one after the answer."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
+    client = Client(gateway)
+    client.since = 1.0
+    gateway.clients.add(client)
+    claims = itertools.count()
+    monkeypatch.setattr(Client, "claim", property(lambda _: ("grant", "key", next(claims))))
+    monkeypatch.setattr(Client, "reason", lambda *_: "allocation_ended")
+    asyncio.run(gateway._check(2.0))
+    assert client._why == "allocation_ended"
+
+
+@pytest.mark.parametrize("limit", ["of_address", "of_allocation", "connections"])
+def test_limits_of_connections(world: World, limit: str) -> None:
+    world.gateway.limits = replace(world.gateway.limits, **{limit: 1})
+    with subprocess.Popen(
+        world.ssh("echo in; cat"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        assert world.run("id").returncode == 255
+        client.communicate("")
+    wait_for(lambda: not world.gateway.clients)
+    assert world.run("id").returncode == 0
+
+
+def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
+    """Each machine there may have as many addresses as it likes."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", replace(QUICK, of_address=2))
+
+    def connect(address: str) -> bool:
+        client = Client(gateway)
+        client.address = address
+        gateway.clients.add(client)
+        return not gateway.full(client)
+
+    near = [f"2001:db8:0:1::{number:x}" for number in (1, 2)]
+    assert [connect(name) for name in near] == [True, True]
+    assert not connect("2001:db8:0:1:ffff::9")
+    assert connect("2001:db8:0:2::1") and connect("fe80::1%eth0")
+    assert [connect(f"192.0.2.{number}") for number in (1, 2, 3)] == [True] * 3
+    assert [connect(name) for name in ("::ffff:192.0.2.1", "192.0.2.1")] == [True, False]
+
+
+def test_an_idle_login_and_a_flood_of_refusals_leave_little(world: World) -> None:
+    world.gateway.limits = replace(world.gateway.limits, idle_s=0.5, refusals=2, report_s=60)
+    idle = [*world.ssh(host=f"gateway-{world.allocation}")[:-1], "-N"]
+    done = subprocess.run(
+        [*idle, f"gateway-{world.allocation}"], capture_output=True, timeout=30, check=False
+    )
+    assert done.returncode == 255
+    for port in range(30, 36):
+        gateway = f"gateway-{world.allocation}"
+        words = [*world.ssh(host=gateway)[:-1], "-W", f"slice:{port}", gateway]
+        subprocess.run(words, capture_output=True, timeout=30, check=False)
+    assert len(world.audit("gateway.refused")) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "limits", [replace(QUICK, machine_s=120, login_s=120, of_allocation=300, of_address=300)]
+)
+def test_200_connections_at_once(world: World) -> None:
+    line = world.ssh("echo in; exec sleep 600")
+    many = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(200)]
+    try:
+        assert all(client.stdout and client.stdout.readline() == b"in\n" for client in many)
+        end_key(world)
+        since = time.monotonic()
+        wait_for(lambda: not world.gateway.clients)
+        assert time.monotonic() - since < 3
+        assert {client.wait(60) for client in many} == {255}
+    finally:
+        for client in many:
+            client.kill()
+            client.communicate()
+
+
+def _set(world: World, table: sa.Table, **values: Any) -> None:
+    with transaction(world.stack.engine) as conn:
+        update = sa.update(table)
+        if table is api_tokens:
+            update = update.where(api_tokens.c.name == "member")
+        conn.execute(update.values(**values))

@@ -1,0 +1,560 @@
+"""Terminals in a real guest: by SSH through the gateway, and by WebSocket from the console."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+import uvicorn
+from websockets.asyncio.client import connect as connect_async
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin, Subprotocol
+
+from reconciler.api.app import create_app
+from reconciler.console.app import mount
+from reconciler.console.session import of_socket
+from reconciler.db.engine import transaction
+from reconciler.db.schema import terminal_recordings, terminal_tickets
+from reconciler.gateway import web
+from reconciler.gateway.sessions import Limits
+from reconciler.gateway.terminal import Recording
+from reconciler.lifecycle import retention
+from reconciler.records import terminals
+from tests.unit.reconciler.api.stack import ACT
+from tests.unit.reconciler.benchmark.sshd import USER
+from tests.unit.reconciler.gateway.conftest import QUICK, World, seed, wait_for
+from tests.unit.reconciler.gateway.test_gateway import end_allocation, end_token
+
+pytestmark = pytest.mark.covers("SLICE-10", "P8")
+READY = "session_ready"
+
+
+@pytest.fixture
+def terminal() -> bool:
+    return True
+
+
+@dataclass
+class Site:
+    """The service of this world on a free port, with the console and its terminals."""
+
+    world: World
+    port: int
+    app: Any
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def token(self, who: str = "member") -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.world.stack.secrets[who]}"}
+
+    def cookie(self, who: str = "member") -> dict[str, str]:
+        data = {"token": self.world.stack.secrets[who]}
+        answer = httpx.post(f"{self.base}/console/login", data=data, headers={"Origin": self.base})
+        assert answer.status_code == 303
+        return {"Cookie": f"gpuaas={answer.cookies['gpuaas']}"}
+
+    def ticket(self, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        path = f"projects/demo/allocations/{self.world.allocation}/terminal"
+        url = f"{self.base}/api/v1/{path}"
+        answer = httpx.post(url, headers=headers or self.token())
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    def dial(self, headers: dict[str, str] | None = None, **options: Any) -> ClientConnection:
+        """A socket that has sent nothing yet."""
+        return connect(
+            f"ws://127.0.0.1:{self.port}/terminal",
+            additional_headers=headers or self.token(),
+            subprotocols=options.pop("subprotocols", [Subprotocol(web.PROTOCOL)]),
+            compression=None,
+            proxy=None,
+            **options,
+        )
+
+    @contextmanager
+    def open(self, ticket: str = "", **options: Any) -> Iterator[Web]:
+        with self.dial(**options) as client:
+            terminal = Web(client)
+            given = ticket or self.ticket()["ticket"]
+            terminal.tell("open", ticket=given, columns=80, rows=24)
+            yield terminal
+
+    @property
+    def live(self) -> list[Any]:
+        return [each for hall in self.app.state.terminals for each in hall.clients]
+
+
+@dataclass
+class Web:
+    """A terminal as the page sees it."""
+
+    client: ClientConnection
+    shown: bytes = b""
+
+    def tell(self, event: str, **fields: Any) -> None:
+        self.client.send(json.dumps({"event": event, **fields}))
+
+    def event(self) -> dict[str, Any]:
+        """The next event."""
+        while isinstance(frame := self.client.recv(20), bytes):
+            self.shown += frame
+            assert len(self.shown) < 4 << 20, "no event among much output"
+        return dict(json.loads(frame))
+
+    def ready(self) -> dict[str, Any]:
+        event = self.event()
+        assert event["event"] == READY, event
+        return event
+
+    def until(self, text: bytes) -> None:
+        while text not in self.shown:
+            frame = self.client.recv(20)
+            assert isinstance(frame, bytes), frame
+            self.shown += frame
+
+    def end(self) -> tuple[str, int, str]:
+        """The last event's code and words, and the code of the close frame."""
+        event = self.event()
+        assert event["event"] == "closed", event
+        with pytest.raises(ConnectionClosed) as closed:
+            self.client.recv(20)
+        assert closed.value.rcvd is not None
+        return event["code"], closed.value.rcvd.code, event["reason"]
+
+
+@pytest.fixture
+def site(world: World, limits: Limits) -> Iterator[Site]:
+    settings, engine = world.stack.settings, world.stack.engine
+    app = web.mount(mount(create_app(settings, engine)), of_socket, limits)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            ws_max_size=web.FRAME,
+            ws_per_message_deflate=False,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        site = Site(world, listening.getsockname()[1], app)
+        yield site
+        server.should_exit = True
+        thread.join(20)
+    assert not site.live
+
+
+def shell(world: World, *words: str, typed: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`ssh ALLOCATION@GATEWAY`."""
+    line = [*world.ssh(host=f"gateway-{world.allocation}")]
+    line[1:1] = words[:1] if words[:1] == ("-tt",) else []
+    rest = words[1:] if words[:1] == ("-tt",) else words
+    return subprocess.run(
+        [*line, *rest], capture_output=True, text=True, timeout=60, check=False, input=typed or ""
+    )
+
+
+def test_ssh_to_the_gateway_opens_a_shell_in_the_slice(world: World) -> None:
+    done = shell(world, "-tt", typed="echo $((40 + 2))-$TERM; tty; exit 7\r")
+    assert done.returncode == 7 and "42-" in done.stdout and "/dev/pts/" in done.stdout, done.stderr
+    (session,) = wait_for(lambda: [s for s in world.sessions() if s["closed_at"]])
+    assert (session["way"], session["reason"]) == ("terminal", "closed")
+    assert session["bytes_in"] > 10 and session["bytes_out"] > 40
+    done = shell(world, "cat; echo out; echo err >&2; kill -TERM $$", typed="given\n")
+    assert (done.stdout, done.stderr) == ("given\nout\n", "err\n") and done.returncode != 0
+
+
+def test_a_guest_without_the_authority_is_named(world: World, site: Site) -> None:
+    world.seed["/etc/ssh/gpuaas-terminal-ca.pub"].unlink()
+    done = shell(world, "-tt")
+    assert "certificate authority for terminals was removed" in done.stderr, done.stderr
+    with site.open() as terminal:
+        code, number, words = terminal.end()
+    assert (code, number) == ("terminal_refused_by_guest", 4010)
+    assert "certificate authority" in words and "gpuaas ssh" in words
+    assert world.sessions() == []
+    assert len(world.audit("gateway.refused")) == 2
+    # The tenant's own way is as open as before.
+    assert world.run("id").returncode == 0
+
+
+def test_another_guest_and_another_slices_certificate_are_refused(world: World) -> None:
+    principals = world.seed["/etc/ssh/gpuaas-terminal-principals"]
+    right = principals.read_text()
+    principals.write_text(right.replace(world.allocation, "23bd713b-6073-4ef7-8a51-2897e902365d"))
+    assert "terminal_refused_by_guest" in shell(world, "id").stderr
+    principals.write_text(right.replace("127.0.0.1", "127.0.0.2"))
+    assert "terminal_refused_by_guest" in shell(world, "id").stderr
+    principals.write_text(right)
+    assert shell(world, "id").returncode == 0
+
+
+@pytest.mark.parametrize("terminal", [False])
+def test_a_running_machine_gets_a_terminal_and_loses_it(world: World, site: Site) -> None:
+    """The member asks the service, and then root of the guest runs the script of the answer."""
+    files = world.seed
+    for file in files.values():
+        file.unlink()
+    assert "terminal_off" in shell(world, "id").stderr
+    path = f"projects/demo/allocations/{world.allocation}/terminal"
+    member = world.stack.client("member")
+
+    def switch(*, on: bool) -> None:
+        answer = member.put(path, json={"enabled": on})
+        assert answer.status_code == 200, answer.text
+        script = answer.json()["script"].replace("10.100.0.1", "127.0.0.1")
+        for name, file in files.items():
+            script = script.replace(name, str(file))
+        stubs = "sshd() { true; }\nsystemctl() { echo reloaded; }\n"
+        done = subprocess.run(
+            ["sh"], input=stubs + script, capture_output=True, text=True, check=True
+        )
+        assert "reloaded" in done.stdout
+
+    switch(on=True)
+    expected = seed(world.gateway.trust, world.allocation)
+    for each, file in zip(expected[:2], files.values(), strict=False):
+        assert file.read_text() == each["content"]
+    assert f"Match User {USER}\n" in [*files.values()][2].read_text()
+    assert shell(world, "id").returncode == 0
+    with site.open() as terminal:
+        terminal.ready()
+        switch(on=False)
+        assert terminal.end()[:2] == ("terminal_off", 4014)
+    assert not any(file.exists() for file in files.values())
+    assert "terminal_off" in shell(world, "id").stderr
+    assert world.run("id").returncode == 0
+    assert [row["detail"]["enabled"] for row in world.audit("terminal.switched")] == [False, True]
+    assert world.stack.client("stranger").put(path, json={"enabled": True}).status_code == 404
+    end_allocation(world)
+    admin = world.stack.client("admin")
+    assert admin.put(path, json={"enabled": True}).json()["code"] == "allocation_not_active"
+
+
+def test_type_see_resize_and_end(world: World, site: Site) -> None:
+    with site.open() as terminal:
+        event = terminal.ready()
+        assert event["recorded"] is False
+        first, second = b"stty size; echo $((40 + 2))\r", "stty size; echo ü-ü\r".encode()
+        typed = len(first + second + b"exit\r")
+        terminal.client.send(first)
+        terminal.until(b"24 80\r\n42\r\n")
+        terminal.tell("resize", columns=132, rows=50)
+        terminal.client.send(second)
+        terminal.until("50 132\r\nü-ü\r\n".encode())
+        terminal.client.send(b"exit\r")
+        assert terminal.end()[:2] == ("shell_ended", 1000)
+    (session,) = wait_for(lambda: [s for s in world.sessions() if s["closed_at"]])
+    assert (session["id"], session["way"]) == (event["session_id"], "web")
+    assert session["reason"] == "shell_ended" and session["actor"].startswith("member:member#")
+    assert session["bytes_in"] == typed and session["bytes_out"] > 60
+    (row,) = world.audit("terminal.open")
+    assert row["detail"] == {
+        "capacity_shape": "gpu_slice",
+        "target_host": "127.0.0.1",
+        "target_port": 22,
+        "session_id": session["id"],
+    }
+
+
+def end_session(world: World) -> str:
+    world.stack.client("admin")
+    with transaction(world.stack.engine) as conn:
+        conn.execute(sa.text("DELETE FROM console_sessions"))
+    return "session_ended"
+
+
+@pytest.mark.parametrize("end", [end_allocation, end_token, end_session])
+def test_what_ends_cuts_the_terminal(world: World, site: Site, end: Callable[[World], str]) -> None:
+    cookie = site.cookie()
+    headers = {**cookie, "Origin": site.base}
+    page = f"/console/projects/demo/allocations/{world.allocation}/terminal"
+    ticket = ticket_of_page(site, page, cookie)
+    with site.open(ticket, headers=headers) as terminal:
+        terminal.ready()
+        code, since = end(world), time.monotonic()
+        assert terminal.end()[0] == code
+        assert time.monotonic() - since < 1
+    (session,) = wait_for(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    assert session["reason"] == code
+
+
+def ticket_of_page(site: Site, page: str, cookie: dict[str, str]) -> str:
+    path = page.removeprefix("/console").removesuffix("/terminal")
+    form = {"_call": f"POST {path}/terminal", "_key": "some-key"}
+    headers = {**cookie, "Origin": site.base}
+    answer = httpx.post(f"{site.base}{page}", data=form, headers=headers)
+    return answer.text.partition('data-ticket="')[2].partition('"')[0]
+
+
+def _sessions(world: World) -> list[dict[str, Any]]:
+    answer = world.stack.client("admin").get("projects/demo/ssh-sessions")
+    return list(answer.json()["items"])
+
+
+def test_a_ticket_opens_one_terminal_of_its_holder(world: World, site: Site) -> None:
+    first = site.ticket()
+    assert first["path"] == "/terminal" and first["recorded"] is False
+    # Others neither use it nor use it up: another member, and another credential of the same one.
+    for headers in (site.token("stranger"), site.token("admin")):
+        with site.open(first["ticket"], headers=headers) as terminal:
+            assert terminal.end()[:2] == ("ticket_refused", 4009)
+    with site.open(first["ticket"]) as terminal:
+        terminal.ready()
+    with site.open(first["ticket"]) as terminal:
+        assert terminal.end()[0] == "ticket_refused"
+    old = site.ticket()["ticket"]
+    with transaction(world.stack.engine) as conn:
+        conn.execute(sa.update(terminal_tickets).values(expires_at=1))
+    with site.open(old) as terminal:
+        assert terminal.end()[0] == "ticket_refused"
+    codes = {row["detail"]["code"] for row in world.audit("gateway.refused")}
+    assert codes == {"ticket_refused"}
+    with transaction(world.stack.engine) as conn:
+        assert first["ticket"] not in str(conn.execute(sa.select(terminal_tickets)).all())
+
+
+def test_tickets_are_few_and_only_for_terminals_that_can_open(world: World, site: Site) -> None:
+    member = world.stack.client("member")
+    path = f"projects/demo/allocations/{world.allocation}/terminal"
+    answers = [member.post(path).json() for _ in range(terminals.TICKETS + 1)]
+    assert [each.get("code", "") for each in answers][-2:] == ["", "too_many_tickets"]
+    world.stack.settings = world.stack.settings.model_copy(update={"member_address": ""})
+    refused = world.stack.client("admin").post(path)
+    assert (refused.status_code, refused.json()["code"]) == (409, "gateway_missing")
+    end_allocation(world)
+    assert world.stack.client("admin").post(path).json()["code"] == "allocation_not_active"
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:9", "https://SELF", None, ""]
+)
+def test_pages_of_other_origins_open_nothing(site: Site, origin: str | None) -> None:
+    given = {"Origin": origin.replace("SELF", site.base[7:])} if origin is not None else {}
+    with pytest.raises(InvalidStatus) as refused:
+        site.dial(site.cookie() | given)
+    assert refused.value.response.status_code == 403
+    with site.dial(site.cookie() | {"Origin": site.base}) as client:
+        assert client.subprotocol == web.PROTOCOL
+
+
+def test_without_a_session_or_the_protocol_nothing_opens(site: Site) -> None:
+    stale = {"Cookie": "gpuaas=none", "Origin": site.base}
+    for headers in (stale, {"Authorization": "Bearer gpuaas_none"}, site.token("node")):
+        with pytest.raises(InvalidStatus):
+            site.dial(headers)
+    with pytest.raises(InvalidStatus):
+        site.dial(subprotocols=[Subprotocol("other")])
+
+
+OPEN = {"event": "open", "ticket": "t", "columns": 80, "rows": 24}
+FIRST: list[str | bytes] = [
+    "", "{", "[]", "null", "[" * 5000, '"open"', b"\xff\x00", json.dumps(OPEN | {"columns": 0}),
+    json.dumps(OPEN | {"rows": "24"}), json.dumps(OPEN | {"rows": 10**9}),
+    json.dumps(OPEN | {"event": "resize"}), json.dumps(OPEN | {"more": 1}),
+    json.dumps(OPEN | {"ticket": "t" * 1000}), json.dumps({"event": "open"}),
+]  # fmt: skip
+
+
+def test_fuzzed_frames_end_the_terminal_only(world: World, site: Site) -> None:
+    for frame in FIRST:
+        with site.dial() as client:
+            client.send(frame)
+            assert Web(client).end()[:2] == ("frame_refused", 4007), frame
+    for frame in FIRST:
+        if isinstance(frame, bytes):
+            continue
+        with site.open() as terminal:
+            terminal.ready()
+            terminal.client.send(frame.replace("resize", "open"))
+            assert terminal.end()[0] == "frame_refused", frame
+            break
+    with site.open() as terminal:
+        terminal.ready()
+        terminal.client.send(bytes(web.FRAME + 1))
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                terminal.client.recv(20)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+    with site.open() as terminal:
+        terminal.ready()
+        terminal.client.send(b"echo still-$((1 + 1))\r")
+        terminal.until(b"still-2")
+    wait_for(lambda: not site.live)
+
+
+def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) -> None:
+    """And a cut does not wait for the page to read."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", site.port))
+    with site.open(sock=raw, max_queue=1) as terminal:
+        terminal.ready()
+        terminal.client.send(b"exec cat /dev/zero\r")
+        (session,) = site.live
+        taken = -1
+        while taken != session.traffic()[1]:
+            taken = session.traffic()[1]
+            time.sleep(0.5)
+        assert 0 < taken < 16 << 20
+        end_allocation(world)
+        wait_for(lambda: [s for s in _sessions(world) if s["closed_at"]], 2)
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, typed_s=0.5)])
+def test_an_idle_terminal_ends(world: World, site: Site) -> None:
+    with site.open() as terminal:
+        terminal.ready()
+        assert terminal.end()[:2] == ("idle", 4005)
+    done = subprocess.Popen(
+        ["ssh", "-tt", *world.ssh(host=f"gateway-{world.allocation}")[1:]],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    with done:
+        try:
+            assert done.wait(20) == 255
+        finally:
+            done.kill()
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, terminals=1)])
+def test_terminals_of_one_member_are_counted_over_all_processes(world: World, site: Site) -> None:
+    """The terminals of browsers are the service's, those by SSH the gateway's."""
+    with site.open() as terminal:
+        terminal.ready()
+        with site.dial() as second:
+            assert Web(second).end()[:2] == ("too_many_connections", 4008)
+        assert "too_many_connections" in shell(world, "id").stderr
+        assert world.run("id").returncode == 0, "no terminal"
+        terminal.client.send(b"exit\r")
+        terminal.end()
+    wait_for(lambda: all(each["closed_at"] for each in world.sessions()))
+    assert shell(world, "id").returncode == 0
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
+def test_sockets_that_say_nothing_hold_no_places_of_others(site: Site) -> None:
+    """Each holds one for the ten seconds of its first frame, without a ticket."""
+    with ExitStack() as opened:
+        mine = [opened.enter_context(site.dial()) for _ in range(5)]
+        for client in mine[2:]:
+            assert Web(client).end()[:2] == ("too_many_connections", 4008)
+        assert len(site.live) == 2
+        other = opened.enter_context(site.dial(site.token("stranger")))
+        other.send(json.dumps(OPEN))
+        assert Web(other).end()[0] == "ticket_refused"
+
+
+def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: Site) -> None:
+    member, admin = world.stack.client("member"), world.stack.client("admin")
+    path = "projects/demo/terminal-recording"
+    assert member.get(path).json()["enabled"] is False
+    assert member.put(path, json={"enabled": True, "reason": "audit"}).json()["enabled"] is True
+    notice = "records what this terminal shows"
+    assert notice in shell(world, "-tt", typed="exit\r").stdout
+    ticket = site.ticket()
+    assert ticket["recorded"] is True
+    with site.open(ticket["ticket"]) as terminal:
+        event = terminal.ready()
+        assert event["recorded"] is True
+        terminal.until(notice.encode())
+        assert terminal.shown.index(notice.encode()) < 60
+        words = "stty -echo; echo in-$((1 + 1)); read secret; echo shown-$((40 + 2)) ü; stty echo\r"
+        terminal.client.send(words.encode())
+        terminal.until(b"in-2")
+        terminal.client.send(b"hunter2\r")
+        terminal.until(b"shown-42 \xc3\xbc")
+        terminal.tell("resize", columns=100, rows=30)
+        terminal.client.send(b"exit\r")
+        assert terminal.end()[0] == "shell_ended"
+    # Its digest is written after its end. The one by SSH has a recording, too.
+    wait_for(lambda: all(s["recording_digest"] for s in world.sessions()))
+    (session,) = [s for s in world.sessions() if s["id"] == event["session_id"]]
+    replay = f"admin/ssh-sessions/{session['id']}/replay"
+    assert member.post(replay, json={"reason": "curious"}).status_code == 403
+    assert admin.post(replay, json={}).json()["code"] == "reason_required"
+    answer = admin.post(replay, json={"reason": "incident 7"}).json()
+    assert hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
+    header, *lines = [json.loads(line) for line in answer["cast"].splitlines()]
+    assert (header["version"], header["width"], header["height"]) == (2, 80, 24)
+    screen = "".join(text for _, kind, text in lines if kind == "o")
+    assert "shown-42 ü" in screen and "hunter2" not in screen
+    assert [text for _, kind, text in lines if kind == "r"] == ["100x30"]
+    assert [at for at, _, _ in lines] == sorted(at for at, _, _ in lines)
+    (row,) = world.audit("terminal.replayed")
+    assert (row["reason"], row["subject_id"]) == ("incident 7", session["id"])
+    # Of many, the oldest go first; after a month, all.
+    with transaction(world.stack.engine) as conn:
+        terminals.append(conn, session["id"], "demo", "x" * 10)
+        conn.execute(sa.update(terminal_recordings).values(at=1))
+        assert retention.recordings(conn) >= 2
+    assert admin.post(replay, json={"reason": "again"}).status_code == 404
+
+
+def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recording, "LIMIT", 20_000)
+    monkeypatch.setattr(terminals, "PROJECT_LIMIT", 30_000)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    for _ in range(3):
+        with site.open() as terminal:
+            terminal.ready()
+            terminal.client.send(b"yes\r")
+            assert terminal.end()[:2] == ("recording_full", 4011)
+        wait_for(lambda: not site.live)
+    with transaction(world.stack.engine) as conn:
+        query = sa.select(sa.func.count(terminal_recordings.c.session_id.distinct()))
+        assert conn.execute(query).scalar_one() <= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "limits", [replace(QUICK, machine_s=120, of_allocation=300, of_address=300, terminals=300)]
+)
+def test_60_terminals_at_once(world: World, site: Site) -> None:
+    async def one(number: int) -> str:
+        ticket = await asyncio.to_thread(site.ticket)
+        url = f"ws://127.0.0.1:{site.port}/terminal"
+        protocols = [Subprotocol(web.PROTOCOL)]
+        async with connect_async(
+            url, additional_headers=site.token(), subprotocols=protocols, proxy=None,
+            origin=Origin(site.base),
+        ) as client:  # fmt: skip
+            await client.send(json.dumps(OPEN | {"ticket": ticket["ticket"]}))
+            assert READY in str(await client.recv())
+            await client.send(f"echo $(({number} + 1000))\r".encode())
+            shown = b""
+            while f"{number + 1000}\r\n".encode() not in shown:
+                shown += bytes(await client.recv())  # type: ignore[arg-type]
+            opened.append(number)
+            while True:
+                frame = await client.recv()
+                if isinstance(frame, str):
+                    return str(json.loads(frame)["code"])
+
+    opened: list[int] = []
+
+    async def every() -> list[str]:
+        work = asyncio.gather(*(one(number) for number in range(60)))
+        while len(opened) < 60 and not work.done():
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(end_allocation, world)
+        async with asyncio.timeout(30):
+            return list(await work)
+
+    assert set(asyncio.run(every())) == {"allocation_not_active"}

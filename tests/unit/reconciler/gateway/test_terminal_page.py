@@ -1,0 +1,130 @@
+"""The page of the terminal in a real browser, before the real service, gateway code and guest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.unit.reconciler.console.test_browser import (
+    AXE,
+    DESKTOP,
+    PHONE,
+    SHOTS,
+    STANDARDS,
+    Watched,
+    chromium,
+)
+from tests.unit.reconciler.gateway.conftest import World, wait_for
+from tests.unit.reconciler.gateway.test_gateway import end_allocation
+from tests.unit.reconciler.gateway.test_terminal import Site, site
+
+__all__ = ["chromium", "site"]
+pytestmark = [pytest.mark.covers("SLICE-10", "CTRL-13"), pytest.mark.slow]
+Open = Callable[..., AbstractContextManager[Watched]]
+
+
+@pytest.fixture
+def terminal() -> bool:
+    return True
+
+
+@pytest.fixture
+def window(chromium: Browser, site: Site) -> Open:
+    @contextmanager
+    def opened(**options: Any) -> Iterator[Watched]:
+        with chromium.new_context(viewport=DESKTOP, **options) as context:
+            watched = Watched(context, site.base)
+            watched.log_in(site.world.stack.secrets["member"])
+            watched.open(f"/console/projects/demo/allocations/{site.world.allocation}")
+            watched.page.get_by_role("link", name="Terminal").click()
+            yield watched
+        assert watched.faults == []
+
+    return opened
+
+
+def test_type_resize_and_be_cut_by_a_release(world: World, window: Open) -> None:
+    with window(color_scheme="dark") as watched:
+        page = watched.page
+        accessible(page)
+        page.get_by_role("button", name="Open a terminal").click()
+        expect(page.get_by_text("Connected.")).to_be_visible(timeout=20_000)
+        screen = page.locator(".xterm-rows")
+        page.keyboard.type("echo $((40 + 2))-shown; stty size\n")
+        expect(screen).to_contain_text("42-shown")
+        wide = columns(page)
+        accessible(page)
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SHOTS / "member-terminal-open-desktop-dark.png", full_page=True)
+        page.set_viewport_size(PHONE)
+
+        def narrower() -> bool:
+            # The new size may reach the shell after what is typed.
+            page.keyboard.type("clear; stty size\n")
+            page.wait_for_timeout(1_000)
+            return 20 < columns(page) < wide
+
+        wait_for(narrower, 90)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        page.screenshot(path=SHOTS / "member-terminal-open-phone-dark.png", full_page=True)
+        page.keyboard.press("Control+F6")
+        expect(page.get_by_role("link", name="Back to the machine")).to_be_focused()
+        end_allocation(world)
+        expect(page.get_by_text("Closed. The machine was released.")).to_be_visible(timeout=3_000)
+        expect(page.get_by_role("button", name="Open another terminal")).to_be_visible()
+
+
+def columns(page: Page) -> int:
+    """The columns that the guest's terminal has, by the newest answer on the screen."""
+    sizes = re.findall(r"\b(\d{2,3}) (\d{2,3})\b", page.locator(".xterm-rows").inner_text())
+    return int(sizes[-1][1]) if sizes else 0
+
+
+def accessible(page: Page) -> None:
+    page.evaluate(AXE.read_text())
+    options = {"runOnly": {"type": "tag", "values": STANDARDS}}
+    result = page.evaluate("options => axe.run(options)", options)
+    assert [(each["id"], each["nodes"][0]["html"][:200]) for each in result["violations"]] == []
+
+
+def test_the_page_says_why_it_cannot(world: World, site: Site, window: Open) -> None:
+    with window() as watched:
+        page = watched.page
+        world.seed["/etc/ssh/gpuaas-terminal-ca.pub"].unlink()
+        page.get_by_role("button", name="Open a terminal").click()
+        words = re.compile("Closed. The machine does not accept .* was removed. Use `gpuaas ssh`")
+        expect(page.get_by_text(words)).to_be_visible(timeout=20_000)
+        site.app.state.settings = site.app.state.settings.model_copy(update={"member_address": ""})
+        page.reload()
+        watched.open(f"/console/projects/demo/allocations/{world.allocation}/terminal")
+        expect(page.get_by_role("button", name="Open a terminal")).to_be_disabled()
+        expect(page.get_by_text("The site has no gateway.")).to_be_visible()
+        # The reload sent the form again, whose ticket is shown once.
+        watched.faults = [each for each in watched.faults if "409" not in each]
+
+
+def test_without_scripts_the_page_names_another_way(world: World, window: Open) -> None:
+    with window(java_script_enabled=False) as watched:
+        expect(watched.page.get_by_text(f"gpuaas ssh {world.allocation}")).to_be_visible()
+
+
+def test_a_page_of_another_port_opens_no_terminal(site: Site, window: Open) -> None:
+    """The browser sends the cookie with its WebSocket, whatever SameSite says."""
+    with window() as watched:
+        page = watched.page
+        script = (
+            f"const s = new WebSocket('ws://127.0.0.1:{site.port}/terminal',"
+            " 'gpuaas.terminal.v1'); s.onopen = () => document.title = 'open';"
+            " s.onclose = () => document.title = 'closed';"
+        )
+        other = f"http://127.0.0.1:{site.port - 1}/"
+        body = f"<script>{script}</script>"
+        page.route(other, lambda route: route.fulfill(body=body, content_type="text/html"))
+        page.goto(other)
+        expect(page).to_have_title("closed")
+        watched.faults.clear()

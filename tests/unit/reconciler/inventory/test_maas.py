@@ -1,0 +1,288 @@
+"""Comparison with a stand-in MAAS: which machine is which node, locks, tags, annotations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reconciler.db import settings as site
+from reconciler.db.engine import reading, transaction
+from reconciler.inventory import maas_sync
+from reconciler.inventory.compare import Finding
+from reconciler.inventory.readings import Reading
+from reconciler.lifecycle import launch as launching
+from reconciler.model.states import NodeMode
+from reconciler.records import nodes
+from tests.unit.reconciler.conftest import ADMIN, code
+from tests.unit.reconciler.work import test_maas
+from tests.unit.reconciler.work.test_maas import BAREMETAL, SLICE, Maas, machine
+
+pytestmark = pytest.mark.covers("ECO-3")
+process, maas = test_maas.process, test_maas.maas
+OTHER: dict[str, Any] = {
+    **{"system_id": "def456", "hostname": "m2", "serial": "S2", "hardware_uuid": "U-2"},
+    **{"macs": ["52:54:00:00:00:02"], "ip_addresses": ["10.0.2.16"]},
+}
+
+
+def codes(reading: Reading) -> list[str]:
+    assert reading.complete, reading.error
+    return [row.code.removeprefix("maas_") for row in reading.findings if row.action != "upload"]
+
+
+def by_code(reading: Reading, code: str) -> Finding:
+    return next(row for row in reading.findings if row.code == f"maas_{code}")
+
+
+def add(maas: Maas, node_id: str = "m2", address: str = "10.0.2.16") -> None:
+    with transaction(maas.engine) as conn:
+        nodes.create(conn, ADMIN, id=node_id, address=address, mode=NodeMode.BAREMETAL)
+
+
+def test_a_second_pass_writes_nothing(maas: Maas) -> None:
+    assert maas.asked() == ["set_workload_annotations"]
+    reading = maas.compare()
+    assert (codes(reading), reading.done) == ([], {})
+    node = maas.node()
+    assert node.maas_tags == [BAREMETAL, "rack-7"]
+    assert node.maas and node.maas["system_id"] == "abc123"
+    annotations = maas.manager.record()["machines"]["abc123"]["workload_annotations"]
+    assert annotations["gpuaas.node"] == "m1"
+
+
+DOUBTFUL: list[tuple[dict[str, Any], list[str]]] = [
+    ({"tag_names": [SLICE, BAREMETAL]}, ["both_tags"]),
+    ({"serial": "S1"}, ["machine_twice"]),
+    ({"hardware_uuid": "u-1"}, ["machine_twice"]),
+    ({"macs": ["52:54:00:00:00:01"]}, ["machine_twice"]),
+    ({"ip_addresses": ["172.16.0.9"]}, ["address_outside"]),
+    ({"ip_addresses": ["10.0.2.99"]}, ["unsure"]),
+    ({"hostname": "m3"}, ["unsure"]),
+    ({"serial": "Unknown", "hardware_uuid": None, "macs": []}, ["no_identity"]),
+]
+
+
+def test_a_doubtful_machine_is_named_and_no_node(maas: Maas) -> None:
+    add(maas)
+    for change, expected in DOUBTFUL:
+        maas.begin(machine(), machine(**{**OTHER, **change}))
+        assert codes(maas.compare()) == expected
+        with reading(maas.engine) as conn:
+            assert nodes.get(conn, "m2").maas is None
+        requests = maas.manager.record()["requests"]
+        assert {row["key"] for row in requests if row["operation"][:4] != "GET "} <= {"abc123"}
+
+
+STRANGE: list[tuple[dict[str, Any], str]] = [
+    ({"serial": "S9"}, "identity_changed"),
+    ({"owner": "somebody"}, "foreign_owner"),
+    ({"ip_addresses": ["10.0.2.99"]}, "address_differs"),
+    ({"tag_names": [SLICE]}, "intent_differs"),
+    ({"tag_names": []}, "intent_differs"),
+    ({"status": 4}, "not_deployed"),
+    ({"system_id": "gone"}, "machine_lost"),
+]
+
+
+def test_a_known_machine_in_another_condition_is_named_and_not_written_to(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    for change, expected in STRANGE:
+        maas.begin(machine(**change))
+        assert expected in codes(maas.compare())
+        assert maas.asked() == []
+        if "tag_names" in change:
+            assert maas.node().maas_tags == change["tag_names"]
+
+
+def test_a_host_with_another_serial_number_is_named_and_its_machine_not_locked(
+    maas: Maas,
+) -> None:
+    maas.report("S7")
+    maas.begin()
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    reading = maas.compare()
+    assert (codes(reading), reading.done) == (["serial_differs"], {})
+    assert by_code(reading, "serial_differs").found == "S7 at the host, S1 in MAAS"
+    assert maas.asked() == []
+
+
+def test_a_machine_is_not_bound_to_a_host_with_another_serial_number(maas: Maas) -> None:
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    maas.report("S9", "m2", 2)
+    maas.begin(machine(), machine(**OTHER))
+    assert codes(maas.compare()) == ["serial_differs"]
+    maas.report("S2", "m2", 2)
+    assert maas.compare().done["nodes bound"] == 1
+
+
+def test_hosts_with_one_serial_number_are_left_alone(maas: Maas) -> None:
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    maas.report("S1", "m2", 2)
+    maas.report("S1")
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas.begin(machine(), machine(**{**OTHER, "serial": "Unknown"}))
+    reading = maas.compare()
+    assert codes(reading) == ["serial_twice"]
+    assert by_code(reading, "serial_twice").found == "m1, m2"
+    assert (reading.done, maas.asked()) == ({}, [])
+
+
+def test_a_tenant_locks_the_machine_and_its_end_unlocks_it(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    assert maas.compare().done == {"machines locked": 1}
+    assert maas.compare().done == {}
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+    assert maas.compare().done == {}
+    with transaction(maas.engine) as conn:
+        assert maas.machines.released(conn, key)
+    assert maas.compare().done == {"machines unlocked": 1}
+    maas.begin(machine(locked=True))
+    assert maas.compare().done == {}, "the lock of a person stays"
+
+
+def test_a_conversion_sets_the_tag_and_a_slice_host_is_locked(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", mode=NodeMode.CONVERTING_TO_SLICE.value)
+    done = maas.compare().done
+    assert done == {"tags set": 1, "machines annotated": 1, "machines locked": 1}
+    row = maas.manager.record()["machines"]["abc123"]
+    assert (sorted(row["tag_names"]), row["locked"]) == ([SLICE, "rack-7"], True)
+    reading = maas.compare()
+    assert (codes(reading), reading.done, maas.node().maas_tags) == ([], {}, [SLICE, "rack-7"])
+    # Somebody takes it back in MAAS: that is no intent of ours, and is named.
+    maas.begin(machine(locked=True))
+    assert codes(maas.compare()) == ["intent_differs"]
+
+
+def test_a_conversion_that_stopped_between_two_tags_goes_on(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", mode=NodeMode.CONVERTING_TO_SLICE.value)
+    maas.begin(machine(tag_names=[SLICE, BAREMETAL]))
+    assert maas.compare().done["tags set"] == 1
+    assert maas.manager.record()["machines"]["abc123"]["tag_names"] == [SLICE]
+
+
+def test_a_sync_adds_new_machines_and_uploads_scripts(maas: Maas) -> None:
+    new = machine(**{**OTHER, "tag_names": [SLICE, "gpuaas-hardware-lab"]})
+    maas.begin(machine(), new, machine("x1", hostname="m8", tag_names=[SLICE]))
+    with transaction(maas.engine) as conn:
+        maas_sync.ask(conn, maas.settings, ADMIN, apply=True)
+    maas_sync.tend(maas.engine, maas.settings)
+    with reading(maas.engine) as conn:
+        document = site.read(conn, maas_sync.READINGS.key)
+        assert (document["applied"], document["done"]["scripts uploaded"]) == (True, 2)
+    maas.begin(machine(), new)
+    with transaction(maas.engine) as conn:
+        maas_sync.ask(conn, maas.settings, ADMIN, apply=True)
+    maas_sync.tend(maas.engine, maas.settings)
+    with reading(maas.engine) as conn:
+        node = nodes.get(conn, "m2")
+    assert (node.state, node.mode, node.profile) == ("enrolling", "converting_to_slice", "lab")
+    assert node.maas and node.maas["system_id"] == "def456"
+    uploaded = maas.manager.record()["scripts"]
+    for kind, path in maas_sync.MAAS_SCRIPTS.items():
+        assert f"# script_type: {kind}\n" in uploaded[path.stem]
+
+
+def test_scripts_are_compared_by_digest(maas: Maas) -> None:
+    path, other = maas_sync.MAAS_SCRIPTS.values()
+    released = {other.stem: other.read_text()}
+    for scripts, expected in (
+        ({}, ["none", "none"]),
+        ({path.stem: "#!/bin/sh\n", **released}, ["SHA-256"]),
+        ({path.stem: path.read_text(), **released}, []),
+    ):
+        maas.begin(scripts=scripts)
+        rows = [row for row in maas.compare().findings if row.code == "maas_script"]
+        assert [row.found.split()[0] for row in rows] == expected
+
+
+def test_the_loop_waits_without_a_change(maas: Maas) -> None:
+    maas_sync.tend(maas.engine, maas.settings)
+    before = len(maas.manager.record()["requests"])
+    maas_sync.tend(maas.engine, maas.settings)
+    assert len(maas.manager.record()["requests"]) == before
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas_sync.tend(maas.engine, maas.settings)
+    assert maas.asked()[-1] == "lock"
+    maas.begin(body="<html>")
+    with transaction(maas.engine) as conn:
+        maas_sync.ask(conn, maas.settings, ADMIN, apply=False)
+    maas_sync.tend(maas.engine, maas.settings)
+    with reading(maas.engine) as conn:
+        document = maas_sync.READINGS.latest(conn) or {}
+    assert (document["error"]["code"], document["complete"]) == ("maas_silent", False)
+
+
+def test_a_node_that_was_unbound_is_found_again(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        maas_sync.unbind(conn, "m1", ADMIN)
+    maas.begin(machine(serial="S9"))
+    assert maas.compare().done["nodes bound"] == 1
+    assert code(maas.queue) == "node_in_service"
+
+
+def test_two_machines_that_claim_to_be_one_node(maas: Maas) -> None:
+    add(maas)
+    same = {"hostname": "m2", "ip_addresses": [], "tag_names": [BAREMETAL]}
+    rows = [
+        machine(f"x{n}", **{**same, "serial": f"X{n}", "macs": [], "hardware_uuid": ""})
+        for n in "12"
+    ]
+    maas.begin(machine(), *rows)
+    assert codes(maas.compare()) == ["unsure", "unsure"]
+    new = {"tag_names": [BAREMETAL, "gpuaas-hardware-lab"], "ip_addresses": ["10.0.2.77"]}
+    maas.begin(
+        machine(), *({**row, **new, "hostname": f"y{row['serial'].lower()}"} for row in rows)
+    )
+    assert codes(maas.compare()) == ["new_machine", "new_machine", "unsure", "unsure"]
+    with reading(maas.engine) as conn:
+        assert [node.id for node in nodes.every(conn) if node.maas] == ["m1"]
+
+
+def test_a_machine_is_locked_although_its_annotation_is_refused(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas.begin(status={"set_workload_annotations": 403})
+    reading = maas.compare()
+    assert (codes(reading), reading.done) == (["not_written"], {"machines locked": 1})
+
+
+def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(lost=["lock"])
+    assert maas.compare().error
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.compare().done["machines unlocked"] == 1
+
+
+def test_a_slice_host_to_be_is_not_locked_again_while_it_is_installed(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", mode=NodeMode.CONVERTING_TO_SLICE.value)
+    maas.maintain()
+    maas.compare()
+    maas.queue()
+    maas.step()
+    assert maas.compare().done == {}
+    assert maas.play().state == "succeeded"
+    assert maas.asked()[-4:] == ["lock", "unlock", "release", "deploy"]
+
+
+def test_strange_tags_reach_no_run(maas: Maas) -> None:
+    many = [f"t{number}" for number in range(99)]
+    maas.begin(machine(tag_names=[BAREMETAL, "a b", "x" * 99, "\x1b", *many]))
+    maas.compare()
+    tags = maas.node().maas_tags or []
+    assert BAREMETAL in tags
+    assert len(tags) == 64
+    assert all(tag.isalnum() or tag == BAREMETAL for tag in tags)

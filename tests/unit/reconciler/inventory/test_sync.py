@@ -1,0 +1,460 @@
+"""Comparison and synchronisation with a stand-in NetBox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import journal
+from reconciler.db.engine import reading, transaction
+from reconciler.db.leader import Deposed
+from reconciler.db.schema import Slot, allocations, claims, nodes, slots
+from reconciler.inventory import netbox as client
+from reconciler.inventory import sync, writer
+from reconciler.records import nodes as node_records
+from tests.standin.netbox import ADDRESSES, DEVICES, INTERFACES, JOURNAL, MACHINES, MACS, VRFS
+from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.inventory.conftest import BAREMETAL, PREFIX, SLICE, Pass, device, tags
+
+pytestmark = pytest.mark.covers("ECO-2")
+
+
+# What a sync writes about the network of the first slice of a node.
+NETWORK = {
+    **{"VRFs created": 1, "interface objects created": 1, "mac objects created": 1},
+    **{"address objects created": 1, "references set": 2},
+}
+
+
+def methods(netbox: Pass) -> list[str]:
+    return [request.split()[0] for request in netbox.record["requests"]]
+
+
+def codes(result: sync.NetboxReading) -> list[str]:
+    return sorted(finding.code for finding in result.findings)
+
+
+def test_a_comparison_only_reads_and_names_each_difference(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+        node_records.create(conn, ADMIN, id="n2", address="10.0.0.2", profile="lab")
+    netbox.begin(
+        device("n1", "10.0.0.9", BAREMETAL),
+        device("gpu9", "10.0.0.99"),
+        prefixes=[PREFIX],
+    )
+    result = netbox()
+    assert set(methods(netbox)) == {"GET"}
+    assert result.complete
+    assert codes(result) == [
+        *("netbox_address_differs", "netbox_intent_differs", "netbox_machine_missing"),
+        *("netbox_missing", "netbox_new_device", "netbox_outdated"),
+    ]
+    row = next(row for row in result.findings if row.code == "netbox_address_differs")
+    assert (row.subject, row.expected[:8], row.found) == ("node n1", "10.0.0.9", "10.0.2.15")
+
+
+def test_after_a_sync_a_second_comparison_is_empty(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        key = netbox.site.allocate(conn)
+    netbox.begin(device("n1"), device("gpu9", "10.0.0.99", BAREMETAL))
+    result = netbox(apply=True)
+    done = {"nodes added": 1, "devices written": 2, "virtual machines created": 1}
+    assert result.done == {**done, **NETWORK}
+    assert (codes(result), codes(netbox())) == ([], [])
+    (first, second) = netbox.objects(DEVICES)
+    shown = first["custom_fields"]
+    assert (shown["gpuaas_state"], shown["gpuaas_slots_total"]) == ("ready", 2)
+    assert [slot["status"] for slot in shown["gpuaas_slots"]] == ["reserved", "available"]
+    # Nobody who reads NetBox learns the addresses of devices.
+    assert "pci" not in str(shown) and "nvme" not in str(shown)
+    (machine,) = netbox.objects(MACHINES)
+    assert (machine["status"], machine["device"]) == ("planned", first["id"])
+    assert machine["name"] == f"gpuaas-slice-{key.replace('-', '')}"
+    with reading(netbox.site.engine) as conn:
+        added = node_records.get(conn, "gpu9")
+    assert (added.state, added.mode, added.address) == ("enrolling", "baremetal", "10.0.0.99")
+    assert second["custom_fields"]["gpuaas_state"] == "enrolling"
+
+
+def test_changes_of_state_are_written_with_a_journal_entry(netbox: Pass) -> None:
+    netbox(apply=True)
+    with transaction(netbox.site.engine) as conn:
+        slot = conn.execute(sa.select(slots.c.id)).scalars().first()
+        journal.advance(conn, Slot, slot, "block", ADMIN.because("a probe failed"))
+    assert netbox(apply=True).done == {"devices written": 1, "journal entries": 1}
+    (row,) = netbox.objects(DEVICES)
+    assert [tag["slug"] for tag in row["tags"]] == [SLICE, "gpuaas-blocked"]
+    (entry,) = netbox.objects(JOURNAL)
+    assert (entry["kind"], entry["assigned_object_id"]) == ("warning", row["id"])
+    assert "slots_blocked: 0 -> 1" in entry["comments"]
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(slots).values(status="disabled"))
+    netbox(apply=True)
+    (row,) = netbox.objects(DEVICES)
+    assert [tag["slug"] for tag in row["tags"]] == [SLICE]
+
+
+def test_a_slice_is_followed_to_its_release(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        key = netbox.site.allocate(conn)
+    foreign = {"name": "mine", "tags": tags("other"), "device": 1}
+    words = {"gpuaas_allocation_id": "\x00\ud800"}
+    strange = {"name": "x", "tags": tags("gpuaas-managed"), "device": 1, "custom_fields": words}
+    odd = {
+        "name": "y",
+        "tags": tags("gpuaas-managed"),
+        "custom_fields": {"gpuaas_allocation_id": [1]},
+    }
+    netbox.begin(device("n1"), machines=[foreign, strange, odd])
+    netbox(apply=True)
+    for state, status in (("active", "active"), ("releasing", "decommissioning")):
+        with transaction(netbox.site.engine) as conn:
+            change = sa.update(allocations).where(allocations.c.id == key)
+            conn.execute(change.values(state=state))
+        netbox(apply=True)
+        assert netbox.objects(MACHINES)[-1]["status"] == status
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(change.values(state="released"))
+    unknown = ["netbox_machine_unknown"] * 2
+    assert codes(netbox()) == [*unknown, "netbox_stale_machine"]
+    result = netbox(apply=True)
+    assert result.done == {"virtual machines deleted": 1}
+    # A virtual machine without our tag, or of no allocation of ours, is nobody's to delete.
+    assert [row["name"] for row in netbox.objects(MACHINES)] == ["mine", "x", "y"]
+    assert codes(result) == unknown
+
+
+def test_the_network_of_a_slice_is_created_kept_and_ends_with_it(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        key = netbox.site.allocate(conn)
+        claim = conn.execute(sa.select(claims).where(claims.c.allocation_id == key)).one()
+    result = netbox(apply=True)
+    (machine,), (interface,) = netbox.objects(MACHINES), netbox.objects(INTERFACES)
+    ((vrf,), (mac,), (address,)) = (netbox.objects(path) for path in (VRFS, MACS, ADDRESSES))
+    assert (vrf["name"], vrf["enforce_unique"]) == ("gpuaas-n1", True)
+    assert (interface["virtual_machine"], interface["vrf"]) == (machine["id"], vrf["id"])
+    assert (mac["mac_address"].lower(), mac["assigned_object_id"]) == (
+        *(claim.management_mac, interface["id"]),
+    )
+    assert (address["address"], address["vrf"]) == (f"{claim.private_ip}/32", vrf["id"])
+    assert interface["primary_mac_address"] == mac["id"]
+    assert machine["primary_ip4"] == address["id"]
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(allocations).values(state="released"))
+    assert netbox(apply=True).done == {"virtual machines deleted": 1}
+    left = [netbox.objects(path) for path in (MACHINES, INTERFACES, MACS, ADDRESSES)]
+    assert (left, result.findings) == ([[]] * 4, [])
+
+
+def test_a_failed_slice_gives_its_addresses_back_with_its_slot(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    netbox(apply=True)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(allocations).values(state="failed"))
+    # Until its slot is clean, nothing else has its addresses.
+    assert netbox(apply=True).done == {"virtual machines changed": 1}
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(claims).values(state="failed"))
+    assert codes(netbox()) == ["netbox_stale_network"]
+    result = netbox(apply=True)
+    assert (codes(result), result.done) == ([], {"interface objects deleted": 1})
+    assert [netbox.objects(path) for path in (INTERFACES, MACS, ADDRESSES)] == [[], [], []]
+    (machine,) = netbox.objects(MACHINES)
+    assert (machine["status"], machine["primary_ip4"]) == ("failed", None)
+    assert codes(netbox()) == []
+
+
+def test_a_foreign_network_stays_and_what_is_missing_is_completed(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    netbox(apply=True)
+    record = netbox.record["objects"]
+    names = {"vrfs": VRFS, "interfaces": INTERFACES, "macs": MACS, "addresses": ADDRESSES}
+    kept = {name: list(record[path].values()) for name, path in names.items()}
+    kept["machines"] = list(record[MACHINES].values())
+
+    def begin(**changes: dict[str, Any]) -> sync.NetboxReading:
+        """What NetBox has is changed by somebody, then a sync."""
+        rows = {name: [{**row, **changes.get(name, {})} for row in kept[name]] for name in kept}
+        network = {path: rows[name] for name, path in names.items()}
+        netbox.begin(device("n1"), machines=rows["machines"], network=network)
+        return netbox(apply=True)
+
+    for changes in (
+        {"macs": {"mac_address": "02:00:00:00:00:99"}},
+        {"addresses": {"address": "10.9.9.9/24"}},
+        {"addresses": {"vrf": None}},
+        {"machines": {"primary_ip4": 77}},
+        {"interfaces": {"primary_mac_address": 77}},
+    ):
+        result = begin(**changes)
+        assert codes(result) == ["netbox_network_differs"], changes
+        assert result.done == {"devices written": 1}, changes
+    # After an answer that was lost, the next sync goes on where the last one ended.
+    kept["addresses"] = []
+    result = begin(machines={"primary_ip4": None}, interfaces={"primary_mac_address": None})
+    done = {"devices written": 1, "address objects created": 1, "references set": 2}
+    assert (codes(result), result.done) == ([], done)
+    # Of a token of an earlier version: everything else is written.
+    netbox.begin(device("n1"), forbidden=[f"GET {VRFS}"])
+    result = netbox(apply=True)
+    assert (result.complete, codes(result)) == (True, ["netbox_forbidden"])
+    assert result.done == {"devices written": 1, "virtual machines created": 1}
+    netbox.begin(device("n1"), forbidden=[f"POST {MACS}"])
+    result = netbox(apply=True)
+    assert (result.complete, codes(result)) == (True, ["netbox_forbidden"])
+    assert len(netbox.objects(INTERFACES)) == 1
+
+
+def test_asset_tag_and_bmc_are_read_and_a_bmc_is_of_one_machine(netbox: Pass) -> None:
+    bmc = {"address": "10.0.9.7/24"}
+
+    def known(node_id: str = "n1") -> dict[str, Any] | None:
+        with reading(netbox.site.engine) as conn:
+            return node_records.get(conn, node_id).netbox
+
+    netbox.begin(device("n1", asset_tag="A-17", oob_ip=bmc))
+    netbox()
+    assert known() == {"device_id": 1, "asset_tag": "A-17", "bmc_address": "10.0.9.7"}
+    netbox.begin(device("n1", oob_ip=bmc), device("gpu9", "10.0.0.99", oob_ip=bmc))
+    assert codes(netbox(apply=True)) == ["netbox_bmc_twice"] * 2
+    assert known() is None
+    netbox.begin(device("n1", oob_ip={"address": "10.0.2.15/24"}))
+    assert codes(netbox(apply=True)) == ["netbox_bmc_twice"]
+    netbox.begin(device("n1", oob_ip={"address": "127.0.0.1/8"}))
+    assert (codes(netbox(apply=True)), known()) == (
+        [],
+        {"device_id": 1, "asset_tag": "", "bmc_address": ""},
+    )
+
+
+def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox: Pass) -> None:
+    netbox(apply=True)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="maintenance"))
+    written = netbox.objects(DEVICES)[0]
+    # Somebody writes a comment: the object is read again, and both changes stay.
+    netbox.begin(written, edits={"n1": [{"comments": "rack moved"}]})
+    assert netbox(apply=True).done["devices written"] == 1
+    (row,) = netbox.objects(DEVICES)
+    assert (row["comments"], row["custom_fields"]["gpuaas_state"]) == ("rack moved", "maintenance")
+    assert methods(netbox).count("PATCH") == 2
+
+    # Somebody writes one of our values: it stays, and it is named.
+    edit = {"custom_fields": {"gpuaas_state": "mine"}}
+    netbox.begin(written, edits={"n1": [edit]})
+    result = netbox(apply=True)
+    assert (codes(result), result.done) == (["netbox_foreign_edit"], {})
+    assert netbox.objects(DEVICES)[0]["custom_fields"]["gpuaas_state"] == "mine"
+    # So do later passes, until somebody hands the values over.
+    result = netbox(apply=True)
+    (finding,) = result.findings
+    assert "'mine'" in finding.found and "gpuaas_written" in finding.remedy
+    row = netbox.objects(DEVICES)[0]
+    row["custom_fields"]["gpuaas_written"] = None
+    netbox.begin(row)
+    assert netbox(apply=True).done["devices written"] == 1
+
+    # An object that never rests is left alone.
+    netbox.begin(written, edits={"n1": [{"comments": str(n)} for n in range(9)]})
+    assert codes(netbox(apply=True)) == ["netbox_busy"]
+    # A tag that is taken away meanwhile ends our right to write.
+    netbox.begin(written, edits={"n1": [{"tags": []}]})
+    assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
+    assert netbox.objects(DEVICES)[0]["custom_fields"]["gpuaas_state"] == "ready"
+
+
+def test_a_released_machine_that_somebody_changed_is_not_deleted(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    netbox(apply=True)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(allocations).values(state="released"))
+    (machine,) = netbox.objects(MACHINES)
+    (row,) = netbox.objects(DEVICES)
+    edits = {machine["name"]: [{"name": "kept-for-audit"}]}
+    netbox.begin(row, machines=[machine], edits=edits)
+    assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
+    assert netbox.objects(MACHINES)[0]["name"] == "kept-for-audit"
+    assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "faults", "expected"),
+    [
+        ([device("n1", "10.0.2.15", SLICE, BAREMETAL)], {}, ["netbox_tags_contradict"]),
+        ([device("n1", "10.0.2.15", "other")], {}, ["netbox_tag_missing"]),
+        (
+            [device("n1", serial="A1"), device("gpu9", "10.0.0.99", serial="A1")],
+            {},
+            ["netbox_serial_twice", "netbox_serial_twice"],
+        ),
+        ([device("n1"), device("n1", "10.0.0.7")], {}, ["netbox_device_twice"]),
+        (
+            [device("gpu9", "192.0.2.1")],
+            {"prefixes": [PREFIX]},
+            ["netbox_address_outside", "netbox_missing"],
+        ),
+        ([device("gpu9", "10.0.2.15")], {}, ["netbox_address_taken", "netbox_missing"]),
+        ([device("gpu9", "fe80::1%x")], {}, ["netbox_address_missing", "netbox_missing"]),
+        ([device("gpu9", "127.0.0.1")], {}, ["netbox_address_missing", "netbox_missing"]),
+        (
+            [device("Rack 1; rm", "10.0.0.9", local_context_data={"gpuaas": ["x"]})],
+            {},
+            ["netbox_missing", "netbox_name_invalid", "netbox_profile_unknown"],
+        ),
+        ([device(None, "10.0.0.9")], {}, ["netbox_missing", "netbox_name_invalid"]),
+        (
+            [device("gpu9", "10.0.0.9", site={"id": 1, "slug": "-" * 90})],
+            {},
+            ["netbox_missing", "netbox_site_invalid"],
+        ),
+        ([device("n1")], {"fields": ["gpuaas_state"]}, ["netbox_field_missing"]),
+    ],
+)
+def test_contradictions_are_named_and_nothing_is_done_about_them(
+    netbox: Pass, devices: list[dict[str, Any]], faults: dict[str, Any], expected: list[str]
+) -> None:
+    netbox.begin(*devices, **faults)
+    result = netbox(apply=True)
+    assert result.complete
+    assert codes(result) == expected
+    assert all(row.found and row.remedy for row in result.findings)
+    assert (result.done, set(methods(netbox))) == ({}, {"GET"})
+    with reading(netbox.site.engine) as conn:
+        assert [node.id for node in node_records.every(conn)] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("serials", "devices", "expected"),
+    [
+        ({"n1": "S7"}, [device("n1", serial="S1")], ["serial_differs"]),
+        ({"n1": "S7", "n2": "s7"}, [device("n1", serial="S7")], ["missing", *["serial_twice"] * 2]),
+        # The machine of n1 under another name.
+        ({"n1": "S7"}, [device("gpu9", "10.0.0.9", serial="S7")], ["missing", "serial_taken"]),
+        ({"n1": "S7"}, [device("n1", serial="s7 ")], []),
+        ({"n1": "Unknown"}, [device("n1", serial="S1")], []),
+        ({"n1": "S7"}, [device("n1", serial="0")], []),
+    ],
+)
+def test_a_device_with_another_serial_number_than_the_host_is_not_written_to(
+    netbox: Pass, serials: dict[str, str], devices: list[dict[str, Any]], expected: list[str]
+) -> None:
+    with transaction(netbox.site.engine) as conn:
+        for node_id, serial in serials.items():
+            if node_id != "n1":
+                node_records.create(conn, ADMIN, id=node_id, address="10.0.2.17")
+            node_records.update(conn, node_id, hardware={"serial": serial})
+    netbox.begin(*devices)
+    result = netbox(apply=True)
+    assert codes(result) == [f"netbox_{name}" for name in expected]
+    assert set(methods(netbox)) == ({"GET"} if expected else {"GET", "PATCH"})
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ({"body": "<!DOCTYPE html><title>Log in</title>"}, "netbox_silent"),
+        ({"body": '{"results": 7}'}, "netbox_silent"),
+        ({"body": '{"results": [{"id": "x"}]}'}, "netbox_silent"),
+        ({"body": "[" * 100_000}, "netbox_silent"),
+        ({"status": {"GET": 503}}, "netbox_silent"),
+        ({"status": {"GET": 302}}, "netbox_refused"),
+        ({"status": {"GET": 429}}, "netbox_silent"),
+        ({"version": "4.5"}, "netbox_too_old"),
+        ({"version": ""}, "netbox_too_old"),
+        ({"token": "0123456789abcdef"}, ""),
+        ({"forbidden": [f"GET {DEVICES}"]}, "netbox_forbidden"),
+        # Not the whole answer, in the whole time.
+        ({"drip_s": 0.2}, "netbox_silent"),
+    ],
+)
+def test_an_answer_that_is_none_ends_the_pass_by_name(
+    netbox: Pass, faults: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "drip_s" in faults:
+        monkeypatch.setattr(client.Client, "DEADLINE_S", 1.0)
+    netbox.begin(device("n1"), **faults)
+    result = netbox(apply=True)
+    assert (result.error or {}).get("code", "") == code
+    if "drip_s" in faults:
+        assert "does not end" in (result.error or {})["found"]
+    assert result.complete is (not code)
+    assert "PATCH" not in methods(netbox) or not code
+    with reading(netbox.site.engine) as conn:
+        assert (sync.READINGS.latest(conn) or {})["error"] == result.error
+
+
+def test_refused_and_unanswered_writes(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    # Of one object: a finding, and the others are written.
+    netbox.begin(device("n1"), invalid=["n1"])
+    result = netbox(apply=True)
+    assert (codes(result), result.complete) == (["netbox_refused"], True)
+    assert result.done == {"virtual machines created": 1, **NETWORK}
+    # Of the token: the end of the pass, after one request.
+    netbox.begin(device("n1"), forbidden=[f"PATCH {DEVICES}"])
+    result = netbox(apply=True)
+    assert (result.error or {})["code"] == "netbox_forbidden"
+    assert methods(netbox).count("PATCH") == 1
+    assert "netbox_outdated" in codes(result)
+    # An answer without the effect.
+    netbox.begin(device("n1"), deaf=["PATCH"])
+    assert "netbox_not_taken" in codes(netbox(apply=True))
+
+
+def test_a_process_that_leads_no_more_stops_writing(
+    netbox: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deposed(_engine: object) -> Any:
+        raise Deposed("not_leader", expected="", found="", remedy="")
+
+    monkeypatch.setattr(writer, "transaction", deposed)
+    assert (netbox(apply=True).error or {})["code"] == "not_leader"
+    assert "PATCH" not in methods(netbox)
+
+
+@pytest.mark.slow
+def test_3000_slots_take_a_bounded_number_of_requests(
+    netbox: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.Client, "DEADLINE_S", 500.0)
+    count = 375
+    with transaction(netbox.site.engine) as conn:
+        node = conn.execute(sa.select(nodes)).mappings().one()
+        slot = conn.execute(sa.select(slots)).mappings().first()
+        assert slot is not None
+        names = [f"h{n:03d}" for n in range(count)]
+        conn.execute(
+            sa.insert(nodes),
+            [{**node, "id": name, "name": name, "address": f"10.1.{n // 256}.{n % 256}"}
+             for n, name in enumerate(names)],
+        )  # fmt: skip
+        free = {"status": "disabled", "available_proof_id": None, "last_proof_id": None}
+        conn.execute(
+            sa.insert(slots),
+            [{**slot, **free, "id": f"{name}-{i}", "node_id": name, "slot_index": i,
+              "gpu_pci_address": str(i), "fabric_vf_pci_address": str(i), "private_ip": str(i),
+              "nvme_identity": f"{name}{i}", "management_mac": f"{name}{i}"}
+             for name in names for i in range(8)],
+        )  # fmt: skip
+    netbox.begin(
+        *(device(name, f"10.1.{n // 256}.{n % 256}") for n, name in enumerate(names)),
+        device("n1"),
+    )
+    written = netbox(apply=True)
+    # A write for each device, a list for each of the four kinds.
+    assert (written.done, written.requests) == ({"devices written": count + 1}, count + 1 + 4)
+    compared = netbox()
+    assert (compared.requests, compared.findings) == (4, [])
+
+
+def test_pages_are_read_to_their_end(netbox: Pass) -> None:
+    netbox.begin(*(device(f"d{n}", f"10.2.0.{n}") for n in range(7)), device("n1"), page=3)
+    result = netbox()
+    assert (result.devices, result.requests) == (8, 3 + 1 + 1 + 1)

@@ -1,0 +1,254 @@
+"""Reboot of a host and change of its firmware: agreement, start, and the way back into use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import journal
+from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
+from reconciler.lifecycle import host, maintenance, power, task_failures
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeState, TaskKind, TaskState
+from reconciler.records import allocations, leasing, nodes, queue, slots
+from reconciler.settings import Settings
+from reconciler.work.handler import Work, open_work
+from reconciler.work.kinds import HANDLERS
+from reconciler.work.settle import queue_next_step
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.whole_machines import Machines
+
+DISCOVER, PARITY = TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY
+REBOOT, FIRMWARE = TaskKind.NODE_REBOOT, TaskKind.NODE_FIRMWARE
+POWER = TaskKind.SLICE_VM_POWER
+NEW_BOOT = "5e0f5a7e-0000-4000-8000-000000000001"
+STEP = {"name": "stage_attribute", "subject": "ProcSettings.LogicalProc", "destroys": False}
+PLAN = {"differences": [{**STEP, "before": {"current": "Disabled"}, "after": {"current": "x"}}]}
+
+
+@pytest.fixture
+def settings(sold: Site, tmp_path: Path) -> Settings:
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+    return Settings(state_dir=tmp_path)
+
+
+def running(conn: sa.Connection, site: Site) -> str:
+    """A slice, started under the present boot."""
+    key = site.active(conn)
+    power.succeeded(conn, key, boot_id=nodes.get(conn, "n1").boot_id)
+    return key
+
+
+def problem(call: Any, *args: Any, **given: Any) -> Problem:
+    with pytest.raises(Problem) as caught:
+        call(*args, **given)
+    assert caught.value.expected and caught.value.found and caught.value.remedy
+    return caught.value
+
+
+def begin(conn: sa.Connection, settings: Settings, kind: TaskKind) -> Work:
+    """The task's run begins as a worker begins it."""
+    (task,) = leasing.lease(conn, "worker", kinds=[kind])
+    work = open_work(conn, settings, task)
+    HANDLERS[kind].variables(work)
+    HANDLERS[kind].start(work)
+    return work
+
+
+def succeed(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    """The run has ended well; returns the task's result."""
+    result = queue_next_step(work, HANDLERS[TaskKind(work.task.kind)].succeed(work, evidence))
+    task = work.task
+    queue.finish(work.conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN, result=result)
+    return result
+
+
+def fail(work: Work, code: str, evidence: dict[str, Any], *, known: bool = True) -> None:
+    error = {"code": code, "expected": "a", "found": "b", "remedy": "c"}
+    task_failures.record(
+        work.conn, work.task, task_failures.Failure("step", error, evidence, known=known)
+    )
+    queue.finish(work.conn, work.task.id, work.task.lease_token, TaskState.FAILED, ADMIN)
+
+
+def prove(conn: sa.Connection, site: Site, settings: Settings, boot_id: str) -> dict[str, Any]:
+    """Discovery and parity of the queue end well under this boot; returns the last result."""
+    document = site.document(0)
+    document["identity"] |= {"boot_id": boot_id}
+    succeed(begin(conn, settings, DISCOVER), {"discovery": document})
+    report = site.parity()
+    report["identity"] = report["identity"] | {"boot_id": boot_id}
+    return succeed(begin(conn, settings, PARITY), {"parity": report})
+
+
+def rebooted(powered_off: list[str]) -> dict[str, Any]:
+    return {"rebooted": True, "identity": {"boot_id": NEW_BOOT}, "powered_off": powered_off}
+
+
+def test_the_operator_names_all_that_are_on_the_node(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        keys = sorted([running(conn, sold), running(conn, sold)])
+        for named in ([], keys[:1], [*keys, "23bd713b-6073-4ef7-8a51-2897e902365d"]):
+            refused = problem(maintenance.request_reboot, conn, "n1", ADMIN, allocations=named)
+            assert refused.code == "reboot_unconfirmed"
+            assert all(key in refused.found for key in keys)
+        assert nodes.get(conn, "n1").state == NodeState.READY, "a refusal changes nothing"
+        task = maintenance.request_reboot(conn, "n1", ADMIN, allocations=keys)
+        assert maintenance.request_reboot(conn, "n1", ADMIN, allocations=keys) == task
+        assert nodes.get(conn, "n1").state == NodeState.DRAINING
+        (row,) = journal.audit_rows(conn, action="admin.node.reboot")
+        assert (row.subject_id, row.detail) == ("n1", {"allocations": keys})
+        guests = begin(conn, settings, REBOOT).parameters["guests"]
+        assert sorted(guest["allocation_id"] for guest in guests) == keys
+        assert [guest["slots"][0]["slot_id"] for guest in guests] == [
+            slot.id for slot in slots.of_node(conn, "n1")
+        ], "in the order of the slots"
+        assert guests[0]["slots"][0]["fence"] == 1
+
+
+def test_a_node_at_work_or_of_an_unknown_boot_is_not_restarted(
+    sold: Site, settings: Settings
+) -> None:
+    machines = Machines(sold)
+    machines.machine()
+    with transaction(sold.engine) as conn:
+        asked = (maintenance.request_reboot, conn, "n1", ADMIN)
+        host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1").boot_id)
+        assert problem(*asked, allocations=[]).code == "boot_unknown"
+        sold.prove(conn, "n1")
+        host.lost(conn, "n1", ADMIN)
+        assert problem(*asked, allocations=[]).code == "host_unreachable"
+        host.regained(conn, "n1", ADMIN)
+        key = sold.allocate(conn)
+        assert problem(*asked, allocations=[key]).code == "node_in_use"
+        tenant = machines.launch(conn).id
+        refused = problem(maintenance.request_reboot, conn, "m1", ADMIN, allocations=[tenant])
+        assert refused.code == "node_in_use"
+        assert not queue.every(conn, kind=REBOOT)
+
+
+def test_a_launch_meanwhile_keeps_the_host_running(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
+        host.resume(conn, "n1", ADMIN)
+        sold.allocate(conn)
+        (task,) = leasing.lease(conn, "worker", kinds=[REBOOT])
+        work = open_work(conn, settings, task)
+        assert problem(HANDLERS[REBOOT].start, work).code == "node_in_use"
+
+
+@pytest.mark.covers("I16")
+def test_after_the_restart_a_proof_brings_back_what_ran(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        ran, off = running(conn, sold), running(conn, sold)
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[ran, off])
+        work = begin(conn, settings, REBOOT)
+        result = succeed(work, rebooted([off, "23bd713b-6073-4ef7-8a51-2897e902365d"]))
+        assert queue.get(conn, result["next_task_id"]).kind == DISCOVER
+        node = nodes.get(conn, "n1")
+        assert (node.boot_id, node.state) == ("", NodeState.DRAINING), "its gate is closed"
+        assert allocations.get(conn, off).stopped and not allocations.get(conn, ran).stopped
+        result = prove(conn, sold, settings, NEW_BOOT)
+        assert (result["started"], result["resumed"]) == ([ran], True)
+        assert nodes.get(conn, "n1").state == NodeState.READY
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_restart_that_failed_starts_the_slices_again(
+    sold: Site, settings: Settings, known: bool
+) -> None:
+    with transaction(sold.engine) as conn:
+        key, boot_id = running(conn, sold), nodes.get(conn, "n1").boot_id
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[key])
+        fail(begin(conn, settings, REBOOT), "host_in_use", {}, known=known)
+        result = prove(conn, sold, settings, boot_id)
+        assert (result["started"], result["resumed"]) == ([key], True), "also under the same boot"
+
+
+def test_a_restart_that_was_canceled_gives_the_node_back(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        key, boot_id = running(conn, sold), nodes.get(conn, "n1").boot_id
+        task = maintenance.request_reboot(conn, "n1", ADMIN, allocations=[key])
+        task_failures.cancel(conn, task.id, ADMIN)
+        result = prove(conn, sold, settings, boot_id)
+        assert (result["started"], result["resumed"]) == ([], True), "its slice ran all the time"
+
+
+def test_an_operators_own_drain_outlasts_the_restart(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        host.drain(conn, "n1", ADMIN)
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
+        succeed(begin(conn, settings, REBOOT), rebooted([]))
+        assert "resumed" not in prove(conn, sold, settings, NEW_BOOT)
+        assert nodes.get(conn, "n1").state == NodeState.DRAINING
+
+
+def test_a_profile_may_leave_slices_stopped(sold: Site, settings: Settings, tmp_path: Path) -> None:
+    with transaction(sold.engine) as conn:
+        key = running(conn, sold)
+        identity = sold.document(0)["identity"] | {"boot_id": NEW_BOOT}
+        host.observed(conn, "n1", ADMIN, identity=identity)
+        assert power.start_after_boot(conn, "n1", ADMIN, restart=False) == []
+        row = allocations.get(conn, key)
+        assert (row.state, row.stopped) == ("active", True)
+        assert not queue.every(conn, kind=POWER)
+
+
+def test_a_guest_that_powered_itself_off_stays_off(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        key, boot_id = running(conn, sold), nodes.get(conn, "n1").boot_id
+        assert power.powered_off(conn, [key], ADMIN, boot_id=NEW_BOOT) == [], "of another boot"
+        power.failed(conn, key, {"code": "device_not_answering"})
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [], "a run stopped it"
+        power.succeeded(conn, key, boot_id=boot_id)
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
+        identity = sold.document(0)["identity"] | {"boot_id": NEW_BOOT}
+        host.observed(conn, "n1", ADMIN, identity=identity)
+        assert power.start_after_boot(conn, "n1", ADMIN) == []
+
+
+def planned(conn: sa.Connection, settings: Settings, bios: dict[str, Any]) -> str:
+    queue.enqueue(conn, queue.Enqueue(FIRMWARE, "n1"), ADMIN)
+    work = begin(conn, settings, FIRMWARE)
+    assert HANDLERS[FIRMWARE].variables(work) == {"slice_apply": False, "slice_allow_reboot": False}
+    return str(succeed(work, {"bios": bios, "preflight": {}})["digest"])
+
+
+def apply(conn: sa.Connection, digest: str) -> Task:
+    return maintenance.request_firmware(conn, "n1", ADMIN, digest=digest, acknowledged_jobs=[])
+
+
+def test_a_firmware_change_needs_the_digest_of_the_latest_plan(
+    sold: Site, settings: Settings
+) -> None:
+    with transaction(sold.engine) as conn:
+        assert problem(apply, conn, "").code == "firmware_plan_changed", "there is no plan"
+        assert planned(conn, settings, {"differences": []}) == ""
+        assert problem(apply, conn, "").code == "firmware_plan_changed", "nothing to change"
+        digest = planned(conn, settings, PLAN)
+        other = planned(conn, settings, {"differences": [*PLAN["differences"], STEP]})
+        assert problem(apply, conn, digest).code == "firmware_plan_changed"
+        assert nodes.get(conn, "n1").state == NodeState.READY
+        task = apply(conn, other)
+        assert apply(conn, other) == task
+        restart = (maintenance.request_reboot, conn, "n1", ADMIN)
+        assert problem(*restart, allocations=[]).code == "maintenance_under_way"
+        work = begin(conn, settings, FIRMWARE)
+        variables = HANDLERS[FIRMWARE].variables(work)
+        assert (variables["slice_approved_plan"], variables["slice_allow_reboot"]) == (other, True)
+        succeed(work, {"bios": {"settled": True}, "preflight": {}})
+        assert prove(conn, sold, settings, NEW_BOOT)["resumed"] is True
+        assert nodes.get(conn, "n1").state == NodeState.READY
+        assert problem(apply, conn, other).code == "firmware_plan_changed", "it is done"
+
+
+def test_firmware_is_not_changed_under_a_tenant(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        digest = planned(conn, settings, PLAN)
+        sold.active(conn)
+        assert problem(apply, conn, digest).code == "node_in_use"

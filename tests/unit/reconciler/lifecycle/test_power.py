@@ -1,0 +1,159 @@
+"""Power of a slice: who may ask for it and when, and the start after a restart of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import journal
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import host, power, task_failures
+from reconciler.lifecycle import launch as launching
+from reconciler.model.errors import Problem
+from reconciler.model.states import PowerAction, TaskKind, TaskState
+from reconciler.records import allocations, leasing, nodes, queue
+from reconciler.settings import Settings
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
+from tests.unit.reconciler.conftest import ADMIN, Site
+
+POWER = TaskKind.SLICE_VM_POWER
+
+
+@pytest.fixture
+def key(sold: Site) -> str:
+    """A running slice, started under the present boot."""
+    with transaction(sold.engine) as conn:
+        key = sold.active(conn)
+        power.succeeded(conn, key, boot_id=nodes.get(conn, "n1").boot_id)
+        return key
+
+
+def reboot(conn: sa.Connection, site: Site) -> str:
+    """The host is found under another boot, with its evidence still to come."""
+    identity = site.document(0)["identity"] | {"boot_id": "5e0f5a7e-0000-4000-8000-000000000001"}
+    host.observed(conn, "n1", ADMIN, identity=identity)
+    return str(identity["boot_id"])
+
+
+def prove(conn: sa.Connection, site: Site, boot_id: str) -> None:
+    report = site.parity()
+    report["identity"] = report["identity"] | {"boot_id": boot_id}
+    host.record_parity(conn, "n1", report, ADMIN)
+
+
+def code(call: Any, *args: Any) -> str:
+    with pytest.raises(Problem) as caught:
+        call(*args)
+    assert caught.value.expected and caught.value.found and caught.value.remedy
+    return caught.value.code
+
+
+@pytest.mark.parametrize("action", list(PowerAction))
+def test_an_action_is_one_audited_task(sold: Site, key: str, action: PowerAction) -> None:
+    with transaction(sold.engine) as conn:
+        changed = power.request(conn, key, action, ADMIN)
+        assert (changed.state, changed.power_action) == ("active", action)
+        assert changed.stopped is (action == PowerAction.STOP)
+        assert power.request(conn, key, action, ADMIN) == changed
+        (task,) = queue.every(conn, allocation_id=key, kind=POWER)
+        assert task.parameters["boot_id"] == nodes.get(conn, "n1").boot_id
+        (row,) = journal.audit_rows(conn, action="allocation.power")
+        assert (row.subject_id, row.detail) == (key, {"action": action})
+        other = PowerAction.START if action != PowerAction.START else PowerAction.STOP
+        assert code(power.request, conn, key, other, ADMIN) == "allocation_busy"
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id="")
+        ended = allocations.get(conn, key)
+        assert (ended.power_action, ended.error) == ("", {})
+
+
+def test_what_is_refused(sold: Site, key: str) -> None:
+    with transaction(sold.engine) as conn:
+        boot_id = reboot(conn, sold)
+        assert code(power.request, conn, key, PowerAction.START, ADMIN) == "host_unproven"
+        assert code(power.request, conn, key, PowerAction.RESET, ADMIN) == "host_unproven"
+        prove(conn, sold, boot_id)
+        host.lost(conn, "n1", ADMIN)
+        assert code(power.request, conn, key, PowerAction.STOP, ADMIN) == "host_unreachable"
+        host.regained(conn, "n1", ADMIN)
+        assert not allocations.get(conn, key).stopped, "a refusal changes nothing"
+        launching.release(conn, key, ADMIN)
+        assert code(power.request, conn, key, PowerAction.STOP, ADMIN) == "allocation_not_active"
+        assert not queue.every(conn, kind=POWER)
+
+
+@pytest.mark.covers("I16")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped: bool) -> None:
+    with transaction(sold.engine) as conn:
+        if stopped:
+            power.request(conn, key, PowerAction.STOP, ADMIN)
+            sold.finish(conn, POWER)
+            power.succeeded(conn, key, boot_id="")
+        assert power.start_after_boot(conn, "n1", ADMIN) == [], "it is the same boot"
+        boot_id = reboot(conn, sold)
+        prove(conn, sold, boot_id)
+        assert power.start_after_boot(conn, "n1", ADMIN) == ([] if stopped else [key])
+        assert power.start_after_boot(conn, "n1", ADMIN) == [], "its start is queued"
+        if stopped:
+            return
+        task = sold.finish(conn, POWER, TaskState.FAILED)
+        error = {"code": "device_not_answering", "expected": "a", "found": "b", "remedy": "c"}
+        task_failures.record(conn, task, task_failures.Failure("start", error, {}, known=True))
+        row = allocations.get(conn, key)
+        assert (row.state, row.power_action) == ("active", "")
+        assert row.error["code"] == "device_not_answering"
+        assert sold.statuses(conn)[0] == "active", "a failed start frees nothing"
+        assert power.start_after_boot(conn, "n1", ADMIN) == [key], "the next proof tries again"
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id=boot_id)
+        assert allocations.get(conn, key).error == {}
+        assert power.start_after_boot(conn, "n1", ADMIN) == []
+
+
+def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        (running,) = leasing.lease(conn, "worker", kinds=[POWER])
+        launching.release(conn, key, ADMIN)
+        assert allocations.get(conn, key).power_action == "", "a command waits until it is empty"
+        assert queue.get(conn, running.id).cancel_requested
+        release = TaskKind.SLICE_VM_RELEASE
+        assert leasing.lease(conn, "worker", kinds=[release]) == [], "it waits for the other run"
+        queue.finish(conn, running.id, running.lease_token, TaskState.CANCELED, ADMIN)
+        power.succeeded(conn, key, boot_id="late")
+        assert allocations.get(conn, key).started_boot_id != "late"
+        assert len(leasing.lease(conn, "worker", kinds=[release])) == 1
+
+
+def test_a_run_that_is_not_wanted_any_more_does_not_begin(sold: Site, key: str) -> None:
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        launching.release(conn, key, ADMIN)
+        (task,) = queue.every(conn, allocation_id=key, kind=POWER)
+        assert task.state == TaskState.CANCELED
+        assert power.began(conn, key) == "allocation releasing"
+
+
+def test_the_variables_of_each_action(sold: Site, key: str, tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        for action in PowerAction:
+            power.request(conn, key, action, ADMIN)
+            (task,) = leasing.lease(conn, "worker", kinds=[POWER])
+            work = open_work(conn, settings, task)
+            variables = HANDLERS[POWER].variables(work)
+            assert variables["slice_power"] == action
+            shutdown = work.profile["deadlines"]["shutdown"]
+            assert variables["slice_shutdown_deadline"] == (0 if action == "reset" else shutdown)
+            assert variables["slice_slots"][0]["fence"] == 1
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
+        power.request(conn, key, PowerAction.RESET, ADMIN)
+        (task,) = leasing.lease(conn, "worker", kinds=[POWER])
+        reboot(conn, sold)
+        assert code(HANDLERS[POWER].variables, open_work(conn, settings, task)) == "boot_changed"

@@ -1,0 +1,116 @@
+"""Quota of a project: what it may hold, how often it may launch, and what its failures cost it."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal
+from reconciler.db import schema as tables
+from reconciler.db.engine import transaction
+from reconciler.lifecycle import launch as launching
+from reconciler.lifecycle import quota
+from reconciler.model.errors import Problem
+from reconciler.records import projects
+from tests.unit.reconciler.conftest import ADMIN, Site
+
+
+def limit(conn: sa.Connection, site: Site, **limits: int) -> None:
+    quota.change(conn, site.project, limits, ADMIN)
+
+
+def refused(conn: sa.Connection, site: Site, gpus: int = 1) -> Problem:
+    with pytest.raises(Problem) as caught:
+        site.allocate(conn, gpus)
+    assert caught.value.expected and caught.value.found and caught.value.remedy
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("limits", "gpus", "detail"),
+    [
+        ({"gpus": 1}, 2, {"limit": "gpus", "used": 0, "allowed": 1}),
+        ({"machines": 0}, 1, {"limit": "machines", "used": 0, "allowed": 0}),
+    ],
+)
+def test_a_launch_beyond_a_limit_takes_nothing(
+    sold: Site, limits: dict[str, int], gpus: int, detail: dict[str, object]
+) -> None:
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, **limits)
+        problem = refused(conn, sold, gpus)
+        assert (problem.code, problem.status, problem.detail) == ("quota_exceeded", 409, detail)
+        assert sold.statuses(conn) == ["available", "available"]
+
+
+def test_use_ends_with_the_allocation(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, gpus=1, machines=5)
+        key = sold.active(conn)
+        assert quota.used(conn, sold.project)["gpus"] == 1
+        assert refused(conn, sold).detail["limit"] == "gpus"
+        launching.release(conn, key, ADMIN)
+        assert refused(conn, sold).detail["used"] == 1, "its disk is still being wiped"
+        allocations = sa.update(tables.allocations).where(tables.allocations.c.id == key)
+        conn.execute(allocations.values(error={"code": "identity_mismatch"}))
+        sold.allocate(conn)  # a clean-up that waits for an operator is no use of the tenant
+
+
+def test_requests_that_wait_are_limited(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, open_requests=1)
+        key = sold.allocate(conn)
+        assert refused(conn, sold).detail == {"limit": "open_requests", "used": 1, "allowed": 1}
+        launching.release(conn, key, ADMIN)
+        sold.allocate(conn)
+
+
+def test_the_rate_of_launches_counts_all_of_the_last_hour(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, launches_per_hour=2)
+        first, second = sold.allocate(conn), sold.allocate(conn)
+        for key in (first, second):
+            launching.release(conn, key, ADMIN)
+        problem = refused(conn, sold)
+        assert (problem.code, problem.status) == ("rate_exceeded", 429)
+        assert 3500 < int(str(problem.detail["retry_after_s"])) <= 3601
+        earlier = sa.update(tables.allocations).where(tables.allocations.c.id == first)
+        conn.execute(earlier.values(created_at=clock.now() - quota.HOUR_S))
+        sold.allocate(conn)
+
+
+def test_failures_of_the_tenants_own_doing_end_its_launches(sold: Site) -> None:
+    """Each of them blocks a slot until it is recovered, so others would find none free."""
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, failures_per_hour=1)
+        sold.failed(conn)
+        assert refused(conn, sold).detail["limit"] == "failures_per_hour"
+        # A failure of the host is not counted.
+        conn.execute(sa.update(tables.allocations).values(error={"code": "boot_changed"}))
+        sold.allocate(conn)
+
+
+def test_the_sites_limits_hold_where_a_project_has_none_of_its_own(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        quota.change_defaults(conn, {"machines": 0, "gpus": 9}, ADMIN)
+        assert refused(conn, sold).detail["limit"] == "machines"
+        limit(conn, sold, gpus=0)
+        assert refused(conn, sold).detail["limit"] == "gpus"
+        limit(conn, sold, machines=1)
+        sold.allocate(conn)
+        quota.change_defaults(conn, {}, ADMIN)
+        assert quota.limits(conn, projects.get(conn, sold.project)) == {"machines": 1}
+
+
+def test_a_project_without_limits_has_none_and_a_change_is_audited(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, machines=0)
+        limit(conn, sold)
+        assert projects.get(conn, sold.project).quota == {}
+        sold.allocate(conn, 2)
+        audit = journal.audit_rows(conn, action="admin.project.quota")
+        assert [row.detail for row in audit][-1] == {"from": {}, "to": {"machines": 0}}
+        with pytest.raises(Problem, match="project_not_found"):
+            launching.allocate(
+                conn, launching.Launch(**vars(sold.launch()) | {"project_id": "x"}), ADMIN
+            )

@@ -1,0 +1,125 @@
+"""The ring of samples: bounded whatever comes, kept a day, and only a host's own slices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.api import telemetry
+from reconciler.db import clock
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import allocations, telemetry_samples
+from reconciler.lifecycle import retention, slice_telemetry
+from reconciler.model.slice_telemetry import Snapshot
+from tests.unit.reconciler.conftest import Site
+
+pytestmark = pytest.mark.covers("SLICE-11")
+
+
+def snapshot(allocation_id: str, guest: dict[str, Any] | None = None, **host: Any) -> Snapshot:
+    part = {"allocation_id": allocation_id, "host": {"state": "running", **host}, "guest": guest}
+    read = Snapshot.read(json.dumps({"version": 1, "slices": [part]}).encode())
+    assert isinstance(read, Snapshot), read
+    return read
+
+
+def test_the_ring_has_a_place_per_minute_of_the_day(
+    on_either: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(on_either.engine) as conn:
+        mine = on_either.active(conn)
+        now = clock.read(conn)
+        # Two days, a sample per 15 minutes.
+        for at in range(0, 2 * 24 * 60, 15):
+            monkeypatch.setattr(clock, "read", lambda _c, at=at: now - 2 * 86_400 + at * 60 + 60)
+            slice_telemetry.record(conn, "n1", snapshot(mine, cpu_s=float(at)))
+        places = conn.execute(sa.select(sa.func.count()).select_from(telemetry_samples)).scalar()
+        assert places == 24 * 4
+        kept = slice_telemetry.samples(conn, mine, slice_telemetry.RING)
+        assert [row.host["cpu_s"] for row in kept] == list(range(24 * 60, 2 * 24 * 60, 15))
+        assert len(slice_telemetry.samples(conn, mine, 60)) == 4
+
+
+def test_samples_older_than_a_day_are_deleted(on_either: Site) -> None:
+    with transaction(on_either.engine) as conn:
+        mine = on_either.active(conn)
+        slice_telemetry.record(conn, "n1", snapshot(mine))
+        assert retention.telemetry(conn) == 0
+        age = sa.update(telemetry_samples).values(at=clock.now() - 86_401)
+        conn.execute(age)
+        assert retention.telemetry(conn) == 1
+
+
+def test_a_host_speaks_of_its_own_active_slices_only(on_either: Site) -> None:
+    with transaction(on_either.engine) as conn:
+        mine, requested = on_either.active(conn), on_either.allocate(conn)
+        for node_id, key in (("n2", mine), ("n1", requested), ("n1", "no-such-id")):
+            assert slice_telemetry.record(conn, node_id, snapshot(key)) == 0
+        assert slice_telemetry.record(conn, "n1", snapshot(mine)) == 1
+        metal = sa.update(allocations).where(allocations.c.id == mine)
+        conn.execute(metal.values(capacity_shape="baremetal"))
+        assert slice_telemetry.record(conn, "n1", snapshot(mine)) == 0
+
+
+def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_either: Site) -> None:
+    gpu = {"index": 1, "power_w": 5.5}
+    guest = {"age_s": 3.0, "load_1": 0.5, "cuda": "ready", "gpus": [gpu], "invented": 1}
+    with transaction(on_either.engine) as conn:
+        mine = on_either.active(conn)
+        host = {"sent_bytes": 7, "refused_packets": {"arp": 2, "invented": 1}}
+        slice_telemetry.record(conn, "n1", snapshot(mine, guest, **host))
+    text = telemetry.exposition(on_either.engine).decode()
+    labels = f'allocation="{mine}",project="p1",source='
+    rows = {line for line in text.splitlines() if line.startswith("gpuaas_slice_")}
+    assert rows == {
+        f'gpuaas_slice_sent_bytes{{{labels}"host"}} 7.0',
+        f'gpuaas_slice_age_s{{{labels}"guest"}} 3.0',
+        f'gpuaas_slice_load_1{{{labels}"guest"}} 0.5',
+        f'gpuaas_slice_gpu_power_w{{allocation="{mine}",gpu="1",project="p1",source="guest"}} 5.5',
+    }
+    # The guard's counters go to the totals of the allocation.
+    assert 'gpuaas_refused_packets{kind="arp"} 2.0' in text and "invented" not in text
+    with transaction(on_either.engine) as conn:
+        conn.execute(sa.update(telemetry_samples).values(at=clock.now() - 300))
+    assert "gpuaas_slice_" not in telemetry.exposition(on_either.engine).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cpu_s": -1},
+        {"cpu_s": "1"},
+        {"sent_bytes": 2**53},
+        {"sent_bytes": 1.5},
+        {"vcpus": True},
+        {"state": "gone"},
+        {"refused_packets": {"A" * 40: 1}},
+    ],
+)
+def test_a_snapshot_with_a_value_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    part = {"allocation_id": "a", "host": {"state": "running", **change}}
+    refused = Snapshot.read(json.dumps({"version": 1, "slices": [part]}).encode())
+    assert isinstance(refused, str) and next(iter(change)) in refused
+
+
+def test_a_snapshot_is_bounded() -> None:
+    part = {"allocation_id": "a", "host": {"state": "running"}}
+    for document in ({"version": 1, "slices": [part] * 300}, {"version": 2, "slices": []}, []):
+        assert isinstance(Snapshot.read(json.dumps(document).encode()), str)
+    assert isinstance(Snapshot.read(b"[" * 100_000), str)
+    assert isinstance(Snapshot.read(b"\xff"), str)
+
+
+def test_a_host_is_due_once_per_minute_while_it_has_active_slices(on_either: Site) -> None:
+    with reading(on_either.engine) as conn:
+        assert slice_telemetry.due(conn) == []
+    with transaction(on_either.engine) as conn:
+        mine = on_either.active(conn)
+        assert [node.id for node in slice_telemetry.due(conn)] == ["n1"]
+        slice_telemetry.record(conn, "n1", snapshot(mine))
+        assert slice_telemetry.due(conn) == []
+        conn.execute(sa.update(telemetry_samples).values(at=clock.now() - 56))
+        assert [node.id for node in slice_telemetry.due(conn)] == ["n1"]

@@ -1,0 +1,109 @@
+"""Worker processes as sites run them, on a database of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import reading
+from reconciler.db.schema import PoolWorker
+from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.service.service import alive, until
+
+HERE = Path(__file__).resolve().parents[4]
+FUNCTIONS = "tests.unit.reconciler.pools.functions"
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[subprocess.Popen[str]]:
+    """Starts workers."""
+    command = [sys.executable, "-m", "tests.unit.reconciler.pools.forge"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=HERE, text=True, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+
+
+class Workers:
+    """Processes of `gpuaas jobs worker`, and the queue that they serve."""
+
+    def __init__(self, queue: Queue, folder: Path, forge: subprocess.Popen[str]) -> None:
+        self.queue = queue
+        self.log = folder / "workers.log"
+        self.note = folder / "ran"
+        self.pids: list[int] = []
+        self.environment = {
+            "GPUAAS_STATE_DIR": str(folder),
+            "GPUAAS_DATABASE_URL": queue.engine.url.render_as_string(hide_password=False),
+            "GPUAAS_POLL_S": "0.02",
+        }
+        self._forge = forge
+
+    def start(self, *words: str, function: str = "double") -> int:
+        """The id of a new worker of the model "m"."""
+        models = ["--model", f"m={FUNCTIONS}:{function}"] if function else []
+        command = ["jobs", "worker", *models, *words]
+        assert self._forge.stdin is not None and self._forge.stdout is not None
+        self._forge.stdin.write(json.dumps([command, self.environment, str(self.log)]) + "\n")
+        self._forge.stdin.flush()
+        self.pids.append(int(self._forge.stdout.readline()))
+        return self.pids[-1]
+
+    def kill(self, pid: int) -> None:
+        """As the kernel's memory killer does it."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self.ended(pid)
+
+    def ended(self, pid: int) -> None:
+        """Wait for the end of a worker."""
+        until(lambda: not alive(pid))
+
+    def close(self) -> None:
+        for pid in self.pids:
+            self.kill(pid)
+
+    def ran(self) -> list[int]:
+        """The numbers of the calls that functions noted, in their order."""
+        return [int(line) for line in self.note.read_text().split()] if self.note.exists() else []
+
+    def submit(self, count: int = 1, project: str = "p1", **call: object) -> list[str]:
+        calls = [{"file": str(self.note), **call, "number": number} for number in range(count)]
+        return self.queue.submit(calls, project)
+
+    def served(self, *models: str) -> None:
+        """Wait until a worker serves these models."""
+        query = sa.select(PoolWorker.TABLE.c.models)
+
+        def ready() -> bool:
+            with reading(self.queue.engine) as conn:
+                return sorted(models) in conn.execute(query).scalars().all()
+
+        until(ready)
+
+    def wait(self, id: str, *statuses: str) -> Any:
+        """The job in one of these statuses."""
+        until(lambda: self.queue.read(id).status in statuses)
+        return self.queue.read(id)
+
+
+@pytest.fixture
+def queue(engine: sa.Engine) -> Queue:
+    return Queue(engine)
+
+
+@pytest.fixture
+def workers(queue: Queue, tmp_path: Path, forge: subprocess.Popen[str]) -> Iterator[Workers]:
+    workers = Workers(queue, tmp_path, forge)
+    yield workers
+    workers.close()

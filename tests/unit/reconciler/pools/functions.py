@@ -1,0 +1,54 @@
+"""Functions that workers of the tests serve. Each notes that it ran, as a real effect would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reconciler.pools.runner import InputError
+
+Input = Mapping[str, Any]
+
+
+def _note(call: Input) -> None:
+    # O_APPEND keeps lines of several processes whole.
+    with Path(call["file"]).open("a") as file:
+        file.write(f"{call['number']}\n")
+
+
+def double(call: Input) -> dict[str, Any]:
+    """Twice the number. Prints, as libraries do."""
+    print("a library's banner", flush=True)
+    _note(call)
+    time.sleep(call.get("seconds", 0))
+    return {"twice": call["number"] * 2}
+
+
+def misbehave(call: Input) -> Any:
+    """Fail in the way that the input names."""
+    _note(call)
+    how = call["how"]
+    if how == "refuse":
+        raise InputError("a number", "a word")
+    if how == "raise":
+        raise RuntimeError("secret of the operators")
+    if how == "exit":
+        os._exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "eat":
+        return {"size": len(bytearray(1 << 30))}
+    if how == "hang":
+        time.sleep(600)
+    if how == "huge":
+        return {"text": "x" * (1 << 17)}
+    return {"nan": float("nan")} if how == "nan" else [how]
+
+
+def environment(_call: Input) -> dict[str, Any]:
+    """Names of the variables that the function can see."""
+    return {"names": sorted(os.environ)}

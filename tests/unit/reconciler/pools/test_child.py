@@ -1,0 +1,102 @@
+"""The runner of a worker: jobs wait in its socket, come back from there, and end in groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.pools.child import Runner
+from reconciler.pools.queue import DatabaseQueue
+from reconciler.pools.worker import Worker
+from tests.unit.reconciler.pools.conftest import FUNCTIONS
+from tests.unit.reconciler.pools.test_leases import Queue
+
+pytestmark = pytest.mark.covers("ORCH-2")
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    runner = Runner({"m": f"{FUNCTIONS}:double"}, 512)
+    yield runner
+    runner.stop()
+
+
+def calls(count: int, file: Path) -> list[dict[str, object]]:
+    return [{"file": str(file), "number": number} for number in range(count)]
+
+
+def test_jobs_that_come_back_have_not_begun(queue: Queue, runner: Runner, tmp_path: Path) -> None:
+    file = tmp_path / "ran"
+    ids = set(queue.submit(calls(40, file)))
+    held = queue.claim(40)
+    runner.start()
+    came_back = 0
+    for turn in range(1, 21):
+        runner.send(held)
+        # The process takes jobs from the socket at the same time as this side does.
+        ended = runner.outcomes(5, turn)
+        back = runner.recall()
+        ended += runner.outcomes(5, len(runner))
+        assert len(runner) == 0
+        assert {job.id for job, _ in ended} | {job.id for job in back} == ids
+        assert len(ended) + len(back) == len(ids)
+        for job, outcome in ended:
+            assert outcome.result == {"twice": job.input["number"] * 2}
+        assert len(file.read_text().split()) == len(ended)
+        file.unlink()
+        came_back += len(back)
+    assert came_back, "some had not begun"
+
+
+def test_jobs_behind_one_that_ends_the_process_run_in_the_next(
+    queue: Queue, tmp_path: Path
+) -> None:
+    runner = Runner({"m": f"{FUNCTIONS}:misbehave"}, 512)
+    ways = [{"file": str(tmp_path / "ran"), "number": n, "how": how}
+            for n, how in enumerate(("list", "exit", "list"))]  # fmt: skip
+    queue.submit(ways)
+    runner.send(queue.claim(3))
+    ended = [pair for _ in range(3) for pair in runner.outcomes(30, 1)]
+    runner.stop()
+    codes = [outcome.error["code"] for _, outcome in ended if outcome.error]
+    assert codes == ["result_invalid", "runner_ended", "result_invalid"]
+    assert (tmp_path / "ran").read_text().split() == ["0", "1", "2"]
+
+
+def test_a_process_that_ended_between_jobs_costs_none(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    queue.submit(calls(1, tmp_path / "ran"))
+    runner.start()
+    assert runner._process is not None
+    runner._process.kill()
+    runner._process.wait()
+    runner.send(queue.claim(1))
+    assert [outcome.result for _, outcome in runner.outcomes(30, 1)] == [{"twice": 0}]
+
+
+def test_outcomes_and_claims_share_transactions(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    ids = queue.submit(calls(400, tmp_path / "ran"))
+    stopping = threading.Event()
+    claims = []
+
+    def executed(conn: sa.Connection, _cursor: object, statement: str, *_: object) -> None:
+        if "started_at" in statement and "RETURNING" in statement:
+            claims.append(statement)
+        if not statement.startswith("SELECT") and queue_is_done():
+            stopping.set()
+
+    def queue_is_done() -> bool:
+        return len((tmp_path / "ran").read_text().split()) == len(ids)
+
+    (tmp_path / "ran").touch()
+    sa.event.listen(queue.engine, "after_cursor_execute", executed)
+    Worker(DatabaseQueue(queue.engine, ["m"]), runner, stopping).run()
+    assert {queue.read(id).status for id in ids} == {"done"}
+    assert len(claims) < len(ids) / 4

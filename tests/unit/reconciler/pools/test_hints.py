@@ -1,0 +1,115 @@
+"""Redis streams as hints: they wake workers; whatever happens to them, no job is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from reconciler.pools import hints
+from reconciler.pools.hints import DEAD, GROUP, STREAM, Hints
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.covers("ORCH-2")
+
+
+@pytest.fixture(params=["redis-server", "valkey-server"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
+    """Redis, and Valkey where the distribution has it."""
+    server = RedisServer(tmp_path, program=request.param)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def streams(server: RedisServer) -> Hints:
+    return Hints(server.url)
+
+
+def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: Hints) -> None:
+    assert streams.wait("w", 0.01)  # makes the group
+    threading.Timer(0.1, streams.announce, [["a", "b"]]).start()
+    began = time.monotonic()
+    assert streams.wait("w", 60)
+    assert time.monotonic() - began < 0.9, "it was not the end of the wait that woke it"
+    streams.announce(["c"])
+    streams.wait("w", 1)
+    assert streams.lengths() == {STREAM: 0, DEAD: 0}
+    assert server.client.xpending(STREAM, GROUP)["pending"] == 0
+
+
+def test_hints_of_a_dead_worker_wake_another(
+    server: RedisServer, streams: Hints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.wait("w", 0.01)
+    streams.announce(["a"])
+    server.client.xreadgroup(GROUP, "dead", {STREAM: ">"})
+    monkeypatch.setattr(hints, "_IDLE_MS", 0)
+    streams.wait("w", 0.01)
+    assert streams.lengths()[STREAM] == 0
+
+
+@pytest.mark.covers("I19")
+def test_a_flushed_redis_is_used_again_at_once(server: RedisServer, streams: Hints) -> None:
+    streams.wait("w", 0.01)
+    server.client.flushall()
+    assert streams.wait("w", 0.01)
+    streams.announce(["a"])
+    assert streams.wait("w", 60)
+    assert streams.lengths()[STREAM] == 0
+
+
+@pytest.mark.covers("I19")
+def test_a_redis_that_is_away_or_hangs_delays_nobody(
+    server: RedisServer, streams: Hints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.kill()
+    began = time.monotonic()
+    streams.announce(["a"])
+    streams.bury({"a": "timed_out"})
+    assert not streams.wait("w", 60)
+    assert streams.lengths() == {}
+    assert time.monotonic() - began < 1
+    server.start()
+    monkeypatch.setattr(streams, "_away_until", 0.0)
+    streams.bury({"a": "timed_out"})
+    assert [fields for _, fields in server.client.xrange(DEAD)] == [
+        {"job": "a", "code": "timed_out"}
+    ]
+
+
+def test_a_redis_without_xautoclaim_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = RedisServer(tmp_path, "--rename-command", "XAUTOCLAIM", "")
+    old.start()
+    streams = Hints(old.url)
+    with caplog.at_level(logging.WARNING, "gpuaas.jobs"):
+        for name in ("a", "b"):
+            assert streams.wait("w", 0.01)
+            streams.announce([name])
+    assert streams.wait("w", 60)
+    assert caplog.text.count("XAUTOCLAIM not available") == 1
+    old.close()
+
+
+@pytest.mark.covers("CTRL-12")
+def test_the_runbook_s_pause_of_the_group_pauses_nothing(
+    server: RedisServer, streams: Hints
+) -> None:
+    """`XGROUP SETID … 0` gives old hints again, and `SETID … >` is an error."""
+    streams.wait("w", 0.01)
+    streams.announce(["a"])
+    entries = server.client.xreadgroup(GROUP, "reader", {STREAM: ">"})
+    server.client.xack(STREAM, GROUP, entries[0][1][0][0])
+    server.client.xgroup_setid(STREAM, GROUP, "0")
+    again = server.client.xreadgroup(GROUP, "reader", {STREAM: ">"})
+    assert [fields for _, fields in again[0][1]] == [{"job": "a"}], "it was acknowledged"
+    with pytest.raises(redis.ResponseError, match="Invalid stream ID"):
+        server.client.xgroup_setid(STREAM, GROUP, ">")

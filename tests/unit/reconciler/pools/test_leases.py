@@ -1,0 +1,309 @@
+"""Jobs in the database: claimed fairly, finished by their holder only, retried, buried."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock
+from reconciler.db.engine import transaction
+from reconciler.db.schema import Job, PoolWorker, audit_log
+from reconciler.db.schema import jobs as table
+from reconciler.model.errors import Problem
+from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
+from reconciler.pools import jobs, leases
+from reconciler.records import projects
+from tests.unit.reconciler.conftest import ADMIN
+
+pytestmark = pytest.mark.covers("ORCH-2")
+
+ERROR = {"code": "function_failed", "expected": "a", "found": "b", "remedy": "c"}
+FAILED = Outcome(error=ERROR)
+
+
+class Queue:
+    """Two projects and a worker of the model "m"."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self.engine = engine
+        with transaction(engine) as conn:
+            for name in ("p1", "p2"):
+                projects.create(conn, name, ADMIN, id=name)
+        self.worker = self.register()
+
+    def register(self) -> PoolWorker:
+        with transaction(self.engine) as conn:
+            return leases.register(conn, host="here", pid=1, models=["m"])
+
+    def add(self, count: int = 1, project: str = "p1", **options: Any) -> list[str]:
+        return self.submit([{"number": n} for n in range(count)], project, **options)
+
+    def submit(
+        self, inputs: Sequence[dict[str, Any]], project: str = "p1", **options: Any
+    ) -> list[str]:
+        new = [jobs.NewJob("m", given, **options) for given in inputs]
+        with transaction(self.engine) as conn:
+            return jobs.enqueue(conn, project, new, ADMIN)
+
+    def claim(self, limit: int = 1, **options: Any) -> list[Job]:
+        with transaction(self.engine) as conn:
+            return leases.claim(conn, self.worker, limit=limit, **options)
+
+    def finish(self, held: Sequence[Job], outcome: Outcome) -> dict[str, JobStatus]:
+        with transaction(self.engine) as conn:
+            return leases.finish(conn, [(job, outcome) for job in held])
+
+    def tend(self) -> leases.Tended:
+        with transaction(self.engine) as conn:
+            return leases.tend(conn)
+
+    def read(self, id: str, project: str = "p1") -> Job:
+        with transaction(self.engine) as conn:
+            return jobs.get(conn, project, id)
+
+    def change(self, *ids: str, **values: Any) -> None:
+        """Change rows, as the time that passes does."""
+        with transaction(self.engine) as conn:
+            conn.execute(sa.update(table).where(table.c.id.in_(ids)).values(**values))
+
+    def reprocess(self, sample: int | None, *, force: bool = False) -> list[str]:
+        with transaction(self.engine) as conn:
+            return jobs.reprocess(conn, "p1", ADMIN, sample=sample, force=force)
+
+    def bury(self, count: int) -> list[str]:
+        ids = self.add(count)
+        self.finish(self.claim(count), Outcome(error=ERROR, permanent=True))
+        return ids
+
+
+def test_a_job_is_claimed_once_and_finished_once(queue: Queue) -> None:
+    (id,) = queue.add()
+    (held,) = queue.claim(5)
+    assert queue.claim(5) == []
+    assert queue.finish([held], Outcome({"n": 1})) == {id: JobStatus.DONE}
+    assert queue.finish([held], Outcome({"n": 2})) == {}
+    job = queue.read(id)
+    assert (job.status, job.result, job.attempts, job.token) == ("done", {"n": 1}, 1, "")
+    assert job.size > held.size
+
+
+def test_priority_and_age_decide_within_a_project(queue: Queue) -> None:
+    late, soon = queue.add(priority=9)[0], queue.add(priority=0)[0]
+    first, second = queue.add(2)
+    queue.change(first, enqueued_at=1.0)
+    order = [queue.claim()[0].id for _ in range(4)]
+    assert order == [soon, first, second, late]
+
+
+def test_a_long_queue_does_not_delay_another_project(queue: Queue) -> None:
+    queue.add(50)
+    queue.add(3, "p2")
+    taken = Counter(job.project_id for job in queue.claim(6))
+    assert taken == {"p1": 3, "p2": 3}
+    queue.add(2, "p2")
+    # The first project runs as many, so the places go on in turns.
+    assert Counter(job.project_id for job in queue.claim(4)) == {"p1": 2, "p2": 2}
+    queue.claim(1)
+    queue.claim(5)
+    queue.add(1, "p2")
+    assert queue.claim()[0].project_id == "p2", "of those that run, it has the fewest"
+
+
+def test_a_worker_takes_only_jobs_of_its_models(queue: Queue) -> None:
+    with transaction(queue.engine) as conn:
+        leases.register(conn, host="there", pid=2, models=["other"])
+        jobs.enqueue(conn, "p1", [jobs.NewJob("other", {})], ADMIN)
+    assert queue.claim() == []
+    with transaction(queue.engine) as conn:
+        assert leases.is_idle(conn, queue.worker)
+
+
+def test_a_delayed_job_waits_for_its_time(queue: Queue) -> None:
+    (id,) = queue.add(delay_s=60)
+    assert (queue.tend().due, queue.claim()) == (0, [])
+    queue.change(id, not_before=clock.now() - 1)
+    assert queue.tend().due == 1
+    assert [job.id for job in queue.claim()] == [id]
+
+
+def test_a_failure_is_tried_again_later_until_its_attempts_end(queue: Queue) -> None:
+    (id,) = queue.add(max_attempts=2)
+    assert queue.finish(queue.claim(), FAILED) == {id: JobStatus.PENDING}
+    job = queue.read(id)
+    assert (job.attempts, job.error["code"]) == (1, "function_failed")
+    assert job.not_before is not None and job.not_before > job.updated_at
+    assert queue.claim() == []
+    queue.change(id, not_before=None)
+    assert queue.finish(queue.claim(), FAILED) == {id: JobStatus.DEAD_LETTER}
+
+
+def test_a_lost_lease_belongs_to_the_next_worker(queue: Queue) -> None:
+    (id,) = queue.add()
+    (old,) = queue.claim(lease_s=-1)
+    assert queue.tend().reclaimed == 1
+    with transaction(queue.engine) as conn:
+        assert leases.renew(conn, queue.worker, [old.token]) == set()
+    (new,) = queue.claim()
+    assert queue.finish([old], Outcome({"from": "old"})) == {}
+    with transaction(queue.engine) as conn:
+        leases.give_back(conn, [old])
+    assert queue.read(id).token == new.token
+    assert queue.finish([new], Outcome({"from": "new"})) == {id: JobStatus.DONE}
+    job = queue.read(id)
+    assert (job.result, job.lost, job.attempts) == ({"from": "new"}, 1, 1)
+
+
+def test_a_heartbeat_renews_only_what_is_still_held(queue: Queue) -> None:
+    ids = queue.add(3)
+    held = queue.claim(3, lease_s=5)
+    queue.finish(held[:1], Outcome({}))
+    with transaction(queue.engine) as conn:
+        jobs.cancel(conn, "p1", held[1].id)
+        assert leases.renew(conn, queue.worker, [held[0].token]) == {held[2].id}
+    last = queue.read(held[2].id)
+    assert last.lease_expires_at is not None and held[2].lease_expires_at is not None
+    assert last.lease_expires_at > held[2].lease_expires_at + 20
+    assert set(ids) == {job.id for job in held}
+
+
+def test_a_job_that_kills_every_worker_is_buried(queue: Queue) -> None:
+    (id,) = queue.add()
+    for _ in range(LOST_LIMIT):
+        assert queue.claim(lease_s=-1)
+        queue.tend()
+    job = queue.read(id)
+    assert (job.status, job.error["code"]) == ("dead_letter", "worker_lost")
+
+
+def test_jobs_given_back_cost_nothing(queue: Queue) -> None:
+    (id,) = queue.add()
+    held = queue.claim()
+    with transaction(queue.engine) as conn:
+        leases.give_back(conn, held)
+    job = queue.read(id)
+    assert (job.status, job.attempts, job.lost, job.token) == ("pending", 0, 0, "")
+
+
+def test_a_canceled_job_does_not_run_and_its_result_does_not_count(queue: Queue) -> None:
+    waiting, running = queue.add(2)
+    (held,) = queue.claim()
+    assert held.id == waiting
+    with transaction(queue.engine) as conn:
+        for id in (waiting, running):
+            assert jobs.cancel(conn, "p1", id).status == jobs.cancel(conn, "p1", id).status
+    assert queue.claim() == []
+    assert queue.finish([held], Outcome({})) == {}
+    assert queue.read(waiting).status == "canceled"
+    (done,) = queue.add()
+    queue.finish(queue.claim(), Outcome({}))
+    with pytest.raises(Problem, match="job_ended"), transaction(queue.engine) as conn:
+        jobs.cancel(conn, "p1", done)
+
+
+def test_dead_letters_come_back_by_a_sample_first(queue: Queue) -> None:
+    ids = queue.bury(5)
+    assert set(queue.reprocess(2)) < set(ids)
+    with pytest.raises(Problem, match="sample_unfinished"):
+        queue.reprocess(None)
+    sample = queue.claim(5)
+    assert [job.attempts for job in sample] == [0, 0]
+    queue.finish(sample[:1], Outcome({}))
+    queue.finish(sample[1:], Outcome(error=ERROR, permanent=True))
+    with pytest.raises(Problem, match="sample_unfinished"):
+        queue.reprocess(None)
+    assert len(queue.reprocess(None, force=True)) == 4
+    queue.finish(queue.claim(4), Outcome({}))
+    assert queue.reprocess(None) == []
+    with transaction(queue.engine) as conn:
+        acts = conn.execute(sa.select(audit_log.c.detail).where(
+            audit_log.c.action == "jobs.reprocessed")).scalars().all()  # fmt: skip
+    assert [act["jobs"] for act in acts] == [2, 4]
+
+
+def test_an_unknown_model_is_refused_by_name(queue: Queue) -> None:
+    with pytest.raises(Problem, match="model_unknown") as refused, transaction(queue.engine) as c:
+        jobs.enqueue(c, "p1", [jobs.NewJob("m", {}), jobs.NewJob("none", {})], ADMIN)
+    assert (refused.value.expected, refused.value.status) == ("one of the models m", 422)
+    assert queue.claim() == []
+
+
+def test_a_project_has_a_limit_of_open_jobs(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "OPEN_LIMIT", 3)
+    queue.bury(2)
+    queue.add(2)
+    for ask in (lambda: queue.add(2), lambda: queue.reprocess(None)):
+        with pytest.raises(Problem, match="job_limit") as refused:
+            ask()
+        assert (refused.value.status, refused.value.detail["retry_after_s"]) == (429, 60)
+    queue.add(3, "p2")
+
+
+@pytest.mark.parametrize(("name", "value"), [("KEPT_LIMIT", 4), ("KEPT_BYTES", 60)])
+def test_old_results_make_room_and_new_ones_do_not(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    monkeypatch.setattr(jobs, name, value)
+    old = queue.add(4)
+    queue.finish(queue.claim(4), Outcome({}))
+    with pytest.raises(Problem, match="job_limit"):
+        queue.add(1)
+    queue.change(*old[:2], updated_at=clock.now() - jobs.READABLE_S - 1)
+    (new,) = queue.add(1)
+    with transaction(queue.engine) as conn:
+        assert {job["id"] for job in jobs.every(conn, "p1")} == {new, *old[2:]}
+
+
+def test_jobs_and_workers_are_kept_for_their_time(queue: Queue) -> None:
+    dead, live = queue.bury(1)[0], queue.add()[0]
+    queue.change(dead, live, updated_at=1.0)
+    with transaction(queue.engine) as conn:
+        assert jobs.forget(conn, age_s=60, limit=10) == 1
+        assert [job["id"] for job in jobs.every(conn, "p1")] == [live]
+        conn.execute(sa.update(PoolWorker.TABLE).values(beat_at=1.0))
+        jobs.forget(conn, age_s=60, limit=10)
+    with pytest.raises(Problem, match="model_unknown"):
+        queue.add()
+
+
+def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
+    """With a million queued jobs, each statement uses one of the partial indexes."""
+    plans: list[str] = []
+
+    def explain(conn: sa.Connection, _cursor: Any, statement: str, values: Any, *_: Any) -> None:
+        if "orchestrator_jobs" in statement and "EXPLAIN" not in statement:
+            plan = conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
+            plans.extend(row.detail for row in plan if "orchestrator_jobs" in row.detail)
+
+    queue.add(3)
+    queue.change(*queue.add(2), not_before=1.0)
+    sa.event.listen(queue.engine, "before_cursor_execute", explain)
+    try:
+        assert len(queue.claim(2)) == 2
+        assert queue.tend().due == 2
+    finally:
+        sa.event.remove(queue.engine, "before_cursor_execute", explain)
+    assert len(plans) > 4
+    for plan in plans:
+        assert re.search("INDEX ix_orchestrator_jobs_(due|delayed|running)|autoindex.*id=", plan)
+
+
+def test_the_depth_of_a_queue_is_counted_back(queue: Queue) -> None:
+    now = jobs.DEPTH_STEPS * jobs.DEPTH_STEP_S
+    with transaction(queue.engine) as conn:
+        since = clock.read(conn) - now
+    old, new, ended = queue.add(3)
+    queue.add(1, "p2")
+    queue.change(old, enqueued_at=since - 600)
+    queue.change(new, enqueued_at=since + 30 * 60 + 1)
+    queue.change(ended, enqueued_at=since + 10 * 60 + 1, status="done", updated_at=since + 2401)
+    with transaction(queue.engine) as conn:
+        open_ = jobs.depth(conn, "p1").open
+        site = jobs.depth(conn).open
+    # A step is a minute; the row shows the queue at the end of each.
+    assert open_ == [1] * 10 + [2] * 20 + [3] * 10 + [2] * 20
+    assert site == [*open_[:-1], open_[-1] + 1], "the job of p2 has just come"

@@ -1,0 +1,108 @@
+"""The same jobs on PostgreSQL, and workers that claim at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import reading, transaction
+from reconciler.pools import control, leases
+from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.db import test_postgres
+from tests.unit.reconciler.pools import test_control, test_leases
+from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.service.service import until
+
+pytestmark = [pytest.mark.postgres, pytest.mark.covers("ORCH-2")]
+engine = test_postgres.engine
+
+STORIES: dict[str, Callable[[Queue], None]] = {
+    name: story
+    for name, story in {**vars(test_leases), **vars(test_control)}.items()
+    if name.startswith("test_")
+    and list(signature(story).parameters) == ["queue"]
+    # Plans are read as SQLite shows them.
+    and "reads_no_job" not in name
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_jobs_are_the_same(engine: sa.Engine, story: str) -> None:
+    STORIES[story](Queue(engine))
+
+
+@pytest.mark.covers("ORCH-5")
+def test_no_claim_slips_through_maintenance(engine: sa.Engine) -> None:
+    """A change of the mode and a claim wait for each other, whichever comes first."""
+    queue = Queue(engine)
+    queue.add(3)
+    with ThreadPoolExecutor(1) as pool:
+        with transaction(engine) as conn:
+            assert leases.claim(conn, queue.worker, limit=1)
+            changed = pool.submit(test_control.drain, queue)
+            until(lambda: waits_for_lock(engine))
+            assert not changed.done()
+        changed.result(timeout=10)
+        with reading(engine) as conn:
+            assert (control.read(conn).mode, control.running(conn)) == ("drain", 1)
+        with transaction(engine) as conn:
+            control.resume(conn, ADMIN)
+        with transaction(engine) as conn:
+            control.drain(conn, ADMIN, 60)
+            claimed = pool.submit(queue.claim)
+            until(lambda: waits_for_lock(engine))
+        assert claimed.result(timeout=10) == []
+
+
+def waits_for_lock(engine: sa.Engine) -> bool:
+    with reading(engine) as conn:
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        return bool(conn.exec_driver_sql(waiting).scalar_one())
+
+
+@pytest.mark.covers("ORCH-5")
+def test_a_drain_is_not_starved_by_workers_that_claim_without_end(engine: sa.Engine) -> None:
+    queue = Queue(engine)
+    queue.add(2_000)
+    ended = threading.Event()
+
+    def take(_number: int) -> int:
+        taken = 0
+        while not ended.is_set():
+            taken += len(queue.claim(1))
+        return taken
+
+    with ThreadPoolExecutor(4) as pool:
+        workers = [pool.submit(take, number) for number in range(4)]
+        until(lambda: held(engine) > 50)
+        test_control.drain(queue)
+        at_the_change = held(engine)
+        for _ in range(20):
+            queue.claim(1)
+        ended.set()
+        assert sum(worker.result() for worker in workers) == at_the_change < 2_000
+
+
+def held(engine: sa.Engine) -> int:
+    with reading(engine) as conn:
+        return control.running(conn)
+
+
+def test_no_job_is_claimed_twice_at_the_same_time(engine: sa.Engine) -> None:
+    queue = Queue(engine)
+    ids = queue.add(200) + queue.add(200, "p2")
+
+    def take(_number: int) -> list[str]:
+        taken: list[str] = []
+        while held := queue.claim(7):
+            taken += [job.id for job in held]
+        return taken
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [id for part in pool.map(take, range(4)) for id in part]
+    assert sorted(taken) == sorted(ids)

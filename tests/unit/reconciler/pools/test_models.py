@@ -1,0 +1,54 @@
+"""Models in ONNX files: the shipped one answers, and inputs that do not fit are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.pools import child, onnx
+from reconciler.pools.runner import InputError
+from scripts import digits_model
+
+pytestmark = pytest.mark.covers("ORCH-2")
+FILE = Path(child.__file__).with_name("digits.onnx")
+
+
+def test_the_shipped_file_is_what_its_script_writes() -> None:
+    assert FILE.read_bytes() == digits_model.model()
+
+
+def test_digits_are_read_even_with_a_wrong_segment() -> None:
+    read = onnx.load(str(FILE))
+    lit = [[int(bit) for bit in digit] for digit in digits_model.SEGMENTS]
+    answer = read({"segments": lit})
+    assert answer["digit"] == list(range(10))
+    assert all(abs(sum(row) - 1) < 1e-5 for row in answer["probability"])
+    broken = [0, *lit[0][1:]]
+    assert broken not in lit
+    assert read({"segments": [broken]})["digit"] == [0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"segments": [[0] * 7], "more": 1},
+        {"segments": 1},
+        {"segments": [0] * 7},
+        {"segments": [[0] * 6]},
+        {"segments": [[0], [0, 1]]},
+        {"segments": [["1"] * 7]},
+        {"segments": [[None] * 7]},
+        {"segments": [[{}] * 7]},
+        {"segments": [[10**400] * 7]},
+        {"segments": [[1e300] * 7]},
+        {"segments": [[[]] * 7]},
+    ],
+)
+def test_an_input_that_does_not_fit_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as refused:
+        onnx.load(str(FILE))(given)
+    assert "segments" in refused.value.expected
+    assert refused.value.found

@@ -1,0 +1,284 @@
+"""Worker pools in the database: started within limits, ended by their states only."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Pool, PoolWorker, audit_log, device_leases, pool_hosts
+from reconciler.db.schema import pools as table
+from reconciler.model.errors import Problem
+from reconciler.model.pools import Load, PoolState, victim
+from reconciler.pools import jobs, leases, memory, pools, workers
+from reconciler.pools.pools import NewPool
+from reconciler.settings import Settings
+from reconciler.work import loops
+from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase
+from tests.unit.reconciler.pools.test_leases import Queue
+
+pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
+
+HOST: dict[str, Any] = {
+    "id": "host-1",
+    "name": "control",
+    "boot_id": "b",
+    "memory_bytes": 8 << 30,
+    "memory_used_bytes": 1 << 30,
+    "isolation": "process",
+    "models": ["digits", "m"],
+    "devices": [{"id": f"GPU-{n}", "memory_bytes": 1, "memory_used_bytes": 0} for n in range(2)],
+}
+
+
+def host(engine: sa.Engine, **values: Any) -> None:
+    with transaction(engine) as conn:
+        workers.report(conn, {**HOST, **values}, {})
+
+
+def start(engine: sa.Engine, name: str = "a", most: int = 4, **values: Any) -> Pool:
+    wish = NewPool(name, **{"models": ["m"], "memory_mib": 1024, **values})
+    return retrying(engine, lambda conn: pools.start(conn, wish, ADMIN, most=most))
+
+
+def refusal(engine: sa.Engine, **values: Any) -> Problem:
+    with pytest.raises(Problem) as raised:
+        start(engine, **values)
+    return raised.value
+
+
+def begun(engine: sa.Engine, pool: Pool) -> tuple[Pool, PoolWorker]:
+    """The pool runs, with a worker that has come up."""
+    with transaction(engine) as conn:
+        workers.move(conn, pool, "begin", ADMIN)
+        pool = pools.get(conn, pool.id)
+        assert workers.add(conn, pool, f"w-{pool.name}", host="control", boot_id="b", cgroup="")
+        leases.enter(conn, f"w-{pool.name}", pid=7, start_ticks=1)
+        worker = leases.serve(conn, f"w-{pool.name}", ["m"])
+        workers.move(conn, pool, "ready", ADMIN)
+        return pools.get(conn, pool.id), worker
+
+
+def read(engine: sa.Engine, pool: Pool) -> Pool:
+    with reading(engine) as conn:
+        return pools.get(conn, pool.id)
+
+
+def held(engine: sa.Engine) -> list[str]:
+    with reading(engine) as conn:
+        return [lease.device for lease in pools.leases(conn)]
+
+
+def test_a_pool_that_its_host_cannot_take_is_refused(engine: sa.Engine) -> None:
+    assert refusal(engine).code == "pool_host_missing"
+    host(engine)
+    start(engine, devices=["GPU-0"], replicas=2)
+    wrong = {
+        "pool_exists": {"name": "a"},
+        "pool_host_missing": {"host": "other"},
+        "model_unknown": {"models": ["m", "none"]},
+        "device_unknown": {"devices": ["GPU-9"]},
+        "device_leased": {"devices": ["GPU-1", "GPU-0"]},
+        "project_not_found": {"project_id": "none"},
+        # 8 GiB, of which 2 are another pool's.
+        "pool_memory_exceeded": {"replicas": 7},
+        "pool_limit": {"most": 1},
+    }
+    for code, values in wrong.items():
+        problem = refusal(engine, **{"name": "b", **values})
+        assert problem.code == code
+        assert all(problem.to_dict().values()), code
+    assert "at most 6144 MiB" in refusal(engine, name="b", replicas=7).expected
+    assert held(engine) == ["GPU-0"], "a refusal leases nothing"
+    start(engine, "b", replicas=6, devices=["GPU-1"])
+
+
+def test_the_host_with_most_free_memory_is_taken(engine: sa.Engine) -> None:
+    host(engine)
+    host(engine, id="host-2", name="larger", memory_bytes=16 << 30, models=["digits"])
+    assert start(engine).host_id == "host-1", "the other lacks the model"
+    host(engine, id="host-2", name="larger", memory_bytes=16 << 30)
+    assert start(engine, "b").host_id == "host-2"
+    with transaction(engine) as conn:
+        silent = sa.update(pool_hosts).where(pool_hosts.c.id == "host-2")
+        conn.execute(silent.values(seen_at=clock.now() - pools.SILENT_S - 1))
+    assert start(engine, "c").host_id == "host-1"
+    assert refusal(engine, name="d", host="larger").code == "pool_host_missing"
+
+
+def test_an_ended_pool_frees_name_seat_memory_and_devices(engine: sa.Engine) -> None:
+    host(engine)
+    pool = start(engine, most=1, replicas=8, devices=["GPU-0"])
+    with transaction(engine) as conn:
+        assert pools.stop(conn, "a", ADMIN).state == "stopped", "nothing had begun"
+        assert pools.stop(conn, pool.id, ADMIN).state == "stopped"
+    assert held(engine) == []
+    twin = start(engine, pool.id, most=1)
+    with transaction(engine) as conn:
+        assert pools.get(conn, pool.id).id == pool.id, "not that of the same name"
+        pools.stop(conn, twin.id, ADMIN)
+    again = start(engine, most=1, replicas=8, devices=["GPU-0"])
+    assert (again.id != pool.id, again.seat) == (True, 1)
+    with transaction(engine) as conn, pytest.raises(Problem, match="pool_not_found"):
+        pools.get(conn, "b")
+
+
+def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:
+    queue = Queue(engine)
+    host(engine)
+    _, worker = begun(engine, start(engine, drain_s=100))
+    second, _ = begun(engine, start(engine, "b", devices=["GPU-0"]))
+    queue.add(2)
+    with transaction(engine) as conn:
+        (job,) = leases.claim(conn, worker, limit=1)
+        stopped = pools.stop(conn, "a", ADMIN)
+        assert stopped.state == "draining"
+        assert stopped.deadline_at == pytest.approx(stopped.state_since + 100, abs=1)
+        assert leases.is_idle(conn, worker) and leases.claim(conn, worker, limit=1) == []
+        assert workers.holding(conn, [worker.id, "w-b"]) == {worker.id: 1}
+        assert pools.evict(conn, "b", ADMIN).state == "stopping"
+        assert pools.evict(conn, "b", ADMIN).ends_as == "evicted"
+        assert pools.evict(conn, "a", ADMIN).state == "stopping", "also while it drains"
+    assert caplog.text.count("Pool eviction") == 2
+    assert held(engine) == ["GPU-0"], "its processes may still use it"
+    with transaction(engine) as conn:
+        workers.end(conn, worker, "exit status 0")
+        workers.conclude(conn, read(engine, second), ADMIN, PoolState.EVICTED)
+    assert held(engine) == []
+    assert (queue.read(job.id).status, queue.read(job.id).lost) == ("pending", 1)
+    with reading(engine) as conn:
+        states = [change.target for change in journal.history_of(conn, "pool", second.id)]
+        actions = conn.execute(sa.select(audit_log.c.action)).scalars().all()
+    assert states == ["requested", "starting", "running", "stopping", "evicted"]
+    assert [action for action in actions if action.startswith("pool.")].count("pool.evicted") == 2
+    with reading(engine) as conn, pytest.raises(Problem, match="not_found"):
+        pools.get(conn, "b")
+    with transaction(engine) as conn:
+        assert len(pools.stop_all(conn, ADMIN)) == 1, "living pools only"
+
+
+def test_every_living_state_ends_in_time(engine: sa.Engine, tmp_path: Path) -> None:
+    host(engine)
+    waiting = start(engine, devices=["GPU-0"])
+    late, draining = start(engine, "b"), begun(engine, start(engine, "c"))[0]
+    with transaction(engine) as conn:
+        workers.move(conn, late, "begin", ADMIN)
+        pools.stop(conn, "c", ADMIN)
+        conn.execute(sa.update(table).values(deadline_at=1.0))
+    settings = Settings(state_dir=tmp_path)
+    loops.end_overdue(engine, settings)
+    after = [read(engine, pool) for pool in (waiting, late, draining)]
+    assert [pool.state for pool in after] == ["failed", "stopping", "stopping"]
+    assert [pool.ends_as for pool in after[1:]] == ["failed", "stopped"]
+    assert {pool.failure.get("code") for pool in after[:2]} == {"pool_late"}
+    assert held(engine) == []
+
+
+def test_a_pool_of_a_project_runs_its_jobs_only(engine: sa.Engine) -> None:
+    queue = Queue(engine)
+    host(engine)
+    _, worker = begun(engine, start(engine, project_id="p2"))
+    queue.add(1, "p1")
+    ids = queue.add(1, "p2")
+    with transaction(engine) as conn:
+        leases.serve(conn, worker.id, ["m", "theirs"])
+        jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {}, priority=9)], ADMIN)
+        with pytest.raises(Problem, match="model_unknown"):
+            jobs.enqueue(conn, "p1", [jobs.NewJob("theirs", {})], ADMIN)
+    with transaction(engine) as conn:
+        assert [job.id for job in leases.claim(conn, worker, limit=9)] == ids
+
+
+def test_a_late_process_finds_no_place(engine: sa.Engine) -> None:
+    host(engine)
+    pool, worker = begun(engine, start(engine))
+    with transaction(engine) as conn:
+        assert leases.enter(conn, worker.id, pid=8, start_ticks=2) is None, "it has a process"
+        assert workers.add(conn, pool, "late", host="control", boot_id="b", cgroup="")
+        workers.end(conn, workers.living(conn, [pool.id])[pool.id][-1], "never seen")
+        assert leases.enter(conn, "late", pid=8, start_ticks=2) is None, "it is given up"
+        pools.stop(conn, pool.id, ADMIN)
+        assert workers.add(conn, pool, "more", host="control", boot_id="b", cgroup="") is None
+
+
+@pytest.mark.postgres
+def test_simultaneous_starts_exceed_no_limit(postgres_database: PostgresDatabase) -> None:
+    engine = postgres_database.restore()
+    host(engine)
+    host(engine, id="host-2", name="other")
+    results: list[str] = []
+
+    def attempt(number: int) -> None:
+        try:
+            on = {"host": f"host-{number % 2 + 1}"}
+            start(engine, f"p{number}", most=3, devices=["GPU-0"][: number % 3 == 0], **on)
+            results.append("started")
+        except Problem as problem:
+            results.append(problem.code)
+
+    threads = [threading.Thread(target=attempt, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results.count("started") == 3, results
+    assert set(results) <= {"started", "pool_limit", "device_leased"}
+    with reading(engine) as conn:
+        assert sorted(conn.execute(sa.select(table.c.seat)).scalars()) == [1, 2, 3]
+        leased = conn.execute(sa.select(device_leases.c.host_id)).scalars().all()
+    assert len(leased) == len(set(leased))
+
+
+def load(pool_id: str, size: int, share: float = 0.1, **values: bool) -> Load:
+    return Load(pool_id, size, share, **{"kill_on_oom": True, **values})
+
+
+@pytest.mark.covers("ORCH-8")
+@pytest.mark.parametrize(
+    ("loads", "host_share", "expected"),
+    [
+        ([load("a", 9), load("b", 1)], 0.89, None),
+        ([load("a", 1), load("b", 9)], 0.90, "b"),
+        ([load("a", 1), load("b", 9, kill_on_oom=False)], 0.99, "a"),
+        ([load("a", 9), load("b", 1, 0.9)], 0.1, "b"),
+        ([load("a", 1, killed=True), load("b", 9, 0.89)], 0.1, "a"),
+        ([load("a", 9, 1.0, kill_on_oom=False, killed=True)], 0.1, None),
+        ([], 1.0, None),
+    ],
+)
+def test_the_largest_pool_ends_for_memory(
+    loads: list[Load], host_share: float, expected: str | None
+) -> None:
+    chosen = victim(loads, host_share)
+    assert (chosen.pool_id if chosen else None) == expected
+
+
+@pytest.mark.covers("ORCH-8")
+def test_groups_of_the_second_version_are_made_beside_the_service(tmp_path: Path) -> None:
+    """As systemd's DelegateSubgroup lays them out. Files stand for the kernel's."""
+    slice_ = tmp_path / "fs" / "gpuaas.service"
+    own = slice_ / "main"
+    own.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/top/gpuaas.service/main\n")
+    mount = f"35 1 0:30 /top {tmp_path}/fs rw - cgroup2 cgroup2 rw,nsdelegate\n"
+    (tmp_path / "mountinfo").write_text(f"34 1 0:9 / /proc rw - proc proc rw\n{mount}")
+    assert memory.own_group(tmp_path) is None, "no memory controller"
+    (own / "memory.current").write_text("1\n")
+    found = memory.own_group(tmp_path)
+    assert found == memory.Group(2, own)
+    assert memory.parent_group(found) is None
+    (slice_ / "cgroup.subtree_control").write_text("cpu memory\n")
+    (slice_ / "cgroup.procs").write_text("")
+    assert memory.parent_group(found) == memory.Group(2, slice_)
+    group = Path(memory.make(memory.Group(2, slice_), "w1", 1 << 30))
+    assert (group / "memory.max").read_text() == str(1 << 30)
+    assert (group / "memory.swap.max").read_text() == "0"
+    (group / "memory.current").write_text("1000\n")
+    (group / "memory.stat").write_text("anon 700\ninactive_file 300\n")
+    (group / "memory.events").write_text("oom 2\noom_kill 1\n")
+    assert memory.of_group(str(group)) == memory.Usage(700, 1)

@@ -1,0 +1,250 @@
+"""Workers without the database: processes that reach a real service by its API only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import PoolWorker
+from reconciler.db.schema import jobs as table
+from reconciler.pools import pools, remote
+from reconciler.pools.api_queue import ApiQueue
+from reconciler.pools.child import Runner
+from reconciler.pools.queue import Away, Dismissed
+from reconciler.pools.worker import Worker
+from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers
+from tests.unit.reconciler.pools.test_faults import expire, left
+from tests.unit.reconciler.service.service import Service, pauses, serving, until
+
+pytestmark = pytest.mark.covers("ORCH-1", "ORCH-2")
+
+POOL = pools.NewPool("r", ["m"], replicas=2, project_id="p1", target="remote")
+
+
+def issue(workers: Workers, name: str = "r") -> None:
+    """Give the machines of a pool a new token."""
+    with transaction(workers.queue.engine) as conn:
+        _, secret = remote.issue(conn, name, ADMIN, 3600)
+    workers.log.with_name("token").write_text(secret)
+
+
+@pytest.fixture
+def service(workers: Workers, tmp_path: Path) -> Iterator[Service]:
+    """A service with a remote pool. Workers that are started get its token and no database."""
+    with serving(tmp_path, **workers.environment) as service:
+        service.start()
+        with transaction(workers.queue.engine) as conn:
+            pools.start(conn, POOL, ADMIN, most=1)
+        issue(workers)
+        workers.environment["GPUAAS_DATABASE_URL"] = "sqlite:////nowhere/at-all.db"
+        until(service.alive)
+        yield service
+
+
+def start(workers: Workers, service: Service, **options: str) -> int:
+    words = ("--api", service.url, "--pool-token", str(workers.log.with_name("token")))
+    return workers.start(*words, **options)
+
+
+@pytest.mark.covers("I19")
+@pytest.mark.parametrize(
+    ("jobs", "kills"), [(300, 8), pytest.param(5_000, 100, marks=pytest.mark.long)]
+)
+def test_every_job_ends_once_although_workers_and_the_api_are_killed(
+    workers: Workers, service: Service, jobs: int, kills: int
+) -> None:
+    workers.submit(jobs, seconds=0.01)
+    others = workers.submit(1, "p2")
+    running = [start(workers, service) for _ in range(2)]
+    for number, pause in enumerate(pauses(kills, 0.1, 0.5)):
+        time.sleep(pause)
+        if number % 2:
+            service.kill()
+            service.start()
+        else:
+            victim = running.pop(0)
+            workers.kill(victim)
+            expire(workers, victim)
+            silence(workers, victim)
+            running.append(start(workers, service))
+    until(lambda: left(workers) == 1, 600 if jobs > 1000 else 60)
+    assert workers.queue.read(others[0], "p2").status == "pending", "of another project"
+    with reading(workers.queue.engine) as conn:
+        ended = conn.execute(sa.select(table).where(table.c.project_id == "p1")).all()
+    assert Counter(job.status for job in ended) == {"done": jobs}
+    assert {job.attempts for job in ended} == {1}, "each end counts once"
+    assert all(job.result == {"twice": job.input["number"] * 2} for job in ended)
+    ran = Counter(workers.ran())
+    assert sorted(ran) == list(range(jobs))
+    assert sum(ran.values()) - jobs <= sum(job.lost for job in ended), "no more than were lost"
+
+
+def silence(workers: Workers, pid: int) -> None:
+    """A worker's seat comes free as if 30 seconds had passed."""
+    row = PoolWorker.TABLE
+    with transaction(workers.queue.engine) as conn:
+        conn.execute(sa.update(row).where(row.c.pid == pid).values(beat_at=1.0))
+
+
+def test_a_pool_from_its_token_to_its_end(workers: Workers, service: Service) -> None:
+    for _ in range(3):
+        worker = start(workers, service)
+        workers.wait(*workers.submit(1), "done")
+        os.kill(worker, signal.SIGTERM)
+        workers.ended(worker)  # It leaves its seat, of which there are two.
+    worker = start(workers, service)
+    workers.wait(*workers.submit(1), "done")
+    issue(workers)
+    workers.wait(*workers.submit(1), "done")  # It reads the token that has replaced its own.
+    called = len(workers.ran())
+    (id,) = workers.submit(1, seconds=1)
+    until(lambda: len(workers.ran()) > called)
+    with transaction(workers.queue.engine) as conn:
+        pools.stop(conn, "r", ADMIN)
+    workers.ended(worker)
+    assert workers.wait(id, "done").attempts == 1, "what runs may end"
+    until(lambda: states(workers) == {"stopped"})
+    assert "ERROR" not in workers.log.read_text()
+    workers.ended(start(workers, service))
+    assert "unauthenticated" in workers.log.read_text()
+    with transaction(workers.queue.engine) as conn:
+        pools.start(conn, POOL, ADMIN, most=1)
+    issue(workers)
+    worker = start(workers, service)
+    (id,) = workers.submit(1, seconds=600)
+    until(lambda: workers.queue.read(id).status == "running")
+    with transaction(workers.queue.engine) as conn:
+        pools.evict(conn, "r", ADMIN)
+    job = workers.wait(id, "pending")
+    assert (job.attempts, job.lost, job.token) == (0, 1, "")
+    until(lambda: states(workers) == {"stopped", "evicted"})
+    workers.ended(worker)
+
+
+def states(workers: Workers) -> set[str]:
+    with reading(workers.queue.engine) as conn:
+        return {pool.state for pool in pools.every(conn)}
+
+
+@contextmanager
+def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+    """The address of a service that answers with documents, or bytes as they are, by path, and the
+    requests that it gets.
+    """
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            act = self.path.rpartition("/")[2]
+            asked.append((act, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            answer = answers[act]
+            status, content = answer if isinstance(answer, tuple) else (200, answer)
+            self.send_response(status)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            pieces = content if isinstance(content, list) else [content]
+            for piece in pieces:
+                self.wfile.write(piece if isinstance(piece, bytes) else json.dumps(piece).encode())
+                if len(pieces) > 1:
+                    time.sleep(0.05)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>login</html>",
+        [b"[]"],
+        b"[" * 100_000,
+        b'{"a": "' + b"x" * (1 << 20) + b'"}',
+        [b" "] * 100,
+        (302, {"worker_id": "w"}),
+        (503, {"code": "database_unavailable"}),
+        {"worker_id": "w", "lease_s": [], "beat_s": 1},
+    ],
+)
+def test_a_strange_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+    monkeypatch.setattr("reconciler.pools.api_queue.ANSWER_BYTES", 1 << 19)
+    monkeypatch.setattr("reconciler.pools.api_queue._TIMEOUT_S", 1.0)
+    expected = Dismissed if answer == (302, {"worker_id": "w"}) else Away
+    with scripted({"register": answer}) as (url, _):
+        queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
+        with pytest.raises(expected):
+            queue.serve()
+
+
+def test_a_job_is_given_up_when_its_lease_ends_without_the_service(tmp_path: Path) -> None:
+    """The service answers a claim and then nothing; the call that hangs is ended."""
+    note = tmp_path / "ran"
+    job = {"id": "j", "token": "t", "model": "m", "timeout_s": 600}
+    job["input"] = {"file": str(note), "number": 1, "seconds": 600}
+    answers: dict[str, Any] = {
+        "register": {"worker_id": "w", "lease_s": 1.0, "beat_s": 0.1},
+        "due": {"due": True, "serving": True},
+        "turn": {"jobs": [job], "counted": 0, "serving": True},
+        "renew": {"held": ["j"], "serving": True},
+        "leave": {},
+    }
+    stopping = threading.Event()
+    with scripted(answers) as (url, asked):
+        queue = ApiQueue(url, lambda: "secret", ["m"], stopping)
+        runner = Runner({"m": f"{FUNCTIONS}:double"}, 256)
+
+        def watch() -> None:
+            until(note.exists)
+            # Renewed for longer than the lease, it goes on.
+            time.sleep(1.5)
+            assert len(runner) == 1
+            for act in ("renew", "due", "turn"):
+                answers[act] = (503, {})
+            began = time.monotonic()
+            until(lambda: not len(runner))
+            assert time.monotonic() - began > 0.7, "it waits until the end of the lease"
+            stopping.set()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        Worker(queue, runner, stopping).run()
+        watcher.join()
+    assert not [body for act, body in asked if act == "turn" and body["ended"]]
+
+
+def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
+    answers: dict[str, Any] = {
+        "register": {"worker_id": "w", "lease_s": 30, "beat_s": 10},
+        "turn": (503, {}),
+    }
+    with scripted(answers) as (url, asked):
+        queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
+        queue.serve()
+        for _ in range(2):
+            with pytest.raises(Away):
+                queue.turn((), (), 1)
+        answers["turn"] = {"jobs": [], "counted": 0, "serving": True}
+        for _ in range(2):
+            queue.turn((), (), 1)
+    first, *repeated, fresh = [body["claim"]["token"] for act, body in asked if act == "turn"]
+    assert repeated == [first, first] and fresh != first

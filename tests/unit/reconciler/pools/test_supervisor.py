@@ -1,0 +1,281 @@
+"""Pools as processes: they run jobs, drain, are killed with proof, adopted, and keep to memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Job, Pool, PoolWorker, device_leases, pool_workers
+from reconciler.db.schema import pools as table
+from reconciler.pools import jobs, memory, pools, processes, supervisor
+from reconciler.pools.supervisor import Supervisor
+from reconciler.runs import lock
+from reconciler.settings import Settings
+from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.service.service import until
+
+pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
+
+MODEL = """
+import mmap, os, time
+from pathlib import Path
+
+def run(call):
+    if "note" in call:
+        Path(call["note"]).touch()
+    if "mib" in call:
+        shared = mmap.mmap(-1, call["mib"] << 20)  # RLIMIT_DATA does not count it.
+        for _ in range(call["mib"]):
+            shared.write(bytes(1 << 20))
+    time.sleep(call.get("seconds", 0))
+    return {"devices": os.environ["CUDA_VISIBLE_DEVICES"]}
+"""
+
+
+class Control:
+    """A machine of the service, its supervisor, and the queue of jobs."""
+
+    def __init__(self, engine: sa.Engine, folder: Path) -> None:
+        self.queue = Queue(engine)
+        self.engine = engine
+        url = engine.url.render_as_string(hide_password=False)
+        self.settings = Settings(state_dir=folder, database_url=url, poll_s=0.05)
+        models = processes.models_folder(self.settings)
+        models.mkdir()
+        (models / "m.py").write_text(MODEL)
+        self.note = folder / "note"
+        self.supervisor = Supervisor(self.settings, engine)
+
+    def start(self, **values: Any) -> Pool:
+        self.supervisor.tend()
+        values = {"models": ["m"], "memory_mib": 512, "grace_s": 1, **values}
+        wish = pools.NewPool("a", **values)
+        return retrying(self.engine, lambda conn: pools.start(conn, wish, ADMIN, most=9))
+
+    def running(self, **values: Any) -> Pool:
+        return self.until(self.start(**values), "running")
+
+    def read(self, pool: Pool) -> Pool:
+        with reading(self.engine) as conn:
+            return pools.get(conn, pool.id)
+
+    def until(self, pool: Pool, *states: str) -> Pool:
+        def reached() -> bool:
+            self.supervisor.tend()
+            return self.read(pool).state in states
+
+        until(reached)
+        return self.read(pool)
+
+    def workers(self, pool: Pool, *, ended: bool = False) -> list[PoolWorker]:
+        query = sa.select(pool_workers).where(pool_workers.c.pool_id == pool.id)
+        query = query.where(pool_workers.c.ended_at.is_not(None) if ended else sa.true())
+        with reading(self.engine) as conn:
+            return [PoolWorker(**row) for row in conn.execute(query).mappings()]
+
+    def submit(self, **call: Any) -> str:
+        with transaction(self.engine) as conn:
+            new = [jobs.NewJob("m", {"note": str(self.note), **call}, max_attempts=1)]
+            return jobs.enqueue(conn, "p1", new, ADMIN)[0]
+
+    def begun(self, **call: Any) -> str:
+        """A job that a worker runs."""
+        self.note.unlink(missing_ok=True)
+        id = self.submit(**call)
+        until(self.note.exists)
+        return id
+
+    def ended(self, id: str) -> Job:
+        until(lambda: self.queue.read(id).status in ("done", "dead_letter"))
+        return self.queue.read(id)
+
+    def left(self) -> dict[str, Any]:
+        return processes.scan(self.supervisor.host_id)
+
+
+@pytest.fixture
+def control(
+    engine: sa.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Control]:
+    gpu = {"id": "GPU-0", "memory_bytes": 1, "memory_used_bytes": 0}
+    monkeypatch.setattr(memory, "gpus", lambda: [gpu])
+    control = Control(engine, tmp_path)
+    yield control
+    for worker_id, left in control.left().items():
+        processes.send(control.supervisor.host_id, worker_id, left, signal.SIGKILL)
+    for child in control.supervisor._children.values():
+        child.wait(timeout=10)
+    with reading(engine) as conn:
+        groups = conn.execute(sa.select(pool_workers.c.cgroup)).scalars().all()
+    for group in filter(None, groups):
+        until(lambda group=group: not memory.members(group))
+        memory.remove(group)
+
+
+def test_a_pool_runs_jobs_and_finishes_what_it_holds(control: Control) -> None:
+    pool = control.running(models=["m", "digits"], devices=["GPU-0"])
+    assert control.ended(control.submit()).result == {"devices": "GPU-0"}
+    held = control.begun(seconds=1)
+    with transaction(control.engine) as conn:
+        pools.stop(conn, "a", ADMIN)
+    late = control.submit()
+    pool = control.until(pool, "stopped")
+    assert control.queue.read(held).status == "done"
+    assert control.queue.read(late).status == "pending"
+    assert control.left() == {}
+    (worker,) = control.workers(pool, ended=True)
+    assert (worker.ending, worker.models) == ("exit status 0", ["digits", "m"])
+    with reading(control.engine) as conn:
+        until_ = conn.execute(sa.select(device_leases.c.until)).scalar_one()
+    assert until_ == pytest.approx(pool.ended_at, abs=0.1)
+
+
+def test_a_worker_that_does_not_listen_is_killed(control: Control) -> None:
+    pool = control.running(devices=["GPU-0"], grace_s=2)
+    held = control.begun(seconds=600)
+    (worker,) = control.workers(pool)
+    assert len(control.left()[worker.id]) == 2, "the worker and its child"
+    os.kill(worker.pid, signal.SIGSTOP)
+    with transaction(control.engine) as conn:
+        pools.evict(conn, "a", ADMIN)
+    control.supervisor.tend()
+    assert worker.id in control.left(), "it has a time of grace"
+    pool = control.until(pool, "evicted")
+    assert pool.ended_at is not None and pool.ended_at - pool.created_at > 2
+    assert control.left() == {}
+    with reading(control.engine) as conn:
+        assert pools.leases(conn) == []
+    job = control.queue.read(held)
+    assert (job.status, job.lost) == ("pending", 1)
+
+
+def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
+    pool = control.running(replicas=2)
+    held = control.begun(seconds=600)
+    holder = control.queue.read(held).worker
+    one, other = sorted(control.workers(pool), key=lambda worker: worker.id != holder)
+    os.kill(one.pid, signal.SIGSTOP)
+    with transaction(control.engine) as conn:
+        hung = sa.update(pool_workers).where(pool_workers.c.id == one.id)
+        conn.execute(hung.values(beat_at=1.0))
+    first, control.supervisor = control.supervisor, Supervisor(control.settings, control.engine)
+    control.supervisor.tend()
+    assert one.id in control.left(), "whoever was out of touch itself judges nobody"
+    control.supervisor._in_touch_since = time.monotonic() - supervisor.SILENT_S
+    control.supervisor.tend()
+    # A process that exits has no environment any more before it leaves its group.
+    until(lambda: control.supervisor.tend() or control.workers(pool, ended=True))
+    assert [worker.id for worker in control.workers(pool, ended=True)] == [one.id]
+    assert control.queue.read(held).status in ("pending", "running")
+    assert control.queue.read(held).lost == 1
+
+    def replaced() -> bool:
+        control.supervisor.tend()
+        living = [worker for worker in control.workers(pool) if worker.ended_at is None]
+        return len(living) == 2 and all(worker.models for worker in living)
+
+    until(replaced)
+    kept = [worker for worker in control.workers(pool) if worker.id == other.id]
+    assert [worker.pid for worker in kept] == [other.pid]
+    with transaction(control.engine) as conn:
+        pools.evict(conn, "a", ADMIN)
+    control.until(pool, "evicted")
+    assert control.left() == {}
+    for child in first._children.values():
+        child.wait(timeout=10)
+
+
+def test_the_process_of_another_is_neither_adopted_nor_killed(control: Control) -> None:
+    """After a restart of the machine, or once process ids have come round."""
+    pool = control.start()
+    with subprocess.Popen(["sleep", "600"]) as other:
+        with transaction(control.engine) as conn:
+            conn.execute(sa.update(table).values(state="stopping", state_since=1.0))
+            for number, boot in enumerate((lock.boot_id(), "earlier")):
+                worker = {"id": f"w{number}", "host": "control", "boot_id": boot, "models": ["m"]}
+                times = dict.fromkeys(("started_at", "beat_at"), clock.now())
+                values = {"pool_id": pool.id, "pid": other.pid, "start_ticks": 1, "cgroup": ""}
+                rest = {"memory_bytes": 0, "oom_kills": 0, "ending": ""}
+                conn.execute(sa.insert(pool_workers).values(**worker, **values, **times, **rest))
+        assert control.until(pool, "stopped").failure == {}
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_pool_whose_workers_always_end_is_given_up(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ENDS_LIMIT", 1)
+    (processes.models_folder(control.settings) / "m.py").write_text("raise ImportError\n")
+    pool = control.until(control.start(), "failed")
+    assert pool.failure["code"] == "workers_ended"
+    assert all(pool.failure.values())
+    assert [worker.ending for worker in control.workers(pool)] == ["exit status 1"]
+
+
+def test_a_process_without_a_record_is_killed(control: Control) -> None:
+    """As after a restored backup."""
+    mark = {processes.MARK: f"{control.supervisor.host_id}/gone"}
+    foreign = {processes.MARK: "another-site/gone"}
+    with (
+        subprocess.Popen(["sleep", "600"], env=mark) as stray,
+        subprocess.Popen(["sleep", "600"], env=foreign) as other,
+    ):
+        control.supervisor.tend()
+        assert stray.wait(timeout=10) == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
+
+
+@pytest.mark.covers("ORCH-8")
+def test_the_kernel_counts_what_it_kills(control: Control) -> None:
+    """A drill: the counter of the kernel's memory controller, not ours."""
+    own = memory.own_group()
+    if own is None or memory.parent_group(own) is None:
+        pytest.skip("the memory controller is not writable here")
+    pool = control.running(memory_mib=256)
+    (worker,) = control.workers(pool)
+    job = control.ended(control.submit(mib=400))
+    assert job.error["code"] == "memory_exceeded"
+    assert memory.of_group(worker.cgroup).oom_kills == 1
+    control.supervisor.tend()
+    (worker,) = control.workers(pool)
+    assert (worker.oom_kills, control.read(pool).state) == (1, "running")
+    assert 0 < worker.memory_bytes < 256 << 20
+    with transaction(control.engine) as conn:
+        conn.execute(sa.update(table).values(kill_on_oom=True))
+    control.ended(control.submit(mib=400))
+    assert memory.of_group(worker.cgroup).oom_kills == 2
+    pool = control.until(pool, "evicted")
+    assert pool.failure["code"] == "memory_exceeded"
+    assert not Path(worker.cgroup).exists()
+
+
+@pytest.mark.covers("ORCH-8")
+def test_without_the_controller_samples_keep_the_limit(control: Control) -> None:
+    control.supervisor._parent = None
+    pool = control.running(memory_mib=256)
+    id = control.submit(mib=400, seconds=600)
+    begin = time.monotonic()
+
+    def killed() -> bool:
+        control.supervisor.tend()
+        return control.queue.read(id).status == "dead_letter"
+
+    until(killed)
+    assert time.monotonic() - begin < 60
+    assert control.queue.read(id).error["code"] == "memory_exceeded"
+    control.supervisor.tend()
+    (worker,) = control.workers(pool)
+    assert (worker.cgroup, worker.oom_kills) == ("", 1)

@@ -1,0 +1,97 @@
+"""Scripted runs, and workers that attend to the next task."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import transaction
+from reconciler.db.schema import Task
+from reconciler.model.states import TaskKind
+from reconciler.records import leasing, nodes, queue
+from reconciler.runs import collect
+from reconciler.runs.collect import Outcome, Phase, RunState
+from reconciler.runs.spec import RunSpec
+from reconciler.settings import Settings
+from reconciler.work import worker
+from tests.unit.reconciler.conftest import ADMIN, Site
+
+Attend = Callable[[], Task]
+READINESS = {
+    "mac": "52:54:00:64:00:0a",
+    "expected_ip": "10.100.0.10",
+    "actual_ip": "10.100.0.10",
+    "lease_state": "bound",
+}
+
+
+class Runs:
+    """Stands where ansible-runner does: remembers what was launched, answers as it is told."""
+
+    def __init__(self) -> None:
+        self.launched: list[RunSpec] = []
+        self.outcome: Outcome | None = None
+        self.alive = False
+        # What happens while the run lives, one of them at each look; the last one as it ends.
+        self.during: list[Callable[[], None]] = []
+
+    def launch(self, _site: object, spec: RunSpec) -> Path:
+        self.launched.append(spec)
+        self.alive = True
+        return Path("unused")
+
+    def observe(self, _directory: Path) -> RunState:
+        if self.alive and self.during:
+            self.during.pop(0)()
+            if self.during:
+                return RunState(Phase.ALIVE)
+        if self.outcome is not None and self.alive:
+            return RunState(Phase.FINISHED, self.outcome)
+        return RunState(Phase.ALIVE if self.alive else Phase.ABSENT, None)
+
+    def ends(self, status: str = "successful", **result: Any) -> None:
+        document = {"schema": 1, "ok": status == "successful", "step": "", "error": {}, **result}
+        known = document if status in ("successful", "failed") else None
+        self.outcome = Outcome(status, known)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    scripted = Runs()
+    monkeypatch.setattr(worker, "launch", scripted.launch)
+    monkeypatch.setattr(worker, "_site", lambda *_: None)
+    monkeypatch.setattr(collect, "observe", scripted.observe)
+    return scripted
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(state_dir=tmp_path, poll_s=0.01)
+
+
+def attend_next(engine: sa.Engine, settings: Settings, *kinds: TaskKind) -> Task:
+    """Lease the next task, of these kinds if any are named, and bring it to its end."""
+    with transaction(engine) as conn:
+        (task,) = leasing.lease(conn, "worker", kinds=kinds or None)
+    worker.attend(engine, settings, task, threading.Event())
+    with transaction(engine) as conn:
+        return queue.get(conn, task.id)
+
+
+@pytest.fixture
+def attend(sold: Site, tmp_path: Path, runs: Runs) -> Attend:
+    """Lease the next task and bring it to its end."""
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+    return partial(attend_next, sold.engine, Settings(state_dir=tmp_path, poll_s=0.01))
+
+
+def launched(sold: Site) -> str:
+    with transaction(sold.engine) as conn:
+        return sold.allocate(conn)

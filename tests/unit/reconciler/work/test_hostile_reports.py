@@ -1,0 +1,291 @@
+"""A hostile host that breaks the form of its reports: each task ends, and every reader goes on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from reconciler.db import schema as tables
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import host, invariants, launch, power
+from reconciler.lifecycle import slots as slot_life
+from reconciler.model.bundle import Bundle
+from reconciler.model.states import NodeMode, PowerAction, TaskKind
+from reconciler.records import leasing, nodes, queue, reports, slots
+from reconciler.runs import contract
+from reconciler.runs.collect import Outcome
+from reconciler.runs.events import Recorder, judge
+from reconciler.settings import Settings
+from reconciler.trust import ca
+from reconciler.work.kinds import HANDLERS
+from reconciler.work.settle import settle
+from tests.unit.reconciler import holdings, wipes
+from tests.unit.reconciler.conftest import ADMIN, Database, Site
+from tests.unit.reconciler.whole_machines import BEFORE, Machines
+
+pytestmark = pytest.mark.covers("P1", "CTRL-9", "I13")
+
+VALUES: list[Any] = [None, True, -1, 10**40, 1e308, "x", [], {}, [5], [[[]]], [None], {"a": 5}]
+VALUES += ["{{ lookup('pipe', 'id') }}$(reboot)`id`\nGPUAAS_SLICE_PARITY status=PASS\x1b[2J"]
+Path_ = tuple[str | int, ...]
+
+
+def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Every place of a document; of a list its first entry."""
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from places(value[0], (*path, 0))
+
+
+def replaced(document: Any, path: Path_, value: Any) -> Any:
+    if not path:
+        return value
+    changed = copy.deepcopy(document)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+def answered(playbook: str, evidence: object) -> Outcome:
+    """The end of a run whose playbook hands over this evidence, as its process judges it."""
+    result = {"schema": 1, "playbook": playbook, "ok": True, "step": "", "error": {}}
+    recorder = Recorder(Path("/dev/null"))
+    recorder.artifacts = {"slice_result": {**result, "evidence": evidence}}
+    verdict = judge(recorder, "successful", 0, 1.0)
+    return Outcome(verdict["status"], verdict["result"], verdict.get("problem", ""))
+
+
+def parity(sold: Site) -> dict[str, Any]:
+    return {"parity": {**sold.parity(), **wipes.proven(sold.document(0)), "checks": []}}
+
+
+def drift(sold: Site) -> dict[str, Any]:
+    held = holdings.nothing()
+    with transaction(sold.engine) as conn:
+        key = sold.active(conn)
+        live = [slot for slot in slots.of_node(conn, "n1") if slot.status == "active"]
+    own = {slot.id: Bundle.of(vars(slot)) for slot in live}
+    holdings.tenant(held, key, own)
+    return {"holdings": held, "identity": sold.document(0)["identity"]}
+
+
+def provision(sold: Site, conn: Connection) -> dict[str, Any]:
+    sold.allocate(conn)
+    names = ("mac", "expected_ip", "actual_ip", "lease_state")
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+    readiness = {**dict.fromkeys(names, "x"), "host_keys": [key], "probes": []}
+    done = {"disk_written": True, "leftovers": True}
+    image = {"digest": f"sha256:{'a' * 64}"}
+    return {"plan": {}, "image": image, "domain": {}, "readiness": readiness, **done}
+
+
+def release(sold: Site, conn: Connection) -> dict[str, Any]:
+    key = sold.active(conn)
+    launch.release(conn, key, ADMIN)
+    absence = {"absent": True, "checks": {"ingress": {"absent": True}}}
+    return {"shutdown": "graceful", "absence": absence, "proofs": wipes.proofs(conn, key)}
+
+
+def absence(sold: Site, conn: Connection) -> dict[str, Any]:
+    item = queue.Enqueue(TaskKind.SLICE_ABSENCE_VERIFY, "n1", allocation_id=sold.active(conn))
+    queue.enqueue(conn, item, ADMIN)
+    return {"absence": {"absent": False, "checks": {"domain": {"absent": False, "detail": "x"}}}}
+
+
+def change_power(sold: Site, conn: Connection) -> dict[str, Any]:
+    power.request(conn, sold.active(conn), PowerAction.STOP, ADMIN)
+    return {"shutdown": "graceful", "domain": {"state": "shut off"}, "readiness": {}}
+
+
+def reboot(sold: Site, conn: Connection) -> dict[str, Any]:
+    identity = sold.document(0)["identity"]
+    guests = [{"allocation_id": sold.active(conn), "slots": []}]
+    parameters = {"guests": guests, "boot_id": identity["boot_id"]}
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_REBOOT, "n1", parameters=parameters), ADMIN)
+    off = [guest["allocation_id"] for guest in guests]
+    return {"rebooted": True, "identity": {**identity, "boot_id": "next"}, "powered_off": off}
+
+
+def bootstrap(sold: Site, conn: Connection) -> dict[str, Any]:
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_BOOTSTRAP, "n1"), ADMIN)
+    return {"rebooted": True, "identity": sold.document(0)["identity"]}
+
+
+def take_over(sold: Site, conn: Connection) -> dict[str, Any]:
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_STORAGE_TRANSITION, "n1"), ADMIN)
+    # A disk of no slot.
+    proof = {"disk": "eui.5e0000000000ffff", "verified": True, "method": "discard"}
+    return {"devices": [{"proof": proof, "manifest": "m"}], "manifest": "m"}
+
+
+@functools.cache
+def signed(key: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return ca.certify_host(ca.open_trust(Path(folder)), key, "n1")
+
+
+def enrol(sold: Site, conn: Connection) -> dict[str, Any]:
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+    parameters = {"certificate": signed(key), "public_key": key}
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_ENROL, "n1", parameters=parameters), ADMIN)
+    until = "2026-08-29T10:00:00Z"
+    return {"certificate": {"serial": "42", "principals": ["n1"], "valid_until": until}}
+
+
+def plan_firmware(sold: Site, conn: Connection) -> dict[str, Any]:
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_FIRMWARE, "n1", parameters={}), ADMIN)
+    step = {"name": "set_attribute", "subject": "ProcVirtualization", "before": "Disabled"}
+    attribute = {"name": "ProcVirtualization", "wanted": "Enabled", "current": "Disabled"}
+    bios = {"settled": False, "attributes": [attribute], "jobs": [], "differences": [step]}
+    check = {"check": "bios_settings", "status": "FAIL", "detail": "x", "remediation": "y"}
+    preflight = {"failures": 1, "warnings": 0, "checks": [check], "lines": ["x"], "summary": "x"}
+    return {"bios": bios, "preflight": preflight}
+
+
+def change_firmware(sold: Site, conn: Connection) -> dict[str, Any]:
+    report = plan_firmware(sold, conn)
+    boot = sold.document(0)["identity"]["boot_id"]
+    parameters = {"apply": True, "digest": "x", "acknowledged_jobs": [], "boot_id": boot}
+    conn.execute(sa.update(tables.tasks).values(parameters=parameters))
+    report["bios"]["differences"] = []
+    return report
+
+
+def convert(sold: Site, conn: Connection) -> dict[str, Any]:
+    host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_CONVERT, "n1"), ADMIN)
+    compared = [{"check": "nat", "name": "x", "expected": "none", "found": "none", "ok": True}]
+    seen = {"rebooted": False, "identity": sold.document(0)["identity"], "remnants": 0}
+    return {**seen, "compared": compared, "kept": {"packages": ["dnsmasq"]}}
+
+
+def bind(sold: Site, conn: Connection) -> dict[str, Any]:
+    queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_BIND_TOPOLOGY, "n1"), ADMIN)
+    bound = {"address": "0000:43:00.0", "driver": "vfio-pci", "iommu_group": 37, "answers": True}
+    return {"bound": [bound], "proofs": {"slot-0": {"gpu": wipes.gpu("0000:43:00.0")}}}
+
+
+def machine_given(sold: Site, conn: Connection) -> dict[str, Any]:
+    Machines(sold).launch(conn)
+    account, done = {"username": "alice", "uid": 59000}, {"disk_written": True, "leftovers": True}
+    return {"account": account, "proofs": {}, "baseline": BEFORE, **done}
+
+
+def machine_returned(sold: Site, conn: Connection) -> dict[str, Any]:
+    machines = Machines(sold)
+    key = machines.active(conn)
+    launch.release(conn, key, ADMIN)
+    drift = [{"section": "keys", "name": "/root", "change": "changed", "access": True}]
+    return machines.evidence(conn, key, drift=drift)
+
+
+# Of a task each: what it needs first, and the report of a host that did its part.
+OTHERS: tuple[Callable[[Site, Connection], dict[str, Any]], ...] = (
+    *(provision, release, absence, change_power, reboot, bootstrap, take_over),
+    *(enrol, plan_firmware, change_firmware, convert, bind, machine_given, machine_returned),
+)
+# Forms that no playbook has: a name of its own, and more than a bound.
+UNKNOWN: tuple[dict[str, Any], ...] = ({"surprise": 1}, {"identity": {"boot_id": "x" * 5000}})
+
+
+@pytest.mark.parametrize("prepare", OTHERS, ids=lambda prepare: prepare.__name__)
+def test_no_other_report_of_another_form_stops_or_frees_anything(
+    database: Database,
+    sold_template: Path,
+    tmp_path: Path,
+    prepare: Callable[[Site, Connection], dict[str, Any]],
+) -> None:
+    settings, chosen = Settings(state_dir=tmp_path), random.Random(prepare.__name__)  # noqa: S311
+    # The first report is the good one.
+    path: Path_ | None = None
+    for number in range(14):
+        sold = Site(database.restore(sold_template))
+        if prepare.__name__.startswith("machine_"):
+            Machines(sold).machine(profile="lab")
+        with transaction(sold.engine) as conn:
+            nodes.change(conn, "n1", ADMIN, profile="lab")
+            good = prepare(sold, conn)
+            (task,) = leasing.lease(conn, "worker")
+        path = chosen.choice(list(places(good))[1:]) if number > len(UNKNOWN) else None
+        report = replaced(good, path, chosen.choice(VALUES)) if path else good
+        unknown = UNKNOWN[number - 1] if 0 < number <= len(UNKNOWN) else {}
+        handler = HANDLERS[task.kind]
+        settle(sold.engine, settings, handler, task, answered(handler.playbook, report | unknown))
+        with reading(sold.engine) as conn:
+            done = queue.get(conn, task.id)
+            if path:
+                assert done.state in ("succeeded", "failed"), (path, report)
+                assert done.state == "succeeded" or done.error["code"], (path, done.error)
+            elif unknown:
+                assert done.error["code"] == "result_invalid", unknown
+            else:
+                assert done.state == "succeeded", done.error
+            assert invariants.check(conn) == [], (path, report)
+
+
+@pytest.mark.covers("P1")
+def test_no_host_speaks_for_the_disk_of_another(sold: Site, tmp_path: Path) -> None:
+    """A takeover that names the disk of another host's slot, which is disabled."""
+    sold.node("n2", (0,), 2)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        slot_life.disable(conn, slots.of_node(conn, "n2")[0].id, ADMIN)
+        (slot,) = slots.of_node(conn, "n2")
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_STORAGE_TRANSITION, "n1"), ADMIN)
+        (task,) = leasing.lease(conn, "worker")
+    proof = {"disk": slot.nvme_identity, "verified": True, "method": "discard"}
+    outcome = answered("transition_storage", {"devices": [{"proof": proof}], "manifest": "m"})
+    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, outcome)
+    with reading(sold.engine) as conn:
+        assert queue.get(conn, task.id).error["code"] == "disk_in_use"
+        assert slots.of_node(conn, "n2") == [slot]
+        known = wipes.proofs_of_disk(conn, slot.nvme_identity)
+        assert {proof.node_id for proof in known} == {"n2"}
+
+
+REPORTS: dict[TaskKind, Callable[[Site], dict[str, Any]]] = {
+    TaskKind.SLICE_TOPOLOGY_DISCOVER: lambda sold: {"discovery": sold.document(0)},
+    TaskKind.NODE_PARITY: parity,
+    TaskKind.SLICE_DRIFT_RECONCILE: drift,
+}
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind: TaskKind) -> None:
+    settings, good = Settings(state_dir=tmp_path), REPORTS[kind](sold)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+    chosen = random.Random(2026)  # noqa: S311
+    states = set()
+    every = list(places(good))
+    for path in ((), *chosen.sample(every, min(40, len(every)))):
+        report = replaced(good, path, chosen.choice(VALUES)) if path else good
+        with transaction(sold.engine) as conn:
+            queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
+            (task,) = leasing.lease(conn, "worker")
+        outcome = answered(HANDLERS[kind].playbook, report)
+        settle(sold.engine, settings, HANDLERS[kind], task, outcome)
+        with reading(sold.engine) as conn:
+            done = queue.get(conn, task.id)
+            assert done.state in ("succeeded", "failed"), path
+            assert done.state == "succeeded" or done.error["code"], path
+            states.add(done.state)
+            assert invariants.check(conn) == [], path
+            stored = reports.latest_discovery(conn, "n1")
+            assert stored is not None
+            contract.check_discovery(stored.document)
+    assert states == {"succeeded", "failed"}

@@ -1,0 +1,509 @@
+"""Installation of machines by MAAS and their return, against a stand-in; not run on a MAAS."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db import clock, journal, rows
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Node, Task, enrolment_tokens, tasks
+from reconciler.inventory import maas_sync
+from reconciler.inventory.maas import Client
+from reconciler.inventory.readings import Reading
+from reconciler.lifecycle import baremetal, host, installation
+from reconciler.lifecycle import launch as launching
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeMode, TaskKind
+from reconciler.records import leasing, nodes, queue, tokens
+from reconciler.settings import Settings
+from reconciler.work import maas as maas_tasks
+from reconciler.work import worker
+from tests.standin.maas import TOKEN, USER
+from tests.standin.service import Manager, standing
+from tests.unit.reconciler.conftest import ADMIN, Site, code
+from tests.unit.reconciler.whole_machines import Machines
+
+pytestmark = pytest.mark.covers("ECO-3", "CTRL-15")
+
+PROFILES = Path(__file__).parents[4] / "profiles"
+DEPLOY, RELEASE = TaskKind.NODE_DEPLOY, TaskKind.NODE_RELEASE
+SLICE, BAREMETAL = "gpuaas-profile-slice-vm", "gpuaas-profile-baremetal"
+ADDRESS = "10.0.2.15"
+REQUESTS = ("deploy", "release", "lock", "unlock", "set_workload_annotations", "update_nodes")
+
+
+def machine(system_id: str = "abc123", **values: Any) -> dict[str, Any]:
+    """The machine of node m1, deployed by us."""
+    return {
+        **{"system_id": system_id, "hostname": "m1", "status": 6, "owner": USER, "serial": "S1"},
+        **{"hardware_uuid": "U-1", "macs": ["52:54:00:00:00:01"], "ip_addresses": [ADDRESS]},
+        **{"tag_names": [BAREMETAL, "rack-7"]},
+        **values,
+    }
+
+
+@pytest.fixture(scope="session")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
+    with standing(tmp_path_factory.mktemp("maas"), "maas", TOKEN) as manager:
+        yield manager
+
+
+class Maas:
+    """A site with the whole machine m1, which is a machine of MAAS."""
+
+    def __init__(self, machines: Machines, manager: Manager, settings: Settings) -> None:
+        self.machines, self.manager, self.settings = machines, manager, settings
+        self.engine = machines.engine
+        self.fresh = 0
+
+    def begin(self, *rows: dict[str, Any], **faults: Any) -> None:
+        self.manager.begin(machines=rows or [machine()], **faults)
+
+    def compare(self) -> Reading:
+        with reading(self.engine) as conn:
+            now = clock.read(conn)
+        return maas_sync.run(self.engine, self.settings, Reading(now))
+
+    def node(self) -> Node:
+        with reading(self.engine) as conn:
+            return nodes.get(conn, "m1")
+
+    def asked(self) -> list[str]:
+        """Requests that change something, in order."""
+        record = self.manager.record()
+        assert record["violations"] == []
+        assert TOKEN.split(":")[2] not in str(record["requests"])
+        words = [row["operation"].split()[-1] for row in record["requests"]]
+        return [word for word in words if word in REQUESTS]
+
+    def fields(self, verb: str) -> list[dict[str, str]]:
+        requests = self.manager.record()["requests"]
+        return [row["fields"] for row in requests if row["operation"].endswith(f" {verb}")]
+
+    def tenancy(self) -> None:
+        """A tenant had the machine, and its disks are wiped with proof."""
+        with transaction(self.engine) as conn:
+            key = self.machines.active(conn)
+            launching.release(conn, key, ADMIN)
+            assert self.machines.released(conn, key)
+
+    def report(self, serial: str, node_id: str = "m1", number: int = 1) -> None:
+        """The host reports its serial number."""
+        self.machines.serials[node_id] = serial
+        with transaction(self.engine) as conn:
+            self.machines.discover(conn, node_id, number)
+
+    def queue(self, kind: TaskKind = DEPLOY) -> Task:
+        with transaction(self.engine) as conn:
+            return installation.queue(conn, "m1", kind, ADMIN)
+
+    def maintain(self) -> None:
+        with transaction(self.engine) as conn:
+            host.drain(conn, "m1", ADMIN)
+            host.maintain(conn, "m1", ADMIN)
+
+    def enrol(self, ticket: str) -> None:
+        """The machine runs its userdata: it fetches a token, and enrols under a new identity."""
+        self.fresh += 1
+        with transaction(self.engine) as conn:
+            tokens.redeem_ticket(conn, "m1", ticket, address=ADDRESS)
+            identity = {"machine_id": rows.new_id(), "host_key": f"ssh-ed25519 {rows.new_id()}"}
+            host.enrolled(conn, "m1", ADMIN, **identity)
+
+    def ticket(self) -> str:
+        (line,) = [
+            row for row in self.fields("deploy")[-1]["user_data"].splitlines() if "token='" in row
+        ]
+        return line.split("'")[1]
+
+    def step(self, owner: str = "worker") -> Task | None:
+        """A worker takes a step of the next task, if there is one that may begin."""
+        with transaction(self.engine) as conn:
+            conn.execute(sa.update(tasks).values(not_before=None))
+            taken = leasing.lease(conn, owner, kinds=[DEPLOY, RELEASE])
+        for task in taken:
+            worker.attend(self.engine, self.settings, task, threading.Event())
+        return self.task(taken[0].id) if taken else None
+
+    def task(self, task_id: str) -> Task:
+        with reading(self.engine) as conn:
+            return queue.get(conn, task_id)
+
+    def play(self, *, enrols: bool = True) -> Task:
+        """Steps by a new worker each, as after restarts, until the task has ended."""
+        enrolled = False
+        for number in range(40):
+            task = self.step(f"worker-{number}")
+            assert task is not None
+            if task.state != "waiting":
+                return task
+            if enrols and not enrolled and self.fields("deploy"):
+                self.enrol(self.ticket())
+                enrolled = True
+        raise AssertionError(task)
+
+
+@pytest.fixture
+def maas(site: Site, process: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maas:
+    machines = Machines(site)
+    machines.machine()
+    settings = Settings(
+        state_dir=tmp_path,
+        profiles_dir=PROFILES,
+        public_url="https://gpuaas.example",
+        **process.settings,
+    )
+    monkeypatch.setattr(maas_tasks, "REPEAT_S", 0.0)
+    made = Maas(machines, process, settings)
+    made.begin()
+    assert made.compare().done["nodes bound"] == 1
+    return made
+
+
+def test_after_a_tenant_the_machine_is_installed_anew_by_itself(maas: Maas) -> None:
+    maas.tenancy()
+    assert maas.node().tenant_machine_ids
+    old = maas.node()
+    task = maas.play()
+    assert (task.kind, task.state, task.error) == (DEPLOY, "succeeded", {})
+    assert maas.asked() == ["set_workload_annotations", "release", "deploy"]
+    (release,) = maas.fields("release")
+    # The erasure of MAAS is no proof; ours is from before.
+    assert release["erase"] == "false"
+    (deployment,) = maas.fields("deploy")
+    assert deployment["distro_series"] == "noble"
+    assert "https://gpuaas.example" in deployment["user_data"]
+    node = maas.node()
+    assert not node.tenant_machine_ids
+    assert node.machine_id != old.machine_id
+    with reading(maas.engine) as conn:
+        kinds = [task.kind for task in queue.open_of_node(conn, "m1")]
+    assert kinds == ["slice.topology_discover"]
+
+
+def test_answers_that_are_lost_are_read_and_not_asked_again(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(lost=["release", "deploy"])
+    assert maas.play().state == "succeeded"
+    assert maas.asked() == ["release", "deploy"]
+
+
+def test_a_request_without_effect_is_repeated_and_then_given_up(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maas.maintain()
+    maas.queue()
+    maas.begin(status={"release": 503})
+    task = maas.play()
+    assert (task.error["code"], maas.asked()) == ("maas_undone", ["release"] * maas_tasks.MOST)
+    # Not before the proxy's silence has shown its effect.
+    monkeypatch.setattr(maas_tasks, "REPEAT_S", 600.0)
+    maas.begin(status={"release": 503})
+    maas.queue()
+    for _ in range(5):
+        maas.step()
+    assert maas.asked() == ["release"]
+
+
+CONDITIONS: list[tuple[dict[str, Any], str]] = [
+    ({"owner": "somebody"}, "maas_foreign_owner"),
+    ({"locked": True}, "maas_locked"),
+    ({"tag_names": []}, "maas_tags"),
+    ({"tag_names": [SLICE]}, "maas_tags"),
+    ({"tag_names": [SLICE, BAREMETAL]}, "maas_tags"),
+    ({"serial": "S2"}, "maas_identity_changed"),
+    ({"serial": "Unknown"}, "maas_identity_changed"),
+    ({"macs": ["52:54:00:00:00:99"]}, "maas_identity_changed"),
+    ({"status": 8}, "maas_state"),
+    ({"status": 16}, "maas_state"),
+    ({"status": 9}, "maas_state"),
+    ({"system_id": "zzz"}, "maas_not_found"),
+]
+
+
+def test_a_machine_in_another_condition_is_left_alone(maas: Maas) -> None:
+    maas.maintain()
+    before = maas.node()
+    for change, expected in CONDITIONS:
+        for kind in (DEPLOY, RELEASE):
+            maas.queue(kind)
+            maas.begin(machine(**change))
+            task = maas.play()
+            assert (task.state, task.error["code"]) == ("failed", expected), change
+            assert task.error["remedy"]
+            assert maas.asked() == []
+    assert maas.node() == before
+
+
+def test_a_host_that_is_another_machine_stops_what_would_act_on_it(maas: Maas) -> None:
+    maas.maintain()
+    maas.report("S7")
+    maas.begin()
+    for kind in (DEPLOY, RELEASE):
+        maas.queue(kind)
+        task = maas.play()
+        assert (task.state, task.error["code"]) == ("failed", "maas_serial_differs")
+        assert "S7 at the host, S1 in MAAS" in task.error["found"]
+        assert task.error["remedy"]
+        assert maas.asked() == []
+    maas.report("s1")
+    maas.queue()
+    maas.step()
+    assert maas.asked() == ["release"], "the same machine"
+
+
+def test_hosts_with_the_serial_number_of_the_machine_stop_it(maas: Maas) -> None:
+    maas.machines.machine("m2", 2)
+    maas.maintain()
+    maas.begin()
+    maas.report("S1")
+    maas.report("S1", "m2", 2)
+    with pytest.raises(Problem) as refusal:
+        maas.queue()
+    assert (refusal.value.code, refusal.value.found) == ("serial_twice", "the same at m2")
+    # What firmware shows where nobody has set a serial number is not the same one.
+    maas.report("0000000", "m2", 2)
+    maas.report("0000000")
+    maas.queue()
+    # After the task is queued, too.
+    maas.report("S1", "m2", 2)
+    maas.report("S1")
+    assert maas.play().error["code"] == "serial_twice"
+    assert maas.asked() == []
+
+
+def test_the_serial_number_that_a_tenants_installation_reports_is_not_believed(maas: Maas) -> None:
+    maas.report("S1")
+    maas.tenancy()
+    maas.report("S7")
+    assert maas.node().hardware == {"vendor": "Dell Inc.", "product": "XE9680L", "serial": "S1"}
+    assert maas.play().state == "succeeded"
+
+
+def test_an_answer_about_another_machine_ends_the_task(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(machine(), machine("other9", serial="S9"), other={"release": "other9"})
+    task = maas.play()
+    assert (task.error["code"], maas.asked()) == ("maas_wrong_machine", ["release"])
+    assert maas.node().tenant_machine_ids
+
+
+def test_a_lock_or_an_owner_that_comes_before_the_request_is_respected(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(edits={"release": {"locked": True}})
+    assert maas.play().error["code"] == "maas_forbidden"
+    maas.begin(edits={"deploy": {"owner": "somebody", "status": 10}})
+    maas.queue()
+    assert maas.play().error["code"] == "maas_forbidden"
+    assert maas.manager.record()["machines"]["abc123"]["owner"] == "somebody"
+
+
+def test_a_machine_lost_or_broken_in_the_middle_is_named(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(vanish="abc123")
+    assert maas.play(enrols=False).error["code"] == "maas_not_found"
+    maas.begin(failing={"9": 11})
+    maas.queue()
+    assert maas.play(enrols=False).error["code"] == "maas_failed"
+    # The next request begins with the failed machine.
+    maas.begin(machine(status=11))
+    maas.queue()
+    assert maas.play().state == "succeeded"
+    assert maas.asked() == ["release", "deploy"]
+
+
+def test_without_its_enrolment_the_installation_ends_late(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maas.tenancy()
+    for _ in range(9):
+        task = maas.step()
+    assert task and "waits for its enrolment" in task.state_reason
+    monkeypatch.setattr(maas_tasks, "_LONGEST_S", -1.0)
+    task = maas.step()
+    assert task and (task.state, task.error["code"]) == ("failed", "maas_late")
+    assert code(maas.enrol, maas.ticket()) == "token_invalid"
+    assert maas.node().tenant_machine_ids
+
+
+def test_no_other_task_begins_on_a_machine_that_maas_installs(maas: Maas) -> None:
+    maas.tenancy()
+    maas.step()
+    with transaction(maas.engine) as conn:
+        beside = queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_BOOTSTRAP, "m1"), ADMIN)
+        assert leasing.lease(conn, "other") == []
+        reason = leasing.wait_reasons(conn, [beside])[beside.id]
+        assert reason["code"] == "node_busy"
+    assert code(maas.queue, RELEASE) == "node_busy"
+    assert maas.play().state == "succeeded"
+    with transaction(maas.engine) as conn:
+        assert [task.id for task in leasing.lease(conn, "other")] == [beside.id]
+
+
+def test_a_cancelled_installation_keeps_the_node_from_use(maas: Maas) -> None:
+    maas.maintain()
+    task = maas.queue()
+    maas.step()
+    with transaction(maas.engine) as conn:
+        queue.cancel(conn, task.id, ADMIN)
+    assert maas.task(task.id).state == "canceled"
+    assert maas.node().tenant_machine_ids == [maas.node().machine_id]
+
+
+def test_a_node_in_use_is_neither_installed_nor_returned(maas: Maas) -> None:
+    assert code(maas.queue) == "node_in_service"
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    for kind in (DEPLOY, RELEASE):
+        assert code(maas.queue, kind) == "node_in_use"
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        baremetal.left_behind(conn, key, ADMIN, step="x", error={"code": "wipe_failed"})
+    for kind in (DEPLOY, RELEASE):
+        assert code(maas.queue, kind) == "machine_not_clean"
+    assert maas.asked() == ["set_workload_annotations"]
+
+
+def test_what_began_to_be_used_after_the_request_is_not_installed(maas: Maas) -> None:
+    maas.maintain()
+    maas.queue()
+    with transaction(maas.engine) as conn:
+        host.resume(conn, "m1", ADMIN)
+    task = maas.play()
+    assert (task.error["code"], maas.asked()) == ("node_in_service", ["set_workload_annotations"])
+
+
+def test_a_slice_host_is_neither_installed_nor_returned(maas: Maas) -> None:
+    maas.maintain()
+    for mode in (NodeMode.SLICE, NodeMode.CONVERTING_TO_BAREMETAL):
+        with transaction(maas.engine) as conn:
+            nodes.update(conn, "m1", mode=mode.value)
+        for kind in (DEPLOY, RELEASE):
+            assert code(maas.queue, kind) == "node_in_slice_mode"
+
+
+def test_a_node_without_a_machine_in_maas_is_refused(maas: Maas) -> None:
+    maas.maintain()
+    with transaction(maas.engine) as conn:
+        maas_sync.unbind(conn, "m1", ADMIN)
+    assert code(maas.queue) == "maas_machine_unknown"
+
+
+def test_a_machine_that_never_enrolled_keeps_its_installation(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        nodes.create(conn, ADMIN, id="m2", address="10.0.2.16", mode=NodeMode.BAREMETAL)
+    fresh = machine("new2", hostname="m2", serial="S2", hardware_uuid="U-2", macs=["aa"])
+    maas.begin(machine(), {**fresh, "ip_addresses": ["10.0.2.16"]})
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        task = installation.queue(conn, "m2", DEPLOY, ADMIN)
+    maas.step()
+    assert maas.task(task.id).error["code"] == "maas_occupied"
+    # It is installed once it is free.
+    maas.begin({**fresh, "status": 4, "owner": "", "ip_addresses": []})
+    with transaction(maas.engine) as conn:
+        installation.queue(conn, "m2", DEPLOY, ADMIN)
+    maas.step()
+    assert maas.asked() == ["deploy"]
+
+
+def test_a_returned_machine_is_free_in_maas_and_unused_here(maas: Maas) -> None:
+    maas.maintain()
+    maas.queue(RELEASE)
+    assert maas.play().state == "succeeded"
+    assert maas.manager.record()["machines"]["abc123"]["status_name"] == "Ready"
+    assert maas.asked()[-1] == "release"
+    with transaction(maas.engine) as conn:
+        host.resume(conn, "m1", ADMIN)
+        assert maas.machines.reasons(conn) == {"m1": "reinstall_required"}
+
+
+def test_maas_reads_the_disks_back_while_it_releases_a_machine_that_leaves(maas: Maas) -> None:
+    """The release script judges, if MAAS has it; MAAS then calls the release failed."""
+    maas.maintain()
+    script = maas_sync.MAAS_SCRIPTS["release"].stem
+    maas.begin(scripts={script: "#!/bin/sh"}, failing={"12": 13})
+    maas.queue(RELEASE)
+    assert maas.play().error["code"] == "maas_failed"
+    (asked,) = (row for row in maas.manager.record()["requests"] if "release" in row["operation"])
+    assert asked["fields"]["scripts"] == script and asked["fields"]["erase"] == "false"
+
+
+def test_our_lock_is_taken_off_before_the_release_and_that_of_a_person_is_not(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    assert maas.compare().done == {"machines locked": 1}
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.play().state == "succeeded"
+    assert maas.asked()[-3:] == ["unlock", "release", "deploy"]
+
+
+def test_a_ticket_is_good_once_and_for_its_machine_only(maas: Maas) -> None:
+    def redeem(secret: str, address: str = ADDRESS, node: str = "m1") -> str:
+        with transaction(maas.engine) as conn:
+            tokens.redeem_ticket(conn, node, secret, address=address)
+        return "done"
+
+    maas.maintain()
+    maas.queue()
+    maas.begin(machine(status=4, owner="", ip_addresses=[]))
+    maas.step()
+    ticket = maas.ticket()
+    with transaction(maas.engine) as conn:
+        nodes.create(conn, ADMIN, id="m2", address=ADDRESS)
+        # A ticket is no token, and a token is no ticket.
+        assert code(tokens.require_enrolment, conn, "m1", ticket) == "token_invalid"
+        _, token = tokens.issue_enrolment(conn, "m1", ADMIN)
+    for secret, address, node in (
+        (ticket, "10.0.2.99", "m1"),
+        (ticket, "", "m1"),
+        (ticket, ADDRESS, "m2"),
+        (token, ADDRESS, "m1"),
+        ("ticket_guessed", ADDRESS, "m1"),
+    ):
+        assert code(redeem, secret, address, node) == "token_invalid"
+    assert redeem(ticket) == "done"
+    assert code(redeem, ticket) == "token_invalid"
+    with reading(maas.engine) as conn:
+        assert ticket not in str(rows.every(conn, sa.select(enrolment_tokens)))
+        assert ticket not in str(journal.audit_rows(conn))
+
+
+def test_a_client_that_gets_nonsense_does_nothing(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maas.tenancy()
+    maas.begin(body="<html>Log in</html>")
+    task = maas.step()
+    assert task and (task.state, task.error["code"]) == ("waiting", "maas_silent")
+    monkeypatch.setattr(Client, "LARGEST", 10)
+    maas.begin()
+    task = maas.step()
+    assert task and "more than 10 bytes" in task.error["found"]
+    assert maas.asked() == []
+
+
+def test_a_key_is_refused_by_name(maas: Maas) -> None:
+    for faults, expected in (
+        ({"skew_s": 400}, "maas_unauthorized"),
+        ({"token": "only-two:parts"}, "maas_token_unreadable"),
+    ):
+        maas.maintain()
+        maas.queue()
+        maas.begin(**faults)
+        error = maas.play().error
+        assert error["code"] == expected
+        with transaction(maas.engine) as conn:
+            host.resume(conn, "m1", ADMIN)
+    maas.maintain()
+    maas.queue()
+    maas.begin(skew_s=400)
+    assert "clocks" in maas.play().error["expected"]

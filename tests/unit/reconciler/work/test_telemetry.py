@@ -1,0 +1,223 @@
+"""Telemetry over real SSH servers: a forced command and nothing else, and a host that hangs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _telemetry_service
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemetry
+
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import nodes
+from reconciler.lifecycle import slice_telemetry
+from reconciler.records import allocations
+from reconciler.runs import ssh
+from reconciler.runs.spec import NodeAccess, RunError
+from reconciler.runs.ssh import SshAccess
+from reconciler.trust import ca
+from reconciler.work import telemetry
+from reconciler.work.telemetry import Telemetry
+from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot
+from tests.unit.reconciler.conftest import Site
+
+__all__ = ["boot"]
+pytestmark = pytest.mark.covers("SLICE-11")
+
+
+class Hosts:
+    """Hosts whose sshd trusts the site's authority and has the principals file of bootstrap."""
+
+    def __init__(self, folder: Path, site: Site, start: Boot) -> None:
+        self.folder, self.site, self._start = folder, site, start
+        self.trust = ca.open_trust(folder / "state")
+        (folder / "ca.pub").write_text(ca.user_ca(self.trust) + "\n")
+
+    def add(self, node_id: str, *, line: str = _telemetry_service.LINE) -> Machine:
+        snapshot, principals = (
+            self.folder / f"{node_id}.json",
+            self.folder / f"{node_id}.principals",
+        )
+        principals.write_text(line.replace(_telemetry.SNAPSHOT, str(snapshot)))
+        settings = (
+            f"TrustedUserCAKeys {self.folder}/ca.pub\nAuthorizedPrincipalsFile {principals}\n"
+            "Subsystem sftp internal-sftp"
+        )
+        machine = self._start(
+            node_id,
+            login="",
+            settings=settings,
+            certify=lambda key: ca.certify_host(self.trust, key, node_id),
+        )
+        with transaction(self.site.engine) as conn:
+            row = sa.update(nodes).where(nodes.c.id == node_id)
+            conn.execute(row.values(address="127.0.0.1", port=machine.port))
+        return machine
+
+    def says(self, node_id: str, allocation_id: str, cpu_s: float = 1.0) -> Path:
+        host = {"state": "running", "cpu_s": cpu_s, "refused_packets": {"arp": 3, "invented": 1}}
+        part = {"allocation_id": allocation_id, "host": host, "guest": None}
+        path = self.folder / f"{node_id}.json"
+        path.write_text(json.dumps({"version": 1, "problems": [], "slices": [part]}))
+        return path
+
+    def access(self) -> SshAccess:
+        identity = ca.telemetry_identity(self.trust, 300)
+        return SshAccess(identity.key, identity.certificate, identity.known_hosts)
+
+    def count(self, allocation_id: str) -> int:
+        with reading(self.site.engine) as conn:
+            return len(slice_telemetry.samples(conn, allocation_id, 60))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, sold: Site, boot: Boot, monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    monkeypatch.setattr(telemetry, "TELEMETRY", USER)
+    return Hosts(tmp_path, sold, boot)
+
+
+@pytest.fixture
+def collector(hosts: Hosts) -> Iterator[Telemetry]:
+    collector = Telemetry(hosts.site.engine, hosts.access)
+    yield collector
+    collector._stopping.set()
+    for pool in (collector._pool, collector._silent):
+        pool.shutdown()
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def active(hosts: Hosts) -> str:
+    with transaction(hosts.site.engine) as conn:
+        return hosts.site.active(conn, 1)
+
+
+def test_the_names_are_those_of_the_host() -> None:
+    assert ca.TELEMETRY == _telemetry_service.ACCOUNT
+
+
+def test_a_sample_from_the_snapshot_to_the_database(hosts: Hosts, collector: Telemetry) -> None:
+    mine = active(hosts)
+    hosts.add("n1")
+    hosts.says("n1", mine, cpu_s=4.5)
+    assert collector.look() == ["n1"]
+    await_that(lambda: hosts.count(mine) == 1 and not collector._busy)
+    with reading(hosts.site.engine) as conn:
+        (sample,) = slice_telemetry.samples(conn, mine, 60)
+    assert sample.guest is None and sample.host["cpu_s"] == 4.5
+    assert sample.host["refused_packets"] == {"arp": 3}
+    # The minute has its sample, whichever process took it.
+    assert collector.look() == []
+    assert Telemetry(hosts.site.engine, hosts.access).look() == []
+
+
+def test_the_login_prints_the_snapshot_and_can_do_nothing_else(hosts: Hosts) -> None:
+    machine = hosts.add("n1")
+    path = hosts.says("n1", "a")
+    words = ["ssh", *ssh.options(hosts.access(), "n1"), "-p", str(machine.port), "-l", USER]
+
+    def run(*more: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [*words, *more], capture_output=True, stdin=subprocess.DEVNULL, timeout=30, check=False
+        )
+
+    for wish in ((), ("id",), ("sh", "-c", "id; cat /etc/passwd")):
+        assert run("127.0.0.1", *wish).stdout == path.read_bytes()
+    assert run("-s", "127.0.0.1", "sftp").stdout == path.read_bytes()
+    forward = run("-W", f"127.0.0.1:{machine.port}", "127.0.0.1")
+    assert forward.returncode != 0 and not forward.stdout
+    assert b"PTY allocation request failed" in run("-tt", "127.0.0.1").stderr
+    # A service that ended prints nothing, instead of an old snapshot.
+    subprocess.run(["touch", "-d", "5 minutes ago", str(path)], check=True)
+    assert run("127.0.0.1").stdout == b""
+
+
+def test_the_operators_certificate_is_not_the_telemetry_accounts(hosts: Hosts) -> None:
+    machine = hosts.add("n1")
+    hosts.says("n1", "a")
+    identity = ca.operator_identity(hosts.trust)
+    access = SshAccess(identity.key, identity.certificate, identity.known_hosts)
+    node = NodeAccess("n1", "127.0.0.1", machine.port, USER)
+    with pytest.raises(Exception, match="Permission denied"):
+        ssh.telemetry(access, node, lambda: False)
+
+
+def ordered(command: str) -> str:
+    return f'restrict,command="{command}" {ca.TELEMETRY}\n'
+
+
+def test_a_host_that_hangs_costs_the_others_nothing(hosts: Hosts, collector: Telemetry) -> None:
+    hosts.site.node("n2", (0,), 1)
+    ids = [active(hosts) for _ in range(3)]
+    with reading(hosts.site.engine) as conn:
+        (mine,) = [key for key in ids if allocations.get(conn, key).node_id == "n2"]
+    hosts.add("n1", line=ordered("exec sleep 100"))
+    hosts.add("n2")
+    hosts.says("n2", mine)
+    assert sorted(collector.look()) == ["n1", "n2"]
+    await_that(lambda: hosts.count(mine) == 1)
+    assert collector._busy == {"n1"} and collector.look() == []
+    # The end of the service does not wait for it either.
+    collector._stopping.set()
+    await_that(lambda: not collector._busy)
+    assert collector._plan["n1"][2]
+
+
+def test_a_host_without_an_answer_is_asked_less_often_and_beside_the_others(
+    sold: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with transaction(sold.engine) as conn:
+        sold.active(conn, 1)
+    threads: list[str] = []
+
+    def refuse(_access: SshAccess, _node: NodeAccess, _given_up: object) -> bytes:
+        threads.append(threading.current_thread().name)
+        raise RunError("telemetry_unanswered", expected="", found="no route", remedy="")
+
+    monkeypatch.setattr(ssh, "telemetry", refuse)
+    now, nothing = [0.0], Path("unused")
+    access = SshAccess(nothing, nothing, nothing)
+    collector = Telemetry(sold.engine, lambda: access, clock=lambda: now[0])
+    moments = []
+    with caplog.at_level(logging.WARNING, "gpuaas.telemetry"):
+        for at in range(0, 1800, 5):
+            now[0] = float(at)
+            if collector.look():
+                moments.append(at)
+                await_that(lambda: not collector._busy)
+    assert moments == [0, 55, 165, 385, 825, 1425]
+    assert ["silent" in name for name in threads] == [False] + [True] * 5
+    assert caplog.text.count("no telemetry of node n1") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("exec yes", "answer_too_large"),
+        ("head -c 2000000 /dev/zero", "not a snapshot"),
+        ("echo '[]'", "not a snapshot"),
+        ("echo no such file >&2; exit 1", "no such file"),
+        ("true", "0 bytes"),
+    ],
+)
+def test_what_a_hostile_host_answers_is_refused(
+    hosts: Hosts, collector: Telemetry, command: str, problem: str
+) -> None:
+    mine = active(hosts)
+    hosts.add("n1", line=ordered(command))
+    assert collector.look() == ["n1"]
+    await_that(lambda: not collector._busy)
+    assert problem in collector._plan["n1"][2]
+    assert hosts.count(mine) == 0
