@@ -1,0 +1,164 @@
+"""Killed workers, Redis and databases, a full disk, wrong clocks: every job ends once (I19)."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from reconciler.db.engine import open_engine, reading, retrying
+from reconciler.db.migrations import migrate
+from reconciler.db.schema import PoolWorker
+from reconciler.db.schema import jobs as table
+from reconciler.pools.hints import Hints
+from tests import postgresql
+from tests.redis_server import RedisServer
+from tests.unit.reconciler.conftest import Database, PostgresDatabase
+from tests.unit.reconciler.pools.conftest import Workers
+from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.service.service import pauses, until
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def engine(request: pytest.FixtureRequest, database: Database, template: Path) -> sa.Engine:
+    """An empty database of either kind."""
+    if request.param == "sqlite":
+        return database.restore(template)
+    postgres: PostgresDatabase = request.getfixturevalue("postgres_database")
+    return postgres.restore()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with closing(RedisServer(tmp_path)) as redis:
+        yield redis
+
+
+@pytest.mark.covers("I19", "ORCH-2")
+@pytest.mark.parametrize(
+    ("jobs", "kills"), [(300, 8), pytest.param(10_000, 300, marks=pytest.mark.long)]
+)
+def test_every_job_ends_once(workers: Workers, redis: RedisServer, jobs: int, kills: int) -> None:
+    workers.environment["GPUAAS_REDIS_URL"] = redis.url
+    redis.start()
+    streams = Hints(redis.url)
+    ids = workers.submit(jobs // 2, seconds=0.005)
+    ids += workers.submit(jobs // 2, "p2", seconds=0.005)
+    streams.announce(ids)
+    running = [workers.start() for _ in range(3)]
+    asleep = 0
+    for number, pause in enumerate(pauses(kills, 0.05, 0.4)):
+        time.sleep(pause)
+        if asleep:
+            os.kill(asleep, signal.SIGCONT)
+        # Every fifth worker is away for longer than its lease; the others are killed.
+        victim, asleep = running.pop(0), 0
+        if number % 5 == 4:
+            asleep = victim
+            running.append(victim)
+            expire(workers, victim, lambda pid=victim: os.kill(pid, signal.SIGSTOP))
+        else:
+            expire(workers, victim, lambda pid=victim: workers.kill(pid))
+        if number % 4 == 1:
+            redis.kill()
+        elif number % 4 == 2:
+            redis.start()
+        elif number % 4 == 3:
+            redis.client.flushall()
+        if not asleep:
+            # The clock of every second worker is wrong by an hour, before or behind.
+            workers.environment["SKEW_S"] = ("0", "3600", "0", "-3600")[number % 4]
+            running.append(workers.start())
+    if asleep:
+        os.kill(asleep, signal.SIGCONT)
+    until(lambda: not left(workers), 900 if jobs > 1000 else 60)
+    with reading(workers.queue.engine) as conn:
+        ended = conn.execute(sa.select(table)).all()
+    assert Counter(job.status for job in ended) == {"done": jobs}
+    assert {job.attempts for job in ended} == {1}, "each end counts once"
+    assert all(job.result == {"twice": job.input["number"] * 2} for job in ended)
+    ran = Counter(workers.ran())
+    assert sorted(ran) == list(range(jobs // 2)) and min(ran.values()) >= 2, "in both projects"
+    assert sum(ran.values()) - jobs <= sum(job.lost for job in ended), "no more than were lost"
+
+
+def left(workers: Workers) -> int:
+    query = sa.select(sa.func.count()).select_from(table)
+    with reading(workers.queue.engine) as conn:
+        open_jobs = query.where(table.c.status.in_(("pending", "running")))
+        return int(conn.execute(open_jobs).scalar_one())
+
+
+def expire(workers: Workers, pid: int, end: Callable[[], None]) -> None:
+    """Kill or stop a worker whose leases run out at that moment.
+
+    On SQLite it then holds no write lock. On PostgreSQL it may hold its rows' locks, until the
+    server ends its session.
+    """
+    dead = sa.select(PoolWorker.TABLE.c.id).where(PoolWorker.TABLE.c.pid == pid)
+    running = sa.update(table).where(table.c.worker.in_(dead), table.c.status == "running")
+
+    def expire(conn: sa.Connection) -> None:
+        end()
+        conn.execute(running.values(lease_expires_at=1.0))
+
+    retrying(workers.queue.engine, expire)
+
+
+@pytest.mark.covers("I19", "ORCH-2")
+def test_a_full_disk_delays_outcomes_and_repeats_no_call(
+    database: Database, template: Path, forge: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    workers = Workers(Queue(database.restore(template)), tmp_path, forge)
+    workers.submit(100, seconds=0.01)
+    worker = workers.start()
+    until(lambda: len(workers.ran()) > 20)
+    room, most = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+    # As a full disk, for the worker only. Its log is beyond the limit as well.
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (1, most))
+    stuck = -1
+    while stuck != (stuck := left(workers)):
+        time.sleep(0.5)
+    assert stuck > 0
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (room, most))
+    until(lambda: not left(workers))
+    with reading(workers.queue.engine) as conn:
+        ended = conn.execute(sa.select(table)).all()
+    assert {(job.status, job.attempts, job.lost) for job in ended} == {("done", 1, 0)}
+    assert sorted(workers.ran()) == list(range(100))
+    workers.close()
+
+
+@pytest.mark.postgres
+@pytest.mark.covers("I19", "ORCH-2")
+def test_a_killed_database_loses_no_job(forge: subprocess.Popen[str], tmp_path: Path) -> None:
+    with postgresql.running(fsync=True) as server:
+        engine = open_engine(server.database("jobs"))
+        migrate(engine)
+        workers = Workers(Queue(engine), tmp_path, forge)
+        workers.submit(200, seconds=0.01)
+        for _ in range(2):
+            workers.start()
+        for count in (20, 60):
+            until(lambda count=count: len(workers.ran()) > count)
+            server.stop()
+            engine.dispose()
+            server.start()
+        until(lambda: not left(workers), 120)
+        with reading(engine) as conn:
+            ended = conn.execute(sa.select(table)).all()
+        assert {(job.status, job.attempts) for job in ended} == {("done", 1)}
+        ran = Counter(workers.ran())
+        assert sorted(ran) == list(range(200))
+        assert sum(ran.values()) - 200 <= sum(job.lost for job in ended)
+        workers.close()
+        engine.dispose()
