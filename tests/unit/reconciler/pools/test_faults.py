@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,9 @@ def test_every_job_ends_once(workers: Workers, redis: RedisServer, jobs: int, ki
         if number % 5 == 4:
             asleep = victim
             running.append(victim)
-            expire(workers, victim, lambda pid=victim: os.kill(pid, signal.SIGSTOP))
+            expire(workers, victim, partial(os.kill, victim, signal.SIGSTOP))
         else:
-            expire(workers, victim, lambda pid=victim: workers.kill(pid))
+            expire(workers, victim, partial(workers.kill, victim))
         if number % 4 == 1:
             redis.kill()
         elif number % 4 == 2:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,7 @@ def test_every_job_ends_once_although_workers_and_the_api_are_killed(
             service.start()
         else:
             victim = running.pop(0)
-            workers.kill(victim)
-            expire(workers, victim)
+            expire(workers, victim, partial(workers.kill, victim))
             silence(workers, victim)
             running.append(start(workers, service))
     until(lambda: left(workers) == 1, 600 if jobs > 1000 else 60)
