@@ -107,8 +107,8 @@ def show_defaults(context: Admin) -> DefaultQuota:
     "/admin/settings/default-quota", response_model=DefaultQuota, name="change_default_quota"
 )
 def change_defaults(body: Limits, context: Admin) -> JSONResponse:
-    """Replace the limits of the site; one that is left out is none. They hold for every project
-    without a limit of its own.
+    """Replace the limits of the site, at first those that it was shipped with; one that is left out
+    is none. They hold for every project without a limit of its own.
     """
 
     def work(conn: Connection, act: Act) -> DefaultQuota:

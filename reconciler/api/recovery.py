@@ -117,12 +117,16 @@ class RecoveryCase(Answer):
 
 
 class PolicyBody(Reasoned):
-    """The limits count recoveries that began within an hour."""
+    """The limits count recoveries that began within an hour, but not those of tenants' failures."""
 
     enabled: StrictFlag
     per_node: Annotated[Integer, Field(ge=1, le=64)] = Policy.per_node
     per_hour: Annotated[Integer, Field(ge=1, le=1000)] = Policy.per_hour
     remove_leftovers: StrictFlag = Policy.remove_leftovers
+    tenant_failures: StrictFlag = Field(
+        Policy.tenant_failures,
+        description="Recover launches that failed by their tenant's doing, also while it is off.",
+    )
 
 
 class BlockedAllocation(Answer):
@@ -142,6 +146,7 @@ class RecoveryPolicy(Answer):
     per_node: int
     per_hour: int
     remove_leftovers: bool
+    tenant_failures: bool
     cases: list[BlockedAllocation]
 
 

@@ -91,12 +91,17 @@ def scheduling(
 @commands.command("recovery-policy")
 def recovery_policy(
     switch: Annotated[
-        Literal["show", "on", "off"], typer.Argument(help="Off by default.")
+        Literal["show", "on", "off"],
+        typer.Argument(help="Off by default, except for tenants' failures."),
     ] = "show",
     per_node: Limit = None,
     per_hour: Limit = None,
     remove_leftovers: Annotated[
         bool | None, typer.Option(help="Recover also when the host still holds leftovers.")
+    ] = None,
+    tenant_failures: Annotated[
+        bool | None,
+        typer.Option(help="Recover launches that failed by their tenant's doing, also while off."),
     ] = None,
 ) -> None:
     """Show or set the automatic recovery of blocked slots, with its plan for each allocation."""
@@ -106,6 +111,7 @@ def recovery_policy(
             "per_node": per_node,
             "per_hour": per_hour,
             "remove_leftovers": remove_leftovers,
+            "tenant_failures": tenant_failures,
         }
         body = {name: policy[name] if value is None else value for name, value in options.items()}
         policy = client().put(_RECOVERY_POLICY, body | {"enabled": switch == "on"})

@@ -20,9 +20,13 @@ HOURLY = ("launches_per_hour", "failures_per_hour")
 # Rows that a project can add in an hour, whoever of its members adds them. People need a few.
 KEYS_PER_HOUR, RULES_PER_HOUR = 60, 120
 _DEFAULTS = "default_quota"
+# Limits of a site that has set none. They bound the slots that one project can keep off sale with
+# launches that fail. How much a project may hold is for the site to say.
+SHIPPED = {"open_requests": 4, "launches_per_hour": 20, "failures_per_hour": 3}
 _OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
 _HOLDING = (*_OPEN, AllocationState.ACTIVE, AllocationState.RELEASING)
-# A guest that is not reachable in time is of the tenant's image, keys or data.
+# Code of a launch that failed by its tenant's own doing: a guest that is not reachable in time is
+# of the tenant's image, keys or data.
 _TENANTS_OWN = "readiness_failed"
 
 
@@ -39,7 +43,7 @@ def change(conn: sa.Connection, id: str, limits: Mapping[str, int], act: Act) ->
 
 def defaults(conn: sa.Connection) -> dict[str, int]:
     """The site's limits, for what a project has no limit of its own for."""
-    return dict(settings.read(conn, _DEFAULTS, {}))
+    return dict(settings.read(conn, _DEFAULTS, SHIPPED))
 
 
 def change_defaults(conn: sa.Connection, limits: Mapping[str, int], act: Act) -> None:
@@ -63,11 +67,11 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
     Launches of a project with limits wait for each other until their transactions end. Call this
     before a node or a slot is locked.
     """
-    # In one statement, because most projects and sites have no limits.
+    # In one statement, because a site without limits need not lock the project.
     query = sa.select(projects.c.quota, settings.column(_DEFAULTS)).where(
         projects.c.id == project_id
     )
-    if (known := conn.execute(query).one_or_none()) and not any(known):
+    if (known := conn.execute(query).one_or_none()) and known == ({}, {}):
         return
     project = rows.get(conn, Project, project_id, lock=True)
     records, now = _rows(conn, project_id), clock.read(conn)
@@ -119,8 +123,13 @@ def _in_hour(records: list[Allocation], name: str, now: float) -> list[Allocatio
     recent = [row for row in records if row.created_at > now - HOUR_S]
     if name == HOURLY[0]:
         return recent
-    failed = [row for row in recent if row.state == AllocationState.FAILED]
-    return [row for row in failed if row.error.get("code") == _TENANTS_OWN]
+    return [row for row in recent if by_tenant(row)]
+
+
+def by_tenant(allocation: Allocation) -> bool:
+    """Whether a launch failed by its tenant's own doing."""
+    failed = allocation.state == AllocationState.FAILED
+    return failed and allocation.error.get("code") == _TENANTS_OWN
 
 
 def _wait_s(records: list[Allocation], name: str, allowed: int, now: float) -> int:
@@ -133,8 +142,9 @@ def _wait_s(records: list[Allocation], name: str, allowed: int, now: float) -> i
 
 def _exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Problem:
     detail: dict[str, Any] = {"limit": name, "used": use, "allowed": allowed}
-    rate = bool(wait_s) or name in HOURLY
-    if wait_s:
+    # A limit of 0 is lifted by people, not by time.
+    rate = bool(wait_s)
+    if rate:
         detail["retry_after_s"] = wait_s
     return Problem(
         "rate_exceeded" if rate else "quota_exceeded",

@@ -114,11 +114,11 @@ def _adopt(conn: sa.Connection, case: RecoveryCase, act: Act) -> RecoveryCase:
 def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation | None:
     """Open a case if the policy and its limits allow it. None when there is nothing to decide."""
     policy = recovery_policy.hold(conn)
-    if not policy.enabled:
-        return None
     blocked = recovery_policy.blocked_allocations(conn)
     candidate = next((row for row in blocked if row.allocation_id == allocation_id), None)
-    if candidate is None or candidate.move == Move.WAIT:
+    if candidate is None or not (policy.enabled or candidate.by_tenant):
+        return None
+    if candidate.move == Move.WAIT:
         return candidate
     # The allocation has the correlation id of the original request.
     allocation = rows.get(conn, Allocation, allocation_id)
@@ -129,7 +129,8 @@ def open_by_policy(conn: sa.Connection, allocation_id: str) -> BlockedAllocation
     try:
         with conn.begin_nested():
             recovery_policy.record_begun(conn, candidate, act)
-            open_case(conn, allocation_id, act, remove_leftovers=policy.remove_leftovers)
+            remove = policy.remove_leftovers or candidate.by_tenant
+            open_case(conn, allocation_id, act, remove_leftovers=remove)
     except Problem as refusal:
         if refusal.code not in _PASSING:
             why = f"{refusal.code}: {refusal.found}"
@@ -258,7 +259,7 @@ def _held_back(conn: sa.Connection, case: RecoveryCase) -> Document:
             "remedy": f"`gpuaas recover {case.allocation_id} --reason WHY` recovers them all the"
             " same; so does force-cleanup with `runtime_verified_absent` true",
         }
-    if case.requested_by == ACTOR and not recovery_policy.read(conn).enabled:
+    if case.requested_by == ACTOR and not recovery_policy.covers(conn, case.allocation_id):
         return {
             "code": "recovery_policy_off",
             "expected": "the recovery policy, which opened the case, to be on",

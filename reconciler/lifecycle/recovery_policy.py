@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
-from reconciler.db.schema import AuditEntry, Slot, audit_log
+from reconciler.db.schema import Allocation, AuditEntry, Slot, allocations, audit_log, claims
 from reconciler.db.schema import settings as setting_table
+from reconciler.lifecycle import quota
 from reconciler.lifecycle.recovery import CASE, FORCE_CLEANUP, blocked
 from reconciler.model.act import Act
 from reconciler.model.recovery import HOUR_S, Blocked, Move, Policy, policy_move
-from reconciler.model.states import HealthState
+from reconciler.model.states import AllocationState, HealthState
 from reconciler.records import queue, recovery_cases
 from reconciler.records import slots as slot_records
+from reconciler.records.claims import of_allocation
 
 ACTOR = "policy"
 BEGUN = "policy.recovery.begun"
@@ -25,21 +29,27 @@ STOPPED = "policy.recovery.stopped"
 STOPPED_KEY = "policy_stopped"
 REASON = "recovery policy: "
 _SETTING = "recovery_policy"
+# Key in the detail of BEGUN: the limits do not count it.
+_BY_TENANT = "by_tenant"
 
 
 @dataclass(frozen=True)
 class BlockedAllocation:
-    """Blocked slots of one allocation that the policy still handles, and its next move."""
+    """Blocked slots of one allocation that the policy still handles, and its next move.
+
+    by_tenant: its launch failed by its tenant's doing, and the policy recovers such.
+    """
 
     allocation_id: str
     node_id: str
     slots: tuple[Slot, ...]
     move: Move
     why: str
+    by_tenant: bool = False
 
 
 def read(conn: sa.Connection) -> Policy:
-    """Read the site's policy. It is off until set."""
+    """Read the site's policy."""
     return Policy(**settings.read(conn, _SETTING, {}))
 
 
@@ -67,7 +77,8 @@ def blocked_allocations(conn: sa.Connection) -> list[BlockedAllocation]:
     if by_allocation:
         since = clock.read(conn) - HOUR_S
         query = sa.select(audit_log).where(audit_log.c.action == BEGUN, audit_log.c.at > since)
-        begun = rows.every(conn, query, AuditEntry)
+        every = rows.every(conn, query, AuditEntry)
+        begun = [row for row in every if not row.detail.get(_BY_TENANT)]
     judged = [_judge(conn, policy, key, held, begun) for key, held in by_allocation.items()]
     return sorted(
         judged, key=lambda row: (min(slot.status_since for slot in row.slots), row.allocation_id)
@@ -84,6 +95,7 @@ def _judge(
     node_id = held[0].node_id
     last = max(held, key=lambda slot: slot.status_since)
     case = recovery_cases.open_of(conn, allocation_id)
+    by_tenant = policy.tenant_failures and failed_by_tenant(conn, allocation_id)
     seen = Blocked(
         reason=last.health_detail.get("reason", ""),
         kept=kept(conn, allocation_id),
@@ -92,9 +104,49 @@ def _judge(
         busy=bool(queue.open_of_allocation(conn, allocation_id)),
         node_begun=sum(row.detail.get("node_id") == node_id for row in begun),
         site_begun=len(begun),
+        by_tenant=by_tenant,
     )
     move, why = policy_move(policy, seen)
-    return BlockedAllocation(allocation_id, node_id, tuple(held), move, why)
+    return BlockedAllocation(allocation_id, node_id, tuple(held), move, why, by_tenant)
+
+
+def covers(conn: sa.Connection, allocation_id: str) -> bool:
+    """Whether the policy recovers the allocation's slots."""
+    policy = read(conn)
+    return policy.enabled or (policy.tenant_failures and failed_by_tenant(conn, allocation_id))
+
+
+def failed_by_tenant(conn: sa.Connection, allocation_id: str) -> bool:
+    """Whether a launch failed by its tenant's own doing.
+
+    When another project's launch failed alike since the slot had its last running machine, the
+    host may be the cause, such as a GPU that does not compute. That is for people.
+    """
+    allocation = rows.get(conn, Allocation, allocation_id)
+    if not quota.by_tenant(allocation):
+        return False
+    for claim in of_allocation(conn, allocation_id):
+        query = (
+            sa.select(allocations)
+            .join(claims, claims.c.allocation_id == allocations.c.id)
+            .where(
+                claims.c.slot_id == claim.slot_id,
+                claims.c.created_at < claim.created_at,
+                sa.or_(
+                    allocations.c.activated_at.is_not(None),
+                    sa.and_(
+                        allocations.c.state == AllocationState.FAILED,
+                        allocations.c.project_id != allocation.project_id,
+                    ),
+                ),
+            )
+            .order_by(claims.c.created_at.desc())
+            .limit(1)
+        )
+        last = rows.first(conn, query, Allocation)
+        if last is not None and quota.by_tenant(last):
+            return False
+    return True
 
 
 def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
@@ -113,7 +165,8 @@ def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:
 
 def record_begun(conn: sa.Connection, judged: BlockedAllocation, act: Act) -> None:
     """Write the audit row that the limits count."""
-    _audit(conn, BEGUN, judged.allocation_id, judged.node_id, judged.slots, act)
+    extra = {_BY_TENANT: True} if judged.by_tenant else {}
+    _audit(conn, BEGUN, judged.allocation_id, judged.node_id, judged.slots, act, extra)
 
 
 def stop(conn: sa.Connection, allocation_id: str, node_id: str, why: str, act: Act) -> None:
@@ -137,6 +190,7 @@ def _audit(
     node_id: str,
     held: Sequence[Slot],
     act: Act,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    detail = {"node_id": node_id, "slots": [slot.id for slot in held]}
+    detail = {"node_id": node_id, "slots": [slot.id for slot in held], **extra}
     journal.audit(conn, act, action, "allocation", allocation_id, detail=detail)

@@ -11,17 +11,21 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits of automatic recovery at a site; off by default.
+    """Limits of automatic recovery at a site; off by default, except for tenants' failures.
 
     per_node, per_hour: recoveries that may start within an hour, per node and on the whole site.
     The limits let a person see a cause that blocks slot after slot before it has wiped a fleet.
     remove_leftovers: recover also when the host still has traces of the failed machine.
+    tenant_failures: recover what a launch left that failed by its tenant's own doing, leftovers
+    included, and also while the policy is off. Its clean-up is that of a release, which needs no
+    person either. The limits do not count it: each project's quota of failures does.
     """
 
     enabled: bool = False
     per_node: int = 1
     per_hour: int = 4
     remove_leftovers: bool = False
+    tenant_failures: bool = True
 
 
 class Move(Described):
@@ -96,7 +100,7 @@ class Blocked:
     kept: why a person keeps the slots blocked, "" without such a hold. case: the state of its open
     recovery case, "" without a case. tried: the policy has opened a case for it before. busy: a
     task of the allocation is open. reason: why its slots are blocked. node_begun, site_begun: cases
-    that the policy opened within the last hour.
+    that the policy opened within the last hour. by_tenant: it is one of the `tenant_failures`.
     """
 
     reason: str
@@ -106,6 +110,7 @@ class Blocked:
     busy: bool = False
     node_begun: int = 0
     site_begun: int = 0
+    by_tenant: bool = False
 
 
 def policy_move(policy: Policy, seen: Blocked) -> tuple[Move, str]:
@@ -124,6 +129,6 @@ def policy_move(policy: Policy, seen: Blocked) -> tuple[Move, str]:
         (seen.node_begun, policy.per_node, "node"),
         (seen.site_begun, policy.per_hour, "site"),
     ):
-        if begun >= limit:
+        if begun >= limit and not seen.by_tenant:
             return Move.WAIT, f"{begun} begun on the {place} in an hour"
     return Move.LOOK, "slots are blocked"

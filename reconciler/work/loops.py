@@ -215,9 +215,9 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
     """Loop for recovery: open a recovery case where the policy of the site allows it."""
     with reading(engine) as conn:
         enabled = recovery_policy.read(conn).enabled
-        candidates = recovery_policy.blocked_allocations(conn) if enabled else []
+        candidates = recovery_policy.blocked_allocations(conn)
     for candidate in candidates:
-        if candidate.move == Move.WAIT:
+        if candidate.move == Move.WAIT or not (enabled or candidate.by_tenant):
             continue
         key = candidate.allocation_id
         with _isolated(_RECOVERY_LOG, "recovery of allocation %s is left as it is", key):

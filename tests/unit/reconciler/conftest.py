@@ -148,6 +148,8 @@ class Site:
                 url="https://images.invalid/base.raw",
             ).id
             settings.set_site_scheduling(conn, True, ADMIN)
+            # Most tests launch more than the shipped limits allow.
+            settings.store(conn, "default_quota", {})
 
     def document(self, number: int) -> dict[str, Any]:
         """The prepared host's discovery, with disks and addresses of its own."""
@@ -220,12 +222,14 @@ class Site:
         slices.provision_succeeded(conn, allocation_id, ADMIN, connection={"host": "gw"})
         return allocation_id
 
-    def failed(self, conn: sa.Connection, gpus: int = 1) -> str:
-        """The id of an allocation whose readiness gate failed."""
+    def failed(
+        self, conn: sa.Connection, gpus: int = 1, error_code: str = "readiness_failed"
+    ) -> str:
+        """The id of an allocation whose launch failed, by default at its readiness gate."""
         allocation_id = self.allocate(conn, gpus)
         slices.provision_started(conn, allocation_id, ADMIN)
         self.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
-        error = {"code": "readiness_failed", "found": "no lease"}
+        error = {"code": error_code, "found": "no lease"}
         slices.provision_failed(conn, allocation_id, ADMIN, step="slice_ready", error=error)
         return allocation_id
 

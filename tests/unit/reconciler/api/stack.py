@@ -17,7 +17,7 @@ from sqlalchemy import Engine
 from reconciler.api.app import PREFIX, create_app
 from reconciler.api.catalog import Judged
 from reconciler.api.rate import Rates
-from reconciler.db import journal
+from reconciler.db import journal, settings
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate
 from reconciler.db.schema import IngressRule, Task
@@ -109,8 +109,9 @@ class Stack:
             nodes.create(conn, ACT, id=NODE, address="192.0.2.7", profile="lab")
 
     def issue(self) -> None:
-        """Two projects and a token for each role."""
+        """Two projects without limits, and a token for each role."""
         with transaction(self.engine) as conn:
+            settings.store(conn, "default_quota", {})
             for project in ("demo", "other"):
                 projects.create(conn, project, ACT, id=project)
             for who, values in TOKENS.items():

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from reconciler.api import rate
 from reconciler.db.engine import reading, transaction
-from reconciler.db.journal import advance
-from reconciler.db.schema import Slot
-from reconciler.lifecycle import ingress, quota, slices, ssh_access
+from reconciler.db.schema import settings
+from reconciler.lifecycle import ingress, quota, recovery_policy, slices, ssh_access
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import queue, slots
+from reconciler.records import leasing, projects, queue
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
+from reconciler.work.loops import play_recovery_cases, recover_blocked
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
@@ -209,31 +212,82 @@ def test_keys_and_rules_are_added_at_the_pace_of_people(
 def test_launches_that_fail_by_their_tenant_take_no_slot_off_sale(
     selling: Stack, gpus: int
 ) -> None:
-    """Images that never answer. Each slot is wiped and sold again."""
-    limit(selling, "other", failures_per_hour=2)
-    for _ in range(2):
-        made = grab(selling, gpu_count=gpus).json()["id"]
-        task = selling.lease()
-        error = {"code": "readiness_failed", "found": "no SSH", "expected": "x", "remedy": "x"}
-        with transaction(selling.engine) as conn:
-            slices.provision_started(conn, made, ACT)
-            slices.provision_failed(conn, made, ACT, step="ready", error=error)
-            queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT)
-        recovered(selling, made)
-    assert refused(selling, lambda: grab(selling))["code"] == "rate_exceeded"
+    """Images that never answer, on a site that has set nothing: each slot is wiped and sold again
+    without a person, and its project soon has to pause.
+    """
+    as_shipped(selling)
+    for number in range(quota.SHIPPED["failures_per_hour"]):
+        made = grab(selling, gpu_count=gpus)
+        assert made.status_code == 201, (number, made.text)
+        fail(selling, made.json()["id"])
+        recover(selling)
+    answer = refused(selling, lambda: grab(selling))
+    assert (answer["code"], answer["limit"]) == ("rate_exceeded", "failures_per_hour")
     for number in range(2):
         assert launch(selling, f"k{number}").status_code == 201
 
 
-def recovered(stack: Stack, allocation_id: str) -> None:
-    """What the site's recovery does with the slots of a failed launch."""
+def test_requests_of_one_project_that_wait_are_limited_as_shipped(selling: Stack) -> None:
+    """Otherwise all of them could fail at the same time, before the first failure is known."""
+    as_shipped(selling)
+    with transaction(selling.engine) as conn:
+        project = projects.get(conn, "other")
+        assert quota.limits(conn, project)["open_requests"] == 4
+        quota.change(conn, "other", {"open_requests": 1}, ACT)
+    assert grab(selling).status_code == 201
+    answer = refused(selling, lambda: grab(selling))
+    assert (answer["limit"], "launches_per_hour" in quota.SHIPPED) == ("open_requests", True)
+
+
+def test_a_slot_on_which_launches_of_two_projects_failed_is_left_to_people(selling: Stack) -> None:
+    """Its host may be the cause, such as a GPU that does not compute."""
+    as_shipped(selling)
+    fail(selling, grab(selling, gpu_count=2).json()["id"])
+    recover(selling)
+    theirs = launch(selling).json()["id"]
+    fail(selling, theirs)
+    recover(selling)
+    assert blocked(selling) == [theirs]
+
+
+def as_shipped(stack: Stack) -> None:
+    """The site has set neither limits nor a recovery policy."""
     with transaction(stack.engine) as conn:
-        for slot in slots.of_node(conn, NODE):
-            if slot.status == "cleanup_blocked":
-                advance(conn, Slot, slot.id, "clean", ACT)
-        proofs = wipes.proofs(conn, allocation_id)
-        absence = {"absent": True, "checks": {}}
-        assert slices.cleanup_succeeded(conn, allocation_id, ACT, proofs=proofs, absence=absence)
+        conn.execute(sa.delete(settings).where(settings.c.name == "default_quota"))
+
+
+def fail(stack: Stack, allocation_id: str) -> None:
+    """The guest of a launch is not reachable in time."""
+    error = {"code": "readiness_failed", "found": "no SSH", "expected": "x", "remedy": "x"}
+    with transaction(stack.engine) as conn:
+        (task,) = leasing.lease(conn, "test", kinds=[TaskKind.SLICE_VM_PROVISION])
+        assert task.allocation_id == allocation_id
+        slices.provision_started(conn, allocation_id, ACT)
+        slices.provision_failed(conn, allocation_id, ACT, step="ready", error=error)
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT)
+
+
+def recover(stack: Stack) -> None:
+    """The leader's loops, and an honest host, on which the machine runs until it is removed."""
+    kinds = (TaskKind.SLICE_ABSENCE_VERIFY, TaskKind.SLICE_WIPE)
+    removed = False
+    for _ in range(8):
+        recover_blocked(stack.engine, stack.settings)
+        play_recovery_cases(stack.engine, stack.settings)
+        with transaction(stack.engine) as conn:
+            for task in leasing.lease(conn, "test", kinds=kinds):
+                removed |= task.kind == TaskKind.SLICE_WIPE
+                evidence: dict[str, Any] = {"absence": {"absent": removed, "checks": {}}}
+                if removed:
+                    evidence["proofs"] = wipes.proofs(conn, str(task.allocation_id))
+                HANDLERS[task.kind].succeed(open_work(conn, stack.settings, task), evidence)
+                queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
+
+
+def blocked(stack: Stack) -> list[str]:
+    """The allocations that left blocked slots."""
+    with reading(stack.engine) as conn:
+        return [row.allocation_id for row in recovery_policy.blocked_allocations(conn)]
 
 
 def test_a_public_key_and_its_revocation_hold_in_one_project_only(selling: Stack) -> None:

@@ -114,6 +114,7 @@ def test_off_until_switched_on(selling: Stack) -> None:
         "per_node": 1,
         "per_hour": 4,
         "remove_leftovers": False,
+        "tenant_failures": True,
         "cases": [],
     }
     stuck = failed(selling)

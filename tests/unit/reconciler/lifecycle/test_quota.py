@@ -79,6 +79,16 @@ def test_the_rate_of_launches_counts_all_of_the_last_hour(sold: Site) -> None:
         sold.allocate(conn)
 
 
+@pytest.mark.parametrize("name", quota.HOURLY)
+def test_an_hourly_limit_of_0_is_not_lifted_by_time(sold: Site, name: str) -> None:
+    """So it is no rate, for which clients wait and ask again."""
+    with transaction(sold.engine) as conn:
+        limit(conn, sold, **{name: 0})
+        problem = refused(conn, sold)
+        assert (problem.code, problem.status) == ("quota_exceeded", 409)
+        assert problem.detail == {"limit": name, "used": 0, "allowed": 0}
+
+
 def test_failures_of_the_tenants_own_doing_end_its_launches(sold: Site) -> None:
     """Each of them blocks a slot until it is recovered, so others would find none free."""
     with transaction(sold.engine) as conn:

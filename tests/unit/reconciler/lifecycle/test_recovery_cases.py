@@ -51,7 +51,7 @@ class Story:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.key = self.do(site.failed)
+        self.key = self.do(partial(site.failed, error_code="domain_failed"))
 
     def do(self, work: Callable[[sa.Connection], Any]) -> Any:
         return retrying(self.site.engine, work)

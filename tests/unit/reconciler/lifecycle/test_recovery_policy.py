@@ -14,6 +14,7 @@ from reconciler.lifecycle import host, recovery, recovery_cases, recovery_policy
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, queue, reports
+from reconciler.records import recovery_cases as case_records
 from reconciler.records.claims import held_slots
 from reconciler.settings import Settings
 from reconciler.work.loops import play_recovery_cases, recover_blocked
@@ -35,7 +36,7 @@ class Governed:
 
     def fail(self, gpus: int = 1) -> str:
         with transaction(self.site.engine) as conn:
-            return str(self.site.failed(conn, gpus))
+            return str(self.site.failed(conn, gpus, "domain_failed"))
 
     def look(self) -> None:
         recover_blocked(self.site.engine, Settings())
@@ -110,7 +111,7 @@ def test_alone_from_blocked_to_available(governed: Governed) -> None:
 @pytest.mark.covers("CTRL-7")
 def test_off_by_default(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        sold.failed(conn)
+        sold.failed(conn, error_code="domain_failed")
         assert not recovery_policy.read(conn).enabled
     recover_blocked(sold.engine, Settings())
     with reading(sold.engine) as conn:
@@ -119,6 +120,35 @@ def test_off_by_default(sold: Site) -> None:
         assert queue.every(conn, kind=TaskKind.SLICE_ABSENCE_VERIFY) == []
     with transaction(sold.engine) as conn:
         assert recovery_cases.open_by_policy(conn, case.allocation_id) is None
+
+
+@pytest.mark.covers("CTRL-7", "CTRL-11")
+def test_failures_of_tenants_are_recovered_also_while_it_is_off(sold: Site) -> None:
+    """Without the limits, which are for faults of hosts; `test_hostile_member.py` plays the end."""
+    governed = Governed(sold)
+    governed.set()
+    for _ in range(2):
+        governed.do(sold.failed)
+    governed.look()
+    assert governed.tasks() == ["slice.absence_verify"] * 2
+    governed.set(tenant_failures=False)
+    with reading(sold.engine) as conn:
+        cases = case_records.every_open(conn)
+        assert {case.remove_leftovers for case in cases} == {True}
+        assert not recovery_policy.covers(conn, cases[0].allocation_id)
+
+
+@pytest.mark.covers("CTRL-7", "CTRL-11")
+def test_failures_of_tenants_are_left_where_the_site_wants_to_look(sold: Site) -> None:
+    governed = Governed(sold)
+    governed.set(tenant_failures=False)
+    governed.do(sold.failed)
+    governed.look()
+    assert governed.tasks() == []
+    governed.set(enabled=True, tenant_failures=False)
+    governed.do(sold.failed)
+    governed.look()
+    assert governed.tasks() == ["slice.absence_verify"], "by the limits of the policy"
 
 
 @pytest.mark.covers("CTRL-7")

@@ -22,6 +22,8 @@ OPENED, VERIFYING, CLEANING, CONFIRMING = OPEN_CASES
         ({"busy": True}, Move.WAIT, "has not ended"),
         ({"node_begun": 1}, Move.WAIT, "on the node"),
         ({"site_begun": 4}, Move.WAIT, "on the site"),
+        ({"node_begun": 1, "site_begun": 4, "by_tenant": True}, Move.LOOK, "blocked"),
+        ({"tried": True, "by_tenant": True}, Move.STOP, "come back: disk gone"),
         ({"kept": "admin:alice: why"}, Move.WAIT, "kept for inspection: admin:alice: why"),
         ({"case": "verifying", "tried": True}, Move.WAIT, "is verifying"),
         ({"tried": True}, Move.STOP, "come back: disk gone"),
@@ -61,4 +63,5 @@ def test_moves_of_a_case(state: RecoveryState, seen: dict[str, Any], move: Move,
 
 def test_it_is_off_by_default() -> None:
     assert not Policy().enabled
+    assert Policy().tenant_failures, "their clean-up is that of a release"
     assert not Policy().remove_leftovers
