@@ -73,6 +73,7 @@ OPERATORS: dict[str, Page] = {
     "/images": site.images,
     "/tokens": site.tokens,
     "/usage": site.usage,
+    "/inventory": site.inventory,
     "/health": site.health,
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from reconciler.console import charts
+from reconciler.console import charts, site
 from reconciler.console.visit import Document, Visit
 from reconciler.model.approval import approval_of
 
@@ -27,15 +27,19 @@ async def show(visit: Visit) -> Response:
         "/admin/tasks", node_id=node["id"], kind="slice.drift_reconcile", limit=1
     )
     live = await _live_allocations(visit, node["id"])
-    # The other refreshed part of the page comes every few seconds, and does not need it.
-    target = visit.request.headers.get("HX-Target", "telemetry")
-    measured = await _measured(visit, live) if "telemetry" in target else None
+    # The other refreshed part of the page comes every few seconds, and needs neither.
+    target = visit.request.headers.get("HX-Target", "")
+    measured = await _measured(visit, live) if not target or "telemetry" in target else None
+    compared = [] if target else await site.comparisons(visit)
     return visit.page(
         "node.html",
         node=node,
         slots=slots["items"],
         tasks=tasks["items"],
         drift=drift["items"][0] if drift["items"] else None,
+        inventories=[
+            (title, reading, _about(node, reading)) for _, title, reading in compared if reading
+        ],
         on_it=live,
         measured=measured,
         path=path,
@@ -119,6 +123,18 @@ async def _measured(visit: Visit, live: list[Document]) -> list[tuple[str, list[
             drawn = charts.of_slice(telemetry, charts.PERIODS[0], short=True)
             shown.append((row["hostname"], drawn))
     return shown
+
+
+def _about(node: Document, reading: Document) -> list[Document]:
+    """Differences of an inventory that concern the node, its device or its machine."""
+    names = {node["id"], node["name"]}
+    subjects = {f"{kind} {name}" for kind in ("node", "device") for name in names}
+    machine = f" ({node['maas_system_id']})" if node["maas_system_id"] else None
+    return [
+        row
+        for row in reading["findings"]
+        if row["subject"] in subjects or (machine and row["subject"].endswith(machine))
+    ]
 
 
 def _candidate(row: Document, taken: set[int]) -> dict[str, Any]:

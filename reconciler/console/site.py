@@ -1,4 +1,4 @@
-"""Pages of the site: images, tokens, usage, health."""
+"""Pages of the site: images, tokens, usage, inventories, health."""
 
 from __future__ import annotations
 
@@ -54,6 +54,19 @@ async def _usage(visit: Visit, path: str, title: str, project: str = "") -> Resp
     period = {name: f"{day}T00:00:00Z" for name, day in days.items() if day}
     page = await visit.get(path, limit=100, **period, **visit.query("cursor"))
     return visit.page("usage.html", page=page, days=days, heading=title, project=project)
+
+
+async def inventory(visit: Visit) -> Response:
+    """The last comparisons with NetBox and MAAS: what differs, why, and how it ends."""
+    return visit.page("inventory.html", readings=await comparisons(visit))
+
+
+async def comparisons(visit: Visit) -> list[tuple[str, str, Document | None]]:
+    """Name, title and last comparison of each inventory of the site; None before the first."""
+    return [
+        (name, title, await visit.get_or_none(f"/admin/{name}"))
+        for name, title in (("netbox", "NetBox"), ("maas", "MAAS"))
+    ]
 
 
 async def health(visit: Visit) -> Response:

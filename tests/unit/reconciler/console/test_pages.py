@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import socket
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import leader
 from reconciler.db.engine import transaction
 from reconciler.db.schema import nodes, pool_workers, service_processes
+from reconciler.inventory import maas_sync, readings, sync
+from reconciler.inventory.compare import Finding
 from reconciler.model.states import NodeMode
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
@@ -40,8 +43,6 @@ Browse = Callable[[str], Browser]
 NOT_OFFERED = {
     "PUT /admin/nodes/{}/bmc-firmware": "its body is the output of a program",
     "POST /nodes/{}/enrol": "hosts call it",
-    "POST /admin/netbox/diff": "the leader's loop and `gpuaas netbox` make it",
-    "POST /admin/netbox/sync": "as above",
     "POST /admin/ssh-sessions/{}/replay": "its answer is a file, which `gpuaas ssh-replay` writes",
     "POST /projects/{}/jobs": "programs send jobs, and `gpuaas jobs`",
     "POST /projects/{}/jobs/batch": "as above",
@@ -52,8 +53,6 @@ NOT_OFFERED = {
         (f"POST /worker/{act}" for act in ("register", "turn", "renew", "due", "leave")),
         "workers call it",
     ),
-    "POST /admin/maas/diff": "the leader's loop and `gpuaas maas` make it",
-    "POST /admin/maas/sync": "as above",
     "POST /admin/nodes/{}/maas-deploy": "`gpuaas maas deploy`, which asks",
     "POST /admin/nodes/{}/maas-release": "`gpuaas maas release`, which asks",
     "POST /admin/nodes/{}/maas-unbind": "`gpuaas maas unbind`",
@@ -533,6 +532,36 @@ def test_the_site_is_drained_and_admits_jobs_again(selling: Stack, browse: Brows
 
 
 @pytest.mark.covers("ORCH-5")
+def test_differences_with_inventories_have_their_reasons(selling: Stack, browse: Browse) -> None:
+    launch(selling)
+    admin, page = browse("admin"), "/console/inventory"
+    assert admin.get(page).text.count("Not compared yet.") == 2
+    refused = admin.send(page, admin.open(page).form("POST /admin/netbox/diff"), reason="try")
+    assert refused.status_code == 409 and "netbox_not_configured" in refused.text
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(maas={"system_id": "abc4"}))
+    rows = {
+        sync.READINGS: [(f"node {NODE}", "eu <1>"), ("device o", "eu 2"), ("node o", "eu 3")],
+        maas_sync.READINGS: [("machine h (abc4)", "other 4"), ("machine h (abc5)", "other 5")],
+    }
+    for service, pairs in rows.items():
+        findings = [
+            Finding("intent_differs", subject, "region us", found, "correct the site")
+            for subject, found in pairs
+        ]
+        reading = sync.NetboxReading if service is sync.READINGS else readings.Reading
+        service.keep(selling.engine, reading(1.0, complete=True), findings, logging.getLogger())
+    text, at_node = admin.get(page).text, admin.get(f"/console/nodes/{NODE}").text
+    for shown in ("eu &lt;1&gt;", "eu 2", "eu 3", "other 4", "other 5"):
+        assert f"{shown}</td>" in text
+        assert (f"{shown}</td>" in at_node) == (shown[-1] == "4" or "1" in shown)
+    assert "region us" in at_node and "correct the site" in at_node
+    failed = readings.Reading(2.0, error={**ERROR, "code": "maas_silent"})
+    maas_sync.READINGS.keep(selling.engine, failed, [], logging.getLogger())
+    assert "maas_silent" in admin.get(page).text
+    assert "did not come to its end" in admin.get(f"/console/nodes/{NODE}").text
+
+
 def test_the_term_of_the_leader_is_released(selling: Stack, browse: Browse) -> None:
     admin, page, call = browse("admin"), "/console/maintenance", "POST /control/leader/release"
     assert "there is no term to release" in admin.get(page).text
