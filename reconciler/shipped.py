@@ -1,4 +1,4 @@
-"""Location of the files of this version: contracts, hardware profiles, scripts for hosts.
+"""Location of the files of this version: collection, contracts, profiles, scripts for hosts.
 
 A wheel has them beside the code, in the folder that `pyproject.toml` names. A checkout has them in
 the root folders where they are edited.
@@ -6,7 +6,6 @@ the root folders where they are edited.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -18,5 +17,7 @@ SCRIPTS = (PROJECT if INSTALLED else PROJECT / "build") / "scripts"
 
 # Default state folder of an installed service; its units and packaging/gpuaas.env use the same.
 STATE = Path("/var/lib/gpuaas") if INSTALLED else PROJECT / "build" / "reconciler"
-# In the environment that the program is installed in, such as /opt/gpuaas.
-COLLECTIONS = (Path(sys.prefix) / "share" if INSTALLED else PROJECT / "build") / "collections"
+# A checkout has it from scripts/collection-path.
+COLLECTIONS = (PROJECT if INSTALLED else PROJECT / "build") / "collections"
+# The collection gpuaas.slice below such a path.
+COLLECTION = Path("ansible_collections", "gpuaas", "slice")

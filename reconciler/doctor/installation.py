@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
+from reconciler import shipped
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.model.errors import Problem
 from reconciler.runs import contract
@@ -157,18 +159,32 @@ def ansible_runner(_settings: Settings) -> Iterator[Finding]:
 
 def collection(settings: Settings) -> Iterator[Finding]:
     """The collection gpuaas.slice is installed with all playbooks of the tasks."""
-    folder = settings.collections_path / "ansible_collections" / "gpuaas" / "slice"
+    folder = settings.collections_path / shipped.COLLECTION
     playbooks = {file.stem for file in (folder / "playbooks").glob("*.yml")}
     missing = [name for name in contract.PLAYBOOKS if name not in playbooks]
+    own = _collection_version(shipped.COLLECTIONS / shipped.COLLECTION)
+    present = _collection_version(folder)
+    text = f"{folder}, version {present or 'unknown'}, {len(playbooks)} playbooks"
     if missing:
-        yield fail(
-            f"{folder} without {', '.join(missing) if playbooks else 'any playbook'}",
-            expected="the collection gpuaas.slice of this version",
-            remedy="ansible-galaxy collection install the archive there, or set"
-            " GPUAAS_COLLECTIONS_PATH; in a checkout: scripts/collection-path",
-        )
-    else:
-        yield ok(f"{folder}, {len(playbooks)} playbooks")
+        text = f"{folder} without {', '.join(missing) if playbooks else 'any playbook'}"
+    yield fail(
+        text,
+        unless=not missing and present == own,
+        expected=f"the collection gpuaas.slice {own}, which comes with this program",
+        remedy="remove GPUAAS_COLLECTIONS_PATH from the settings, or install the archive of this"
+        " version there; in a checkout: scripts/collection-path",
+    )
+
+
+def _collection_version(folder: Path) -> str:
+    """Version of a collection, as installed from its archive or as a checkout; "" without one."""
+    try:
+        manifest = folder / "MANIFEST.json"
+        if manifest.exists():
+            return str(json.loads(manifest.read_bytes())["collection_info"]["version"])
+        return str(yaml.safe_load((folder / "galaxy.yml").read_bytes())["version"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return ""
 
 
 def profiles(settings: Settings) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ OTHERS = {
 # Values of reconciler/shipped.py in an installation without a checkout.
 _INSTALLED = {
     "state_dir": "`/var/lib/gpuaas`",
-    "collections_path": "`share/collections` beside the program's `bin`",
+    "collections_path": "the collection of this version",
     "profiles_dir": "the profiles of this version",
 }
 

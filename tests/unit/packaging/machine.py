@@ -114,7 +114,6 @@ def installed(machine: Machine, wheel: Path) -> None:
     """docs/operations.md, "Installing"; the dependencies are ours and come in by a .pth file."""
     python = "/opt/gpuaas/bin/python"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    collection = "/opt/gpuaas/share/collections/ansible_collections/gpuaas/slice"
     machine.run(
         "sh",
         "-euxs",
@@ -131,10 +130,7 @@ for program in ansible-playbook ansible-galaxy ansible; do
   sed '1s,.*,#!{python},' {Path(sys.executable).parent}/$program > /opt/gpuaas/bin/$program
   chmod 755 /opt/gpuaas/bin/$program
 done
-mkdir -p {collection}
 cd {ROOT}
-cp -r galaxy.yml meta playbooks plugins roles {collection}/
-
 install -d -m 750 -g gpuaas /etc/gpuaas
 install -m 640 -g gpuaas packaging/gpuaas.env /etc/gpuaas/gpuaas.env
 echo GPUAAS_PUBLIC_URL=http://127.0.0.1:8080 >> /etc/gpuaas/gpuaas.env

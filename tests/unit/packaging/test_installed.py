@@ -18,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from reconciler.shipped import COLLECTION
 from scripts import standalone
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +88,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installe
     text = (ROOT / "packaging" / "gpuaas.env").read_text()
     for name, value in {
         "GPUAAS_STATE_DIR": folder / "state",
-        "GPUAAS_COLLECTIONS_PATH": ROOT / "build" / "collections",
         "GPUAAS_LISTEN": f"127.0.0.1:{port}",
         "GPUAAS_PUBLIC_URL": f"https://gpuaas.example:{port}",
     }.items():
@@ -122,13 +122,13 @@ def test_what_it_reads_comes_with_it(installed: Installed) -> None:
     answer = installed.run("python", "-c", READS)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
-    place = installed.folder / "opt"
-    assert found.pop("package").startswith(str(place))
+    package = found.pop("package")
+    assert package.startswith(str(installed.folder / "opt"))
     assert found == {
         "benchmark": "object",
         "script": "#!",
         "state": "/var/lib/gpuaas",
-        "collections": str(place / "share" / "collections"),
+        "collections": str(Path(package).parent / "_shipped" / "collections"),
     }
 
 
@@ -174,10 +174,44 @@ def test_every_profile_is_in_the_wheel(installed: Installed) -> None:
     assert yaml.safe_load((carried / "contracts" / "openapi.yaml").read_text())["paths"]
 
 
+def test_the_collection_is_in_the_wheel_and_is_played_from_there(installed: Installed) -> None:
+    (carried,) = (installed.folder / "opt").glob("lib/python*/site-packages/reconciler/_shipped")
+    folder = carried / "collections" / COLLECTION
+    for part in ("galaxy.yml", "meta", "playbooks", "plugins", "roles"):
+        assert _files(folder / part) == _files(ROOT / part)
+    words = ["discover", "provision_slice", "release_slice"]
+    done = subprocess.run(
+        [OURS / "ansible-playbook", "--syntax-check", "-i", "localhost,"]
+        + [f"gpuaas.slice.{word}" for word in words],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(installed.folder),
+            "ANSIBLE_COLLECTIONS_PATH": str(carried / "collections"),
+            "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",
+        },
+        cwd=installed.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.count(f"playbook: {folder}") == len(words), done.stderr
+
+
 def test_every_program_for_hosts_is_in_the_wheel(installed: Installed) -> None:
     (carried,) = (installed.folder / "opt").glob("lib/python*/site-packages/reconciler/_shipped")
     for script in standalone.SCRIPTS:
         assert (carried / script.path).read_text() == standalone.build(script)
+
+
+def _files(place: Path) -> dict[str, bytes]:
+    """Content by path; without compiled files, which Ansible writes beside a plugin."""
+    if place.is_file():
+        return {"": place.read_bytes()}
+    return {
+        str(file.relative_to(place)): file.read_bytes()
+        for file in place.rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
 
 
 def _doctor(here: Installed) -> list[dict[str, Any]]:

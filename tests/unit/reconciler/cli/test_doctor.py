@@ -22,7 +22,8 @@ from reconciler.db.engine import transaction
 from reconciler.doctor import examine, installation, services
 from reconciler.records import images
 from reconciler.service.process import adopt
-from reconciler.settings import Settings
+from reconciler.settings import PROJECT, Settings
+from reconciler.shipped import COLLECTION
 from reconciler.trust.ca import Trust, open_trust
 from tests.unit.reconciler.api.stack import ACT, IMAGE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -160,6 +161,7 @@ def test_a_fault_is_named(
     ("variable", "value", "check", "text"),
     [
         ("GPUAAS_COLLECTIONS_PATH", "{empty}", "collection", "any playbook"),
+        ("GPUAAS_COLLECTIONS_PATH", "{older}", "collection", "version 0.0.1"),
         ("GPUAAS_PROFILES_DIR", "{empty}", "profiles", "none in"),
         ("GPUAAS_DATABASE_URL", "postgresql+psycopg://u:canary-pw@/x?host={empty}", "database", ""),
         ("GPUAAS_DATABASE_URL", "postgres://u:canary-pw@/x?host={empty}", "database", ""),
@@ -183,7 +185,11 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    monkeypatch.setenv(variable, value.format(empty=empty))
+    older = tmp_path / "older"
+    (folder := older / COLLECTION).mkdir(parents=True)
+    (folder / "playbooks").symlink_to(PROJECT / "playbooks")
+    (folder / "MANIFEST.json").write_text('{"collection_info": {"version": "0.0.1"}}')
+    monkeypatch.setenv(variable, value.format(empty=empty, older=older))
     findings = doctor()
     assert list(findings) == [check]
     assert text in findings[check]["found"]
