@@ -73,6 +73,12 @@ def _rights(client: Client, settings: Settings) -> Iterator[Finding]:
     missing = [
         f"{verb} {path}" for path in _NEEDED for verb in sorted(_NEEDED[path] - rights[path])
     ]
+    try:
+        client.has_notes(0)
+    except RunError as refusal:
+        if refusal.code != "netbox_forbidden":
+            raise
+        missing.append(f"view {JOURNAL}")
     if missing:
         yield (fail if settings.netbox_sync else warn)(
             f"the token may not: {', '.join(missing)}",

@@ -29,11 +29,11 @@ from reconciler.inventory.patches import (
     PURPOSES,
     device_patch,
     device_values,
+    foreign_values,
     machine_patch,
     machine_values,
     purpose_of,
     shown_machine,
-    untouched,
 )
 from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
 from reconciler.model.states import AllocationState
@@ -90,9 +90,10 @@ class Comparison:
     devices: list[tuple[ExpectedNode, Device]] = field(default_factory=list)
     created: list[tuple[ExpectedMachine, Device]] = field(default_factory=list)
     changed: list[tuple[ExpectedMachine, Machine, Device]] = field(default_factory=list)
-    deleted: list[tuple[ExpectedMachine, Machine]] = field(default_factory=list)
+    deleted: list[Parts] = field(default_factory=list)
     parts: list[Parts] = field(default_factory=list)
-    ended: list[VmInterface] = field(default_factory=list)
+    # Parts whose interface is deleted, while their virtual machine stays.
+    ended: list[Parts] = field(default_factory=list)
     # What NetBox knows of the device of each node.
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -136,7 +137,10 @@ def compare(
     usable = {id: device for id, device in pairs.items() if device.id not in contradictory}
     result.known = {id: _known(device) for id, device in usable.items() if " " not in id}
     if _has_fields(result, netbox.machines, MACHINE_FIELDS):
-        shown = _machines(result, machines, netbox.machines, usable)
+        shown, released = _machines(result, machines, netbox.machines, usable)
+        # Without a view of the networks, the number of its interfaces keeps a virtual machine.
+        for parts in parts_of(released, netbox.slice_network or Network()):
+            _stale(result, parts)
         if netbox.slice_network is not None:
             _networks(result, shown, netbox.slice_network)
     return result
@@ -374,9 +378,12 @@ def _machines(
     expected: Sequence[ExpectedMachine],
     machines: Sequence[Machine],
     devices: Mapping[str, Device],
-) -> list[tuple[ExpectedMachine, Machine | None]]:
-    """Compare virtual machines; returns the slices that NetBox shows, or will show."""
+) -> tuple[list[tuple[ExpectedMachine, Machine | None]], list[tuple[ExpectedMachine, Machine]]]:
+    """Compare virtual machines; returns the slices that NetBox shows, or will show, and the
+    released ones that it still shows.
+    """
     shown: list[tuple[ExpectedMachine, Machine | None]] = []
+    released: list[tuple[ExpectedMachine, Machine]] = []
     of_allocation: dict[object, list[Machine]] = {}
     for machine in machines:
         if not machine.tagged(MANAGED):
@@ -391,7 +398,7 @@ def _machines(
             remedy = "delete the copies in NetBox"
             result.note("machine_twice", slice_.name, "one virtual machine", names, remedy)
         elif existing and slice_.state == AllocationState.RELEASED:
-            _stale(result, slice_, existing[0])
+            released.append((slice_, existing[0]))
         elif existing and device:
             if _machine(result, slice_, existing[0], device):
                 shown.append((slice_, existing[0]))
@@ -407,7 +414,7 @@ def _machines(
             machine.custom_fields.get(ALLOCATION) or "none",
             f"remove the tag {MANAGED}, or delete it in NetBox; this service does not",
         )
-    return shown
+    return shown, released
 
 
 def _networks(
@@ -415,19 +422,12 @@ def _networks(
     shown: Sequence[tuple[ExpectedMachine, Machine | None]],
     network: Network,
 ) -> None:
-    # A failed slice without a slot: the next slice there gets the same addresses.
-    ended = {
-        machine.id: slice_
-        for slice_, machine in shown
-        if machine is not None and not slice_.mac and slice_.state not in LIVE
-    }
-    for interface in network.interfaces:
-        if slice_ := ended.get(interface.virtual_machine.id):
-            parts_ = ("no interface: it holds no slot", interface.name, _SYNC)
-            result.note("stale_network", slice_.name, *parts_, "delete")
-            result.ended.append(interface)
     for parts in parts_of(shown, network):
         slice_ = parts.slice
+        if not slice_.holds:
+            if slice_.state not in LIVE and parts.interface is not None:
+                _stale_network(result, parts, parts.interface)
+            continue
         text = f"{slice_.mac}, {slice_.address} in the VRF {vrf_name(slice_.node_id)}"
         if parts.wrong:
             remedy = "put the old values back, or delete the interface in NetBox"
@@ -458,15 +458,31 @@ def _machine(
     return not foreign
 
 
-def _stale(result: Comparison, expected: ExpectedMachine, machine: Machine) -> None:
-    text = f"no virtual machine: allocation {expected.allocation_id} is released"
-    if untouched(machine):
-        remedy = "`gpuaas netbox sync` deletes it"
-        result.note("stale_machine", expected.name, text, machine.name, remedy, "delete")
-        result.deleted.append((expected, machine))
+def _stale(result: Comparison, parts: Parts) -> None:
+    slice_ = parts.slice
+    text = f"no virtual machine: allocation {slice_.allocation_id} is released"
+    if foreign := foreign_values(parts):
+        result.note(*kept(slice_.name, text, foreign))
     else:
-        changed = f"{machine.name}, which somebody has changed"
-        result.note("foreign_edit", expected.name, text, changed, "delete it in NetBox")
+        remedy = "`gpuaas netbox sync` deletes it"
+        result.note("stale_machine", slice_.name, text, "one", remedy, "delete")
+        result.deleted.append(parts)
+
+
+def _stale_network(result: Comparison, parts: Parts, interface: VmInterface) -> None:
+    """A failed slice without a slot: the next slice there gets the same addresses."""
+    text = "no interface: it holds no slot"
+    if foreign := foreign_values(parts, interface_only=True):
+        result.note(*kept(parts.slice.name, text, foreign))
+    else:
+        result.note("stale_network", parts.slice.name, text, interface.name, _SYNC, "delete")
+        result.ended.append(parts)
+
+
+def kept(subject: str, expected: str, foreign: Sequence[str]) -> tuple[str, str, str, str, str]:
+    """The parts of a finding about an object with something of people, which is not deleted."""
+    remedy = "take it away, or delete the object in NetBox"
+    return "foreign_edit", subject, expected, f"of somebody else: {', '.join(foreign)}", remedy
 
 
 def device_name(device: Device) -> str:

@@ -69,7 +69,9 @@ class ExpectedNode:
 
 @dataclass(frozen=True)
 class ExpectedMachine:
-    """The virtual machine of a slice. state: of its allocation. mac, address: of its interface."""
+    """The virtual machine of a slice. state: of its allocation. mac, address: of its interface, as
+    it is or was. holds: it has a slot.
+    """
 
     allocation_id: str
     node_id: str
@@ -77,6 +79,7 @@ class ExpectedMachine:
     status: str
     mac: str = ""
     address: str = ""
+    holds: bool = False
 
     @property
     def name(self) -> str:
@@ -127,18 +130,23 @@ def read_machines(conn: sa.Connection, shown: Collection[str]) -> list[ExpectedM
     by_id = {row.id: row for row in conn.execute(query.where(allocations.c.state.in_(LIVE)))}
     for some in _chunks(sorted(set(shown) - by_id.keys())):
         by_id |= {row.id: row for row in conn.execute(query.where(allocations.c.id.in_(some)))}
-    of_slice = sa.select(
-        claims.c.allocation_id, claims.c.management_mac, claims.c.private_ip
-    ).where(claims.c.kind == ClaimKind.SLICE, claims.c.state.in_(LIVE_CLAIMS))
-    # The interface is that of the first slot.
+    of_slice = (
+        sa.select(claims.c.allocation_id, claims.c.management_mac, claims.c.private_ip)
+        .where(claims.c.kind == ClaimKind.SLICE)
+        # The interface is that of the first slot.
+        .order_by(claims.c.created_at, claims.c.position.desc())
+    )
+    live = claims.c.state.in_(LIVE_CLAIMS)
     interfaces = {
-        key: (mac, address)
-        for key, mac, address in conn.execute(of_slice.order_by(claims.c.position.desc()))
+        key: (mac, address, True) for key, mac, address in conn.execute(of_slice.where(live))
     }
+    for some in _chunks(sorted(by_id.keys() - interfaces.keys())):
+        of_ended = of_slice.where(claims.c.allocation_id.in_(some))
+        interfaces |= {key: (mac, ip, False) for key, mac, ip in conn.execute(of_ended)}
     return [
         ExpectedMachine(
             *(row.id, row.node_id or "", row.state, _status(row.state, row.stopped)),
-            *interfaces.get(row.id, ("", "")),
+            *interfaces.get(row.id, ("", "", False)),
         )
         for row in by_id.values()
     ]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -76,9 +76,13 @@ class _Choice(BaseModel):
     value: Text
 
 
-class _Tracked(_Object):
-    """An object of ours, or about ours. etag: its version, on which a write depends."""
+class Tracked(_Object):
+    """An object of ours, or about ours. etag: its version, on which a write depends.
 
+    PEOPLES: other values, which this service never writes. A deletion would destroy them.
+    """
+
+    PEOPLES: ClassVar[tuple[str, ...]] = ()
     tags: list[_Tag] = Field(max_length=1000)
     custom_fields: dict[str, Any]
     last_updated: datetime | None
@@ -95,7 +99,7 @@ class _Tracked(_Object):
         return any(tag.slug == slug for tag in self.tags)
 
 
-class Device(_Tracked):
+class Device(Tracked):
     """A device."""
 
     name: Text | None
@@ -108,30 +112,49 @@ class Device(_Tracked):
     local_context_data: dict[str, Any] | None
 
 
-class Machine(_Tracked):
+class Machine(Tracked):
     """A virtual machine."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    PEOPLES = (
+        *("comments", "config_template", "description", "disk", "local_context_data", "memory"),
+        *("owner", "platform", "primary_ip6", "role", "serial", "tenant", "vcpus"),
+        *("virtual_disk_count", "virtual_machine_type"),
+    )
 
     name: Text
     status: _Choice
     device: _Object | None
     primary_ip4: _Object | None
+    interface_count: int | None = None
 
 
-class Vrf(_Tracked):
+class Vrf(Tracked):
     """The network of a node's slices."""
 
     name: Text
 
 
-class VmInterface(_Tracked):
+class VmInterface(Tracked):
     """An interface of a virtual machine."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    PEOPLES = (
+        *("bridge", "count_fhrp_groups", "description", "l2vpn_termination", "mode", "mtu"),
+        *("owner", "parent", "qinq_svlan", "tagged_vlans", "untagged_vlan"),
+        "vlan_translation_policy",
+    )
 
     name: Text
     virtual_machine: _Object
     primary_mac_address: _Object | None
+    vrf: _Object | None = None
+    enabled: bool = True
+    count_ipaddresses: int | None = None
+    mac_addresses: list[_Object] | None = Field(None, max_length=1000)
 
 
-class _Assigned(_Tracked):
+class _Assigned(Tracked):
     assigned_object_type: Text | None
     assigned_object_id: int | None
 
@@ -139,14 +162,24 @@ class _Assigned(_Tracked):
 class MacAddress(_Assigned):
     """A MAC address of an interface."""
 
+    model_config = ConfigDict(frozen=True, extra="allow")
+    PEOPLES = ("comments", "description", "owner")
+
     mac_address: Text
 
 
 class IpAddress(_Assigned):
     """An address of an interface."""
 
+    model_config = ConfigDict(frozen=True, extra="allow")
+    PEOPLES = (
+        *("comments", "description", "dns_name", "nat_inside", "nat_outside", "owner", "role"),
+        "tenant",
+    )
+
     address: Text
     vrf: _Object | None
+    status: _Choice | None = None
 
 
 class Prefix(_Object):
@@ -157,11 +190,18 @@ class Prefix(_Object):
     scope_id: int | None
 
 
+class JournalEntry(_Object):
+    """A journal entry about an object."""
+
+    assigned_object_id: int
+
+
 T = TypeVar("T", bound=_Object)
-O = TypeVar("O", bound=_Tracked)  # noqa: E741
+O = TypeVar("O", bound=Tracked)  # noqa: E741
 _PATHS: Mapping[type[_Object], str] = {
     **{Device: DEVICES, Machine: MACHINES, Prefix: PREFIXES},
     **{Vrf: VRFS, VmInterface: INTERFACES, MacAddress: MACS, IpAddress: ADDRESSES},
+    JournalEntry: JOURNAL,
 }
 
 
@@ -236,7 +276,7 @@ class Client(Conversation):
         document, _ = self._request("PATCH", path, json=dict(changes), headers=match)
         return self._parse(kind, document, f"a request to {_PATHS[kind]}")
 
-    def delete(self, item: _Tracked) -> None:
+    def delete(self, item: Tracked) -> None:
         """Delete an object that is still as it was read; `Conflict` if it is not."""
         match = {"If-Match": self._version(item)}
         self._request("DELETE", f"{_PATHS[type(item)]}{item.id}/", headers=match)
@@ -248,6 +288,14 @@ class Client(Conversation):
         if not isinstance(rows, list) or len(rows) != len(documents):
             raise self.silent(f"POST {path}", "an answer without the objects that it created")
         return [self._parse(kind, row, f"a request to {path}") for row in rows]
+
+    def has_notes(self, machine_id: int) -> bool:
+        """Whether a virtual machine has journal entries."""
+        kind = "virtualization.virtualmachine"
+        rows = self.every(
+            JournalEntry, assigned_object_type=kind, assigned_object_id=str(machine_id)
+        )
+        return any(row.assigned_object_id == machine_id for row in rows)
 
     def add_journal(self, entries: Sequence[Mapping[str, Any]]) -> None:
         self._request("POST", JOURNAL, json=list(entries))
@@ -268,7 +316,7 @@ class Client(Conversation):
                 raise
         return frozenset(rights)
 
-    def _version(self, item: _Tracked) -> str:
+    def _version(self, item: Tracked) -> str:
         if not item.version:
             raise Conflict(
                 "netbox_without_version",
@@ -319,7 +367,8 @@ class Client(Conversation):
 
 
 def _fields(kind: type[_Object]) -> str:
-    return ",".join(name for name in kind.model_fields if name != "etag")
+    others = kind.PEOPLES if issubclass(kind, Tracked) else ()
+    return ",".join((*(name for name in kind.model_fields if name != "etag"), *others))
 
 
 def chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:

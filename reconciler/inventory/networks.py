@@ -7,7 +7,7 @@ were changed by somebody else and are named. NetBox deletes them with their virt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reconciler.inventory.expected import ExpectedMachine
@@ -61,15 +61,13 @@ def vrf_name(node_id: str) -> str:
 def parts_of(
     slices: Iterable[tuple[ExpectedMachine, Machine | None]], network: Network
 ) -> list[Parts]:
-    """The parts of each slice with an address."""
+    """The parts of each slice."""
     vrfs = _by(network.vrfs, lambda vrf: vrf.name)
     interfaces = _by(network.interfaces, lambda row: row.virtual_machine.id)
     macs = _by(_assigned(network.macs), lambda row: row.assigned_object_id)
     addresses = _by(_assigned(network.addresses), lambda row: row.assigned_object_id)
     result = []
     for slice_, machine in slices:
-        if not slice_.mac or not slice_.address:
-            continue
         parts = Parts(slice_, machine)
         result.append(parts)
         parts.vrf = _only(parts, "VRF", vrfs.get(vrf_name(slice_.node_id), []))
@@ -100,6 +98,11 @@ def _differences(parts: Parts) -> list[str]:
     if primary is not None and primary.id != _id(address):
         wrong.append(f"another primary IPv4 ({primary.id})")
     return wrong
+
+
+def reread(parts: Parts) -> Parts:
+    """Parts that were read anew, judged anew."""
+    return replace(parts, wrong=_differences(parts))
 
 
 def vrf_document(node_id: str) -> dict[str, Any]:

@@ -5,19 +5,20 @@ Values that somebody else has changed since they were written forbid every chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reconciler.inventory.expected import (
     ALLOCATION,
     DEVICE_FIELDS,
+    MACHINE_FIELDS,
     SEAL,
     ExpectedMachine,
     ExpectedNode,
     seal,
 )
-from reconciler.inventory.netbox import Device, Machine
-from reconciler.inventory.networks import MANAGED
+from reconciler.inventory.netbox import Device, Machine, Tracked
+from reconciler.inventory.networks import MANAGED, NAME, Parts
 
 # Tags by slug. The first two are intent: how the machine is to be sold.
 PURPOSES = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
@@ -79,9 +80,46 @@ def machine_values(expected: ExpectedMachine, device: Device) -> dict[str, Any]:
     }
 
 
-def untouched(machine: Machine) -> bool:
-    """Whether the virtual machine is as it was written last."""
-    return machine.custom_fields.get(SEAL) == seal(shown_machine(machine))
+def foreign_values(parts: Parts, *, interface_only: bool = False) -> list[str]:
+    """What a deletion of the virtual machine, or of its interface, would take from people: values
+    and objects that this service has not written.
+    """
+    machine, interface, mac, address = parts.machine, parts.interface, parts.mac, parts.address
+    foreign = list(parts.wrong)
+    if machine is not None and not interface_only:
+        if machine.custom_fields.get(SEAL) != seal(shown_machine(machine)):
+            foreign.append("another name, status, device or allocation")
+        foreign += _peoples("virtual machine", machine, MACHINE_FIELDS)
+        foreign += _number("interfaces", machine.interface_count, interface)
+    if interface is not None:
+        vrf, enabled = interface.vrf, interface.enabled
+        if (interface.name, vrf and vrf.id, enabled) != (NAME, parts.vrf and parts.vrf.id, True):
+            foreign.append("another name, VRF or state of the interface")
+        foreign += _peoples("interface", interface)
+        foreign += _number("addresses", interface.count_ipaddresses, address)
+        foreign += _number("MAC addresses", len(interface.mac_addresses or ()), mac)
+    if mac is not None:
+        foreign += _peoples("MAC address", mac)
+    if address is not None:
+        foreign += _peoples("address", address)
+        if address.status is None or address.status.value != "active":
+            foreign.append("another status of the address")
+    return foreign
+
+
+def _peoples(what: str, item: Tracked, ours: Collection[str] = ()) -> Iterator[str]:
+    values = {name: getattr(item, name, None) for name in item.PEOPLES}
+    fields = item.custom_fields.items()
+    values |= {f"custom field {name}": value for name, value in fields if name not in ours}
+    # Without a value NetBox has one of these.
+    yield from (f"{name} of the {what}" for name, value in values.items() if value)
+    if sorted(tag.slug for tag in item.tags) != [MANAGED]:
+        yield f"tags of the {what}"
+
+
+def _number(what: str, count: int | None, ours: object) -> list[str]:
+    expected = 0 if ours is None else 1
+    return [] if count == expected else [f"{count} {what} and not {expected}"]
 
 
 def device_values(device: Device) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Engine
 
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.inventory.compare import Comparison, NewNode, device_name, shown
+from reconciler.inventory.compare import Comparison, NewNode, device_name, kept, shown
 from reconciler.inventory.expected import ExpectedMachine, ExpectedNode, read_nodes
 from reconciler.inventory.netbox import (
     Client,
@@ -35,14 +36,15 @@ from reconciler.inventory.networks import (
     address_document,
     interface_document,
     mac_document,
+    reread,
     vrf_document,
 )
 from reconciler.inventory.patches import (
     device_patch,
+    foreign_values,
     machine_document,
     machine_patch,
     purpose_of,
-    untouched,
 )
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, Refusal
@@ -94,9 +96,9 @@ class Writer:
             patch = partial(_slice_patch, slice_, device)
             with self._refusable(slice_.name):
                 self._write_object(machine, patch, "virtual machines changed")
-        for slice_, machine in work.deleted:
-            with self._refusable(slice_.name):
-                self._delete(machine, untouched, "virtual machines deleted")
+        for parts in work.deleted:
+            with self._refusable(parts.slice.name):
+                self._delete(parts, "virtual machines deleted", whole=True)
         for parts in work.parts:
             parts.machine = parts.machine or of_slice.get(parts.slice.allocation_id)
         self._write_networks([parts for parts in work.parts if parts.machine is not None])
@@ -104,9 +106,9 @@ class Writer:
     def _write_networks(self, work: list[Parts]) -> None:
         """Create what is missing, each kind after those that it refers to."""
         try:
-            for interface in self._comparison.ended:
-                with self._refusable(shown(interface.name)):
-                    self._delete(interface, lambda _: True, "interface objects deleted")
+            for parts in self._comparison.ended:
+                with self._refusable(parts.slice.name):
+                    self._delete(parts, "interface objects deleted", whole=False)
             self._create_vrfs(work)
             work = [parts for parts in work if parts.vrf is not None]
             self._create_parts(work, "interface", VmInterface, interface_document)
@@ -211,20 +213,41 @@ class Writer:
                     made += self._create(kind, [document], counted)
         return made
 
-    def _delete(self, item: Any, untouched: Callable[[Any], bool], counted: str) -> None:
-        for _ in range(_ATTEMPTS):
-            if not item.tagged(MANAGED) or not untouched(item):
-                parts = ("that it is gone", "somebody has changed it", "delete it in NetBox")
-                self._note("foreign_edit", shown(item.name), *parts)
-                return
+    def _delete(self, parts: Parts, counted: str, *, whole: bool) -> None:
+        """Delete a virtual machine, or its interface only, if it has nothing of people. NetBox
+        takes no condition about their parts, so that these are read again just before.
+        """
+        parts = self._read(parts)
+        foreign = foreign_values(parts, interface_only=not whole)
+        item = parts.machine if whole else parts.interface
+        if whole and parts.machine is not None:
+            foreign += self._notes(parts.machine)
+        if item is not None and not foreign:
             self._require_term()
             try:
                 self._netbox.delete(item)
             except Conflict:
-                item = self._netbox.read(item)
-                continue
+                foreign.append("a change in this moment")
+        if foreign:
+            self._note(*kept(parts.slice.name, "that it is gone", foreign))
+        else:
             self._count(counted)
-            return
+
+    def _notes(self, machine: Machine) -> list[str]:
+        """Journal entries of people, which would end with the virtual machine."""
+        try:
+            return ["a journal entry"] if self._netbox.has_notes(machine.id) else []
+        except RunError as refusal:
+            if refusal.code != "netbox_forbidden":
+                raise
+            return ["perhaps journal entries, which the token may not view"]
+
+    def _read(self, parts: Parts) -> Parts:
+        """The parts as they are now."""
+        names = ("machine", "interface", "mac", "address")
+        items = {name: getattr(parts, name) for name in names}
+        current = {name: self._netbox.read(item) for name, item in items.items() if item}
+        return reread(replace(parts, **current))
 
     def _write_journal(self) -> None:
         for some in chunks(self._journal):

@@ -47,9 +47,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     | {"primary_ip4": None, "local_context_data": None, "site": {"id": 1, "slug": "ams1"}}
     | {"status": {"value": "active", "label": "Active"}},
     MACHINES: {"status": "active", "device": None, "cluster": None, "primary_ip4": None},
-    INTERFACES: {"primary_mac_address": None, "vrf": None},
+    INTERFACES: {"primary_mac_address": None, "vrf": None, "enabled": True},
     MACS: {"assigned_object_type": None, "assigned_object_id": None},
-    ADDRESSES: {"assigned_object_type": None, "assigned_object_id": None, "vrf": None},
+    ADDRESSES: {"assigned_object_type": None, "assigned_object_id": None, "vrf": None}
+    | {"status": "active"},
 }
 # Fields that are written as a number and shown as an object.
 _REFERENCES = ("device", "cluster", "virtual_machine", "vrf", "primary_mac_address", "primary_ip4")
@@ -66,7 +67,8 @@ class Faults:
     status: `METHOD` to a status that is answered instead. forbidden: `METHOD path` answered by 403.
     invalid: names of objects that no write is accepted for. edits: changes by somebody else, by
     name of the object, each just before the next write to it. deaf: methods without effect. page:
-    the largest page. body: text of each answer to GET. drip_s: pause before each byte.
+    the largest page. added: paths and objects that somebody adds just before an object of this name
+    is read. body: text of each answer to GET. drip_s: pause before each byte.
     """
 
     token: str = TOKEN
@@ -83,6 +85,7 @@ class Faults:
     deaf: list[str] = field(default_factory=list)
     page: int = 1000
     body: str = ""
+    added: dict[str, list[list[Any]]] = field(default_factory=dict)
     drip_s: float = 0.0
 
 
@@ -212,7 +215,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, path: str, key: str | None, query: dict[str, list[str]]) -> None:
         if key:
-            self._one(200, path, self.server.objects[path][int(key)], query)
+            row = self.server.objects[path][int(key)]
+            for other, new in self.server.faults.added.pop(str(row.get("name")), []):
+                self.server.add(other, new)
+            self._one(200, path, row, query)
         else:
             self._send(200, self._page(path, query))
 
@@ -240,6 +246,8 @@ class Handler(BaseHTTPRequestHandler):
                 rows = [r for r in rows if set(values) <= {tag["slug"] for tag in r["tags"]}]
             elif name == "name":
                 rows = [r for r in rows if r["name"] in values]
+            elif name == "assigned_object_id":
+                rows = [r for r in rows if str(r[name]) in values]
             elif name == "site_id":
                 rows = [r for r in rows if str(r["scope_id"]) in values]
         start, most = int(query.get("start", ["0"])[0]), self.server.faults.page
@@ -260,6 +268,18 @@ class Handler(BaseHTTPRequestHandler):
         if path == MACHINES and row["primary_ip4"]:
             address = self.server.objects[ADDRESSES].get(row["primary_ip4"]["id"], {})
             row["primary_ip4"]["address"] = address.get("address")
+        if path == MACHINES:
+            rows = self.server.objects[INTERFACES].values()
+            row["interface_count"] = sum(r["virtual_machine"] == row["id"] for r in rows)
+        if path == INTERFACES:
+            mine = {
+                kind: [{"id": r["id"]} for r in self.server.objects[kind].values()
+                       if r["assigned_object_id"] == row["id"]]
+                for kind in (MACS, ADDRESSES)
+            }  # fmt: skip
+            row |= {"mac_addresses": mine[MACS], "count_ipaddresses": len(mine[ADDRESSES])}
+        if path == ADDRESSES:
+            row["status"] = {"value": row["status"], "label": row["status"].title()}
         if path in (DEVICES, MACHINES):
             row["primary_ip"] = row["primary_ip4"]
         names = query.get("fields", [""])[0].split(",")

@@ -103,6 +103,8 @@ def test_the_doctor_checks_version_fields_and_least_rights(
     deleted = [row for row in process.record()["requests"] if row.startswith("DELETE")]
     assert deleted and all(row.endswith("/0/") for row in deleted)
     reading = [*least, f"PATCH {DEVICES}", "POST /api/virtualization/virtual-machines/"]
+    (_, missing) = findings(forbidden=[*least, "GET /api/extras/journal-entries/"])
+    assert missing == ("warn", "the token may not: view /extras/journal-entries/")
     (_, missing) = findings(forbidden=reading)
     assert missing[0] == "warn"
     assert "change /dcim/devices/, add /virtualization/virtual-machines/" in missing[1]

@@ -19,6 +19,7 @@ from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.inventory.conftest import BAREMETAL, PREFIX, SLICE, Pass, device, tags
 
 pytestmark = pytest.mark.covers("ECO-2")
+MACHINE_TYPE = "virtualization.virtualmachine"
 
 
 # What a sync writes about the network of the first slice of a node.
@@ -268,19 +269,72 @@ def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox:
     assert netbox.objects(DEVICES)[0]["custom_fields"]["gpuaas_state"] == "ready"
 
 
-def test_a_released_machine_that_somebody_changed_is_not_deleted(netbox: Pass) -> None:
+BOUND = {"assigned_object_type": "virtualization.vminterface", "assigned_object_id": 1}
+PEOPLES: list[tuple[str, dict[str, Any]]] = [
+    (MACHINES, {"comments": "legal hold"}),
+    (MACHINES, {"tags": tags("gpuaas-managed", "hold")}),
+    (MACHINES, {"custom_fields": {"owner": "ann"}}),
+    (INTERFACES, {"description": "uplink"}),
+    (INTERFACES, {"enabled": False}),
+    (MACS, {"comments": "legal hold"}),
+    (MACS, {"mac_address": "02:00:00:00:00:99"}),
+    (ADDRESSES, {"dns_name": "a.example"}),
+    (ADDRESSES, {"status": "reserved"}),
+    (ADDRESSES, {"address": "10.9.9.9/24"}),
+]
+ADDED: list[tuple[str, dict[str, Any]]] = [
+    (INTERFACES, {"name": "eth9", "virtual_machine": 1}),
+    (JOURNAL, {"assigned_object_type": MACHINE_TYPE, "assigned_object_id": 1, "comments": "hold"}),
+    (MACS, {"mac_address": "02:00:00:00:00:98", **BOUND}),
+    (ADDRESSES, {"address": "10.9.9.8/24", **BOUND}),
+]
+
+
+@pytest.mark.parametrize("state", ["released", "failed"])
+def test_what_people_gave_to_a_slice_is_never_deleted_with_it(netbox: Pass, state: str) -> None:
     with transaction(netbox.site.engine) as conn:
         netbox.site.allocate(conn)
     netbox(apply=True)
     with transaction(netbox.site.engine) as conn:
-        conn.execute(sa.update(allocations).values(state="released"))
-    (machine,) = netbox.objects(MACHINES)
-    (row,) = netbox.objects(DEVICES)
-    edits = {machine["name"]: [{"name": "kept-for-audit"}]}
-    netbox.begin(row, machines=[machine], edits=edits)
-    assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
-    assert netbox.objects(MACHINES)[0]["name"] == "kept-for-audit"
-    assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
+        conn.execute(sa.update(allocations).values(state=state))
+    if state == "failed":
+        netbox(apply=True)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(claims).values(state=state))
+    record = netbox.record["objects"]
+    kinds = (MACHINES, VRFS, INTERFACES, MACS, ADDRESSES)
+    rows = {kind: list(record[kind].values()) for kind in kinds}
+    hosts = list(record[DEVICES].values())
+    whole = state == "released"
+    name = rows[MACHINES if whole else INTERFACES][0]["name"]
+
+    def play(network: dict[str, list[dict[str, Any]]], **faults: Any) -> sync.NetboxReading:
+        network = {**rows, **network}
+        netbox.begin(*hosts, machines=network.pop(MACHINES), network=network, **faults)
+        return netbox(apply=True)
+
+    def is_kept(result: sync.NetboxReading) -> bool:
+        objects = all(netbox.objects(kind) for kind in kinds)
+        return objects and codes(result) == ["netbox_foreign_edit"] and not result.done
+
+    # Without anything of people it goes.
+    gone = "virtual machines" if whole else "interface objects"
+    assert play({}).done == {f"{gone} deleted": 1}
+    for kind, change in PEOPLES:
+        if whole or kind != MACHINES:
+            row = {**rows[kind][0], **change}
+            row["custom_fields"] = {**rows[kind][0]["custom_fields"], **row["custom_fields"]}
+            assert is_kept(play({kind: [row]})), change
+    for kind, new in ADDED:
+        if whole or kind in (MACS, ADDRESSES):
+            # Before the pass, and between its lists and the deletion.
+            assert is_kept(play({kind: [*rows.get(kind, []), new]})), new
+            assert is_kept(play({}, added={name: [[kind, new]]})), new
+    # In the last moment: it is not read again and deleted after all.
+    assert is_kept(play({}, edits={name: [{"description": "legal hold"}]}))
+    assert is_kept(play({}, edits={name: [{}]}))
+    if whole:
+        assert is_kept(play({}, forbidden=[f"GET {JOURNAL}"]))
 
 
 @pytest.mark.parametrize(
