@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -73,22 +74,26 @@ class Availability(Answer):
 
 class Judged:
     """Availabilities of a moment. Each costs the judgement of every slot of the site: 0.1 s of a
-    processor for 3,200 of them. So the same question is judged once until something changes, and
-    other questions of a process only a few at a time.
+    processor for 3,200 of them. So the same question is judged once until something changes, and of
+    each caller one at a time: nobody takes the place of another.
     """
 
     FRESH_S = 2.0
-    AT_ONCE = 4
 
     def __init__(self) -> None:
-        self._places = threading.BoundedSemaphore(self.AT_ONCE)
+        self._lock = threading.Lock()
+        self._busy: set[str] = set()
         self._moment: tuple[object, float] = (None, 0.0)
         self._answers: dict[Hashable, Availability] = {}
 
     def get(
-        self, conn: Connection, question: Hashable, judge: Callable[[Connection], Availability]
+        self,
+        conn: Connection,
+        caller: str,
+        question: Hashable,
+        judge: Callable[[Connection], Availability],
     ) -> Availability:
-        """The answer to a question; Problem `rate_exceeded` while many others are judged."""
+        """The answer to a question; Problem `rate_exceeded` while the caller's last is judged."""
         # Every change of a slot has a row in the history, and one of a switch in the audit log.
         # Rows with an earlier number may be committed later, so a moment also has an age.
         latest = timeline.latest(conn)
@@ -96,20 +101,28 @@ class Judged:
             self._moment, self._answers = (latest, time.monotonic()), {}
         answers = self._answers
         if question not in answers:
-            if not self._places.acquire(blocking=False):
+            with self._place(caller):
+                answers[question] = judge(conn)
+        return answers[question]
+
+    @contextmanager
+    def _place(self, caller: str) -> Iterator[None]:
+        with self._lock:
+            if caller in self._busy:
                 raise Problem(
                     "rate_exceeded",
                     429,
-                    expected=f"at most {self.AT_ONCE} availabilities at a time",
-                    found="more questions",
+                    expected="one availability of a caller at a time",
+                    found="another that is being judged",
                     remedy="ask again in a second",
                     detail={"retry_after_s": 1},
                 )
-            try:
-                answers[question] = judge(conn)
-            finally:
-                self._places.release()
-        return answers[question]
+            self._busy.add(caller)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(caller)
 
 
 @router.get("")
@@ -147,7 +160,8 @@ def availability(
         return Availability.of(public(explanation), **names, fits=placed is not None)
 
     judged: Judged = context.request.app.state.judged
-    return context.read(lambda conn: judged.get(conn, (sku, region, gpus, profiles), judge))
+    question, caller = (sku, region, gpus, profiles), context.caller.token_id
+    return context.read(lambda conn: judged.get(conn, caller, question, judge))
 
 
 def _skus(folder: Path) -> list[Sku]:

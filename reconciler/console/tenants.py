@@ -10,7 +10,7 @@ from starlette.responses import RedirectResponse, Response
 from reconciler.api.app import PREFIX
 from reconciler.console import charts, forms, guard
 from reconciler.console.stream import Part
-from reconciler.console.visit import Document, Visit
+from reconciler.console.visit import Document, Refused, Visit
 
 # Steps of the wizard with the fields that each of them asks for.
 STEPS = ("shape", "region", "image", "access", "review")
@@ -86,6 +86,9 @@ async def allocation(visit: Visit) -> Response:
     path = _path(visit)
     part = await read_allocation(visit)
     detail = part.values["allocation"]
+    sessions = await visit.get(
+        f"/projects/{visit.named('project')}/ssh-sessions", allocation_id=detail["id"], limit=20
+    )
     rules: Document = {"items": []}
     telemetry = None
     wish = visit.request.query_params.get("minutes", "")
@@ -100,6 +103,7 @@ async def allocation(visit: Visit) -> Response:
         ended=part.ended,
         project=detail["project_id"],
         rules=rules["items"],
+        sessions=sessions["items"],
         path=path,
         telemetry=telemetry,
         charts=charts.of_slice(telemetry, minutes) if telemetry else [],
@@ -143,10 +147,7 @@ async def ssh(visit: Visit) -> Response:
 async def catalog(visit: Visit) -> Response:
     """Offers with what is free of each, and the images."""
     offers = await visit.get("/catalog")
-    free = {
-        sku["name"]: await visit.get("/catalog/availability", gpus=1, sku=sku["name"])
-        for sku in offers["skus"]
-    }
+    free = {sku["name"]: await _availability(visit, 1, sku["name"]) for sku in offers["skus"]}
     images = (await visit.get("/images", limit=1000))["items"]
     return visit.page("catalog.html", catalog=offers, free=free, images=images)
 
@@ -159,13 +160,14 @@ async def launch(visit: Visit) -> Response:
     images = (await visit.get("/images", limit=1000))["items"]
     sku = next((sku for sku in catalog["skus"] if sku["name"] == values["sku"]), None)
     step = _step(visit, values)
-    free: dict[str, Document] = {}
+    free: dict[str, Document | None] = {}
     if step == "shape":
         for each in catalog["skus"]:
-            free[each["name"]] = await _availability(visit, values | {"sku": each["name"]})
-    elif step == "region":
-        for region in catalog["regions"]:
-            free[region["name"]] = await _availability(visit, values, region["name"])
+            free[each["name"]] = await _availability(visit, 1, each["name"])
+    elif step == "region" and values["capacity_shape"] == "gpu_slice":
+        for name in ("", *(region["name"] for region in catalog["regions"])):
+            gpus = values["gpu_count"] or 1
+            free[name] = await _availability(visit, gpus, values["sku"], name)
     body = _body(values)
     return visit.page(
         "launch.html",
@@ -218,13 +220,16 @@ def _step(visit: Visit, values: dict[str, str]) -> str:
     return next((step for step in STEPS[:last] if not complete[step]), STEPS[last])
 
 
-async def _availability(visit: Visit, values: dict[str, str], region: str = "") -> Document:
-    return await visit.get(
-        "/catalog/availability",
-        gpus=values["gpu_count"] if region and values["gpu_count"] else 1,
-        sku=values["sku"],
-        region=region,
-    )
+async def _availability(
+    visit: Visit, gpus: str | int, sku: str, region: str = ""
+) -> Document | None:
+    """How much is free; None while the API judges another question of the visitor."""
+    try:
+        return await visit.get("/catalog/availability", gpus=gpus, sku=sku, region=region)
+    except Refused as refused:
+        if refused.status != 429:
+            raise
+        return None
 
 
 def _body(values: dict[str, str]) -> dict[str, Any]:

@@ -14,20 +14,23 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 import sqlalchemy as sa
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.routing import Mount
 
 from reconciler.api import contract
-from reconciler.console import site
+from reconciler.console import guard, site
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import leader
-from reconciler.db.engine import transaction
-from reconciler.db.schema import nodes, pool_workers, service_processes
+from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import api_tokens, nodes, pool_workers, service_processes
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
 from reconciler.model.states import NodeMode
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
+from reconciler.records import ssh_sessions
+from reconciler.settings import PROJECT
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
@@ -202,6 +205,56 @@ def test_launch_to_release_without_scripts(selling: Stack, browse: Browse) -> No
     assert member.send(mine, stale).headers["Location"] == mine
     state = selling.client("member").get(f"{PATH}/{allocation_id}").json()["state"]
     assert state in ("releasing", "released")
+
+
+def test_a_request_that_does_not_fit_shows_the_nearest_that_does(
+    selling: Stack, browse: Browse
+) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(region="north"))
+    params = {"offer": "lab-edu-slice*4", "step": "region"}
+    text = browse("member").get("/console/projects/demo/launch", params=params).text
+    assert text.count("Nearest that fits: 2 GPUs.") == 1, "anywhere"
+    assert text.count("Nearest that fits: 2 GPUs in north.") == 1
+
+
+def test_what_is_free_is_unknown_while_the_visitor_asks_elsewhere(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    """In another tab of the same person, for example. The launch itself judges anew."""
+    member, page = browse("member"), "/console/projects/demo/launch"
+    with reading(selling.engine) as conn:
+        busy = set(conn.execute(sa.select(api_tokens.c.id)).scalars())
+    console.state.judged._busy |= busy
+    shape = member.get(page)
+    assert (shape.status_code, "unknown at present" in shape.text) == (200, True)
+    assert "required disabled" not in shape.text
+    assert "unknown at present" in member.get("/console/catalog").text
+    region = member.get(page, params={"offer": "lab-edu-slice*2", "step": "region"})
+    assert region.status_code == 200
+    console.state.judged._busy -= busy
+    assert "2 free" in member.get(page).text
+
+
+@pytest.mark.parametrize("name", ["gpuaas.example", "gpuaas.example:8443"])
+def test_the_documented_proxy_passes_the_name_on_that_the_browser_used(name: str) -> None:
+    """With its port: a form is of the same origin when both headers have the same name."""
+    example = (PROJECT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (variable,) = re.findall(r"proxy_set_header Host (\S+);", example)
+    # As nginx documents both.
+    host = {"$http_host": name, "$host": name.partition(":")[0]}[variable]
+    guard.require_same_origin("POST", Headers({"Origin": f"https://{name}", "Host": host}))
+
+
+def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> None:
+    mine, other = (launch(selling, key).json()["id"] for key in ("a", "b"))
+    with transaction(selling.engine) as conn:
+        for number, allocation in enumerate((mine, other)):
+            names = {"project_id": "demo", "fingerprint": "x", "way": "jump"}
+            address = f"198.51.100.{number + 1}"
+            ssh_sessions.open_session(conn, ACT, allocation_id=allocation, address=address, **names)
+    page = browse("member").get(f"/console/projects/demo/allocations/{mine}").text
+    assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
 
 
 def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: Browse) -> None:
