@@ -7,6 +7,7 @@ see a change with their next request or task.
 from __future__ import annotations
 
 import contextlib
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def profile_offers(folder: Path) -> dict[str, Offer]:
 def profile_skus(folder: Path) -> dict[str, str]:
     """SKU by name of the hardware profile; "" for a profile without a SKU."""
     return {name: offer.sku for name, offer in profile_offers(folder).items()}
+
+
+def sku_prices(folder: Path) -> dict[str, Decimal]:
+    """Price of a GPU hour by SKU. Of profiles with the same SKU the first with a price has it."""
+    prices: dict[str, Decimal] = {}
+    for offer in profile_offers(folder).values():
+        if offer.sku and offer.price is not None:
+            prices.setdefault(offer.sku, offer.price)
+    return prices
 
 
 def ready_minimum_s(folder: Path, sku: str = "") -> int:

@@ -139,6 +139,9 @@ class Settings(BaseSettings):
     )
     """Names of regions to come, separated by commas. The catalogue shows them as disabled."""
 
+    currency: str = Field("EUR", pattern=r"^[A-Z]{3}$")
+    """Currency of the prices in hardware profiles (`gpu_hour_price`), by its code of ISO 4217."""
+
     launcher: Literal["runner", "awx"] = "runner"
     """Launcher of playbooks: processes of ansible-runner on this machine, or job templates of
     an AWX (docs/awx.md). A change does not move runs that have begun."""

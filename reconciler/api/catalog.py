@@ -22,7 +22,7 @@ from reconciler.model import hardware
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import CapacityShape
-from reconciler.profiles import hardware_profile, profile_offers
+from reconciler.profiles import hardware_profile, profile_offers, sku_prices
 from reconciler.records import fleet, timeline
 
 router = APIRouter(prefix="/catalog", tags=["catalog"])
@@ -40,6 +40,9 @@ class Sku(Answer):
     gpu_counts: list[int] = Field(description="GPUs that one machine of this offer can have.")
     vcpus_per_gpu: int
     memory_mib_per_gpu: int
+    gpu_hour_price: str | None = Field(
+        description="Decimal, in the catalogue's currency; null without a price."
+    )
 
 
 class Region(Answer):
@@ -56,6 +59,7 @@ class Catalog(Answer):
 
     skus: list[Sku]
     regions: list[Region]
+    currency: str = Field(description="Of every price, by its code of ISO 4217.")
 
 
 class Availability(Answer):
@@ -130,7 +134,8 @@ def show(context: Holder) -> Catalog:
     """Offers and regions."""
     settings = context.settings
     regions = context.read(partial(_regions, planned=settings.regions_to_come))
-    return Catalog(skus=_skus(settings.profiles_dir), regions=regions)
+    skus = _skus(settings.profiles_dir)
+    return Catalog(skus=skus, regions=regions, currency=settings.currency)
 
 
 @router.get("/availability")
@@ -167,6 +172,7 @@ def availability(
 def _skus(folder: Path) -> list[Sku]:
     """Offers by SKU. Of profiles with the same SKU the first describes it."""
     skus: dict[str, Sku] = {}
+    prices = sku_prices(folder)
     for name, offer in profile_offers(folder).items():
         if not offer.sku or offer.sku in skus:
             continue
@@ -180,6 +186,7 @@ def _skus(folder: Path) -> list[Sku]:
             gpu_counts=[count for count in _COUNTS if count <= most and not offer.refusal(count)],
             vcpus_per_gpu=int(vm.get("vcpus_per_gpu") or 0),
             memory_mib_per_gpu=int(vm.get("memory_mib_per_gpu") or 0),
+            gpu_hour_price=str(prices[offer.sku]) if offer.sku in prices else None,
         )
     return list(skus.values())
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from decimal import ROUND_HALF_UP, Decimal
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import APIRouter, Query
@@ -19,6 +21,7 @@ from reconciler.api.models import Answer, Document, Filter, Id, Moment, Record
 from reconciler.api.security import Admin, Context, Member
 from reconciler.db.rows import Page
 from reconciler.model.states import CapacityShape
+from reconciler.profiles import sku_prices
 from reconciler.records import projects, usage
 from reconciler.records.usage import Period
 
@@ -39,6 +42,35 @@ _CSV: dict[int | str, dict[str, Any]] = {
 # number costs time, because each page skips those before it.
 _AT_ONCE = 2000
 Amount = Annotated[float, Field(ge=0)]
+# Money is decimal text, because a float is no sum of money.
+Money = Annotated[
+    str | None,
+    Field(
+        description="At the present price of the SKU, to a hundredth; null without a price.",
+        pattern=r"^[0-9]+\.[0-9]{2}$",
+    ),
+]
+_HOUR_MS = Decimal(3_600_000)
+_CENT = Decimal("0.01")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Price of a GPU hour by SKU."""
+
+    by_sku: Mapping[str, Decimal]
+
+    @classmethod
+    def of(cls, context: Context) -> Self:
+        """The present prices of the site."""
+        return cls(sku_prices(context.settings.profiles_dir))
+
+    def cost(self, sku: str, gpu_ms: int) -> str | None:
+        """Cost of milliseconds of a GPU. Sums are of exact amounts, and rounded once."""
+        price = self.by_sku.get(sku)
+        if price is None:
+            return None
+        return str((gpu_ms * price / _HOUR_MS).quantize(_CENT, ROUND_HALF_UP))
 
 
 class ProjectUsageRecord(Answer):
@@ -56,13 +88,18 @@ class ProjectUsageRecord(Answer):
     end_state: str
     counted_seconds: Amount
     gpu_seconds: Amount
+    cost: Money
 
     @classmethod
-    def of_usage(cls, row: Record) -> Self:
+    def of_usage(cls, prices: Prices, row: Record) -> Self:
         """The answer for a row, with its share of the period in seconds."""
         counted = row["counted_ms"]
+        gpu_ms = counted * row["gpu_count"]
         return cls.of(
-            row, counted_seconds=counted / 1000, gpu_seconds=counted * row["gpu_count"] / 1000
+            row,
+            counted_seconds=counted / 1000,
+            gpu_seconds=gpu_ms / 1000,
+            cost=prices.cost(row["sku"], gpu_ms),
         )
 
 
@@ -82,18 +119,23 @@ class UsageTotal(Answer):
     allocations: int
     counted_seconds: Amount
     gpu_seconds: Amount
+    cost: Money
 
     @classmethod
-    def of_sum(cls, row: Record) -> Self:
+    def of_sum(cls, prices: Prices, row: Record) -> Self:
         """The answer for a row of sums in milliseconds."""
         return cls.of(
-            row, counted_seconds=row["counted_ms"] / 1000, gpu_seconds=row["gpu_ms"] / 1000
+            row,
+            counted_seconds=row["counted_ms"] / 1000,
+            gpu_seconds=row["gpu_ms"] / 1000,
+            cost=prices.cost(row["sku"], row["gpu_ms"]),
         )
 
 
 class _UsagePage(Answer):
     start: Moment = Field(serialization_alias="from")
     end: Moment = Field(serialization_alias="to")
+    currency: str = Field(description="Of every cost, by its code of ISO 4217.")
     totals: list[UsageTotal]
 
 
@@ -159,9 +201,12 @@ class _Selection:
 
 
 def _page(
-    context: Context, paging: PageRequest, selection: _Selection, item: Callable[[Record], Item]
+    context: Context,
+    paging: PageRequest,
+    selection: _Selection,
+    item: Callable[[Prices, Record], Item],
 ) -> dict[str, Any]:
-    page = paging.page(usage.ORDER)
+    page, prices = paging.page(usage.ORDER), Prices.of(context)
 
     def read(conn: Connection) -> dict[str, Any]:
         period = selection.period(conn)
@@ -170,8 +215,9 @@ def _page(
         return {
             "start": period.start,
             "end": period.end,
-            "totals": [UsageTotal.of_sum(row) for row in sums],
-            **dict(paging.answer(usage.ORDER, rows, item)),
+            "currency": context.settings.currency,
+            "totals": [UsageTotal.of_sum(prices, row) for row in sums],
+            **dict(paging.answer(usage.ORDER, rows, partial(item, prices))),
         }
 
     return context.read(read)
@@ -180,10 +226,10 @@ def _page(
 def _table(
     context: Context,
     selection: _Selection,
-    item: Callable[[Record], Item],
+    item: Callable[[Prices, Record], Item],
     columns: tuple[str, ...],
 ) -> Response:
-    period = context.read(selection.period)
+    period, prices = context.read(selection.period), Prices.of(context)
 
     def read(page: Page) -> list[Record]:
         return context.read(
@@ -201,7 +247,7 @@ def _table(
                 # The connection ends without the end of the body, so the file is not taken for
                 # complete.
                 raise ConnectionAbortedError("the token of this download is no longer valid")
-            documents = [encode(item(row)) for row in rows]
+            documents = [encode(item(prices, row)) for row in rows]
             yield _csv([document[name] for name in columns] for document in documents)
             rows = read(Page(_AT_ONCE, usage.ORDER.keys(rows[-1])))
 

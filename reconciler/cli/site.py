@@ -72,7 +72,7 @@ def usage(
             return
         rows = list(client().items(path, **query))
     columns = ("allocation_id", "project_id", "capacity_shape", "sku", "gpu_count")
-    output.rows(rows, *columns, "started_at", "ended_at", "counted_seconds", "gpu_seconds")
+    output.rows(rows, *columns, "started_at", "ended_at", "counted_seconds", "gpu_seconds", "cost")
 
 
 @commands.command()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from reconciler.model import fabric as fabric_model
@@ -38,6 +40,9 @@ _NO_SERIALS = frozenset(
 TWICE = "find out which record is of this machine, and retire or correct the other"
 # Field of the node's record to key of the profile's `fabric` section.
 NODE_FIELDS = {"fabric_interface": "interface", "fabric_address": "site_address"}
+# Key of the profile with the price of a GPU hour.
+PRICE = "gpu_hour_price"
+_PRICE_FORM = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 def serial_number(text: object) -> str:
@@ -67,8 +72,11 @@ def by_serial(nodes: Iterable[tuple[str, Mapping[str, Any] | None]]) -> dict[str
 
 
 def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy of the profile with the node's own values over it."""
+    """Copy of the profile with the node's own values over it, and without what hosts need not know:
+    a new price must not stop a run that has begun.
+    """
     values = {name: node[field] for field, name in NODE_FIELDS.items() if node.get(field)}
+    profile = {name: value for name, value in profile.items() if name != PRICE}
     return {**profile, "fabric": {**profile["fabric"], **values}} if values else profile
 
 
@@ -89,7 +97,7 @@ class Offer:
 
     counts: allowed numbers of GPUs in a slice, () for any. nvlink: use of the board's NVSwitches by
     slices, "" for a board without them. spans_numa: whether a slice may span NUMA nodes.
-    runtime: what an image must contain.
+    runtime: what an image must contain. price: of a GPU hour, None when nothing is asked.
     """
 
     sku: str = ""
@@ -98,6 +106,7 @@ class Offer:
     spans_numa: bool = False
     ready_minimum_s: int = 0
     runtime: tuple[str, ...] = ()
+    price: Decimal | None = None
 
     @classmethod
     def of(cls, profile: Mapping[str, Any]) -> Offer:
@@ -109,6 +118,7 @@ class Offer:
             spans_numa=bool((profile.get("vm") or {}).get("span_numa")),
             ready_minimum_s=int(deadlines.get("ready_minimum", deadlines.get("ready", 0))),
             runtime=baked_runtime(profile),
+            price=price(profile),
         )
 
     def refusal(self, gpus: int) -> Refusal | None:
@@ -147,6 +157,17 @@ def nvlink(profile: Mapping[str, Any]) -> str:
     """Use of NVLink by slices; "" for a board without NVSwitches."""
     gpu = profile.get("gpu") or {}
     return str(gpu.get("nvlink") or (NVLINK_UNSUPPORTED if gpu.get("nvswitch_ids") else ""))
+
+
+def price(profile: Mapping[str, Any]) -> Decimal | None:
+    """Price of a GPU hour. Only text, because a number in YAML is binary and no sum of money.
+
+    `gpuaas doctor` names a price of another form; nothing is calculated with it.
+    """
+    text = profile.get(PRICE)
+    if not isinstance(text, str) or not _PRICE_FORM.fullmatch(text):
+        return None
+    return Decimal(text)
 
 
 def check(profile: Mapping[str, Any], name: str) -> None:

@@ -7,16 +7,22 @@ import csv
 import io
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from sqlalchemy.pool import QueuePool
 
 from reconciler.api import usage as usage_routes
 from reconciler.api.app import PREFIX
 from reconciler.db.engine import transaction
+from reconciler.doctor import installation
 from reconciler.lifecycle import host, recovery
-from reconciler.records import allocations, tokens
+from reconciler.records import allocations, queue, tokens
+from reconciler.settings import Settings
+from reconciler.work.handler import open_work
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
 
@@ -102,8 +108,66 @@ def test_csv_says_the_same(used: tuple[Stack, list[str]]) -> None:
     assert (over["started_at"], over["ended_at"]) == (shown["started_at"], shown["ended_at"])
 
 
-@pytest.mark.covers("CTRL-14", "CTRL-10")
 @pytest.mark.covers("CTRL-14")
+def test_cost_by_sku_is_exact_and_nothing_without_a_price(
+    used: tuple[Stack, list[str]], tmp_path: Path
+) -> None:
+    stack, _ = used
+    member = stack.client("member")
+    free = member.get(OWN).json()
+    assert {row["cost"] for row in [*free["items"], *free["totals"]]} == {None}
+    stack.settings = priced(stack, tmp_path, "360000.5").model_copy(update={"currency": "CHF"})
+    member = stack.client("member")
+    answer = member.get(OWN).json()
+    assert answer["currency"] == "CHF"
+    for row in [*answer["items"], *answer["totals"]]:
+        exact = Decimal(str(row["gpu_seconds"])) * Decimal("360000.5") / 3600
+        assert abs(Decimal(row["cost"]) - exact) <= Decimal("0.005")
+    (total,) = answer["totals"]
+    assert (total["sku"], total["allocations"]) == ("lab-edu-slice", 2)
+    over = _table(member.get(OWN, params={"format": "csv"}).text)[0]
+    assert over["cost"] == answer["items"][0]["cost"], "it has ended"
+    (lab,) = [sku for sku in member.get("catalog").json()["skus"] if sku["name"] == "lab-edu-slice"]
+    assert lab["gpu_hour_price"] == "360000.5"
+
+
+@pytest.mark.parametrize(
+    ("price", "hours", "cost"),
+    [("0.1", "10000", "1000.00"), ("2.49", "8", "19.92"), ("0.01", "0.5", "0.01")],
+)
+def test_money_is_decimal(price: str, hours: str, cost: str) -> None:
+    """Rounded once, and half a hundredth up."""
+    prices = usage_routes.Prices({"sku": Decimal(price)})
+    assert prices.cost("sku", int(Decimal(hours) * 3_600_000)) == cost
+
+
+@pytest.mark.parametrize("price", [2.5, "2,50", "-1", "1e3", "NaN"])
+def test_a_price_of_another_form_counts_for_nothing(
+    used: tuple[Stack, list[str]], tmp_path: Path, price: object
+) -> None:
+    """`gpuaas doctor` names it. Neither launches nor runs on hosts stop because of it."""
+    stack, _ = used
+    stack.settings = priced(stack, tmp_path, price)
+    assert stack.client("member").get(OWN).json()["totals"][0]["cost"] is None
+    (finding,) = [row for row in installation.profiles(stack.settings) if row.status != "ok"]
+    assert "gpu_hour_price" in str(finding)
+    with transaction(stack.engine) as conn:
+        task = queue.every(conn)[0]
+        profile = open_work(conn, stack.settings, task).profile
+    assert (profile["sku"], "gpu_hour_price" in profile) == ("lab-edu-slice", False)
+
+
+def priced(stack: Stack, folder: Path, price: object) -> Settings:
+    """Settings with a folder of profiles in which the lab's SKU has a price."""
+    file = stack.settings.profiles_dir / "lab.yml"
+    document = yaml.safe_load(file.read_text(encoding="utf-8")) | {"gpu_hour_price": price}
+    profiles = folder / "priced"
+    profiles.mkdir()
+    (profiles / "lab.yml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    return stack.settings.model_copy(update={"profiles_dir": profiles})
+
+
+@pytest.mark.covers("CTRL-14", "CTRL-10")
 def test_a_member_sees_its_own_and_not_where(used: tuple[Stack, list[str]]) -> None:
     stack, made = used
     member = stack.client("member")

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -35,6 +36,7 @@ from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+from tests.unit.reconciler.api.test_usage import priced
 from tests.unit.reconciler.console.browser import Browser, Page
 from tests.unit.reconciler.console.samples import busy_pools
 from tests.unit.reconciler.pools.test_pools import start
@@ -244,6 +246,19 @@ def test_the_documented_proxy_passes_the_name_on_that_the_browser_used(name: str
     # As nginx documents both.
     host = {"$http_host": name, "$host": name.partition(":")[0]}[variable]
     guard.require_same_origin("POST", Headers({"Origin": f"https://{name}", "Host": host}))
+
+
+def test_cost_is_shown_where_the_site_has_prices(
+    selling: Stack, browse: Browse, console: FastAPI, tmp_path: Path
+) -> None:
+    activate(selling, launch(selling).json()["id"])
+    member, page = browse("member"), "/console/projects/demo/usage"
+    assert "Cost" not in member.get(page).text
+    console.state.settings = priced(selling, tmp_path, "2.49")
+    shown = member.get(page).text
+    assert shown.count("Cost in EUR") == 2, "sums and machines"
+    assert "2.49 EUR an hour" in member.get("/console/catalog").text
+    assert "2.49 EUR for a GPU" in member.get("/console/projects/demo/launch").text
 
 
 def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> None:
