@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -17,15 +17,16 @@ from sqlalchemy import Connection
 from reconciler.api.models import Answer, Filter
 from reconciler.api.placement import NearestRequest, SlotCounts
 from reconciler.api.security import Holder
-from reconciler.lifecycle import placement
+from reconciler.lifecycle import baremetal, placement
 from reconciler.model import hardware
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import CapacityShape
-from reconciler.profiles import hardware_profile, profile_offers, sku_prices
+from reconciler.profiles import hardware_profile, profile_offers, profile_skus, sku_prices
 from reconciler.records import fleet, timeline
 
 router = APIRouter(prefix="/catalog", tags=["catalog"])
+T = TypeVar("T")
 
 # Sizes that people choose from; a launch may name any number that its profile sells.
 _COUNTS = (1, 2, 4, 8)
@@ -76,6 +77,20 @@ class Availability(Answer):
     nearest: list[NearestRequest]
 
 
+class MachineCount(Answer):
+    """Whole machines of an SKU in a region, and how many of them a launch could get now."""
+
+    sku: str
+    region: str
+    free: int
+
+
+class Machines(Answer):
+    """What is free of whole machines."""
+
+    items: list[MachineCount]
+
+
 class Judged:
     """Availabilities of a moment. Each costs the judgement of every slot of the site: 0.1 s of a
     processor for 3,200 of them. So the same question is judged once until something changes, and of
@@ -88,15 +103,15 @@ class Judged:
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._moment: tuple[object, float] = (None, 0.0)
-        self._answers: dict[Hashable, Availability] = {}
+        self._answers: dict[Hashable, Any] = {}
 
     def get(
         self,
         conn: Connection,
         caller: str,
         question: Hashable,
-        judge: Callable[[Connection], Availability],
-    ) -> Availability:
+        judge: Callable[[Connection], T],
+    ) -> T:
         """The answer to a question; Problem `rate_exceeded` while the caller's last is judged."""
         # Every change of a slot has a row in the history, and one of a switch in the audit log.
         # Rows with an earlier number may be committed later, so a moment also has an age.
@@ -107,7 +122,8 @@ class Judged:
         if question not in answers:
             with self._place(caller):
                 answers[question] = judge(conn)
-        return answers[question]
+        answer: T = answers[question]
+        return answer
 
     @contextmanager
     def _place(self, caller: str) -> Iterator[None]:
@@ -166,6 +182,26 @@ def availability(
 
     judged: Judged = context.request.app.state.judged
     question, caller = (sku, region, gpus, profiles), context.caller.token_id
+    return context.read(lambda conn: judged.get(conn, caller, question, judge))
+
+
+@router.get("/machines")
+def machines(context: Holder) -> Machines:
+    """Whole machines by SKU and region. Names no machine."""
+    skus = profile_skus(context.settings.profiles_dir)
+
+    def judge(conn: Connection) -> Machines:
+        counts: dict[tuple[str, str], int] = {}
+        for (profile, region), free in baremetal.free(conn).items():
+            place = skus.get(profile, ""), region
+            counts[place] = counts.get(place, 0) + free
+        rows = sorted(counts.items())
+        return Machines(
+            items=[MachineCount(sku=sku, region=region, free=free) for (sku, region), free in rows]
+        )
+
+    judged: Judged = context.request.app.state.judged
+    question, caller = ("machines", *skus.items()), context.caller.token_id
     return context.read(lambda conn: judged.get(conn, caller, question, judge))
 
 

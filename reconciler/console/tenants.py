@@ -149,7 +149,8 @@ async def catalog(visit: Visit) -> Response:
     offers = await visit.get("/catalog")
     free = {sku["name"]: await _availability(visit, 1, sku["name"]) for sku in offers["skus"]}
     images = (await visit.get("/images", limit=1000))["items"]
-    return visit.page("catalog.html", catalog=offers, free=free, images=images)
+    machines = await _unless_busy(visit, "/catalog/machines")
+    return visit.page("catalog.html", catalog=offers, free=free, machines=machines, images=images)
 
 
 async def launch(visit: Visit) -> Response:
@@ -161,7 +162,9 @@ async def launch(visit: Visit) -> Response:
     sku = next((sku for sku in catalog["skus"] if sku["name"] == values["sku"]), None)
     step = _step(visit, values)
     free: dict[str, Document | None] = {}
+    machines: Document | None = None
     if step == "shape":
+        machines = await _unless_busy(visit, "/catalog/machines")
         for each in catalog["skus"]:
             free[each["name"]] = await _availability(visit, 1, each["name"])
     elif step == "region" and values["capacity_shape"] == "gpu_slice":
@@ -181,6 +184,7 @@ async def launch(visit: Visit) -> Response:
         image=next((image for image in images if image["id"] == values["image_id"]), None),
         sku=sku,
         free=free,
+        machines=machines,
         fields=[(name, values[name.partition(":")[0]]) for name in (*_FIELDS, _KEYS)],
         curl=_curl(visit, project, body),
     )
@@ -223,9 +227,15 @@ def _step(visit: Visit, values: dict[str, str]) -> str:
 async def _availability(
     visit: Visit, gpus: str | int, sku: str, region: str = ""
 ) -> Document | None:
-    """How much is free; None while the API judges another question of the visitor."""
+    """How much is free of slices."""
+    path = "/catalog/availability"
+    return await _unless_busy(visit, path, gpus=gpus, sku=sku, region=region)
+
+
+async def _unless_busy(visit: Visit, path: str, **parameters: Any) -> Document | None:
+    """What is free; None while the API judges another question of the visitor."""
     try:
-        return await visit.get("/catalog/availability", gpus=gpus, sku=sku, region=region)
+        return await visit.get(path, **parameters)
     except Refused as refused:
         if refused.status != 429:
             raise

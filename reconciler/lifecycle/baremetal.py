@@ -35,6 +35,8 @@ from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_al
 
 # Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
 _TRIES = 20
+# Reason code of a node whose machine is not sold as a whole.
+_SLICE_HOST = "not_baremetal"
 
 
 def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
@@ -76,6 +78,16 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
     )
 
 
+def free(conn: sa.Connection) -> dict[tuple[str, str], int]:
+    """Machines that a launch could get now, by profile and region; 0 where all are in use."""
+    count: dict[tuple[str, str], int] = {}
+    for view in _views(conn, frozenset()):
+        if view.refusal != _SLICE_HOST:
+            place = view.profile, view.region
+            count[place] = count.get(place, 0) + (not view.refusal)
+    return count
+
+
 def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
     query = sa.select(nodes).where(nodes.c.state != NodeState.RETIRED)
     return [
@@ -94,7 +106,7 @@ def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
 def _refusal(conn: sa.Connection, node: Node) -> str:
     """Reason code why a node cannot be allocated. "" when it can."""
     for wrong, reason in (
-        (node.mode != NodeMode.BAREMETAL, "not_baremetal"),
+        (node.mode != NodeMode.BAREMETAL, _SLICE_HOST),
         (node.state != NodeState.READY, f"node_{node.state}"),
         (node.unclean_allocation_id, "not_clean"),
         (node.health_state == HealthState.FAILED, "node_unhealthy"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
+from reconciler.db.schema import nodes as node_table
 from reconciler.lifecycle import baremetal, host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.records import nodes, queue, tokens
@@ -74,6 +76,19 @@ def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: Stack
     seen = metal.client("admin").get(f"admin/allocations/{mine['id']}").json()
     assert [claim["kind"] for claim in seen["claims"]] == ["node_exclusive"]
     assert [task["kind"] for task in seen["tasks"]] == ["baremetal.provision"]
+
+
+def test_the_catalogue_counts_free_machines_by_sku_and_region(metal: Stack) -> None:
+    with transaction(metal.engine) as conn:
+        conn.execute(sa.update(node_table).values(region="north"))
+    member = metal.client("member")
+
+    def counts() -> Any:
+        return member.get("catalog/machines").json()["items"]
+
+    assert counts() == [{"sku": "lab-edu-slice", "region": "north", "free": 1}]
+    assert launch(metal).status_code == 201
+    assert counts() == [{"sku": "lab-edu-slice", "region": "north", "free": 0}]
 
 
 def test_with_a_gateway_the_machine_is_behind_it(metal: Stack) -> None:

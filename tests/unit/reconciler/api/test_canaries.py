@@ -81,6 +81,7 @@ class Watch:
         self.ask("GET", "projects/demo/usage")
         self.ask("GET", "projects/demo/quota")
         self.ask("GET", "catalog")
+        self.ask("GET", "catalog/machines")
         self.ask("GET", "catalog/availability", params={"gpus": 1})
         self.ask("GET", f"{PATH}/{allocation_id}/timeline")
         return self.ask("GET", f"{PATH}/{allocation_id}")
