@@ -74,7 +74,7 @@ def _rights(client: Client, settings: Settings) -> Iterator[Finding]:
         f"{verb} {path}" for path in _NEEDED for verb in sorted(_NEEDED[path] - rights[path])
     ]
     try:
-        client.has_notes(0)
+        client.notes("dcim.device", 0)
     except RunError as refusal:
         if refusal.code != "netbox_forbidden":
             raise

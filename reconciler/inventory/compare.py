@@ -94,6 +94,8 @@ class Comparison:
     parts: list[Parts] = field(default_factory=list)
     # Parts whose interface is deleted, while their virtual machine stays.
     ended: list[Parts] = field(default_factory=list)
+    # The fingerprint of each device's values, by its number.
+    seals: dict[int, Any] = field(default_factory=dict)
     # What NetBox knows of the device of each node.
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -118,6 +120,7 @@ def compare(
 ) -> Comparison:
     """All differences of both sides. profiles: names of the site's hardware profiles."""
     result = Comparison()
+    result.seals = {device.id: device.custom_fields.get(SEAL) for device in netbox.devices}
     writable = _has_fields(result, netbox.devices, DEVICE_FIELDS)
     pairs = _pair(result, nodes, netbox.devices)
     contradictory = set(_contradictory(result, netbox.devices))

@@ -194,6 +194,7 @@ class JournalEntry(_Object):
     """A journal entry about an object."""
 
     assigned_object_id: int
+    comments: str
 
 
 T = TypeVar("T", bound=_Object)
@@ -289,13 +290,11 @@ class Client(Conversation):
             raise self.silent(f"POST {path}", "an answer without the objects that it created")
         return [self._parse(kind, row, f"a request to {path}") for row in rows]
 
-    def has_notes(self, machine_id: int) -> bool:
-        """Whether a virtual machine has journal entries."""
-        kind = "virtualization.virtualmachine"
-        rows = self.every(
-            JournalEntry, assigned_object_type=kind, assigned_object_id=str(machine_id)
-        )
-        return any(row.assigned_object_id == machine_id for row in rows)
+    def notes(self, kind: str, number: int) -> list[str]:
+        """Journal entries of an object. kind: as `virtualization.virtualmachine`."""
+        query = {"assigned_object_type": kind, "assigned_object_id": str(number)}
+        rows = self.every(JournalEntry, **query)
+        return [row.comments for row in rows if row.assigned_object_id == number]
 
     def add_journal(self, entries: Sequence[Mapping[str, Any]]) -> None:
         self._request("POST", JOURNAL, json=list(entries))

@@ -94,7 +94,7 @@ def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxRe
             try:
                 comparison = _compare(engine, settings, netbox, document)
                 if document.applied:
-                    Writer(engine, netbox, comparison, document.done).write()
+                    Writer(engine, netbox, comparison, document.done, document.at).write()
             finally:
                 document.requests = netbox.requests
         document.complete = True

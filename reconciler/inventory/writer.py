@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Engine
 
+from reconciler.db import clock
+from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.inventory.compare import Comparison, NewNode, device_name, kept, shown
-from reconciler.inventory.expected import ExpectedMachine, ExpectedNode, read_nodes
+from reconciler.inventory.expected import ExpectedMachine, ExpectedNode, read_nodes, seal
 from reconciler.inventory.netbox import (
     Client,
     Conflict,
@@ -40,6 +43,7 @@ from reconciler.inventory.networks import (
     vrf_document,
 )
 from reconciler.inventory.patches import (
+    BLOCKED,
     device_patch,
     foreign_values,
     machine_document,
@@ -50,10 +54,13 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, Refusal
 from reconciler.model.states import NodeMode, NodeState
 from reconciler.records import nodes as node_records
-from reconciler.runs.spec import RunError
+from reconciler.runs.spec import LauncherAway, RunError
 
 # An object that changes during each of so many attempts is left to the next pass.
 _ATTEMPTS = 3
+_DEVICE, _MACHINE = "dcim.device", "virtualization.virtualmachine"
+# The setting that holds journal entries until NetBox has them, and the most that it holds.
+_JOURNAL, _MOST_PENDING = "netbox_journal", 1000
 _ACT = Act("reconciler", "device in NetBox")
 
 
@@ -61,16 +68,26 @@ class Writer:
     """The writes of a pass. Each object is written as it was read, or read and decided again."""
 
     def __init__(
-        self, engine: Engine, netbox: Client, comparison: Comparison, done: dict[str, int]
+        self,
+        engine: Engine,
+        netbox: Client,
+        comparison: Comparison,
+        done: dict[str, int],
+        at: float,
     ) -> None:
         self._engine = engine
         self._netbox = netbox
         self._comparison = comparison
         self._done = done
-        self._journal: list[dict[str, Any]] = []
+        self._at = str(clock.iso(at))
+        # Journal entries, stored before their devices are written, because the answer of either
+        # request can be lost. seal: of the values that an entry is about.
+        self._pending: dict[str, dict[str, Any]] = {}
+        self._stored: dict[str, dict[str, Any]] = {}
 
     def write(self) -> None:
         work = self._comparison
+        self._write_earlier_journal()
         added: dict[str, Device] = {}
         for new in work.new_nodes:
             with self._refusable(f"device {new.id}"):
@@ -80,12 +97,16 @@ class Writer:
         with reading(self._engine) as conn:
             nodes = read_nodes(conn) if added else []
         work.devices += [(row, added[row.node.id]) for row in nodes if row.node.id in added]
-        try:
-            for expected, device in work.devices:
-                with self._refusable(f"device {device_name(device)}"):
-                    self._write_device(expected, device)
-        finally:
-            self._write_journal()
+        for expected, device in work.devices:
+            self._expect(expected, device)
+        self._store()
+        for expected, device in work.devices:
+            written = False
+            with self._refusable(f"device {device_name(device)}"):
+                written = self._write_device(expected, device)
+            if not written:
+                self._pending.pop(self._key(device), None)
+        self._write_journal()
         documents = [machine_document(expected, device) for expected, device in work.created]
         made = self._create(Machine, documents, "virtual machines created")
         of_slice = {
@@ -149,16 +170,18 @@ class Writer:
             with self._refusable(f"{type(item).__name__} {item.id}"):
                 self._write_object(item, patch, "references set")
 
-    def _write_device(self, expected: ExpectedNode, device: Device) -> None:
-        before = device.custom_fields
-
+    def _write_device(self, expected: ExpectedNode, device: Device) -> bool:
         def patch(device: Device) -> tuple[dict[str, Any], list[str]]:
             if not purpose_of(device):
                 return {}, ["tags"]
-            return device_patch(expected, device)
+            changes, foreign = device_patch(expected, device)
+            if changes:
+                # After a conflict, the old values are those that were read again.
+                self._expect(expected, device)
+                self._store()
+            return changes, foreign
 
-        if self._write_object(device, patch, "devices written"):
-            self._journal += _entries(expected, device, before)
+        return self._write_object(device, patch, "devices written")
 
     def _write_object(
         self,
@@ -236,7 +259,7 @@ class Writer:
     def _notes(self, machine: Machine) -> list[str]:
         """Journal entries of people, which would end with the virtual machine."""
         try:
-            return ["a journal entry"] if self._netbox.has_notes(machine.id) else []
+            return ["a journal entry"] if self._netbox.notes(_MACHINE, machine.id) else []
         except RunError as refusal:
             if refusal.code != "netbox_forbidden":
                 raise
@@ -249,11 +272,63 @@ class Writer:
         current = {name: self._netbox.read(item) for name, item in items.items() if item}
         return reread(replace(parts, **current))
 
-    def _write_journal(self) -> None:
-        for some in chunks(self._journal):
+    def _key(self, device: Device) -> str:
+        return f"{device.id} {self._at}"
+
+    def _expect(self, expected: ExpectedNode, device: Device) -> None:
+        self._pending.pop(self._key(device), None)
+        if entry := _entry(expected, device, self._at):
+            target = seal({**expected.fields, BLOCKED: expected.blocked})
+            self._pending[self._key(device)] = {"seal": target, "entry": entry}
+
+    def _store(self) -> None:
+        """Keep the entries that a later pass must write if this one cannot."""
+        self._pending = dict(list(self._pending.items())[-_MOST_PENDING:])
+        if self._pending != self._stored:
+            retrying(self._engine, partial(site.store, name=_JOURNAL, value=self._pending))
+            self._stored = deepcopy(self._pending)
+
+    def _write_journal(self, *, last: bool = True) -> None:
+        """Write the entries of devices that were written. last: of this pass."""
+        for row in self._pending.values():
+            row["seal"] = ""
+        self._store()
+        for some in chunks(list(self._pending)):
             self._require_term()
-            self._netbox.add_journal(some)
+            try:
+                self._netbox.add_journal([self._pending[key]["entry"] for key in some])
+            except RunError as refusal:
+                if isinstance(refusal, LauncherAway):
+                    raise
+                if last:
+                    self._refused("journal entries", refusal)
+                return
+            for key in some:
+                del self._pending[key]
+            self._store()
             self._count("journal entries", len(some))
+
+    def _write_earlier_journal(self) -> None:
+        """Entries of an earlier pass, of which an answer was lost: those whose device was written,
+        and which NetBox has not.
+        """
+        with reading(self._engine) as conn:
+            self._pending = site.read(conn, _JOURNAL) or {}
+        self._stored = deepcopy(self._pending)
+        for key, row in list(self._pending.items()):
+            number = row["entry"]["assigned_object_id"]
+            written = row["seal"] in ("", self._comparison.seals.get(number))
+            if not written or row["entry"]["comments"] in self._device_notes(number):
+                del self._pending[key]
+        self._write_journal(last=False)
+
+    def _device_notes(self, number: int) -> list[str]:
+        try:
+            return self._netbox.notes(_DEVICE, number)
+        except RunError as refusal:
+            if refusal.code != "netbox_forbidden":
+                raise
+            return []
 
     @contextlib.contextmanager
     def _refusable(self, subject: str) -> Iterator[None]:
@@ -298,20 +373,21 @@ def _add_node(conn: Connection, new: NewNode) -> str:
     return node_records.create(conn, _ACT, id=new.id, mode=mode, **values).id
 
 
-def _entries(
-    expected: ExpectedNode, device: Device, before: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """A journal entry for changes that a person wants to see: state, mode, blocked slots."""
-    changes = []
+def _entry(expected: ExpectedNode, device: Device, at: str) -> dict[str, Any] | None:
+    """A journal entry for changes that a person wants to see: state, mode, blocked slots. Its time
+    tells it from an equal one of another pass.
+    """
+    changes, before = [], device.custom_fields
     for name in ("gpuaas_state", "gpuaas_mode", "gpuaas_slots_blocked"):
         target = expected.fields[name]
         if before.get(name) not in (None, target):
             changes.append(f"{name.removeprefix('gpuaas_')}: {before.get(name)} -> {target}")
-    if changes:
-        bad = expected.blocked or expected.node.state == NodeState.UNREACHABLE
-        yield {
-            "assigned_object_type": "dcim.device",
-            "assigned_object_id": device.id,
-            "kind": "warning" if bad else "info",
-            "comments": shown(f"{'; '.join(changes)}. {expected.node.state_reason}"),
-        }
+    if not changes:
+        return None
+    bad = expected.blocked or expected.node.state == NodeState.UNREACHABLE
+    return {
+        "assigned_object_type": _DEVICE,
+        "assigned_object_id": device.id,
+        "kind": "warning" if bad else "info",
+        "comments": shown(f"{at}: {'; '.join(changes)}. {expected.node.state_reason}"),
+    }

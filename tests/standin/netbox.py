@@ -63,8 +63,10 @@ _BODIES = {name: Draft202012Validator(schema) for name, schema in API["bodies"].
 @dataclass
 class Faults:
     """devices, machines, prefixes: the objects at first, with only the values that matter. network:
-    objects of the other kinds, by path.
-    status: `METHOD` to a status that is answered instead. forbidden: `METHOD path` answered by 403.
+    objects of the other kinds, by path. lost: `METHOD path` to the number of requests that are
+    carried out and answered by 504.
+    status: `METHOD` to a status that is answered instead, 200 with a page. forbidden: `METHOD path`
+    answered by 403.
     invalid: names of objects that no write is accepted for. edits: changes by somebody else, by
     name of the object, each just before the next write to it. deaf: methods without effect. page:
     the largest page. added: paths and objects that somebody adds just before an object of this name
@@ -77,6 +79,7 @@ class Faults:
     machines: list[dict[str, Any]] = field(default_factory=list)
     prefixes: list[dict[str, Any]] = field(default_factory=list)
     network: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
     fields: list[str] = field(default_factory=list)
     status: dict[str, int] = field(default_factory=dict)
     forbidden: list[str] = field(default_factory=list)
@@ -190,7 +193,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"{scheme} {faults.token}":
             self._send(403, {"detail": "Invalid token"})
         elif self.command in faults.status:
-            self._send(faults.status[self.command], {"detail": "busy"})
+            busy = faults.status[self.command]
+            self._send(busy, {"detail": "busy"} if busy != 200 else "<html>Log in</html>")
         elif f"{self.command} {path}" in faults.forbidden:
             self._send(403, {"detail": "You do not have permission to perform this action."})
         elif self.command == "OPTIONS":
@@ -323,6 +327,12 @@ class Handler(BaseHTTPRequestHandler):
         content = b"" if status == 204 else json.dumps(answer).encode()
         if faults.body and self.command == "GET" and not inside:
             content = faults.body.encode()
+        if isinstance(answer, str):
+            content = answer.encode()
+        path = re.sub(r"[0-9]+/$", "", urlsplit(self.path).path)
+        if status < 300 and not inside and faults.lost.get(f"{self.command} {path}", 0) > 0:
+            faults.lost[f"{self.command} {path}"] -= 1
+            status, content = 504, b"<html>504 Gateway Time-out</html>"
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("API-Version", faults.version)

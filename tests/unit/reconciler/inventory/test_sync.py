@@ -98,6 +98,55 @@ def test_changes_of_state_are_written_with_a_journal_entry(netbox: Pass) -> None
     assert [tag["slug"] for tag in row["tags"]] == [SLICE]
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"lost": {f"POST {JOURNAL}": 1}},
+        {"lost": {f"PATCH {DEVICES}": 1}},
+        {"status": {"POST": 200}},
+        {"status": {"POST": 504}},
+        {"forbidden": [f"POST {JOURNAL}"]},
+    ],
+    ids=["lost entry", "lost device", "page", "not done", "forbidden"],
+)
+def test_no_journal_entry_is_lost_or_written_twice(netbox: Pass, faults: dict[str, Any]) -> None:
+    def change(state: str) -> None:
+        with transaction(netbox.site.engine) as conn:
+            conn.execute(sa.update(nodes).values(state=state))
+
+    netbox(apply=True)
+    written = netbox.objects(DEVICES)
+    change("maintenance")
+    netbox.begin(*written, **faults)
+    result = netbox(apply=True)
+    silent = "forbidden" not in faults
+    assert (result.complete, codes(result)) == (
+        *(not silent, ["netbox_outdated"] if silent else ["netbox_forbidden"]),
+    )
+    # The device changes again before the entry can be written.
+    change("draining")
+    rows = {JOURNAL: netbox.objects(JOURNAL)}
+    netbox.begin(*netbox.objects(DEVICES), network=rows)
+    assert netbox(apply=True).complete
+    comments = [row["comments"].partition(": ")[2] for row in netbox.objects(JOURNAL)]
+    first, second = "state: ready -> maintenance. test", "state: maintenance -> draining. test"
+    assert comments == [first, second]
+    assert netbox(apply=True).done == {}
+
+
+def test_a_journal_entry_has_the_values_that_were_read_last(netbox: Pass) -> None:
+    netbox(apply=True)
+    (row,) = netbox.objects(DEVICES)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="maintenance"))
+    # Somebody hands the values over meanwhile, and has changed one.
+    edit = {"custom_fields": {"gpuaas_state": "sold", "gpuaas_written": None}}
+    netbox.begin(row, edits={"n1": [edit]})
+    assert netbox(apply=True).done == {"devices written": 1, "journal entries": 1}
+    (entry,) = netbox.objects(JOURNAL)
+    assert "state: sold -> maintenance" in entry["comments"]
+
+
 def test_a_slice_is_followed_to_its_release(netbox: Pass) -> None:
     with transaction(netbox.site.engine) as conn:
         key = netbox.site.allocate(conn)
