@@ -241,7 +241,7 @@ def _write(
             maas.unlock(system_id, comment=comment)
             done["machines unlocked"] += 1
             locked = False
-    if not locked and not expected.locked:
+    if not locked:
         keep(locked=False)
     # MAAS lets nobody annotate a locked machine, so its annotations are those from before.
     changed = {
@@ -257,7 +257,13 @@ def _write(
         # Before the request: a lock whose answer is lost is ours, too.
         keep(locked=True)
         with _named(result, node.id):
-            maas.lock(system_id, comment=f"{comment}: its release would destroy tenants' data")
+            try:
+                maas.lock(system_id, comment=f"{comment}: its release would destroy tenants' data")
+            except RunError as refusal:
+                if not isinstance(refusal, LauncherAway):
+                    # Refused: a lock that is there now is a person's.
+                    keep(locked=False)
+                raise
             done["machines locked"] += 1
 
 

@@ -95,6 +95,10 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
     with Client(maas_access(settings)) as maas:
         user = maas.user().username
         machine = maas.machine(system_id)
+        if not machine.locked and (node.maas or {}).get("locked"):
+            # The answer of an unlock was lost. A lock from now on is a person's.
+            with transaction(engine) as conn:
+                _remember(conn, task, locked=False)
         verb, text = _decide(TaskKind(task.kind), node, machine, user, memory, now)
         memory = replace(memory, task=text, began_at=memory.began_at or now)
         if verb == "done":

@@ -266,6 +266,26 @@ def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:
     assert maas.compare().done["machines unlocked"] == 1
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_lock_of_a_person_that_came_before_ours_is_theirs(maas: Maas, seen: bool) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    if seen:
+        # Somebody took ours off, and set another just before our next one.
+        assert maas.compare().done == {"machines locked": 1}
+        maas.begin(status={"lock": 409})
+        assert codes(maas.compare()) == ["not_written"]
+        maas.begin(machine(locked=True))
+    else:
+        maas.begin(edits={"lock": {"locked": True}})
+        assert codes(maas.compare()) == ["not_written"]
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.compare().done == {}
+    assert maas.manager.record()["machines"]["abc123"]["locked"]
+
+
 def test_a_slice_host_to_be_is_not_locked_again_while_it_is_installed(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         nodes.update(conn, "m1", mode=NodeMode.CONVERTING_TO_SLICE.value)

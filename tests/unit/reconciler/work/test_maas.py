@@ -446,6 +446,22 @@ def test_our_lock_is_taken_off_before_the_release_and_that_of_a_person_is_not(ma
     assert maas.asked()[-3:] == ["unlock", "release", "deploy"]
 
 
+def test_a_lock_of_a_person_after_an_unlock_without_an_answer_stays(maas: Maas) -> None:
+    maas.tenancy()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})
+    maas.begin(machine(locked=True), lost=["unlock"])
+    maas.queue()
+    maas.step()
+    assert (maas.asked()[-1], (maas.node().maas or {})["locked"]) == ("unlock", True)
+    maas.begin(machine(locked=False), edits={"release": {"locked": True}})
+    maas.step()
+    assert (maas.node().maas or {})["locked"] is False
+    maas.queue()
+    assert maas.play().error["code"] == "maas_locked"
+    assert maas.manager.record()["machines"]["abc123"]["locked"]
+
+
 def test_a_ticket_is_good_once_and_for_its_machine_only(maas: Maas) -> None:
     def redeem(secret: str, address: str = ADDRESS, node: str = "m1") -> str:
         with transaction(maas.engine) as conn:
