@@ -153,6 +153,18 @@ class Settings(BaseSettings):
     """PEM of the only CA accepted for AWX. Unset: the system's CAs."""
     awx_template_prefix: str = Field("gpuaas.slice.", pattern=r"^[A-Za-z0-9._ -]*$")
     """Prefix of each job template's name, before the name of its playbook."""
+    awx_project: str = Field("", max_length=512)
+    """Name of the project of all launched job templates. Without it they must have the same, or
+    none is launched; the same holds for the next two."""
+    awx_execution_environment: str = Field("", max_length=512)
+    """Name of their execution environment."""
+    awx_credential: str = Field("", max_length=512)
+    """Name of their Machine credential."""
+    awx_project_url: str = Field("", max_length=1024)
+    """URL of the repository that this project has in AWX. It is compared before each launch,
+    for which the token's user needs the right to read the project."""
+    awx_project_branch: str = Field("", max_length=256)
+    """Branch, tag or commit that this project has in AWX; compared with the URL."""
     ufm_url: str = Field("", pattern=_SERVER)
     """URL of UFM, the manager of an InfiniBand fabric with partitions. Empty: none."""
     ufm_token_file: Path | None = None

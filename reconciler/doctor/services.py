@@ -76,9 +76,10 @@ def awx(settings: Settings) -> Iterator[Finding]:
             setting = request.jinja_setting(client)
             for playbook in contract.PLAYBOOKS:
                 try:
-                    request.find_template(templates, access, playbook)
+                    template = request.find_template(templates, access, playbook)
+                    request.check_project(client, access, template)
                 except RunError as refusal:
-                    if not refusal.code.startswith("awx_template_"):
+                    if not refusal.code.startswith(("awx_template_", "awx_project_")):
                         raise
                     wrong[playbook] = refusal
     except RunError as away:

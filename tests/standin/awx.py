@@ -73,9 +73,10 @@ class Faults:
     goes on. ends_on_cancel: the job ends just before a cancel request. queued: jobs
     wait for capacity. privileged: the user of the token is superuser, and
     reads the settings. hidden: jobs that the user may not see. jinja: the setting for Jinja in
-    variables. changed: fields of single templates by name. play: a playbook that is really run
-    instead. empty: nothing was imported, and objects can be made (`awx_objects`). pace_s: jobs go
-    on by the clock, a state or an event each so many seconds, whether or not somebody looks.
+    variables. project: changed fields of the project. changed: fields of single templates by name.
+    play: a playbook that is really run instead. empty: nothing was imported, and objects can be
+    made (`awx_objects`). pace_s: jobs go on by the clock, a state or an event each so many seconds,
+    whether or not somebody looks.
     """
 
     token: str = "token-1"
@@ -106,6 +107,7 @@ class Faults:
     privileged: bool = False
     hidden: list[int] = field(default_factory=list)
     jinja: str = "template"
+    project: dict[str, Any] = field(default_factory=dict)
     changed: dict[str, Any] = field(default_factory=dict)
     play: str = ""
     empty: bool = False
@@ -387,6 +389,9 @@ class Handler(BaseHTTPRequestHandler):
     def _act(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         words = path.strip("/").split("/")
         query = dict(parse_qsl(urlsplit(self.path).query))
+        if not self.server.awx.objects and words == ["projects", "5"]:
+            project = {"id": 5, "scm_url": "https://git.example/gpuaas", "scm_branch": "v1"}
+            return 200, {**project, "name": "gpuaas.slice", **self.server.awx.faults.project}
         objects, launches = self.server.awx.objects, words[-1] in ("launch", "hosts", "groups")
         named = words[0] in FIELDS or words[0] in ("unified_job_templates", "roles")
         if objects and named and not launches:

@@ -39,13 +39,21 @@ class NotSent(Silent):
 class AwxAccess(ServiceAccess):
     """Access to AWX, whose address has no /api.
 
-    templates: prefix of a job template's name, before the name of its playbook.
+    templates: prefix of a job template's name, before the name of its playbook. project,
+    execution_environment, credential: names of those that the templates must have; "": the same in
+    all.
+    project_url, project_branch: those of the project in AWX; "": any.
     """
 
     NAME = "AWX"
     REMEDY = "write the OAuth2 token of AWX's service user there, readable by the reconciler"
 
     templates: str = "gpuaas.slice."
+    project: str = ""
+    execution_environment: str = ""
+    credential: str = ""
+    project_url: str = ""
+    project_branch: str = ""
 
     def document(self) -> dict[str, Any]:
         """The entry in a run's manifest: paths, never the token."""
@@ -64,9 +72,17 @@ class AwxAccess(ServiceAccess):
 
 def awx_access(settings: Settings) -> AwxAccess:
     """The AWX of the site's settings."""
-    token_file = settings.awx_token_file or Path()
-    prefix = settings.awx_template_prefix
-    return AwxAccess(settings.awx_url, token_file, settings.awx_ca_file, prefix)
+    return AwxAccess(
+        settings.awx_url,
+        settings.awx_token_file or Path(),
+        settings.awx_ca_file,
+        settings.awx_template_prefix,
+        project=settings.awx_project,
+        execution_environment=settings.awx_execution_environment,
+        credential=settings.awx_credential,
+        project_url=settings.awx_project_url,
+        project_branch=settings.awx_project_branch,
+    )
 
 
 class Client:

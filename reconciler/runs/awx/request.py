@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,6 +83,7 @@ def prepare(access: AwxAccess, spec: RunSpec, paths: RunPaths) -> dict[str, Any]
     """
     with Client(access) as client:
         template = find_template(list_templates(client, access), access, spec.playbook)
+        check_project(client, access, template)
         request = body(spec)
         _check_jinja(client, request["extra_vars"])
         _check_host(client, template["inventory"], spec.node.node_id)
@@ -119,13 +119,34 @@ def find_template(
             f"{len(templates)} of that name",
         )
     template = templates[0]
-    wrong = "; ".join([*_wrong_fields(template, playbook), *_wrong_objects(template, listed)])
+    wrong = "; ".join(
+        [*_wrong_fields(template, playbook), *_wrong_objects(template, listed, access)]
+    )
     if wrong:
         raise _refuse("awx_template_wrong", f"{name} as in awx/job_templates.yml", wrong)
     capabilities = template.get("summary_fields", {}).get("user_capabilities", {})
     if capabilities.get("start") is False:
         raise _refuse("awx_forbidden", f"the right to launch {name}", "none for the token's user")
     return template
+
+
+def check_project(client: Client, access: AwxAccess, template: dict[str, Any]) -> None:
+    """RunError when the template's project has another repository than in our settings. Behind the
+    same number and name, somebody may have changed it.
+    """
+    expected = {"scm_url": access.project_url, "scm_branch": access.project_branch}
+    expected = {name: value for name, value in expected.items() if value}
+    if not expected:
+        return
+    project = client.get(f"/projects/{template['project']}/")
+    actual = {name: project.get(name) for name in expected}
+    if actual != expected:
+        text = f"project {project.get('name')} with {_listed(expected)}"
+        raise _refuse("awx_project_differs", text, _listed(actual))
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in values.items())
 
 
 def jinja_setting(client: Client) -> str:
@@ -209,19 +230,33 @@ def _wrong_fields(template: dict[str, Any], playbook: str) -> Iterator[str]:
     for field, value in {**REQUIRED, "playbook": f"playbooks/{playbook}.yml"}.items():
         if template.get(field) != value:
             yield f"{field} is {template.get(field)!r} and not {value!r}"
+    if template.get("scm_branch"):
+        yield f"it has a branch of its own, {template['scm_branch']!r}"
     if not isinstance(template.get("inventory"), int):
         yield "it has no inventory"
 
 
-def _wrong_objects(template: dict[str, Any], listed: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Compare with the other templates: a site names these objects itself, and all share them."""
-    for what in ("project", "execution_environment", "credentials"):
+def _wrong_objects(
+    template: dict[str, Any], listed: Sequence[dict[str, Any]], access: AwxAccess
+) -> Iterator[str]:
+    """Compare with the settings, else with the other templates, which share these objects. Where
+    these disagree, nobody knows which are right: a majority proves nothing.
+    """
+    for what, name in (
+        ("project", access.project),
+        ("execution_environment", access.execution_environment),
+        ("credentials", access.credential),
+    ):
         mine = _object(template, what)
-        common = Counter(_object(other, what) for other in listed).most_common(1)[0][0]
+        rivals = [row for row in listed if not name or _name(row, what) == name]
         if not mine:
             yield f"it has no {what}"
-        elif mine != common:
-            yield f"{what} is {mine}, and {common} in most templates"
+        elif name and _name(template, what) != name:
+            yield f"{what} is {mine} and not {name}, as in our settings"
+        elif len(sides := {_object(row, what): row["name"] for row in rivals}) > 1:
+            sides[mine] = template["name"]
+            texts = (f"{side or 'none'} in {where}" for side, where in sorted(sides.items()))
+            yield f"{what} is {', and '.join(texts)}"
     kinds = [item.get("kind") for item in _credentials(template)]
     if kinds != ["ssh"]:
         yield f"its credentials are of the kinds {kinds}, and not one Machine credential"
@@ -235,6 +270,12 @@ def _object(template: dict[str, Any], what: str) -> str:
     number = template.get(what)
     name = template.get("summary_fields", {}).get(what, {}).get("name")
     return f"{name} ({number})" if isinstance(number, int) else ""
+
+
+def _name(template: dict[str, Any], what: str) -> str:
+    if what == "credentials":
+        return ", ".join(str(item.get("name")) for item in _credentials(template))
+    return str(template.get("summary_fields", {}).get(what, {}).get("name", ""))
 
 
 def _credentials(template: dict[str, Any]) -> list[dict[str, Any]]:

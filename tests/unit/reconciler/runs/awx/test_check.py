@@ -12,7 +12,7 @@ import pytest
 from reconciler.runs import collect, launch
 from reconciler.runs.awx import request
 from reconciler.runs.collect import Phase
-from reconciler.runs.contract import ContractError
+from reconciler.runs.contract import PLAYBOOKS, ContractError
 from reconciler.runs.launch import Site
 from reconciler.runs.spec import LauncherAway, RunError, SpecError
 from tests.standin.controller import TOKEN, Controller
@@ -80,12 +80,53 @@ def test_what_awx_could_not_do_as_asked_has_a_name(
     assert LAUNCH not in awx.record()["requests"]
 
 
-def test_a_changed_template_keeps_no_other_from_its_launch(
+def expecting(site: Site, **names: str) -> Site:
+    assert site.awx is not None
+    return dataclasses.replace(site, awx=dataclasses.replace(site.awx, **names))
+
+
+def summary(**names: str) -> dict[str, Any]:
+    return {"summary_fields": {what: {"id": 6, "name": name} for what, name in names.items()}}
+
+
+OTHERS = [f"gpuaas.slice.{playbook}" for playbook in PLAYBOOKS if playbook != "prepare_runtime"]
+
+
+def test_a_majority_of_templates_proves_nothing(
     awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_spawn", lambda *_: None)
-    awx.begin(changed={"gpuaas.slice.parity": {"project": 6}})
-    launch.launch(site, spec())
+    ours = "gpuaas.slice"
+    named = expecting(site, project=ours, execution_environment=ours, credential=ours)
+    wrong = {"project": 6, **summary(project="mallory")}
+    # All others point elsewhere: the right one is launched if we know which it is.
+    awx.begin(changed=dict.fromkeys(OTHERS, wrong))
+    launch.launch(named, spec("run-2"))
+    text = refused(site).found
+    assert "gpuaas.slice (5) in gpuaas.slice.prepare_runtime" in text and "mallory (6)" in text
+    # This one points elsewhere: without knowledge, it is as good as the others.
+    awx.begin(changed={NAME: wrong})
+    assert "mallory (6) and not gpuaas.slice" in refused(named).found
+    assert refused(site).code == "awx_template_wrong"
+    # Another project of the same name.
+    awx.begin(changed={OTHERS[0]: {"project": 6}})
+    assert refused(named).code == refused(site).code == "awx_template_wrong"
+    awx.begin(changed={NAME: {"scm_branch": "mine"}})
+    assert "a branch of its own, 'mine'" in refused(named).found
+
+
+def test_another_repository_behind_the_same_project_is_seen(
+    awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_spawn", lambda *_: None)
+    known = expecting(site, project_url="https://git.example/gpuaas", project_branch="v1")
+    for change in ({"scm_url": "https://git.example/mallory"}, {"scm_branch": "mine"}):
+        awx.begin(project=change)
+        assert refused(known).code == "awx_project_differs"
+    awx.begin(status={"GET /projects/5/": [403, 1]})
+    assert refused(known).code == "awx_forbidden"
+    awx.begin()
+    launch.launch(known, spec())
 
 
 @pytest.mark.parametrize(
