@@ -50,6 +50,10 @@ class Conflict(RunError):
     """The object has changed since it was read; nothing was written."""
 
 
+class Unfinished(RunError):
+    """The time of a pass ends. The next one goes on, because each compares anew."""
+
+
 class _Object(BaseModel):
     model_config = ConfigDict(frozen=True)
 
@@ -238,6 +242,16 @@ class Client(Conversation):
         super().__init__(access)
         self.requests = 0
 
+    def require_time(self) -> None:
+        """`Unfinished` if a request may have no time for its answer."""
+        if self.left_s < self.REQUEST_S:
+            raise Unfinished(
+                "netbox_unfinished",
+                expected=f"all writes within {self.DEADLINE_S:.0f} seconds",
+                found=f"{self.requests} requests in this time",
+                remedy="none: the next pass goes on",
+            )
+
     def every(self, kind: type[T], **filters: str | Collection[str]) -> Iterator[T]:
         """All objects of a list in the order of their ids. The page's link is not followed, because
         it names a host.
@@ -376,8 +390,8 @@ def chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def is_fatal(refusal: Refusal) -> bool:
-    """Whether the next request would meet the same: no answer, or a token without the right."""
-    return isinstance(refusal, LauncherAway) or refusal.code in (
+    """Whether the next request would meet the same: no time or answer, or a token without right."""
+    return isinstance(refusal, LauncherAway | Unfinished) or refusal.code in (
         "netbox_unauthorized",
         "netbox_forbidden",
         "netbox_token_unreadable",

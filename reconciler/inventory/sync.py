@@ -30,6 +30,7 @@ from reconciler.inventory.netbox import (
     MacAddress,
     Machine,
     Prefix,
+    Unfinished,
     VmInterface,
     Vrf,
     chunks,
@@ -81,8 +82,10 @@ def tend(engine: Engine, settings: Settings) -> None:
     due = READINGS.due(engine)
     changed = due.changed or not due.last.get("complete")
     prompt = settings.netbox_sync and changed and not due.failed
-    if due.asked or prompt or due.over:
-        apply = settings.netbox_sync or due.apply
+    applied, complete = due.last.get("applied"), due.last.get("complete")
+    unfinished = bool(applied and not complete and not due.failed)
+    if due.asked or prompt or due.over or unfinished:
+        apply = settings.netbox_sync or due.apply or (unfinished and not due.asked)
         run(engine, settings, NetboxReading(due.at, due.event_id, due.request_id, apply))
 
 
@@ -101,6 +104,8 @@ def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxRe
         if document.applied:
             # The others were written.
             comparison.findings = [row for row in comparison.findings if not row.action]
+    except Unfinished as rest:
+        comparison.note("unfinished", "this pass", rest.expected, rest.found, rest.remedy)
     except RecursionError:
         document.error = _TOO_DEEP.to_dict()
     except Refusal as refusal:

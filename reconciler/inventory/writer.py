@@ -351,6 +351,7 @@ class Writer:
         self._done[what] = self._done.get(what, 0) + count
 
     def _require_term(self) -> None:
+        self._netbox.require_time()
         # The transaction of a leader's engine begins by requiring its term.
         with transaction(self._engine):
             pass
