@@ -20,12 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Installed:
     """members: the files of the archive. path: the installed collection, the only one there is.
 
-    core: folder of an unpacked ansible-core that is used instead of the environment's.
+    core: folder of an unpacked ansible-core that is used instead of the environment's, by this
+    python.
     """
 
     members: tuple[str, ...]
     home: Path
     core: Path | None = None
+    python: str = sys.executable
 
     @property
     def path(self) -> Path:
@@ -35,7 +37,7 @@ class Installed:
         """The output of an Ansible program; away from the checkout, and without its ansible.cfg."""
         if self.core:
             environment["PYTHONPATH"] = str(self.core)
-        return run(self.home, *argv, **environment)
+        return run(self.home, *argv, python=self.python, **environment)
 
     def discovered(self) -> dict[str, Any]:
         """The result of a playbook with blocks, argument specifications, a module, its private
@@ -56,10 +58,12 @@ class Installed:
         return document
 
 
-def run(home: Path, program: str, *argv: str, **environment: str) -> str:
+def run(
+    home: Path, program: str, *argv: str, python: str = sys.executable, **environment: str
+) -> str:
     words = ["-m", "ansible", program.removeprefix("ansible-")]
     done = subprocess.run(
-        [sys.executable, *words, *argv],
+        [python, *words, *argv],
         cwd=home,
         env={
             **{key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")},
