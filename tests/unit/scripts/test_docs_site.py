@@ -1,4 +1,4 @@
-"""Documentation site: dead links and foreign content are named; `long` builds the whole site."""
+"""Documentation site: dead links and foreign content are named; the whole site is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_mention_of_a_page_is_a_link_outside_of_code() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_whole_site_is_built_without_a_problem() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "scripts.docs_site"],
