@@ -62,6 +62,9 @@ scripts: setup ## Build the single-file programs into build/scripts
 deb: setup ## Build the Debian package of the service into build/deb
 	@scripts/deb
 
+archive: setup ## Build the archive of the collection with its changelog into build/dist
+	@scripts/collection-archive
+
 ee: setup ## Make the build context of AWX's execution environment: make ee CA=trust/host_ca.pub
 	@scripts/execution-environment "$(CA)"
 
@@ -105,5 +108,5 @@ sbom: setup ## List the service's packages with their hashes in build/sbom.json 
 audit: setup ## Ask the public databases for known vulnerabilities of the service's packages
 	@.venv/bin/uv tool run pip-audit==2.10.1 --strict --disable-pip --require-hashes -r requirements.lock
 
-.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts deb ee docs-site standins lab-up lab-ssh lab-down \
+.PHONY: help setup demo run test test-fast test-long lint sanity molecule bench scripts deb archive ee docs-site standins lab-up lab-ssh lab-down \
 	lab-save lab-load lab-saved lab-delete lock sbom audit

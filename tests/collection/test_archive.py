@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,26 @@ def test_the_archive_holds_the_collection_and_nothing_else(installed: Installed)
     """A new folder of the repository is left out in galaxy.yml, or is named here on purpose."""
     tops = {name.partition("/")[0] for name in installed.members}
     assert tops == {
-        "FILES.json", "MANIFEST.json", "README.md", "LICENSE",
+        "CHANGELOG.rst", "FILES.json", "MANIFEST.json", "README.md", "LICENSE",
         "changelogs", "contracts", "meta", "playbooks", "plugins", "profiles", "roles",
     }  # fmt: skip
     kinds = {name.split("/")[1] for name in installed.members if name.startswith("plugins/")}
     assert kinds <= {"doc_fragments", "inventory", "module_utils", "modules", "plugin_utils"}
     assert not [name for name in installed.members if "__pycache__" in name or "/." in name]
+
+
+def test_the_changelog_of_the_version_is_made_of_the_fragments(installed: Installed) -> None:
+    version = yaml.safe_load((ROOT / "galaxy.yml").read_text())["version"]
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == version
+    fragments = {path.name: path for path in (ROOT / "changelogs" / "fragments").glob("*.yml")}
+    record = yaml.safe_load((installed.path / "changelogs" / "changelog.yaml").read_text())
+    assert set(record["releases"][version]["fragments"]) == set(fragments)
+    text = " ".join((installed.path / "CHANGELOG.rst").read_text().split())
+    assert f" v{version} " in text
+    for path in fragments.values():
+        for section in yaml.safe_load(path.read_text()).values():
+            for line in [section] if isinstance(section, str) else section:
+                assert " ".join(line.split()) in text, path
 
 
 def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Installed) -> None:

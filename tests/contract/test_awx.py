@@ -102,6 +102,8 @@ def test_every_field_arrives(imported: Import) -> None:
     assert source["update_on_launch"] is False
     assert source["summary_fields"]["credential"]["name"] == "gpuaas reconciler"
     project = named(objects["projects"], "gpuaas.slice")
+    # A branch that exists. A tag would have to be made before AWX can fetch it.
+    assert project["scm_branch"] == "main"
     assert project["scm_update_on_launch"] is False
     started = [t for t in objects["job_templates"] if not t["name"].startswith("gpuaas.slice.")]
     assert len(started) == 7
