@@ -43,10 +43,22 @@ def play(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+# The commands of the page's section, in its order.
+SECTION = (ROOT / "docs/hosts.md").read_text().partition("\n## Provisioning by hand\n")[2]
+COMMANDS = [
+    line.partition(" #")[0].split()
+    for line in SECTION.split("```")[1].splitlines()
+    if line.startswith("ansible-playbook ")
+]
+
+
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The example's variables as Ansible renders them for its host."""
-    folder = tmp_path_factory.mktemp("example")
+    return render(tmp_path_factory.mktemp("example"))
+
+
+def render(folder: Path, *words: str) -> dict[str, Any]:
     names = ["slice_profile", *yaml.safe_load((EXAMPLE / "slice.yml").read_text())]
     pairs = ", ".join(f"'{name}': {name}" for name in names)
     task = {
@@ -58,7 +70,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     plays = [{"hosts": "slice_hosts", "gather_facts": False, "tasks": [task]}]
     (folder / "play.yml").write_text(yaml.safe_dump(plays))
-    done = play(folder / "play.yml")
+    done = play(folder / "play.yml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     made: dict[str, Any] = json.loads((folder / "made").read_text())
     return made
@@ -83,10 +95,20 @@ def test_it_makes_the_machine_that_the_reconciler_would_make(rendered: dict[str,
     assert rendered["slice_seed"] == seed
 
 
-@pytest.mark.parametrize("playbook", ["provision_slice", "release_slice"])
-def test_the_playbooks_take_it_and_reach_for_the_host(playbook: str) -> None:
+def test_a_release_has_a_higher_fence_than_its_launch(tmp_path: Path) -> None:
+    """So that a launch which goes on after its release is refused by the host."""
+    playbooks = [Path(words[3]).stem for words in COMMANDS]
+    assert playbooks == ["provision_slice", "verify_absent", "release_slice"]
+    launch, look, release = (
+        render(tmp_path, *words[4:])["slice_slots"][0]["fence"] for words in COMMANDS
+    )
+    assert launch == look < release
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: Path(words[3]).stem)
+def test_the_commands_of_the_page_reach_for_the_host(words: list[str]) -> None:
     """A missing variable would end them before they contact a host. Nothing listens on port 1."""
-    address = ("-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1")
-    done = play(ROOT / "playbooks" / f"{playbook}.yml", *address)
+    assert words[:3] == ["ansible-playbook", "-i", "inventory/example"]
+    done = play(*words[3:], "-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1")
     assert "unreachable=1" in done.stdout, done.stdout + done.stderr
     assert "failed=0" in done.stdout
