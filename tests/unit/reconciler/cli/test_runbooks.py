@@ -1,7 +1,5 @@
 """Runbooks: each command of their blocks is played, in the order of the page, on a service that is
 in the trouble that the page is for.
-
-A page without a story here is parsed only (tests/unit/repository/test_docs.py).
 """
 
 from __future__ import annotations
@@ -14,17 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.db.engine import transaction
+from reconciler.db.engine import reading, transaction
 from reconciler.model.jobs import Outcome
-from reconciler.pools import control
+from reconciler.model.pools import PoolState
+from reconciler.pools import control, pools, workers
 from reconciler.trust import keygen
-from tests.unit.reconciler.api.stack import KEY, NODE, Stack
-from tests.unit.reconciler.api.test_jobs import ERROR, bury, play, with_model
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler.api.test_jobs import ERROR, bury, enqueue, play, with_model
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_certificates import enrol
 from tests.unit.reconciler.cli.test_doctor import sound
 from tests.unit.reconciler.cli.test_recovery import Host, host, stuck
+from tests.unit.reconciler.pools.test_pools import begun, start
+from tests.unit.reconciler.pools.test_pools import host as host_of_pools
 from tests.unit.repository.test_docs import TEXTS, commands, words
 
 __all__ = ["host", "sound"]
@@ -157,7 +158,53 @@ def test_an_application_that_waits_for_a_member_gets_its_keys(
     assert "member_failed" in next(text for line, text in outputs.items() if "apps show" in line)
 
 
-def test_every_story_has_its_page() -> None:
-    pages = {name.split("/")[1] for name in TEXTS if name.startswith("runbooks/")}
-    mine = {"blocked-slot", "drain-and-upgrade", "leader", "dead-letters", "application-deploying"}
-    assert {f"{name}.md" for name in mine} <= pages
+def test_a_pool_that_hangs_is_evicted_and_started_again(
+    new: Stack, gpuaas: Gpuaas, runbook: Runbook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_of_pools(new.engine)
+    first, worker = begun(new.engine, start(new.engine, "vision", devices=["GPU-0"]))
+    gpuaas.at(new)
+
+    def end(_seconds: float) -> None:
+        """The supervisor of its machine finds no process left."""
+        with transaction(new.engine) as conn:
+            workers.end(conn, worker, "ended")
+            pool = pools.get(conn, first.id)
+            workers.conclude(conn, pool, ACT, PoolState(pool.ends_as))
+
+    monkeypatch.setattr(time, "sleep", end)
+    outputs = runbook("worker-pools", {"POOL": "vision", "MODEL": "m", **WHY})
+    assert "vision" not in next(text for line, text in outputs.items() if "leases" in line)
+    assert "evicted" in next(text for line, text in outputs.items() if "list --all" in line)
+    assert "requested" in runbook.played[-1][1]
+    with reading(new.engine) as conn:
+        assert pools.get(conn, first.id).state == "evicted"
+
+
+def test_jobs_that_wait_are_found_paused_and_go_on(
+    new: Stack, gpuaas: Gpuaas, runbook: Runbook
+) -> None:
+    with_model(new)
+    waiting = enqueue(new)
+    gpuaas.at(new)
+
+    def follow() -> None:
+        with transaction(new.engine) as conn:
+            control.follow(conn)
+
+    def succeed() -> None:
+        play(new, Outcome({"y": 2}))
+
+    outputs = runbook(
+        "consumer-groups",
+        {"P": "demo", **WHY},
+        after={"gpuaas maintenance drain": follow, "gpuaas maintenance normal": succeed},
+    )
+    pending, running, done = (text for line, text in outputs.items() if "jobs list" in line)
+    assert waiting in pending and waiting not in running and waiting in done
+
+
+def test_every_page_has_its_story() -> None:
+    pages = {Path(name).stem for name in TEXTS if name.startswith("runbooks/")}
+    mine = re.findall(r"""runbook\(\s*"([\w-]+)\"""", Path(__file__).read_text(encoding="utf-8"))
+    assert sorted(mine) == sorted(pages)
