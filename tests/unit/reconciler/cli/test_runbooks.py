@@ -5,14 +5,20 @@ in the trouble that the page is for.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import PoolWorker
 from reconciler.model.jobs import Outcome
 from reconciler.model.pools import PoolState
 from reconciler.pools import control, pools, workers
@@ -24,9 +30,11 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_certificates import enrol
 from tests.unit.reconciler.cli.test_doctor import sound
 from tests.unit.reconciler.cli.test_recovery import Host, host, stuck
+from tests.unit.reconciler.pools.conftest import FUNCTIONS
 from tests.unit.reconciler.pools.test_pools import begun, start
 from tests.unit.reconciler.pools.test_pools import host as host_of_pools
-from tests.unit.repository.test_docs import TEXTS, commands, words
+from tests.unit.reconciler.service.service import until
+from tests.unit.repository.test_docs import ROOT, TEXTS, commands, words
 
 __all__ = ["host", "sound"]
 pytestmark = pytest.mark.covers("CTRL-7", "APP-4", "ORCH-2", "CTRL-12")
@@ -47,17 +55,19 @@ class Runbook:
         names: Mapping[str, str],
         *,
         after: Mapping[str, Callable[[], object]] | None = None,
-        without: tuple[str, ...] = (),
+        aside: Mapping[str, Callable[[list[str]], object]] | None = None,
     ) -> dict[str, str]:
         """The output by command. names: values of the page's placeholders. after: what happens
-        once a command that begins so was played. without: beginnings of commands for elsewhere.
+        once a command that begins so was played. aside: plays commands that begin so.
         """
         for line in (line for line, whole in commands(TEXTS[f"runbooks/{page}.md"]) if whole):
-            if line.startswith(without):
-                continue
             given = [re.sub(r"[A-Z]+|/srv/backup", lambda m: names.get(m[0], m[0]), word)
                      for word in words(line)]  # fmt: skip
             assert not [word for word in given if re.fullmatch("[A-Z]+", word)], line
+            others = [play for start, play in (aside or {}).items() if line.startswith(start)]
+            if others:
+                others[0](given)
+                continue
             output = self._gpuaas(*given)
             assert self._gpuaas.status == 0, f"{line}: {self._gpuaas.err}"
             self.played.append((line.partition("#")[0].strip(), output))
@@ -115,23 +125,44 @@ def test_a_site_without_a_leader_is_looked_at(
     assert "leader" in outputs["gpuaas doctor"]
 
 
+def served(stack: Stack) -> list[list[str]]:
+    """The models of each worker."""
+    with reading(stack.engine) as conn:
+        return list(conn.execute(sa.select(PoolWorker.TABLE.c.models)).scalars())
+
+
 def test_dead_letters_are_looked_at_and_queued_again(
-    new: Stack, gpuaas: Gpuaas, runbook: Runbook, monkeypatch: pytest.MonkeyPatch
+    new: Stack, gpuaas: Gpuaas, runbook: Runbook
 ) -> None:
     with_model(new)
     jobs = [bury(new) for _ in range(7)]
-    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     gpuaas.at(new)
 
     def succeed() -> None:
         play(new, Outcome({"y": 2}))
 
+    def work(given: list[str]) -> None:
+        """A worker serves its model until it is told to end."""
+        environment = {
+            **os.environ,
+            "GPUAAS_STATE_DIR": str(new.settings.state_dir),
+            "GPUAAS_DATABASE_URL": new.engine.url.render_as_string(hide_password=False),
+        }
+        program = Path(sys.executable).with_name("gpuaas")
+        with subprocess.Popen([program, *given], cwd=ROOT, env=environment) as worker:
+            try:
+                until(lambda: worker.poll() is not None or ["twice"] in served(new))
+                worker.send_signal(signal.SIGTERM)
+                assert worker.wait(60) == 0
+            finally:
+                worker.kill()
+
+    names = {"NAME": "twice", "MODULE": FUNCTIONS, "FUNCTION": "double"}
     outputs = runbook(
         "dead-letters",
-        {"P": "demo", "JOB": jobs[0]},
+        {"P": "demo", "JOB": jobs[0], **names},
         after={"gpuaas jobs reprocess": succeed},
-        # A worker runs until it is stopped: tests/unit/reconciler/pools/test_worker.py.
-        without=("gpuaas jobs worker",),
+        aside={"gpuaas jobs worker": work},
     )
     assert ERROR["code"] in outputs["gpuaas jobs show JOB --project P"]
     states = {new.client("admin").get(f"projects/demo/jobs/{id}").json()["status"] for id in jobs}
