@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import asyncssh
@@ -44,7 +44,10 @@ _LOGIN = {**_CLIENT, "preferred_auth": "publickey", "disable_trivial_auth": True
 
 
 class Machine:
-    """Connections of one session to its machine. The login at the host is made at the first."""
+    """Connections of one session to its machine. The login at the host is made at the first.
+
+    forsaken: connections that the host may still open, although nothing waits for them any more.
+    """
 
     def __init__(self, trust: Trust, grant: Grant, timeout_s: float) -> None:
         self._trust = trust
@@ -54,6 +57,7 @@ class Machine:
         self._guests: list[asyncssh.SSHClientConnection] = []
         self._lock = asyncio.Lock()
         self._ends: list[End] = []
+        self.forsaken = self._openings = 0
 
     async def connect(self, end: End) -> None:
         """Connect an end to the machine's SSH server, or raise a Problem."""
@@ -63,12 +67,19 @@ class Machine:
         """Log in to the machine itself with a certificate of the gateway, or raise a Problem."""
         return await self._within(self._log_in())
 
-    async def _within(self, work: Awaitable[T]) -> T:
+    @contextlib.asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Problem `machine_silent` when it takes longer."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await work
+                yield
         except TimeoutError:
             raise _problem("machine_silent", f"no answer in {self._timeout_s:g} s") from None
+
+    async def _within(self, work: Awaitable[T]) -> T:
+        try:
+            async with self.in_time():
+                return await work
         except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
             raise Problem(
                 "host_not_proven",
@@ -94,14 +105,34 @@ class Machine:
             end.hold("opening")
             return
         host = await self._logged_in()
-        await host.create_connection(lambda: end, grant.address, SSH_PORT)
+        with self._opening():
+            await host.create_connection(lambda: end, grant.address, SSH_PORT)
         end.hold("opening")
         self._ends = [*(other for other in self._ends if not other.lost), end]
+
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[None]:
+        """What is given up may still be opened, and then fills a window. So it is counted until
+        nothing else uses the host's connection, which then ends.
+        """
+        self._openings += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.forsaken += 1
+            raise
+        finally:
+            self._openings -= 1
+            used = self._openings or not all(end.lost for end in self._ends)
+            used = used or not all(guest.is_closed() for guest in self._guests)
+            if self.forsaken and not used and self._host is not None:
+                self._host.abort()
+                self._host, self.forsaken = None, 0
 
     async def _logged_in(self) -> asyncssh.SSHClientConnection:
         async with self._lock:
             if self._host is None or self._host.is_closed():
-                self._host = await self._login()
+                self._host, self.forsaken = await self._login(), 0
         return self._host
 
     async def _login(self) -> asyncssh.SSHClientConnection:
@@ -122,17 +153,19 @@ class Machine:
     async def _log_in(self) -> asyncssh.SSHClientConnection:
         grant = self._grant
         host = await self._logged_in()
+        login = [await self._certified(terminal_certificate)]
         try:
-            guest = await asyncssh.connect(
-                grant.address,
-                SSH_PORT,
-                tunnel=host,
-                username=grant.username,
-                client_keys=[await self._certified(terminal_certificate)],
-                # Those that its host read at its start, and no authority.
-                known_hosts=([asyncssh.import_public_key(key) for key in grant.host_keys], [], []),
-                **_LOGIN,
-            )
+            with self._opening():
+                guest = await asyncssh.connect(
+                    grant.address,
+                    SSH_PORT,
+                    tunnel=host,
+                    username=grant.username,
+                    client_keys=login,
+                    # Those that its host read at its start, and no authority.
+                    known_hosts=([*map(asyncssh.import_public_key, grant.host_keys)], [], []),
+                    **_LOGIN,
+                )
         except asyncssh.PermissionDenied:
             raise Problem(
                 "terminal_refused_by_guest",

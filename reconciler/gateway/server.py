@@ -233,6 +233,7 @@ class Client(Session, asyncssh.SSHServer):
     def _require_room(self) -> None:
         live = sum(not near.lost for near, _ in self._ends) + self._opening
         live += sum(not shell.over for shell in self._terminals)
+        live += self._machine.forsaken if self._machine else 0
         if live >= self.gateway.limits.channels:
             raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many channels")
 
@@ -290,11 +291,15 @@ class Client(Session, asyncssh.SSHServer):
 
     def idle(self, now: float) -> str:
         limits = self.gateway.limits
-        ends = [shell.ends(now, limits) for shell in self._terminals if not shell.over]
-        if self._opening or any(not near.lost for near, _ in self._ends) or "" in ends:
+        shells = [shell for shell in self._terminals if not shell.over]
+        ends = {shell: shell.ends(now, limits) for shell in shells}
+        if self._opening or any(not near.lost for near, _ in self._ends) or "" in ends.values():
             self.since = now
+            for shell, reason in ends.items():
+                if reason:
+                    shell.end(reason)
         elif ends:
-            return ends[0]
+            return next(iter(ends.values()))
         return "idle" if self.since and now - self.since > limits.idle_s else ""
 
     def cut(self, reason: str) -> None:

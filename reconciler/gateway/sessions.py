@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -215,6 +215,10 @@ class Session(ABC):
 
     async def begin(self, grant: Grant, way: str) -> None:
         """Record the session with its first use of the machine."""
+        # The record has its session, although whoever waits for it is cut.
+        await asyncio.shield(keep(self._begin(grant, way)))
+
+    async def _begin(self, grant: Grant, way: str) -> None:
         async with self._record:
             if self.ended.is_set():
                 raise ConnectionError("the client has gone")
@@ -273,8 +277,9 @@ class Session(ABC):
 _tasks: set[asyncio.Task[Any]] = set()
 
 
-def keep(work: Any) -> None:
+def keep(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Run a coroutine to its end, although nothing waits for it."""
     task = asyncio.get_running_loop().create_task(work)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
+    return task

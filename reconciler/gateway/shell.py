@@ -21,6 +21,7 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
     def __init__(self, run: Callable[[Shell], Awaitable[None]]) -> None:
         super().__init__(lambda _process: run(self), None, 0, False)
         self.over = False
+        self._began = asyncio.get_running_loop().time()
         self._terminal: Terminal | None = None
         self._holds: set[str] = set()
         self._free = asyncio.Event()
@@ -31,6 +32,9 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
         columns, rows, _, _ = self.term_size
         wish = Wish(columns, rows, self.term_type or "", self.command)
         terminal = await open_terminal(session, machine, grant, wish, "terminal")
+        if self.is_closing():
+            keep(terminal.close())
+            return
         if terminal.recording:
             (self.stdout if wish.kind else self.stderr).write(terminal.recording.notice)
         self._terminal = terminal
@@ -41,6 +45,8 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
                 self._show(terminal, terminal.process.stderr, self.stderr),
             )
             await terminal.process.wait_closed()
+            if self.is_closing():
+                return
             if killed := terminal.process.exit_signal:
                 self.exit_with_signal(*killed)
             else:
@@ -75,7 +81,17 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._free.set()
+        self._stop()
         super().connection_lost(exc)
+
+    def _stop(self) -> None:
+        if self._terminal is not None:
+            self._terminal.end()
+
+    def end(self, reason: str) -> None:
+        """End the shell while its connection goes on."""
+        self.refuse(reason)
+        self._stop()
 
     def refuse(self, words: str) -> None:
         """End the channel with a reason."""
@@ -96,7 +112,7 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
     def ends(self, now: float, limits: Limits) -> str:
         """Why the shell ends, although it may go on; "" if it does not."""
         if self._terminal is None:
-            return ""
+            return "time_is_over" if now - self._began > limits.terminal_s else ""
         return self._terminal.over(now, limits.typed_s, limits.terminal_s)
 
     def traffic(self) -> Traffic:

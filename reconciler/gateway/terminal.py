@@ -58,12 +58,14 @@ class Terminal:
         guest: asyncssh.SSHClientConnection,
         process: asyncssh.SSHClientProcess[bytes],
         recording: Recording | None,
+        size: tuple[int, int],
     ) -> None:
         self.process = process
         self.recording = recording
         self.received = self.sent = 0
         self._guest = guest
-        self._size: tuple[int, int] | None = None
+        self._size = self._newest = size
+        self._problem: Problem | None = None
         self._free = asyncio.Event()
         self._free.set()
         loop = asyncio.get_running_loop()
@@ -79,12 +81,13 @@ class Terminal:
     def _resume(self) -> None:
         self._free.set()
         self._guest._transport.resume_reading()  # type: ignore[union-attr]
-        if self._size:
-            self.resize(*self._size)
+        self.resize(*self._newest)
 
     async def read(self, reader: asyncssh.SSHReader[bytes]) -> bytes:
-        """The next piece of output; b"" at its end."""
+        """The next piece of output; b"" at its end, or the Problem that ended it."""
         data = await reader.read(PIECE)
+        if self._problem is not None:
+            raise self._problem
         self.sent += len(data)
         if self.recording is not None:
             await self.recording.keep(data)
@@ -105,15 +108,17 @@ class Terminal:
 
     def resize(self, columns: int, rows: int) -> None:
         """Change the size; the newest one later, while the machine takes nothing."""
-        size = Wish(columns, rows).size
-        if not self._free.is_set():
-            self._size = size
+        size = self._newest = Wish(columns, rows).size
+        if size == self._size or not self._free.is_set() or self.process.is_closing():
             return
-        self._size = None
-        if not self.process.is_closing():
-            self.process.change_terminal_size(*size)
+        self._size = size
+        try:
             if self.recording is not None:
                 self.recording.resize(*size)
+        except Problem as full:
+            self.end(full)
+        else:
+            self.process.change_terminal_size(*size)
 
     def signal(self, name: str) -> None:
         """Send a signal to a machine that takes it."""
@@ -125,6 +130,11 @@ class Terminal:
         if now - self._began > lives_s:
             return "time_is_over"
         return "idle" if now - self._typed > typed_s else ""
+
+    def end(self, problem: Problem | None = None) -> None:
+        """End the shell; its reader is told why."""
+        self._problem = self._problem or problem
+        self._guest.abort()
 
     async def close(self) -> None:
         """End the shell, and its recording."""
@@ -155,14 +165,16 @@ async def open_terminal(
         if project.records_terminals:
             recording = Recording(session, grant.project_id, wish.size)
             await gateway.write(lambda conn: terminals.make_room(conn, grant.project_id))
-        process: asyncssh.SSHClientProcess[bytes] = await guest.create_process(
-            wish.command,
-            encoding=None,
-            request_pty="force" if wish.kind else False,
-            term_type=wish.kind or None,
-            term_size=wish.size,
-            window=WINDOW,
-        )
+        # A guest answers the login, and may be silent from then on.
+        async with machine.in_time():
+            process: asyncssh.SSHClientProcess[bytes] = await guest.create_process(
+                wish.command,
+                encoding=None,
+                request_pty="force" if wish.kind else False,
+                term_type=wish.kind or None,
+                term_size=wish.size,
+                window=WINDOW,
+            )
     except asyncssh.ChannelOpenError:
         guest.abort()
         raise Problem(
@@ -175,7 +187,7 @@ async def open_terminal(
     except BaseException:
         guest.abort()
         raise
-    return Terminal(guest, process, recording)
+    return Terminal(guest, process, recording, wish.size)
 
 
 class Recording:
@@ -209,8 +221,16 @@ class Recording:
         """Keep a piece of output; b"" is its end."""
         if text := self._text.decode(data, final=not data):
             self._add([self._elapsed(), "o", text])
-        if self._waiting > self.PART or time.monotonic() - self._written > self.PART_S:
-            await self._flush()
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+        self._require_room()
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Keep a change of size."""
+        self._require_room()
+        self._add([self._elapsed(), "r", f"{columns}x{rows}"])
+
+    def _require_room(self) -> None:
         if self._whole > self.LIMIT:
             raise Problem(
                 "recording_full",
@@ -218,10 +238,6 @@ class Recording:
                 found="more",
                 remedy="open another terminal, or copy much data with scp",
             )
-
-    def resize(self, columns: int, rows: int) -> None:
-        """Keep a change of size."""
-        self._add([self._elapsed(), "r", f"{columns}x{rows}"])
 
     async def close(self) -> None:
         """Write the rest, and the digest of all."""
@@ -238,13 +254,15 @@ class Recording:
         self._lines.append(line)
         self._waiting += len(line)
         self._whole += len(line)
+        if self._waiting > self.PART or time.monotonic() - self._written > self.PART_S:
+            self._flush()
 
-    async def _flush(self) -> None:
+    def _flush(self) -> asyncio.Task[None]:
         part, self._lines, self._waiting = "".join(self._lines), [], 0
         self._written = time.monotonic()
         # A part is written although its reader was cut, and before the next.
         self._writing = asyncio.create_task(self._write(part, self._writing))
-        await asyncio.shield(self._writing)
+        return self._writing
 
     async def _write(self, part: str, before: asyncio.Task[None] | None) -> None:
         if before is not None:

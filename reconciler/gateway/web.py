@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import asyncssh
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import Connection
@@ -41,6 +42,8 @@ PATH, PROTOCOL = "/terminal", "gpuaas.terminal.v1"
 # Of a frame of the client. The page sends a pasted text in pieces.
 FRAME = 64 << 10
 _OPEN_S = 10.0
+# Frames that wait until the machine takes them.
+_HEARD = 16
 _CLOSE_S = 2.0
 # Codes of the WebSocket and words for each end; another refusal has the words of its Problem.
 _REFUSED = 4000
@@ -163,7 +166,6 @@ class Browser(Session):
         words = ""
         try:
             await self._work
-            self._why = "shell_ended"
         except asyncio.CancelledError:
             # Of the work, by `cut`; or of this task, at the end of the process.
             if not self._work.cancelled() or self._why == "closed":
@@ -208,9 +210,13 @@ class Browser(Session):
         if ticket is None:
             raise _refusal("ticket_refused")
         grant = await self._let_in(ticket)
-        machine = Machine(self.gateway.trust, grant, self.gateway.limits.machine_s)
+        heard: asyncio.Queue[_Frame | bytes] = asyncio.Queue(_HEARD)
+        # Also while the machine is silent, and while it takes no input: the page may go.
         wish = Wish(frame.columns, frame.rows)
-        typing: asyncio.Task[None] | None = None
+        await _until_failure(self._hear(heard), self._run(grant, wish, heard))
+
+    async def _run(self, grant: Grant, wish: Wish, heard: asyncio.Queue[_Frame | bytes]) -> None:
+        machine = Machine(self.gateway.trust, grant, self.gateway.limits.machine_s)
         try:
             self._terminal = await open_terminal(self, machine, grant, wish, "web")
             await self.gateway.write(lambda conn: _audit(conn, self.session, grant))
@@ -224,15 +230,8 @@ class Browser(Session):
             )
             if recording:
                 await self._socket.send_bytes(recording.notice)
-            typing = asyncio.create_task(self._type(self._terminal))
-            showing = asyncio.create_task(self._show(self._terminal))
-            done, _ = await asyncio.wait({typing, showing}, return_when="FIRST_COMPLETED")
-            showing.cancel()
-            for task in done:
-                task.result()
+            await _until_failure(self._type(self._terminal, heard), self._show(self._terminal))
         finally:
-            if typing:
-                typing.cancel()
             machine.close()
             if self._terminal:
                 keep(self._terminal.close())
@@ -254,16 +253,21 @@ class Browser(Session):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
                     await terminal.process.wait_closed()
-            if terminal.process.exit_status is None:
-                raise _End("machine_closed")
+        raise _End("machine_closed" if terminal.process.exit_status is None else "shell_ended")
 
-    async def _type(self, terminal: Terminal) -> None:
+    async def _hear(self, heard: asyncio.Queue[_Frame | bytes]) -> None:
         while True:
-            frame = _frame(await self._socket.receive(), "resize")
-            if isinstance(frame, bytes):
-                await terminal.write(frame)
-            else:
-                terminal.resize(frame.columns, frame.rows)
+            await heard.put(_frame(await self._socket.receive(), "resize"))
+
+    async def _type(self, terminal: Terminal, heard: asyncio.Queue[_Frame | bytes]) -> None:
+        # A shell that has ended takes nothing; what it shows has an end, too.
+        with suppress(OSError, asyncssh.Error):
+            while True:
+                frame = await heard.get()
+                if isinstance(frame, bytes):
+                    await terminal.write(frame)
+                else:
+                    terminal.resize(frame.columns, frame.rows)
 
     @property
     def claim(self) -> tuple[str, ...]:
@@ -289,9 +293,9 @@ class Browser(Session):
         return ""
 
     def idle(self, now: float) -> str:
-        if self._terminal is None:
-            return ""
         limits = self.gateway.limits
+        if self._terminal is None:
+            return "time_is_over" if now - self.since > limits.terminal_s else ""
         return self._terminal.over(now, limits.typed_s, limits.terminal_s)
 
     def cut(self, reason: str) -> None:
@@ -302,6 +306,16 @@ class Browser(Session):
     def traffic(self) -> ssh_sessions.Traffic:
         terminal = self._terminal
         return (terminal.received, terminal.sent) if terminal else (0, 0)
+
+
+async def _until_failure(*works: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines at once, and all of them no longer than until one fails."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _frame(message: Mapping[str, Any], event: str) -> _Frame | bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import asyncssh
 import pytest
 import sqlalchemy as sa
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts
@@ -186,6 +187,93 @@ def world(
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+class Mute:
+    """SSH servers that let the gateway in, and then answer nothing. asked: for what they refuse to
+    answer. connections: the open ones.
+    """
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = threading.Event()
+        self.connections: set[asyncssh.SSHServerConnection] = set()
+        self.unanswered: list[asyncio.Future[Any]] = []
+        self._acceptor: asyncssh.SSHAcceptor | None = None
+        self._world = world
+        self._monkeypatch = monkeypatch
+
+    def guest(self, stage: str) -> None:
+        """Put one in the place of the guest, which opens no channel, or no terminal in it."""
+        world = self._world
+        key = str(world.guest.folder / "host_key")
+        number = self._listen(key, ca.terminal_principal(world.allocation), stage)
+        self._monkeypatch.setattr(machine, "SSH_PORT", number)
+        self._monkeypatch.setattr(_relay, "PORT", number)
+        open_way(world, world.allocation)
+
+    def host(self) -> None:
+        """Put one in the place of the host."""
+        key = self._world.host.folder / "host_key"
+        principal = f"slice:{self._world.allocation}"
+        self._world.dial(self._listen(str(key), principal, "channel"))
+
+    def _listen(self, key: str, principal: str, stage: str) -> int:
+        authority = ca.user_ca(self._world.gateway.trust)
+        line = f'cert-authority,principals="{principal}" {authority}'
+        listening = asyncssh.create_server(
+            lambda: _MuteServer(self, stage), NAME, 0,
+            server_host_keys=[key], authorized_client_keys=asyncssh.import_authorized_keys(line),
+        )  # fmt: skip
+        self._acceptor = self._world.on_loop(listening)
+        return self._acceptor.get_port()
+
+    def close(self) -> None:
+        """End them, with what they have not answered."""
+        if self._acceptor is not None:
+            self._world.loop.call_soon_threadsafe(self._acceptor.close)
+        ends = [each.cancel for each in self.unanswered]
+        for end in (*ends, *(each.abort for each in tuple(self.connections))):
+            self._world.loop.call_soon_threadsafe(end)
+
+
+class _MuteServer(asyncssh.SSHServer):
+    def __init__(self, mute: Mute, stage: str) -> None:
+        self._mute = mute
+        self._stage = stage
+
+    def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+        self._connection = conn
+        self._mute.connections.add(conn)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._mute.connections.discard(self._connection)
+
+    def session_requested(self) -> Any:
+        return self._never() if self._stage == "channel" else _MuteSession(self._mute)
+
+    def connection_requested(self, *_: object) -> Any:
+        return self._never()
+
+    async def _never(self) -> Any:
+        self._mute.asked.set()
+        self._mute.unanswered.append(asyncio.get_running_loop().create_future())
+        return await self._mute.unanswered[-1]
+
+
+class _MuteSession(asyncssh.SSHServerSession[bytes]):
+    def __init__(self, mute: Mute) -> None:
+        self._mute = mute
+
+    def pty_requested(self, *_: object) -> Any:
+        # The library answers true and false only.
+        self._mute.asked.set()
+
+
+@pytest.fixture
+def mute(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mute]:
+    mute = Mute(world, monkeypatch)
+    yield mute
+    mute.close()
 
 
 def open_way(world: World, *allocations: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import asyncssh
 import httpx
 import pytest
 import sqlalchemy as sa
@@ -35,7 +37,7 @@ from reconciler.lifecycle import retention
 from reconciler.records import terminals
 from tests.unit.reconciler.api.stack import ACT
 from tests.unit.reconciler.benchmark.sshd import USER
-from tests.unit.reconciler.gateway.conftest import QUICK, World, seed, wait_for
+from tests.unit.reconciler.gateway.conftest import QUICK, Mute, World, seed, wait_for
 from tests.unit.reconciler.gateway.test_gateway import end_allocation, end_token
 
 pytestmark = pytest.mark.covers("SLICE-10", "P8")
@@ -520,6 +522,113 @@ def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.Mo
     with transaction(world.stack.engine) as conn:
         query = sa.select(sa.func.count(terminal_recordings.c.session_id.distinct()))
         assert conn.execute(query).scalar_one() <= 2
+
+
+def test_changes_of_size_do_not_fill_the_memory(
+    world: World, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording has them, and its limit holds for them. Equal sizes are no change."""
+    monkeypatch.setattr(Recording, "LIMIT", 10_000)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    with site.open() as terminal:
+        terminal.ready()
+        for _ in range(1_000):
+            terminal.tell("resize", columns=80, rows=24)
+        terminal.client.send(b"echo still-$((1 + 1))\r")
+        terminal.until(b"still-2")
+        sizes = itertools.cycle((80, 81))
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                terminal.tell("resize", columns=next(sizes), rows=24)
+                with suppress(TimeoutError):
+                    terminal.client.recv(0)
+        assert closed.value.rcvd is not None and closed.value.rcvd.reason == "recording_full"
+
+    async def resize() -> bytes:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            process = await client.create_process(encoding=None, request_pty="force")
+            while not process.is_closing():
+                process.change_terminal_size(next(sizes), 24)
+                await asyncio.sleep(0)
+            return bytes(await process.stderr.read())
+
+    assert b"recording_full" in world.on_loop(resize())
+
+
+@pytest.mark.parametrize("stage", ["channel", "pty"])
+def test_a_guest_that_is_silent_after_the_login_is_named(
+    world: World, site: Site, mute: Mute, stage: str
+) -> None:
+    mute.guest(stage)
+    with site.open() as terminal:
+        assert terminal.end()[0] == "machine_silent"
+    assert "machine_silent" in shell(world, "-tt").stderr
+    sessions = wait_for(lambda: [s for s in world.sessions() if s["closed_at"]][:2])
+    assert len(sessions) == 2
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
+def test_a_page_that_leaves_a_silent_guest_is_noticed(world: World, site: Site, mute: Mute) -> None:
+    mute.guest("pty")
+    with site.open() as terminal:
+        terminal.tell("resize", columns=100, rows=30)
+        assert mute.asked.wait(20)
+        assert site.live
+    wait_for(lambda: not site.live)
+    wait_for(lambda: [s["reason"] for s in world.sessions()] == ["closed"])
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300, terminal_s=0.5)])
+def test_terminals_live_no_longer_before_the_guest_opens_them(
+    world: World, site: Site, mute: Mute
+) -> None:
+    mute.guest("channel")
+    with site.open() as terminal:
+        assert terminal.end()[:2] == ("time_is_over", 4006)
+    assert shell(world, "-tt").returncode == 255
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, typed_s=0.5)])
+def test_an_idle_terminal_ends_beside_a_jump(world: World) -> None:
+    async def both() -> tuple[bytes, bytes]:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            reader, _ = await client.open_connection("slice", 22)
+            greeting = await reader.readline()
+            async with client.create_process(encoding=None, request_pty="force") as process:
+                words = await process.stderr.read()
+            _, writer = await client.open_connection("slice", 22)
+            writer.close()
+            return greeting, words
+
+    greeting, words = world.on_loop(both())
+    assert greeting.startswith(b"SSH-2.0") and b"idle" in words
+
+
+def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -> None:
+    """It may open them later, and send what nobody reads."""
+    mute.host()
+
+    async def ask() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            with pytest.raises(asyncssh.ChannelOpenError, match="machine_silent"):
+                await client.open_connection("slice", 22)
+            async with asyncio.timeout(20):
+                while mute.connections:
+                    await asyncio.sleep(0.02)
+            assert world.gateway.clients
+
+    world.on_loop(ask())
+    assert "machine_silent" in world.run("id").stderr
 
 
 @pytest.mark.long
