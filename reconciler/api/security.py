@@ -287,8 +287,12 @@ def bearer(request: HTTPConnection) -> str:
     return get_authorization_scheme_param(request.headers.get("Authorization"))[1]
 
 
-def authenticate(request: HTTPConnection, secret: str | None = None) -> Caller | None:
-    """The identity of a request's session or token. secret: the token, if it is known."""
+def authenticate(
+    request: HTTPConnection, secret: str | None = None, *, patient: bool = True
+) -> Caller | None:
+    """The identity of a request's session or token. secret: the token, if it is known. patient:
+    whether it may wait for the OpenID provider.
+    """
     if session := request.scope.get(SESSION):
         identity: Caller | None = session()
         return identity
@@ -297,7 +301,7 @@ def authenticate(request: HTTPConnection, secret: str | None = None) -> Caller |
         return None
     settings: Settings = request.app.state.settings
     if settings.oidc_issuer and oidc.looks_like_jwt(secret):
-        person = oidc.verifier(provider(settings)).identity(secret)
+        person = oidc.verifier(provider(settings)).identity(secret, patient=patient)
         return None if person is None else Caller.of_provider(person)
     with asking(request.app.state.engine) as conn:
         record = tokens.authenticate(conn, secret)

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine
 
 from reconciler.gateway.machine import PLAIN, Machine
 from reconciler.gateway.pipe import End, heed, pair
-from reconciler.gateway.sessions import Session, Sessions, keep
+from reconciler.gateway.sessions import Session, Sessions, keep, too_many
 from reconciler.gateway.shell import Shell
 from reconciler.gateway.terminal import WINDOW
 from reconciler.lifecycle import ssh_access
@@ -136,9 +136,16 @@ class Client(Session, asyncssh.SSHServer):
         heed(conn, lambda: [*(far for _, far in self._ends), *self._terminals], "client")
         self.address = str((conn.get_extra_info("peername") or ("",))[0])
         self.gateway.clients.add(self)
-        if self.gateway.full(self):
-            self._why = "too_many_connections"
-            conn.abort()
+        if leaving := self.gateway.crowded_out(self):
+            # A client hears the reason after the versions only.
+            asyncio.get_running_loop().call_soon(leaving.cut, "too_many_connections")
+            limits = self.gateway.limits
+            problem = too_many(
+                f"at most {limits.strangers} connections that log in, and"
+                f" {limits.strangers_of_address} from one address",
+                "more",
+            )
+            keep(self.gateway.refuse(problem, leaving, "-"))
 
     def connection_lost(self, _exc: Exception | None) -> None:
         if self._machine is not None:
@@ -184,7 +191,7 @@ class Client(Session, asyncssh.SSHServer):
         user = self._user if _is_id(self._user) else "-"
         if problem.code != "access_unknown":
             self._banner(f"{problem.found}. {problem.remedy[:1].upper()}{problem.remedy[1:]}.")
-        await self.gateway.refuse(problem, self.address, user, self.grant)
+        await self.gateway.refuse(problem, self, user)
 
     def _banner(self, text: str) -> None:
         if self._connection is not None:
@@ -193,8 +200,17 @@ class Client(Session, asyncssh.SSHServer):
     def auth_completed(self) -> None:
         grant, limits = self.grant, self.gateway.limits
         others = [c for c in self.gateway.clients if c.since and c.grant_id == self.grant_id]
-        if grant is None or len(others) >= limits.of_allocation:
-            self.cut("too_many_connections")
+        if grant is None:
+            self.cut("access_unknown")
+            return
+        self.person = grant.actor
+        try:
+            self.gateway.require_room(self)
+            if len(others) >= limits.of_allocation:
+                raise too_many(f"fewer than {limits.of_allocation} of a machine", f"{len(others)}")
+        except Problem as problem:
+            self.cut(problem.code)
+            self._later(problem)
             return
         self.since = asyncio.get_running_loop().time()
         self._machine = Machine(self.gateway.trust, grant, limits.machine_s)
@@ -324,7 +340,7 @@ class Client(Session, asyncssh.SSHServer):
         return near.lost
 
     def _later(self, problem: Problem) -> None:
-        keep(self.gateway.refuse(problem, self.address, self.grant_id, self.grant))
+        keep(self.gateway.refuse(problem, self, self.grant_id))
 
 
 def _is_id(text: str) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -25,14 +28,18 @@ from reconciler.trust.ca import Trust
 
 log = logging.getLogger("gpuaas.gateway")
 T = TypeVar("T")
+# Threads that authorise open sessions. All but one may be held up by a session each.
+_JUDGES = 4
 
 
 @dataclass(frozen=True)
 class Limits:
-    """connections: at once, of all clients, of one network, and of one allocation. channels and
-    keys: of one connection. Times are in seconds; unknown_s: how long open sessions outlast a
-    database that does not answer. refusals: audit rows of refusals in a minute. terminals: of one
-    member; typed_s: how long a terminal lives without input, terminal_s: how long at all.
+    """connections: at once, of all clients, of one network, and of one allocation. strangers:
+    connections that have not logged in yet, which count apart, and those of one network. channels
+    and keys: of one connection. Times are in seconds; unknown_s: how long open sessions outlast a
+    database that does not answer. refusals: audit rows in `report_s`, of strangers and of members
+    each; refusals_of_one: of one member or one network. terminals: of one member; typed_s: how long
+    a terminal lives without input, terminal_s: how long at all.
 
     of_allocation and terminals count the sessions of all processes.
     """
@@ -40,6 +47,8 @@ class Limits:
     connections: int = 1000
     of_address: int = 200
     of_allocation: int = 64
+    strangers: int = 300
+    strangers_of_address: int = 60
     channels: int = 16
     keys: int = 10
     login_s: float = 20.0
@@ -49,6 +58,7 @@ class Limits:
     unknown_s: float = 30.0
     report_s: float = 30.0
     refusals: int = 60
+    refusals_of_one: int = 10
     terminals: int = 32
     typed_s: float = 1800.0
     terminal_s: float = 12 * 3600.0
@@ -65,21 +75,26 @@ class Sessions:
 
     def __post_init__(self) -> None:
         self.clients: set[Session] = set()
-        self._refusals: Counter[tuple[str, ...]] = Counter()
-        self._checked_at = self._reported_at = 0.0
+        self._refusals: set[tuple[bool, str, str, str]] = set()
+        self._refused_at = self._reported_at = 0.0
+        self._reporting: asyncio.Task[None] | None = None
+        # Of its own: the usual threads may all wait for the database's writers.
+        self._judges = ThreadPoolExecutor(_JUDGES, "gpuaas-sessions")
+        self._judged: dict[Hashable, str] = {}
+        self._judging: set[Hashable] = set()
 
     async def watch(self, *, while_open: bool = False) -> None:
         """Authorise the open sessions again and again, and report them. while_open: until none is
         left.
         """
         loop = asyncio.get_running_loop()
-        self._checked_at = self._reported_at = loop.time()
+        self._reported_at = loop.time()
         while self.clients or not while_open:
             began = loop.time()
             await self._check(began)
-            if began - self._reported_at >= self.limits.report_s:
-                await self._report()
-                self._reported_at = began
+            reported = self._reporting is None or self._reporting.done()
+            if reported and began - self._reported_at >= self.limits.report_s:
+                self._reporting, self._reported_at = keep(self._report()), began
             await asyncio.sleep(max(0.0, self.limits.check_s - (loop.time() - began)))
 
     async def stop(self) -> None:
@@ -88,36 +103,88 @@ class Sessions:
             client.cut("gateway_stopped")
         await asyncio.gather(*(client.ended.wait() for client in tuple(self.clients)))
         await asyncio.gather(*_tasks, return_exceptions=True)
+        self._judges.shutdown(wait=False)
 
-    def full(self, session: Session) -> bool:
-        """Whether a session, which is among the clients, is beyond the limits of its process."""
-        alike = sum(other.network == session.network for other in self.clients)
-        return len(self.clients) > self.limits.connections or alike > self.limits.of_address
+    def require_room(self, session: Session) -> None:
+        """Problem `too_many_connections` unless the session may be let in to this process."""
+        others = [other for other in self.clients if other.since and other is not session]
+        alike = sum(other.network == session.network for other in others)
+        limits = self.limits
+        if len(others) >= limits.connections or alike >= limits.of_address:
+            raise too_many(
+                f"fewer than {limits.connections} connections, and {limits.of_address} from one"
+                " address",
+                f"{len(others)} and {alike}",
+            )
+
+    def crowded_out(self, newcomer: Session) -> Session | None:
+        """The stranger that must go, because this one has come, which is among the clients.
+
+        Beyond the limit it is the one that waits longest, from the network with most of them. So no
+        few networks close the door for all others.
+        """
+        strangers = [client for client in self.clients if client.stranger]
+        share = Counter(client.network for client in strangers)
+        if share[newcomer.network] > self.limits.strangers_of_address:
+            return newcomer
+        if len(strangers) <= self.limits.strangers:
+            return None
+        most = max(share.values())
+        crowd = (client for client in strangers if share[client.network] == most)
+        return min(crowd, key=lambda client: client.came)
 
     async def _check(self, now: float) -> None:
         # A claim changes while the database answers, when a terminal is opened or ends.
         granted = {client: client.claim for client in self.clients if client.since}
-        # Several connections of a person have the same answer.
-        asked = {claim: client for client, claim in granted.items()}
-        try:
-            reasons = await self.ask(
-                lambda conn: {claim: client.reason(conn) for claim, client in asked.items()}
-            )
-            self._checked_at = now
-        except Exception as failure:
-            log.error("cannot authorise open sessions: %s", failure)
-            lost = now - self._checked_at > self.limits.unknown_s
-            reasons = dict.fromkeys(asked, "authorisation_unavailable" if lost else "")
+        for client in granted:
+            client.judged_at = client.judged_at or now
+        # Several connections of a person have the same answer. A round may not come to its end: who
+        # waits longest is the next.
+        order = sorted(granted, key=lambda client: client.judged_at)
+        asked = {granted[client]: client for client in order}
+        waiting = deque(item for item in asked.items() if item[0] not in self._judging)
+        late = threading.Event()
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._judges, self._judge, waiting, late)
+        await asyncio.wait({work}, timeout=self.limits.check_s)
+        late.set()
+        reasons = {claim: self._judged[claim] for claim in asked if claim in self._judged}
+        self._judged.clear()
         for client, claim in granted.items():
+            if claim in reasons:
+                client.judged_at = now
+            lost = now - client.judged_at > self.limits.unknown_s
+            reason = reasons.get(claim, "authorisation_unavailable" if lost else "")
             # The others are watched on, if one session cannot be ended.
             try:
-                if reason := reasons[claim] or client.idle(now):
+                if reason := reason or client.idle(now):
                     client.cut(reason)
             except Exception as failure:
                 log.error("cannot end session %s: %s", client.session, failure)
 
+    def _judge(self, waiting: deque[tuple[Hashable, Session]], late: threading.Event) -> None:
+        """Answer claims until it is late. One that fails, or never ends, is one session's."""
+        failures: list[Exception] = []
+        while waiting and not late.is_set():
+            left = len(waiting)
+            try:
+                # After a failure another transaction: it may be of no more use.
+                with reading(self.engine) as conn:
+                    while waiting and not late.is_set():
+                        claim, client = waiting.popleft()
+                        self._judging.add(claim)
+                        try:
+                            self._judged[claim] = client.reason(conn)
+                        finally:
+                            self._judging.discard(claim)
+            except Exception as failure:
+                failures.append(failure)
+                if left == len(waiting):
+                    break
+        if failures:
+            log.error("cannot authorise %s open sessions: %s", len(failures), failures[0])
+
     async def _report(self) -> None:
-        self._refusals.clear()
         traffic = {client.session: client.traffic() for client in self.clients if client.session}
         try:
             await self.write(lambda conn: ssh_sessions.report(conn, traffic))
@@ -137,15 +204,16 @@ class Sessions:
         """Write to the database without holding up the sessions."""
         return await asyncio.to_thread(retrying, self.engine, work)
 
-    async def refuse(self, problem: Problem, address: str, user: str, grant: Grant | None) -> None:
-        """Record a refusal: once in half a minute for each address, and not for ever more."""
-        log.info("refused %s from %s: %s", user, address, problem)
-        what = (address, user, problem.code)
-        self._refusals[what] += 1
-        if self._refusals[what] > 1 or len(self._refusals) > self.limits.refusals:
+    async def refuse(self, problem: Problem, session: Session, user: str) -> None:
+        """Record a refusal: once in half a minute for each member or network, and not for ever
+        more.
+        """
+        log.info("refused %s from %s: %s", user, session.address, problem)
+        if not self._is_new(problem.code, session, user):
             return
-        act = Act(grant.actor if grant else "gateway", problem.code)
-        detail = {"address": address, "code": problem.code, "found": problem.found}
+        grant = session.grant
+        act = Act(session.person or "gateway", problem.code)
+        detail = {"address": session.address, "code": problem.code, "found": problem.found}
         project = grant.project_id if grant else ""
 
         def write(conn: Connection) -> None:
@@ -160,10 +228,29 @@ class Sessions:
         except Exception as failure:
             log.error("cannot record a refusal: %s", failure)
 
+    def _is_new(self, code: str, session: Session, user: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at >= self.limits.report_s:
+            self._refusals, self._refused_at = set(), now
+        known = bool(session.person)
+        source = session.person or session.neighbourhood
+        # A stranger may invent as many names as it likes.
+        refusal = (known, source, "" if code == "access_unknown" else user, code)
+        of_kind = [other[1] for other in self._refusals if other[0] == known]
+        if (
+            refusal in self._refusals
+            or len(of_kind) >= self.limits.refusals
+            or of_kind.count(source) >= self.limits.refusals_of_one
+        ):
+            return False
+        self._refusals.add(refusal)
+        return True
+
 
 class Session(ABC):
-    """One connection of a tenant. address: its client's. person: who is known from its beginning.
-    since: when it was let in, 0 before.
+    """One connection of a tenant. address: its client's. person: the actor who has proven to be its
+    client, "" before. came, since: when it began, and when it was let in, 0 before. judged_at: when
+    it was last authorised.
     session: the id of its record, "" before its first use of the machine.
     """
 
@@ -171,7 +258,8 @@ class Session(ABC):
         self.gateway = gateway
         self.grant: Grant | None = None
         self.session = ""
-        self.since = 0.0
+        self.came = time.monotonic()
+        self.since = self.judged_at = 0.0
         self.address = self.person = ""
         self.ended = asyncio.Event()
         self._why = "closed"
@@ -197,6 +285,19 @@ class Session(ABC):
     @abstractmethod
     def traffic(self) -> ssh_sessions.Traffic:
         """Bytes from and to the client."""
+
+    @property
+    def stranger(self) -> bool:
+        """Whether it may still log in."""
+        return not self.since and self._why == "closed"
+
+    @cached_property
+    def neighbourhood(self) -> str:
+        """The network of 24 bits (of IPv6, 64) from which whoever has one address has others."""
+        try:
+            return str(ip_network((self.network, 24), strict=False))
+        except ValueError:
+            return self.network
 
     @cached_property
     def network(self) -> str:
@@ -250,13 +351,10 @@ class Session(ABC):
         )
         if of_allocation < limits.of_allocation and (way == "jump" or terminals < limits.terminals):
             return
-        raise Problem(
-            "too_many_connections",
-            429,
-            expected=f"fewer than {limits.of_allocation} sessions of a machine and"
+        raise too_many(
+            f"fewer than {limits.of_allocation} sessions of a machine and"
             f" {limits.terminals} terminals of a member",
-            found=f"{of_allocation} and {terminals}",
-            remedy="close some",
+            f"{of_allocation} and {terminals}",
         )
 
     async def finish(self) -> None:
@@ -272,6 +370,10 @@ class Session(ABC):
             finally:
                 self.gateway.clients.discard(self)
                 self.ended.set()
+
+
+def too_many(expected: str, found: str) -> Problem:
+    return Problem("too_many_connections", 429, expected=expected, found=found, remedy="close some")
 
 
 _tasks: set[asyncio.Task[Any]] = set()

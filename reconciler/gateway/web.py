@@ -26,7 +26,7 @@ from reconciler.api.security import SESSION, Caller, authenticate, credential
 from reconciler.db import journal
 from reconciler.db.schema import TerminalTicket
 from reconciler.gateway.machine import Machine
-from reconciler.gateway.sessions import Limits, Session, Sessions, keep
+from reconciler.gateway.sessions import Limits, Session, Sessions, keep, too_many
 from reconciler.gateway.terminal import LARGEST, Terminal, Wish, open_terminal
 from reconciler.lifecycle import ssh_access
 from reconciler.lifecycle.ssh_access import Grant
@@ -159,7 +159,9 @@ class Browser(Session):
         alike = [each for each in self.gateway.clients if each.person == self.person]
         if len(alike) > self.gateway.limits.terminals:
             self.gateway.clients.discard(self)
-            self._why = "too_many_connections"
+            problem = too_many(f"at most {self.gateway.limits.terminals}", f"{len(alike)}")
+            self._why = problem.code
+            await self.gateway.refuse(problem, self, "-")
             await self._goodbye("")
             return
         self._work = asyncio.create_task(self._serve())
@@ -176,7 +178,7 @@ class Browser(Session):
             self._why = str(end)
         except Problem as problem:
             self._why, words = problem.code, f"{problem.found}. {problem.remedy}"
-            await self.gateway.refuse(problem, self.address, self.grant_id or "-", self.grant)
+            await self.gateway.refuse(problem, self, self.grant_id or "-")
         except Exception as failure:
             self._why = "machine_closed" if self._terminal else "internal_error"
             log.error("terminal of %s: %s: %s", self._caller.actor, type(failure).__name__, failure)
@@ -241,8 +243,7 @@ class Browser(Session):
         grant = await self.gateway.ask(lambda conn: ssh_access.authorise_member(conn, *names))
         self.grant = grant
         ssh_access.require_terminal(grant)
-        if self.gateway.full(self):
-            raise _refusal("too_many_connections")
+        self.gateway.require_room(self)
         self.since = asyncio.get_running_loop().time()
         return grant
 
@@ -280,7 +281,8 @@ class Browser(Session):
         project = grant.project_id
         if caller.stored and not ssh_access.is_member(conn, caller.token_id, project):
             return "token_ended"
-        now = authenticate(self._socket)
+        # The provider may keep whoever asks it waiting, and everybody is watched here.
+        now = authenticate(self._socket, patient=False)
         if now is None or now.actor != caller.actor:
             return "session_ended"
         if now.role != Role.PLATFORM_ADMIN and project not in now.projects:

@@ -116,13 +116,14 @@ class Verifier:
         self._tried_at: float | None = None
         self._failure = ""
 
-    def identity(self, token: str) -> Identity | None:
-        """The holder of the token; None for an invalid token.
+    def identity(self, token: str, *, patient: bool = True) -> Identity | None:
+        """The holder of the token; None for an invalid token. patient: whether to wait for the
+        provider; else its keys are read beside this.
 
         Problem `identity_provider_unavailable` when there is no key to verify it with.
         """
         try:
-            return identity_of(self._provider, self._claims(token))
+            return identity_of(self._provider, self._claims(token, patient=patient))
         except INVALID:
             return None
 
@@ -160,14 +161,16 @@ class Verifier:
             raise ValueError("an ID token that was issued to another program")
         return claims
 
-    def _claims(self, token: str, kinds: frozenset[str] = _TYPES) -> Claims:
+    def _claims(
+        self, token: str, kinds: frozenset[str] = _TYPES, *, patient: bool = True
+    ) -> Claims:
         if len(token) > _LONGEST_TOKEN:
             raise ValueError("too long")
         header = jwt.get_unverified_header(token)
         kind = str(header.get("typ") or "").lower()
         if header.get("alg") not in ALGORITHMS or kind not in kinds:
             raise ValueError("not a token of an accepted type and algorithm")
-        key = self._key(str(header.get("kid") or ""))
+        key = self._key(str(header.get("kid") or ""), patient=patient)
         if key is None:
             raise ValueError("signed by an unknown key")
         provider = self._provider
@@ -188,19 +191,18 @@ class Verifier:
             raise ValueError("no bearer token")
         return claims
 
-    def _key(self, kid: str) -> jwt.PyJWK | None:
-        self._ensure_keys(kid)
+    def _key(self, kid: str, *, patient: bool) -> jwt.PyJWK | None:
+        self._ensure_keys(kid, patient=patient)
         return self._keys.get(kid)
 
-    def _ensure_keys(self, kid: str | None) -> None:
+    def _ensure_keys(self, kid: str | None, *, patient: bool = True) -> None:
         """Read the provider's documents when they are old, or lack the key."""
-        # A single thread asks the provider. The others use the cached keys, if there are any.
-        if self._due(kid) and self._lock.acquire(blocking=self._read_at is None):
-            try:
-                if self._due(kid):
-                    self._refresh()
-            finally:
-                self._lock.release()
+        if self._due(kid):
+            if patient:
+                self._refresh_once(kid, blocking=self._read_at is None)
+            elif not self._lock.locked():
+                words = {"kid": kid, "blocking": False}
+                threading.Thread(target=self._refresh_once, kwargs=words, daemon=True).start()
         if self._age(self._read_at) > STALE_S:
             raise self._unavailable()
 
@@ -216,6 +218,15 @@ class Verifier:
     def _due(self, kid: str | None) -> bool:
         old = self._age(self._read_at) > FRESH_S or (kid is not None and kid not in self._keys)
         return old and self._age(self._tried_at) >= QUIET_S
+
+    def _refresh_once(self, kid: str | None, *, blocking: bool) -> None:
+        # A single thread asks the provider. The others use the cached keys, if there are any.
+        if self._lock.acquire(blocking=blocking):
+            try:
+                if self._due(kid):
+                    self._refresh()
+            finally:
+                self._lock.release()
 
     def _refresh(self) -> None:
         self._tried_at = self._now()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,6 +216,32 @@ def test_keys_outlive_a_silent_provider_for_a_while(
     with pytest.raises(Problem) as refused:
         verifier.identity(token)
     assert refused.value.code == "identity_provider_unavailable"
+
+
+def test_open_sessions_do_not_wait_for_the_provider(provider: Provider, clock: Clock) -> None:
+    fetched, released = threading.Event(), threading.Event()
+    read = partial(oidc._converse, None, "GET")
+
+    def fetch(url: str) -> Any:
+        if clock.now:
+            fetched.set()
+            released.wait(60)
+        return read(url)
+
+    verifier = Verifier(oidc.Provider(provider.url, AUDIENCE), fetch=fetch, now=clock)
+    token = provider.token()
+    assert verifier.identity(token)
+    provider.set(published=["ec"])
+    clock.now += FRESH_S + 1
+    assert verifier.identity(token, patient=False)
+    # The keys are read meanwhile, and count as soon as they are there.
+    assert fetched.wait(20)
+    assert verifier.identity(token, patient=False)
+    released.set()
+    end = time.monotonic() + 20
+    while verifier.identity(token, patient=False):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_provider_that_calls_itself_something_else_is_not_believed(

@@ -11,7 +11,10 @@ import socket
 import subprocess
 import threading
 import time
+import uuid
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import asyncssh
@@ -21,9 +24,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
 
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, api_tokens, nodes
-from reconciler.gateway import machine
+from reconciler.gateway import machine, sessions
 from reconciler.gateway.machine import probe
 from reconciler.gateway.server import Client, Gateway
+from reconciler.model.errors import Problem
 from reconciler.trust import ca
 from tests.unit.reconciler.api.stack import NODE
 from tests.unit.reconciler.benchmark.sshd import USER, new_key
@@ -131,6 +135,7 @@ def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
 
 
 def test_unknown_names_and_keys_are_refused_alike(world: World) -> None:
+    world.gateway.limits = replace(world.gateway.limits, report_s=600)
     stranger = world.tree / "stranger"
     new_key(stranger)
     answers = {
@@ -142,10 +147,99 @@ def test_unknown_names_and_keys_are_refused_alike(world: World) -> None:
         config.write_text(config.read_text().replace(f"User {world.allocation}", f"User {name}"))
         answers.add(world.run("id", config=config).stderr.replace(name, ""))
     assert len(answers) == 1 and "Permission denied" in answers.pop()
-    refusals = world.audit("gateway.refused")
-    assert {row["detail"]["code"] for row in refusals} == {"access_unknown"}
-    assert {row["subject_id"] for row in refusals} == {world.allocation, other, "-"}
+    # One row, however many names are tried.
+    (row,) = world.audit("gateway.refused")
+    assert (row["detail"]["code"], row["subject_id"]) == ("access_unknown", world.allocation)
     assert world.sessions() == []
+
+
+def test_strangers_keep_nobody_out_of_the_audit_log(world: World) -> None:
+    limits = replace(QUICK, refusals=6, refusals_of_one=2, report_s=3600)
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", limits)
+
+    def refuse(code: str, address: str, user: str = "-", person: str = "") -> int:
+        """The rows of audit that there are now."""
+        client = Client(gateway)
+        client.address, client.person = address, person
+        problem = Problem(code, expected="", found="", remedy="")
+        world.on_loop(gateway.refuse(problem, client, user))
+        return len(world.audit("gateway.refused"))
+
+    names = [str(uuid.uuid4()) for _ in range(8)]
+    assert {refuse("access_unknown", f"192.0.2.{n}", id) for n, id in enumerate(names)} == {1}
+    assert {refuse("access_unknown", f"2001:db8::{n}", id) for n, id in enumerate(names)} == {2}
+    assert {refuse("token_ended", "192.0.2.1", id) for id in names} == {3}
+    assert max(refuse("access_unknown", f"10.0.{n}.1") for n in range(9)) == 6
+    assert {refuse("terminal_off", "192.0.2.1", id, "member:a") for id in names[:2]} == {7, 8}
+    assert refuse("terminal_off", "192.0.2.1", names[2], "member:a") == 8
+    assert refuse("terminal_off", "192.0.2.1", names[2], "member:b") == 9
+    # No open session is needed for a new beginning.
+    gateway.limits = replace(limits, report_s=0)
+    assert refuse("access_unknown", "192.0.2.1") == 10
+
+
+def test_strangers_close_the_door_for_nobody(world: World) -> None:
+    """Those that never log in wait apart from others, and from most networks the first one goes."""
+    limits = {"connections": 1, "of_address": 1, "strangers": 4, "strangers_of_address": 3}
+    world.gateway.limits = replace(world.gateway.limits, login_s=600, **limits)
+
+    def silent(address: str) -> socket.socket:
+        before = len(world.gateway.clients)
+        there = ("127.0.0.1", world.port)
+        stranger = opened.enter_context(socket.create_connection(there, 20, (address, 0)))
+        wait_for(lambda: len(world.gateway.clients) != before)
+        return stranger
+
+    def heard(stranger: socket.socket) -> bytes:
+        with stranger.makefile("rb") as file:
+            return file.read()
+
+    with ExitStack() as opened:
+        mine = [silent("127.0.0.2") for _ in range(3)]
+        others = [silent("127.0.0.3")]
+        fourth = socket.create_connection(("127.0.0.1", world.port), 20, ("127.0.0.2", 0))
+        assert b"too_many_connections" in heard(opened.enter_context(fourth))
+        assert world.run("id").returncode == 0
+        assert b"too_many_connections" in heard(mine[0])
+        others[0].settimeout(0.1)
+        assert others[0].recv(6) == b"SSH-2."
+    (row,) = world.audit("gateway.refused")
+    assert (row["detail"]["code"], row["actor"]) == ("too_many_connections", "gateway")
+
+
+@pytest.mark.parametrize("terminal", [True])
+@pytest.mark.parametrize("how", ["fails", "hangs", "waits"])
+def test_no_session_keeps_the_others_from_being_cut(
+    world: World, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Neither one that cannot be judged, nor other work of the process."""
+    released, reason = threading.Event(), Client.reason
+
+    def judge(client: Client, conn: sa.Connection) -> str:
+        in_terminal = client.claim[2]
+        if in_terminal and how == "fails":
+            raise ValueError("no answer")
+        if in_terminal and how == "hangs":
+            released.wait(60)
+        return reason(client, conn)
+
+    monkeypatch.setattr(Client, "reason", judge)
+    words = "echo in; exec sleep 600"
+    try:
+        with ExitStack() as opened:
+            for host in (f"gateway-{world.allocation}", world.allocation):
+                line = world.ssh(words, host=host)
+                client = opened.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE))
+                opened.callback(client.kill)
+                assert client.stdout is not None and client.stdout.readline() == b"in\n"
+            if how == "waits":
+                wait = partial(world.loop.run_in_executor, None, released.wait, 60)
+                for _ in range(100):
+                    world.loop.call_soon_threadsafe(wait)
+            end_allocation(world)
+            assert client.wait(20) == 255
+    finally:
+        released.set()
 
 
 def end_allocation(world: World) -> str:
@@ -325,10 +419,10 @@ def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
         assert client.stdout is not None and client.stdout.readline() == "in\n"
         config = world.config()
 
-        async def away(_work: object) -> None:
+        def away(_engine: object) -> None:
             raise ConnectionError("the database is away")
 
-        monkeypatch.setattr(world.gateway, "ask", away)
+        monkeypatch.setattr(sessions, "reading", away)
         assert "Try again in a minute" in world.run("id", config=config).stderr
         assert client.poll() is None
         world.gateway.limits = replace(world.gateway.limits, unknown_s=0)
@@ -361,6 +455,9 @@ def test_limits_of_connections(world: World, limit: str) -> None:
         client.communicate("")
     wait_for(lambda: not world.gateway.clients)
     assert world.run("id").returncode == 0
+    (row,) = world.audit("gateway.refused")
+    assert row["detail"]["code"] == "too_many_connections"
+    assert row["actor"].startswith("member:member#")
 
 
 def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
@@ -369,9 +466,14 @@ def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
 
     def connect(address: str) -> bool:
         client = Client(gateway)
-        client.address = address
+        client.address, client.since = address, 1.0
+        try:
+            gateway.require_room(client)
+        except Problem as problem:
+            assert problem.code == "too_many_connections"
+            return False
         gateway.clients.add(client)
-        return not gateway.full(client)
+        return True
 
     near = [f"2001:db8:0:1::{number:x}" for number in (1, 2)]
     assert [connect(name) for name in near] == [True, True]

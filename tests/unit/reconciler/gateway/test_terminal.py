@@ -450,7 +450,7 @@ def test_terminals_of_one_member_are_counted_over_all_processes(world: World, si
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
-def test_sockets_that_say_nothing_hold_no_places_of_others(site: Site) -> None:
+def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
     """Each holds one for the ten seconds of its first frame, without a ticket."""
     with ExitStack() as opened:
         mine = [opened.enter_context(site.dial()) for _ in range(5)]
@@ -460,6 +460,8 @@ def test_sockets_that_say_nothing_hold_no_places_of_others(site: Site) -> None:
         other = opened.enter_context(site.dial(site.token("stranger")))
         other.send(json.dumps(OPEN))
         assert Web(other).end()[0] == "ticket_refused"
+    codes = sorted(row["detail"]["code"] for row in world.audit("gateway.refused"))
+    assert codes == ["ticket_refused", "too_many_connections"]
 
 
 def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: Site) -> None:
