@@ -45,11 +45,13 @@ class Recording(Answer):
 
     project_id: str
     enabled: bool
+    required: bool = Field(description="Whether an operator has switched it on and must end it.")
 
     @classmethod
     def read(cls, conn: Connection, project_id: str) -> Self:
         enabled = projects.get(conn, project_id).records_terminals
-        return cls(project_id=project_id, enabled=enabled)
+        required = terminals.is_required(conn, project_id)
+        return cls(project_id=project_id, enabled=enabled, required=required)
 
 
 class Replay(Answer):
@@ -119,7 +121,8 @@ def show_recording(project_id: Id, context: Member) -> Recording:
 @router.put("/terminal-recording", response_model=Recording, name="switch_recording")
 def switch_recording(project_id: Id, body: Switch, context: Member) -> JSONResponse:
     """Keep what the project's terminals show, or no longer, from the next terminal on. Each of them
-    announces it. What is typed is kept only where it shows.
+    announces it. What is typed is kept only where it shows. What an operator has switched on,
+    only an operator ends.
     """
 
     def work(conn: Connection, act: Act) -> Recording:

@@ -164,7 +164,8 @@ async def open_terminal(
         recording = None
         if project.records_terminals:
             recording = Recording(session, grant.project_id, wish.size)
-            await gateway.write(lambda conn: terminals.make_room(conn, grant.project_id))
+            names = (grant.project_id, grant.actor)
+            await gateway.write(lambda conn: terminals.make_room(conn, *names))
         # A guest answers the login, and may be silent from then on.
         async with machine.in_time():
             process: asyncssh.SSHClientProcess[bytes] = await guest.create_process(

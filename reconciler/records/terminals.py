@@ -7,7 +7,9 @@ import secrets
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
+from reconciler.db.rows import Page
 from reconciler.db.schema import (
+    Project,
     SshSession,
     TerminalTicket,
     projects,
@@ -17,14 +19,16 @@ from reconciler.db.schema import (
 )
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem, not_found
+from reconciler.model.states import Role
 from reconciler.records.tokens import digest
 
 # Long enough for a page to load on a slow line.
 TICKET_S = 30.0
 # Unused tickets of a member.
 TICKETS = 32
-# Bytes of recordings that a project keeps; the oldest are deleted when a session begins.
-PROJECT_LIMIT = 256 << 20
+# Bytes of recordings of one person in a project; the oldest are deleted when a session begins.
+PERSON_LIMIT = 64 << 20
+_SWITCHED = "project.terminal_recording"
 
 
 def issue(
@@ -67,18 +71,34 @@ def take(conn: sa.Connection, secret: str, holder: str) -> TerminalTicket | None
 
 
 def record_terminals(conn: sa.Connection, project_id: str, act: Act, *, enabled: bool) -> None:
-    """Switch the recording of a project's terminals, for sessions that begin from now on."""
-    change = sa.update(projects).where(
-        projects.c.id == project_id, projects.c.records_terminals.is_not(enabled)
-    )
-    if not conn.execute(change.values(records_terminals=enabled)).rowcount:
+    """Switch the recording of a project's terminals, for sessions that begin from now on.
+
+    Problem `recording_required` for a member who ends what an operator has begun.
+    """
+    project = rows.get(conn, Project, project_id, lock=True)
+    required, by_operator = is_required(conn, project_id), act.role == Role.PLATFORM_ADMIN
+    if required and not by_operator and not enabled:
+        raise Problem(
+            "recording_required",
+            403,
+            expected="an operator, because an operator has switched the recording on",
+            found="a member of the project",
+            remedy="ask the operators",
+        )
+    if project.records_terminals is enabled and (required or not by_operator or not enabled):
         return
+    change = sa.update(projects).where(projects.c.id == project_id)
+    conn.execute(change.values(records_terminals=enabled))
     detail = {"enabled": enabled}
     journal.audit(
-        *(conn, act, "project.terminal_recording", "project", project_id),
-        detail=detail,
-        project_id=project_id,
+        *(conn, act, _SWITCHED, "project", project_id), detail=detail, project_id=project_id
     )
+
+
+def is_required(conn: sa.Connection, project_id: str) -> bool:
+    """Whether an operator was the last who switched the recording on: only operators end it."""
+    newest = journal.audit_rows(conn, action=_SWITCHED, subject_id=project_id, page=Page(1))
+    return any(row.role == Role.PLATFORM_ADMIN and row.detail["enabled"] for row in newest)
 
 
 def append(conn: sa.Connection, session_id: str, project_id: str, lines: str) -> None:
@@ -93,19 +113,22 @@ def finish(conn: sa.Connection, session_id: str, checksum: str) -> None:
     conn.execute(change.values(recording_digest=checksum))
 
 
-def make_room(conn: sa.Connection, project_id: str) -> None:
-    """Delete a project's oldest recordings beyond its limit."""
+def make_room(conn: sa.Connection, project_id: str, actor: str) -> None:
+    """Delete a person's oldest recordings beyond the limit. Those of others stay: nobody can push
+    them out.
+    """
     table = terminal_recordings
     query = (
         sa.select(table.c.session_id, sa.func.sum(table.c.size))
-        .where(table.c.project_id == project_id)
+        .join(ssh_sessions, ssh_sessions.c.id == table.c.session_id)
+        .where(table.c.project_id == project_id, ssh_sessions.c.actor == actor)
         .group_by(table.c.session_id)
         .order_by(sa.func.max(table.c.id).desc())
     )
     total, old = 0, []
     for session_id, size in conn.execute(query):
         total += int(size)
-        if total > PROJECT_LIMIT:
+        if total > PERSON_LIMIT:
             old.append(session_id)
     if old:
         conn.execute(sa.delete(table).where(table.c.session_id.in_(old)))

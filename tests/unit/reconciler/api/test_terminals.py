@@ -6,7 +6,8 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.db.engine import transaction
-from reconciler.db.schema import allocations
+from reconciler.db.schema import allocations, terminal_recordings
+from reconciler.model.act import Act
 from reconciler.records import ssh_sessions, terminals
 from reconciler.trust.ca import open_trust
 from tests.unit.reconciler.api.refusals import refused
@@ -35,12 +36,12 @@ def with_keys(stack: Stack, allocation: str, keys: list[str]) -> None:
         conn.execute(change.values(connection=document))
 
 
-def recorded(stack: Stack, allocation: str) -> str:
+def recorded(stack: Stack, allocation: str, actor: str = ACT.actor) -> str:
     """A session of the allocation with a recording."""
     known = {"fingerprint": "", "address": "192.0.2.1", "way": "web"}
     with transaction(stack.engine) as conn:
         session = ssh_sessions.open_session(
-            conn, ACT, allocation_id=allocation, project_id="demo", **known
+            conn, Act(actor), allocation_id=allocation, project_id="demo", **known
         )
         terminals.append(conn, session, "demo", "{}\n")
     return session
@@ -60,3 +61,35 @@ def test_a_ticket_is_only_for_what_can_open(selling: Stack) -> None:
     whole = WHOLE | {"terminal": True}
     denied = member.post(PATH, json=whole, headers={"Idempotency-Key": "whole"}).json()
     assert (denied["code"], "terminal" in denied["expected"]) == ("field_without_effect", True)
+
+
+def test_a_person_pushes_out_recordings_of_its_own_only(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminals, "PERSON_LIMIT", 5)
+    allocation = with_terminal(selling)
+    mine = [recorded(selling, allocation, actor) for actor in ("member:a", "member:b", "member:b")]
+    with transaction(selling.engine) as conn:
+        terminals.make_room(conn, "demo", "member:b")
+        query = sa.select(terminal_recordings.c.session_id).distinct()
+        assert set(conn.execute(query).scalars()) == {mine[0], mine[2]}
+
+
+def test_members_end_no_recording_that_an_operator_wants(selling: Stack) -> None:
+    member, admin = selling.client("member"), selling.client("admin")
+    at = "projects/demo/terminal-recording"
+    state = {"project_id": "demo", "enabled": False, "required": False}
+    assert member.get(at).json() == state
+    on = {"enabled": True}
+    assert member.put(at, json=on).json() == state | on
+    assert member.put(at, json={"enabled": False}).json() == state
+    member.put(at, json=on)
+    # Also when a member was first.
+    required = state | on | {"required": True}
+    assert admin.put(at, json=on).json() == required
+    assert member.put(at, json=on).json() == required
+    denied = refused(selling, lambda: member.put(at, json={"enabled": False}))
+    assert (denied["code"], member.get(at).json()) == ("recording_required", required)
+    assert admin.put(at, json={"enabled": False}).json() == state
+    assert member.put(at, json=on).json() == state | on
+    assert member.put(at, json={"enabled": False}).json() == state

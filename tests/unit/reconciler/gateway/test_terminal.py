@@ -512,7 +512,7 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
 
 def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recording, "LIMIT", 20_000)
-    monkeypatch.setattr(terminals, "PROJECT_LIMIT", 30_000)
+    monkeypatch.setattr(terminals, "PERSON_LIMIT", 30_000)
     with transaction(world.stack.engine) as conn:
         terminals.record_terminals(conn, "demo", ACT, enabled=True)
     for _ in range(3):
