@@ -243,7 +243,7 @@ def turn(body: Turn, worker: Worker) -> Turned:
     )
     return Turned(
         counted=done.counted,
-        jobs=[ClaimedJob.of(leases.call(job)) for job in done.jobs],
+        jobs=[ClaimedJob.of(call) for call in done.jobs],
         serving=done.serving,
     )
 

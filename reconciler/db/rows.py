@@ -15,7 +15,9 @@ from typing import Any, TypeVar, overload
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.dml import ReturningInsert
+from sqlalchemy.sql.functions import FunctionElement
 
 from reconciler.db.schema.base import Row
 from reconciler.model.errors import not_found
@@ -71,6 +73,7 @@ Record = dict[str, Any]
 R = TypeVar("R", bound=Row)
 Made = tuple[tuple[str, sa.ColumnElement[Any]], ...]
 _PENDING = "gpuaas_kept_together"
+_JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,39 @@ def _into(shape: Shape, name: str) -> sa.Insert | ReturningInsert[Any]:
     if not shape.returned:
         return insert.inline()
     return insert.returning(*(shape.table.c[name] for name in ("id", *shape.returned)))
+
+
+class _elements(FunctionElement[Any]):
+    name = "given"
+    inherit_cache = True
+
+
+@compiles(_elements, "sqlite")
+def _sqlite(element: _elements, compiler: Any, **options: Any) -> str:
+    return f"json_each{compiler.process(element.clause_expr, **options)}"
+
+
+@compiles(_elements, "postgresql")
+def _postgresql(element: _elements, compiler: Any, **options: Any) -> str:
+    return f"jsonb_array_elements{compiler.process(element.clause_expr, **options)}"
+
+
+def given(name: str, **fields: type) -> sa.Subquery:
+    """Rows that a statement gets as its parameter of this name: a list of dicts with these fields.
+
+    fields: str, int or dict, for a document. A statement with a parameter for each value would be
+    another one for each number of rows, which both drivers parse anew.
+    """
+    each = _elements(sa.bindparam(name, type_=_JSON)).table_valued("value").c.value
+    return sa.select(*(_field(each, *field) for field in fields.items())).subquery(name)
+
+
+def _field(document: sa.ColumnElement[Any], name: str, kind: type) -> sa.Label[Any]:
+    key: sa.ColumnClause[str] = sa.literal_column(f"'{name}'")
+    if kind is dict:
+        return sa.type_coerce(document.op("->")(key), _JSON).label(name)
+    text = sa.type_coerce(document.op("->>")(key), sa.Text())
+    return (text if kind is str else sa.cast(text, sa.BigInteger())).label(name)
 
 
 def new_id() -> str:

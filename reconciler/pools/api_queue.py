@@ -19,6 +19,7 @@ from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.pools import leases
 from reconciler.pools.queue import Away, Dismissed, Ended, Turn
+from reconciler.pools.remote import HELD
 
 log = logging.getLogger("gpuaas.jobs")
 
@@ -43,6 +44,7 @@ class ApiQueue:
     stopping: set once the pool does not serve any more.
     """
 
+    most = HELD
     lease_s = leases.LEASE_S
     beat_s = leases.BEAT_S
 

@@ -9,7 +9,8 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -47,7 +48,10 @@ _FIRST = (
     .limit(sa.bindparam("share", type_=sa.Integer()))
     .with_for_update(skip_locked=True)
 )
-_THESE = jobs.c.id.in_(sa.bindparam("ids", expanding=True))
+_IDS = rows.given("ids", id=str)
+_THESE = jobs.c.id.in_(sa.select(_IDS.c.id))
+# What a worker gets of a job.
+_CALL = tuple(jobs.c[field.name] for field in fields(Call))
 _CLAIM = (
     sa.update(jobs)
     .where(_THESE, _DUE)
@@ -59,26 +63,52 @@ _CLAIM = (
         started_at=clock.now(),
         updated_at=clock.now(),
     )
-    .returning(jobs)
+    .returning(*_CALL)
 )
+# Transactions lock jobs in the order of their ids, or a heartbeat and an end would wait for each
+# other.
 _HELD = (
-    sa.select(*(jobs.c[name] for name in ("id", "token", "attempts", "max_attempts", "size")))
+    sa.select(jobs.c.id, jobs.c.token, jobs.c.attempts, jobs.c.max_attempts)
     .where(_THESE, control.RUNNING)
     .order_by(jobs.c.id)
     .with_for_update()
 )
-_FINISH = (
+_FAILED = (
     sa.update(jobs)
     .where(jobs.c.id == sa.bindparam("of_id"))
     .values(
         **_FREE,
         **{
             name: sa.bindparam(f"new_{name}", type_=jobs.c[name].type)
-            for name in ("status", "attempts", "result", "error", "size")
+            for name in ("status", "attempts", "error")
         },
         not_before=clock.now() + sa.bindparam("pause", type_=sa.Double()),
         updated_at=clock.now(),
     )
+)
+_ENDED = rows.given("ended", id=str, token=str, result=dict, size=int)
+_MINE = (
+    sa.select(*_ENDED.c)
+    .join_from(_ENDED, jobs, jobs.c.id == _ENDED.c.id)
+    .where(jobs.c.token == _ENDED.c.token, control.RUNNING)
+    .order_by(jobs.c.id)
+    .with_for_update(of=jobs)
+    .cte("mine")
+)
+_DONE = (
+    sa.update(jobs)
+    .where(jobs.c.id == _MINE.c.id, jobs.c.token == _MINE.c.token, control.RUNNING)
+    .values(
+        **_FREE,
+        status=JobStatus.DONE,
+        attempts=jobs.c.attempts + 1,
+        result=_MINE.c.result,
+        error={},
+        size=jobs.c.size + _MINE.c.size,
+        not_before=None,
+        updated_at=clock.now(),
+    )
+    .returning(jobs.c.id)
 )
 LOST: Mapping[str, str] = {
     "code": "worker_lost",
@@ -130,15 +160,16 @@ def claim(
     limit: int,
     lease_s: float = LEASE_S,
     token: str = "",
-) -> list[Job]:
+) -> list[Call]:
     """Take due jobs, fairly among the projects, under a token that they share, "" for a new one.
 
     None during maintenance.
     """
     if not control.is_normal(conn):
         return []
-    running = Counter(conn.execute(_HOLDERS).scalars())
     waiting = _waiting(conn, worker)
+    several = len({project_id for project_id, _ in waiting}) > 1
+    running = Counter(conn.execute(_HOLDERS).scalars() if several else ())
     # Equal projects take turns by chance, because a claim remembers nothing of the one before.
     random.shuffle(waiting)
     waiting = sorted(waiting, key=lambda queue: running[queue[0]])[:_QUEUES]
@@ -148,14 +179,22 @@ def claim(
         ids += conn.execute(_FIRST, queue).scalars()
     if not ids:
         return []
-    values = {"ids": ids, "by": worker.id, "lease_s": lease_s}
+    values = {"ids": [{"id": id} for id in ids], "by": worker.id, "lease_s": lease_s}
     values["new_token"] = token or rows.new_id()
-    return [Job(**row) for row in conn.execute(_CLAIM, values).mappings()]
+    calls = {row.id: Call(*row) for row in conn.execute(_CLAIM, values)}
+    # Worked off in the order of the queue, which an UPDATE does not keep.
+    return [calls[id] for id in ids if id in calls]
 
 
-def call(job: Job) -> Call:
-    """The part of a job that its worker gets."""
-    return Call(job.id, job.token, job.model, job.input, job.timeout_s)
+def claimed(
+    conn: sa.Connection, worker: PoolWorker, token: str, *, lease_s: float = LEASE_S
+) -> list[Call]:
+    """The jobs that a claim got under this token, should its answer have been lost. Their lease
+    begins anew.
+    """
+    mine = sa.and_(control.RUNNING, jobs.c.worker == worker.id, jobs.c.token == token)
+    again = sa.update(jobs).where(mine).values(lease_expires_at=clock.now() + lease_s)
+    return [Call(*row) for row in conn.execute(again.returning(*_CALL))]
 
 
 def is_idle(conn: sa.Connection, worker: PoolWorker) -> bool:
@@ -195,13 +234,15 @@ def renew(
     """
     beat = sa.update(pool_workers).where(pool_workers.c.id == worker.id)
     conn.execute(beat.values(beat_at=clock.now()))
-    held = sa.update(jobs).where(
+    held = sa.select(jobs.c.id).where(
         jobs.c.token.in_(tokens), control.RUNNING, jobs.c.worker == worker.id
     )
     if extra_s is not None:
         held = held.where(jobs.c.started_at + jobs.c.timeout_s > clock.now() - extra_s)
-    held = held.values(lease_expires_at=clock.now() + lease_s)
-    return set(conn.execute(held.returning(jobs.c.id)).scalars())
+    locked = held.order_by(jobs.c.id).with_for_update().cte("held")
+    update = sa.update(jobs).where(jobs.c.id == locked.c.id, control.RUNNING)
+    update = update.values(lease_expires_at=clock.now() + lease_s)
+    return set(conn.execute(update.returning(jobs.c.id)).scalars())
 
 
 def finish(
@@ -213,34 +254,47 @@ def finish(
     """
     if not ended:
         return {}
-    leased = conn.execute(_HELD, {"ids": [call.id for call, _ in ended]})
-    held = {(job.id, job.token): job for job in leased}
-    counted: dict[str, JobStatus] = {}
-    values = []
+    # Each job once, whatever a worker sends.
+    first: dict[tuple[str, str], Outcome] = {}
     for call, outcome in ended:
-        # Each job once, whatever a worker sends.
-        if job := held.pop((call.id, call.token), None):
-            after = _after(job, outcome)
-            values.append({"of_id": job.id, "new_attempts": job.attempts + 1, **after})
-            counted[job.id] = status = after["new_status"]
-            if status != JobStatus.DONE:
-                _log(job.id, status, outcome.error or {})
-    if values:
-        conn.execute(_FINISH, values)
+        first.setdefault((call.id, call.token), outcome)
+    # With failures, all are locked by one statement, because only that keeps the order.
+    results = {key: outcome.result for key, outcome in first.items() if outcome.result is not None}
+    held = _held(conn, first) if len(results) < len(first) else {}
+    done = [
+        {"id": id, "token": token, "result": result, "size": len(json.dumps(result).encode())}
+        for (id, token), result in results.items()
+    ]
+    counted: dict[str, JobStatus] = {}
+    if done:
+        counted = dict.fromkeys(conn.execute(_DONE, {"ended": done}).scalars(), JobStatus.DONE)
+    failures = []
+    for key, job in held.items():
+        if key not in results:
+            after = _after(job, first[key])
+            failures.append({"of_id": job.id, **after})
+            counted[job.id] = after["new_status"]
+            _log(job.id, after["new_status"], after["new_error"])
+    if failures:
+        conn.execute(_FAILED, failures)
     retries = sum(status == JobStatus.PENDING for status in counted.values())
     control.count(conn, job_retries=retries)
     return counted
 
 
+def _held(
+    conn: sa.Connection, keys: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], sa.Row[Any]]:
+    """Those of the jobs that still run under this token, locked, by id and token."""
+    running: sa.Result[Any] = conn.execute(_HELD, {"ids": [{"id": id} for id, _ in keys]})
+    held = {(job.id, job.token): job for job in running}
+    return {key: job for key, job in held.items() if key in keys}
+
+
 def _after(job: sa.Row[Any], outcome: Outcome) -> dict[str, Any]:
-    """New values of a job. pause: seconds until it is due; None unless it is tried again."""
-    values: dict[str, Any] = {"new_result": None, "new_error": {}, "new_size": job.size}
-    if outcome.result is not None:
-        size = job.size + len(json.dumps(outcome.result).encode())
-        done = {"new_result": dict(outcome.result), "new_size": size}
-        return {**values, **done, "new_status": JobStatus.DONE, "pause": None}
-    values["new_error"] = dict(outcome.error or {})
+    """New values of a job that failed. pause: seconds until it is due; None for a dead letter."""
     attempts = job.attempts + 1
+    values = {"new_attempts": attempts, "new_error": dict(outcome.error or {})}
     if rules.is_dead(attempts, job.max_attempts, outcome):
         return {**values, "new_status": JobStatus.DEAD_LETTER, "pause": None}
     pause = rules.pause(attempts, random.random())  # noqa: S311  # spreads retries
@@ -251,9 +305,10 @@ def give_back(conn: sa.Connection, held: Sequence[Call | Job]) -> None:
     """Return jobs that the worker did not begin. It counts neither as an attempt nor as lost."""
     if not held:
         return
-    mine = sa.tuple_(jobs.c.id, jobs.c.token).in_([(job.id, job.token) for job in held])
-    update = sa.update(jobs).where(mine, control.RUNNING)
-    conn.execute(update.values(**_FREE, status=JobStatus.PENDING, updated_at=clock.now()))
+    mine = _held(conn, {(job.id, job.token) for job in held})
+    update = sa.update(jobs).where(_THESE)
+    values = {**_FREE, "status": JobStatus.PENDING, "updated_at": clock.now()}
+    conn.execute(update.values(values), {"ids": [{"id": id} for id, _ in mine]})
 
 
 class Tended(NamedTuple):

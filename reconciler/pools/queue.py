@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, exc
 
+from reconciler.db import rows
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import PoolWorker
 from reconciler.model.jobs import Call, JobStatus, Outcome
@@ -44,6 +45,8 @@ class Turn(NamedTuple):
 class JobQueue(Protocol):
     """Every function raises `Away` or `Dismissed`. Only `renew` is called by another thread."""
 
+    # Jobs that a worker can hold at a time.
+    most: int
     lease_s: float
     beat_s: float
 
@@ -75,6 +78,8 @@ class JobQueue(Protocol):
 class DatabaseQueue:
     """pool_worker: the id of the worker's row, if a pool has started it."""
 
+    most = 256
+
     def __init__(
         self,
         engine: Engine,
@@ -93,6 +98,9 @@ class DatabaseQueue:
         self._hints = hints
         self._id = pool_worker
         self._poll_s = poll_s
+        # Of the claim that has had no answer yet, as when the connection dies at the commit. Its
+        # repetition gets the same jobs, which otherwise would wait for the end of their lease.
+        self._claim = ""
         # Failures to reclaim jobs that are not counted in the database yet.
         self._errors = 0
 
@@ -116,21 +124,31 @@ class DatabaseQueue:
         return self._me.id
 
     def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+        again = self._claim
+        if limit:
+            self._claim = again or rows.new_id()
+
         def turn(conn: Connection) -> tuple[dict[str, JobStatus], list[Call]]:
             calls: list[Call] = []
-            if limit:
-                held = leases.claim(conn, self._me, limit=limit, lease_s=self.lease_s)
-                calls = [leases.call(job) for job in held]
-            leases.give_back(conn, returned)
-            return leases.finish(conn, ended), calls
+            if again:
+                calls = leases.claimed(conn, self._me, again, lease_s=self.lease_s)
+            if limit and not calls:
+                calls = leases.claim(
+                    conn, self._me, limit=limit, lease_s=self.lease_s, token=self._claim
+                )
+            leases.give_back(conn, returned if limit else [*returned, *calls])
+            return leases.finish(conn, ended), calls if limit else []
 
         counted, calls = self._write(turn)
+        self._claim = ""
         dead = {id for id, status in counted.items() if status == JobStatus.DEAD_LETTER}
         errors = {call.id: outcome.error or {} for call, outcome in ended if call.id in dead}
         self._bury({id: error["code"] for id, error in errors.items()})
         return Turn(len(counted), calls)
 
     def is_idle(self) -> bool:
+        if self._claim:
+            return False
         try:
             with reading(self._engine) as conn:
                 return leases.is_idle(conn, self._me)
@@ -155,6 +173,8 @@ class DatabaseQueue:
         self._bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
 
     def leave(self) -> None:
+        if self._claim:
+            self.turn((), (), 0)
         # The end of a pool's worker is recorded once none of its processes is left.
         if not self._id:
             self._write(partial(leases.sign_off, worker_id=self._me.id))

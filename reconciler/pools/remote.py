@@ -13,7 +13,7 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
-from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers
+from reconciler.db.schema import Pool, PoolWorker, jobs, pool_workers
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
     """counted: how many outcomes counted. serving: whether the pool gives out jobs."""
 
     counted: int
-    jobs: list[Job]
+    jobs: list[Call]
     serving: bool
 
 
@@ -123,11 +123,9 @@ def turn(
     own = [(call, outcome) for call, outcome in ended if (call.id, call.token) in held]
     counted = leases.finish(conn, own)
     leases.give_back(conn, [call for call in returned if (call.id, call.token) in held])
-    claimed: list[Job] = []
+    claimed: list[Call] = []
     if claim is not None:
-        again = sa.update(jobs).where(mine, jobs.c.token == claim.token)
-        again = again.values(lease_expires_at=clock.now() + leases.LEASE_S).returning(jobs)
-        claimed = [Job(**row) for row in conn.execute(again).mappings()]
+        claimed = leases.claimed(conn, worker, claim.token)
         room = min(claim.limit, HELD - len(held) + len(counted))
         if not claimed and room > 0:
             claimed = leases.claim(conn, worker, limit=room, token=claim.token)

@@ -17,10 +17,9 @@ log = logging.getLogger("gpuaas.jobs")
 T = TypeVar("T")
 Key = tuple[str, str]
 
-# Jobs that a worker holds at a time. Half of them end in a transaction, which claims as many, while
-# the runner does the other half. The number grows from 1 as long as jobs end quickly; those that
-# wait for longer behind another go back, so that slow jobs are not kept from other workers.
-LARGEST = 64
+# A worker holds as many jobs as end in this time. Half of them end in a transaction, which claims
+# as many, while the runner does the other half. The number grows from 1. Jobs that wait for longer
+# behind another go back, so that slow jobs are not kept from other workers.
 _QUICK_S = 0.1
 # The longest wait for outcomes, and so for a signal.
 _LOOK_S = 0.1
@@ -93,8 +92,8 @@ class Worker:
             return []
         ended = self._runner.outcomes(_LOOK_S, (len(self._held) + 1) // 2)
         if ended:
-            quick = self._runner.lag_s < _QUICK_S
-            self._limit = min(self._limit * 2, LARGEST) if quick else 1
+            growth = min(_QUICK_S / max(self._runner.lag_s, 0.001), 2)
+            self._limit = max(1, min(int(self._limit * growth), self._queue.most))
         if self._lost:
             ended += self._runner.outcomes(0, len(self._runner))
             self._revoke()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from reconciler.model.jobs import Call, Outcome
+from reconciler.pools import remote
+from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
-from reconciler.pools.queue import DatabaseQueue
+from reconciler.pools.queue import DatabaseQueue, Ended, Turn
 from reconciler.pools.worker import Worker
 from tests.unit.reconciler.pools.conftest import FUNCTIONS
 from tests.unit.reconciler.pools.test_leases import Queue
@@ -100,3 +103,38 @@ def test_outcomes_and_claims_share_transactions(
     Worker(DatabaseQueue(queue.engine, ["m"]), runner, stopping).run()
     assert {queue.read(id).status for id in ids} == {"done"}
     assert len(claims) < len(ids) / 4
+
+
+@pytest.mark.parametrize(("lag_s", "most", "held"), [(0.01, 256, 256), (0.01, 5, 5), (0.2, 256, 1)])
+def test_a_worker_holds_what_ends_in_a_tenth_of_a_second(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, lag_s: float, most: int, held: int
+) -> None:
+    stopping = threading.Event()
+    limits: list[int] = []
+
+    class Endless(DatabaseQueue):
+        def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+            limits.append(limit)
+            if len(limits) > 20:
+                stopping.set()
+            calls = [Call(f"{len(limits)}-{number}", "t", "m", {}, 9) for number in range(limit)]
+            return Turn(len(ended), calls)
+
+    class Steady(Runner):
+        """Ends all that it has. lag_s: as long after it came."""
+
+        def start(self) -> None:
+            self.lag_s = lag_s
+
+        def _push(self) -> None:
+            pass
+
+        def outcomes(self, seconds: float, enough: int) -> list[tuple[Call, Outcome]]:
+            return [(call, Outcome({})) for call in self.drop()]
+
+    monkeypatch.setattr(Endless, "most", most)
+    monkeypatch.setattr(Endless, "is_idle", lambda _: False)
+    Worker(Endless(queue.engine, ["m"]), Steady({}, 256), stopping).run()
+    assert max(limits) == held == limits[20], "and nothing after the end"
+    assert not any(limits[21:])
+    assert (DatabaseQueue.most, ApiQueue.most) == (256, remote.HELD)

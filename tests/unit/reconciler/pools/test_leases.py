@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock
+from reconciler.db import clock, rows
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Job, PoolWorker, audit_log
 from reconciler.db.schema import jobs as table
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
 from reconciler.pools import jobs, leases
+from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.records import projects
 from tests.unit.reconciler.conftest import ADMIN
 
@@ -52,7 +56,9 @@ class Queue:
 
     def claim(self, limit: int = 1, **options: Any) -> list[Job]:
         with transaction(self.engine) as conn:
-            return leases.claim(conn, self.worker, limit=limit, **options)
+            ids = [call.id for call in leases.claim(conn, self.worker, limit=limit, **options)]
+            query = sa.select(table).where(table.c.id.in_(ids))
+            return sorted(rows.every(conn, query, Job), key=lambda job: ids.index(job.id))
 
     def finish(self, held: Sequence[Job], outcome: Outcome) -> dict[str, JobStatus]:
         with transaction(self.engine) as conn:
@@ -92,12 +98,92 @@ def test_a_job_is_claimed_once_and_finished_once(queue: Queue) -> None:
     assert job.size > held.size
 
 
+def test_a_group_of_outcomes_counts_job_by_job(queue: Queue) -> None:
+    queue.add(6)
+    done, failed, refused, canceled, given, kept = queue.claim(6)
+    with transaction(queue.engine) as conn:
+        jobs.cancel(conn, "p1", canceled.id)
+    group = [
+        *((job, Outcome({"n": job.input["number"], "ü": [1.5, None]})) for job in (kept, done)),
+        (replace(given, token="other"), Outcome({})),
+        (canceled, Outcome({})),
+        (failed, FAILED),
+        (refused, Outcome(error=ERROR, permanent=True)),
+        # Of two outcomes, the first one counts.
+        (done, FAILED),
+        (failed, Outcome({})),
+        (kept, Outcome({"n": 99})),
+        (replace(refused, token="other"), Outcome({})),
+    ]
+    with transaction(queue.engine) as conn:
+        counted = leases.finish(conn, group)
+    ends = {done.id: "done", kept.id: "done", failed.id: "pending", refused.id: "dead_letter"}
+    assert counted == ends
+    ends |= {canceled.id: "canceled", given.id: "running"}
+    rows_ = {id: queue.read(id) for id in ends}
+    assert {id: job.status for id, job in rows_.items()} == ends
+    job = rows_[done.id]
+    assert (job.result, job.error) == ({"n": 0, "ü": [1.5, None]}, {})
+    assert job.size == done.size + len(json.dumps(job.result))
+    assert {rows_[each.id].attempts for each in (done, kept, failed, refused)} == {1}
+    assert {job.result and job.result["n"] for job in rows_.values()} == {0, 5, None}
+    assert rows_[given.id].token == given.token
+
+
+def test_an_answer_lost_at_the_commit_loses_no_job(queue: Queue) -> None:
+    first, second, third, fourth, fifth = queue.add(5)
+    database = DatabaseQueue(queue.engine, ["m"])
+    database.serve()
+    with lost_answers(queue.engine), pytest.raises(Away):
+        database.turn((), (), 3)
+    assert not database.is_idle(), "it asks again, whatever is due"
+    calls = database.turn((), (), 3).calls
+    assert {call.id for call in calls} == {first, second, third}
+    held = {call.id: call for call in calls}
+    assert held.keys() == database.renew([calls[0].token])
+    ended = [(held[first], Outcome({}))]
+    with lost_answers(queue.engine), pytest.raises(Away):
+        database.turn(ended, [held[second]], 1)
+    assert queue.read(fourth).status == "running"
+    # A worker that ends meanwhile keeps nothing that it did not get.
+    assert database.turn(ended, [held[second]], 0).counted == 0
+    with lost_answers(queue.engine), pytest.raises(Away):
+        database.turn((), (), 2)
+    database.leave()
+    states = [queue.read(id).status for id in (first, second, third, fourth, fifth)]
+    assert states == ["done", "pending", "running", "pending", "pending"]
+    assert {queue.read(id).lost for id in (second, fourth, fifth)} == {0}
+
+
+@contextmanager
+def lost_answers(engine: sa.Engine) -> Iterator[None]:
+    """Every connection dies after the database has committed, before its answer arrives."""
+    commit = engine.dialect.do_commit
+
+    def die(connection: Any) -> None:
+        commit(connection)
+        connection.driver_connection.close()
+        raise engine.dialect.loaded_dbapi.OperationalError("the connection has died")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.dialect, "do_commit", die)
+        yield
+
+
 def test_priority_and_age_decide_within_a_project(queue: Queue) -> None:
     late, soon = queue.add(priority=9)[0], queue.add(priority=0)[0]
     first, second = queue.add(2)
     queue.change(first, enqueued_at=1.0)
-    order = [queue.claim()[0].id for _ in range(4)]
-    assert order == [soon, first, second, late]
+
+    def claim(limit: int) -> list[str]:
+        with transaction(queue.engine) as conn:
+            held = leases.claim(conn, queue.worker, limit=limit)
+            leases.give_back(conn, held)
+        return [call.id for call in held]
+
+    order = [soon, first, second, late]
+    assert [claim(count)[-1] for count in (1, 2, 3, 4)] == order
+    assert claim(4) == order, "a worker runs them in this order"
 
 
 def test_a_long_queue_does_not_delay_another_project(queue: Queue) -> None:
@@ -283,7 +369,10 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
     queue.change(*queue.add(2), not_before=1.0)
     sa.event.listen(queue.engine, "before_cursor_execute", explain)
     try:
-        assert len(queue.claim(2)) == 2
+        held = queue.claim(3)
+        assert len(held) == 3
+        assert len(queue.finish(held[:1], Outcome({}))) == 1
+        assert len(queue.finish(held[1:], FAILED)) == 2
         assert queue.tend().due == 2
     finally:
         sa.event.remove(queue.engine, "before_cursor_execute", explain)

@@ -10,12 +10,15 @@ from inspect import signature
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db.engine import reading, transaction
+from reconciler.db import clock
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.schema import Job, jobs
+from reconciler.model.jobs import Outcome
 from reconciler.pools import control, leases
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.pools import test_control, test_leases
-from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.pools.test_leases import FAILED, Queue
 from tests.unit.reconciler.service.service import until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.covers("ORCH-2")]
@@ -86,6 +89,33 @@ def test_a_drain_is_not_starved_by_workers_that_claim_without_end(engine: sa.Eng
             queue.claim(1)
         ended.set()
         assert sum(worker.result() for worker in workers) == at_the_change < 2_000
+
+
+@pytest.mark.parametrize("act", ["finish", "fail", "give_back", "renew"])
+def test_jobs_are_locked_in_the_order_of_their_ids(engine: sa.Engine, act: str) -> None:
+    """A heartbeat and an end that lock the same jobs in another order wait for each other."""
+    queue = Queue(engine)
+    queue.add(2)
+    low, high = sorted(queue.claim(2), key=lambda job: job.id)
+    # In the table and in the index of leases, it lies behind the other now.
+    queue.change(low.id, lease_expires_at=clock.now() + 60)
+    acts: dict[str, Callable[[sa.Connection], object]] = {
+        "finish": lambda conn: leases.finish(conn, [(job, Outcome({})) for job in (high, low)]),
+        "fail": lambda conn: leases.finish(conn, [(high, Outcome({})), (low, FAILED)]),
+        "give_back": lambda conn: leases.give_back(conn, [high, low]),
+        "renew": lambda conn: leases.renew(conn, queue.worker, [low.token]),
+    }
+
+    def lock(job: Job) -> sa.Select[tuple[str]]:
+        return sa.select(jobs.c.id).where(jobs.c.id == job.id).with_for_update(skip_locked=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction(engine) as conn:
+            assert conn.execute(lock(low)).scalars().all() == [low.id]
+            waiting = pool.submit(retrying, engine, acts[act])
+            until(lambda: waits_for_lock(engine))
+            assert conn.execute(lock(high)).scalars().all() == [high.id]
+        waiting.result(timeout=30)
 
 
 def held(engine: sa.Engine) -> int:
