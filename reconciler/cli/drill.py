@@ -209,7 +209,10 @@ def _pools() -> dict[str, str]:
 
 
 @app.command()
-def dlq(project: Project) -> None:
+def dlq(
+    project: Project,
+    count: Annotated[int, typer.Option(min=2, max=100, help="Jobs that fail.")] = 5,
+) -> None:
     """Let jobs become dead letters, mend the cause, and take them back by a sample first.
 
     The project must have no other dead letters.
@@ -224,7 +227,7 @@ def dlq(project: Project) -> None:
         cause = drill.folder / "broken"
         cause.touch()
         with drill.worker("fail"):
-            jobs.submit([{"broken": str(cause)}] * 5, max_attempts=1)
+            jobs.submit([{"broken": str(cause)}] * count, max_attempts=1)
             jobs.reach(lambda states: set(states) == {"dead_letter"}, _START_S)
             codes = {(row["failure"] or {}).get("code") for row in jobs.read()}
             drill.check(

@@ -327,6 +327,7 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     Any worker does it, so it needs no leader. errors: of the worker's attempts to do this.
     """
     now = clock.now()
+    _shorten(conn)
     delayed = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= now)
     ready = sa.update(jobs).where(delayed, jobs.c.id.in_(_some(delayed)))
     expired = sa.and_(control.RUNNING, jobs.c.lease_expires_at < now)
@@ -350,6 +351,18 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     dead = [id for id, status in reclaimed if status == JobStatus.DEAD_LETTER]
     control.count(conn, reclaimed=len(reclaimed), reclaimer_errors=errors)
     return Tended(due, len(reclaimed), dead)
+
+
+def _shorten(conn: sa.Connection) -> None:
+    """Let no lease end later than one that begins now.
+
+    Such leases are from before the database's clock was set back. Who still holds one renews it.
+    """
+    longest = clock.now() + LEASE_S
+    # With a second for the time between two readings of the clock.
+    ahead = sa.and_(control.RUNNING, jobs.c.lease_expires_at > longest + 1)
+    shorten = sa.update(jobs).where(ahead, jobs.c.id.in_(_some(ahead)))
+    conn.execute(shorten.values(lease_expires_at=longest))
 
 
 def _log(job_id: str, status: str, error: Mapping[str, str]) -> None:

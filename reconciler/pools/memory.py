@@ -171,14 +171,19 @@ def gpus() -> list[dict[str, Any]]:
         text = subprocess.run(
             command, capture_output=True, text=True, timeout=_SMI_S, check=True
         ).stdout
-        parts = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
-        return [
-            {"id": id, "memory_bytes": int(size) * _MIB, "memory_used_bytes": int(used) * _MIB}
-            for id, size, used in parts
-        ]
     except (OSError, ValueError, subprocess.SubprocessError):
-        # A GPU whose memory cannot be read is not given to a pool.
         return []
+    # A GPU whose memory cannot be read ("[N/A]") is not given to a pool.
+    parts = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
+    return [
+        {
+            "id": each[0],
+            "memory_bytes": int(each[1]) * _MIB,
+            "memory_used_bytes": int(each[2]) * _MIB,
+        }
+        for each in parts
+        if len(each) == 3 and each[1].isdecimal() and each[2].isdecimal()
+    ]
 
 
 def _fields(file: Path) -> dict[str, int]:

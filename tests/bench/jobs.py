@@ -1,10 +1,10 @@
 """Benchmark of jobs per second: `python -m tests.bench.jobs`; keys `jobs` and `jobs_runs`.
 
-Jobs that do nothing, through our workers and those of taskiq, SAQ, streaQ and arq, each in its
-newest version and an environment of its own under build/peers. All use the same Redis, which writes
-its log every second; results are kept. Ours are on SQLite, each group of outcomes written through
-to the disk; `redis` has hints by Redis, `embedded` has none. The peers' functions run in the worker
-itself, ours in its child process.
+Jobs that do nothing, through our workers and those of taskiq, SAQ, streaQ and arq, each in an
+environment of its own under build/peers. All use the same Redis, which writes its log every second;
+results are kept. Ours are on SQLite, each group of outcomes written through to the disk; `redis`
+has hints by Redis, `embedded` has none. The peers' functions run in the worker itself, ours in its
+child process.
 
 Workers are started, warmed up and stopped by a signal while a client fills the queue. The time is
 from the signal that lets them go on until every job has ended (ours: in the database). Queues take
@@ -51,10 +51,10 @@ from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {
-    "taskiq": ("taskiq-redis",),
-    "saq": ("saq[hiredis]", "typing-extensions"),
-    "streaq": ("streaq",),
-    "arq": ("arq",),
+    "taskiq": ("taskiq-redis==1.2.4",),
+    "saq": ("saq[hiredis]==0.26.4", "typing-extensions"),
+    "streaq": ("streaq==7.2.0",),
+    "arq": ("arq==0.28.0",),
 }
 COMMON = ("hiredis", "uvloop")
 OURS = ("redis", "embedded")
@@ -120,7 +120,7 @@ def measure(given: argparse.Namespace) -> Figures:
     peer = max(given.peers, key=best.__getitem__, default=None)
     singles = [statistics.median(runs[name]["1"]) for name in given.peers or OURS]
     rate = max(int(max(singles) / 2), 1)
-    delays: dict[str, list[tuple[float, float]]] = {name: [] for name in ("redis", peer) if name}
+    delays: dict[str, list[tuple[float, float]]] = {name: [] for name in (*OURS, peer) if name}
     for _ in range(given.rounds):
         for name, rounds in delays.items():
             rounds.append(latency(name, rate, given.seconds))
@@ -151,6 +151,7 @@ def measure(given: argparse.Namespace) -> Figures:
             "embedded": {
                 "ours_per_s": best["embedded"],
                 "ratio_to_best_peer": ratio("embedded"),
+                "p99_ms": p99["embedded"],
             },
             "depth_slowdown": round(deep / shallow - 1, 3),
         },

@@ -91,7 +91,8 @@ def test_jobs(tmp_path: Path) -> None:
     jobs, runs = found["jobs"], found["jobs_runs"]
     assert set(jobs) == {"redis", "embedded", "depth_slowdown"}
     assert jobs["redis"]["ours_per_s"] > 0 and jobs["embedded"]["ours_per_s"] > 0
-    assert jobs["redis"]["p99_ms"] >= runs["p50_ms"]["redis"] > 0
+    for name in ("redis", "embedded"):
+        assert jobs[name]["p99_ms"] >= runs["p50_ms"][name] > 0
     # Peers are installed for a real run only.
     assert {jobs["redis"][name] for name in ("best_peer", "ratio", "peer_p99_ms")} == {None}
     assert {name: set(of) for name, of in runs["per_s"].items()} == {

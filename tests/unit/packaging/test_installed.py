@@ -148,6 +148,26 @@ def test_service_and_commands_mean_one_site(serving: Installed) -> None:
     assert backup.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_worker_of_jobs_serves_the_shipped_model(serving: Installed) -> None:
+    log = serving.folder / "jobs.log"
+    environment = {**serving.environment, "GPUAAS_LOG_LEVEL": "info"}
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            serving.argv("gpuaas", "jobs", "worker"),
+            env=environment, cwd=serving.folder, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        end = time.monotonic() + 90
+        while "takes jobs" not in log.read_text():
+            assert worker.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0, log.read_text()
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def test_the_doctor_finds_it_whole(serving: Installed) -> None:
     found = _doctor(serving)
     named = {one["check"] for one in found}

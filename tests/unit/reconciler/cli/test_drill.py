@@ -146,6 +146,7 @@ def test_evict(gpuaas: Gpuaas, site: Service, engine: sa.Engine) -> None:
 
 
 def test_dlq(gpuaas: Gpuaas) -> None:
-    document = gpuaas("drill", "dlq", "--project", "drills")
+    document = gpuaas("drill", "dlq", "--project", "drills", "--count", "7")
     assert verdict(document) == "passed", document
     assert steps(document)["a bad sample keeps the others back"] == "sample_unfinished"
+    assert steps(document)["all are done"] == str(["done"] * 7)

@@ -244,6 +244,54 @@ def test_a_lost_lease_belongs_to_the_next_worker(queue: Queue) -> None:
     assert (job.result, job.lost, job.attempts) == ({"from": "new"}, 1, 1)
 
 
+def test_the_database_s_clock_may_jump_forward(queue: Queue) -> None:
+    clock_jumps(queue, 1)
+
+
+def test_the_database_s_clock_may_jump_back(queue: Queue) -> None:
+    clock_jumps(queue, -1)
+
+
+def clock_jumps(queue: Queue, hours: int) -> None:
+    """Each job ends once, and that of a dead worker waits for no more than a lease."""
+    alive, dead, delayed = queue.add(3)
+    queue.change(delayed, not_before=clock.now() + 60)
+    living, other = queue.claim(1), replace(queue.worker, id=rows.new_id())
+    with transaction(queue.engine) as conn:
+        leases.claim(conn, other, limit=1)
+    with clock_ahead(queue.engine, hours * 3600):
+        with transaction(queue.engine) as conn:
+            renewed = leases.renew(conn, queue.worker, [living[0].token])
+        assert renewed == {alive}
+        swept = queue.tend()
+        assert (swept.reclaimed, swept.due) == ((1, 1) if hours > 0 else (0, 0))
+        with clock_ahead(queue.engine, leases.LEASE_S + 2):
+            with transaction(queue.engine) as conn:
+                assert leases.renew(conn, queue.worker, [living[0].token]) == {alive}
+            assert queue.tend().reclaimed == (0 if hours > 0 else 1)
+        assert queue.finish(living, Outcome({})) == {alive: JobStatus.DONE}
+        again = {job.id: job for job in queue.claim(9)}
+        assert again.keys() == ({dead, delayed} if hours > 0 else {dead})
+        assert (again[dead].lost, again[dead].attempts) == (1, 0)
+
+
+@contextmanager
+def clock_ahead(engine: sa.Engine, seconds: float) -> Iterator[None]:
+    """The clock of the database, as every statement reads it, so many seconds ahead."""
+    now = str(clock.now().compile(dialect=engine.dialect))
+
+    def jump(
+        _conn: sa.Connection, _cursor: Any, statement: str, values: Any, *_: Any
+    ) -> tuple[str, Any]:
+        return statement.replace(now, f"({now} + {seconds})"), values
+
+    sa.event.listen(engine, "before_cursor_execute", jump, retval=True)
+    try:
+        yield
+    finally:
+        sa.event.remove(engine, "before_cursor_execute", jump)
+
+
 def test_a_heartbeat_renews_only_what_is_still_held(queue: Queue) -> None:
     ids = queue.add(3)
     held = queue.claim(3, lease_s=5)

@@ -25,6 +25,8 @@ from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.pools.test_leases import Queue
 from tests.unit.reconciler.service.service import until
 
+RECORDED = Path(__file__).resolve().parents[3] / "data" / "h200"
+
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
 
 MODEL = """
@@ -279,3 +281,38 @@ def test_without_the_controller_samples_keep_the_limit(control: Control) -> None
     control.supervisor.tend()
     (worker,) = control.workers(pool)
     assert (worker.cgroup, worker.oom_kills) == ("", 1)
+
+
+def test_gpus_are_those_that_nvidia_smi_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the words of a recorded H200, in the form in which the supervisor asks for them."""
+    text = (RECORDED / "machine.txt").read_text().splitlines()
+    header = next(number for number, line in enumerate(text) if line.startswith("index, uuid"))
+    names, values = (text[header + offset].split(", ") for offset in (0, 1))
+    row = {
+        name.split(" ")[0]: value.split(" ")[0] for name, value in zip(names, values, strict=True)
+    }
+    words = [row["uuid"], row["memory.total"], row["memory.used"]]
+    whole, dead = ", ".join(words), f"{words[0]}-2, [N/A], [Unknown Error]"
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def gpus(script: str) -> list[dict[str, Any]]:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        return memory.gpus()
+
+    asked = "--query-gpu=uuid,memory.total,memory.used --format=csv,noheader,nounits"
+    read = f'[ "$*" = "{asked}" ] || exit 2\necho "{whole}"\necho "{dead}"'
+    assert gpus(read) == [
+        {
+            "id": words[0],
+            "memory_bytes": int(words[1]) << 20,
+            "memory_used_bytes": int(words[2]) << 20,
+        }
+    ]
+    assert gpus("echo 'No devices were found'; exit 6") == []
+    assert gpus("echo 'No devices were found'") == []
+    monkeypatch.setattr(memory, "_SMI_S", 0.2)
+    assert gpus("exec sleep 60") == []
