@@ -95,9 +95,11 @@ _MINE = (
     .with_for_update(of=jobs)
     .cte("mine")
 )
+# By the id only: the rest was seen under the lock, and would have PostgreSQL compare all jobs that
+# run with all of these.
 _DONE = (
     sa.update(jobs)
-    .where(jobs.c.id == _MINE.c.id, jobs.c.token == _MINE.c.token, control.RUNNING)
+    .where(jobs.c.id == _MINE.c.id)
     .values(
         **_FREE,
         status=JobStatus.DONE,
@@ -240,7 +242,7 @@ def renew(
     if extra_s is not None:
         held = held.where(jobs.c.started_at + jobs.c.timeout_s > clock.now() - extra_s)
     locked = held.order_by(jobs.c.id).with_for_update().cte("held")
-    update = sa.update(jobs).where(jobs.c.id == locked.c.id, control.RUNNING)
+    update = sa.update(jobs).where(jobs.c.id == locked.c.id)
     update = update.values(lease_expires_at=clock.now() + lease_s)
     return set(conn.execute(update.returning(jobs.c.id)).scalars())
 

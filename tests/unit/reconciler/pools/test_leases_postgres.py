@@ -15,6 +15,7 @@ from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, jobs
 from reconciler.model.jobs import Outcome
 from reconciler.pools import control, leases
+from reconciler.pools import jobs as requests
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.pools import test_control, test_leases
@@ -116,6 +117,30 @@ def test_jobs_are_locked_in_the_order_of_their_ids(engine: sa.Engine, act: str) 
             until(lambda: waits_for_lock(engine))
             assert conn.execute(lock(high)).scalars().all() == [high.id]
         waiting.result(timeout=30)
+
+
+@pytest.mark.parametrize(("act", "ends"), [("cancel", "canceled"), ("renew", "done")])
+def test_an_outcome_waits_for_another_change_of_its_job(
+    engine: sa.Engine, act: str, ends: str
+) -> None:
+    """It counts if the job is still held then."""
+    queue = Queue(engine)
+    (id,) = queue.add()
+    (job,) = queue.claim()
+    with ThreadPoolExecutor(1) as pool:
+        with transaction(engine) as conn:
+            if act == "cancel":
+                requests.cancel(conn, "p1", id)
+            else:
+                assert leases.renew(conn, queue.worker, [job.token], lease_s=60) == {id}
+            waiting = pool.submit(
+                retrying, engine, lambda conn: leases.finish(conn, [(job, Outcome({"n": 1}))])
+            )
+            until(lambda: waits_for_lock(engine))
+        counted = waiting.result(timeout=30)
+    row = queue.read(id)
+    assert (row.status, len(counted)) == (ends, int(ends == "done"))
+    assert (row.attempts, row.token, row.lease_expires_at) == (len(counted), "", None)
 
 
 def held(engine: sa.Engine) -> int:
