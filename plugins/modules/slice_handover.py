@@ -12,8 +12,9 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Keeps the account C(gpuaas-relay), which has neither shell nor password nor key of its own, and
     the settings by which sshd lets it forward connections and nothing else. Adds one line to the
-    account's file of principals. With a certificate for C(slice:<allocation>) the gateway then
-    reaches port 22 of that guest, and no other address.
+    account's file of principals. With a certificate of O(authority) for C(slice:<allocation>) the
+    gateway then reaches port 22 of that guest, and no other address. sshd accepts that authority
+    for this account only, and no other authority for it.
   - Then removes the cloud-init seed, which holds what the tenant gave, from the definition of the
     domain, overwrites and deletes it, and unplugs it from the running guest. A guest that does not
     take part in the unplugging is a warning and keeps a disk of zeros until it is powered off.
@@ -28,6 +29,10 @@ options:
     required: true
   ip:
     description: Address of the guest.
+    type: str
+    required: true
+  authority:
+    description: Public key of the authority that certifies the gateway, type and base64.
     type: str
     required: true
   slots:
@@ -49,6 +54,7 @@ EXAMPLES = r"""
   gpuaas.slice.slice_handover:
     allocation_id: 23bd713b-6073-4ef7-8a51-2897e902365d
     ip: 10.100.0.10
+    authority: ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKlD7mHAmvLJF1Eb8RvzpO3kcJHk1bkNQMeIKMxZk0V3
     slots:
       - {slot_id: slot-1, fence: 7}
 """
@@ -95,6 +101,7 @@ def main() -> None:
         argument_spec={
             "allocation_id": {"type": "str", "required": True},
             "ip": {"type": "str", "required": True},
+            "authority": {"type": "str", "required": True},
             "slots": {"type": "list", "elements": "dict", "required": True},
         },
         supports_check_mode=True,

@@ -14,7 +14,8 @@ description:
     among them a guest that asks for an address, a name and a way out. If a check fails, it
     restores what the failed check names, and checks again.
   - Restores the network (M(gpuaas.slice.ovs_nat)) with the values of the last bootstrap, quiesces
-    the GPU services (M(gpuaas.slice.gpu_services)) and starts guardians that were stopped.
+    the GPU services (M(gpuaas.slice.gpu_services)) and starts guardians that were stopped. Has
+    sshd accept O(gateway_authority) for the gateway's account, where the host has that account.
     Nothing of a tenant is freed, started or ended.
   - A difference that stays is in RV(baseline), and fails nothing. So are a full file system, and a
     network of the profile that bootstrap has not established. On a host that is not in slice mode
@@ -29,6 +30,12 @@ options:
     type: list
     elements: dict
     default: []
+  gateway_authority:
+    description: >-
+      Public key of the authority that certifies the SSH gateway, type and base64. Without it the
+      settings of the gateway's account stay as they are.
+    type: str
+    default: ""
 attributes:
   check_mode:
     description: Checks once and repairs nothing.
@@ -99,6 +106,7 @@ def main() -> None:
         argument_spec={
             "profile": {"type": "dict", "required": True},
             "slots": {"type": "list", "elements": "dict", "default": []},
+            "gateway_authority": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )

@@ -40,6 +40,7 @@ _ACCESS = """
     enrolment_without_tls
     host_certificate_expired host_certificate_missing host_key_invalid host_key_not_accepted
     identity_provider_unavailable keygen_failed login_failed node_id_invalid origin_refused
+    gateway_trust_excessive gateway_trust_missing
     role_required access_unknown gateway_missing host_keys_unknown ssh_key_expired ssh_key_revoked
     recording_required
     terminal_off token_ended too_many_tickets

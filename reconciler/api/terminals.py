@@ -16,7 +16,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.profiles import hardware_profile
 from reconciler.records import projects, terminals
-from reconciler.trust.ca import Trust, user_ca
+from reconciler.trust.ca import Trust, gateway_ca
 
 router = APIRouter(prefix="/projects/{project_id}", tags=["terminals"])
 admin_router = APIRouter(prefix="/admin/ssh-sessions", tags=["terminals"])
@@ -75,6 +75,7 @@ def open_terminal(
     def work(conn: Connection, act: Act) -> Ticket:
         grant = ssh_access.authorise_member(conn, project_id, allocation_id, act.actor)
         _require_gateway(context)
+        _require_keys(context)
         ssh_access.require_terminal(grant)
         names = {"allocation_id": allocation_id, "project_id": project_id}
         ticket, secret = terminals.issue(conn, act, holder=holder, **names)
@@ -101,7 +102,7 @@ def switch_terminal(
         files = []
         if enabled:
             profile = hardware_profile(settings.profiles_dir, node.profile)
-            authority = user_ca(Trust(settings.state_dir / "trust"))
+            authority = gateway_ca(Trust(settings.state_dir / "trust"))
             files = guest_terminal.files(
                 *(allocation_id, grant.username, authority, profile["network"]["address"])
             )
@@ -151,4 +152,16 @@ def _require_gateway(context: Context) -> None:
             expected="an SSH gateway",
             found="none is configured",
             remedy="ask the operators to set GPUAAS_MEMBER_ADDRESS",
+        )
+
+
+def _require_keys(context: Context) -> None:
+    key = Trust(context.settings.state_dir / "trust").gateway_authority
+    if not key.exists():
+        raise Problem(
+            "gateway_missing",
+            expected="the gateway's authority on the service's machine",
+            found="its public key alone",
+            remedy="use `ssh`; ask the operators to copy trust/gateway_ca* to every machine with an"
+            " API",
         )

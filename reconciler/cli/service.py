@@ -57,9 +57,39 @@ def worker() -> None:
 
 @commands.command()
 def gateway() -> None:
-    """Run the SSH gateway for tenants. Several may run; each needs the site's trust folder."""
+    """Run the SSH gateway for tenants. Several may run, each with keys of `gateway-trust`."""
     with failures.logged():
         run_gateway()
+
+
+@commands.command("gateway-trust")
+def gateway_trust(
+    folder: Annotated[Path, typer.Argument(help="A new folder; it will contain a private key.")],
+) -> None:
+    """Write the keys for a gateway on another machine: its state folder has them in `gateway`.
+
+    Of a host they open the relay account alone, which leads to live slices only.
+    """
+    from reconciler.settings import Settings
+    from reconciler.trust.ca import Trust, export_gateway
+
+    trust = Trust(Settings().state_dir.resolve() / "trust")
+    if not trust.gateway_authority.exists():
+        raise Problem(
+            "gateway_trust_missing",
+            expected=f"the gateway's authority, {trust.gateway_authority}",
+            found="no such file",
+            remedy="run it on the machine of the service that started first with this version",
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise Problem(
+            "gateway_folder_exists",
+            expected="a new folder",
+            found=f"files in {folder}",
+            remedy="name another folder, because this one becomes the gateway's as a whole",
+        )
+    export_gateway(trust, folder)
+    output.line(f"copy {folder} to the gateway's machine, as `gateway` in its state folder")
 
 
 @commands.command()
@@ -250,10 +280,10 @@ def run_gateway() -> None:
     settings = Settings()
     logs.configure(settings)
     engine, _ = open_migrated(settings)
-    process.adopt(settings, engine)
     try:
+        trust = process.adopt_gateway(settings, engine)
         with process.running(settings, engine, gateway=True):
-            asyncio.run(server.serve(settings, engine))
+            asyncio.run(server.serve(settings, engine, trust))
     finally:
         engine.dispose()
 

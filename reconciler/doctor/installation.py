@@ -21,8 +21,8 @@ from reconciler.runs import contract
 from reconciler.runs.launch import SEARCH_PATH
 from reconciler.service.listeners import api_address, host_port, is_local, operator_address
 from reconciler.settings import Settings, is_exposed
-from reconciler.trust.ca import Trust
-from reconciler.trust.keygen import public_key
+from reconciler.trust.ca import Trust, gateway_folder, open_gateway
+from reconciler.trust.keygen import TrustError, public_key
 
 _GIB = 1 << 30
 # Below the first limit the disk is full within days, below the second within hours.
@@ -108,10 +108,11 @@ def keys(settings: Settings) -> Iterator[Finding]:
             "no authority yet",
             expected=f"keys in {trust.directory}",
             remedy="start the service, which creates them, or restore the backup that has them:"
-            " with new keys every host must enrol again",
+            " with new keys every host must enrol again; a machine with a gateway alone needs none",
         )
+        yield from _gateway(settings)
         return
-    findings = list(_private(trust.directory, 0o700))
+    findings = [*_private(trust.directory, 0o700), *_gateway(settings)]
     for key in (trust.host_authority, trust.user_authority, trust.operator):
         public = key.with_name(f"{key.name}.pub")
         if not key.exists() or not public.exists():
@@ -125,7 +126,20 @@ def keys(settings: Settings) -> Iterator[Finding]:
             continue
         public_key(public.read_text())
         findings += _private(key, 0o600)
+    if trust.gateway_authority.exists():
+        findings += _private(trust.gateway_authority, 0o600)
     yield from findings or [ok(str(trust.directory))]
+
+
+def _gateway(settings: Settings) -> Iterator[Finding]:
+    """What is wrong with the keys of this machine's gateway."""
+    folder = gateway_folder(settings.state_dir)
+    if folder.is_dir():
+        yield from _private(folder, 0o700)
+        try:
+            yield from _private(open_gateway(settings.state_dir).gateway_authority, 0o600)
+        except TrustError as wrong:
+            yield fail(wrong.found, expected=wrong.expected, remedy=wrong.remedy)
 
 
 def free_space(settings: Settings) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from reconciler.runs.spec import RunError
 from reconciler.service.process import AUTHORITIES, NEEDED
 from reconciler.settings import Settings
 from reconciler.trust import downloads, oidc
-from reconciler.trust.ca import Trust, authorities
+from reconciler.trust.ca import GATEWAY, Trust, authorities
 
 # Certificates and tokens are checked by several clocks; a smaller difference has no effect.
 _SKEW_S = 5.0
@@ -163,8 +163,15 @@ def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
         f"keys in {trust.directory} that are {'' if equal else 'not '}the site's",
         unless=equal,
         expected="the same SSH authorities on every machine",
-        remedy="copy host_ca*, user_ca* and operator* from a machine of the site",
+        remedy="copy host_ca*, user_ca*, gateway_ca* and operator* from a machine of the site",
     )
+    if GATEWAY not in recorded:
+        yield warn(
+            "no authority for gateways",
+            expected="one that hosts accept for their relay account alone",
+            remedy="restart the service, which makes it; then `gpuaas gateway-trust FOLDER` writes"
+            " the keys for each gateway on another machine",
+        )
 
 
 def admin_tokens(_settings: Settings, conn: Connection) -> Iterator[Finding]:
@@ -280,14 +287,18 @@ def member_address(settings: Settings, conn: Connection) -> Iterator[Finding]:
     """Tenants of slices get an address to connect to, and the gateway answers there."""
     if settings.member_address:
         name, port = settings.gateway
+        trust = Trust(settings.state_dir / "trust")
+        if GATEWAY not in authorities(trust):
+            return  # A finding of the check of the authorities.
         try:
-            asyncio.run(probe(Trust(settings.state_dir / "trust"), name, port))
+            asyncio.run(probe(trust, name, port))
         except (OSError, TimeoutError, asyncssh.Error) as failure:
             text = " ".join(str(failure).split()) or type(failure).__name__
             yield warn(
                 f"{settings.member_address}: {text}",
                 expected="a gateway with a certificate of this site's authority",
-                remedy="start gpuaas-gateway.service, and let GPUAAS_MEMBER_ADDRESS lead to it",
+                remedy="start gpuaas-gateway.service with keys of `gpuaas gateway-trust FOLDER`,"
+                " and let GPUAAS_MEMBER_ADDRESS lead to it",
             )
         else:
             yield ok(f"{settings.member_address} proves itself, and asks for a key")

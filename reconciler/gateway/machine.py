@@ -89,7 +89,14 @@ class Machine:
                 remedy="tell the operators; nothing of yours was sent to it",
             ) from None
         except asyncssh.PermissionDenied:
-            raise _problem("relay_refused", "the host does not lead there (any more)") from None
+            raise Problem(
+                "relay_refused",
+                502,
+                expected="a host that leads the gateway to this machine",
+                found="it does not (any more)",
+                remedy="try again in a minute; a host of an earlier version accepts the gateway"
+                " after its next comparison, for which operators use `gpuaas nodes drift NODE`",
+            ) from None
         except asyncssh.ChannelOpenError as refused:
             closed = refused.code != asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED
             actual = "no SSH server on the machine" if closed else "the host does not lead there"
@@ -171,8 +178,9 @@ class Machine:
                 "terminal_refused_by_guest",
                 502,
                 expected="a machine that accepts the gateway's certificates",
-                found="it refuses them: its certificate authority for terminals was removed",
-                remedy="use `gpuaas ssh`, or write the files of the terminal again",
+                found="it refuses them: its certificate authority for terminals was removed, or is"
+                " that of an earlier version",
+                remedy="use `gpuaas ssh`, or write the files again: `gpuaas ssh-terminal`",
             ) from None
         except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
             raise Problem(

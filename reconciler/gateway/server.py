@@ -25,9 +25,9 @@ from reconciler.gateway.terminal import WINDOW
 from reconciler.lifecycle import ssh_access
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.errors import Problem
-from reconciler.records import ssh_keys, ssh_sessions
+from reconciler.records import ssh_keys, ssh_sessions, tokens
 from reconciler.settings import Settings
-from reconciler.trust.ca import certify_host, gateway_key, open_trust
+from reconciler.trust.ca import Trust, gateway_host_key, revoke_host
 
 log = logging.getLogger("gpuaas.gateway")
 DESTINATION, PORT = "slice", 22
@@ -41,10 +41,11 @@ _SIGNATURES = (
     "rsa-sha2-256",
     "rsa-sha2-512",
 )
+_RENEW_S = 86_400.0
 _PROHIBITED = asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED
 
 
-async def serve(settings: Settings, engine: Engine) -> None:
+async def serve(settings: Settings, engine: Engine, trust: Trust) -> None:
     """Run the gateway of this machine until SIGINT or SIGTERM."""
     if not settings.member_address:
         raise Problem(
@@ -55,7 +56,7 @@ async def serve(settings: Settings, engine: Engine) -> None:
             remedy="set it for the whole site, such as ssh.gpuaas.example:2222",
         )
     name, _ = settings.gateway
-    gateway = Gateway(engine, open_trust(settings.state_dir), name)
+    gateway = Gateway(engine, trust, name)
     host, _, port = settings.gateway_listen.rpartition(":")
     acceptor = await gateway.listen(host.strip("[]"), int(port))
     log.info("gateway %s on %s", settings.member_address, settings.gateway_listen)
@@ -97,7 +98,7 @@ class Gateway(Sessions):
         )
 
     async def run(self, acceptor: asyncssh.SSHAcceptor) -> None:
-        """Authorise the open sessions again and again, report them, and renew the certificate."""
+        """Authorise the open sessions again and again, report them, and keep the keys current."""
         renewing = asyncio.create_task(self._renew(acceptor))
         try:
             await self.watch()
@@ -105,14 +106,22 @@ class Gateway(Sessions):
             renewing.cancel()
 
     async def _renew(self, acceptor: asyncssh.SSHAcceptor) -> None:
+        loop = asyncio.get_running_loop()
+        renewed_at = loop.time()
         while True:
-            await asyncio.sleep(86_400)
-            acceptor.update(server_host_keys=[self._host_key()])
+            await asyncio.sleep(self.limits.report_s)
+            try:
+                # Hosts may have enrolled with other keys since.
+                revoked = await self.ask(tokens.revoked_host_keys)
+                await asyncio.to_thread(revoke_host, self.trust, *revoked)
+                if loop.time() - renewed_at > _RENEW_S:
+                    acceptor.update(server_host_keys=[self._host_key()])
+                    renewed_at = loop.time()
+            except Exception as failure:
+                log.error("cannot renew the gateway's keys: %s", failure)
 
     def _host_key(self) -> tuple[str, asyncssh.SSHCertificate]:
-        path = gateway_key(self.trust)
-        public = path.with_name(f"{path.name}.pub").read_text()
-        line = certify_host(self.trust, public, self.name)
+        path, line = gateway_host_key(self.trust, self.name)
         return str(path), asyncssh.import_certificate(line)
 
 

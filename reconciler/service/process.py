@@ -13,18 +13,33 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 
+import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
 from reconciler.db import leader
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine, reading, retrying
 from reconciler.db.leader import Lease
+from reconciler.db.schema import settings as stored
 from reconciler.inventory import maas_sync, sync
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.pools.supervisor import Supervisor
+from reconciler.records import tokens
 from reconciler.settings import Settings
-from reconciler.trust.ca import authorities, open_trust
+from reconciler.trust.ca import (
+    GATEWAY,
+    Trust,
+    authorities,
+    export_gateway,
+    gateway_ca,
+    gateway_folder,
+    host_keys,
+    keep_gateway_ca,
+    open_gateway,
+    open_trust,
+    revoke_host,
+)
 from reconciler.work.loops import Loop, Loops
 from reconciler.work.worker import Worker
 
@@ -35,7 +50,7 @@ log = logging.getLogger("gpuaas.leader")
 AUTHORITIES = "ssh_authorities"
 # Pause between two looks for changes that NetBox or MAAS should show.
 INVENTORY_S = 5.0
-API, WORKER, LOOPS, GATEWAY = "api", "worker", "loops", "gateway"
+API, WORKER, LOOPS, GATE = "api", "worker", "loops", "gateway"
 # Roles that a site needs besides the API, on any machine: they carry out and end all work.
 NEEDED = (WORKER, LOOPS)
 
@@ -61,7 +76,7 @@ def running(
         # A part whose thread has died or hangs has no role, even if the process lives on.
         working = worker is not None and worker.looking()
         looping = work and loops.turning()
-        states = ((API, api), (WORKER, working), (LOOPS, looping), (GATEWAY, gateway))
+        states = ((API, api), (WORKER, working), (LOOPS, looping), (GATE, gateway))
         return [role for role, active in states if active]
 
     # A connection of its own: requests may occupy all others.
@@ -191,26 +206,65 @@ class Heartbeat:
 def adopt(settings: Settings, engine: Engine) -> None:
     """Create the site's authorities at its first start, or raise a Problem if they differ here.
 
-    All machines of a site share a pair of authorities. With other keys a service could not reach
-    any host of the site, and would enrol hosts that the other machines cannot reach.
+    All machines of a site share its authorities. With other keys a service could not reach any host
+    of the site, and would enrol hosts that the other machines cannot reach. Of the gateway's
+    authority a machine may have the public key alone.
     """
     with reading(engine) as conn:
         recorded = site.read(conn, AUTHORITIES)
     if recorded is not None and not (settings.state_dir / "trust" / "host_ca").exists():
         raise _differ(settings, "no keys")
-    local = authorities(open_trust(settings.state_dir))
-    if recorded is None:
+    trust = open_trust(settings.state_dir)
+    if recorded is not None and GATEWAY in recorded:
+        keep_gateway_ca(trust, recorded[GATEWAY])
+    local = {**authorities(trust), GATEWAY: gateway_ca(trust)}
+    if _lacks(recorded, local):
         recorded = retrying(engine, partial(_record, local))
+        if recorded != local and recorded.get("host_ca") == local["host_ca"]:
+            # Another machine was first with the gateway's.
+            keep_gateway_ca(trust, recorded[GATEWAY], replace=True)
+            local = authorities(trust)
     if recorded != local:
         raise _differ(settings, "other keys")
+    if trust.gateway_authority.exists():
+        export_gateway(trust, gateway_folder(settings.state_dir))
+
+
+def _lacks(recorded: dict[str, str] | None, local: dict[str, str]) -> bool:
+    """Whether nothing is recorded, or all but the gateway's authority, which is newer."""
+    return recorded is None or (GATEWAY not in recorded and recorded.items() <= local.items())
 
 
 def _record(local: dict[str, str], conn: Connection) -> dict[str, str]:
-    # Another machine may have recorded its authorities first.
+    # Another machine may have recorded its authorities first, or be about to.
+    conn.execute(sa.select(stored.c.name).where(stored.c.name == AUTHORITIES).with_for_update())
     recorded: dict[str, str] | None = site.read(conn, AUTHORITIES)
-    if recorded is None:
-        site.write(conn, AUTHORITIES, local, Act("service", "the site's first start"))
-    return recorded or local
+    if recorded is not None and not _lacks(recorded, local):
+        return recorded
+    site.write(conn, AUTHORITIES, local, Act("service", "the first start with these authorities"))
+    return local
+
+
+def adopt_gateway(settings: Settings, engine: Engine) -> Trust:
+    """The keys of this machine's gateway, with every revoked host key. TrustError
+    `gateway_trust_missing` or `gateway_trust_excessive`; Problem if they are not the site's.
+    """
+    trust = open_gateway(settings.state_dir)
+    with reading(engine) as conn:
+        recorded = site.read(conn, AUTHORITIES) or {}
+        revoked = tokens.revoked_host_keys(conn)
+    if any(recorded.get(name) != key for name, key in authorities(trust).items()):
+        raise Problem(
+            "authorities_differ",
+            expected=f"the site's public keys in {trust.directory}",
+            found="others",
+            remedy="copy there what `gpuaas gateway-trust FOLDER` writes on the service's machine",
+        )
+    revoke_host(trust, *revoked)
+    for key in host_keys(Trust(trust.directory.with_name("trust"))):
+        if os.access(key, os.R_OK):
+            log.warning("a gateway that is taken over reads %s, and holds every host with it", key)
+    return trust
 
 
 def _differ(settings: Settings, found: str) -> Problem:
@@ -218,6 +272,6 @@ def _differ(settings: Settings, found: str) -> Problem:
         "authorities_differ",
         expected=f"the site's SSH authorities in {settings.state_dir / 'trust'}",
         found=found,
-        remedy="copy host_ca*, user_ca* and operator* from a machine of the site, with their modes,"
-        " or restore them from a backup",
+        remedy="copy host_ca*, user_ca*, gateway_ca* and operator* from a machine of the site, with"
+        " their modes, or restore them from a backup",
     )

@@ -1,7 +1,9 @@
-"""SSH certificate authorities of the site: one certifies hosts, the other the reconciler's logins.
+"""SSH certificate authorities of the site: for hosts, for the reconciler's logins, for the gateway.
 
 A host is accepted by its certificate only, under its node id. The reconciler logs in with a
-certificate of short validity. Private keys never leave <state dir>/trust.
+certificate of short validity. Private keys never leave <state dir>/trust, but for the gateway's
+authority: hosts accept it for their relay account alone, and every gateway has it in a folder of
+its own.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from reconciler.trust.certificates import Signature, certify, certify_clock, rea
 from reconciler.trust.keygen import TrustError, new_key, public_key
 
 OPERATOR = "gpuaas-operator"
+# Name of the gateway's authority among the site's.
+GATEWAY = "gateway_ca"
 # Account of hosts, and the principal that it accepts: it prints telemetry and can do nothing else.
 TELEMETRY = "gpuaas-telemetry"
 # Validity of a host certificate. Renewal begins when a third is left: long enough for a host that
@@ -33,12 +37,16 @@ _BACKDATE = timedelta(hours=1)
 
 
 class Trust:
-    """Folder with the keys of both authorities and of our logins; created by `open_trust`."""
+    """Folder with the keys of the authorities and of our logins; created by `open_trust`.
+
+    A gateway's folder has its authority, and of the others the host authority's public key alone.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.host_authority = directory / "host_ca"
         self.user_authority = directory / "user_ca"
+        self.gateway_authority = directory / GATEWAY
         self.operator = directory / "operator"
         self.telemetry = directory / "telemetry"
 
@@ -87,16 +95,20 @@ def certify_host(
                 found=repr(name)[:100],
                 remedy="register the node under an id of these characters",
             )
+    return _certify_host(trust.host_authority, host_key, names, days)
+
+
+def _certify_host(authority: Path, host_key: str, names: tuple[str, ...], days: int) -> str:
     now = datetime.now(UTC)
     signature = Signature(
-        key_id=f"node {node_id}",
+        key_id=f"node {names[0]}",
         principals=names,
         valid_after=now - _BACKDATE,
         valid_before=now + timedelta(days=days),
         serial=secrets.randbits(63),
         host=True,
     )
-    return certify(trust.host_authority, host_key, signature)
+    return certify(authority, host_key, signature)
 
 
 def operator_identity(trust: Trust, valid_s: int = 3600) -> Identity:
@@ -151,7 +163,7 @@ def relay_certificate(trust: Trust, key: str, allocation_id: str) -> str:
 
     The host accepts its principal only while the slice lives, and for one address.
     """
-    return _gateway_certificate(trust, key, f"slice:{allocation_id}", b"permit-port-forwarding")
+    return _gateway_login(trust, key, f"slice:{allocation_id}", b"permit-port-forwarding")
 
 
 def terminal_certificate(trust: Trust, key: str, allocation_id: str) -> str:
@@ -159,7 +171,7 @@ def terminal_certificate(trust: Trust, key: str, allocation_id: str) -> str:
 
     The guest accepts its principal only if it was launched with a terminal.
     """
-    return _gateway_certificate(trust, key, terminal_principal(allocation_id), b"permit-pty")
+    return _gateway_login(trust, key, terminal_principal(allocation_id), b"permit-pty")
 
 
 def terminal_principal(allocation_id: str) -> str:
@@ -167,7 +179,7 @@ def terminal_principal(allocation_id: str) -> str:
     return f"terminal:{allocation_id}"
 
 
-def _gateway_certificate(trust: Trust, key: str, principal: str, extension: bytes) -> str:
+def _gateway_login(trust: Trust, key: str, principal: str, extension: bytes) -> str:
     now = datetime.now(UTC)
     signature = Signature(
         key_id=f"gateway {principal}",
@@ -178,21 +190,97 @@ def _gateway_certificate(trust: Trust, key: str, principal: str, extension: byte
         host=False,
         extensions=(extension,),
     )
-    return certify(trust.user_authority, key, signature)
+    return certify(trust.gateway_authority, key, signature)
 
 
-def gateway_key(trust: Trust) -> Path:
-    """The host key of this machine's gateway, created at first use."""
+def gateway_host_key(trust: Trust, name: str) -> tuple[Path, str]:
+    """The host key of this machine's gateway, created at first use, with a new certificate."""
     key = trust.directory / "gateway"
     with _locked(trust):
         _ensure_key(key, "gpuaas gateway")
-    return key
+    return key, _certify_host(trust.gateway_authority, _public(key), (name,), HOST_DAYS)
 
 
 def gateway_hosts(trust: Trust, name: str, port: int) -> str:
     """The known_hosts line by which a client knows every gateway of the site."""
     where = name if port == 22 else f"[{name}]:{port}"
-    return f"@cert-authority {where} {_public(trust.host_authority)}\n"
+    return f"@cert-authority {where} {gateway_ca(trust)}\n"
+
+
+def gateway_ca(trust: Trust) -> str:
+    """The public key of the gateway's authority, which is created at first use.
+
+    A machine of the site that has the public key alone (`keep_gateway_ca`) never makes another.
+    """
+    if not _public_path(trust.gateway_authority).exists():
+        with _locked(trust):
+            _ensure_key(trust.gateway_authority, "gpuaas gateway authority", public_last=True)
+    return _public(trust.gateway_authority)
+
+
+def keep_gateway_ca(trust: Trust, recorded: str, *, replace: bool = False) -> None:
+    """Write the site's public key of the gateway's authority where there is none. replace: also
+    instead of another pair, which no machine of the site has seen.
+    """
+    public = _public_path(trust.gateway_authority)
+    with _locked(trust):
+        if replace and _public(trust.gateway_authority) != recorded:
+            trust.gateway_authority.unlink(missing_ok=True)
+            public.unlink()
+        if not public.exists():
+            _write(public, f"{recorded}\n")
+
+
+def gateway_folder(state_dir: Path) -> Path:
+    """What a gateway has of the site's keys. On its own machine the service writes it."""
+    return state_dir.resolve() / "gateway"
+
+
+def export_gateway(trust: Trust, folder: Path) -> None:
+    """Write what a gateway needs into a folder: its authority, and public keys.
+
+    Existing files are replaced, but host keys that were revoked there stay so.
+    """
+    gateway = Trust(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    with _locked(gateway):
+        for key in (trust.host_authority, trust.gateway_authority):
+            _write(folder / f"{key.name}.pub", f"{_public(key)}\n")
+        _write_known_hosts(gateway, sorted({*_revoked(trust), *_revoked(gateway)}))
+        _write(gateway.gateway_authority, trust.gateway_authority.read_text())
+
+
+def open_gateway(state_dir: Path) -> Trust:
+    """The keys of this machine's gateway; TrustError if one is missing, or opens hosts."""
+    folder = gateway_folder(state_dir)
+    trust = Trust(folder)
+    public = (_public_path(trust.host_authority), _public_path(trust.gateway_authority))
+    needed = (trust.gateway_authority, known_hosts(trust), *public)
+    missing = [path.name for path in needed if not path.is_file()]
+    if missing:
+        raise TrustError(
+            "gateway_trust_missing",
+            expected=f"the gateway's keys in {folder}",
+            found=f"no {', '.join(missing)}",
+            remedy="start the service on this machine, or copy there what"
+            " `gpuaas gateway-trust FOLDER` writes on the service's machine",
+        )
+    excess = [path.name for path in host_keys(trust) if path.exists()]
+    if excess:
+        raise TrustError(
+            "gateway_trust_excessive",
+            expected=f"no key in {folder} that opens hosts, or stands for one",
+            found=", ".join(excess),
+            remedy="delete the folder, and copy there what `gpuaas gateway-trust FOLDER` writes on"
+            " the service's machine",
+        )
+    return trust
+
+
+def host_keys(trust: Trust) -> tuple[Path, ...]:
+    """The private keys of a folder by which its reader logs in to hosts, or poses as one."""
+    return (trust.host_authority, trust.user_authority, trust.operator, trust.telemetry)
 
 
 def user_ca(trust: Trust) -> str:
@@ -201,8 +289,12 @@ def user_ca(trust: Trust) -> str:
 
 
 def authorities(trust: Trust) -> dict[str, str]:
-    """Public keys of both authorities by file name. Machines of a site have the same."""
-    return {key.name: _public(key) for key in (trust.host_authority, trust.user_authority)}
+    """Public keys of the authorities by file name. Machines of a site have the same.
+
+    A machine has none of the gateway before the first start of a version that makes it.
+    """
+    keys = (trust.host_authority, trust.user_authority, trust.gateway_authority)
+    return {key.name: _public(key) for key in keys if _public_path(key).exists()}
 
 
 def known_hosts(trust: Trust) -> Path:
@@ -220,8 +312,12 @@ def revoke_host(trust: Trust, *host_keys: str) -> None:
             _write_known_hosts(trust, [*revoked, *new])
 
 
+def _public_path(key: Path) -> Path:
+    return key.with_name(f"{key.name}.pub")
+
+
 def _public(key: Path) -> str:
-    return public_key(key.with_name(f"{key.name}.pub").read_text())
+    return public_key(_public_path(key).read_text())
 
 
 def _revoked(trust: Trust) -> list[str]:
@@ -236,15 +332,19 @@ def _write_known_hosts(trust: Trust, revoked: Sequence[str]) -> None:
     _write(known_hosts(trust), "".join(f"{line}\n" for line in lines))
 
 
-def _ensure_key(path: Path, comment: str) -> None:
-    """Create a pair of keys. The private key is moved last, so its presence means a whole pair."""
-    if path.exists():
+def _ensure_key(path: Path, comment: str, *, public_last: bool = False) -> None:
+    """Create a pair of keys. The private key is moved last, so its presence means a whole pair;
+    with public_last the presence of the public key does.
+    """
+    pair = [_public_path(path), path]
+    if public_last:
+        pair.reverse()
+    if pair[-1].exists():
         return
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
-        fresh = Path(folder) / path.name
-        new_key(fresh, comment)
-        fresh.with_name(f"{path.name}.pub").replace(path.with_name(f"{path.name}.pub"))
-        fresh.replace(path)
+        new_key(Path(folder) / path.name, comment)
+        for file in pair:
+            (Path(folder) / file.name).replace(file)
 
 
 def _write(path: Path, text: str) -> None:

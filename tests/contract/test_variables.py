@@ -17,6 +17,7 @@ from reconciler.runs.contract import ContractError
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = sorted((ROOT / "profiles").glob("*.yml"))
 ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
+AUTHORITY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKlD7mHAmvLJF1Eb8RvzpO3kcJHk1bkNQMeIKMxZk0V3"
 DIGEST = "sha256:" + "a" * 64
 EUI = "5e0000000000a000"
 # Playbooks that select fabric cards by the profile's ids, or check them.
@@ -111,6 +112,7 @@ OWN: dict[str, dict[str, Any]] = {
         "slice_vm": VM,
         "slice_fabric": {"isolation": "vlan", "link": "ethernet", "vlan": 3001},
         "slice_seed": {"user_data": {"users": []}, "meta_data": {}, "network_config": {}},
+        "slice_gateway_authority": AUTHORITY,
         "slice_ready_deadline": 900,
         "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
     },
@@ -132,7 +134,10 @@ OWN: dict[str, dict[str, Any]] = {
         "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
     },
     "verify_absent": RELEASE,
-    "reconcile_drift": {"slice_slots": [bundle(numa_node=-1)]},
+    "reconcile_drift": {
+        "slice_slots": [bundle(numa_node=-1)],
+        "slice_gateway_authority": AUTHORITY,
+    },
     "renew_certificate": {"slice_certificate": "ssh-ed25519-cert-v01@openssh.com AAAAIHNzaA=="},
     "provision_baremetal": {
         "slice_allocation": {
@@ -246,6 +251,8 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_allocation.username", "provision_slice", "root:x"),
     ("slice_allocation.ssh_keys.0", "provision_slice", "ssh-ed25519 A\nssh-ed25519 B"),
     ("boot_id", "provision_slice", ""),
+    ("slice_gateway_authority", "reconcile_drift", "ssh-ed25519 AAAA\nssh-ed25519 BBBB"),
+    ("slice_gateway_authority", "provision_slice", ""),
     ("slice_power", "power_slice", "destroy"),
     ("slice_guests.0.allocation_id", "reboot_node", "all"),
     ("slice_guests.0.slots.0.fence", "reboot_node", 0),

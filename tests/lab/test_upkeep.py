@@ -90,6 +90,14 @@ def test_a_tenant_logs_in_and_copies_through_the_gateway(
     story.needs("slice")
     assert stage.service is not None
     id = stage.facts["allocation"]["id"]
+    # As a host of an earlier version has it: the next comparison gives it the gateway's authority.
+    conf = "/etc/ssh/sshd_config.d/61-gpuaas-relay.conf"
+    stage.on_host("sed", "-i", "/TrustedUserCAKeys/d", conf)
+    stage.on_host("rm", "/etc/ssh/gpuaas_relay_ca.pub")
+    assert _differences(stage) == set()
+    for user, file in (("gpuaas-relay", "gpuaas_relay_ca"), ("root", "gpuaas_user_ca")):
+        shown = stage.on_host("sshd", "-T", "-C", f"user={user},host=h,addr=192.0.2.1")
+        assert f"trustedusercakeys /etc/ssh/{file}.pub\n" in shown, user
     with stage.service.gateway():
         words = ["-F", str(slice_steps.gateway_settings(stage)), "-o", "BatchMode=yes"]
         assert _client("ssh", *words, id, "id -un").strip() == slice_steps.USER

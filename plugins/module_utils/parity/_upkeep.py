@@ -33,6 +33,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_parity,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
 
 # Checks of parity that hold at any time, also beside running tenants and tasks.
 CHECKS = (
@@ -96,6 +97,9 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     if "boot_configuration" in roles:
         services = {"services": profile.get("gpu_services", []), "state": "quiesced"}
         repairs.append(lambda done: _drive(_gpu_services.SUBJECT, services, done))
+    if params.get("gateway_authority"):
+        relay = {"state": "kept", "authority": params["gateway_authority"]}
+        repairs.append(lambda done: _drive(_relay.SUBJECT, relay, done))
     # Last, because a guardian would restore the network before its differences are recorded.
     repairs.append(_start_guardians)
     done: list[str] = []

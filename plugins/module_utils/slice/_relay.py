@@ -2,7 +2,8 @@
 
 The gateway logs in with a certificate for `slice:<allocation>`. sshd accepts that principal only
 while the account's file has its line, and the line admits connections to one guest only. So the
-host decides what the gateway reaches, whatever the gateway asks for.
+host decides what the gateway reaches, whatever the gateway asks for. The authority of these
+certificates is one of its own: sshd accepts it for no other account, and no other for this account.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ ACCOUNT = "gpuaas-relay"
 SHELL = "/usr/sbin/nologin"
 PRINCIPALS = _accounts.principals(ACCOUNT)
 SETTINGS = "/etc/ssh/sshd_config.d/61-gpuaas-relay.conf"
+AUTHORITY = "/etc/ssh/gpuaas_relay_ca.pub"
 PORT = 22
+_KEY = re.compile(r"ssh-ed25519 [A-Za-z0-9+/=]{1,200}")
 _LINE = re.compile(
     rf'restrict,port-forwarding,permitopen="([0-9.]+):{PORT}" slice:([0-9a-f-]{{36}})'
 )
@@ -66,6 +69,7 @@ def settings() -> str:
 Match User {ACCOUNT}
     AuthenticationMethods publickey
     AuthorizedKeysFile none
+    TrustedUserCAKeys {AUTHORITY}
     AuthorizedPrincipalsFile {PRINCIPALS}
     AllowTcpForwarding local
     AllowStreamLocalForwarding no
@@ -82,10 +86,11 @@ Match User {ACCOUNT}
 
 @dataclass(frozen=True)
 class State:
-    """settings: sshd's file, "" without it."""
+    """settings, authority: texts of the files, "" without them."""
 
     account: _accounts.User | None
     settings: str
+    authority: str
     lines: tuple[str, ...]
 
 
@@ -93,12 +98,16 @@ def observe(params: _change.Params) -> State:
     if params["state"] == "present":
         _ledger.require_leased(params["slots"], params["allocation_id"])
     account = _accounts.named(ACCOUNT)
-    return State(account, _host.kept(SETTINGS) or "", tuple(lines()))
+    present = {path: _host.kept(path) or "" for path in (SETTINGS, AUTHORITY)}
+    return State(account, present[SETTINGS], present[AUTHORITY], tuple(lines()))
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     if params["state"] == "removed":
         return _removal(state)
+    if params["state"] == "kept":
+        # Where no slice was handed over yet, the next handover writes them.
+        return _change.Plan(tuple(_files(params["authority"], state) if state.settings else ()))
     allocation = params["allocation_id"]
     present = [text for text in state.lines if owner(text) == allocation]
     if params["state"] == "absent":
@@ -109,11 +118,22 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     steps = []
     if state.account is None:
         steps.append(_change.Step("add_account", ACCOUNT, None, SHELL))
-    if state.settings != settings().strip():
-        steps.append(_change.Step("write_settings", SETTINGS, state.settings or None, "set"))
+    steps += _files(params["authority"], state)
     if present != wanted:
         steps.append(_change.Step("open_way", PRINCIPALS, present, wanted))
     return _change.Plan(tuple(steps), tuple(_foreign(state)))
+
+
+def _files(authority: str, state: State) -> list[_change.Step]:
+    """sshd reads the authority at each login, so it is there before the settings that name it."""
+    steps = []
+    if not _KEY.fullmatch(authority):
+        raise _object_names.invalid("authority", "type and base64 of a public key", authority)
+    if state.authority != authority:
+        steps.append(_change.Step("write_authority", AUTHORITY, state.authority, authority))
+    if state.settings != settings().strip():
+        steps.append(_change.Step("write_settings", SETTINGS, state.settings or None, "set"))
+    return steps
 
 
 def _removal(state: State) -> _change.Plan:
@@ -129,6 +149,8 @@ def _removal(state: State) -> _change.Plan:
     steps = []
     if state.settings:
         steps.append(_change.Step("remove_settings", SETTINGS, "set", None))
+    if state.authority:
+        steps.append(_change.Step("remove_authority", AUTHORITY, "set", None))
     if state.account is not None:
         steps.append(_change.Step("remove_account", ACCOUNT, SHELL, None))
     return _change.Plan(tuple(steps), tuple(_foreign(state)))
@@ -151,6 +173,10 @@ def _foreign(state: State) -> list[Refusal]:
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_account":
         _accounts.add_login(ACCOUNT, SHELL)
+    elif step.name == "write_authority":
+        _host.write(AUTHORITY, f"{step.after}\n")
+    elif step.name == "remove_authority":
+        _host.remove(AUTHORITY)
     elif step.name == "write_settings":
         _sshd.install(
             *(SETTINGS, settings(), "relay_not_taken"),

@@ -23,7 +23,7 @@ from reconciler.model.fabric import Isolation
 from reconciler.model.states import AllocationState, PowerAction, TaskKind
 from reconciler.records import allocations, claims, images, reports, segments
 from reconciler.records import slots as slot_records
-from reconciler.trust.ca import Trust, user_ca
+from reconciler.trust.ca import gateway_ca, open_trust
 from reconciler.trust.downloads import url as download_url
 from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
@@ -133,15 +133,21 @@ def provision_variables(work: Work) -> dict[str, Any]:
             ),
             "tenant_data": work.parameters.get("tenant_data", {}),
         },
+        "slice_gateway_authority": _gateway_authority(work),
         "slice_ready_deadline": ready_deadline(work),
         "boot_id": work.parameters["boot_id"],
     }
 
 
+def _gateway_authority(work: Work) -> str:
+    """The authority that hosts accept for their relay account, and guests for terminals."""
+    return gateway_ca(open_trust(work.settings.state_dir))
+
+
 def _terminal(work: Work) -> list[dict[str, str]]:
     if not work.parameters.get("parameters", {}).get("terminal"):
         return []
-    authority = user_ca(Trust(work.settings.state_dir / "trust"))
+    authority = _gateway_authority(work)
     allocation, bridge = work.parameters["allocation"], work.profile["network"]["address"]
     return guest_terminal.files(allocation["id"], allocation["username"], authority, bridge)
 
@@ -280,7 +286,10 @@ def absence_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def drift_variables(work: Work) -> dict[str, Any]:
-    return {"slice_slots": slot_records.bundles(work.conn, work.task.node_id)}
+    return {
+        "slice_slots": slot_records.bundles(work.conn, work.task.node_id),
+        "slice_gateway_authority": _gateway_authority(work),
+    }
 
 
 def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, terminal_recordings
 from reconciler.model.act import Act
 from reconciler.records import ssh_sessions, terminals
-from reconciler.trust.ca import open_trust
+from reconciler.trust.ca import gateway_ca, open_trust
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack
 from tests.unit.reconciler.api.test_baremetal import BODY as WHOLE
@@ -22,7 +22,7 @@ def with_terminal(stack: Stack) -> str:
     """An active slice with a terminal, of a site with a gateway."""
     address = {"member_address": "ssh.example:2222"}
     stack.settings = stack.settings.model_copy(update=address)
-    open_trust(stack.settings.state_dir)
+    gateway_ca(open_trust(stack.settings.state_dir))
     made = str(launch(stack, "terminal", terminal=True).json()["id"])
     activate(stack, made)
     with_keys(stack, made, [KEY])

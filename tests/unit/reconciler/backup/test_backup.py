@@ -339,6 +339,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
     assert left - {"reconciler.db", "reconciler.db-wal", "reconciler.db-shm"} == {
         "restored-settings.env",
         "trust",
+        "gateway",
     }
     with pytest.raises(Problem, match="restore_not_empty"):
         restore(after, file)

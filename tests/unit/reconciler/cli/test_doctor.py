@@ -18,13 +18,14 @@ import yaml
 from reconciler.backup import MARK
 from reconciler.db import leader
 from reconciler.db import schema as tables
+from reconciler.db import settings as site
 from reconciler.db.engine import transaction
 from reconciler.doctor import examine, installation, services
 from reconciler.records import images
-from reconciler.service.process import adopt
+from reconciler.service.process import AUTHORITIES, adopt
 from reconciler.settings import PROJECT, Settings
 from reconciler.shipped import COLLECTION
-from reconciler.trust.ca import Trust, open_trust
+from reconciler.trust.ca import Trust, authorities, open_trust
 from tests.unit.reconciler.api.stack import ACT, IMAGE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -118,6 +119,25 @@ def _other_authorities(stack: Stack) -> None:
     open_trust(stack.settings.state_dir)
 
 
+def _operators_key_at_the_gateway(stack: Stack) -> None:
+    folder = stack.settings.state_dir
+    shutil.copy2(folder / "trust" / "operator", folder / "gateway")
+
+
+def _open_key_of_the_gateway(stack: Stack) -> None:
+    (stack.settings.state_dir / "gateway" / "gateway_ca").chmod(0o640)
+
+
+def _earlier_authorities(stack: Stack) -> None:
+    folder = stack.settings.state_dir
+    shutil.rmtree(folder / "gateway")
+    for name in ("gateway_ca", "gateway_ca.pub"):
+        (folder / "trust" / name).unlink()
+    with transaction(stack.engine) as conn:
+        recorded = authorities(Trust(folder / "trust"))
+        site.write(conn, AUTHORITIES, recorded, ACT)
+
+
 def _no_admin(stack: Stack) -> None:
     with transaction(stack.engine) as conn:
         conn.execute(sa.update(tables.api_tokens).values(revoked_at=1))
@@ -144,6 +164,9 @@ def _nobody_leads(stack: Stack) -> None:
         (_no_key, "ssh_ca", "fail"),
         (_no_trust, "ssh_ca", "warn"),
         (_other_authorities, "authorities", "fail"),
+        (_operators_key_at_the_gateway, "ssh_ca", "fail"),
+        (_open_key_of_the_gateway, "ssh_ca", "fail"),
+        (_earlier_authorities, "authorities", "warn"),
         (_no_admin, "tokens", "warn"),
         (_nobody_works, "processes", "warn"),
         (_nobody_leads, "leader", "fail"),

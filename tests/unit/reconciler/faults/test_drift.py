@@ -44,7 +44,9 @@ class Look:
             kinds = [TaskKind.SLICE_DRIFT_RECONCILE]
             (self.task,) = leasing.lease(conn, "looker", kinds=kinds)
             bundles = slots.bundles(conn, "n1")
-        self._given = {"slice_slots": bundles, "slice_profile": {"network": {"bridge": "ovsbr0"}}}
+        profile = {"network": {"bridge": "ovsbr0"}}
+        authority = {"slice_gateway_authority": "ssh-ed25519 AAAA"}
+        self._given = {"slice_slots": bundles, "slice_profile": profile, **authority}
         self.result: Record = {}
 
     def take(self) -> None:

@@ -26,6 +26,7 @@ from reconciler.gateway.sessions import Limits
 from reconciler.lifecycle import guest_terminal, slices
 from reconciler.model.states import TaskState
 from reconciler.records import queue
+from reconciler.service.process import adopt
 from reconciler.trust import ca
 from tests.unit.reconciler.api.conftest import databases, selling
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
@@ -117,7 +118,7 @@ class World:
 
 def seed(trust: ca.Trust, allocation: str) -> list[dict[str, str]]:
     """The guest's files for terminals."""
-    return guest_terminal.files(allocation, USER, ca.user_ca(trust), f"{NAME}/8")
+    return guest_terminal.files(allocation, USER, ca.gateway_ca(trust), f"{NAME}/8")
 
 
 @pytest.fixture
@@ -143,6 +144,7 @@ def world(
 ) -> Iterator[World]:
     monkeypatch.setenv("SSH_AUTH_SOCK", "")
     selling.settings = selling.settings.model_copy(update={"member_address": f"{NAME}:1"})
+    adopt(selling.settings, selling.engine)
     trust = ca.open_trust(selling.settings.state_dir)
     key = tmp_path / "tenant"
     public = new_key(key)
@@ -158,7 +160,9 @@ def world(
     monkeypatch.setattr(_relay, "ACCOUNT", USER)
     monkeypatch.setattr(_relay, "PRINCIPALS", _accounts.principals(USER))
     settings = _relay.settings().replace(_relay.PRINCIPALS, f"{tree}{_relay.PRINCIPALS}")
+    settings = settings.replace(_relay.AUTHORITY, f"{tmp_path}/gateway_ca.pub")
     (tmp_path / "relay.conf").write_text(settings)
+    (tmp_path / "gateway_ca.pub").write_text(ca.gateway_ca(trust) + "\n")
     (tmp_path / "user_ca.pub").write_text(ca.user_ca(trust) + "\n")
     host = boot(
         "host",
@@ -169,7 +173,9 @@ def world(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    gateway = Gateway(selling.engine, trust, NAME, limits)
+    # From a folder of its own, which is all that a gateway on another machine has.
+    folder = ca.open_gateway(selling.settings.state_dir)
+    gateway = Gateway(selling.engine, folder, NAME, limits)
     world = World(selling, boot, tree, key, host, guest, gateway, loop, seed=files)
     world.dial(host.port)
     world.allocation = world.launch(terminal=terminal)
@@ -218,7 +224,7 @@ class Mute:
         self._world.dial(self._listen(str(key), principal, "channel"))
 
     def _listen(self, key: str, principal: str, stage: str) -> int:
-        authority = ca.user_ca(self._world.gateway.trust)
+        authority = ca.gateway_ca(self._world.gateway.trust)
         line = f'cert-authority,principals="{principal}" {authority}'
         listening = asyncssh.create_server(
             lambda: _MuteServer(self, stage), NAME, 0,

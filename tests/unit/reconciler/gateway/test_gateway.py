@@ -16,7 +16,9 @@ import time
 import uuid
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import asyncssh
@@ -31,9 +33,11 @@ from reconciler.gateway import machine, sessions
 from reconciler.gateway.machine import probe
 from reconciler.gateway.server import Client, Gateway
 from reconciler.model.errors import Problem
+from reconciler.records import tokens
 from reconciler.trust import ca
-from tests.unit.reconciler.api.stack import NODE
-from tests.unit.reconciler.benchmark.sshd import USER, new_key
+from reconciler.trust.certificates import Signature, certify
+from tests.unit.reconciler.api.stack import ACT, NODE
+from tests.unit.reconciler.benchmark.sshd import SSHD, USER, new_key
 from tests.unit.reconciler.gateway.conftest import NAME, QUICK, World, open_way, wait_for
 
 AMOUNT = 128 << 20
@@ -185,8 +189,13 @@ def test_the_gateway_itself_offers_nothing_else(world: World, words: list[str]) 
 
 
 def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
-    """Whoever has the gateway's authority reaches what the host's line says, and no more."""
+    """Whoever has the gateway's keys, all of them, reaches what the host's lines say, and no more.
+
+    Its database is not looked at here.
+    """
     trust = world.gateway.trust
+    names = {path.name for path in trust.directory.iterdir() if not path.name.endswith(".pub")}
+    assert names == {"gateway", "gateway_ca", "known_hosts", "lock"}
     key = world.tree / "relay"
     public = new_key(key)
     relay = ["ssh", "-F", "/dev/null", "-i", str(key), "-o", "BatchMode=yes"]
@@ -212,6 +221,71 @@ def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
     assert "Permission denied" in ask("-W", guest, certificate=another)
     open_way(world)
     assert "Permission denied" in ask("-W", guest)
+
+
+def test_the_gateways_authority_opens_no_other_account_and_no_other_opens_the_gateways(
+    world: World,
+) -> None:
+    """By sshd itself, with the settings as hosts have them: the global ones and the relay's."""
+    site = ca.open_trust(world.stack.settings.state_dir)
+    key, folder = world.tree / "any", world.tree
+    public = new_key(key)
+    (folder / "operators").write_text(f"{ca.OPERATOR}\n")
+    (folder / "relay.conf").write_text(
+        _relay.settings().replace(f"Match User {USER}\n", "Match User gpuaas-relay\n")
+    )
+    root = world.boot(
+        "another",
+        login="none",
+        settings=f"TrustedUserCAKeys {world.host.folder.parent}/user_ca.pub\n"
+        f"AuthorizedPrincipalsFile {folder}/operators\nInclude {folder}/relay.conf",
+        certify=lambda line: ca.certify_host(site, line, NODE),
+    )
+    shown = {
+        user: subprocess.run(
+            [str(SSHD), "-T", "-f", str(root.folder / "sshd_config"),
+             "-C", f"user={user},host=h,addr=192.0.2.1"],
+            capture_output=True, text=True, timeout=30, check=True,
+        ).stdout
+        for user in ("gpuaas-relay", "root")
+    }  # fmt: skip
+    assert f"trustedusercakeys {_relay.AUTHORITY}\n" in shown["gpuaas-relay"]
+    assert f"trustedusercakeys {world.host.folder.parent}/user_ca.pub\n" in shown["root"]
+
+    def ask(port: int, authority: Path, principal: str, *words: str) -> str:
+        now = datetime.now(UTC)
+        span = {"valid_after": now - timedelta(hours=1), "valid_before": now + timedelta(hours=1)}
+        wish = Signature(key_id="x", principals=(principal,), serial=1, host=False, **span)
+        key.with_name("any-cert.pub").write_text(certify(authority, public, wish))
+        done = subprocess.run(
+            ["ssh", "-F", "/dev/null", "-i", str(key), "-o", "BatchMode=yes", "-p", str(port),
+             "-o", f"UserKnownHostsFile={ca.known_hosts(site)}", "-o", f"HostKeyAlias={NODE}",
+             *words, f"{USER}@127.0.0.1", *([] if words else ["id"])],
+            capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    theirs, ours = site.gateway_authority, site.user_authority
+    line, guest = f"slice:{world.allocation}", ["-W", f"127.0.0.1:{world.guest.port}"]
+    assert "uid=" in ask(root.port, ours, ca.OPERATOR)
+    assert "Permission denied" in ask(root.port, theirs, ca.OPERATOR)
+    assert ask(world.host.port, theirs, line, *guest).startswith("SSH-2.0-")
+    assert "Permission denied" in ask(world.host.port, ours, line, *guest)
+
+
+def test_a_host_key_that_is_revoked_later_is_refused(world: World) -> None:
+    """A host that has enrolled with another key since; the gateway hears of it by the records."""
+    assert world.run("id").returncode == 0
+    with transaction(world.stack.engine) as conn:
+        tokens.record_certificate(
+            conn, NODE, ACT, certificate="x", public_key=world.host.key, principals=[NODE],
+            serial="1", valid_until=4e9,
+        )  # fmt: skip
+        tokens.replace_certificates(conn, NODE, "", ACT)
+    known = ca.known_hosts(world.gateway.trust)
+    wait_for(lambda: f"@revoked * {world.host.key}" in known.read_text())
+    refused = world.run("id")
+    assert refused.returncode == 255 and "host_not_proven" in refused.stderr
 
 
 def test_unknown_names_and_keys_are_refused_alike(world: World) -> None:

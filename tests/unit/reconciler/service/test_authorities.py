@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import settings as site
+from reconciler.db.engine import reading, retrying, transaction
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.service.process import adopt
+from reconciler.service import process
+from reconciler.service.process import AUTHORITIES, adopt, adopt_gateway
 from reconciler.settings import Settings
+from reconciler.trust import ca
 from reconciler.trust.ca import open_trust
+from reconciler.trust.keygen import TrustError
+
+OTHERS = ("host_ca", "user_ca", "operator")
 
 
 @pytest.mark.covers("CTRL-9")
@@ -30,3 +39,85 @@ def test_every_machine_has_the_sites(engine: sa.Engine, tmp_path: Path) -> None:
         adopt(third, engine)
     shutil.copytree(first.state_dir / "trust", second.state_dir / "trust")
     adopt(second, engine)
+
+
+def machine(folder: Path, source: Settings | None = None) -> Settings:
+    """A machine of the site; with the keys of another one as an earlier version had them."""
+    settings = Settings(state_dir=folder)
+    (folder / "trust").mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    for name in OTHERS if source else ():
+        for file in (name, f"{name}.pub"):
+            shutil.copy2(source.state_dir / "trust" / file, folder / "trust")
+    return settings
+
+
+def earlier(settings: Settings, engine: sa.Engine) -> None:
+    """Record the authorities as a version without one for the gateway did."""
+    pairs = ca.authorities(open_trust(settings.state_dir))
+    assert set(pairs) == {"host_ca", "user_ca"}
+    with transaction(engine) as conn:
+        site.write(conn, AUTHORITIES, pairs, Act("service", "test"))
+
+
+@pytest.mark.covers("SLICE-10")
+def test_a_site_of_an_earlier_version_gets_the_gateways_authority_once(
+    engine: sa.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a")
+    earlier(first, engine)
+    second, third = machine(tmp_path / "b", first), machine(tmp_path / "c", first)
+    stranger = machine(tmp_path / "d")
+    open_trust(stranger.state_dir)
+    with pytest.raises(Problem, match=r"authorities_differ.*found other keys"):
+        adopt(stranger, engine)
+
+    def late(*words: Any) -> Any:
+        """The other machine starts between this one's look and its record."""
+        monkeypatch.undo()
+        adopt(first, engine)
+        return retrying(*words)
+
+    monkeypatch.setattr(process, "retrying", late)
+    adopt(second, engine)
+    adopt(third, engine)
+    adopt(first, engine)
+    with reading(engine) as conn:
+        recorded = site.read(conn, AUTHORITIES)
+    for settings in (first, second, third):
+        trust = ca.Trust(settings.state_dir / "trust")
+        assert ca.authorities(trust) == recorded and ca.GATEWAY in recorded
+        assert trust.gateway_authority.exists() is (settings is first)
+        assert ca.gateway_folder(settings.state_dir).exists() is (settings is first)
+
+
+@pytest.mark.covers("SLICE-10")
+def test_a_gateway_has_its_own_keys_and_no_others(engine: sa.Engine, tmp_path: Path) -> None:
+    service, gateway, other = (machine(tmp_path / name) for name in "abc")
+    adopt(service, engine)
+    trust = open_trust(service.state_dir)
+    folder = ca.gateway_folder(gateway.state_dir)
+    with pytest.raises(TrustError, match="gateway_trust_missing"):
+        adopt_gateway(gateway, engine)
+    ca.export_gateway(trust, folder)
+    assert adopt_gateway(gateway, engine).directory == folder
+    secrets = {path.name for path in folder.iterdir() if b"PRIVATE KEY" in path.read_bytes()}
+    assert secrets == {"gateway_ca"}
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder / "gateway_ca")} == {
+        0o700,
+        0o600,
+    }
+    # What was revoked there stays so when the service writes the folder again.
+    revoked = (service.state_dir / "trust" / "operator.pub").read_text()
+    ca.revoke_host(ca.Trust(folder), revoked)
+    ca.export_gateway(trust, folder)
+    assert " ".join(revoked.split()[:2]) in (folder / "known_hosts").read_text()
+    for name in (*OTHERS, "telemetry"):
+        shutil.copy2(trust.directory / name, folder)
+        with pytest.raises(TrustError, match=f"gateway_trust_excessive.*found {name}"):
+            adopt_gateway(gateway, engine)
+        (folder / name).unlink()
+    ca.gateway_ca(open_trust(other.state_dir))
+    ca.export_gateway(open_trust(other.state_dir), folder)
+    with pytest.raises(Problem, match="authorities_differ"):
+        adopt_gateway(gateway, engine)

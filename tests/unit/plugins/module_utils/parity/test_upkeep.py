@@ -28,6 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _guest_probe,
     _upkeep,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
 
 from tests.unit.plugins.module_utils.network import frames
 from tests.unit.plugins.module_utils.network import rig as rigs
@@ -92,6 +93,8 @@ def rig() -> Iterator[Rig]:
         def run(argv: list[str], **options: Any) -> _command.Result:
             if argv[0] == "systemctl":
                 return SYSTEMD.run(list(argv))
+            if argv[0] == "sshd":
+                return _command.Result(0, "", "")
             return real(argv, **options)
 
         patch.setattr(_command, "run", run)
@@ -281,3 +284,17 @@ def test_a_full_file_system_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
     (row,) = _upkeep._full()
     assert (row.code, row.found) == ("host_disk_full", "3 MiB free in the file system of /")
+
+
+@pytest.mark.covers("SLICE-10")
+def test_a_host_of_an_earlier_version_takes_the_gateways_authority(rig: Rig) -> None:
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKlD7mHAmvLJF1Eb8RvzpO3kcJHk1bkNQMeIKMxZk0V3"
+    given = {**PARAMS, "gateway_authority": key}
+    assert _upkeep.keep(given, check_mode=False) == ([], [])
+    _host.write(_relay.SETTINGS, f"Match User {_relay.ACCOUNT}\n")
+    assert _upkeep.keep(given, check_mode=True) == ([], [])
+    done, left = _upkeep.keep(given, check_mode=False)
+    assert [step.split()[0] for step in done] == ["write_authority", "write_settings"]
+    assert left == [] and _host.read(_relay.AUTHORITY) == key
+    assert _host.read(_relay.SETTINGS) == _relay.settings().strip()
+    assert _upkeep.keep(given, check_mode=False) == ([], [])

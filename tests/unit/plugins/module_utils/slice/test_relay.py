@@ -16,6 +16,9 @@ pytestmark = pytest.mark.covers("SLICE-10")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
+AUTHORITY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKlD7mHAmvLJF1Eb8RvzpO3kcJHk1bkNQMeIKMxZk0V3"
+OTHER = AUTHORITY.replace("IKlD", "IKlE")
+FILES = ["write_authority", "write_settings"]
 USERS = "root:x:0:0:root:/root:/bin/bash\n"
 RELAY = "gpuaas-relay:x:998:998::/nonexistent:/usr/sbin/nologin\n"
 
@@ -23,7 +26,7 @@ RELAY = "gpuaas-relay:x:998:998::/nonexistent:/usr/sbin/nologin\n"
 def params(state: str = "present", allocation: str = ONE, **changes: Any) -> dict[str, Any]:
     slots = [{"slot_id": f"slot-{allocation[:2]}", "fence": 3}]
     given = {"allocation_id": allocation, "ip": "10.100.0.10", "slots": slots, "state": state}
-    return {**given, **changes}
+    return {**given, "authority": AUTHORITY, **changes}
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def programs(host: Path, monkeypatch: pytest.MonkeyPatch, **leave: str) -> list[
 def test_a_way_is_opened_beside_others_and_closed(host: Path) -> None:
     with_account(host)
     first = drive(params())
-    assert first.done == ["write_settings", "open_way"] and first.facts == {"relay": {"open": True}}
+    assert first.done == [*FILES, "open_way"] and first.facts == {"relay": {"open": True}}
     assert drive(params()).plan.steps == ()
     assert drive(params(allocation=TWO, ip="10.100.0.11")).done == ["open_way"]
     assert lines(host) == [
@@ -94,7 +97,7 @@ def test_the_account_is_made_without_shell_password_and_home(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = programs(host, monkeypatch, useradd=RELAY)
-    assert drive(params()).done == ["add_account", "write_settings", "open_way"]
+    assert drive(params()).done == ["add_account", *FILES, "open_way"]
     ((*options, name),) = made
     assert name == "gpuaas-relay" and "--no-create-home" in options
     assert options[options.index("--shell") + 1] == "/usr/sbin/nologin"
@@ -123,6 +126,8 @@ def test_an_account_that_can_do_more_is_refused(host: Path, entry: str, code: st
         ({"slots": []}, "lease_missing"),
         ({"ip": '10.100.0.10:22",permitopen="10.0.0.1'}, "spec_invalid"),
         ({"ip": "10.100.0.10 "}, "spec_invalid"),
+        ({"authority": ""}, "spec_invalid"),
+        ({"authority": f"{AUTHORITY}\n{OTHER}"}, "spec_invalid"),
     ],
 )
 def test_a_late_or_wrong_run_opens_nothing(host: Path, changes: dict[str, Any], code: str) -> None:
@@ -144,6 +149,23 @@ def test_settings_that_sshd_refuses_are_taken_back(tree: Path, script: Script) -
     assert not (tree / _relay.SETTINGS.lstrip("/")).exists()
 
 
+def test_a_host_of_an_earlier_version_takes_the_gateways_authority(host: Path) -> None:
+    """And another one when that is replaced; a host without the account gets nothing."""
+    kept = {"state": "kept", "authority": AUTHORITY}
+    with_account(host)
+    assert drive(kept).plan.steps == ()
+    drive(params())
+    (host / _relay.AUTHORITY.lstrip("/")).unlink()
+    settings = host / _relay.SETTINGS.lstrip("/")
+    lines = settings.read_text().splitlines(keepends=True)
+    settings.write_text("".join(line for line in lines if "TrustedUserCAKeys" not in line))
+    assert drive(kept).done == FILES
+    assert drive(kept).plan.steps == ()
+    assert settings.read_text() == "".join(lines)
+    assert drive({"state": "kept", "authority": OTHER}).done == ["write_authority"]
+    assert (host / _relay.AUTHORITY.lstrip("/")).read_text() == f"{OTHER}\n"
+
+
 def test_a_machine_that_sells_no_slices_keeps_nothing(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +176,8 @@ def test_a_machine_that_sells_no_slices_keeps_nothing(
     drive(params("absent"))
     removed = programs(host, monkeypatch, userdel="")
     outcome = drive({"state": "removed"})
-    assert outcome.done == ["remove_settings", "remove_account"] and len(removed) == 1
-    assert not (host / _relay.SETTINGS.lstrip("/")).exists()
-    assert not (host / _relay.PRINCIPALS.lstrip("/")).exists()
+    assert outcome.done == ["remove_settings", "remove_authority", "remove_account"]
+    assert len(removed) == 1
+    for path in (_relay.SETTINGS, _relay.AUTHORITY, _relay.PRINCIPALS):
+        assert not (host / path.lstrip("/")).exists()
     assert drive({"state": "removed"}).plan.steps == ()
