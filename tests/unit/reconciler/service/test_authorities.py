@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import asyncssh
 import pytest
 import sqlalchemy as sa
 
+from reconciler.cli.service import open_migrated
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.gateway.machine import probe
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.service import process
@@ -121,3 +131,59 @@ def test_a_gateway_has_its_own_keys_and_no_others(engine: sa.Engine, tmp_path: P
     ca.export_gateway(open_trust(other.state_dir), folder)
     with pytest.raises(Problem, match="authorities_differ"):
         adopt_gateway(gateway, engine)
+
+
+@pytest.mark.covers("SLICE-10")
+def test_the_gateway_starts_with_that_folder_alone(tmp_path: Path) -> None:
+    """The processes themselves. What the service wrote for itself stays on its machine."""
+    service, gateway = machine(tmp_path / "a"), machine(tmp_path / "b")
+    engine, _ = open_migrated(service)
+    adopt(service, engine)
+    engine.dispose()
+    folder = gateway.state_dir / "gateway"
+    (gateway.state_dir / "trust").rmdir()
+    assert run(service, "gateway-trust", str(folder)).returncode == 0
+    again = run(service, "gateway-trust", str(folder))
+    assert again.returncode and "gateway_folder_exists" in again.stderr
+    for file in service.state_dir.glob("reconciler.db*"):
+        shutil.copy2(file, gateway.state_dir)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    known = open_trust(service.state_dir)
+    words, environment = command(gateway, "gateway", address)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+    try:
+        while True:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            with contextlib.suppress(OSError, asyncssh.Error):
+                asyncio.run(probe(known, *split(address)))
+                break
+            time.sleep(0.1)
+    finally:
+        process.terminate()
+        process.wait()
+    shutil.copy2(known.operator, folder)
+    refused = run(gateway, "gateway", address)
+    assert refused.returncode and "gateway_trust_excessive" in refused.stderr
+
+
+def command(settings: Settings, *words: str) -> tuple[list[str], dict[str, str]]:
+    """A command of `gpuaas` on this machine; a second word is the gateway's address."""
+    own = {"GPUAAS_STATE_DIR": str(settings.state_dir)}
+    if words[0] == "gateway":
+        own |= dict.fromkeys(("GPUAAS_MEMBER_ADDRESS", "GPUAAS_GATEWAY_LISTEN"), words[1])
+        words = words[:1]
+    return [sys.executable, "-m", "reconciler.cli.main", *words], {**os.environ, **own}
+
+
+def run(settings: Settings, *words: str) -> subprocess.CompletedProcess[str]:
+    line, environment = command(settings, *words)
+    return subprocess.run(
+        line, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.partition(":")
+    return host, int(port)
