@@ -53,8 +53,8 @@ bench: ## Measure against the named peers; adds to build/bench.json (CLAIMS=--no
 	@$(PYTHON) -m tests.bench.gateway
 	@$(PYTHON) -m tests.bench.jobs
 
-image: setup ## Build an image for slices in build/images: make image RECIPE=base, or gpu with NVIDIA's driver and RDMA
-	@$(GPUAAS) lab image $(or $(RECIPE),base)
+image: setup ## Build an image for slices in build/images: make image RECIPE=base, or gpu with NVIDIA's driver and RDMA; WORKER=1 adds the worker kit
+	@$(GPUAAS) lab image $(or $(RECIPE),base) $(if $(WORKER),--worker)
 
 scripts: setup ## Build the single-file programs into build/scripts
 	@$(PYTHON) -m scripts.standalone

@@ -70,6 +70,9 @@ def build_image(
     nvlink: Annotated[
         bool, typer.Option(help="For GPUs that no NVSwitch connects; else NVLink is disabled.")
     ] = False,
+    worker: Annotated[
+        bool, typer.Option("--worker", help="With the program that runs inference jobs.")
+    ] = False,
     apt_source: Annotated[
         list[str] | None,
         typer.Option(help="A further source: deb [signed-by=FILE] URL SUITE COMPONENT."),
@@ -81,7 +84,9 @@ def build_image(
         runtime = slice_image.Runtime(driver, cuda, rdma=True, nvlink=nvlink)
         runtime = runtime if recipe == "gpu" else slice_image.Runtime()
         sources = apt_source or []
-        made = slice_image.build(recipe, this_distro(), runtime, folder.absolute(), sources)
+        made = slice_image.build(
+            *(recipe, this_distro(), runtime, folder.absolute(), sources), worker=worker
+        )
         print(json.dumps(asdict(made), indent=1))
 
 

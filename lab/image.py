@@ -73,10 +73,14 @@ def overlay_tar(overlay: Path, private: frozenset[str]) -> bytes:
     """Pack `overlay` into a tar file owned by root; only root can read the `private` files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for file in sorted(p for p in overlay.rglob("*") if p.is_file()):
+        for file in sorted(p for p in overlay.rglob("*") if p.is_symlink() or p.is_file()):
             name = file.relative_to(overlay).as_posix()
-            content = file.read_bytes()
             entry = tarfile.TarInfo(f"./{name}")
+            if file.is_symlink():
+                entry.type, entry.linkname = tarfile.SYMTYPE, str(file.readlink())
+                tar.addfile(entry)
+                continue
+            content = file.read_bytes()
             entry.size = len(content)
             executable = bool(file.stat().st_mode & 0o100)
             entry.mode = 0o600 if name in private else 0o755 if executable else 0o644

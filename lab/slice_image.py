@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab import cache, guest_image, image, rootfs
-from lab.command import LabError
+from lab.command import LabError, run
 from lab.distro import Distro
+from lab.paths import REPOSITORY
 from lab.progress import step
 
 OVERLAY = Path(__file__).parent / "slice" / "overlay"
@@ -72,9 +73,17 @@ class SliceImage:
 
 
 def build(
-    name: str, distro: Distro, runtime: Runtime, folder: Path, sources: Sequence[str] = ()
+    name: str,
+    distro: Distro,
+    runtime: Runtime,
+    folder: Path,
+    sources: Sequence[str] = (),
+    *,
+    worker: bool = False,
 ) -> SliceImage:
-    """Build the image `name`. A package that no source has is refused by its name."""
+    """Build the image `name`. A package that no source has is refused by its name. worker: with the
+    program of job workers.
+    """
     components = f"{distro.components} restricted" if distro.id == "ubuntu" else distro.components
     distro = replace(distro, components=components, more=tuple(sources))
     packages = [KERNEL[distro.id], *guest_image.PACKAGES, *runtime.packages(distro)]
@@ -93,19 +102,23 @@ def build(
     finish += "" if runtime.nvlink else WITHOUT_NVLINK
     size_mib = SIZES_MIB[name]
     inputs = {"rootfs": base.parent.name, "size": size_mib, "finish": finish}
-    key = cache.content_key(inputs, [OVERLAY, Path(image.__file__)])
-    root = str(uuid.uuid5(uuid.NAMESPACE_OID, key))
-    layout = image.Layout(size_mib, root, guest_image.ESP_ID, bios=True)
     folder.mkdir(parents=True, exist_ok=True)
-    raw = folder / f"{name}-{distro.suite}-{key}.raw"
     with tempfile.TemporaryDirectory(prefix=".image-", dir=folder) as work, step(f"image {name}"):
         script, draft = Path(work) / "finish.sh", Path(work) / "disk.raw"
         script.write_text(finish)
         log = folder / f"{name}.log"
-        image.write(draft, layout, rootfs=base, overlay=OVERLAY, finish=script, log=log)
+        overlay = Path(shutil.copytree(OVERLAY, Path(work) / "overlay"))
+        if worker:
+            run([REPOSITORY / "scripts" / "worker-kit", overlay], log=log)
+        key = cache.content_key(inputs, [overlay, Path(image.__file__)])
+        root = str(uuid.uuid5(uuid.NAMESPACE_OID, key))
+        layout = image.Layout(size_mib, root, guest_image.ESP_ID, bios=True)
+        raw = folder / f"{name}-{distro.suite}-{key}.raw"
+        image.write(draft, layout, rootfs=base, overlay=overlay, finish=script, log=log)
         with draft.open("rb") as stream:
             digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
         shutil.move(draft, raw)
-    labels = "".join(f" --runtime {label}" for label in runtime.labels)
+    contents = sorted([*runtime.labels, *(["worker-kit"] if worker else [])])
+    labels = "".join(f" --runtime {label}" for label in contents)
     words = f"gpuaas images import {raw} --source-digest {digest} --name {name} --version {key}"
-    return SliceImage(str(raw), digest, size_mib * image.MIB, runtime.labels, words + labels)
+    return SliceImage(str(raw), digest, size_mib * image.MIB, contents, words + labels)

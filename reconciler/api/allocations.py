@@ -42,8 +42,8 @@ from reconciler.api.tasks import Task
 from reconciler.api.timeline import ProgressStep, StateStep
 from reconciler.db import journal, schema
 from reconciler.db.rows import Page
+from reconciler.lifecycle import guest_pool, placement, power
 from reconciler.lifecycle import launch as launching
-from reconciler.lifecycle import placement, power
 from reconciler.model import cloud_config
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
@@ -113,6 +113,11 @@ class NewAllocation(Body):
         description="Cloud-config of the tenant for a slice, at most 16 KiB. It is applied after"
         f" ours; it may hold {', '.join(cloud_config.KEYS)}.",
     )
+    worker_pool: Label = Field(
+        default="",
+        description="Id or name of a pool of the project with the target allocation, whose workers"
+        " the slice runs. Its image must contain `worker-kit`.",
+    )
 
     @model_validator(mode="after")
     def _counts_gpus(self) -> Self:
@@ -140,6 +145,7 @@ _PASSED_ON = {
     "region",
     "pool",
     "sku",
+    "worker_pool",
 }
 
 
@@ -363,7 +369,10 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         present = "a whole machine is delivered with its present installation"
         problems.require_default(body, "user_data", present)
         problems.require_default(body, "terminal", present)
+        problems.require_default(body, "worker_pool", present)
     own = cloud_config.parse(body.user_data)
+    # Before the transaction, because a name server may be slow.
+    api = guest_pool.api_addresses(context.settings) if body.worker_pool else []
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
         offers = profile_offers(context.settings.profiles_dir)
@@ -376,6 +385,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             catalogue=_catalogue(offers, body.capacity_shape),
             offers=offers if body.capacity_shape is CapacityShape.GPU_SLICE else {},
             user_data=own,
+            api=api,
             **body.model_dump(mode="json", include=_PASSED_ON),
         )
         allocation = launching.allocate(conn, launch, act)

@@ -46,7 +46,8 @@ class NewImage(Reasoned):
     guest_profile: Label = ""
     runtime: Annotated[list[Name], Field(max_length=16)] = Field(
         default=[],
-        description="What the image contains: driver-VERSION, cuda-VERSION, rdma, nvlink-disabled.",
+        description="What the image contains: driver-VERSION, cuda-VERSION, rdma, nvlink-disabled,"
+        " worker-kit.",
     )
     compression: Literal["none", "zstd"] = "none"
     url_digest: Annotated[str, StringConstraints(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Query
@@ -61,20 +62,24 @@ class NewPool(Reasoned):
         Name | None, Field(description="Run jobs of this project only; null: of all.")
     ] = None
     target: Annotated[
-        Literal["host", "remote"],
-        Field(description="host: a machine of the service. remote: workers that others start."),
+        Literal["host", "allocation", "remote"],
+        Field(
+            description="host: a machine of the service. allocation: the slice of a launch that"
+            " names the pool. remote: workers that others start."
+        ),
     ] = "host"
 
     @model_validator(mode="after")
     def _fits_target(self) -> Self:
-        if self.target == "remote":
+        if self.target != "host":
             if not self.project_id:
-                raise ValueError("a remote pool runs jobs of a project: name it in project_id")
-            for name in ("host", "devices", "memory_mib", "kill_on_oom"):
+                raise ValueError("such a pool runs jobs of a project: name it in project_id")
+            own = ("memory_mib",) if self.target == "remote" else ()
+            for name in ("host", "devices", "kill_on_oom", *own):
                 if getattr(self, name) != type(self).model_fields[name].get_default(
                     call_default_factory=True
                 ):
-                    raise ValueError(f"{name} has no effect on workers that others start")
+                    raise ValueError(f"{name} has no effect on workers of target {self.target}")
         return self
 
 
@@ -117,7 +122,10 @@ class Pool(Answer):
     replicas: int
     memory_mib: int
     kill_on_oom: bool
-    devices: list[str]
+    devices: list[str] = Field(description="GPUs; of a slice, their addresses on its machine.")
+    allocation_id: str | None = Field(description="The slice in which its workers run.")
+    image: str = Field(description="Name and version of the slice's image.")
+    image_digest: str
     drain_s: int
     grace_s: int
     state: PoolState
@@ -142,9 +150,11 @@ class Pool(Answer):
     def of_pools(cls, conn: Connection, rows: list[schema.Pool]) -> list[Self]:
         living = workers.living(conn, [pool.id for pool in rows])
         held = workers.holding(conn, [each.id for pool in rows for each in living[pool.id]])
+        placed = workers.placed(conn, [pool.allocation_id for pool in rows if pool.allocation_id])
         return [
             cls.of(
                 pool,
+                **asdict(placed.get(pool.allocation_id or "", workers.Placed(pool.devices))),
                 workers=[Worker.of(each, jobs=held.get(each.id, 0)) for each in living[pool.id]],
                 memory_bytes=sum(each.memory_bytes for each in living[pool.id]),
                 jobs=sum(held.get(each.id, 0) for each in living[pool.id]),

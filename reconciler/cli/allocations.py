@@ -52,6 +52,9 @@ def launch(
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Let a slice accept the gateway's terminals.")
     ] = False,
+    worker_pool: Annotated[
+        str, typer.Option(help="Run the workers of this pool, by id or name, in the slice.")
+    ] = "",
     wait: Annotated[bool, typer.Option(help="Wait until it can be used.")] = True,
 ) -> None:
     """Launch a virtual machine with whole GPUs, or a whole bare-metal machine."""
@@ -70,6 +73,8 @@ def launch(
         body["image"] = image
     if terminal:
         body["terminal"] = True
+    if worker_pool:
+        body["worker_pool"] = worker_pool
     if user_data:
         body["user_data"] = _text_of(user_data)
     try:

@@ -112,6 +112,14 @@ def worker(
         Path | None,
         typer.Option(help="A file with the token of a remote pool: use the API, not the database."),
     ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            exists=True,
+            help="A folder of NAME.onnx, and NAME.py with a function `run`, for --model NAME.",
+        ),
+    ] = None,
 ) -> None:
     """Run jobs on this machine until SIGTERM, which lets the present job finish.
 
@@ -119,15 +127,23 @@ def worker(
     Several may run.
     """
     with failures.logged():
-        _work(model or [], memory, drain, pool_token)
+        _work(model or [], memory, drain, pool_token and pool_token.absolute(), models)
 
 
-def _work(words: list[str], memory: int, drain: float, pool_token: Path | None) -> None:
+def _work(
+    words: list[str], memory: int, drain: float, pool_token: Path | None, folder: Path | None
+) -> None:
     from reconciler import logs
+    from reconciler.pools import processes
     from reconciler.pools.child import Runner, parse
     from reconciler.pools.worker import Worker
     from reconciler.settings import Settings
 
+    if folder is not None:
+        # Functions are imported from there.
+        os.chdir(folder)
+        targets = processes.models(Path.cwd())
+        words = [word if "=" in word else f"{word}={targets.get(word, '')}" for word in words]
     models = parse(words)
     settings = Settings()
     logs.configure(settings)

@@ -85,13 +85,17 @@ def start(
     host: Annotated[str, typer.Option(help="Id or name. Default: the one with most memory.")] = "",
     project: Annotated[str, typer.Option(help="Run the jobs of this project only.")] = "",
     target: Annotated[
-        str, typer.Option(help="host: a machine of the service; remote: workers started elsewhere.")
+        str,
+        typer.Option(
+            help="host: a machine of the service; allocation: the slice of `launch --worker-pool`;"
+            " remote: workers started elsewhere."
+        ),
     ] = "host",
     direct: Direct = False,
     reason: Reason = "",
     wait: Annotated[bool, typer.Option(help="Wait until its workers have loaded.")] = False,
 ) -> None:
-    """Start a pool of workers, on a machine of the service or wherever people start them."""
+    """Start a pool of workers: on a machine of the service, in a slice, or elsewhere."""
     body = {
         "name": name,
         "models": model,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from reconciler.console import charts
 from reconciler.console.visit import Document, Visit
 from reconciler.model.jobs import Mode
-from reconciler.model.pools import ACT_SHARE, REMOTE, WARN_SHARE, PoolState
+from reconciler.model.pools import ACT_SHARE, APART, WARN_SHARE, PoolState
 
 _MIB = 1 << 20
 
@@ -71,9 +71,9 @@ async def _living(visit: Visit) -> list[Document]:
 
 def _measured(pool: Document) -> Document:
     """The pool and its workers with their memory. A pool is as near its limit as its fullest
-    worker, because the limit is of each. The memory of remote workers is not known.
+    worker, because the limit is of each. The memory of workers apart is not known.
     """
-    if pool["host_id"] == REMOTE:
+    if pool["host_id"] in APART:
         workers = [worker | {"memory": None} for worker in pool["workers"]]
         return pool | {"workers": workers, "memory": None}
     limit = pool["memory_mib"] * _MIB

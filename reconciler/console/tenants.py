@@ -16,7 +16,7 @@ from reconciler.console.visit import Document, Refused, Visit
 STEPS = ("shape", "region", "image", "access", "review")
 _FIELDS = (
     *("capacity_shape", "gpu_count:int", "sku", "region", "image_id", "hostname", "username"),
-    "terminal:json",
+    *("terminal:json", "worker_pool"),
 )
 _KEYS = "ssh_keys:lines"
 
@@ -201,7 +201,7 @@ def _chosen(visit: Visit) -> dict[str, str]:
     # One choice decides shape, SKU and number of GPUs.
     shape, _, count = query.get("offer", "").rpartition("*")
     if shape == "baremetal":
-        values |= dict.fromkeys(("sku", "gpu_count", "image_id", "terminal"), "")
+        values |= dict.fromkeys(("sku", "gpu_count", "image_id", "terminal", "worker_pool"), "")
         values["capacity_shape"] = "baremetal"
     elif count.isdigit():
         values |= {"capacity_shape": "gpu_slice", "sku": shape, "gpu_count": count}

@@ -15,7 +15,7 @@ from reconciler.db.rows import Record, batch_insert
 from reconciler.db.schema import Allocation, Image, Slot, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
-from reconciler.lifecycle import baremetal, gate, ingress, placement, quota
+from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, placement, quota
 from reconciler.lifecycle.slices import advance_together, move_claims, run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
@@ -27,7 +27,7 @@ from reconciler.records import allocations as allocation_records
 from reconciler.records import projects, proofs, queue
 from reconciler.records.claims import claim_node, claim_slot, held_slots, of_allocation
 
-_OF_NODE = ("id", "boot_id", "profile", "region", "pool")
+_OF_NODE = ("id", "address", "boot_id", "profile", "region", "pool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class Launch:
 
     A slice names its image by id, or by name with an optional version. catalogue: the SKU of each
     hardware profile, by profile name. A requested SKU must be in the catalogue. offers: what slices
-    each hardware profile sells. user_data: the tenant's own cloud-config, parsed.
+    each hardware profile sells. user_data: the tenant's own cloud-config, parsed. worker_pool: id
+    or name of the project's pool whose workers the slice runs. api: addresses of the API for them.
     """
 
     project_id: str
@@ -57,6 +58,8 @@ class Launch:
     catalogue: Mapping[str, str] = field(default_factory=dict)
     offers: Mapping[str, Offer] = field(default_factory=dict)
     user_data: Mapping[str, Any] = field(default_factory=dict)
+    worker_pool: str = ""
+    api: Sequence[str] = ()
 
     @property
     def profiles(self) -> tuple[str, ...]:
@@ -92,6 +95,9 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
+    pool = None
+    if launch.worker_pool:
+        pool = guest_pool.admit(conn, launch.worker_pool, launch.project_id)
     quota.admit(conn, launch.project_id, launch.gpu_count)
     try:
         node_id, chosen = placement.reserve(conn, launch.want)
@@ -103,8 +109,10 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     # (I16).
     image, node = _named(conn, launch, node_id)
     _require_room(image, chosen[0])
-    if offer := launch.offers.get(node["profile"]):
-        _require_runtime(image, offer.runtime)
+    offer = launch.offers.get(node["profile"], Offer())
+    _require_runtime(image, (*offer.runtime, *((guest_pool.KIT,) if pool else ())))
+    if pool:
+        guest_pool.require_fit(pool, offer, launch.gpu_count, launch.api, node["address"])
     with batch_insert(conn):
         allocation = _record(conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image.id)
         slot_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
@@ -129,6 +137,8 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
             **({"tenant_data": dict(launch.user_data)} if launch.user_data else {}),
         )
         task = queue.add(conn, item, act)
+    if pool:
+        guest_pool.attach(conn, pool, allocation, image, act)
     # Equal to the result of a fresh `get`, without another read.
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
 
@@ -202,6 +212,7 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
             baremetal.queue_release(conn, allocation, act)
         else:
             ingress.end_all(conn, id, act)
+            guest_pool.detach(conn, id, act)
             held = of_allocation(conn, id)
             item = run_on_slots(allocation, TaskKind.SLICE_VM_RELEASE, held)
             queue.enqueue(conn, item, act)
@@ -267,7 +278,9 @@ def _require_room(image: Image, boot_slot: Slot) -> None:
 
 
 def _require_runtime(image: Image, required: Sequence[str]) -> None:
-    """Problem `image_runtime_missing` for an image whose guests could not compute on this node."""
+    """Problem `image_runtime_missing` for an image whose guests could not compute on this node, or
+    not run the workers of a pool.
+    """
     if missing := [name for name in required if name not in image.runtime]:
         raise Problem(
             "image_runtime_missing",
@@ -344,4 +357,5 @@ def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) ->
         for slot in held_slots(conn, id):
             proof = proofs.record(conn, slot, ProofKind.UNTOUCHED, evidence, allocation_id=id)
             gate.give_back(conn, slot, proof, slot_act)
+        guest_pool.detach(conn, id, slot_act)
         advance(conn, Allocation, id, "withdraw", slot_act, columns={"ended_at": clock.now()})

@@ -15,7 +15,7 @@ from reconciler.db.journal import ENTITIES, Overdue, advance
 from reconciler.db.rows import Record
 from reconciler.db.schema import Allocation, Node, Proof, Slot, Task, allocations
 from reconciler.db.schema import slots as slot_table
-from reconciler.lifecycle import baremetal, gate, ingress, slices
+from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.slices import move_claims
 from reconciler.model.act import Act, require_reason
@@ -184,6 +184,7 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
             slices.block(conn, slot, allocation_id, act, step="force_release", error=error)
     baremetal.left_behind(conn, allocation_id, act, step="force_release", error=error)
     ingress.end_all(conn, allocation_id, act)
+    guest_pool.detach(conn, allocation_id, act)
     journal.audit_of(conn, act, "admin.allocation.force_release.applied", allocation)
     return allocation
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.schema import Allocation, Claim, Slot, allocations
-from reconciler.lifecycle import gate, host, ingress
+from reconciler.lifecycle import gate, guest_pool, host, ingress
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.proof import nothing_written
@@ -185,6 +185,7 @@ def fail(conn: sa.Connection, allocation_id: str, act: Act, *, error: Mapping[st
     columns = {"error": dict(error), "ended_at": clock.now()}
     advance(conn, Allocation, allocation_id, "fail", act, columns=columns)
     move_claims(conn, allocation_id, "fail", act)
+    guest_pool.detach(conn, allocation_id, act)
 
 
 def block(
@@ -197,6 +198,7 @@ def block(
     error: Mapping[str, Any],
 ) -> Slot:
     """Block a slot until there is evidence. Its detail names the allocation and the reason."""
+    guest_pool.detach(conn, allocation_id, act)
     reason = str(error.get("found") or error.get("code") or act.reason)
     detail = {"allocation_id": allocation_id, "reason": reason, "step": step}
     if error.get("code"):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from reconciler.model import fabric as fabric_model
@@ -36,6 +37,13 @@ _NO_SERIALS = frozenset(
         *("0123456789", "123456789", "1234567890", "empty", "undefined", "not provided"),
     }
 )
+# Networks that guests reach if the profile allows them, and those that they never reach, as in
+# `network/_flows.py` of the collection.
+PRIVATE = (
+    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("192.0.0.0/24", "192.0.2.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+)
+NEVER = ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3")
 # Remedy for a serial number that several hosts report.
 TWICE = "find out which record is of this machine, and retire or correct the other"
 # Field of the node's record to key of the profile's `fabric` section.
@@ -98,6 +106,8 @@ class Offer:
     counts: allowed numbers of GPUs in a slice, () for any. nvlink: use of the board's NVSwitches by
     slices, "" for a board without them. spans_numa: whether a slice may span NUMA nodes.
     runtime: what an image must contain. price: of a GPU hour, None when nothing is asked.
+    memory_mib: of a guest, for each GPU. allowed, denied: private networks that guests reach, and
+    public ones that they do not.
     """
 
     sku: str = ""
@@ -107,6 +117,9 @@ class Offer:
     ready_minimum_s: int = 0
     runtime: tuple[str, ...] = ()
     price: Decimal | None = None
+    memory_mib: int = 0
+    allowed: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, profile: Mapping[str, Any]) -> Offer:
@@ -119,7 +132,24 @@ class Offer:
             ready_minimum_s=int(deadlines.get("ready_minimum", deadlines.get("ready", 0))),
             runtime=baked_runtime(profile),
             price=price(profile),
+            memory_mib=int((profile.get("vm") or {}).get("memory_mib_per_gpu") or 0),
+            allowed=tuple((profile.get("network") or {}).get("allowed_networks") or ()),
+            denied=tuple((profile.get("network") or {}).get("denied_networks") or ()),
         )
+
+    def reaches(self, address: str) -> bool:
+        """Whether guests reach an address, by the rules of the slice bridge."""
+        try:
+            target = IPv4Address(address)
+        except ValueError:
+            return False
+
+        def within(networks: Iterable[str]) -> bool:
+            return any(target in IPv4Network(network) for network in networks)
+
+        if within(NEVER) or within(self.denied):
+            return False
+        return within(self.allowed) or not within(PRIVATE)
 
     def refusal(self, gpus: int) -> Refusal | None:
         """Why no slice with this number of GPUs is sold; None when it is."""

@@ -9,6 +9,9 @@ from reconciler.model.states import Described
 
 # Id of the host of pools whose workers run anywhere, and reach the service by its API only.
 REMOTE = "remote"
+# Id of the host of pools whose workers a launch starts in a slice. They, too, have the API only.
+GUEST = "allocation"
+APART = (REMOTE, GUEST)
 # Shares of a memory limit from which a warning is logged, and from which a pool is evicted.
 WARN_SHARE = 0.85
 ACT_SHARE = 0.90

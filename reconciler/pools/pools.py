@@ -23,7 +23,7 @@ from reconciler.db.schema import (
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.pools import LIVE_POOLS, REMOTE, SERVING_POOLS, PoolState
+from reconciler.model.pools import APART, LIVE_POOLS, SERVING_POOLS, PoolState
 from reconciler.pools import control
 from reconciler.pools.workers import conclude
 
@@ -41,7 +41,8 @@ _LIVE = table.c.state.in_(LIVE_POOLS)
 class NewPool:
     """A request for a pool. host: id or name; "" for any. project_id None: jobs of all projects.
 
-    target: "host", a machine of the service, or `REMOTE`: workers that others start anywhere.
+    target: "host", a machine of the service; `GUEST`: the slice of a launch that names the pool;
+    `REMOTE`: workers that others start anywhere.
     """
 
     name: str
@@ -61,8 +62,8 @@ def start(conn: sa.Connection, wish: NewPool, act: Act, *, most: int) -> Pool:
     """Record a pool, which its host then starts. most: pools that the site may have at once."""
     if wish.project_id:
         rows.get(conn, Project, wish.project_id)
-    remote = wish.target == REMOTE
-    host = rows.get(conn, PoolHost, REMOTE) if remote else _host(conn, wish)
+    apart = wish.target in APART
+    host = rows.get(conn, PoolHost, wish.target) if apart else _host(conn, wish)
     same = sa.select(table.c.id).where(_LIVE, table.c.name == wish.name)
     if existing := conn.execute(same).scalar():
         raise Problem(
@@ -89,7 +90,7 @@ def start(conn: sa.Connection, wish: NewPool, act: Act, *, most: int) -> Pool:
     for device in devices:
         lease = {"id": rows.new_id(), "pool_id": pool.id, "host_id": host.id, "device": device}
         rows.add(conn, DeviceLease, lease)
-    for event in ("begin", "ready") if remote else ():
+    for event in ("begin", "ready") if apart else ():
         pool = advance(conn, Pool, pool.id, event, act, held=pool)
     _audit(conn, pool, act, "started", {"host": host.name, "replicas": pool.replicas})
     return pool
@@ -128,7 +129,7 @@ def live(conn: sa.Connection) -> list[Pool]:
 
 def hosts(conn: sa.Connection) -> list[PoolHost]:
     """Hosts that have reported themselves, by name."""
-    query = sa.select(pool_hosts).where(pool_hosts.c.id != REMOTE)
+    query = sa.select(pool_hosts).where(pool_hosts.c.id.not_in(APART))
     query = query.order_by(pool_hosts.c.name, pool_hosts.c.id)
     return rows.every(conn, query, PoolHost)
 

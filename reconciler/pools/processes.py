@@ -101,12 +101,11 @@ def models_folder(settings: Settings) -> Path:
     return settings.state_dir / "models"
 
 
-def models(settings: Settings) -> dict[str, str]:
-    """Targets by name: FILE.onnx and the function `run` of FILE.py in the folder of models, and the
+def models(folder: Path) -> dict[str, str]:
+    """Targets by name: FILE.onnx and the function `run` of FILE.py in a folder of models, and the
     model that is shipped.
     """
     targets = dict(SHIPPED)
-    folder = models_folder(settings)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix == ".onnx" and path.is_file():
             targets[path.stem] = str(path)

@@ -18,10 +18,12 @@ from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.jobs import Call, Mode, Outcome
-from reconciler.model.pools import LIVE_POOLS, REMOTE, SERVING_POOLS, PoolState
+from reconciler.model.pools import APART, GUEST, LIVE_POOLS, REMOTE, SERVING_POOLS, PoolState
 from reconciler.pools import control, leases, pools, workers
 from reconciler.records.tokens import digest
 
+# Of tokens, so that people and filters of logs know them.
+PREFIX = "gpuaas_pool_"
 # Jobs that a worker can hold at a time.
 HELD = 64
 # Without a heartbeat for so long a worker has no lease any more, and its seat is free.
@@ -57,12 +59,10 @@ def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, 
         raise Problem(
             "pool_without_token",
             expected="a pool with the target remote that serves",
-            found=f"one on a machine of the service, {pool.state}"
-            if pool.host_id != REMOTE
-            else str(pool.state),
+            found=f"{pool.state}, and its workers run on {pool.host_id}",
             remedy="start one with `gpuaas pools start --target remote`",
         )
-    secret = f"gpuaas_pool_{secrets.token_urlsafe(32)}"
+    secret = f"{PREFIX}{secrets.token_urlsafe(32)}"
     update = sa.update(table).where(table.c.id == pool.id)
     expires = clock.now() + ttl_s
     conn.execute(update.values(token_hash=digest(secret), token_expires_at=expires))
@@ -75,7 +75,7 @@ def authenticate(conn: sa.Connection, secret: str) -> Pool | None:
     """The pool of a token; None when it is unknown or expired, or its pool has ended."""
     query = sa.select(table).where(
         table.c.token_hash == digest(secret),
-        table.c.token_expires_at > clock.now(),
+        sa.or_(table.c.token_expires_at.is_(None), table.c.token_expires_at > clock.now()),
         table.c.state.in_(_ADMITTED),
     )
     return rows.first(conn, query, Pool)
@@ -102,7 +102,9 @@ def register(
             remedy="correct --model, or start a pool with it",
         )
     _require_seat(conn, pool)
-    values = {"id": rows.new_id(), "pool_id": pool.id, "host": host, "pid": pid}
+    # A guest is believed nothing of where it is.
+    where = pool.allocation_id if pool.host_id == GUEST and pool.allocation_id else host
+    values = {"id": rows.new_id(), "pool_id": pool.id, "host": where, "pid": pid}
     return rows.add(conn, PoolWorker, {**values, "models": sorted(set(models))})
 
 
@@ -156,7 +158,7 @@ def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> None:
 
 def any_pool(conn: sa.Connection) -> bool:
     """Whether `tend` has anything to do."""
-    query = sa.select(table.c.id).where(table.c.host_id == REMOTE, table.c.state.in_(LIVE_POOLS))
+    query = sa.select(table.c.id).where(table.c.host_id.in_(APART), table.c.state.in_(LIVE_POOLS))
     return conn.execute(query.limit(1)).first() is not None
 
 
@@ -166,15 +168,20 @@ def tend(conn: sa.Connection) -> list[Pool]:
     Their processes are beyond reach. Without the token, whatever is left of them has no effect.
     """
     silent = sa.select(pool_workers).join(table, table.c.id == pool_workers.c.pool_id)
+    left = table.c.allocation_id.is_(None) | (table.c.allocation_id != pool_workers.c.host)
     silent = silent.where(
-        table.c.host_id == REMOTE,
+        table.c.host_id.in_(APART),
         pool_workers.c.ended_at.is_(None),
-        pool_workers.c.beat_at < clock.now() - _GONE_S,
+        sa.or_(
+            pool_workers.c.beat_at < clock.now() - _GONE_S,
+            # Those of a guest whose allocation has ended.
+            sa.and_(table.c.host_id == GUEST, left),
+        ),
     )
     for worker in rows.every(conn, silent, PoolWorker):
         workers.end(conn, worker, "silent")
     ending = sa.select(table).where(
-        table.c.host_id == REMOTE,
+        table.c.host_id.in_(APART),
         table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING)),
     )
     ended = []

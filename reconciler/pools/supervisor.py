@@ -216,9 +216,10 @@ class Supervisor:
         if row is None:
             memory.remove(group)
             return
-        targets = processes.models(self.settings)
+        folder = processes.models_folder(self.settings)
+        targets = processes.models(folder)
         words = [f"{name}={targets.get(name, name + '.onnx')}" for name in pool.models]
-        processes.models_folder(self.settings).mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         self._children[id] = processes.start(self.settings, pool, row, words)
         log.info("pool %s: worker %s started", pool.name, id)
 
@@ -338,7 +339,7 @@ class Supervisor:
             "memory_bytes": total,
             "memory_used_bytes": used,
             "isolation": f"cgroup{self._parent.version}" if self._parent else "process",
-            "models": sorted(processes.models(self.settings)),
+            "models": sorted(processes.models(processes.models_folder(self.settings))),
             "devices": self._gpus,
         }
         retrying(self.engine, partial(workers.report, host=host, loads=sizes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,7 +15,10 @@ from reconciler.db.schema import (
     Pool,
     PoolHost,
     PoolWorker,
+    allocations,
+    claims,
     device_leases,
+    images,
     jobs,
     pool_hosts,
     pool_workers,
@@ -59,6 +63,34 @@ def living(conn: sa.Connection, pool_ids: Sequence[str]) -> dict[str, list[PoolW
     for worker in rows.every(conn, query.order_by(pool_workers.c.started_at), PoolWorker):
         by_pool[worker.pool_id].append(worker)
     return by_pool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What the records know of the slice of a pool's workers."""
+
+    devices: list[Any]
+    image: str = ""
+    image_digest: str = ""
+
+
+def placed(conn: sa.Connection, allocation_ids: Sequence[str]) -> dict[str, Placed]:
+    """Image and GPUs by allocation."""
+    if not allocation_ids:
+        return {}
+    gpus: dict[str, list[Any]] = {id: [] for id in allocation_ids}
+    held = sa.select(claims.c.allocation_id, claims.c.gpu_pci_address)
+    held = held.where(claims.c.allocation_id.in_(allocation_ids)).order_by(claims.c.position)
+    for allocation_id, address in conn.execute(held):
+        gpus[allocation_id].append(address)
+    query = sa.select(allocations.c.id, images.c.name, images.c.version, images.c.digest)
+    query = query.join(images, images.c.id == allocations.c.image_id)
+    return {
+        id: Placed(gpus[id], f"{name} {version}", digest)
+        for id, name, version, digest in conn.execute(
+            query.where(allocations.c.id.in_(allocation_ids))
+        )
+    }
 
 
 def move(conn: sa.Connection, pool: Pool, event: str, act: Act) -> Pool | None:

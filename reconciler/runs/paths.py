@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import hmac
 import json
 import os
+import secrets
 import tempfile
 import uuid
 from pathlib import Path
@@ -55,12 +58,35 @@ def runner_id(state_dir: Path) -> str:
     folder share its id, and no other folder has it. The id lies beside the files, so an emptied
     folder gets a new id. A copy of the folder on another machine must not include it.
     """
+    text = _made_once(state_dir, "runner", str(uuid.uuid4()))
+    try:
+        return str(uuid.UUID(text))
+    except ValueError as broken:
+        raise RunError(
+            "runner_unreadable",
+            expected=f"a UUID in {runs_directory(state_dir) / 'runner'}",
+            found=repr(text)[:100],
+            remedy="end the runs of this folder, then move the file away: a new id is made",
+        ) from broken
+
+
+def run_secret(state_dir: Path, run_id: str) -> str:
+    """A secret of a run, always the same, because the variables of a run may not change. It is made
+    of a key beside the files of runs, which is in no database.
+    """
+    key = _made_once(state_dir, "secret", secrets.token_hex(32))
+    mac = hmac.new(key.encode(), run_id.encode(), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(mac).decode().rstrip("=")
+
+
+def _made_once(state_dir: Path, name: str, text: str) -> str:
+    """The text of a file in the folder of runs, which concurrent processes make only once."""
     folder = runs_directory(state_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / "runner"
+    path = folder / name
     if not path.exists():
-        fresh = folder / f".runner.{uuid.uuid4()}"
-        write_text(fresh, f"{uuid.uuid4()}\n")
+        fresh = folder / f".{name}.{uuid.uuid4()}"
+        write_text(fresh, f"{text}\n")
         try:
             # Unlike a rename, a link never replaces the file of another process.
             path.hardlink_to(fresh)
@@ -68,16 +94,7 @@ def runner_id(state_dir: Path) -> str:
             pass
         finally:
             fresh.unlink()
-    text = path.read_text(encoding="utf-8").strip()
-    try:
-        return str(uuid.UUID(text))
-    except ValueError as broken:
-        raise RunError(
-            "runner_unreadable",
-            expected=f"a UUID in {path}",
-            found=repr(text)[:100],
-            remedy="end the runs of this folder, then move the file away: a new id is made",
-        ) from broken
+    return path.read_text(encoding="utf-8").strip()
 
 
 def socket_directory(state_dir: Path, node_id: str) -> Path:

@@ -48,9 +48,13 @@ class PoolHost(Row):
     unique("uq_worker_pools_seat", "seat", where=_LIVE),
     sa.Index("ix_worker_pools_created_at", "created_at", "id"),
     unique("uq_worker_pools_token_hash", "token_hash", where="token_hash <> ''"),
+    # Its guest has a single token.
+    unique("uq_worker_pools_allocation_id", "allocation_id", where="allocation_id IS NOT NULL"),
 )
 class Pool(StateRow):
-    """Worker processes that serve the same models, on one host or (`REMOTE`) wherever they run."""
+    """Worker processes that serve the same models, on one host, in a slice (`GUEST`), or wherever
+    people start them (`REMOTE`).
+    """
 
     name: str
     host_id: Annotated[str, Reference("pool_hosts")]
@@ -74,9 +78,12 @@ class Pool(StateRow):
     correlation_id: Text
     created_at: float
     ended_at: float | None
-    # Of the token by which workers without the database take its jobs; "" without one.
+    # Of the token by which workers without the database take its jobs; "" without one. The token
+    # of a guest has no time of its own: it ends with the allocation.
     token_hash: Text
     token_expires_at: float | None
+    # The slice in which its workers run; null for pools of other hosts, and before a launch.
+    allocation_id: Annotated[str | None, Reference("allocations", null=True)]
 
 
 @table(

@@ -10,6 +10,7 @@ from reconciler.db.schema import IngressRule
 from reconciler.lifecycle import (
     app_operations,
     drift,
+    guest_pool,
     guest_terminal,
     ingress,
     power,
@@ -21,8 +22,10 @@ from reconciler.model import fabric, hardware
 from reconciler.model.errors import Problem
 from reconciler.model.fabric import Isolation
 from reconciler.model.states import AllocationState, PowerAction, TaskKind
-from reconciler.records import allocations, claims, images, reports, segments
+from reconciler.pools import remote
+from reconciler.records import allocations, claims, images, queue, reports, segments
 from reconciler.records import slots as slot_records
+from reconciler.runs.paths import run_secret
 from reconciler.trust.ca import gateway_ca, open_trust
 from reconciler.trust.downloads import url as download_url
 from reconciler.work import partitions
@@ -38,12 +41,14 @@ def seed_documents(
     management_mac: str,
     *,
     nvswitches: bool = False,
-    terminal: Sequence[dict[str, str]] = (),
+    further: Sequence[dict[str, str]] = (),
+    commands: Sequence[list[str]] = (),
 ) -> dict[str, Any]:
     """Cloud-init documents user_data, meta_data and network_config, which the host renders.
 
     nvswitches: the GPUs are joined by NVSwitches, of which the guest sees nothing. CUDA does not
-    start while its driver waits for them. terminal: files of `guest_terminal`.
+    start while its driver waits for them. further: files of `guest_terminal` and `guest_pool`.
+    commands: of the first boot.
     """
     user = {
         "name": allocation["username"],
@@ -63,8 +68,9 @@ def seed_documents(
             "write_files": [
                 {"path": _KEPT, "content": "manual_cache_clean: true\n"},
                 *([{"path": _NVLINK, "content": _WITHOUT_NVLINK}] if nvswitches else []),
-                *terminal,
+                *further,
             ],
+            **({"runcmd": list(commands)} if commands else {}),
         },
         "meta_data": {"instance-id": allocation["id"], "local-hostname": allocation["hostname"]},
         "network_config": {
@@ -118,6 +124,7 @@ def require_proven_boot(work: Work) -> None:
 def provision_variables(work: Work) -> dict[str, Any]:
     allocation, slots = work.parameters["allocation"], work.parameters["slots"]
     require_proven_boot(work)
+    files, commands = _workers(work)
     return {
         "slice_allocation": allocation,
         "slice_slots": slots,
@@ -129,7 +136,8 @@ def provision_variables(work: Work) -> dict[str, Any]:
                 allocation,
                 slots[0]["management_mac"],
                 nvswitches=bool(hardware.nvlink(work.profile)),
-                terminal=_terminal(work),
+                further=[*_terminal(work), *files],
+                commands=commands,
             ),
             "tenant_data": work.parameters.get("tenant_data", {}),
         },
@@ -150,6 +158,16 @@ def _terminal(work: Work) -> list[dict[str, str]]:
     authority = _gateway_authority(work)
     allocation, bridge = work.parameters["allocation"], work.profile["network"]["address"]
     return guest_terminal.files(allocation["id"], allocation["username"], authority, bridge)
+
+
+def _workers(work: Work) -> tuple[list[dict[str, str]], list[list[str]]]:
+    """Files and commands of the guest for the workers of its pool, with a token of this run."""
+    secret = remote.PREFIX + run_secret(work.settings.state_dir, queue.run_id(work.task))
+    pool = guest_pool.mint(work.conn, work.allocation_id, secret, work.act)
+    if pool is None:
+        return [], []
+    url, names = work.settings.api_url, work.settings.api_names
+    return guest_pool.files(pool, secret, url), guest_pool.commands(pool, names)
 
 
 def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:

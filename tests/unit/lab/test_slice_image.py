@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from lab import image, rootfs, slice_image
 from lab.command import LabError
 from lab.distro import Distro
 from lab.slice_image import Runtime
+from reconciler.lifecycle import guest_pool
 from reconciler.model.hardware import baked_runtime
 from reconciler.shipped import PROJECT
 
@@ -73,3 +77,32 @@ def test_an_image_is_finished_and_measured(tmp_path: Path, monkeypatch: pytest.M
     assert made.register.endswith(labels)
     assert made.digest in made.register
     assert [file.name for file in (tmp_path / "images").iterdir()] == [Path(made.file).name]
+
+
+def test_the_program_of_workers_is_baked_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rootfs-5").mkdir()
+    monkeypatch.setattr(rootfs, "ensure", lambda *_: tmp_path / "rootfs-5" / "root.tar")
+
+    def build(command: list[Path], *, log: Path) -> None:
+        program, folder = command
+        assert os.access(program, os.X_OK) and log.parent == tmp_path
+        (folder / "opt/gpuaas/bin").mkdir(parents=True)
+        (folder / "opt/gpuaas/bin/gpuaas").write_text("#!/opt/gpuaas/bin/python\n")
+        (folder / "opt/gpuaas/bin/gpuaas").chmod(0o755)
+        (folder / "opt/gpuaas/bin/python").symlink_to("/usr/bin/python3")
+
+    def write(draft: Path, _layout: Any, *, overlay: Path, **_more: Any) -> None:
+        with tarfile.open(fileobj=io.BytesIO(image.overlay_tar(overlay, frozenset()))) as tar:
+            entries = {entry.name: entry for entry in tar}
+        assert entries[f".{guest_pool.PROGRAM}"].mode == 0o755
+        python = entries["./opt/gpuaas/bin/python"]
+        assert python.issym() and python.linkname == "/usr/bin/python3"
+        assert "./etc/ssh/sshd_config.d/50-slice.conf" in entries
+        draft.write_bytes(b"disk")
+
+    monkeypatch.setattr(slice_image, "run", build)
+    monkeypatch.setattr(image, "write", write)
+    made = slice_image.build("base", DEBIAN, Runtime(), tmp_path, worker=True)
+    assert made.runtime == [guest_pool.KIT] and made.register.endswith("--runtime worker-kit")

@@ -46,7 +46,7 @@ def test_a_guest_of_a_board_with_nvswitches_leaves_nvlink_alone(
 def test_the_seed_lets_terminals_in_for_one_user_and_one_allocation() -> None:
     allocation = {"id": "a", "username": "tenant", "ssh_keys": [], "hostname": "slice"}
     files = guest_terminal.files("a", allocation["username"], "ssh-ed25519 AAAA", "10.100.0.1/24")
-    seed = slice_kinds.seed_documents(allocation, "52:54:00:00:00:01", terminal=files)
+    seed = slice_kinds.seed_documents(allocation, "52:54:00:00:00:01", further=files)
     written = {each["path"]: each["content"] for each in seed["user_data"]["write_files"]}
     settings = written["/etc/ssh/sshd_config.d/60-gpuaas-terminal.conf"].split("\n", 1)
     assert settings[0] == "Match User tenant"
