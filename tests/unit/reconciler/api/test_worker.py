@@ -365,7 +365,7 @@ class Missing(dict[str, str]):
         {"devices": ["GPU-0"]},
         {"kill_on_oom": True},
         {"memory_mib": 512},
-        {"target": "allocation"},
+        {"target": "elsewhere"},
     ],
 )
 def test_a_remote_pool_is_refused_with_what_it_does_not_have(
