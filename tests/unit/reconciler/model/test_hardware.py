@@ -33,7 +33,7 @@ def test_the_nodes_address_goes_over_the_profile_and_the_route_stays_the_sites()
     }
     # The profile is one object for every node.
     assert before == PROFILE
-    assert hardware.node_profile(PROFILE, {"fabric_interface": "", "fabric_address": ""}) is PROFILE
+    assert hardware.node_profile(PROFILE, {"fabric_interface": "", "fabric_address": ""}) == PROFILE
 
 
 @pytest.mark.covers("HOST-7")
