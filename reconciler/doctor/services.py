@@ -85,8 +85,13 @@ def awx(settings: Settings) -> Iterator[Finding]:
     except RunError as away:
         yield refused(away, f"{away.code}: {away.found}")
         return
+    # Templates that differ, without settings that say which are right, are all refused alike.
+    alike: dict[str, list[str]] = {}
     for playbook, problem in wrong.items():
-        yield refused(problem, f"{playbook}: {problem.found}")
+        alike.setdefault(problem.found, []).append(playbook)
+    for text, (playbook, *others) in alike.items():
+        more = f" and {len(others)} others" if others else ""
+        yield refused(wrong[playbook], f"{playbook}{more}: {text}")
     if not wrong:
         yield ok(f"{access.url}: {len(contract.PLAYBOOKS)} job templates as required")
     if not setting:

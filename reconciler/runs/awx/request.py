@@ -253,8 +253,7 @@ def _wrong_objects(
             yield f"it has no {what}"
         elif name and _name(template, what) != name:
             yield f"{what} is {mine} and not {name}, as in our settings"
-        elif len(sides := {_object(row, what): row["name"] for row in rivals}) > 1:
-            sides[mine] = template["name"]
+        elif len(sides := {_object(row, what): row["name"] for row in reversed(rivals)}) > 1:
             texts = (f"{side or 'none'} in {where}" for side, where in sorted(sides.items()))
             yield f"{what} is {', and '.join(texts)}"
     kinds = [item.get("kind") for item in _credentials(template)]

@@ -86,7 +86,7 @@ def test_a_ca_of_the_sites_own(
         ({"without": ["gpuaas.slice.parity"]}, [("fail", "parity: 0 of that name")]),
         (
             {"changed": {"gpuaas.slice.parity": {"project": 6}}},
-            [("fail", "parity: project is gpuaas.slice (6), and gpuaas.slice (5) in most")],
+            [("fail", ", and gpuaas.slice (6) in gpuaas.slice.parity")],
         ),
         ({"jinja": "always"}, [("fail", "awx_jinja_allowed")]),
         (
