@@ -88,7 +88,7 @@ class MachineCount(Answer):
 class Machines(Answer):
     """What is free of whole machines."""
 
-    items: list[MachineCount]
+    counts: list[MachineCount]
 
 
 class Judged:
@@ -191,13 +191,13 @@ def machines(context: Holder) -> Machines:
     skus = profile_skus(context.settings.profiles_dir)
 
     def judge(conn: Connection) -> Machines:
-        counts: dict[tuple[str, str], int] = {}
+        total: dict[tuple[str, str], int] = {}
         for (profile, region), free in baremetal.free(conn).items():
             place = skus.get(profile, ""), region
-            counts[place] = counts.get(place, 0) + free
-        rows = sorted(counts.items())
+            total[place] = total.get(place, 0) + free
+        rows = sorted(total.items())
         return Machines(
-            items=[MachineCount(sku=sku, region=region, free=free) for (sku, region), free in rows]
+            counts=[MachineCount(sku=sku, region=region, free=free) for (sku, region), free in rows]
         )
 
     judged: Judged = context.request.app.state.judged

@@ -84,7 +84,7 @@ def test_the_catalogue_counts_free_machines_by_sku_and_region(metal: Stack) -> N
     member = metal.client("member")
 
     def counts() -> Any:
-        return member.get("catalog/machines").json()["items"]
+        return member.get("catalog/machines").json()["counts"]
 
     assert counts() == [{"sku": "lab-edu-slice", "region": "north", "free": 1}]
     assert launch(metal).status_code == 201

@@ -25,10 +25,10 @@ from reconciler.records import allocations, queue
 from reconciler.runs import collect
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.spec import LauncherAway, NodeAccess, RunSpec
-from reconciler.runs.ssh import SshAccess
 from reconciler.settings import PROJECT, Settings
 from reconciler.trust.ca import open_trust
 from reconciler.work import worker
+from reconciler.work.kinds import slices
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_launches import BODY, PATH
 
@@ -133,18 +133,22 @@ def test_its_task_waits_and_says_why(
 def test_so_does_one_for_which_no_identity_can_be_made(
     selling: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """Our list of revoked keys is written anew before each run, before there is a folder of it."""
+    """The gateway's authority is asked for first. Our list of revoked keys is written anew before
+    each run.
+    """
     made = selling.client("member").post(PATH, json=BODY, headers={"Idempotency-Key": "k"}).json()
     settings = Settings(state_dir=tmp_path / "full", public_url=selling.settings.public_url)
     if known:
         open_trust(settings.state_dir)
-    access = worker._access
+    place: Any = worker if known else slices
+    name = "_access" if known else "open_trust"
+    ask = getattr(place, name)
 
-    def on_a_full_disk(*given: Any) -> SshAccess:
+    def on_a_full_disk(*given: Any) -> Any:
         with full(10):
-            return access(*given)
+            return ask(*given)
 
-    monkeypatch.setattr(worker, "_access", on_a_full_disk)
+    monkeypatch.setattr(place, name, on_a_full_disk)
     stopping = threading.Event()
     stopping.set()
     task = selling.lease()
@@ -152,13 +156,14 @@ def test_so_does_one_for_which_no_identity_can_be_made(
     with transaction(selling.engine) as conn:
         waits = queue.get(conn, task.id)
         assert (waits.state, waits.run_id) == (TaskState.WAITING, "")
-        assert allocations.get(conn, made["id"]).state == "provisioning"
+        state = "provisioning" if known else "requested"
+        assert allocations.get(conn, made["id"]).state == state
     shown = selling.client("admin").get(f"admin/tasks/{task.id}").json()["waits_for"]
     assert shown["code"] == "controller_unready"
     assert ("File too large" if known else "keygen_failed") in shown["detail"]
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(not_before=None))
-    monkeypatch.setattr(worker, "_access", access)
+    monkeypatch.setattr(place, name, ask)
     again = selling.lease()
     assert again.error == {}
     begun: list[RunSpec] = []
