@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,6 @@ from scripts import scenarios
 
 TEXT = scenarios.README.read_text(encoding="utf-8")
 DAY = datetime.date(2026, 11, 23)
-
-
-@pytest.mark.parametrize("table", [scenarios.SCENARIOS, scenarios.RELEASES])
-def test_the_table_has_every_row(table: scenarios.Table) -> None:
-    assert table.render(TEXT, table.played(TEXT)) == TEXT, "python -m scripts.scenarios --write"
-
-
-@pytest.mark.parametrize("table", [scenarios.SCENARIOS, scenarios.RELEASES])
-def test_each_commit_of_the_table_is_in_the_history(table: scenarios.Table) -> None:
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        argv = ["git", "-C", str(scenarios.ROOT), *words]
-        return subprocess.run(argv, capture_output=True, text=True, check=False)
-
-    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
-        pytest.skip("no whole history here")
-    for name, (_day, commit, _cell) in table.played(TEXT).items():
-        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, (name, commit)
 
 
 def test_a_run_is_shown_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
