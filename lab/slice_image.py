@@ -109,7 +109,9 @@ def build(
         log = folder / f"{name}.log"
         overlay = Path(shutil.copytree(OVERLAY, Path(work) / "overlay"))
         if worker:
-            run([REPOSITORY / "scripts" / "worker-kit", overlay], log=log)
+            program = REPOSITORY / "scripts" / "opt-venv"
+            given = ["requirements-dev.lock", "/usr/bin/python3", "worker"]
+            run([program, overlay, *given], log=log)
         key = cache.content_key(inputs, [overlay, Path(image.__file__)])
         root = str(uuid.uuid5(uuid.NAMESPACE_OID, key))
         layout = image.Layout(size_mib, root, guest_image.ESP_ID, bios=True)

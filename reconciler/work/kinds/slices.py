@@ -125,6 +125,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
     allocation, slots = work.parameters["allocation"], work.parameters["slots"]
     require_proven_boot(work)
     files, commands = _workers(work)
+    authority = _gateway_authority(work)
     return {
         "slice_allocation": allocation,
         "slice_slots": slots,
@@ -136,12 +137,12 @@ def provision_variables(work: Work) -> dict[str, Any]:
                 allocation,
                 slots[0]["management_mac"],
                 nvswitches=bool(hardware.nvlink(work.profile)),
-                further=[*_terminal(work), *files],
+                further=[*_terminal(work, authority), *files],
                 commands=commands,
             ),
             "tenant_data": work.parameters.get("tenant_data", {}),
         },
-        "slice_gateway_authority": _gateway_authority(work),
+        "slice_gateway_authority": authority,
         "slice_ready_deadline": ready_deadline(work),
         "boot_id": work.parameters["boot_id"],
     }
@@ -152,10 +153,9 @@ def _gateway_authority(work: Work) -> str:
     return gateway_ca(open_trust(work.settings.state_dir))
 
 
-def _terminal(work: Work) -> list[dict[str, str]]:
+def _terminal(work: Work, authority: str) -> list[dict[str, str]]:
     if not work.parameters.get("parameters", {}).get("terminal"):
         return []
-    authority = _gateway_authority(work)
     allocation, bridge = work.parameters["allocation"], work.profile["network"]["address"]
     return guest_terminal.files(allocation["id"], allocation["username"], authority, bridge)
 

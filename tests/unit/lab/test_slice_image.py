@@ -85,8 +85,8 @@ def test_the_program_of_workers_is_baked_in(
     (tmp_path / "rootfs-5").mkdir()
     monkeypatch.setattr(rootfs, "ensure", lambda *_: tmp_path / "rootfs-5" / "root.tar")
 
-    def build(command: list[Path], *, log: Path) -> None:
-        program, folder = command
+    def build(command: list[Any], *, log: Path) -> None:
+        program, folder, *_ = command
         assert os.access(program, os.X_OK) and log.parent == tmp_path
         (folder / "opt/gpuaas/bin").mkdir(parents=True)
         (folder / "opt/gpuaas/bin/gpuaas").write_text("#!/opt/gpuaas/bin/python\n")
