@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -15,8 +16,11 @@ from lab.progress import step
 # `igb`, the SR-IOV card, appeared in QEMU 8.0.
 NEEDED = (8, 0)
 
-# Debian 12 has 7.2; these packages are unpacked, never installed.
-TREE_RELEASE = "trixie"
+# Debian 12 has 7.2; these packages are unpacked, never installed. Its backports have 10.0.2, from
+# before the fix of QEMU's issue 3040: since then, when a device is switched on or off, a processor
+# may look up an access by a number of the old memory map in the new one. With 11.1 the emulated
+# host panics or restarts now and then while guests start. Debian 13 is for a mirror without them.
+TREE_RELEASES = ("bookworm", "trixie")
 TREE_PACKAGES = [
     "qemu-system-x86",
     "qemu-utils",
@@ -63,8 +67,17 @@ def ensure(distro: Distro) -> Qemu:
 
 
 def _private(distro: Distro) -> Qemu:
-    backports = f"{TREE_RELEASE}-backports"
-    sources = [f"deb {distro.mirror} {suite} main" for suite in (TREE_RELEASE, backports)]
+    for release in TREE_RELEASES[:-1]:
+        # Without that release's backports, mmdebstrap says so within seconds.
+        with contextlib.suppress(LabError):
+            return _in_tree(_tree(distro, release))
+    return _in_tree(_tree(distro, TREE_RELEASES[-1]))
+
+
+def _tree(distro: Distro, release: str) -> Path:
+    """Unpack the packages of a release with its backports, or take them from the cache."""
+    backports = f"{release}-backports"
+    sources = [f"deb {distro.mirror} {suite} main" for suite in (release, backports)]
     key = cache.content_key({"packages": TREE_PACKAGES, "sources": sources})
 
     def build(folder: Path) -> None:
@@ -77,7 +90,7 @@ def _private(distro: Distro) -> Qemu:
                     '--aptopt=APT::Install-Recommends "false"',
                     f'--aptopt=APT::Default-Release "{backports}"',
                     f"--include={','.join(TREE_PACKAGES)}",
-                    TREE_RELEASE,
+                    release,
                     tar,
                     *sources,
                 ],
@@ -89,7 +102,7 @@ def _private(distro: Distro) -> Qemu:
             run(["tar", "-C", folder / "tree", "--exclude=./dev/*", "--no-same-owner", "-xf", tar])
             tar.unlink()
 
-    return _in_tree(cache.ensure("qemu", key, build) / "tree")
+    return cache.ensure("qemu", key, build) / "tree"
 
 
 def _in_tree(tree: Path) -> Qemu:

@@ -40,12 +40,12 @@ STEPS: tuple[PlannedStep, ...] = (
 # Evidence that the table shows for each step; build/demo.json holds all evidence.
 SUMMARIES: dict[str, Callable[[Evidence], object]] = {
     "host": lambda e: f"{e['accelerator']}, kernel {e['kernel']}, {len(e['devices']['gpus'])} GPUs",
-    "enrol": lambda e: " ".join(e["host_said"]),
+    "enrol": lambda e: e["host_said"][0],
     "bootstrap": lambda e: (
         f"rebooted: {e['rebooted']}; {' '.join(e['kernel_command_line'].split()[-2:])}"
     ),
     "discover": lambda e: ", ".join(
-        f"{value} {name}" for name, value in e["candidate_summary"].items() if name != "blockers"
+        f"{value} {name}" for name, value in e["candidate_summary"].items() if value != []
     ),
     "transition": lambda e: f"{len(e['applied'])} disks proven; {e['manifest']}",
     "approve": lambda e: f"2 slots {e['status'][0]}",

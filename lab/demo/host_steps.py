@@ -45,10 +45,13 @@ def enrol(stage: Stage) -> Evidence:
     if answer.exit_code != 0:
         raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
     node = api.get(stage.path())
+    said = "gpuaas-enrol: "
     return {
         "state": node["state"],
         "machine_id": node["machine_id"],
-        "host_said": answer.output.strip().splitlines()[-1:],
+        "host_said": [
+            line.removeprefix(said) for line in answer.output.splitlines() if line.startswith(said)
+        ],
         "token_expires_at": token["expires_at"],
     }
 
