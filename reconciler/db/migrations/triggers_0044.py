@@ -1,4 +1,4 @@
-"""Triggers of the first schema, which refuse what no constraint can. Frozen, as migration 0022.
+"""Triggers of the first schema, which refuse what no constraint can. Frozen, as migration 0044.
 
 Append-only logs: rows of history, audit and proofs are neither changed nor removed.
 

@@ -9,9 +9,10 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
 
-from reconciler.db.migrations.triggers_0022 import create_triggers
+from reconciler.db import clock
+from reconciler.db.migrations.triggers_0044 import create_triggers
 
-revision = "0022"
+revision = "0044"
 down_revision = None
 
 # The tables of this revision. Those of the running version are in `db.schema`.
@@ -30,9 +31,38 @@ APPROVED = "retired_at IS NULL"
 
 
 def upgrade() -> None:
-    """Create the tables in the order in which they refer to each other, then the triggers."""
+    """Create the tables in the order in which they refer to each other, the triggers, rows."""
     metadata.create_all(op.get_bind(), checkfirst=False)
     create_triggers()
+    # Claims lock the row, so it exists from the beginning.
+    _insert(
+        "orchestrator_control",
+        id="jobs",
+        mode="normal",
+        reason="",
+        changed_by="",
+        since=clock.now(),
+    )
+    _insert("orchestrator_totals", id="jobs", **dict.fromkeys(_COUNTS.split(), 0))
+    # The hosts of pools whose workers are elsewhere and in slices. They report nothing, so no other
+    # pool is placed there.
+    for host in ("remote", "allocation"):
+        _insert(
+            "pool_hosts",
+            id=host,
+            name=host,
+            boot_id="",
+            memory_bytes=0,
+            memory_used_bytes=0,
+            isolation="",
+            models=[],
+            devices=[],
+            seen_at=0,
+        )
+
+
+def _insert(table: str, **row: Any) -> None:
+    op.execute(sa.insert(metadata.tables[table]).values(row))
 
 
 def _columns(
@@ -40,7 +70,7 @@ def _columns(
     names: str,
     *,
     nullable: bool = False,
-    default: str | None = None,
+    default: str | sa.ColumnElement[Any] | None = None,
 ) -> list[sa.Column[Any]]:
     return [
         sa.Column(name, kind, nullable=nullable, server_default=default) for name in names.split()
@@ -52,6 +82,7 @@ optional = partial(_columns, sa.Text(), nullable=True)
 numbers = partial(_columns, sa.BigInteger())
 flags = partial(_columns, sa.Boolean())
 documents = partial(_columns, DOCUMENT)
+optional_documents = partial(_columns, DOCUMENT, nullable=True)
 stamps = partial(_columns, sa.Double())
 moments = partial(_columns, sa.Double(), nullable=True)
 
@@ -125,7 +156,15 @@ def _table(name: str, *items: sa.schema.SchemaItem) -> None:
     sa.Table(name, metadata, *items)
 
 
-_table("projects", _key(), *texts("name"), *stamps("created_at"), sa.UniqueConstraint("name"))
+_table(
+    "projects",
+    _key(),
+    *texts("name"),
+    *stamps("created_at"),
+    *documents("quota", default="{}"),
+    *flags("records_terminals", default=sa.false()),
+    sa.UniqueConstraint("name"),
+)
 
 _table(
     "nodes",
@@ -149,7 +188,11 @@ _table(
     *texts("fabric_interface fabric_address", default=""),
     *moments("boot_learned_at"),
     # Null: unknown. Parity tells this apart from a machine without tags.
-    *_columns(DOCUMENT, "maas_tags", nullable=True),
+    *optional_documents("maas_tags"),
+    *documents("tenant_machine_ids", default="[]"),
+    *optional_documents("firmware_before"),
+    *documents("firmware_differences", default="[]"),
+    *optional_documents("firmware_bmc fabric_reading maas hardware netbox"),
     _one_of("health_state", "unknown healthy degraded failed"),
     _one_of("mode", "baremetal converting_to_slice slice converting_to_baremetal"),
     _one_of("state", "enrolling bootstrapping ready draining maintenance unreachable retired"),
@@ -176,6 +219,7 @@ _table(
     *stamps("created_at"),
     *moments("expires_at used_at"),
     *documents("used_by"),
+    *optional_documents("ticket"),
     *_refers(node_id="nodes"),
     sa.UniqueConstraint("hash"),
 )
@@ -249,6 +293,7 @@ _table(
     *numbers("size_bytes minimum_disk_bytes"),
     *texts("url url_digest compression guest_profile"),
     *stamps("created_at"),
+    *documents("runtime", default="[]"),
     sa.UniqueConstraint("name", "version"),
 )
 
@@ -285,6 +330,7 @@ _table(
     *stamps("approved_at"),
     *texts("approved_by"),
     *moments("retired_at"),
+    *texts("fabric_identity", default=""),
     _one_of("health_state", "unknown healthy degraded failed"),
     _one_of(
         "sharing_mechanism",
@@ -307,6 +353,7 @@ _table(
     _index("ix_slots_busy", "node_id", f"{APPROVED} AND status NOT IN ('available', 'disabled')"),
     _unique("uq_slots_disk", "nvme_identity", APPROVED),
     _unique("uq_slots_fabric", "node_id fabric_vf_pci_address", APPROVED),
+    _unique("uq_slots_fabric_identity", "fabric_identity", f"{APPROVED} AND fabric_identity <> ''"),
     _unique("uq_slots_gpu", "node_id gpu_pci_address", APPROVED),
     _unique("uq_slots_index", "node_id slot_index", APPROVED),
     _unique("uq_slots_ip", "node_id private_ip", APPROVED),
@@ -330,6 +377,9 @@ _table(
     *texts("requested_by correlation_id"),
     *stamps("created_at"),
     *moments("activated_at ended_at"),
+    *flags("stopped", default=sa.false()),
+    *texts("power_action started_boot_id", default=""),
+    *documents("refused_packets refused_readings", default="{}"),
     _one_of("capacity_shape", "baremetal gpu_slice"),
     _one_of("state", "requested provisioning active releasing released failed"),
     *_refers(image_id="images", node_id="nodes", project_id="projects"),
@@ -561,4 +611,227 @@ _table(
         "allocation_id",
         "state IN ('opened', 'verifying', 'cleaning', 'confirming')",
     ),
+)
+
+_table(
+    "ingress_rules",
+    _key(),
+    *_lifecycle(),
+    *texts("allocation_id project_id protocol public_address"),
+    *numbers("public_port guest_port"),
+    *documents("sources"),
+    *texts("reason"),
+    *stamps("expires_at"),
+    *documents("failure"),
+    *optional("task_id"),
+    *texts("requested_by correlation_id"),
+    *stamps("created_at"),
+    *moments("ended_at"),
+    _one_of("state", "requested applied removing removed failed"),
+    _one_of("protocol", "tcp"),
+    *_refers(allocation_id="allocations", project_id="projects", task_id="tasks"),
+    _index("ix_ingress_rules_allocation_id", "allocation_id created_at"),
+    _unique(
+        "uq_ingress_rules_listener",
+        "public_address protocol public_port",
+        "state IN ('requested', 'applied', 'removing')",
+    ),
+)
+
+_table(
+    "fabric_segments",
+    _key("kind"),
+    sa.Column("number", sa.BigInteger(), primary_key=True),
+    *texts("project_id"),
+    *numbers("first_number"),
+    *stamps("used_at"),
+    _one_of("kind", "vlan partition single_tenant"),
+    *_refers(project_id="projects"),
+    sa.UniqueConstraint("project_id", "kind", "first_number"),
+)
+
+_table(
+    "ssh_keys",
+    _key(),
+    *texts("project_id public_key name"),
+    *optional("token_id"),
+    *texts("registered_by"),
+    *stamps("created_at"),
+    *moments("expires_at revoked_at"),
+    *_refers(project_id="projects", **{"token_id": "api_tokens"}),
+    sa.UniqueConstraint("project_id", "public_key"),
+)
+
+_table(
+    "ssh_sessions",
+    _key(),
+    *texts("allocation_id project_id actor fingerprint address"),
+    *stamps("opened_at seen_at"),
+    *moments("closed_at"),
+    *texts("reason"),
+    *numbers("bytes_in bytes_out"),
+    *texts("way", default="jump"),
+    *texts("recording_digest", default=""),
+    *_refers(allocation_id="allocations", project_id="projects"),
+    _index("ix_ssh_sessions_project_id", "project_id opened_at"),
+    _index("ix_ssh_sessions_open", "seen_at", "closed_at IS NULL"),
+)
+
+_table(
+    "terminal_tickets",
+    _key("hash"),
+    *texts("holder actor allocation_id project_id"),
+    *stamps("expires_at"),
+    *_refers(allocation_id="allocations", project_id="projects"),
+)
+
+_table(
+    "terminal_recordings",
+    _sequence(),
+    *texts("session_id project_id"),
+    *stamps("at"),
+    *numbers("size"),
+    *texts("lines"),
+    *_refers(session_id="ssh_sessions", project_id="projects"),
+    _index("ix_terminal_recordings_session_id", "session_id"),
+)
+
+_table(
+    "telemetry_samples",
+    _key("allocation_id"),
+    sa.Column("minute", sa.BigInteger(), primary_key=True),
+    *stamps("at"),
+    *documents("host"),
+    *optional_documents("guest"),
+    *_refers(allocation_id="allocations"),
+    _index("ix_telemetry_samples_at", "at"),
+)
+
+_table(
+    "console_sessions",
+    _key(),
+    *texts("hash"),
+    *optional("token_id"),
+    *documents("claims"),
+    *optional("login"),
+    *stamps("created_at expires_at"),
+    *texts("address agent"),
+    sa.CheckConstraint("(token_id IS NULL) = (login IS NOT NULL)", name="console_sessions_holder"),
+    *_refers(**{"token_id": "api_tokens"}),
+    sa.UniqueConstraint("hash"),
+    sa.UniqueConstraint("login"),
+)
+
+_table(
+    "orchestrator_jobs",
+    _key(),
+    *texts("project_id model"),
+    *documents("input"),
+    *numbers("priority"),
+    *texts("status"),
+    *numbers("attempts max_attempts lost timeout_s"),
+    *moments("not_before"),
+    *texts("token worker"),
+    *moments("lease_expires_at"),
+    *optional_documents("result"),
+    *documents("error"),
+    *numbers("size"),
+    *texts("requested_by correlation_id"),
+    *stamps("enqueued_at"),
+    *moments("started_at"),
+    *stamps("updated_at"),
+    *moments("reprocessed_at"),
+    _one_of("status", "pending running done dead_letter canceled"),
+    *_refers(project_id="projects"),
+    _index(
+        "ix_orchestrator_jobs_due",
+        "model project_id priority enqueued_at",
+        "status = 'pending' AND not_before IS NULL",
+    ),
+    _index(
+        "ix_orchestrator_jobs_delayed",
+        "not_before",
+        "status = 'pending' AND not_before IS NOT NULL",
+    ),
+    _index("ix_orchestrator_jobs_running", "lease_expires_at project_id", "status = 'running'"),
+    _index(
+        "ix_orchestrator_jobs_ended", "updated_at", "status IN ('done', 'dead_letter', 'canceled')"
+    ),
+    _index("ix_orchestrator_jobs_project", "project_id enqueued_at id status size"),
+)
+
+_table(
+    "orchestrator_control",
+    _key(),
+    *texts("mode reason changed_by"),
+    *stamps("since"),
+    *moments("deadline_at canceled_at"),
+    _one_of("mode", "normal drain drained"),
+)
+
+_COUNTS = "reclaimed reclaimer_errors job_retries worker_pool_evictions"
+_table("orchestrator_totals", _key(), *numbers(_COUNTS))
+
+_table(
+    "pool_hosts",
+    _key(),
+    *texts("name boot_id"),
+    *numbers("memory_bytes memory_used_bytes"),
+    *texts("isolation"),
+    *documents("models devices"),
+    *stamps("seen_at"),
+)
+
+_table(
+    "pool_workers",
+    _key(),
+    *texts("host"),
+    *numbers("pid"),
+    *documents("models"),
+    *stamps("started_at beat_at"),
+    *moments("ended_at"),
+    *texts("pool_id boot_id cgroup ending", default=""),
+    *numbers("start_ticks memory_bytes oom_kills", default="0"),
+    _index("ix_pool_workers_live", "pool_id", "ended_at IS NULL"),
+)
+
+_RUNNING = "state IN ('requested', 'starting', 'running', 'draining', 'stopping')"
+_table(
+    "worker_pools",
+    _key(),
+    *_lifecycle(),
+    *texts("name host_id"),
+    *optional("project_id"),
+    *numbers("seat"),
+    *documents("models"),
+    *numbers("replicas memory_mib"),
+    *flags("kill_on_oom"),
+    *documents("devices"),
+    *numbers("drain_s grace_s"),
+    *texts("ends_as"),
+    *documents("failure"),
+    *texts("requested_by correlation_id"),
+    *stamps("created_at"),
+    *moments("ended_at"),
+    *texts("token_hash", default=""),
+    *moments("token_expires_at"),
+    *optional("allocation_id"),
+    _one_of("state", "requested starting running draining stopping stopped evicted failed"),
+    *_refers(host_id="pool_hosts", project_id="projects", allocation_id="allocations"),
+    _unique("uq_worker_pools_name", "name", _RUNNING),
+    _unique("uq_worker_pools_seat", "seat", _RUNNING),
+    _unique("uq_worker_pools_token_hash", "token_hash", "token_hash <> ''"),
+    _unique("uq_worker_pools_allocation_id", "allocation_id", "allocation_id IS NOT NULL"),
+    _index("ix_worker_pools_created_at", "created_at id"),
+)
+
+_table(
+    "orchestrator_leases",
+    _key(),
+    *texts("pool_id host_id device"),
+    *stamps("since"),
+    *moments("until"),
+    *_refers(pool_id="worker_pools", host_id="pool_hosts"),
+    _unique("uq_orchestrator_leases_device", "host_id device", "until IS NULL"),
+    _index("ix_orchestrator_leases_pool_id", "pool_id"),
 )
