@@ -47,7 +47,7 @@ from reconciler.api import (
     worker,
 )
 from reconciler.api.http import CORRELATION_HEADER
-from reconciler.api.rate import Rates
+from reconciler.api.security import Rates
 from reconciler.model import jobs as job_rules
 from reconciler.model import pools as pool_rules
 from reconciler.model import states

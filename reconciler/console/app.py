@@ -18,18 +18,16 @@ from starlette.staticfiles import StaticFiles
 
 from reconciler.api.http import correlation_id
 from reconciler.console import (
-    fleet,
     forms,
     guard,
     login,
     nodes,
+    operators,
     pages,
     pools,
     session,
-    site,
     stream,
     tenants,
-    work,
 )
 from reconciler.console.visit import Refused, Visit
 from reconciler.model.errors import Problem
@@ -46,46 +44,46 @@ SHARED: dict[str, Page] = {
     "/projects/{project}/jobs": tenants.jobs,
     "/projects/{project}/launch": tenants.launch,
     "/projects/{project}/ssh": tenants.ssh,
-    "/projects/{project}/usage": site.project_usage,
+    "/projects/{project}/usage": operators.project_usage,
     "/projects/{project}/allocations/{allocation}": tenants.allocation,
     "/projects/{project}/allocations/{allocation}/terminal": tenants.terminal,
     "/catalog": tenants.catalog,
 }
 # To others than operators these pages do not exist.
 OPERATORS: dict[str, Page] = {
-    "/fleet": fleet.glance,
+    "/fleet": operators.glance,
     "/nodes/new": nodes.add,
     "/nodes/{node}": nodes.show,
     "/nodes/{node}/discovery": nodes.discovery,
     "/nodes/{node}/parity": nodes.parity,
     "/nodes/{node}/timeline": nodes.timeline,
     "/nodes/{node}/slots/{slot}": nodes.slot,
-    "/allocations": work.list_allocations,
-    "/allocations/{allocation}": work.allocation,
-    "/allocations/{allocation}/recovery": work.recovery,
+    "/allocations": operators.list_allocations,
+    "/allocations/{allocation}": operators.allocation,
+    "/allocations/{allocation}/recovery": operators.recovery,
     "/pools": pools.list_pools,
     "/pools/{pool}": pools.show,
     "/maintenance": pools.maintenance,
-    "/tasks": work.list_tasks,
-    "/tasks/{task}": work.task,
-    "/audit": work.audit,
-    "/trace/{correlation}": work.trace,
-    "/images": site.images,
-    "/tokens": site.tokens,
-    "/usage": site.usage,
-    "/inventory": site.inventory,
-    "/health": site.health,
+    "/tasks": operators.list_tasks,
+    "/tasks/{task}": operators.task,
+    "/audit": operators.audit,
+    "/trace/{correlation}": operators.trace,
+    "/images": operators.images,
+    "/tokens": operators.tokens,
+    "/usage": operators.usage,
+    "/inventory": operators.inventory,
+    "/health": operators.health,
 }
 
 # Streams of the pages' live parts, at the address of the page with `/stream`.
 STREAMS: dict[str, stream.Read] = {
     "/projects/{project}/allocations/{allocation}": tenants.read_allocation,
-    "/allocations/{allocation}": work.read_allocation,
-    "/tasks/{task}": work.read_task,
+    "/allocations/{allocation}": operators.read_allocation,
+    "/tasks/{task}": operators.read_task,
 }
 
 
-def mount(api: FastAPI, examine: site.Examine | None = None) -> FastAPI:
+def mount(api: FastAPI, examine: operators.Examine | None = None) -> FastAPI:
     """Add the console to the API's application. examine: checks this machine (`gpuaas doctor`)."""
     routes = [
         Route("/login", partial(login.by_token, api), methods=["GET", "POST"]),

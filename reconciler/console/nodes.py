@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from reconciler.console import charts, site
+from reconciler.console import charts, operators
 from reconciler.console.visit import Document, Visit
 from reconciler.model.approval import approval_of
 
@@ -30,7 +30,7 @@ async def show(visit: Visit) -> Response:
     # The other refreshed part of the page comes every few seconds, and needs neither.
     target = visit.request.headers.get("HX-Target", "")
     measured = await _measured(visit, live) if not target or "telemetry" in target else None
-    compared = [] if target else await site.comparisons(visit)
+    compared = [] if target else await operators.comparisons(visit)
     return visit.page(
         "node.html",
         node=node,

@@ -16,7 +16,7 @@ from sqlalchemy import Engine
 
 from reconciler.api.app import PREFIX, create_app
 from reconciler.api.catalog import Judged
-from reconciler.api.rate import Rates
+from reconciler.api.security import Rates
 from reconciler.db import journal, settings
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import rate
+from reconciler.api import security
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import settings
 from reconciler.lifecycle import ingress, quota, recovery_policy, slices, ssh_access
@@ -167,8 +167,8 @@ def test_the_rate_of_one_project_is_not_that_of_another(selling: Stack) -> None:
 def test_a_member_who_floods_the_service_stops_nobody_else(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rate, "PER_S", 0.5)
-    monkeypatch.setattr(rate, "BURST", 5)
+    monkeypatch.setattr(security, "PER_S", 0.5)
+    monkeypatch.setattr(security, "BURST", 5)
     client, path = selling.client(ATTACKER), "projects/other/quota"
     assert [client.get(path).status_code for _ in range(5)] == [200] * 5
     answer = refused(selling, lambda: client.get(path))
@@ -178,7 +178,7 @@ def test_a_member_who_floods_the_service_stops_nobody_else(
     admin = selling.client("admin")
     assert {admin.get("projects/demo/quota").status_code for _ in range(9)} == {200}
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 2)
-    monkeypatch.setattr(rate, "time", later)
+    monkeypatch.setattr(security, "time", later)
     assert [client.get(path).status_code for _ in range(2)] == [200, 429]
 
 

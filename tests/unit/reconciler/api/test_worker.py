@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.api import contract
-from reconciler.api.rate import BURST, Rates
+from reconciler.api.security import BURST, Rates
 from reconciler.db import clock
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Job, Pool, PoolWorker

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount
 
 from reconciler.api import contract
-from reconciler.console import guard, site
+from reconciler.console import guard, operators
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import leader
@@ -475,7 +475,7 @@ def test_the_machine_is_examined_when_an_operator_asks(
     text = admin.get(f"{page}?examine=yes").text
     assert text.index("&lt;b&gt;1 MiB") < text.index("equal")
     assert browse("member").get(f"{page}?examine=yes").status_code == 404
-    with site._EXAMINING:
+    with operators._EXAMINING:
         assert admin.get(f"{page}?examine=yes").status_code == 429
     assert len(calls) == 1
 

@@ -1,0 +1,198 @@
+"""Pages of operators: the fleet, allocations, recovery, tasks, audit, and the site."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from reconciler.console.stream import Part
+from reconciler.console.visit import Document, Refused, Visit
+from reconciler.model.errors import Problem
+
+_PAGE = 60
+_WAITING = 20
+# Findings of `gpuaas doctor`, each with status, check, found, expected and remedy.
+Examine = Callable[[], list[dict[str, str]]]
+_EXAMINING = threading.Lock()
+_ORDER = {"fail": 0, "warn": 1, "ok": 2}
+
+
+async def glance(visit: Visit) -> Response:
+    """Nodes by state, slots as cards with the blocked ones first, capacity, and what waits."""
+    chosen = visit.query("region", "state", "cursor")
+    fleet = await visit.get("/admin/fleet", limit=_PAGE, **chosen)
+    blocked: Document = {"items": []}
+    if any(fleet["slots"].get(status) for status in ("cleanup_blocked", "cleanup")):
+        blocked = await visit.get("/admin/fleet", blocked="true", limit=_PAGE)
+    queued = await visit.get("/admin/tasks", state="queued", limit=_WAITING)
+    running = await visit.get("/admin/tasks", state="running", limit=_WAITING)
+    scheduling = await visit.get("/admin/settings/slice-scheduling")
+    return visit.page(
+        "fleet.html",
+        fleet=fleet,
+        blocked=blocked["items"],
+        queued=queued["items"],
+        running=running["items"],
+        scheduling=scheduling["enabled"],
+        maintenance=await visit.get("/control/maintenance"),
+        chosen=chosen,
+    )
+
+
+async def list_allocations(visit: Visit) -> Response:
+    """Allocations of all projects."""
+    chosen = visit.query("state", "project_id", "node_id", "cursor")
+    page = await visit.get("/admin/allocations", limit=50, **chosen)
+    return visit.page("allocations.html", page=page, chosen=chosen)
+
+
+async def read_allocation(visit: Visit) -> Part:
+    """The part of an allocation's page that a stream sends: tasks and timeline."""
+    detail = await visit.get(f"/admin/allocations/{visit.named('allocation')}")
+    ended = detail["state"] in ("released", "failed")
+    return Part("admin_allocation.html", {"allocation": detail}, ended)
+
+
+async def allocation(visit: Visit) -> Response:
+    """One allocation with its claims, tasks and timeline."""
+    part = await read_allocation(visit)
+    return visit.page(part.template, **part.values, ended=part.ended)
+
+
+async def recovery(visit: Visit) -> Response:
+    """The recovery runbook: each step with its evidence, and one button."""
+    path = f"/admin/allocations/{visit.named('allocation')}"
+    detail = await visit.get(path)
+    case = await visit.get_or_none(f"{path}/recovery")
+    policy = await visit.get("/admin/settings/recovery-policy")
+    move = next((row for row in policy["cases"] if row["allocation_id"] == detail["id"]), None)
+    return visit.page("recovery.html", allocation=detail, case=case, move=move, path=path)
+
+
+async def list_tasks(visit: Visit) -> Response:
+    """Tasks, the newest first, each with what it waits for."""
+    chosen = visit.query("state", "kind", "node_id", "allocation_id", "cursor")
+    page = await visit.get("/admin/tasks", limit=50, **chosen)
+    return visit.page("tasks.html", page=page, chosen=chosen)
+
+
+async def read_task(visit: Visit) -> Part:
+    """The part of a task's page that a stream sends: state, progress, output, result."""
+    row = await visit.get(f"/admin/tasks/{visit.named('task')}")
+    return Part("task.html", {"task": row}, ended=bool(row["finished_at"]))
+
+
+async def task(visit: Visit) -> Response:
+    """One task with its progress and the end of its output."""
+    part = await read_task(visit)
+    return visit.page(part.template, **part.values)
+
+
+async def audit(visit: Visit) -> Response:
+    """Administrative actions with actor and reason."""
+    chosen = visit.query("action", "subject_id", "correlation_id", "cursor")
+    page = await visit.get("/admin/audit", limit=50, **chosen)
+    return visit.page("audit.html", page=page, chosen=chosen)
+
+
+async def trace(visit: Visit) -> Response:
+    """Everything that followed from one request."""
+    correlation = visit.named("correlation")
+    entries = await visit.get(f"/admin/correlations/{correlation}/timeline", limit=200)
+    return visit.page("trace.html", correlation=correlation, entries=entries["items"])
+
+
+async def images(visit: Visit) -> Response:
+    """The catalogue of images, and the form that registers one."""
+    page = await visit.get("/admin/images", limit=1000)
+    return visit.page("images.html", images=page["items"])
+
+
+async def tokens(visit: Visit) -> Response:
+    """API tokens. A new token's secret is shown once."""
+    page = await visit.get("/admin/tokens", limit=1000)
+    projects = await visit.get("/admin/projects", limit=1000)
+    sessions = await visit.get("/admin/console-sessions", limit=1000)
+    return visit.page(
+        "tokens.html",
+        tokens=page["items"],
+        projects=projects["items"],
+        sessions=sessions["items"],
+        own=visit.caller.actor,
+    )
+
+
+async def usage(visit: Visit) -> Response:
+    """Usage of all projects in a period."""
+    return await _usage(visit, "/admin/usage", "usage of all projects")
+
+
+async def project_usage(visit: Visit) -> Response:
+    """Usage of one project in a period."""
+    project = visit.named("project")
+    return await _usage(visit, f"/projects/{project}/usage", f"usage of {project}", project)
+
+
+async def _usage(visit: Visit, path: str, title: str, project: str = "") -> Response:
+    days = visit.query("from", "to")
+    period = {name: f"{day}T00:00:00Z" for name, day in days.items() if day}
+    page = await visit.get(path, limit=100, **period, **visit.query("cursor"))
+    return visit.page("usage.html", page=page, days=days, heading=title, project=project)
+
+
+async def inventory(visit: Visit) -> Response:
+    """The last comparisons with NetBox and MAAS: what differs, why, and how it ends."""
+    return visit.page("inventory.html", readings=await comparisons(visit))
+
+
+async def comparisons(visit: Visit) -> list[tuple[str, str, Document | None]]:
+    """Name, title and last comparison of each inventory of the site; None before the first."""
+    return [
+        (name, title, await visit.get_or_none(f"/admin/{name}"))
+        for name, title in (("netbox", "NetBox"), ("maas", "MAAS"))
+    ]
+
+
+async def health(visit: Visit) -> Response:
+    """Whether the site can do its work, its processes, its switches, and the machine's checks."""
+    examine: Examine | None = visit.request.app.state.examine
+    findings = None
+    if examine and "examine" in visit.request.query_params:
+        findings = await run_in_threadpool(_examined, examine)
+    problem: Document = {}
+    state: Document = {}
+    try:
+        state = await visit.get("/health")
+    except Refused as refused:
+        problem = refused.problem
+    policy = await visit.get("/admin/settings/recovery-policy")
+    return visit.page(
+        "health.html",
+        health=state,
+        problem=problem,
+        policy=policy,
+        maintenance=await visit.get("/control/maintenance"),
+        offered=examine is not None,
+        findings=findings,
+        machine=socket.gethostname(),
+    )
+
+
+def _examined(examine: Examine) -> list[dict[str, str]]:
+    """The findings, the worst first. One examination at a time: it asks other services."""
+    if not _EXAMINING.acquire(blocking=False):
+        raise Problem(
+            "rate_exceeded",
+            429,
+            expected="one examination at a time",
+            found="another one that has not ended",
+            remedy="try again in a minute",
+        )
+    try:
+        return sorted(examine(), key=lambda row: _ORDER.get(row["status"], 0))
+    finally:
+        _EXAMINING.release()
