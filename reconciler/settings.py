@@ -54,10 +54,7 @@ class Settings(BaseSettings):
 
     # A refused value may be a secret, or contain secrets.
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX,
-        extra="ignore",
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
+        env_prefix=PREFIX, extra="ignore", hide_input_in_errors=True, use_attribute_docstrings=True
     )
 
     state_dir: Path = shipped.STATE

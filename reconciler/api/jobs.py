@@ -184,10 +184,7 @@ def list_jobs(
 ) -> PageOf[JobSummary]:
     """The project's jobs, the newest first. Dead letters have the status dead_letter."""
     read = partial(jobs.every, project_id=project_id, status=status, model=model)
-    return context.page(
-        *(paging, jobs.ORDER, lambda conn, page: read(conn, page=page)),
-        lambda job: JobSummary.of_job(job, context),
-    )
+    return context.page(paging, jobs.ORDER, read, lambda job: JobSummary.of_job(job, context))
 
 
 @router.get("/depth")
@@ -213,11 +210,9 @@ def show(project_id: Id, job_id: Id, context: Member) -> Job:
 @router.post("/{job_id}/cancel", response_model=JobSummary)
 def cancel(project_id: Id, job_id: Id, context: Member) -> JSONResponse:
     """Cancel a job that has not ended. Its result does not count, even if a worker runs it."""
-
-    def work(conn: Connection, _act: Act) -> JobSummary:
-        return JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context)
-
-    return context.write(work)
+    return context.write(
+        lambda conn, _act: JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context)
+    )
 
 
 def _announced(

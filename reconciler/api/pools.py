@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Query
@@ -214,11 +215,11 @@ def start(body: NewPool, context: Admin) -> JSONResponse:
     """Start a pool. It is `running` once all its workers have loaded their models."""
     wish = pools.NewPool(**body.model_dump(exclude={"reason"}))
     most = context.settings.gpu_pool_max_total
-
-    def work(conn: Connection, act: Act) -> Pool:
-        return Pool.of_pool(conn, pools.start(conn, wish, act, most=most))
-
-    return context.write(work, body=body, status=201)
+    return context.write(
+        lambda conn, act: Pool.of_pool(conn, pools.start(conn, wish, act, most=most)),
+        body=body,
+        status=201,
+    )
 
 
 @router.get("/pools")
@@ -250,11 +251,9 @@ def list_hosts(context: Admin) -> PoolHosts:
 @router.post("/pools/stop-all", response_model=Pools)
 def stop_all(body: Reasoned, context: Admin) -> JSONResponse:
     """Stop every living pool, as `POST /pools/{pool_id}/stop`."""
-
-    def work(conn: Connection, act: Act) -> Pools:
-        return Pools(items=Pool.of_pools(conn, pools.stop_all(conn, act)))
-
-    return context.write(work, body=body)
+    return context.write(
+        lambda conn, act: Pools(items=Pool.of_pools(conn, pools.stop_all(conn, act))), body=body
+    )
 
 
 @router.get("/pools/{pool_id}")
@@ -276,11 +275,9 @@ def list_history(pool_id: Id, context: Admin, paging: Paging) -> PageOf[Change]:
 @router.post("/pools/{pool_id}/stop", response_model=Pool)
 def stop(pool_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
     """Let a pool finish the jobs that it holds within drain_s, then end it."""
-
-    def work(conn: Connection, act: Act) -> Pool:
-        return Pool.of_pool(conn, pools.stop(conn, pool_id, act))
-
-    return context.write(work, body=body)
+    return context.write(
+        lambda conn, act: Pool.of_pool(conn, pools.stop(conn, pool_id, act)), body=body
+    )
 
 
 @router.post("/pools/{pool_id}/evict", response_model=Pool)
@@ -288,11 +285,9 @@ def evict(pool_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
     """End a pool without waiting for its jobs: SIGTERM, and SIGKILL after grace_s. Its jobs go to
     other workers.
     """
-
-    def work(conn: Connection, act: Act) -> Pool:
-        return Pool.of_pool(conn, pools.evict(conn, pool_id, act))
-
-    return context.write(work, body=body)
+    return context.write(
+        lambda conn, act: Pool.of_pool(conn, pools.evict(conn, pool_id, act)), body=body
+    )
 
 
 @router.post("/pools/{pool_id}/token", status_code=201, response_model=IssuedToken)
@@ -311,11 +306,5 @@ def list_leases(
     context: Admin, paging: Paging, *, ended: Annotated[bool, Query()] = False
 ) -> PageOf[DeviceLease]:
     """Devices that pools have, the newest first. ended: those that they had, too."""
-    return context.page(
-        *(
-            paging,
-            pools.LEASE_ORDER,
-            lambda conn, page: pools.leases(conn, ended=ended, page=page),
-        ),
-        DeviceLease.of,
-    )
+    rows = partial(pools.leases, ended=ended)
+    return context.page(paging, pools.LEASE_ORDER, rows, DeviceLease.of)

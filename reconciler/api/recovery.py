@@ -182,11 +182,11 @@ def force_release(
 @router.post("/verify-absent", status_code=202, response_model=Task)
 def verify_absent(allocation_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Have the host report what is left of the allocation. Answers with the task."""
-
-    def work(conn: Connection, act: Act) -> Task:
-        return Task.of(recovery.verify_absence(conn, allocation_id, act))
-
-    return context.write(work, body=body, status=202)
+    return context.write(
+        lambda conn, act: Task.of(recovery.verify_absence(conn, allocation_id, act)),
+        body=body,
+        status=202,
+    )
 
 
 @router.post("/recover", status_code=202, response_model=RecoveryCase)

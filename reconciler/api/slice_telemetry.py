@@ -50,7 +50,6 @@ def telemetry(
         if allocation.capacity_shape != CapacityShape.GPU_SLICE:
             raise Problem(
                 "telemetry_of_whole_machine",
-                409,
                 expected="a slice",
                 found="a whole machine",
                 remedy="see its telemetry_url, or measure from within",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import Field, StringConstraints
+from pydantic import Field
 from sqlalchemy import Connection
 
 from reconciler.api.http import Guard, IfMatch, PageOf, PageRequest, Paging, tagged
@@ -26,6 +26,7 @@ from reconciler.api.models import (
     RequiredReason,
     Text,
 )
+from reconciler.api.nodework import AllocationId
 from reconciler.api.security import Admin, Context
 from reconciler.api.tasks import Task
 from reconciler.api.timeline import Change
@@ -71,12 +72,7 @@ class BundleBody(Body):
 class Orphan(Body):
     """The allocation id in the name of the machine on the host. No live allocation may have it."""
 
-    allocation_id: Annotated[
-        str,
-        StringConstraints(
-            pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
-        ),
-    ]
+    allocation_id: AllocationId
     reason: RequiredReason
 
 
@@ -240,7 +236,7 @@ def repair(
     node_id: Id, slot_id: Id, context: Admin, guard: IfMatch, body: Reasoned | None = None
 ) -> JSONResponse:
     """Clean a blocked slot: remove what is left, wipe, verify. Answers with the task."""
-    return _queue(context, node_id, slot_id, body, guard, recovery.repair)
+    return _change(context, node_id, slot_id, body, guard, recovery.repair)
 
 
 @router.post("/{slot_id}/remove-orphan", status_code=202, response_model=Task)
@@ -249,23 +245,7 @@ def remove_orphan(
 ) -> JSONResponse:
     """Remove a machine without a record from an idle slot; wipe, verify. Answers with the task."""
     remove = partial(recovery.remove_orphan, allocation_id=body.allocation_id)
-    return _queue(context, node_id, slot_id, body, guard, remove)
-
-
-def _queue(
-    context: Context,
-    node_id: str,
-    slot_id: str,
-    body: Body | None,
-    guard: Guard,
-    queue: Callable[..., schema.Task],
-) -> JSONResponse:
-    def work(conn: Connection, act: Act) -> Task:
-        _slot_of(conn, node_id, slot_id)
-        guard.check(conn, "slot", slot_id)
-        return Task.of(queue(conn, slot_id, act=act))
-
-    return context.write(work, body=body, status=202)
+    return _change(context, node_id, slot_id, body, guard, remove)
 
 
 @router.post("/{slot_id}/{action}", response_model=Slot)
@@ -278,13 +258,28 @@ def switch(
     body: Reasoned | None = None,
 ) -> JSONResponse:
     """Take a slot off sale, put it back on sale, or withdraw its approval."""
+    return _change(
+        context, node_id, slot_id, body, guard, _ACTIONS[action], answer=Slot, status=200
+    )
 
-    def work(conn: Connection, act: Act) -> Slot:
+
+def _change(
+    context: Context,
+    node_id: str,
+    slot_id: str,
+    body: Body | None,
+    guard: Guard,
+    change: Callable[..., schema.Row],
+    *,
+    answer: type[Slot | Task] = Task,
+    status: int = 202,
+) -> JSONResponse:
+    def work(conn: Connection, act: Act) -> Slot | Task:
         _slot_of(conn, node_id, slot_id)
         guard.check(conn, "slot", slot_id)
-        return Slot.of(_ACTIONS[action](conn, slot_id, act))
+        return answer.of(change(conn, slot_id, act=act))
 
-    return context.write(work, body=body)
+    return context.write(work, body=body, status=status)
 
 
 def _listed(slot: schema.Slot) -> ListedSlot:

@@ -14,7 +14,6 @@ from reconciler.api.http import PageOf, Paging
 from reconciler.api.models import Answer, Filter, Id, Moment, PublicKey, Reasoned
 from reconciler.api.security import Member
 from reconciler.db import schema
-from reconciler.db.rows import Page
 from reconciler.lifecycle import quota
 from reconciler.lifecycle.ssh_access import PROVIDER_S
 from reconciler.model.act import Act
@@ -66,8 +65,8 @@ class SshSession(Answer):
 @router.get("/ssh-keys")
 def list_keys(project_id: Id, context: Member, paging: Paging) -> PageOf[SshKey]:
     """The keys that members have registered or revoked, the newest first."""
-    read = partial(_keys, project_id=project_id)
-    return context.page(paging, ssh_keys.ORDER, read, SshKey.of_key)
+    rows = partial(ssh_keys.every, project_id=project_id)
+    return context.page(paging, ssh_keys.ORDER, rows, SshKey.of_key)
 
 
 @router.post("/ssh-keys", status_code=201, response_model=SshKey)
@@ -94,11 +93,11 @@ def revoke_key(project_id: Id, body: GivenKey, context: Member) -> JSONResponse:
     """Let a key through no longer, neither a registered key nor that of a launch, and cut its
     sessions. It cannot be registered again.
     """
-
-    def work(conn: Connection, act: Act) -> SshKey:
-        return SshKey.of_key(ssh_keys.revoke(conn, project_id, body.public_key, act))
-
-    return context.write(work, body=body, reason="revoked by its project")
+    return context.write(
+        lambda conn, act: SshKey.of_key(ssh_keys.revoke(conn, project_id, body.public_key, act)),
+        body=body,
+        reason="revoked by its project",
+    )
 
 
 @router.get("/ssh-sessions")
@@ -106,12 +105,5 @@ def list_sessions(
     project_id: Id, context: Member, paging: Paging, allocation_id: Filter = None
 ) -> PageOf[SshSession]:
     """The project's sessions through the gateway, the newest first."""
-    page = paging.page(ssh_sessions.ORDER)
-    sessions = context.read(
-        lambda conn: ssh_sessions.every(conn, project_id, allocation_id=allocation_id, page=page)
-    )
-    return paging.answer(ssh_sessions.ORDER, sessions, SshSession.of)
-
-
-def _keys(conn: Connection, page: Page, *, project_id: str) -> list[schema.SshKey]:
-    return ssh_keys.every(conn, project_id, page)
+    rows = partial(ssh_sessions.every, project_id=project_id, allocation_id=allocation_id)
+    return context.page(paging, ssh_sessions.ORDER, rows, SshSession.of)

@@ -242,9 +242,7 @@ def turn(body: Turn, worker: Worker) -> Turned:
         claim=claim,
     )
     return Turned(
-        counted=done.counted,
-        jobs=[ClaimedJob.of(call) for call in done.jobs],
-        serving=done.serving,
+        counted=done.counted, jobs=[ClaimedJob.of(call) for call in done.jobs], serving=done.serving
     )
 
 

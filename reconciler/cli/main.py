@@ -81,8 +81,7 @@ def shared(
         ),
     ] = "",
     token_file: Annotated[
-        Path | None,
-        typer.Option(envvar="GPUAAS_TOKEN_FILE", help="A file with an API token."),
+        Path | None, typer.Option(envvar="GPUAAS_TOKEN_FILE", help="A file with an API token.")
     ] = None,
     output_format: Annotated[
         Output, typer.Option("--output", help="For people (table) or for programs (json).")

@@ -28,8 +28,7 @@ COLUMNS = ("id", "name", "state", "models", "replicas", "memory_bytes", "memory_
 _LOOK_S = 0.2
 
 Direct = Annotated[
-    bool,
-    typer.Option("--direct", help="Use the service's database and this machine, not the API."),
+    bool, typer.Option("--direct", help="Use the service's database and this machine, not the API.")
 ]
 Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
 PoolKey = Annotated[str, typer.Argument(help="Id of a pool, or the name of a living pool.")]

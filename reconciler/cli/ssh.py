@@ -25,9 +25,7 @@ Identity = Annotated[
 COLUMNS = ("fingerprint", "name", "registered_by", "created_at", "expires_at", "revoked_at")
 
 
-@commands.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@commands.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def ssh(
     context: typer.Context, allocation: Allocation, project: Project, key: Identity = None
 ) -> None:
@@ -83,8 +81,7 @@ def terminal(
 
 @commands.command("ssh-sessions")
 def sessions(
-    project: Project,
-    allocation: Annotated[str, typer.Option(help="Only of this allocation.")] = "",
+    project: Project, allocation: Annotated[str, typer.Option(help="Only of this allocation.")] = ""
 ) -> None:
     """List the sessions through the gateway, newest first."""
     path = f"/projects/{project}/ssh-sessions"

@@ -244,14 +244,7 @@ HISTORY_ORDER = Order(history, ("id",), descending=True)
 
 
 def write_history(
-    conn: sa.Connection,
-    entity: str,
-    record: Row,
-    act: Act,
-    *,
-    source: str,
-    event: str,
-    target: str,
+    conn: sa.Connection, entity: str, record: Row, act: Act, *, source: str, event: str, target: str
 ) -> None:
     """Write a history row with the actor, the reason and the evidence of a change."""
     key = str(record.id)
@@ -345,11 +338,7 @@ def audit(
 
 
 def audit_of(
-    conn: sa.Connection,
-    act: Act,
-    action: str,
-    record: Row,
-    detail: Mapping[str, Any] | None = None,
+    conn: sa.Connection, act: Act, action: str, record: Row, detail: Mapping[str, Any] | None = None
 ) -> None:
     """Write an audit row about a record that belongs to a project."""
     project_id = getattr(record, "project_id", "")

@@ -421,9 +421,7 @@ def _machines(
 
 
 def _networks(
-    result: Comparison,
-    shown: Sequence[tuple[ExpectedMachine, Machine | None]],
-    network: Network,
+    result: Comparison, shown: Sequence[tuple[ExpectedMachine, Machine | None]], network: Network
 ) -> None:
     for parts in parts_of(shown, network):
         slice_ = parts.slice

@@ -143,8 +143,6 @@ class Readings:
 def _newest_event(conn: Connection, last: int) -> int:
     """The newest change that other inventories show."""
     query = sa.select(outbox.c.id).where(
-        outbox.c.id > last,
-        outbox.c.subject_kind.in_(_SUBJECTS),
-        outbox.c.topic.not_in(_REPORTS),
+        outbox.c.id > last, outbox.c.subject_kind.in_(_SUBJECTS), outbox.c.topic.not_in(_REPORTS)
     )
     return conn.execute(query.order_by(outbox.c.id.desc()).limit(1)).scalar() or last

@@ -11,18 +11,8 @@ from functools import partial
 from sqlalchemy import Connection, Engine
 
 from reconciler.db.engine import reading, retrying
-from reconciler.inventory.compare import (
-    Comparison,
-    Inventory,
-    compare,
-    shown,
-)
-from reconciler.inventory.expected import (
-    ALLOCATION,
-    is_retired,
-    read_machines,
-    read_nodes,
-)
+from reconciler.inventory.compare import Comparison, Inventory, compare, shown
+from reconciler.inventory.expected import ALLOCATION, is_retired, read_machines, read_nodes
 from reconciler.inventory.netbox import (
     Client,
     Device,

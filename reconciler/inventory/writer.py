@@ -184,10 +184,7 @@ class Writer:
         return self._write_object(device, patch, "devices written")
 
     def _write_object(
-        self,
-        item: Any,
-        decide: Callable[[Any], tuple[dict[str, Any], list[str]]],
-        counted: str,
+        self, item: Any, decide: Callable[[Any], tuple[dict[str, Any], list[str]]], counted: str
     ) -> bool:
         """Write what `decide` says about the object as it is; whether something was written."""
         for _ in range(_ATTEMPTS):

@@ -219,12 +219,7 @@ def entered(conn: sa.Connection, node_id: str) -> None:
 
 
 def provision_succeeded(
-    conn: sa.Connection,
-    allocation_id: str,
-    act: Act,
-    *,
-    baseline: Mapping[str, Any],
-    task_id: str,
+    conn: sa.Connection, allocation_id: str, act: Act, *, baseline: Mapping[str, Any], task_id: str
 ) -> bool:
     """Activate the allocation. The baseline is stored here, out of the tenant's reach."""
     allocation = rows.get(conn, Allocation, allocation_id)
@@ -502,9 +497,6 @@ def _enqueue(
     act: Act,
 ) -> Task:
     item = queue.Enqueue(
-        kind=kind,
-        node_id=allocation.node_id,
-        allocation_id=allocation.id,
-        parameters=parameters,
+        kind=kind, node_id=allocation.node_id, allocation_id=allocation.id, parameters=parameters
     )
     return queue.enqueue(conn, item, act)

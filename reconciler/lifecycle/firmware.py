@@ -105,7 +105,6 @@ def accept(conn: sa.Connection, node_id: str, act: Act) -> Node:
     if not node.firmware_differences:
         raise Problem(
             "no_firmware_difference",
-            409,
             expected="a node whose firmware differs from before its tenant",
             found="no comparison yet" if node.firmware_before is not None else "no difference",
             remedy="run discovery first"

@@ -451,8 +451,7 @@ def certificates_ending(conn: sa.Connection, within_s: float) -> list[str]:
         tasks.c.node_id == nodes.c.id,
         tasks.c.kind == TaskKind.NODE_ENROL,
         sa.or_(
-            tasks.c.state.in_(task_queue.OPEN),
-            tasks.c.created_at > clock.now() - RENEWAL_RETRY_S,
+            tasks.c.state.in_(task_queue.OPEN), tasks.c.created_at > clock.now() - RENEWAL_RETRY_S
         ),
     )
     query = sa.select(nodes.c.id).where(nodes.c.id.in_(list(at)), ~tried)

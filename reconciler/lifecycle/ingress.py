@@ -282,7 +282,6 @@ def _require_slice(allocation: Allocation) -> None:
     if allocation.capacity_shape != CapacityShape.GPU_SLICE:
         raise Problem(
             "ingress_needs_slice",
-            409,
             expected="an allocation of a slice",
             found=f"shape {allocation.capacity_shape}",
             remedy="open the port on the machine itself: its tenant is root there",
@@ -290,7 +289,6 @@ def _require_slice(allocation: Allocation) -> None:
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",
-            409,
             expected=f"allocation {allocation.id} active",
             found=str(allocation.state),
             remedy="wait until it is active, or name another one",
@@ -301,7 +299,6 @@ def _require_address(conn: sa.Connection, wish: NewRule, site: Collection[str]) 
     if not site:
         raise Problem(
             "ingress_off",
-            409,
             expected="a site with addresses for public ingress",
             found="none",
             remedy="have an operator name them in GPUAAS_INGRESS_ADDRESSES",
@@ -347,7 +344,6 @@ def _require_free(conn: sa.Connection, allocation_id: str, wish: NewRule) -> Non
     if rows.first(conn, same) is not None:
         raise Problem(
             "ingress_port_in_use",
-            409,
             expected=f"{wish.public_address}:{wish.public_port} free",
             found="another rule, which is not removed",
             remedy="choose another public port, or wait until that rule is removed",
@@ -356,7 +352,6 @@ def _require_free(conn: sa.Connection, allocation_id: str, wish: NewRule) -> Non
     if len(rows.every(conn, own)) >= MOST:
         raise Problem(
             "ingress_limit",
-            409,
             expected=f"fewer than {MOST} rules of the allocation",
             found=str(MOST),
             remedy="remove a rule first",

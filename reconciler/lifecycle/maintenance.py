@@ -67,7 +67,6 @@ def request_firmware(
         if plan.get("digest") != digest:
             raise Problem(
                 "firmware_plan_changed",
-                409,
                 expected="the digest of the latest plan, which has something to change",
                 found=plan.get("digest") or "no plan with a change",
                 remedy=f"run `gpuaas nodes plan-firmware {id}`, read it, then approve its digest",
@@ -136,7 +135,6 @@ def _begin(
                 return task
             raise Problem(
                 "maintenance_under_way",
-                409,
                 expected="no other restart of this node",
                 found=f"{task.kind} {task.id}, {task.state}",
                 remedy="wait until it has ended, or cancel it, then ask again",
@@ -144,7 +142,6 @@ def _begin(
     if not node.boot_id:
         raise Problem(
             "boot_unknown",
-            409,
             expected="a host whose present boot is known",
             found="a restart, or a doubt, since its last discovery",
             remedy=f"run `gpuaas nodes discover {node.id}`, then ask again",
@@ -184,7 +181,6 @@ def _unconfirmed(guests: Guests, named: Collection[str]) -> Problem:
     present = [guest["allocation_id"] for guest in guests]
     return Problem(
         "reboot_unconfirmed",
-        409,
         expected="the ids of all allocations on the node, because the restart stops them",
         found=f"on it: {', '.join(present) or 'none'}; named: {', '.join(sorted(named)) or 'none'}",
         remedy="tell their tenants, then ask again with exactly the allocations that are on it",
@@ -196,7 +192,6 @@ def _require_answering(node: Node) -> Node:
     if node.state not in _REACHABLE:
         raise Problem(
             "host_unreachable",
-            409,
             expected="a node whose host answers",
             found=f"state {node.state}",
             remedy="restart it by its management controller; its slices start again by themselves",

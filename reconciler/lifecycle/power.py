@@ -31,7 +31,6 @@ def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allo
     if node.state == NodeState.UNREACHABLE:
         raise Problem(
             "host_unreachable",
-            409,
             expected="an answer of the host of this allocation",
             found="no answer; whether the machine runs is unknown",
             remedy="ask again when the host answers; the operators see it among the nodes",
@@ -43,7 +42,6 @@ def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allo
             return allocation
         raise Problem(
             "allocation_busy",
-            409,
             expected="no other task of this allocation",
             found=f"{task.kind}, {task.state}",
             remedy="wait until it has ended, then ask again",
@@ -149,7 +147,6 @@ def _require_active_slice(allocation: Allocation) -> None:
     if allocation.capacity_shape != CapacityShape.GPU_SLICE:
         raise Problem(
             "power_of_whole_machine",
-            409,
             expected="a slice",
             found="a whole machine",
             remedy="restart it from within; its tenant is root there",
@@ -157,7 +154,6 @@ def _require_active_slice(allocation: Allocation) -> None:
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",
-            409,
             expected="an active allocation",
             found=str(allocation.state),
             remedy="wait until it is active; one that has ended needs a new launch",
@@ -171,7 +167,6 @@ def _require_proven_boot(conn: sa.Connection, node: Node) -> None:
         return
     raise Problem(
         "host_unproven",
-        409,
         expected="a host that was proven since its last boot",
         found="a host whose proof is missing or fails",
         remedy="wait: slices that ran before start by themselves once the host is proven;"

@@ -126,7 +126,7 @@ def refuse(allocation: Allocation, held: list[Slot]) -> None:
         ),
     ):
         if wrong:
-            raise Problem(code, 409, expected=_STUCK, found=finding, remedy=remedy)
+            raise Problem(code, expected=_STUCK, found=finding, remedy=remedy)
 
 
 def _require_slices(allocation: Allocation) -> None:
@@ -164,9 +164,8 @@ def _require_healthy_node(conn: sa.Connection, allocation: Allocation) -> None:
         ),
     ):
         if wrong:
-            raise Problem(
-                code, 409, expected=f"{_STUCK} on a healthy node", found=finding, remedy=remedy
-            )
+            expected = f"{_STUCK} on a healthy node"
+            raise Problem(code, expected=expected, found=finding, remedy=remedy)
 
 
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:

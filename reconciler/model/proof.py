@@ -87,7 +87,6 @@ def check_gpu(evidence: object, *, address: str, link: Mapping[str, Any]) -> Non
     if gpu.get("verified") is not True or gpu.get("address") != address:
         raise Problem(
             "gpu_unproven",
-            409,
             expected=f"evidence of a verified reset of the GPU {address}",
             found=f"address={gpu.get('address')!r}, verified={gpu.get('verified')!r}",
             remedy="treat the run as failed; `gpuaas recover` resets it again",
@@ -97,7 +96,6 @@ def check_gpu(evidence: object, *, address: str, link: Mapping[str, Any]) -> Non
     if slower:
         raise Problem(
             "gpu_link_degraded",
-            409,
             expected=f"a link of {address} with " + ", ".join(f"{n} {link[n]}" for n in slower),
             found=f"link {reported!r}"[:200],
             remedy="reseat or replace the GPU, restart the host, then recover the slot",

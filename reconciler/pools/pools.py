@@ -12,14 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, rows
 from reconciler.db.journal import Overdue, advance
 from reconciler.db.rows import Order, Page, part
-from reconciler.db.schema import (
-    DeviceLease,
-    Pool,
-    PoolHost,
-    Project,
-    device_leases,
-    pool_hosts,
-)
+from reconciler.db.schema import DeviceLease, Pool, PoolHost, Project, device_leases, pool_hosts
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found

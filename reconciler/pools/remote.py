@@ -181,8 +181,7 @@ def tend(conn: sa.Connection) -> list[Pool]:
     for worker in rows.every(conn, silent, PoolWorker):
         workers.end(conn, worker, "silent")
     ending = sa.select(table).where(
-        table.c.host_id.in_(APART),
-        table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING)),
+        table.c.host_id.in_(APART), table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING))
     )
     ended = []
     for pool in rows.every(conn, ending.with_for_update(), Pool):

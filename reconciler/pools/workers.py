@@ -107,9 +107,7 @@ def add(conn: sa.Connection, pool: Pool, worker_id: str, **values: str) -> PoolW
     if current.state not in SERVING_POOLS:
         return None
     return rows.add(
-        conn,
-        PoolWorker,
-        {"id": worker_id, "pool_id": pool.id, "pid": 0, "models": [], **values},
+        conn, PoolWorker, {"id": worker_id, "pool_id": pool.id, "pid": 0, "models": [], **values}
     )
 
 

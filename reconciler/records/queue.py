@@ -324,13 +324,7 @@ def drop(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) ->
     """Cancel a task that has not begun, if it is unchanged since it was read."""
     columns = {"error": dict(error), "finished_at": clock.now(), "cancel_requested": True}
     return advance(
-        conn,
-        Task,
-        task.id,
-        "cancel",
-        act,
-        expect_generation=task.generation,
-        columns=columns,
+        conn, Task, task.id, "cancel", act, expect_generation=task.generation, columns=columns
     )
 
 

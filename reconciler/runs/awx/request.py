@@ -204,11 +204,7 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
     # The execution environment holds the CA of host keys, the credential of AWX our client key.
     # Revoked host keys are in neither, so the launch passes them.
     words = ssh.arguments(
-        {
-            **ssh.trust(node.node_id),
-            "UserKnownHostsFile": "/dev/null",
-            **ssh.refusing(node.revoked),
-        }
+        {**ssh.trust(node.node_id), "UserKnownHostsFile": "/dev/null", **ssh.refusing(node.revoked)}
     )
     return {
         **_PINNED,

@@ -141,11 +141,7 @@ def _index(name: str, columns: str, where: str | None = None, *, unique: bool = 
     """Index over the rows of a condition; both engines have partial indexes."""
     condition = None if where is None else sa.text(where)
     return sa.Index(
-        name,
-        *columns.split(),
-        unique=unique,
-        sqlite_where=condition,
-        postgresql_where=condition,
+        name, *columns.split(), unique=unique, sqlite_where=condition, postgresql_where=condition
     )
 
 
@@ -502,11 +498,7 @@ _table(
 )
 
 _table(
-    "leaders",
-    _key("name"),
-    *numbers("epoch"),
-    *texts("holder"),
-    *moments("acquired_at expires_at"),
+    "leaders", _key("name"), *numbers("epoch"), *texts("holder"), *moments("acquired_at expires_at")
 )
 
 _table(
