@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Yes
 from reconciler.cli.projects import project_id, suggesting
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
@@ -213,7 +214,7 @@ def telemetry(
 def force_release(
     allocation: Allocation,
     reason: Annotated[str, typer.Option(help="Kept in history and audit.")],
-    yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> None:
     """End use and billing although the host never answers; its slots stay blocked."""
     if not yes:

@@ -10,6 +10,7 @@ import typer
 
 from reconciler.cli import output
 from reconciler.cli.allocations import Project, public_key
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 
 app = typer.Typer(no_args_is_help=True, help="Applications on the allocations of a project.")
@@ -75,11 +76,7 @@ def reconcile_ssh(instance: Instance, project: Project) -> None:
 
 
 @app.command()
-def stop(
-    instance: Instance,
-    project: Project,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
-) -> None:
+def stop(instance: Instance, project: Project, reason: Reason = "") -> None:
     """Stop an instance and remove its keys; its allocations stay."""
     output.record(client().post(f"{_path(project, instance)}/stop", {"reason": reason}))
 

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import output, tasks
-from reconciler.cli.netbox import Reason, asked, show_reading
+from reconciler.cli.netbox import asked, show_reading
 from reconciler.cli.nodes import Node
+from reconciler.cli.options import Reason, Yes
 from reconciler.cli.session import client
 
 app = typer.Typer(no_args_is_help=True, help="MAAS, which installs the site's machines.")
 Wait = Annotated[bool, typer.Option(help="Follow the task to its end, 10 to 40 minutes.")]
-Yes = Annotated[bool, typer.Option(help="Do not ask.")]
 
 
 @app.command()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -16,7 +16,6 @@ app = typer.Typer(
 )
 # A pass ends within a minute, and begins within seconds if a process leads.
 _WAIT_S = 90.0
-Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import output, tasks
-from reconciler.cli.options import read_json, with_options
+from reconciler.cli.options import Reason, Yes, read_json, with_options
 from reconciler.cli.session import client
 from reconciler.model.approval import approval_of
 from reconciler.model.errors import Problem
@@ -19,7 +19,6 @@ from reconciler.model.errors import Problem
 app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sell.")
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
-Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
 Wait = Annotated[bool, typer.Option(help="Follow the task to its end.")]
 MAAS_TAG_HELP = 'A tag of the machine in MAAS; may be repeated, "" when it has none.'
 COLUMNS = ("id", "state", "mode", "slice_scheduling", "health_state", "profile", "address")
@@ -224,7 +223,7 @@ def transition(
     *,
     device: Annotated[list[str], typer.Option(help="By-id path; may be repeated.")],
     apply: Annotated[bool, typer.Option(help="Erase the disks; default: a dry run.")] = False,
-    yes: Annotated[bool, typer.Option(help="Do not ask.")] = False,
+    yes: Yes = False,
     filesystem: Annotated[
         list[str] | None,
         typer.Option(help="Another filesystem type that may be erased; may be repeated."),
@@ -299,7 +298,7 @@ def clean_machine(
     without_dead_disks: Annotated[
         bool, typer.Option(help="Write off disks that the latest discovery lacks; needs a reason.")
     ] = False,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+    reason: Reason = "",
     wait: Wait = True,
 ) -> None:
     """Remove the leftovers of the whole machine's last tenant, and prove it clean."""
@@ -378,9 +377,7 @@ def resume(node: Node, reason: Reason) -> None:
 
 
 @app.command()
-def retire(
-    node: Node, reason: Reason, yes: Annotated[bool, typer.Option(help="Do not ask.")] = False
-) -> None:
+def retire(node: Node, reason: Reason, yes: Yes = False) -> None:
     """Retire a node for good. It must be in maintenance, or must never have enrolled."""
     if not yes:
         typer.confirm(f"{node} never comes back under this id. Go on?", abort=True, err=True)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from reconciler.cli import nodes, output, slots, tasks
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -30,7 +31,7 @@ _PAUSE_S = 2.0
 
 def onboard(
     node: nodes.Node,
-    reason: nodes.Reason,
+    reason: Reason,
     *,
     yes_to: Annotated[
         list[str] | None,

@@ -9,8 +9,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+import typer
+
 from reconciler.model.errors import Problem
 
+Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
+Yes = Annotated[bool, typer.Option(help="Do not ask.")]
 Command = TypeVar("Command", bound=Callable[..., None])
 
 

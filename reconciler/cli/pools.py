@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.model.pools import LIVE_POOLS
@@ -30,7 +31,6 @@ _LOOK_S = 0.2
 Direct = Annotated[
     bool, typer.Option("--direct", help="Use the service's database and this machine, not the API.")
 ]
-Reason = Annotated[str, typer.Option(help="Kept in the audit log.")]
 PoolKey = Annotated[str, typer.Argument(help="Id of a pool, or the name of a living pool.")]
 Wait = Annotated[bool, typer.Option(help="Wait until none of its processes is left.")]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Reason
 from reconciler.cli.projects import project_id, suggesting
 from reconciler.cli.session import client
 
@@ -127,7 +128,7 @@ def maintenance(
         int, typer.Option(min=0, help="Seconds after which jobs that still run are canceled.")
     ] = 300,
     wait: Annotated[bool, typer.Option(help="Wait until no job runs.")] = False,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+    reason: Reason = "",
 ) -> None:
     """Show or set the maintenance of the site's jobs. Slices and their hosts are not concerned."""
     path = "/control/maintenance"
@@ -147,7 +148,7 @@ def leader(
     switch: Annotated[
         Literal["show", "release"], typer.Argument(help="release: have another elected.")
     ] = "show",
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+    reason: Reason = "",
 ) -> None:
     """Show the process that leads, or end its term so that another process takes over."""
     if switch == "show":

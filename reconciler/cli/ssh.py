@@ -12,6 +12,7 @@ import typer
 
 from reconciler.cli import output
 from reconciler.cli.allocations import Allocation, Project, public_key
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -93,7 +94,7 @@ def sessions(
 def replay(
     session: Annotated[str, typer.Argument(help="The session's id.")],
     file: Annotated[Path, typer.Argument(help="A new file, for asciinema.")],
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")],
+    reason: Reason,
 ) -> None:
     """Write the recording of a terminal into a file, for admins only."""
     document = client().post(f"/admin/ssh-sessions/{session}/replay", {"reason": reason})
@@ -115,11 +116,7 @@ def list_keys(project: Project) -> None:
 
 
 @app.command("revoke")
-def revoke_key(
-    key: File,
-    project: Project,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
-) -> None:
+def revoke_key(key: File, project: Project, reason: Reason = "") -> None:
     """Let a key through no longer, for ever, and cut its sessions."""
     body = {"public_key": public_key(key), "reason": reason}
     output.record(client().post(f"{_keys(project)}/revoke", body))
