@@ -40,13 +40,13 @@ from reconciler.api.models import (
 from reconciler.api.security import Admin, Member
 from reconciler.api.tasks import Task
 from reconciler.api.timeline import ProgressStep, StateStep
-from reconciler.db import journal, schema
+from reconciler.db import journal, rows, schema
 from reconciler.db.rows import Page
 from reconciler.lifecycle import guest_pool, placement, power
 from reconciler.lifecycle import launch as launching
 from reconciler.model import cloud_config
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem, not_found
+from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import (
@@ -417,7 +417,9 @@ def list_allocations(
 @router.get("/{allocation_id}", response_model=MemberAllocation)
 def show(project_id: Id, allocation_id: Id, context: Member) -> JSONResponse:
     """One allocation of the project."""
-    row = context.read(lambda conn: allocation_of(conn, project_id, allocation_id))
+    row = context.read(
+        lambda conn: rows.of_project(conn, schema.Allocation, project_id, allocation_id)
+    )
     return tagged(MemberAllocation.of_allocation(row, context.settings))
 
 
@@ -426,7 +428,7 @@ def tenant_timeline(project_id: Id, allocation_id: Id, context: Member) -> Tenan
     """The allocation's states so far, and the reason why its open work has not begun."""
 
     def read(conn: DatabaseConnection) -> TenantTimeline:
-        allocation = allocation_of(conn, project_id, allocation_id)
+        allocation = rows.of_project(conn, schema.Allocation, project_id, allocation_id)
         changes = journal.history_of(conn, "allocation", allocation_id)
         work = queue.every(conn, allocation_id=allocation_id, limit=_TIMELINE_LIMIT)
         waits = leasing.wait_reasons(conn, work)
@@ -461,7 +463,7 @@ def release(
     """Release the allocation. Its machine ends and its disks are wiped."""
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
-        allocation_of(conn, project_id, allocation_id)
+        rows.of_project(conn, schema.Allocation, project_id, allocation_id)
         guard.check(conn, "allocation", allocation_id)
         released = launching.release(conn, allocation_id, act)
         return MemberAllocation.of_allocation(released, context.settings)
@@ -476,7 +478,7 @@ def change_power(
     """Start, stop, restart or reset the machine of a slice. `power_action` is empty afterwards."""
 
     def work(conn: DatabaseConnection, act: Act) -> MemberAllocation:
-        allocation_of(conn, project_id, allocation_id)
+        rows.of_project(conn, schema.Allocation, project_id, allocation_id)
         guard.check(conn, "allocation", allocation_id)
         changed = power.request(conn, allocation_id, body.action, act)
         return MemberAllocation.of_allocation(changed, context.settings)
@@ -556,13 +558,3 @@ def _catalogue(offers: Mapping[str, Offer], shape: CapacityShape) -> Mapping[str
     """
     slices = shape is CapacityShape.GPU_SLICE
     return {name: offer.sku if slices else name for name, offer in offers.items()}
-
-
-def allocation_of(
-    conn: DatabaseConnection, project_id: str, allocation_id: str
-) -> schema.Allocation:
-    """The allocation, if it is the project's."""
-    allocation = allocations.get(conn, allocation_id)
-    if allocation.project_id != project_id:
-        raise not_found("allocation", allocation_id)
-    return allocation

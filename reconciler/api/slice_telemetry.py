@@ -7,9 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection
 
-from reconciler.api.allocations import allocation_of
 from reconciler.api.models import Answer, Id, Moment
 from reconciler.api.security import Member
+from reconciler.db import rows
+from reconciler.db.schema import Allocation
 from reconciler.lifecycle import slice_telemetry
 from reconciler.model.errors import Problem
 from reconciler.model.slice_telemetry import GuestValues, HostValues
@@ -46,7 +47,7 @@ def telemetry(
     """
 
     def read(conn: Connection) -> Telemetry:
-        allocation = allocation_of(conn, project_id, allocation_id)
+        allocation = rows.of_project(conn, Allocation, project_id, allocation_id)
         if allocation.capacity_shape != CapacityShape.GPU_SLICE:
             raise Problem(
                 "telemetry_of_whole_machine",

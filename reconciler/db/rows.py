@@ -297,6 +297,17 @@ def get(conn: sa.Connection, kind: type[R], key: str, *, lock: bool = False) -> 
     return row
 
 
+def of_project(
+    conn: sa.Connection, kind: type[R], project_id: str, key: str, *, lock: bool = False
+) -> R:
+    """The project's row with an id. To a project, the rows of others do not exist."""
+    # Read before it is locked: a project must not be able to lock what another has.
+    row = get(conn, kind, key)
+    if vars(row)["project_id"] != project_id:
+        raise not_found(kind.ENTITY, key)
+    return get(conn, kind, key, lock=True) if lock else row
+
+
 def add(conn: sa.Connection, kind: type[R], values: Mapping[str, Any]) -> R:
     """Insert a row and return it as stored; a value may be an SQL expression.
 

@@ -23,7 +23,7 @@ from reconciler.db.schema import (
 )
 from reconciler.lifecycle import app_operations
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem, not_found
+from reconciler.model.errors import Problem
 from reconciler.model.states import (
     AllocationState,
     AppStatus,
@@ -97,11 +97,7 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
 
 def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> AppInstance:
     """The project's instance with this id. An instance of another project is not found."""
-    # Read before it is locked: a project must not be able to lock what another has.
-    instance = rows.get(conn, AppInstance, id)
-    if instance.project_id != project_id:
-        raise not_found("app_instance", id)
-    return rows.get(conn, AppInstance, id, lock=True) if lock else instance
+    return rows.of_project(conn, AppInstance, project_id, id, lock=lock)
 
 
 def every(conn: sa.Connection, project_id: str, page: Page | None = None) -> list[AppInstance]:
@@ -211,10 +207,7 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
 
 def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
     """Lock and return the allocation. Raises a Problem when no application can use it."""
-    # Read before it is locked, like an instance.
-    if rows.get(conn, Allocation, id).project_id != project_id:
-        raise not_found("allocation", id)
-    allocation = rows.get(conn, Allocation, id, lock=True)
+    allocation = rows.of_project(conn, Allocation, project_id, id, lock=True)
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",

@@ -73,8 +73,7 @@ def request(
     site: Collection[str],
 ) -> IngressRule:
     """Record a rule and queue its task. site: the addresses that the site keeps for ingress."""
-    _owned(conn, project_id, allocation_id)
-    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    allocation = rows.of_project(conn, Allocation, project_id, allocation_id, lock=True)
     _require_slice(allocation)
     _require_address(conn, wish, site)
     _require_time(conn, wish)
@@ -99,7 +98,7 @@ def request(
 
 def get(conn: sa.Connection, project_id: str, allocation_id: str, id: str) -> IngressRule:
     """The rule of the project's allocation; a rule of another allocation is not found."""
-    _owned(conn, project_id, allocation_id)
+    rows.of_project(conn, Allocation, project_id, allocation_id)
     rule = rows.get(conn, IngressRule, id)
     if rule.allocation_id != allocation_id:
         raise not_found("ingress_rule", id)
@@ -110,7 +109,7 @@ def every(
     conn: sa.Connection, project_id: str, allocation_id: str, page: Page
 ) -> list[IngressRule]:
     """All rules of the project's allocation, the newest first."""
-    _owned(conn, project_id, allocation_id)
+    rows.of_project(conn, Allocation, project_id, allocation_id)
     query = sa.select(ingress_rules).where(ingress_rules.c.allocation_id == allocation_id)
     return rows.every(conn, part(query, ORDER, page), IngressRule)
 
@@ -270,12 +269,6 @@ def on_host(rule: IngressRule) -> dict[str, Any]:
     """The rule in the form of the run contract."""
     fields = {name: getattr(rule, name) for name in _ON_HOST}
     return {**fields, "expires_at": int(rule.expires_at)}
-
-
-def _owned(conn: sa.Connection, project_id: str, allocation_id: str) -> None:
-    # Read before it is locked: a project must not be able to lock what another has.
-    if rows.get(conn, Allocation, allocation_id).project_id != project_id:
-        raise not_found("allocation", allocation_id)
 
 
 def _require_slice(allocation: Allocation) -> None:
