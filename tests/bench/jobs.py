@@ -58,7 +58,6 @@ PEERS = {
 }
 COMMON = ("hiredis", "uvloop")
 OURS = ("redis", "embedded")
-WORKERS = (1, 4)
 # It runs 32 jobs in half a second, so that a full count would take most of the time.
 FEWER = {"arq": 10}
 WARM = 64
@@ -73,6 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.jobs")
     parser.add_argument("--jobs", type=int, default=5000, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seconds", type=int, default=10, help="of half load")
     parser.add_argument("--depth", type=int, default=1_000_000, help="queued jobs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
@@ -107,7 +107,7 @@ def measure(given: argparse.Namespace) -> Figures:
     runs: dict[str, dict[str, list[float]]] = {}
     memory: dict[str, float] = {}
     for _ in range(given.rounds):
-        for workers in WORKERS:
+        for workers in given.workers:
             for name in (*given.peers, *OURS):
                 count = max(given.jobs // FEWER.get(name, 1), 1)
                 per_s, mib = throughput(name, workers, count)

@@ -41,6 +41,7 @@ class Import:
             env={
                 **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
                 "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "ansible-12.3.0"),
+                "ANSIBLE_PIPELINING": "1",
                 "CONTROLLER_HOST": self.controller.url,
                 "CONTROLLER_OAUTH_TOKEN": TOKEN,
                 "SSL_CERT_FILE": str(self.controller.ca_file),

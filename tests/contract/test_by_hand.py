@@ -32,6 +32,7 @@ def play(*words: str | Path, hosts: str = "localhost,") -> str:
         env={
             **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
             "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
+            "ANSIBLE_PIPELINING": "1",
             "ANSIBLE_SHOW_CUSTOM_STATS": "1",
         },
         cwd=ROOT,

@@ -35,6 +35,7 @@ def play(*words: str | Path) -> subprocess.CompletedProcess[str]:
         env={
             **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
             "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
+            "ANSIBLE_PIPELINING": "1",
         },
         cwd=ROOT,
         capture_output=True,

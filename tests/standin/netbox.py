@@ -171,6 +171,7 @@ class Handler(BaseHTTPRequestHandler):
     """A request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
     server: Netbox
 
     def log_message(self, format: str, *args: Any) -> None:

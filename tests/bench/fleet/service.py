@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -90,10 +91,16 @@ def launch(address: str, secret: str, client: int, claims: int) -> list[float]:
 
 
 def free_port() -> int:
-    """Return a port on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which no process listens now.
+
+    The kernel gives it to no client either, not even while its server is being restarted.
+    """
+    clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(max(clients - 20_000, 1024), clients))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

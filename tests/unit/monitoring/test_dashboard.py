@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 
+from tests.bench.fleet.service import free_port
 from tests.unit.monitoring.test_alerts import PROMTOOL, ROOT, promtool, rules
 from tests.unit.reconciler.service.service import serving, until
 
@@ -38,9 +38,7 @@ def test_each_expression_is_valid(tmp_path: Path) -> None:
 
 
 def test_each_metric_is_in_a_scrape(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     with serving(tmp_path, GPUAAS_OPERATOR_LISTEN=listen) as service:
         service.start()
         until(service.ready)

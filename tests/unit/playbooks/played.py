@@ -26,6 +26,7 @@ def play_states(story: str, folder: Path, variables: Callable[[str], dict[str, A
     environment = {
         "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
         "ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/build/collections",
+        "ANSIBLE_PIPELINING": "1",
         "ANSIBLE_SHOW_CUSTOM_STATS": "1",
         "LC_ALL": "C.UTF-8",
     }

@@ -18,7 +18,7 @@ __all__ = ["gpuaas"]
 pytestmark = pytest.mark.covers("HOST-10")
 
 ROOT = Path(__file__).resolve().parents[3]
-SLICE, BAREMETAL = "gpuaas-profile-slice-vm", "gpuaas-profile-baremetal"
+SLICE = "gpuaas-profile-slice-vm"
 # Writes down what it was given, and looks at nothing of the machine.
 MODULE = """#!/usr/bin/python
 import json
@@ -83,7 +83,6 @@ def test_the_role_leaves_out_only_tags_that_nobody_knows(tmp_path: Path) -> None
     [
         ((), "WARN"),
         (("--maas-tag", ""), "FAIL"),
-        (("--maas-tag", BAREMETAL), "FAIL"),
         (("--maas-tag", "virtual", "--maas-tag", SLICE), "PASS"),
     ],
 )

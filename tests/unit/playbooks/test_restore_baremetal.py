@@ -7,18 +7,16 @@ the machine are stand-ins that keep state. The first run may not reboot; then a 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from reconciler.runs import contract
 from scripts import standalone
 from tests.deployed_machine import NEEDS_ROOT, ROOT, play
+from tests.unit.playbooks.played import result
 
 pytestmark = [
     pytest.mark.covers("HOST-15", "HOST-4"),
@@ -114,18 +112,12 @@ def _changed(text: str) -> str:
     return match[1]
 
 
-def results(text: str) -> dict[str, Any]:
-    """The run's one result, as ansible-runner and AWX get it."""
-    match = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
-    assert match, text
-    return contract.check_result(json.loads(match[1]))
-
-
 def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path) -> None:
     environment = {
         "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
         "GPUAAS_SLICE_PROFILE": "lab",
         "ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/build/collections",
+        "ANSIBLE_PIPELINING": "1",
         "ANSIBLE_SHOW_CUSTOM_STATS": "1",
         "LC_ALL": "C.UTF-8",
     }
@@ -137,29 +129,29 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
     assert "gpu.service" not in quiet and "idle.service" not in quiet
     assert quiet.count("/dev/null\n") == 2
 
-    refused = results(dirty)
+    refused = result(dirty)
     assert (refused["ok"], refused["error"]["code"]) == (False, "slices_present")
     assert "changed=0" in dirty and "waits for the wipe of eui.1" in refused["error"]["found"]
 
     # The forecast changes nothing, which `diff` would show, and says what is left to do.
-    assert forecast.rstrip().endswith("}") and results(forecast)["evidence"]["remnants"] > 10
+    assert forecast.rstrip().endswith("}") and result(forecast)["evidence"]["remnants"] > 10
     # The GPU services come after the boot; it does not know of the lease, nor of the tuning yet.
     assert int(_changed(forecast)) + 1 == int(_changed(early))
 
     # A forecast gives up no lease, and goes on as if it had.
-    assert given.rstrip().endswith("}") and results(given)["ok"]
-    assert results(given)["evidence"]["written_off"] == []
+    assert given.rstrip().endswith("}") and result(given)["ok"]
+    assert result(given)["evidence"]["written_off"] == []
 
     # Everything that needs no boot is done; the GPU services wait for the boot.
-    first = results(early)
+    first = result(early)
     assert (first["ok"], first["error"]["code"]) == (False, "reboot_required")
     assert first["evidence"]["written_off"] == ["slot-0"]
-    second = results(real)
+    second = result(real)
     assert (second["ok"], second["evidence"]["remnants"]) == (True, 0)
     assert second["evidence"]["kept"]["ledger"] == ["slot-0"]
     assert second["evidence"]["kept"]["disks_gone"] == ["eui.1"]
     assert all(row["ok"] for row in second["evidence"]["compared"])
-    assert results(again)["ok"] and "changed=0" in again
+    assert result(again)["ok"] and "changed=0" in again
     # As before it became a slice host; and as before this when it is made one again.
     assert (difference, forth) == ("", "")
     # The comparison sees what it must: there was a difference.

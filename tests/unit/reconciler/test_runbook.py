@@ -10,14 +10,11 @@ import json
 import os
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from reconciler.api.app import create_app
 from reconciler.db.engine import transaction
@@ -26,7 +23,7 @@ from reconciler.model.states import TaskState
 from reconciler.records import queue
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.conftest import databases, new, prepared, selling
-from tests.unit.reconciler.api.stack import ACT, NODE, Stack
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, listening
 from tests.unit.reconciler.api.test_allocations import failed
 
 __all__ = ["databases", "new", "prepared", "selling"]
@@ -84,17 +81,8 @@ class Operator:
 @pytest.fixture
 def base_url(selling: Stack) -> Iterator[str]:
     """The service, listening."""
-    app = create_app(selling.settings, selling.engine)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    (listening,) = server.servers
-    host, port = listening.sockets[0].getsockname()
-    yield f"http://{host}:{port}"
-    server.should_exit = True
-    thread.join()
+    with listening(create_app(selling.settings, selling.engine), lifespan="off") as url:
+        yield url
 
 
 @pytest.mark.covers("CTRL-7")

@@ -142,7 +142,7 @@ def test_nothing_in_the_process_table_and_a_logout_on_sigterm(
         assert any(SCRIPT.name in line for line in lines)
         assert not any(standin.PASSWORD in line for line in lines)
         running.send_signal(signal.SIGTERM)
-        out, err = running.communicate(timeout=10)
+        out, err = running.communicate(timeout=60)
     assert running.returncode == 128 + signal.SIGTERM
     assert standin.PASSWORD not in out + err
     assert list(tmp_path.iterdir()) == []

@@ -102,6 +102,6 @@ def answering() -> Iterator[Anything]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         service.port = int(server.server_address[1])
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield service
         server.shutdown()

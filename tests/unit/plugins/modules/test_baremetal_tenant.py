@@ -307,6 +307,6 @@ def test_processes_of_the_uid_end_and_no_others(real: list[subprocess.Popen[byte
     assert {polite.pid, deaf.pid} <= set(ended)
     assert polite.wait() == -signal.SIGTERM
     assert deaf.wait() == -signal.SIGKILL
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert _tenant_account.processes(UID) == []
     assert other.poll() is None

@@ -66,7 +66,7 @@ def server(source: str, tree: Path) -> Iterator[str]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
-        thread = threading.Thread(target=served.serve_forever)
+        thread = threading.Thread(target=served.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{served.server_port}"
         served.shutdown()

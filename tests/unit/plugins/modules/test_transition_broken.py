@@ -16,39 +16,23 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _proof,
     _usage,
 )
-from ansible_collections.gpuaas.slice.plugins.modules import nvme_transition as module
+
+from tests.unit.plugins.modules.test_transition_approval import (
+    EUI,
+    IDENTITY,
+    MIB,
+    approval,
+    drive,
+    take,
+)
 
 pytestmark = pytest.mark.covers("HOST-9", "I7")
 
-MIB = 1 << 20
-EUI = "5e0000000000a000"
-BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
-IDENTITY = {"serial": "LABNVME0", "eui": EUI}
 RECORD = f"{_erase_journal.DIRECTORY}/eui.{EUI}.json"
 
 
 class PowerLoss(BaseException):
     """End of the run's power; the run cannot react to it."""
-
-
-def drive(**other: Any) -> _change.Outcome:
-    params = {
-        "devices": [BY_ID],
-        "apply": False,
-        "expected": {},
-        "methods": ["zero_fill"],
-        "manifest_directory": "/var/log/gpuaas",
-    } | other
-    return _change.drive(module.SUBJECT, params, check_mode=False)
-
-
-def take(approved: dict[str, Any]) -> _change.Outcome:
-    return drive(apply=True, expected={BY_ID: approved})
-
-
-def approval() -> dict[str, Any]:
-    (device,) = drive().facts["devices"]
-    return dict(device["approval"])
 
 
 def code(outcome: _change.Outcome) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import socket
 import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from sqlalchemy import Engine
 
@@ -168,6 +173,20 @@ class Stack:
         with transaction(self.engine) as conn:
             (task,) = leasing.lease(conn, "test")
         return task
+
+
+@contextmanager
+def listening(app: FastAPI, **options: Any) -> Iterator[str]:
+    """The address of an application on a free port; options are uvicorn's."""
+    options = {"log_config": None, "timeout_graceful_shutdown": 1, **options}
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        server = uvicorn.Server(uvicorn.Config(app, **options))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{port.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def migrated(folder: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +19,7 @@ from reconciler.settings import Settings
 from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_canaries import canaries
 from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("CTRL-11")
 
@@ -97,8 +97,7 @@ def test_one_judgement_serves_all_until_something_changes(
     assert free("member", 1) == 1 and judged == [1, 1]
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(free, "stranger", 10)
-        while len(judged) < 3:
-            time.sleep(0.01)
+        until(lambda: len(judged) == 3)
         assert {free("stranger", gpus) for gpus in range(20, 40)} == {429}
         assert free("stranger", 1) == 1, "what was judged before is there for all"
         assert free("member", 2) == 1, "and others have places of their own"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.bench.fleet.service import free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 USER = getpass.getuser()
@@ -67,9 +68,7 @@ def machine(
     folder.mkdir()
     key = new_key(folder / "host_key")
     (folder / "authorized_keys").write_text(f"{login}\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     lines = [
         f"ListenAddress 127.0.0.1:{port}",
         f"HostKey {folder}/host_key",

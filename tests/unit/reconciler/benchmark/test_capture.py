@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from reconciler.benchmark.harness.probe import Request
 from reconciler.benchmark.target import Target, command
 from reconciler.model.errors import Problem
 from reconciler.runs.ssh import SshAccess
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("HOST-12")
 
@@ -214,19 +214,18 @@ def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path) -> None:
             [sys.executable, "-I", "-B", "-"], stdin=text, stderr=subprocess.DEVNULL
         ) as process,
     ):
-        end = time.monotonic() + 10
-        tree: list[int] = []
-        while len(tree) < 1 + len(os.sched_getaffinity(0)) and time.monotonic() < end:
-            time.sleep(0.02)
-            probes = _children(process.pid)
-            tree = probes + [worker for probe in probes for worker in _children(probe)]
-        assert len(tree) == 1 + len(os.sched_getaffinity(0)), "a probe and its workers"
+
+        def probes() -> list[int]:
+            """A probe and its workers, when all are there."""
+            tree = _children(process.pid)
+            tree += [worker for probe in tree for worker in _children(probe)]
+            return tree if len(tree) == 1 + len(os.sched_getaffinity(0)) else []
+
+        tree = until(probes)
         process.terminate()
-        assert process.wait(timeout=10) == 1
+        assert process.wait(timeout=60) == 1
     # Their new parent reaps them.
-    while any(_alive(pid) for pid in tree) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert [pid for pid in tree if _alive(pid)] == []
+    until(lambda: not any(_alive(pid) for pid in tree))
 
 
 def _alive(pid: int) -> bool:

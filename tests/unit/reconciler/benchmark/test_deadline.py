@@ -39,9 +39,9 @@ def test_a_probe_that_hangs_is_ended_with_its_tools(tmp_path: Path) -> None:
     began = time.monotonic()
     outcome = within(0.5, hang)
     assert outcome["reason"]["code"] == "probe_deadline"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     # Its parent is dead too, so its new parent reaps it.
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while (state := _state(int(file.read_text()))) not in ("", "Z") and time.monotonic() < end:
         time.sleep(0.01)
     assert state in ("", "Z")

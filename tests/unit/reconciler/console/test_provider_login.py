@@ -283,10 +283,10 @@ def test_a_provider_that_does_not_answer_a_code(
     browser = browse("")
     answer = back(to_provider(browser))
     provider.set(manner=manner)
-    monkeypatch.setattr(oidc, "_DEADLINE_S", 0.3 if manner == "drips" else 10)
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 0.3 if manner == "drips" else 600)
     began = time.monotonic()
     refused(browser, browser.get(answer), "no ID token of the provider")
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 60
     # While others hang, the threads of the service stay free.
     monkeypatch.setattr(login, "_EXCHANGES", threading.BoundedSemaphore(1))
     login._EXCHANGES.acquire()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import cast
 import httpx
 import pytest
 import sqlalchemy as sa
-import uvicorn
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 
@@ -22,7 +20,7 @@ from reconciler.console.visit import Visit
 from reconciler.db.engine import transaction
 from reconciler.db.schema import console_sessions
 from reconciler.model.states import TaskState
-from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.api.stack import Stack, listening
 from tests.unit.reconciler.api.test_canaries import canaries
 from tests.unit.reconciler.api.test_follow import end, running, say
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -38,19 +36,8 @@ Browse = Callable[[str], Browser]
 def site(console: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The console on a real socket, reading often."""
     monkeypatch.setattr(stream, "_EVERY_S", 0.05)
-    config = uvicorn.Config(
-        console, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-        assert thread.is_alive()
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
-    assert not thread.is_alive()
+    with listening(console) as url:
+        yield url
     assert not stream._open
 
 
@@ -67,7 +54,7 @@ class Reader:
                 f"{site}{path}/stream",
                 headers={**sent, **headers},
                 cookies=dict(browser.client.cookies),
-                timeout=10,
+                timeout=60,
                 trust_env=False,
             )
         )

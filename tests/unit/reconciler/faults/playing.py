@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def _actions(tasks: Iterable[Document]) -> Iterable[str]:
             yield from _actions(read(ROOT / "playbooks" / arguments))
 
 
-@lru_cache
+@cache
 def read(path: Path) -> Any:
     """A YAML file of the collection."""
     return yaml.safe_load(path.read_text())
@@ -214,12 +214,12 @@ _JINJA.filters["combine"] = _combine
 _JINJA.tests["failed"] = lambda value: bool(value.get("failed"))
 
 
-@lru_cache
+@cache
 def _expression(text: str) -> Any:
     return _JINJA.compile_expression(text, undefined_to_none=False)
 
 
-@lru_cache
+@cache
 def _template(text: str) -> jinja2.Template:
     return _JINJA.from_string(text)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -285,12 +284,3 @@ def mute(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mute]:
 def open_way(world: World, *allocations: str) -> None:
     """Write the lines of these slices, as the host's module does."""
     _relay.write([_relay.line(allocation, "127.0.0.1") for allocation in allocations])
-
-
-def wait_for(look: Callable[[], T], limit_s: float = 10) -> T:
-    """The first answer that is not empty."""
-    end = time.monotonic() + limit_s
-    while not (answer := look()):
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
-    return answer

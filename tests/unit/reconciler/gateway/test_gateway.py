@@ -38,7 +38,8 @@ from reconciler.trust import ca
 from reconciler.trust.certificates import Signature, certify
 from tests.unit.reconciler.api.stack import ACT, NODE
 from tests.unit.reconciler.benchmark.sshd import SSHD, USER, new_key
-from tests.unit.reconciler.gateway.conftest import NAME, QUICK, World, open_way, wait_for
+from tests.unit.reconciler.gateway.conftest import NAME, QUICK, World, open_way
+from tests.unit.reconciler.service.service import until
 
 AMOUNT = 128 << 20
 ROOMY = replace(
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.covers("SLICE-10")
 def test_a_tenant_reaches_the_slice(world: World) -> None:
     done = world.run("id -un; exit 7")
     assert (done.stdout.strip(), done.returncode) == (USER, 7), done.stderr
-    (session,) = wait_for(lambda: [s for s in world.sessions() if s["closed_at"]])
+    (session,) = until(lambda: [s for s in world.sessions() if s["closed_at"]])
     assert session["allocation_id"] == world.allocation
     assert session["actor"].startswith("member:member#")
     assert (session["address"], session["reason"]) == ("127.0.0.1", "closed")
@@ -98,7 +99,7 @@ def test_ports_of_the_guest(world: World) -> None:
         line = world.ssh()
         client = opened.enter_context(subprocess.Popen([*line[:-1], *forward, line[-1]]))
         opened.callback(client.kill)
-        wait_for(here.exists, 60)
+        until(here.exists, 60)
         tunnels = []
         for _ in range(3):
             tunnel = opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -283,7 +284,7 @@ def test_a_host_key_that_is_revoked_later_is_refused(world: World) -> None:
         )  # fmt: skip
         tokens.replace_certificates(conn, NODE, "", ACT)
     known = ca.known_hosts(world.gateway.trust)
-    wait_for(lambda: f"@revoked * {world.host.key}" in known.read_text())
+    until(lambda: f"@revoked * {world.host.key}" in known.read_text())
     refused = world.run("id")
     assert refused.returncode == 255 and "host_not_proven" in refused.stderr
 
@@ -341,7 +342,7 @@ def test_strangers_close_the_door_for_nobody(world: World) -> None:
         before = len(world.gateway.clients)
         there = ("127.0.0.1", world.port)
         stranger = opened.enter_context(socket.create_connection(there, 20, (address, 0)))
-        wait_for(lambda: len(world.gateway.clients) != before)
+        until(lambda: len(world.gateway.clients) != before)
         return stranger
 
     def heard(stranger: socket.socket) -> bytes:
@@ -431,10 +432,8 @@ def test_what_ends_cuts_the_session_and_admits_no_other(world: World, end: Any) 
         assert client.stdout is not None and client.stdout.readline() == "in\n"
         config = world.config()
         code = end(world)
-        since = time.monotonic()
-        assert client.wait(10) == 255
-        assert time.monotonic() - since < 3
-    (session,) = wait_for(lambda: [s for s in _sessions(world) if s["closed_at"] is not None])
+        assert client.wait(30) == 255, "not at the end of its sleep"
+    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"] is not None])
     assert session["reason"] == code
     done = world.run("id", config=config)
     assert done.returncode == 255 and "Permission denied" in done.stderr
@@ -480,7 +479,7 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(world: World) -> N
         world.dial(silent.getsockname()[1])
         began = time.monotonic()
         hanging = world.run("id")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     other = world.boot("other", login=world.key.with_name("tenant.pub").read_text())
     world.dial(other.port)
     foreign = world.run("id")
@@ -580,7 +579,7 @@ def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
         assert "Try again in a minute" in world.run("id", config=config).stderr
         assert client.poll() is None
         world.gateway.limits = replace(world.gateway.limits, unknown_s=0)
-        assert client.wait(5) == 255
+        assert client.wait(30) == 255
 
 
 def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
@@ -607,7 +606,7 @@ def test_limits_of_connections(world: World, limit: str) -> None:
         assert client.stdout is not None and client.stdout.readline() == "in\n"
         assert world.run("id").returncode == 255
         client.communicate("")
-    wait_for(lambda: not world.gateway.clients)
+    until(lambda: not world.gateway.clients)
     assert world.run("id").returncode == 0
     (row,) = world.audit("gateway.refused")
     assert row["detail"]["code"] == "too_many_connections"
@@ -660,7 +659,7 @@ def test_many_connections_at_once(world: World, number: int) -> None:
         assert all(client.stdout and client.stdout.readline() == b"in\n" for client in many)
         end_key(world)
         since = time.monotonic()
-        wait_for(lambda: not world.gateway.clients, 60)
+        until(lambda: not world.gateway.clients, 60)
         # CI's machines are slow, and play the small number.
         assert number == 30 or time.monotonic() - since < 3
         assert {client.wait(60) for client in many} == {255}

@@ -11,17 +11,18 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.unit.reconciler.console.test_browser import (
-    AXE,
     DESKTOP,
     PHONE,
     SHOTS,
     STANDARDS,
     Watched,
     chromium,
+    judge,
 )
-from tests.unit.reconciler.gateway.conftest import World, wait_for
+from tests.unit.reconciler.gateway.conftest import World
 from tests.unit.reconciler.gateway.test_gateway import end_allocation
 from tests.unit.reconciler.gateway.test_terminal import Site, site
+from tests.unit.reconciler.service.service import until
 
 __all__ = ["chromium", "site"]
 pytestmark = [pytest.mark.covers("SLICE-10", "CTRL-13"), pytest.mark.slow]
@@ -51,14 +52,14 @@ def window(chromium: Browser, site: Site) -> Open:
 def test_type_resize_and_be_cut_by_a_release(world: World, window: Open) -> None:
     with window(color_scheme="dark") as watched:
         page = watched.page
-        accessible(page)
+        assert judge(page, STANDARDS) == []
         page.get_by_role("button", name="Open a terminal").click()
-        expect(page.get_by_text("Connected.")).to_be_visible(timeout=20_000)
+        expect(page.get_by_text("Connected.")).to_be_visible()
         screen = page.locator(".xterm-rows")
         page.keyboard.type("echo $((40 + 2))-shown; stty size\n")
         expect(screen).to_contain_text("42-shown")
         wide = columns(page)
-        accessible(page)
+        assert judge(page, STANDARDS) == []
         SHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SHOTS / "member-terminal-open-desktop-dark.png", full_page=True)
         page.set_viewport_size(PHONE)
@@ -69,13 +70,13 @@ def test_type_resize_and_be_cut_by_a_release(world: World, window: Open) -> None
             page.wait_for_timeout(1_000)
             return 20 < columns(page) < wide
 
-        wait_for(narrower, 90)
+        until(narrower, 90)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         page.screenshot(path=SHOTS / "member-terminal-open-phone-dark.png", full_page=True)
         page.keyboard.press("Control+F6")
         expect(page.get_by_role("link", name="Back to the machine")).to_be_focused()
         end_allocation(world)
-        expect(page.get_by_text("Closed. The machine was released.")).to_be_visible(timeout=3_000)
+        expect(page.get_by_text("Closed. The machine was released.")).to_be_visible()
         expect(page.get_by_role("button", name="Open another terminal")).to_be_visible()
 
 
@@ -85,20 +86,13 @@ def columns(page: Page) -> int:
     return int(sizes[-1][1]) if sizes else 0
 
 
-def accessible(page: Page) -> None:
-    page.evaluate(AXE.read_text())
-    options = {"runOnly": {"type": "tag", "values": STANDARDS}}
-    result = page.evaluate("options => axe.run(options)", options)
-    assert [(each["id"], each["nodes"][0]["html"][:200]) for each in result["violations"]] == []
-
-
 def test_the_page_says_why_it_cannot(world: World, site: Site, window: Open) -> None:
     with window() as watched:
         page = watched.page
         world.seed["/etc/ssh/gpuaas-terminal-ca.pub"].unlink()
         page.get_by_role("button", name="Open a terminal").click()
         words = re.compile("Closed. The machine does not accept .* was removed. Use `gpuaas ssh`")
-        expect(page.get_by_text(words)).to_be_visible(timeout=20_000)
+        expect(page.get_by_text(words)).to_be_visible()
         site.app.state.settings = site.app.state.settings.model_copy(update={"member_address": ""})
         page.reload()
         watched.open(f"/console/projects/demo/allocations/{world.allocation}/terminal")

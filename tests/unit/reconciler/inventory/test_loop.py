@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from reconciler.settings import Settings
 from tests.standin.netbox import DEVICES
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.inventory.conftest import Pass, device
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ECO-2")
 
@@ -117,7 +117,5 @@ def test_the_process_that_leads_follows_netbox(netbox: Pass) -> None:
         update={"netbox_sync": True, "database_url": str(netbox.site.engine.url), "workers": 0}
     )
     with process.running(settings, netbox.site.engine, work=True):
-        ends = time.monotonic() + 30
-        while "PATCH" not in str(netbox.record["requests"]) and time.monotonic() < ends:
-            pass
+        until(lambda: "PATCH" in str(netbox.record["requests"]))
     assert netbox.objects(DEVICES)[0]["custom_fields"]["gpuaas_state"] == "ready"

@@ -540,7 +540,6 @@ def test_a_pass_without_time_is_continued(netbox: Pass, monkeypatch: pytest.Monk
     assert (passes[-1]["findings"], codes(netbox())) == ([], [])
 
 
-@pytest.mark.slow
 def test_3000_slots_take_a_bounded_number_of_requests(netbox: Pass) -> None:
     count = 375
     with transaction(netbox.site.engine) as conn:

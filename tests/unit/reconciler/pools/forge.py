@@ -9,6 +9,7 @@ import sys
 import time
 
 import reconciler.db.migrations
+import reconciler.pools.api_queue
 import reconciler.pools.child
 import reconciler.pools.worker
 from reconciler.cli.main import main
@@ -16,6 +17,8 @@ from reconciler.cli.main import main
 LOADED = (reconciler.db.migrations, reconciler.pools.child, reconciler.pools.worker)
 
 if __name__ == "__main__":
+    # A worker that is told to end looks for a job to the end of that time.
+    vars(reconciler.pools.api_queue)["_WAIT_S"] = 1
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -51,7 +51,7 @@ def test_no_claim_slips_through_maintenance(engine: sa.Engine) -> None:
             changed = pool.submit(test_control.drain, queue)
             until(lambda: waits_for_lock(engine))
             assert not changed.done()
-        changed.result(timeout=10)
+        changed.result(timeout=60)
         with reading(engine) as conn:
             assert (control.read(conn).mode, control.running(conn)) == ("drain", 1)
         with transaction(engine) as conn:
@@ -60,7 +60,7 @@ def test_no_claim_slips_through_maintenance(engine: sa.Engine) -> None:
             control.drain(conn, ADMIN, 60)
             claimed = pool.submit(queue.claim)
             until(lambda: waits_for_lock(engine))
-        assert claimed.result(timeout=10) == []
+        assert claimed.result(timeout=60) == []
 
 
 def waits_for_lock(engine: sa.Engine) -> bool:

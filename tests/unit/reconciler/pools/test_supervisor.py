@@ -117,7 +117,7 @@ def control(
     for worker_id, left in control.left().items():
         processes.send(control.supervisor.host_id, worker_id, left, signal.SIGKILL)
     for child in control.supervisor._children.values():
-        child.wait(timeout=10)
+        child.wait(timeout=60)
     with reading(engine) as conn:
         groups = conn.execute(sa.select(pool_workers.c.cgroup)).scalars().all()
     for group in filter(None, groups):
@@ -195,7 +195,7 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
     control.until(pool, "evicted")
     assert control.left() == {}
     for child in first._children.values():
-        child.wait(timeout=10)
+        child.wait(timeout=60)
 
 
 def test_the_process_of_another_is_neither_adopted_nor_killed(control: Control) -> None:
@@ -235,7 +235,7 @@ def test_a_process_without_a_record_is_killed(control: Control) -> None:
         subprocess.Popen(["sleep", "600"], env=foreign) as other,
     ):
         control.supervisor.tend()
-        assert stray.wait(timeout=10) == -signal.SIGKILL
+        assert stray.wait(timeout=60) == -signal.SIGKILL
         assert other.poll() is None
         other.kill()
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from reconciler.runs.collect import Phase, is_untouched
 from reconciler.runs.launch import Site, launch
 from reconciler.runs.paths import RunPaths, read_json
 from reconciler.runs.spec import NodeAccess, RunError, RunSpec, SpecError
+from tests.unit.reconciler.service.service import until
 
 LIMIT_S = 45
 MakeSpec = Callable[..., RunSpec]
@@ -134,7 +134,7 @@ def test_launched_at_once_from_many_sides_it_runs_once_and_can_be_canceled(
     for thread in threads:
         thread.join()
     run_dir = launch(site, slow)
-    _until(began.exists)
+    until(began.exists)
     with pytest.raises(SpecError, match="run_id_reused"):
         launch(site, spec("run_slow", began="elsewhere"))
 
@@ -154,9 +154,9 @@ def test_a_killed_process_is_lost_and_ends_with_all_it_started(
 ) -> None:
     began = tmp_path / "began"
     run_dir = launch(site, spec("run_slow", began=str(began)))
-    _until(began.exists)
+    until(began.exists)
     os.kill(_pid(run_dir), signal.SIGKILL)
-    _until(lambda: collect.observe(run_dir).phase is not Phase.ALIVE)
+    until(lambda: collect.observe(run_dir).phase is not Phase.ALIVE)
 
     state = collect.observe(run_dir)
 
@@ -186,7 +186,7 @@ os.kill(os.getpid(), 9)
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL
     run_dir = launch(site, spec("run_slow", began=str(began)))
-    _until(began.exists)
+    until(began.exists)
     assert collect.observe(run_dir).phase is Phase.ALIVE
     os.kill(_pid(run_dir), signal.SIGTERM)
     outcome = collect.wait(run_dir, LIMIT_S).outcome
@@ -209,18 +209,11 @@ def test_canceled_before_it_began_it_never_begins(
 
 def _nothing_runs(run_dir: Path) -> None:
     """The process itself takes a moment to go after its last word."""
-    _until(lambda: not lock.held(RunPaths(run_dir).lock))
-    _until(lambda: not list(lock.processes(run_dir)))
+    until(lambda: not lock.held(RunPaths(run_dir).lock))
+    until(lambda: not list(lock.processes(run_dir)))
 
 
 def _pid(run_dir: Path) -> int:
     began = read_json(RunPaths(run_dir).process)
     assert began is not None
     return int(began["pid"])
-
-
-def _until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.1)

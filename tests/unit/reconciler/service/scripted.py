@@ -24,6 +24,7 @@ from sqlalchemy import create_engine
 from reconciler.api import app as application
 from reconciler.cli.service import run_server, run_worker
 from reconciler.db import idempotency, migrations
+from reconciler.pools import leases
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
@@ -109,6 +110,8 @@ def main() -> None:
     application.create_app = prepared
     # As long as a caller that was killed keeps its key: nobody here wants to wait for that.
     idempotency.IN_FLIGHT_S = 1
+    # How often workers elsewhere renew what they hold, and hear of the end of their pool.
+    leases.BEAT_S = 1.0
     vars(worker)["launch"] = _launch
     launch._spawn = _spawn
     # What a service loads when it is first asked.

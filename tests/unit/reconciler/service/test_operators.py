@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 
 import httpx
 import pytest
 
+from tests.bench.fleet.service import free_port
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.service.service import alive, serving, until
 
@@ -16,10 +16,7 @@ pytestmark = pytest.mark.covers("CTRL-10")
 
 
 def test_it_lives_and_ends_with_the_service(selling: Stack) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    listen = f"127.0.0.1:{port}"
+    listen = f"127.0.0.1:{free_port()}"
     with serving(selling.settings.state_dir, GPUAAS_OPERATOR_LISTEN=listen) as service:
         pid = service.start()
         until(service.ready)

@@ -142,7 +142,7 @@ def test_a_run_whose_folder_is_gone_is_ended_and_named(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
     outcome = collect.end_without_folder(tmp_path / "run", by_awx=False)
-    assert process.wait(5) == -9
+    assert process.wait(60) == -9
     assert outcome is not None
     error = read_failure(outcome).error
     assert (outcome.status, error["code"]) == ("lost", "run_folder_gone")

@@ -6,8 +6,7 @@ import json
 import logging
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from reconciler.work import telemetry
 from reconciler.work.telemetry import Telemetry
 from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot
 from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.service.service import until
 
 __all__ = ["boot"]
 pytestmark = pytest.mark.covers("SLICE-11")
@@ -92,13 +92,6 @@ def collector(hosts: Hosts) -> Iterator[Telemetry]:
         pool.shutdown()
 
 
-def await_that(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def active(hosts: Hosts) -> str:
     with transaction(hosts.site.engine) as conn:
         return hosts.site.active(conn, 1)
@@ -113,7 +106,7 @@ def test_a_sample_from_the_snapshot_to_the_database(hosts: Hosts, collector: Tel
     hosts.add("n1")
     hosts.says("n1", mine, cpu_s=4.5)
     assert collector.look() == ["n1"]
-    await_that(lambda: hosts.count(mine) == 1 and not collector._busy)
+    until(lambda: hosts.count(mine) == 1 and not collector._busy)
     with reading(hosts.site.engine) as conn:
         (sample,) = slice_telemetry.samples(conn, mine, 60)
     assert sample.guest is None and sample.host["cpu_s"] == 4.5
@@ -167,11 +160,11 @@ def test_a_host_that_hangs_costs_the_others_nothing(hosts: Hosts, collector: Tel
     hosts.add("n2")
     hosts.says("n2", mine)
     assert sorted(collector.look()) == ["n1", "n2"]
-    await_that(lambda: hosts.count(mine) == 1)
+    until(lambda: hosts.count(mine) == 1)
     assert collector._busy == {"n1"} and collector.look() == []
     # The end of the service does not wait for it either.
     collector._stopping.set()
-    await_that(lambda: not collector._busy)
+    until(lambda: not collector._busy)
     assert collector._plan["n1"][2]
 
 
@@ -196,7 +189,7 @@ def test_a_host_without_an_answer_is_asked_less_often_and_beside_the_others(
             now[0] = float(at)
             if collector.look():
                 moments.append(at)
-                await_that(lambda: not collector._busy)
+                until(lambda: not collector._busy)
     assert moments == [0, 55, 165, 385, 825, 1425]
     assert ["silent" in name for name in threads] == [False] + [True] * 5
     assert caplog.text.count("no telemetry of node n1") == 1
@@ -218,6 +211,6 @@ def test_what_a_hostile_host_answers_is_refused(
     mine = active(hosts)
     hosts.add("n1", line=ordered(command))
     assert collector.look() == ["n1"]
-    await_that(lambda: not collector._busy)
+    until(lambda: not collector._busy)
     assert problem in collector._plan["n1"][2]
     assert hosts.count(mine) == 0

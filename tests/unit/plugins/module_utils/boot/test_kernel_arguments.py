@@ -282,14 +282,6 @@ def test_a_menu_with_the_sites_own_argument_is_left(machine: Machine, path: str)
     assert drive(state="absent").plan.steps == ()
 
 
-def test_site_lines_of_the_initramfs_stay(machine: Machine) -> None:
-    drive()
-    text = _host.read(_kernel_arguments.INITRAMFS_MODULES) or ""
-    assert text.startswith("# site\nnvme\n") and "vfio_pci" in text
-    drive(state="absent")
-    assert _host.read(_kernel_arguments.INITRAMFS_MODULES) == "# site\nnvme"
-
-
 def test_site_lines_of_the_initramfs_keep_every_byte(machine: Machine) -> None:
     file, site = _host.path(_kernel_arguments.INITRAMFS_MODULES), b"# B\xfcro\nnvme\n"
     file.write_bytes(site)

@@ -32,7 +32,7 @@ def test_a_program_that_cannot_be_killed_is_left_behind_at_its_deadline(
         except Refusal as refusal:
             found = f"{refusal.code}: {refusal.found}"
         gc.collect()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert found == "command_hung: still running; it cannot be killed and its effect is unknown"
 
 
@@ -41,7 +41,7 @@ def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
         _command.run(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"], timeout=0.5)
     assert caught.value.found == "still running; it was killed and its effect is unknown"
     child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     # Its new parent may not have collected it.
     while child.exists() and ") Z " not in child.read_text():
         assert time.monotonic() < end, "still running"

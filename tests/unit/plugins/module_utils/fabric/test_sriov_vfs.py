@@ -96,6 +96,9 @@ def test_a_card_gets_back_exactly_what_it_had(host: Host, count: int, autoprobe:
     assert host.state() == (4, "0")
     assert drive(4).facts["before"] == {PF: {"count": count, "autoprobe": autoprobe}}
     assert not drive(4).changed
+    unit = _host.read("/etc/systemd/system/gpuaas-slice-fabric.service") or ""
+    assert "Before=gpuaas-slice-vfio.service" in unit
+    assert json.loads(_host.read(_virtual_functions.SETTINGS) or "")["count"] == 4
 
     names = set(_virtual_functions.card_at(PF).identities)
     assert done(0) == ["make_functions", "remove_service", "forget_before"]

@@ -144,8 +144,8 @@ def connect(
 def talk(client: socket.socket, service: socket.socket) -> tuple[socket.socket, str]:
     """Send in both directions; the guest's end, and the client that it sees."""
     server, (peer, _port) = service.accept()
-    client.settimeout(5)
-    server.settimeout(5)
+    client.settimeout(30)
+    server.settimeout(30)
     client.sendall(b"hello")
     assert server.recv(100) == b"hello"
     server.sendall(b"hello yourself")

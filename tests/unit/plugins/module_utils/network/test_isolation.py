@@ -173,7 +173,7 @@ def test_each_refused_frame_is_counted_by_its_kind(rig: Rig) -> None:
     expected = Counter(attack.kind for attack in refusable)
     # The switch in user space reads a frame before the filter, so both refuse it here.
     expected += Counter({kind: expected[kind] for kind in FILTERED})
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     # The switch adds the packets of its datapath to the flows every half second.
     while (counted := refused(rig) - before) != expected and time.monotonic() < limit:
         time.sleep(0.1)
@@ -214,7 +214,7 @@ def test_a_filter_before_the_switch_leaves_it_one_address_of_each_guest(rig: Rig
 
     try:
         _port_filter.install(guest.guard)
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 60
         while "state forwarding" not in rig.run(["bridge", "link", "show", "dev", port]).stdout:
             assert time.monotonic() < limit
         send()
@@ -263,7 +263,7 @@ def test_the_host_reaches_the_guest_and_only_answers_come_back(rig: Rig) -> None
         listener = socket.create_server((A.guard.ip, 22))
     with listener:
         with rigs.inside(rig.host):
-            client = socket.create_connection((A.guard.ip, 22), timeout=3)
+            client = socket.create_connection((A.guard.ip, 22), timeout=30)
         server, (peer, _port) = listener.accept()
         server.sendall(b"SSH-2.0-guest\r\n")
         assert client.recv(100) == b"SSH-2.0-guest\r\n"
@@ -280,7 +280,7 @@ def connection(
         listener = socket.create_server((address, port))
     with listener:
         with rigs.inside(rig.place(A.place)):
-            client = socket.create_connection((address, port), timeout=3)
+            client = socket.create_connection((address, port), timeout=30)
         server, _peer = listener.accept()
     return client, server
 
@@ -299,7 +299,7 @@ def test_rules_are_replaced_under_an_open_connection(rig: Rig) -> None:
         for number in range(8):
             client.sendall(b"%04d" % number)
             rig.guard(A)
-    reader.join(5)
+    reader.join(60)
     server.close()
     assert b"".join(received) == b"".join(b"%04d" % number for number in range(8))
 
@@ -316,7 +316,7 @@ def test_a_guest_without_its_guard_is_cut_off(rig: Rig) -> None:
         finally:
             restored = rig.restore()
         assert restored == [f"guard_port {A.guard.port}"]
-        server.settimeout(5)
+        server.settimeout(30)
         assert server.recv(100) == b"still there?", "the guest sends it again"
 
 
@@ -438,7 +438,7 @@ def lease(rig: Rig, guest: rigs.Guest) -> str:
 
 
 def _dhcp_answer(handle: socket.socket) -> str:
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
             frame = handle.recv(4096)
@@ -485,7 +485,7 @@ def test_an_address_that_the_last_tenant_declined_is_leased_to_the_next(rig: Rig
     _host.write(f"/proc/{rig.dhcp.pid}/comm", "dnsmasq")
     log = rig.folder / "dnsmasq.out"
     assert lease(rig, A) == A.guard.ip
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while "disabling DHCP static address" not in log.read_text():
         assert time.monotonic() < end
         client_message(rig, frames.dhcp(4, A.guard.mac, b"", requested=A.guard.ip,
@@ -529,7 +529,7 @@ def test_a_guest_that_asks_for_a_broadcast_gets_its_answer_alone(rig: Rig) -> No
             client.bind(("", 68))
         neighbour = rigs.packet_socket(rig.place(B.place), "eth0")
         with client, neighbour:
-            client.settimeout(5)
+            client.settimeout(30)
             for kind, requested in ((1, ""), (3, A.guard.ip)):
                 message = frames.dhcp(kind, A.guard.mac, b"", requested=requested, flags=0x8000)
                 client.sendto(message, ("255.255.255.255", 67))
@@ -560,7 +560,7 @@ def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
     connections: list[socket.socket] = []
     try:
         server.bind((rigs.WORLD, 5353))
-        server.settimeout(5)
+        server.settimeout(30)
         # An answer from a cache would tell a guest which names its neighbour asks for.
         for guest in (neighbour, flooding):
             guest.sendto(question("secret.example.org"), (rigs.GATEWAY, 53))
@@ -573,7 +573,7 @@ def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
                 + question("secret.example.org")[12:]
             )
             server.sendto(reply + record, client)
-            guest.settimeout(5)
+            guest.settimeout(30)
             assert guest.recv(2048).endswith(record)
         for number in range(600):
             flooding.sendto(question(f"n{number}.example.org"), (rigs.GATEWAY, 53))
@@ -588,7 +588,7 @@ def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
         while b"\x04mine" not in server.recv(2048):
             pass
         with rigs.inside(rig.place(B.place)):
-            asked = socket.create_connection((rigs.GATEWAY, 53), timeout=3)
+            asked = socket.create_connection((rigs.GATEWAY, 53), timeout=30)
         with asked:
             text = question("gpuaas-parity.invalid")
             asked.sendall(len(text).to_bytes(2, "big") + text)
@@ -611,7 +611,7 @@ def _udp(place: contextlib.AbstractContextManager[None]) -> socket.socket:
 def test_names_of_neighbours_and_of_the_host_are_not_served(rig: Rig) -> None:
     # B asks: the flood above may have used up A's queries of this second.
     with _udp(rigs.inside(rig.place(B.place))) as handle:
-        handle.settimeout(2)
+        handle.settimeout(30)
         for name, kind, group in (
             (f"{'.'.join(reversed(A.guard.ip.split('.')))}.in-addr.arpa", 12, 1),
             ("version.bind", 16, 3),

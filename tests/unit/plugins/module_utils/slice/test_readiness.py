@@ -249,7 +249,7 @@ def test_each_probe_has_its_own_deadline(tree: Path) -> None:
     )
     assert [row["ok"] for row in result.values()] == [False, False]
     assert result["gpu_compute"]["detail"] == "no answer within 0.2 s"
-    assert 0.6 <= time.monotonic() - begin < 5
+    assert 0.6 <= time.monotonic() - begin < 30
 
 
 documents = st.recursive(

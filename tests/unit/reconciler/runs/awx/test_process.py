@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from reconciler.runs.paths import RunPaths, read_json
 from tests.standin.awx import REAPED_AT_START
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, PACE, RESULT, ROOT, spec, steps
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("CTRL-9")
 LIMIT_S = 45
@@ -115,10 +114,3 @@ def kill(run_dir: Path, number: int) -> None:
     os.kill(began["pid"], number)
     # A process that ends gives its memory back, and with it its name, before it closes its files.
     until(lambda: not list(lock.processes(run_dir)) and not lock.held(RunPaths(run_dir).lock))
-
-
-def until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
