@@ -15,12 +15,12 @@ from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import clock, leader, migrations, rows
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine
-from reconciler.db.schema import Task, api_tokens, slots, tasks
+from reconciler.db.schema import Task, slots, tasks
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.gateway.machine import probe
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, SlotState, TaskState
-from reconciler.records import certificates, images
+from reconciler.records import certificates, images, tokens
 from reconciler.runs import contract, lock
 from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
@@ -181,12 +181,7 @@ def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
 
 def admin_tokens(_settings: Settings, conn: Connection) -> Iterator[Finding]:
     """A platform admin has a token."""
-    valid = sa.and_(
-        api_tokens.c.role == Role.PLATFORM_ADMIN,
-        api_tokens.c.revoked_at.is_(None),
-        sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
-    )
-    count = conn.execute(sa.select(sa.func.count()).select_from(api_tokens).where(valid)).scalar()
+    count = len(tokens.valid(conn, role=Role.PLATFORM_ADMIN))
     yield warn(
         f"{count or 'no'} valid tokens of platform admins",
         unless=bool(count),

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.schema import Allocation, ApiToken, Node, SshKey, allocations, api_tokens
+from reconciler.db.schema import Allocation, Node, SshKey, allocations, api_tokens
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import AllocationState, CapacityShape, Role
-from reconciler.records import claims, ssh_keys
+from reconciler.records import claims, ssh_keys, tokens
 
 # A key of a member whom only the OpenID provider knows: its groups cannot be asked for later.
 PROVIDER_S = 12 * 3600.0
@@ -169,13 +169,7 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
 
 def is_member(conn: sa.Connection, token_id: str, project_id: str) -> bool:
     """Whether a token is valid and opens the project."""
-    columns = api_tokens.c
-    query = sa.select(api_tokens).where(
-        columns.id == token_id,
-        columns.revoked_at.is_(None),
-        sa.or_(columns.expires_at.is_(None), columns.expires_at > clock.now()),
-    )
-    token = rows.first(conn, query, ApiToken)
+    token = tokens.valid_one(conn, api_tokens.c.id == token_id)
     if token is None:
         return False
     return token.role == Role.PLATFORM_ADMIN or token.project_id == project_id
