@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from reconciler.db.engine import reading
 from reconciler.db.schema import PoolWorker
-from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.pools.test_leases import Queue, check_counts
 from tests.unit.reconciler.service.service import alive, until
 
 HERE = Path(__file__).resolve().parents[4]
@@ -98,8 +98,10 @@ class Workers:
 
 
 @pytest.fixture
-def queue(engine: sa.Engine) -> Queue:
-    return Queue(engine)
+def queue(engine: sa.Engine) -> Iterator[Queue]:
+    queue = Queue(engine)
+    yield queue
+    check_counts(engine)
 
 
 @pytest.fixture
