@@ -38,7 +38,9 @@ REPROCESS_LIMIT = 1_000
 DEPTH_STEPS = 60
 DEPTH_STEP_S = 60
 # Literals, as the partial indexes have them.
-_STATUS = {status: sa.literal_column(f"'{status.value}'") for status in JobStatus}
+_STATUS: dict[JobStatus, sa.ColumnClause[str]] = {
+    status: sa.literal_column(f"'{status.value}'") for status in JobStatus
+}
 _ENDED = jobs.c.status.in_([_STATUS[status] for status in ENDED])
 _DEAD = jobs.c.status == _STATUS[JobStatus.DEAD_LETTER]
 _FRESH = {
@@ -245,8 +247,8 @@ def forget(conn: sa.Connection, *, age_s: float, limit: int) -> int:
 
 def _delete(conn: sa.Connection, ids: sa.Select[tuple[str]]) -> list[counts.Move]:
     gone = sa.delete(jobs).where(jobs.c.id.in_(ids))
-    gone = gone.returning(jobs.c.project_id, jobs.c.status, jobs.c.size)
-    moves = [(owner, status, None, -size) for owner, status, size in conn.execute(gone)]
+    deleted = conn.execute(gone.returning(jobs.c.project_id, jobs.c.status, jobs.c.size))
+    moves: list[counts.Move] = [(owner, status, None, -size) for owner, status, size in deleted]
     counts.add(conn, moves)
     return moves
 

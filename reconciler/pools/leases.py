@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers, projects
+from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers, pools, projects
 from reconciler.model import jobs as rules
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, JobStatus, Outcome
 from reconciler.model.pools import SERVING_POOLS
 from reconciler.pools import control, counts
@@ -142,8 +143,24 @@ def enter(conn: sa.Connection, worker_id: str, *, pid: int, start_ticks: int) ->
     return None if row is None else PoolWorker(**row)
 
 
-def serve(conn: sa.Connection, worker_id: str, models: Sequence[str]) -> PoolWorker:
-    """Record that a pool's worker has loaded its models."""
+def serve(
+    conn: sa.Connection, worker_id: str, models: Sequence[str], digests: Mapping[str, str]
+) -> PoolWorker:
+    """Record that a pool's worker has loaded its models. The files of the first one are the pool's;
+    Problem `model_changed` for others.
+    """
+    worker = rows.get(conn, PoolWorker, worker_id)
+    pool = rows.get(conn, Pool, worker.pool_id, lock=True)
+    for name, digest in digests.items():
+        if pool.digests.get(name, digest) != digest:
+            raise Problem(
+                "model_changed",
+                expected=f"model {name}, SHA-256 {pool.digests[name]}",
+                found=digest,
+                remedy="put the file back, or start the pool again for the new one",
+            )
+    known = sa.update(pools).where(pools.c.id == pool.id)
+    conn.execute(known.values(digests={**digests, **pool.digests}))
     update = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
     conn.execute(update.values(models=sorted(models), beat_at=clock.now()))
     return rows.get(conn, PoolWorker, worker_id)
@@ -271,7 +288,7 @@ def finish(
         {"id": id, "token": token, "result": result, "size": len(json.dumps(result).encode())}
         for (id, token), result in results.items()
     ]
-    sizes = {each["id"]: each["size"] for each in done}
+    sizes: dict[Any, Any] = {each["id"]: each["size"] for each in done}
     counted: dict[str, JobStatus] = {}
     moves: list[counts.Move] = []
     for id, owner in conn.execute(_DONE, {"ended": done}) if done else ():

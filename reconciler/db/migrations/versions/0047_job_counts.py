@@ -1,15 +1,20 @@
-"""Number and size of a project's jobs, and an index of its jobs without what changes."""
+"""Counts of a project's jobs, an index of them without what changes, digests of models."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
+from sqlalchemy.dialects import postgresql
 
 revision = "0047"
 down_revision = "0044"
 
+DOCUMENT = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
+
 
 def upgrade() -> None:
+    digests = sa.Column("digests", DOCUMENT, nullable=False, server_default="{}")
+    op.add_column("worker_pools", digests)
     op.create_table(
         "job_counts",
         *(sa.Column(name, sa.Text(), nullable=False) for name in ("id", "project_id")),

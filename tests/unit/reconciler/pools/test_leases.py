@@ -152,7 +152,7 @@ def test_a_group_of_outcomes_counts_job_by_job(queue: Queue) -> None:
 def test_an_answer_lost_at_the_commit_loses_no_job(queue: Queue) -> None:
     first, second, third, fourth, fifth = queue.add(5)
     database = DatabaseQueue(queue.engine, ["m"])
-    database.serve()
+    database.serve({})
     with lost_answers(queue.engine), pytest.raises(Away):
         database.turn((), (), 3)
     assert not database.is_idle(), "it asks again, whatever is due"

@@ -59,7 +59,7 @@ def begun(engine: sa.Engine, pool: Pool) -> tuple[Pool, PoolWorker]:
         pool = pools.get(conn, pool.id)
         assert workers.add(conn, pool, f"w-{pool.name}", host="control", boot_id="b", cgroup="")
         leases.enter(conn, f"w-{pool.name}", pid=7, start_ticks=1)
-        worker = leases.serve(conn, f"w-{pool.name}", ["m"])
+        worker = leases.serve(conn, f"w-{pool.name}", ["m"], {})
         workers.move(conn, pool, "ready", ADMIN)
         return pools.get(conn, pool.id), worker
 
@@ -186,7 +186,7 @@ def test_a_pool_of_a_project_runs_its_jobs_only(engine: sa.Engine) -> None:
     queue.add(1, "p1")
     ids = queue.add(1, "p2")
     with transaction(engine) as conn:
-        leases.serve(conn, worker.id, ["m", "theirs"])
+        leases.serve(conn, worker.id, ["m", "theirs"], {})
         jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {}, priority=9)], ADMIN)
         with pytest.raises(Problem, match="model_unknown"):
             jobs.enqueue(conn, "p1", [jobs.NewJob("theirs", {})], ADMIN)

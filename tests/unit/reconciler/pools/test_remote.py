@@ -193,7 +193,7 @@ def test_a_strange_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch, answer: 
     with scripted({"register": answer}) as (url, _):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
         with pytest.raises(expected):
-            queue.serve()
+            queue.serve({})
 
 
 def test_a_job_is_given_up_when_its_lease_ends_without_the_service(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
     }
     with scripted(answers) as (url, asked):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
-        queue.serve()
+        queue.serve({})
         for _ in range(2):
             with pytest.raises(Away):
                 queue.turn((), (), 1)
