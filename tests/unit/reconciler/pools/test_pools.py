@@ -282,3 +282,10 @@ def test_groups_of_the_second_version_are_made_beside_the_service(tmp_path: Path
     (group / "memory.stat").write_text("anon 700\ninactive_file 300\n")
     (group / "memory.events").write_text("oom 2\noom_kill 1\n")
     assert memory.of_group(str(group)) == memory.Usage(700, 1)
+    # The limit of the unit holds for all of its groups together.
+    (own / "memory.max").write_text("max\n")
+    (slice_ / "memory.max").write_text("5000\n")
+    (slice_ / "memory.current").write_text("4800\n")
+    (slice_ / "memory.stat").write_text("inactive_file 300\n")
+    (slice_ / "memory.events").write_text("oom_kill 0\n")
+    assert memory.of_host(found) == (5000, 4500)
