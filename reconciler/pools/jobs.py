@@ -309,8 +309,6 @@ def _require_room(conn: sa.Connection, project_id: str, count: int, size: int) -
             return "jobs_kept"
         return "jobs_mib" if kept.size + size > most["jobs_mib"] * _MIB else None
 
-    if over() is None:
-        return
     oldest = (
         sa.select(jobs.c.id)
         .where(jobs.c.project_id == project_id, jobs.c.status.in_(ENDED))
@@ -318,14 +316,15 @@ def _require_room(conn: sa.Connection, project_id: str, count: int, size: int) -
         .order_by(jobs.c.enqueued_at)
         .limit(_ROOM)
     )
-    gone = _delete(conn, oldest)
-    freed = sum(move[3] for move in gone)
-    kept = replace(kept, kept=kept.kept - len(gone), size=kept.size + freed)
-    name = over()
-    if name == "jobs_kept":
-        raise _limited(name, kept.kept, count, most[name])
-    if name is not None:
-        raise _limited(name, kept.size / _MIB, size / _MIB, most[name])
+    # More than once only after operators have lowered a limit.
+    while (name := over()) is not None:
+        gone = _delete(conn, oldest)
+        if not gone and name == "jobs_kept":
+            raise _limited(name, kept.kept, count, most[name])
+        if not gone:
+            raise _limited(name, kept.size / _MIB, size / _MIB, most[name])
+        freed = sum(move[3] for move in gone)
+        kept = replace(kept, kept=kept.kept - len(gone), size=kept.size + freed)
 
 
 def _fold(conn: sa.Connection, project: Project, count: int) -> tuple[dict[str, int], counts.Count]:

@@ -439,6 +439,19 @@ def test_operators_limit_the_jobs_of_a_project(queue: Queue) -> None:
     assert use == {"jobs_open": 1, "jobs_kept": 3, "jobs_mib": 1, "jobs_per_hour": 0}
 
 
+def test_a_lowered_limit_does_not_lock_a_project_out(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_ROOM", 2)
+    old = queue.add(7)
+    queue.finish(queue.claim(7), Outcome({}))
+    queue.change(*old, updated_at=1.0)
+    limit(queue, jobs_kept=3)
+    queue.add(1)
+    with transaction(queue.engine) as conn:
+        assert jobs.used(conn, projects.get(conn, "p1"))["jobs_kept"] == 2
+
+
 def test_a_rate_comes_back_evenly(queue: Queue) -> None:
     limit(queue, jobs_per_hour=4)
     queue.add(3)
