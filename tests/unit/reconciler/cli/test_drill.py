@@ -148,7 +148,7 @@ def test_oom(gpuaas: Gpuaas, engine: sa.Engine) -> None:
         assert verdict(document) == "failed" and len(found) == 1
     else:
         assert verdict(document) == "passed", document
-        assert found["the kernel has counted it"] == "oom_kill 1"
+        assert found["the kernel has counted it"] >= "oom_kill 1"
 
 
 def hosts(engine: sa.Engine) -> list[str]:
