@@ -17,6 +17,7 @@ from reconciler.lifecycle import quota as quotas
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
+from reconciler.pools import jobs
 from reconciler.records import projects
 
 router = APIRouter(tags=["projects"])
@@ -44,7 +45,8 @@ class Limits(Reasoned):
     """Limits of a project; one that is left out is that of the site.
 
     An allocation counts as a machine until it is released. A failure is a launch whose guest was
-    not reachable in time.
+    not reachable in time. jobs_open: jobs that have not ended. jobs_kept, jobs_mib: all that are
+    kept, and their inputs and results. Without a limit, jobs have the service's own.
     """
 
     gpus: Limit = None
@@ -52,6 +54,10 @@ class Limits(Reasoned):
     open_requests: Limit = None
     launches_per_hour: Limit = None
     failures_per_hour: Limit = None
+    jobs_open: Limit = None
+    jobs_kept: Limit = None
+    jobs_mib: Limit = None
+    jobs_per_hour: Limit = None
 
 
 class Quota(Answer):
@@ -67,9 +73,9 @@ class Quota(Answer):
         project = projects.get(conn, project_id)
         return cls(
             project_id=project_id,
-            limits=quotas.limits(conn, project),
+            limits=quotas.limits(conn, project) | jobs.limits(conn, project),
             own=project.quota,
-            used=quotas.used(conn, project_id),
+            used=quotas.used(conn, project_id) | jobs.used(conn, project),
         )
 
 
