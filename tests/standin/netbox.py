@@ -280,7 +280,7 @@ class Handler(BaseHTTPRequestHandler):
                 row[name] = {"id": row[name]}
         if path == MACHINES and row["primary_ip4"]:
             address = self.server.objects[ADDRESSES].get(row["primary_ip4"]["id"], {})
-            row["primary_ip4"]["address"] = address.get("address")
+            row["primary_ip4"]["address"] = address.get("address", "")
         if path == MACHINES:
             rows = self.server.objects[INTERFACES].values()
             row["interface_count"] = sum(r["virtual_machine"] == row["id"] for r in rows)

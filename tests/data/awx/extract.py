@@ -61,7 +61,7 @@ def bases(name: str) -> list[str]:
 
 
 def texts(node: ast.expr) -> list[str]:
-    return [c.value for c in ast.walk(node) if isinstance(c, ast.Constant)]
+    return [str(c.value) for c in ast.walk(node) if isinstance(c, ast.Constant)]
 
 
 def meta(name: str, attribute: str) -> list[str]:
@@ -87,8 +87,8 @@ def meta(name: str, attribute: str) -> list[str]:
 def model(name: str) -> str:
     for row in bases(name):
         for node in CLASSES[row].body:
-            own = isinstance(node, ast.ClassDef) and node.name == "Meta"
-            if own and (value := dict(assignments(node.body)).get("model")):
+            body = node.body if isinstance(node, ast.ClassDef) and node.name == "Meta" else []
+            if value := dict(assignments(body)).get("model"):
                 return ast.unparse(value)
     return ""
 

@@ -20,7 +20,7 @@ def main() -> None:
     schemas = description["components"]["schemas"]
 
     def resolved(schema: Schema) -> Schema:
-        (*_, named) = [schema, *schema.get("allOf", [])]
+        named: Schema = (schema.get("allOf") or [schema])[-1]
         reference = named.get("$ref", "").rpartition("/")[2]
         return {**(schemas[reference] if reference else schema), "nullable": _nullable(schema)}
 
