@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,14 +58,19 @@ class Import:
         return done.stdout
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Import]:
+@contextmanager
+def importing(folder: Path) -> Iterator[Import]:
+    """An AWX without our objects."""
     subprocess.run([str(ROOT / "scripts" / "ansible-collections")], check=True)
-    folder = tmp_path_factory.mktemp("awx")
     (folder / "reconciler-token").write_text(f"{SECRET}\n")
     with standing(folder) as controller:
         controller.begin(empty=True)
-        first = Import(controller, folder)
+        yield Import(controller, folder)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Import]:
+    with importing(tmp_path_factory.mktemp("awx")) as first:
         first("-e", f"gpuaas_awx_webhook={WEBHOOK}")
         yield first
 
@@ -117,6 +123,61 @@ def test_every_field_arrives(imported: Import) -> None:
     assert webhook["notification_configuration"]["url"] == WEBHOOK
     secret = named(objects["credentials"], "gpuaas reconciler")["inputs"]["token"]
     assert secret == SECRET
+
+
+def scheduled(objects: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
+    """What each schedule starts, how often, and whether it does."""
+    kinds = ("job_templates", "inventory_sources", "workflow_job_templates")
+    names = {item["id"]: item["name"] for kind in kinds for item in objects[kind]}
+    return {
+        row["name"]: (
+            names[row["unified_job_template"]],
+            row["rrule"].partition("RRULE:")[2],
+            row["enabled"],
+        )
+        for row in objects["schedules"]
+    }
+
+
+def test_schedules_start_what_they_name(imported: Import) -> None:
+    objects = imported.controller.objects()
+    assert scheduled(objects) == {
+        "gpuaas hosts every ten minutes": ("gpuaas nodes", "FREQ=MINUTELY;INTERVAL=10", True),
+        "gpuaas parity each night": ("gpuaas parity of all nodes", "FREQ=DAILY;INTERVAL=1", True),
+        "gpuaas NetBox each hour": ("gpuaas compare NetBox", "FREQ=HOURLY;INTERVAL=1", False),
+    }
+    netbox = named(objects["schedules"], "gpuaas NetBox each hour")
+    assert netbox["extra_data"]["gpuaas_action"] == "netbox_diff"
+
+
+def test_a_site_with_netbox_and_without_a_webhook_gets_back_what_a_person_deletes(
+    tmp_path: Path,
+) -> None:
+    with importing(tmp_path) as site:
+        site("-e", "gpuaas_awx_netbox=true")
+        before = site.controller.objects()
+        assert scheduled(before)["gpuaas NetBox each hour"][2] is True
+        assert before["notification_templates"] == []
+        deleted = ("gpuaas.slice.parity", "gpuaas operate node", "gpuaas compare NetBox")
+        for name in deleted:
+            site.controller.delete(name)
+        # With it goes its schedule; a workflow's step stays, with nothing to run.
+        assert "gpuaas NetBox each hour" not in scheduled(site.controller.objects())
+        site("-e", "gpuaas_awx_netbox=true")
+        after = site.controller.objects()
+    assert scheduled(after) == scheduled(before)
+    for name in deleted:
+        old, new = (named(objects["job_templates"], name) for objects in (before, after))
+        ours = set(old) - {"id", "url", "related", "summary_fields"}
+        assert {field: new[field] for field in ours} == {field: old[field] for field in ours}
+    names = {item["id"]: item["name"] for item in after["job_templates"]}
+    steps = {step["identifier"]: step for step in after["workflow_job_template_nodes"]}
+    assert names[steps["bootstrap"]["unified_job_template"]] == "gpuaas operate node"
+    specs = {survey["url"]: survey["spec"] for survey in after["surveys"]}
+    assert specs[named(after["job_templates"], "gpuaas operate node")["url"]]
+    teams = after["teams_of"]
+    assert "gpuaas operators" in teams["job_templates/gpuaas operate node/execute"]
+    assert teams["job_templates/gpuaas.slice.parity/execute"] == ["gpuaas reconciler"]
 
 
 def test_no_question_takes_an_id_from_a_list(imported: Import) -> None:
