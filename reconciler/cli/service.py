@@ -92,6 +92,31 @@ def gateway_trust(
     output.line(f"copy {folder} to the gateway's machine, as `gateway` in its state folder")
 
 
+@commands.command("gateway-role")
+def gateway_role(
+    connections: Annotated[
+        int, typer.Option(min=17, help="Of all gateways together; each needs up to 17.")
+    ] = 51,
+) -> None:
+    """Print SQL that makes the gateways' role in PostgreSQL, or brings it up to date.
+
+    An administrator of the server runs it, after each upgrade too: gpuaas gateway-role | psql
+    DATABASE. Then `\\password gpuaas_gateway` in psql sets the role's password.
+    """
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.gateway import role
+    from reconciler.settings import Settings
+
+    with open_existing(Settings()) as engine:
+        require_current(engine)
+        with reading(engine) as conn:
+            text = role.sql(conn, connections)
+        user = engine.url.set(username=role.NAME, password="PASSWORD")  # noqa: S106
+    sys.stdout.write(text)
+    address = user.render_as_string(hide_password=False)
+    output.line(f"-- of each gateway: GPUAAS_DATABASE_URL={address}")
+
+
 @commands.command()
 def migrate() -> None:
     """Bring the database to this version's schema."""
@@ -273,19 +298,22 @@ def run_gateway() -> None:
     import asyncio
 
     from reconciler import logs
-    from reconciler.gateway import server
+    from reconciler.backup import refuse_unfinished_restore
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.gateway import role, server
     from reconciler.service import process
     from reconciler.settings import Settings
 
     settings = Settings()
     logs.configure(settings)
-    engine, _ = open_migrated(settings)
-    try:
+    refuse_unfinished_restore(settings)
+    with open_existing(settings) as engine:
+        with reading(engine) as conn:
+            role.require_least(conn)
+        require_current(engine)
         trust = process.adopt_gateway(settings, engine)
         with process.running(settings, engine, gateway=True):
             asyncio.run(server.serve(settings, engine, trust))
-    finally:
-        engine.dispose()
 
 
 def open_migrated(settings: Settings | None = None) -> tuple[Engine, str]:
