@@ -92,6 +92,32 @@ def gateway_trust(
     output.line(f"copy {folder} to the gateway's machine, as `gateway` in its state folder")
 
 
+@commands.command("gateway-replace")
+def gateway_replace(
+    reason: Annotated[str, typer.Option(help="Why; it is kept in the audit log.")],
+) -> None:
+    """Replace the authority of the gateways, such as after a theft. No host accepts the old one
+    after its next comparison, which is queued and ends every session through it.
+    """
+    from reconciler.db.engine import open_existing
+    from reconciler.model.act import Act, require_reason
+    from reconciler.service import process
+    from reconciler.settings import Settings
+
+    settings, act = Settings(), Act("local-operator", reason)
+    require_reason(act, "say what has happened")
+    if settings.state_dir.exists() and settings.state_dir.stat().st_uid != os.geteuid():
+        raise _unusable(settings, "another user's, who could not read the new key")
+    with open_existing(settings) as engine:
+        require_current(engine)
+        count = process.replace_gateway(settings, engine, act)
+    output.line(
+        f"{count} hosts take the new authority with the comparisons that are queued now; restart"
+        " the service on its other machines, and run `gpuaas gateway-trust FOLDER` for each gateway"
+        " on another machine"
+    )
+
+
 @commands.command("gateway-role")
 def gateway_role(
     connections: Annotated[
