@@ -26,7 +26,7 @@ from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
 from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.runs.spec import RunError
-from reconciler.service.process import AUTHORITIES, NEEDED
+from reconciler.service.process import NEEDED
 from reconciler.settings import Settings
 from reconciler.trust import downloads, oidc
 from reconciler.trust.ca import GATEWAY, Trust, authorities
@@ -160,7 +160,7 @@ def same_clock(_settings: Settings, conn: Connection) -> Iterator[Finding]:
 def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     """The keys of this machine are those of the site."""
     trust = Trust(settings.state_dir.resolve() / "trust")
-    recorded = site.read(conn, AUTHORITIES)
+    recorded = site.read(conn, site.AUTHORITIES)
     if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
         return  # Missing keys are a finding of the check of the folder.
     equal = authorities(trust) == recorded

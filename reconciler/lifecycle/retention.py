@@ -25,6 +25,7 @@ from reconciler.db.schema import (
 )
 from reconciler.lifecycle import slice_telemetry
 from reconciler.model.states import ENDED_ALLOCATIONS, ENDED_TASKS, UNCLEAN_SLOTS
+from reconciler.records import terminals
 
 # Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
@@ -70,9 +71,12 @@ def telemetry(conn: sa.Connection) -> int:
 
 
 def recordings(conn: sa.Connection) -> int:
-    """Delete recordings of terminals after 30 days. Their sessions stay."""
+    """Delete recordings of terminals after 30 days, and a person's oldest beyond the limit. Their
+    sessions stay.
+    """
     table = terminal_recordings
-    old = sa.select(table.c.id).where(table.c.at < clock.now() - RECORDINGS_S)
+    late = table.c.at < clock.now() - RECORDINGS_S
+    old = sa.select(table.c.id).where(sa.or_(late, table.c.session_id.in_(terminals.excess())))
     return _delete(conn, table, (table.c.id,), old)
 
 

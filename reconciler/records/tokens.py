@@ -44,7 +44,7 @@ def _open(table: sa.FromClause) -> tuple[sa.ColumnElement[bool], ...]:
     return table.c.revoked_at.is_(None), sa.or_(ends.is_(None), ends > clock.now())
 
 
-def _valid(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
+def _valid(which: sa.ColumnElement[bool], *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
     """The tokens of a condition that open something: from each, its line of parents leads through
     tokens that have not ended to one without a parent, and none of them may do less than the next.
     """
@@ -60,7 +60,7 @@ def _valid(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
     # Without repetitions, so that a line that is a circle has an end, too.
     line = line.union(step)
     firsts = sa.select(line.c.origin).where(line.c.parent_id.is_(None))
-    return sa.select(api_tokens).where(table.id.in_(firsts))
+    return sa.select(*(columns or table)).where(table.id.in_(firsts))
 
 
 _VALID = _valid(api_tokens.c.hash == sa.bindparam("given"))
@@ -149,6 +149,13 @@ def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
 def valid_one(conn: sa.Connection, which: sa.ColumnElement[bool]) -> ApiToken | None:
     """The token of a condition; None when it is unknown, or it or a token before it has ended."""
     return next(iter(_every_valid(conn, which)), None)
+
+
+def rights(conn: sa.Connection, id: str) -> tuple[str, str | None] | None:
+    """Role and project of a valid token, or None. Reads only what the gateway's role may read."""
+    table = api_tokens.c
+    row = conn.execute(_valid(table.id == id, table.role, table.project_id)).first()
+    return None if row is None else (row.role, row.project_id)
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:

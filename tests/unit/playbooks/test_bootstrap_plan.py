@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.deployed_machine import NEEDS_ROOT, ROOT, play
-from tests.unit.playbooks.test_restore_baremetal import results
+from tests.unit.playbooks.played import result
 
 pytestmark = [pytest.mark.covers("CTRL-15", "HOST-4"), NEEDS_ROOT]
 
@@ -48,7 +48,7 @@ def test_a_confirmed_plan_is_carried_out_on_the_host_that_it_was_made_for(tmp_pa
     assert done.stderr == ""
     planned, other, confirmed = done.stdout.split("---\n")
 
-    plan = results(planned)
+    plan = result(planned)
     assert plan["ok"] and planned.rstrip().endswith("}")
     steps = {row["part"]: row["steps"] for row in plan["evidence"]["plan"]}
     assert list(steps)[:4] == ["packages", "tuning", "gpu_services", "kernel"]
@@ -59,11 +59,11 @@ def test_a_confirmed_plan_is_carried_out_on_the_host_that_it_was_made_for(tmp_pa
     assert set(lab["kernel_arguments"]) & set(kernel["arguments"])
     assert kernel["reboot_reasons"]
 
-    refused = results(other)
+    refused = result(other)
     assert (refused["ok"], refused["error"]["code"]) == (False, "plan_changed")
     assert other.rstrip().endswith("}")
 
     # The restart that it would need is not allowed here.
-    applied = results(confirmed)
+    applied = result(confirmed)
     assert applied["error"]["code"] == "reboot_required"
     assert applied["evidence"]["plan_digest"] == plan["evidence"]["plan_digest"]

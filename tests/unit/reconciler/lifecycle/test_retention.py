@@ -121,7 +121,7 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
     site.node()
     key = provisioned(site, settings)
     pass_time(site.engine, 2.5)
-    nothing = dict.fromkeys(("events", "answers", "progress", "telemetry", "recordings", "jobs"), 0)
+    nothing = dict.fromkeys(("events", "answers", "progress", "telemetry", "jobs"), 0)
     assert forget(site.engine, settings) == nothing
     assert tidy(site.engine, settings, NEVER) == []
     with pytest.raises(Problem, match="idempotency_key_reused"):
