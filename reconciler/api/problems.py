@@ -41,9 +41,8 @@ _ACCESS = """
     host_certificate_expired host_certificate_missing host_key_invalid host_key_not_accepted
     identity_provider_unavailable keygen_failed login_failed node_id_invalid origin_refused
     gateway_trust_excessive gateway_trust_missing
-    gateway_role_excessive gateway_role_insufficient gateway_role_needless
     role_required access_unknown gateway_missing host_keys_unknown ssh_key_expired ssh_key_revoked
-    recording_required
+    recording_full recording_required
     terminal_off token_ended too_many_tickets too_many_tokens
     token_invalid token_owner_invalid unauthenticated
 """

@@ -194,12 +194,14 @@ def require_least(conn: sa.Connection) -> None:
     excess += sorted(f"{right} of {_name(*where)}" for *where, right in actual - expected)
     if excess:
         raise _refusal(
-            "excessive",
+            "gateway_role_excessive",
             f"a role with the rights of a gateway and no others, such as {NAME}",
             f"{conn.execute(_USER).scalar_one()}: {_first(excess)}",
         )
     if lacking := sorted(f"{right} of {_name(*where)}" for *where, right in expected - actual):
-        raise _refusal("insufficient", "the rights of this version", f"no {_first(lacking)}")
+        raise _refusal(
+            "gateway_role_insufficient", "the rights of this version", f"no {_first(lacking)}"
+        )
 
 
 def _expected() -> Iterator[tuple[str, str, str]]:
@@ -225,9 +227,9 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _refusal(kind: str, expected: str, found: str) -> Problem:
+def _refusal(code: str, expected: str, found: str) -> Problem:
     return Problem(
-        f"gateway_role_{kind}",
+        code,
         403,
         expected=expected,
         found=found,
