@@ -24,7 +24,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _sshd,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
 
 ACCOUNT = "gpuaas-relay"
 SHELL = "/usr/sbin/nologin"
@@ -182,7 +181,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "end_sessions":
         account = _accounts.named(ACCOUNT)
         if account is not None and account.uid:
-            _tenant_account.end_processes(account.uid, grace=0)
+            _accounts.end_processes(account.uid, grace=0)
     elif step.name == "remove_authority":
         _host.remove(AUTHORITY)
     elif step.name == "write_settings":

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
+    _change,
+    _command,
+    _ledger,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay, _traces
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
 
 from tests.conftest import Script
 
@@ -167,7 +171,7 @@ def test_a_host_of_an_earlier_version_takes_the_gateways_authority(
     assert settings.read_text() == "".join(lines)
     # Who logged in with the earlier one is logged out, because it may have been stolen.
     ended: list[int] = []
-    monkeypatch.setattr(_tenant_account, "end_processes", lambda uid, **_: ended.append(uid))
+    monkeypatch.setattr(_accounts, "end_processes", lambda uid, **_: ended.append(uid))
     replaced = drive({"state": "kept", "authority": OTHER})
     assert (replaced.done, ended) == (["write_authority", "end_sessions"], [998])
     assert (host / _relay.AUTHORITY.lstrip("/")).read_text() == f"{OTHER}\n"
