@@ -398,8 +398,9 @@ def test_strangers_close_the_door_for_nobody(world: World) -> None:
         assert b"too_many_connections" in heard(mine[0])
         others[0].settimeout(0.1)
         assert others[0].recv(6) == b"SSH-2."
-    (row,) = world.audit("gateway.refused")
-    assert (row["detail"]["code"], row["actor"]) == ("too_many_connections", "gateway")
+    # One row or two: how many, a slow machine decides.
+    rows = {(row["detail"]["code"], row["actor"]) for row in world.audit("gateway.refused")}
+    assert rows == {("too_many_connections", "gateway")}
 
 
 @pytest.mark.parametrize("terminal", [True])
