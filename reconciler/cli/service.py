@@ -190,12 +190,16 @@ def restore(
 
 
 @commands.command()
-def doctor() -> None:
+def doctor(
+    allocation: Annotated[
+        str, typer.Option(help="A slice whose way from the gateway is examined, too.")
+    ] = "",
+) -> None:
     """Check settings, folders, keys, programs, database and processes; exit 1 on a failure.
 
     Changes nothing. Run it as the service's user, with the service's settings.
     """
-    findings = _examine()
+    findings = _examine(allocation)
     failed = sum(finding["status"] == "fail" for finding in findings)
     warnings = sum(finding["status"] == "warn" for finding in findings)
     if not output.in_json({"failures": failed, "warnings": warnings, "findings": findings}):
@@ -282,11 +286,11 @@ def run_server(*, api_only: bool, login: bool = False) -> None:
             engine.dispose()
 
 
-def _examine() -> list[dict[str, str]]:
+def _examine(allocation_id: str = "") -> list[dict[str, str]]:
     # Loaded when an operator asks for it.
     from reconciler.doctor.examine import examine
 
-    return examine()
+    return examine(allocation_id)
 
 
 def run_worker() -> None:

@@ -152,6 +152,31 @@ def test_the_doctor_asks_the_gateway(world: World) -> None:
         assert "gpuaas-gateway.service" in finding.remedy
 
 
+def test_the_doctor_says_where_the_way_to_a_slice_breaks(world: World) -> None:
+    """At the records, at the host, at its line, at the guest; without a login in the guest."""
+    site = world.stack
+
+    def ask() -> Finding:
+        with transaction(site.engine) as conn:
+            (finding,) = services.way(world.allocation, site.settings, conn)
+        return finding
+
+    assert (ask().status, world.sessions()) == ("ok", [])
+    port, connection = world.host.port, {"username": USER, "host_keys": [world.host.key]}
+    _set(world, allocations, connection=connection)
+    assert ask().found.startswith("guest_not_proven")
+    open_way(world)
+    assert ask().found.startswith("relay_refused")
+    world.dial(world.guest.port)
+    # A server without a certificate may end the connection first.
+    assert ask().found.startswith("host_")
+    world.dial(1)
+    assert ask().found.startswith("host_unreachable")
+    world.dial(port)
+    _set(world, allocations, connection={})
+    assert ask().found.startswith("host_keys_unknown")
+
+
 def test_a_whole_machine_has_the_same_door(world: World) -> None:
     """Its server is the tenant's own; the host's relay account is not asked."""
     with transaction(world.stack.engine) as conn:
