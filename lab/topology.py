@@ -116,8 +116,7 @@ def _processor(machine: Machine) -> list[str]:
     # on or off, QEMU's emulation may send a processor's access to another device (seen in 11.1).
     # The registers of an x2APIC, which are accessed most, are not in memory.
     cpu = ["host"] if machine.accel == "kvm" else ["EPYC,+svm,+x2apic"]
-    # One thread for all processors: with one each, guests restarted by themselves under load.
-    accel = "kvm" if machine.accel == "kvm" else "tcg,thread=single"
+    accel = "kvm" if machine.accel == "kvm" else "tcg,thread=multi"
     words = ["-machine", "q35,kernel-irqchip=split", "-accel", accel, "-cpu", *cpu]
     words += ["-smp", f"{2 * count},sockets=2,cores={count},threads=1"]
     words += ["-m", f"{machine.memory_mib}M"]

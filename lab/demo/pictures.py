@@ -71,7 +71,7 @@ def browser(stage: Stage, viewer: str) -> Iterator[tuple[Page, str]]:
     with sync_playwright() as playwright:
         # Root has no sandbox.
         chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = chromium.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
+        page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(f"{console}/login")
         page.get_by_label("Token").fill(stage.secrets[viewer])
         page.get_by_role("button", name="Log in").click()
