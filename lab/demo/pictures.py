@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from lab.command import LabError
 from lab.demo.stage import NODE, Stage
@@ -50,18 +49,6 @@ def after(stage: Stage, step: str) -> list[str]:
     if step not in PAGES:
         return []
     viewer, pages = PAGES[step](stage)
-    with browser(stage, viewer) as (page, console):
-        for name, path in pages.items():
-            answer = page.goto(f"{console}{path}")
-            if answer is None or answer.status != 200:
-                raise LabError(f"/console{path}: expected 200; found {answer and answer.status}")
-            page.screenshot(path=stage.folder / f"{name}.png", full_page=True)
-    return [f"{name}.png" for name in pages]
-
-
-@contextmanager
-def browser(stage: Stage, viewer: str) -> Iterator[tuple[Page, str]]:
-    """A page of somebody who has logged in, and the address of the console."""
     program = shutil.which("chromium")
     if program is None:
         raise LabError("pictures need chromium: `scripts/setup --demo` installs it")
@@ -70,11 +57,16 @@ def browser(stage: Stage, viewer: str) -> Iterator[tuple[Page, str]]:
     console = f"{stage.service.url}/console"
     with sync_playwright() as playwright:
         # Root has no sandbox.
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(f"{console}/login")
         page.get_by_label("Token").fill(stage.secrets[viewer])
         page.get_by_role("button", name="Log in").click()
         page.wait_for_url(re.compile(r"/console/(fleet|projects)"))
-        yield page, console
-        chromium.close()
+        for name, path in pages.items():
+            answer = page.goto(f"{console}{path}")
+            if answer is None or answer.status != 200:
+                raise LabError(f"/console{path}: expected 200; found {answer and answer.status}")
+            page.screenshot(path=stage.folder / f"{name}.png", full_page=True)
+        browser.close()
+    return [f"{name}.png" for name in pages]
