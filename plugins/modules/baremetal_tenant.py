@@ -194,7 +194,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         case "end_sessions":
             _tenant_account.end_sessions(uid)
         case "end_processes":
-            return {"ended": _tenant_account.end_processes(uid, grace=params["grace"])}
+            return {"ended": _accounts.end_processes(uid, grace=params["grace"])}
         case "remove_sudoers" | "remove_schedule":
             _host.remove(step.subject)
         case "remove_linger":

@@ -58,7 +58,7 @@ from reconciler.model.states import (
     Role,
     TaskState,
 )
-from reconciler.profiles import profile_offers, ready_minimum_s
+from reconciler.profiles import profile_offers, ready_minimum_s, sku_prices
 from reconciler.records import allocations, leasing, queue, timeline
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, gateway_hosts
@@ -383,6 +383,8 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             parameters=body.parameters.model_dump(exclude_none=True)
             | ({"terminal": True} if body.terminal else {}),
             catalogue=_catalogue(offers, body.capacity_shape),
+            prices=sku_prices(context.settings.profiles_dir),
+            currency=context.settings.currency,
             offers=offers if body.capacity_shape is CapacityShape.GPU_SLICE else {},
             user_data=own,
             api=api,

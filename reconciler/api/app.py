@@ -43,6 +43,7 @@ from reconciler.api import (
     telemetry,
     terminals,
     timeline,
+    tokens,
     usage,
     worker,
 )
@@ -90,7 +91,8 @@ ROUTERS = (
     tasks.router,
     timeline.router,
     timeline.audit_router,
-    projects.token_router,
+    tokens.admin_router,
+    tokens.router,
     console_sessions.router,
 )
 

@@ -181,7 +181,7 @@ def availability(
         return Availability.of(public(explanation), **names, fits=placed is not None)
 
     judged: Judged = context.request.app.state.judged
-    question, caller = (sku, region, gpus, profiles), context.caller.token_id
+    question, caller = (sku, region, gpus, profiles), context.caller.owner
     return context.read(lambda conn: judged.get(conn, caller, question, judge))
 
 
@@ -201,7 +201,7 @@ def machines(context: Holder) -> Machines:
         )
 
     judged: Judged = context.request.app.state.judged
-    question, caller = ("machines", *skus.items()), context.caller.token_id
+    question, caller = ("machines", *skus.items()), context.caller.owner
     return context.read(lambda conn: judged.get(conn, caller, question, judge))
 
 

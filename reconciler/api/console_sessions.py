@@ -44,6 +44,7 @@ class Ended(Answer):
     actor: str
     sessions: int
     ssh_keys: int = Field(description="Keys for the gateway, of a person of the provider.")
+    tokens: int = Field(description="Tokens that a person of the provider has made.")
 
 
 @router.get("")
@@ -65,8 +66,8 @@ def list_sessions(context: Admin, paging: Paging) -> PageOf[ConsoleSession]:
 
 @router.post("/end", response_model=Ended)
 def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
-    """End all sessions of a person with their streams and terminals. The keys of a person of the
-    provider open nothing any more.
+    """End all sessions of a person with their streams and terminals. Keys and tokens of a person of
+    the provider open nothing any more.
     """
 
     def work(conn: Connection, act: Act) -> Ended:
@@ -75,7 +76,8 @@ def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
         theirs = [session for session in sessions if actors[session.id] == body.actor]
         console_sessions.end_some(conn, theirs, act)
         keys = ssh_access.end_person(conn, body.actor, act)
-        return Ended(actor=body.actor, sessions=len(theirs), ssh_keys=keys)
+        own = tokens.end_person(conn, body.actor, act)
+        return Ended(actor=body.actor, sessions=len(theirs), ssh_keys=keys, tokens=own)
 
     return context.write(work, body=body)
 

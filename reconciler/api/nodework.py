@@ -54,6 +54,7 @@ AllocationId = Annotated[
 ]
 # Failed job of the BMC that a person has examined.
 BiosJob = Annotated[str, StringConstraints(max_length=24, pattern=r"^[JR]ID_[0-9]{6,20}$")]
+PlanDigest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 Device = Annotated[str, StringConstraints(max_length=200, pattern=r"^/dev/[A-Za-z0-9/._:+-]+$")]
 
 
@@ -64,9 +65,13 @@ class StateReason(Body):
 
 
 class Bootstrap(Reasoned):
-    """Preparing a host may need one reboot."""
+    """Preparing a host may need one reboot. plan_only: report what would change, and change
+    nothing. expected_plan: digest of a reported plan; a host with another plan is left alone.
+    """
 
     allow_reboot: StrictFlag = False
+    plan_only: StrictFlag = False
+    expected_plan: PlanDigest | None = None
 
 
 class Conversion(Reasoned):
@@ -236,7 +241,9 @@ def bootstrap(node_id: Id, context: Admin, body: Bootstrap | None = None) -> JSO
     def parameters(conn: Connection, _act: Act) -> Record:
         if body.allow_reboot:
             nodes.refuse_in_use(conn, node_id, nodes.AT_WORK)
-        return {"allow_reboot": body.allow_reboot}
+        return body.model_dump(exclude={"reason"}, exclude_defaults=True) | {
+            "allow_reboot": body.allow_reboot
+        }
 
     kind = TaskKind.NODE_BOOTSTRAP
     return _queue(context, node_id, kind, body, parameters, slice_host=True)

@@ -120,6 +120,7 @@ class Pool(Answer):
     host_id: str
     project_id: str | None
     models: list[str]
+    digests: dict[str, str] = Field(description="SHA-256 of their files; workers load no others.")
     replicas: int
     memory_mib: int
     kill_on_oom: bool

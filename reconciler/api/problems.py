@@ -42,9 +42,9 @@ _ACCESS = """
     identity_provider_unavailable keygen_failed login_failed node_id_invalid origin_refused
     gateway_trust_excessive gateway_trust_missing
     role_required access_unknown gateway_missing host_keys_unknown ssh_key_expired ssh_key_revoked
-    recording_required
-    terminal_off token_ended too_many_tickets
-    token_invalid unauthenticated
+    recording_full recording_required
+    terminal_off token_ended too_many_tickets too_many_tokens
+    token_invalid token_owner_invalid unauthenticated
 """
 _UNKNOWN = """
     allocation_not_found claim_not_found disk_not_found fabric_vf_not_found gpu_not_found

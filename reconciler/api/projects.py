@@ -1,13 +1,13 @@
-"""Projects, the owners of allocations, and the API tokens. A token's secret is shown once."""
+"""Projects, the owners of allocations."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import Field, model_validator
+from pydantic import Field
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
@@ -17,10 +17,10 @@ from reconciler.lifecycle import quota as quotas
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
-from reconciler.records import nodes, projects, tokens
+from reconciler.pools import jobs
+from reconciler.records import projects
 
 router = APIRouter(tags=["projects"])
-token_router = APIRouter(prefix="/admin/tokens", tags=["tokens"])
 
 
 class NewProject(Reasoned):
@@ -45,7 +45,8 @@ class Limits(Reasoned):
     """Limits of a project; one that is left out is that of the site.
 
     An allocation counts as a machine until it is released. A failure is a launch whose guest was
-    not reachable in time.
+    not reachable in time. jobs_open: jobs that have not ended. jobs_kept, jobs_mib: all that are
+    kept, and their inputs and results. Without a limit, jobs have the service's own.
     """
 
     gpus: Limit = None
@@ -53,6 +54,10 @@ class Limits(Reasoned):
     open_requests: Limit = None
     launches_per_hour: Limit = None
     failures_per_hour: Limit = None
+    jobs_open: Limit = None
+    jobs_kept: Limit = None
+    jobs_mib: Limit = None
+    jobs_per_hour: Limit = None
 
 
 class Quota(Answer):
@@ -68,9 +73,9 @@ class Quota(Answer):
         project = projects.get(conn, project_id)
         return cls(
             project_id=project_id,
-            limits=quotas.limits(conn, project),
+            limits=quotas.limits(conn, project) | jobs.limits(conn, project),
             own=project.quota,
-            used=quotas.used(conn, project_id),
+            used=quotas.used(conn, project_id) | jobs.used(conn, project),
         )
 
 
@@ -151,80 +156,3 @@ def list_own_projects(context: Holder, paging: Paging) -> PageOf[Project]:
     caller = context.caller
     among = None if caller.role == Role.PLATFORM_ADMIN else sorted(caller.projects)
     return context.page(paging, projects.ORDER, partial(projects.every, among=among), Project.of)
-
-
-class NewToken(Reasoned):
-    """A member's token belongs to one project, a node's to one node, an admin's to neither."""
-
-    role: Role
-    name: Name
-    project_id: Name | None = None
-    node_id: Name | None = None
-    ttl_s: Annotated[Integer, Field(ge=60, le=10 * 365 * 86_400)] | None = None
-
-    @model_validator(mode="after")
-    def _names_its_owner(self) -> Self:
-        if (self.role is Role.PROJECT_MEMBER) is not (self.project_id is not None):
-            raise ValueError("project_id goes with the role project-member, and only with it")
-        if (self.role is Role.NODE) is not (self.node_id is not None):
-            raise ValueError("node_id goes with the role node, and only with it")
-        return self
-
-
-class Token(Answer):
-    """A token without its secret."""
-
-    id: str
-    name: str
-    role: Role
-    project_id: str | None
-    node_id: str | None
-    created_at: Moment
-    expires_at: Moment | None
-    revoked_at: Moment | None
-
-
-class IssuedToken(Token):
-    """A token with its secret."""
-
-    token: str
-
-
-class Revoked(Answer):
-    """The token that was revoked."""
-
-    id: str
-    revoked: Literal[True]
-
-
-@token_router.post("", status_code=201, response_model=IssuedToken)
-def issue(body: NewToken, context: Admin) -> JSONResponse:
-    """Issue a token."""
-    values = body.model_dump(exclude={"reason", "role"})
-
-    def work(conn: Connection, act: Act) -> IssuedToken:
-        if body.project_id:
-            projects.get(conn, body.project_id)
-        if body.node_id:
-            nodes.get(conn, body.node_id)
-        record, secret = tokens.issue(conn, act, role=body.role, **values)
-        return IssuedToken.of(record, token=secret)
-
-    return context.write(work, body=body, status=201, secrets=frozenset({"token"}))
-
-
-@token_router.get("")
-def list_tokens(context: Admin, paging: Paging) -> PageOf[Token]:
-    """All tokens, without their secrets."""
-    return context.page(paging, tokens.ORDER, tokens.every, Token.of)
-
-
-@token_router.delete("/{token_id}", response_model=Revoked)
-def revoke(token_id: Id, context: Admin) -> JSONResponse:
-    """Revoke the token at once."""
-
-    def work(conn: Connection, act: Act) -> Revoked:
-        tokens.revoke(conn, token_id, act)
-        return Revoked(id=token_id, revoked=True)
-
-    return context.write(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
 from fastapi import Depends, Request, Security
@@ -62,7 +62,8 @@ _LARGEST = 10_000
 @dataclass(frozen=True)
 class Caller:
     """The identity that a token stands for. stored: the token was issued by this site, not by its
-    OpenID provider.
+    OpenID provider. owner: by which everything is counted that tokens of one person share. until:
+    the end of the token or session.
     """
 
     token_id: str
@@ -70,6 +71,9 @@ class Caller:
     role: str
     projects: frozenset[str]
     stored: bool = True
+    owner: str = ""
+    # A session that is renewed stays the same caller.
+    until: float | None = field(default=None, compare=False)
 
     @property
     def actor(self) -> str:
@@ -85,7 +89,9 @@ class Caller:
     def of_token(cls, token: ApiToken) -> Self:
         """The identity of a token of this site."""
         project_ids = frozenset({token.project_id} if token.project_id else ())
-        return cls(token.id, token.name, token.role, project_ids)
+        owner = token.owner or token.id
+        names = (token.id, token.name, token.role, project_ids)
+        return cls(*names, owner=owner, until=token.expires_at)
 
     @classmethod
     def of_provider(cls, identity: oidc.Identity) -> Self:
@@ -93,7 +99,8 @@ class Caller:
         # Names of stored tokens have no colon, so the audit log cannot confuse the two.
         name = f"oidc:{identity.name}"
         role = Role.PLATFORM_ADMIN if identity.admin else Role.PROJECT_MEMBER
-        return cls(identity.id, name, role.value, identity.projects, stored=False)
+        names = (identity.id, name, role.value, identity.projects)
+        return cls(*names, stored=False, owner=identity.id, until=identity.until)
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,7 @@ def caller(
             remedy="get one with `gpuaas token create`, or from the site's OpenID provider",
         )
     if identity.role != Role.PLATFORM_ADMIN:
-        request.app.state.rates.take(identity.token_id)
+        request.app.state.rates.take(identity.owner)
     return identity
 
 

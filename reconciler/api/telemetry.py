@@ -299,7 +299,7 @@ def _jobs(conn: Connection, redis_url: str) -> Iterator[Metric]:
     if lengths := streams.lengths() if streams else {}:
         length.add_metric([], lengths[hints.STREAM])
     yield length
-    counts = control.counts(conn)
+    counts = control.counters(conn)
     for name, text in _TOTALS.items():
         yield CounterMetricFamily(f"{prefix}_{name}", text, value=counts[name])
     mode = GaugeMetricFamily(

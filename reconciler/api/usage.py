@@ -45,10 +45,7 @@ Amount = Annotated[float, Field(ge=0)]
 # Money is decimal text, because a float is no sum of money.
 Money = Annotated[
     str | None,
-    Field(
-        description="At the present price of the SKU, to a hundredth; null without a price.",
-        pattern=r"^[0-9]+\.[0-9]{2}$",
-    ),
+    Field(description="To a hundredth; null without a price.", pattern=r"^[0-9]+\.[0-9]{2}$"),
 ]
 _HOUR_MS = Decimal(3_600_000)
 _CENT = Decimal("0.01")
@@ -56,24 +53,44 @@ _CENT = Decimal("0.01")
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of a GPU hour by SKU."""
+    """Present price of a GPU hour by SKU, for allocations that are older than their price."""
 
     by_sku: Mapping[str, Decimal]
+    currency: str
 
     @classmethod
     def of(cls, context: Context) -> Self:
         """The present prices of the site."""
-        return cls(sku_prices(context.settings.profiles_dir))
+        return cls(sku_prices(context.settings.profiles_dir), context.settings.currency)
 
-    def cost(self, sku: str, gpu_ms: int) -> str | None:
-        """Cost of milliseconds of a GPU. Sums are of exact amounts, and rounded once."""
-        price = self.by_sku.get(sku)
-        if price is None:
-            return None
-        return str((gpu_ms * price / _HOUR_MS).quantize(_CENT, ROUND_HALF_UP))
+    def charge(self, row: Record, gpu_ms: int) -> Record:
+        """The fields of `Charge` for milliseconds of a GPU. Sums are of exact amounts, and rounded
+        once.
+        """
+        kept = row["currency"] is not None
+        price = row["price"] if kept else str(self.by_sku.get(row["sku"], ""))
+        exact = gpu_ms * Decimal(price or 0) / _HOUR_MS
+        return {
+            "price": price or None,
+            "currency": row["currency"] if kept else self.currency,
+            "price_kept": kept,
+            "cost": str(exact.quantize(_CENT, ROUND_HALF_UP)) if price else None,
+        }
 
 
-class ProjectUsageRecord(Answer):
+class Charge(Answer):
+    """What a use costs."""
+
+    price: str | None = Field(description="Of a GPU hour; null without a price.")
+    currency: str = Field(description="By its code of ISO 4217.")
+    price_kept: bool = Field(
+        description="Whether it is the price of the launch. Otherwise the launch was by a version"
+        " that did not keep it, and the price is the present one, which may change."
+    )
+    cost: Money
+
+
+class ProjectUsageRecord(Charge):
     """What one allocation used of the period. Its tenant does not see the host."""
 
     allocation_id: str
@@ -88,7 +105,6 @@ class ProjectUsageRecord(Answer):
     end_state: str
     counted_seconds: Amount
     gpu_seconds: Amount
-    cost: Money
 
     @classmethod
     def of_usage(cls, prices: Prices, row: Record) -> Self:
@@ -99,7 +115,7 @@ class ProjectUsageRecord(Answer):
             row,
             counted_seconds=counted / 1000,
             gpu_seconds=gpu_ms / 1000,
-            cost=prices.cost(row["sku"], gpu_ms),
+            **prices.charge(row, gpu_ms),
         )
 
 
@@ -110,8 +126,8 @@ class UsageRecord(ProjectUsageRecord):
     claims: list[Document]
 
 
-class UsageTotal(Answer):
-    """The sum over the whole period, whatever page is shown."""
+class UsageTotal(Charge):
+    """The sum at one price over the whole period, whatever page is shown."""
 
     project_id: str
     capacity_shape: CapacityShape
@@ -119,7 +135,6 @@ class UsageTotal(Answer):
     allocations: int
     counted_seconds: Amount
     gpu_seconds: Amount
-    cost: Money
 
     @classmethod
     def of_sum(cls, prices: Prices, row: Record) -> Self:
@@ -128,14 +143,13 @@ class UsageTotal(Answer):
             row,
             counted_seconds=row["counted_ms"] / 1000,
             gpu_seconds=row["gpu_ms"] / 1000,
-            cost=prices.cost(row["sku"], row["gpu_ms"]),
+            **prices.charge(row, row["gpu_ms"]),
         )
 
 
 class _UsagePage(Answer):
     start: Moment = Field(serialization_alias="from")
     end: Moment = Field(serialization_alias="to")
-    currency: str = Field(description="Of every cost, by its code of ISO 4217.")
     totals: list[UsageTotal]
 
 
@@ -148,7 +162,7 @@ class ProjectUsage(_UsagePage, PageOf[ProjectUsageRecord]):
 
 
 # The columns of a CSV, in this order.
-PROJECT_COLUMNS = tuple(ProjectUsageRecord.model_fields)
+PROJECT_COLUMNS = (*ProjectUsageRecord.__annotations__, *Charge.model_fields)
 SITE_COLUMNS = (*PROJECT_COLUMNS[:2], "node_id", *PROJECT_COLUMNS[2:])
 Item = TypeVar("Item", UsageRecord, ProjectUsageRecord)
 
@@ -163,7 +177,7 @@ def site(
     project: Filter = None,
     format: Format = "json",
 ) -> Usage | Response:
-    """Every allocation that was active in the period, and the sums by project, shape and SKU."""
+    """Every allocation that was active in the period; sums by project, shape, SKU and price."""
     if project is not None:
         context.read(lambda conn: projects.get(conn, project))
     selection = _Selection(start, end, project)
@@ -215,7 +229,6 @@ def _page(
         return {
             "start": period.start,
             "end": period.end,
-            "currency": context.settings.currency,
             "totals": [UsageTotal.of_sum(prices, row) for row in sums],
             **dict(paging.answer(usage.ORDER, rows, partial(item, prices))),
         }

@@ -33,6 +33,9 @@ _RECLAIM_S = 60.0
 _LEADER_S = 30.0
 # For loading the model, and for the grace period of an eviction.
 _POOL_S = 120.0
+# The model that every host of pools has for drills.
+_MODEL = "drill"
+Memory = Annotated[int, typer.Option(min=256, help="MiB of the worker.")]
 Patience = Annotated[int, typer.Option(min=1, help="Seconds for running jobs to end in.")]
 
 
@@ -49,10 +52,10 @@ class _Drill:
         return bool(holds)
 
     @contextmanager
-    def worker(self, function: str) -> Iterator[Any]:
+    def worker(self, function: str, model: str = "") -> Iterator[Any]:
         from reconciler.pools import drills
 
-        with drills.worker(self.model, function, self.folder / "worker.log") as process:
+        with drills.worker(model or self.model, function, self.folder / "worker.log") as process:
             yield process
 
 
@@ -169,23 +172,19 @@ def leader(reason: str = "drill") -> None:
 
 
 @app.command()
-def evict(
-    model: Annotated[str, typer.Option(help="A model of a host of pools.")] = "digits",
-    memory: Annotated[int, typer.Option(min=256, help="MiB of the worker.")] = 512,
-) -> None:
-    """Start a pool and evict it: its process and leases are gone, other pools are not touched."""
+def evict(project: Project, memory: Memory = 256) -> None:
+    """Evict a pool that runs a job: its processes and leases are gone, other pools are not touched,
+    and the job ends once, in another worker.
+    """
     with _drill("evict") as drill:
         others = _pools()
         before = _metric("worker_pool_evictions_total")
-        wish = {"name": drill.model, "models": [model], "memory_mib": memory, "reason": "drill"}
-        path = f"/pools/{client().post('/pools', wish)['id']}"
-        try:
-            up = _until(_POOL_S, lambda: client().get(path)["state"] == "running")
-            pool = client().get(path)
-            pids = [worker["pid"] for worker in pool["workers"]]
-            drill.check("a pool runs", up and pids, f"{pool['state']}, processes {pids}")
-        finally:
-            client().post(f"{path}/evict", {"reason": "end of the drill"})
+        jobs = _Jobs(drill, project, _MODEL)
+        with _pool(drill, project, memory) as (path, pids):
+            # Longer than the grace period, so that the pool's worker cannot end it.
+            jobs.submit([{"seconds": 10}])
+            jobs.reach(lambda states: states == ["running"], _START_S)
+            drill.check("a job runs in it", jobs.states() == ["running"], jobs.states())
         began = time.monotonic()
         _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
         pool = client().get(path)
@@ -200,6 +199,65 @@ def evict(
         after = _metric("worker_pool_evictions_total")
         drill.check("it is counted", after > before, f"{before:.0f} before, {after:.0f} now")
         drill.check("other pools are as they were", _pools() == others, others)
+        with drill.worker("wait", _MODEL):
+            jobs.reach(lambda states: states == ["done"], _RECLAIM_S)
+        (row,) = jobs.read()
+        found = f"{row['status']}, {row['attempts']} attempts, lost {row['lost']} times"
+        drill.check("its job ended once", (row["status"], row["attempts"]) == ("done", 1), found)
+
+
+@app.command()
+def oom(project: Project, memory: Memory = 256) -> None:
+    """Let a job exceed the memory of its worker: the kernel kills its process, and counts it.
+
+    Refused on machines where the service samples memory, because nothing but itself would count.
+    """
+    with _drill("oom") as drill:
+        hosts = client().get("/pools/hosts")["hosts"]
+        kinds = {host["id"]: host["isolation"] for host in hosts}
+        kernel = [id for id, kind in kinds.items() if kind.startswith("cgroup")]
+        found = ", ".join(f"{host['name']}: {host['isolation']}" for host in hosts) or "no machine"
+        if not drill.check("the kernel keeps the memory limits of a machine", kernel, found):
+            return
+        jobs = _Jobs(drill, project, _MODEL)
+        with _pool(drill, project, memory, kernel[0]) as (path, pids):
+            # Canceled before its attempts end, because a dead letter would be in the way of others.
+            jobs.submit([{"seconds": 0, "mib": 2 * memory}], max_attempts=10)
+            _until(_START_S, lambda: jobs.read()[0]["failure"])
+            code = (jobs.read()[0]["failure"] or {}).get("code")
+            jobs.cancel()
+            drill.check("the call has failed for its memory", code == "memory_exceeded", code)
+
+            def kills() -> int:
+                return sum(int(worker["oom_kills"]) for worker in client().get(path)["workers"])
+
+            _until(_START_S, kills)
+            drill.check("the kernel has counted it", kills() > 0, f"oom_kill {kills()}")
+            now = [worker["pid"] for worker in client().get(path)["workers"]]
+            drill.check("the worker lives", now == pids, f"{now}; before: {pids}")
+            jobs.submit([{"seconds": 0}])
+            jobs.reach(lambda states: states == ["canceled", "done"], _START_S)
+            drill.check("it takes the next job", jobs.states()[-1] == "done", jobs.states())
+
+
+@contextmanager
+def _pool(
+    drill: _Drill, project: str, memory: int, host: str = ""
+) -> Iterator[tuple[str, list[int]]]:
+    """A pool of the drill while it runs: its path and its processes. It ends by eviction."""
+    wish = {
+        **{"name": drill.model, "models": [_MODEL], "memory_mib": memory, "host": host},
+        **{"project_id": project, "grace_s": 2, "reason": "drill"},
+    }
+    path = f"/pools/{client().post('/pools', wish)['id']}"
+    try:
+        up = _until(_POOL_S, lambda: client().get(path)["state"] == "running")
+        pool = client().get(path)
+        pids = [worker["pid"] for worker in pool["workers"]]
+        drill.check("a pool runs", up and pids, f"{pool['state']}, processes {pids}")
+        yield path, pids
+    finally:
+        client().post(f"{path}/evict", {"reason": "end of the drill"})
 
 
 def _pools() -> dict[str, str]:
@@ -253,14 +311,15 @@ def dlq(
 class _Jobs:
     """Jobs of a drill."""
 
-    def __init__(self, drill: _Drill, project: str) -> None:
+    def __init__(self, drill: _Drill, project: str, model: str = "") -> None:
         self.path = f"/projects/{project}/jobs"
+        self._model = model or drill.model
         self._drill = drill
         self._ids: list[str] = []
 
     def submit(self, inputs: list[dict[str, Any]], **options: Any) -> None:
         """Queue jobs, as soon as the drill's worker serves its model."""
-        body = [{"model": self._drill.model, "input": given, **options} for given in inputs]
+        body = [{"model": self._model, "input": given, **options} for given in inputs]
         end = time.monotonic() + _START_S
         while True:
             try:
@@ -282,6 +341,10 @@ class _Jobs:
         if not _until(seconds, lambda: goal(self.states())):
             found = f"{self.states()} after {seconds:.0f} s"
             self._drill.check("the jobs go on", False, found)
+
+    def cancel(self) -> None:
+        for id in self._ids:
+            client().post(f"{self.path}/{id}/cancel")
 
     def reprocess(self, **wish: Any) -> None:
         client().post(f"{self.path}/dlq/reprocess", {**wish, "reason": "drill"})

@@ -103,6 +103,7 @@ def worker(
         typer.Option(
             metavar="NAME=TARGET",
             help="A model: FILE.onnx, or MODULE:FUNCTION in Python; may be repeated."
+            " @sha256:DIGEST behind it: that file and no other."
             " Default: the shipped model of digits.",
         ),
     ] = None,

@@ -106,14 +106,26 @@ class _Walk:
         row = client().get(self.path)
         if row["state"] == "ready" and row["mode"] == "slice":
             return
-        restart = "may restart it" if self.allow_reboot else "does not restart it"
-        self._ask(
-            "bootstrap",
-            {"address": row["address"], "allow_reboot": self.allow_reboot},
-            [f"to be made a slice host: {row['address']}, packages to kernel; {restart}"],
-        )
-        body = {"allow_reboot": self.allow_reboot, "reason": self.reason}
-        tasks.queue(f"{self.path}/bootstrap", body, wait=True)
+        path, why = f"{self.path}/bootstrap", {"reason": self.reason}
+        plan = (tasks.queue(path, {**why, "plan_only": True}, wait=True) or {})["result"]
+        digest = plan["plan_digest"]
+        shown = {"address": row["address"], "allow_reboot": self.allow_reboot, "plan": digest}
+        self._ask("bootstrap", shown, self._bootstrap_lines(row["address"], plan))
+        body = {**why, "allow_reboot": self.allow_reboot, "expected_plan": digest}
+        tasks.queue(path, body, wait=True)
+
+    def _bootstrap_lines(self, address: str, plan: Record) -> list[str]:
+        kernel = plan["kernel"]
+        lines = [f"to be made a slice host: {address}"]
+        for row in plan["plan"]:
+            later = f"not to be foretold yet: {row['open']}" if row["open"] else ""
+            shown = "; ".join(filter(None, (row["steps"], later)))
+            lines.append(f"  {row['part']}: {shown or 'nothing to do'}")
+        lines.append(f"  kernel arguments now: {' '.join(kernel['running'])}")
+        lines.append(f"  kernel arguments to be had: {' '.join(kernel['arguments'])}")
+        restart = "needed" if kernel["reboot_reasons"] else "not needed"
+        allowed = "" if self.allow_reboot else "; none without --allow-reboot"
+        return [*lines, f"  restart {restart}{allowed}"]
 
     def discover(self) -> None:
         nodes.discover(self.node)
@@ -208,7 +220,11 @@ class _Walk:
 
     def _taken(self) -> set[str]:
         """Disks that were erased for slots since the host was last made a slice host."""
-        prepared = self._tasks("node.bootstrap")
+        prepared = [
+            task
+            for task in self._tasks("node.bootstrap")
+            if not task["parameters"].get("plan_only")
+        ]
         since = max((task["created_at"] for task in prepared), default="")
         return {
             device["nvme_device"]

@@ -77,6 +77,10 @@ def set_quota(
     open_requests: Limit = None,
     launches_per_hour: Limit = None,
     failures_per_hour: Limit = None,
+    jobs_open: Limit = None,
+    jobs_kept: Limit = None,
+    jobs_mib: Limit = None,
+    jobs_per_hour: Limit = None,
     reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
 ) -> None:
     """Replace the limits of a project; one that is left out is the site's, or none."""
@@ -86,6 +90,10 @@ def set_quota(
         "open_requests": open_requests,
         "launches_per_hour": launches_per_hour,
         "failures_per_hour": failures_per_hour,
+        "jobs_open": jobs_open,
+        "jobs_kept": jobs_kept,
+        "jobs_mib": jobs_mib,
+        "jobs_per_hour": jobs_per_hour,
     }
     path = f"/admin/projects/{project}/quota" if project else _DEFAULTS
     _show_quota(client().put(path, limits | {"reason": reason}))

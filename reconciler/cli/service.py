@@ -92,6 +92,57 @@ def gateway_trust(
     output.line(f"copy {folder} to the gateway's machine, as `gateway` in its state folder")
 
 
+@commands.command("gateway-replace")
+def gateway_replace(
+    reason: Annotated[str, typer.Option(help="Why; it is kept in the audit log.")],
+) -> None:
+    """Replace the authority of the gateways, such as after a theft. No host accepts the old one
+    after its next comparison, which is queued and ends every session through it.
+    """
+    from reconciler.db.engine import open_existing
+    from reconciler.model.act import Act, require_reason
+    from reconciler.service import process
+    from reconciler.settings import Settings
+
+    settings, act = Settings(), Act("local-operator", reason)
+    require_reason(act, "say what has happened")
+    if settings.state_dir.exists() and settings.state_dir.stat().st_uid != os.geteuid():
+        raise _unusable(settings, "another user's, who could not read the new key")
+    with open_existing(settings) as engine:
+        require_current(engine)
+        count = process.replace_gateway(settings, engine, act)
+    output.line(
+        f"{count} hosts take the new authority with the comparisons that are queued now; restart"
+        " the service on its other machines, and run `gpuaas gateway-trust FOLDER` for each gateway"
+        " on another machine"
+    )
+
+
+@commands.command("gateway-role")
+def gateway_role(
+    connections: Annotated[
+        int, typer.Option(min=17, help="Of all gateways together; each needs up to 17.")
+    ] = 51,
+) -> None:
+    """Print SQL that makes the gateways' role in PostgreSQL, or brings it up to date.
+
+    An administrator of the server runs it, after each upgrade too: gpuaas gateway-role | psql
+    DATABASE. Then `\\password gpuaas_gateway` in psql sets the role's password.
+    """
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.gateway import role
+    from reconciler.settings import Settings
+
+    with open_existing(Settings()) as engine:
+        require_current(engine)
+        with reading(engine) as conn:
+            text = role.sql(conn, connections)
+        user = engine.url.set(username=role.NAME, password="PASSWORD")  # noqa: S106
+    sys.stdout.write(text)
+    address = user.render_as_string(hide_password=False)
+    output.line(f"-- of each gateway: GPUAAS_DATABASE_URL={address}")
+
+
 @commands.command()
 def migrate() -> None:
     """Bring the database to this version's schema."""
@@ -139,12 +190,16 @@ def restore(
 
 
 @commands.command()
-def doctor() -> None:
+def doctor(
+    allocation: Annotated[
+        str, typer.Option(help="A slice whose way from the gateway is examined, too.")
+    ] = "",
+) -> None:
     """Check settings, folders, keys, programs, database and processes; exit 1 on a failure.
 
     Changes nothing. Run it as the service's user, with the service's settings.
     """
-    findings = _examine()
+    findings = _examine(allocation)
     failed = sum(finding["status"] == "fail" for finding in findings)
     warnings = sum(finding["status"] == "warn" for finding in findings)
     if not output.in_json({"failures": failed, "warnings": warnings, "findings": findings}):
@@ -224,16 +279,18 @@ def run_server(*, api_only: bool, login: bool = False) -> None:
                 if login:
                     # Not a line of the log, which others may read.
                     output.line(f"log in with {_login(engine)}")
+                # Its sockets take connections already.
+                process.announce()
                 uvicorn.Server(config).run(sockets)
         finally:
             engine.dispose()
 
 
-def _examine() -> list[dict[str, str]]:
+def _examine(allocation_id: str = "") -> list[dict[str, str]]:
     # Loaded when an operator asks for it.
     from reconciler.doctor.examine import examine
 
-    return examine()
+    return examine(allocation_id)
 
 
 def run_worker() -> None:
@@ -263,6 +320,7 @@ def run_worker() -> None:
     try:
         with process.running(settings, engine, api=False, work=True):
             log.info("database at %s, %d tasks at a time", revision, settings.workers)
+            process.announce()
             stopping.wait()
     finally:
         engine.dispose()
@@ -273,19 +331,22 @@ def run_gateway() -> None:
     import asyncio
 
     from reconciler import logs
-    from reconciler.gateway import server
+    from reconciler.backup import refuse_unfinished_restore
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.gateway import role, server
     from reconciler.service import process
     from reconciler.settings import Settings
 
     settings = Settings()
     logs.configure(settings)
-    engine, _ = open_migrated(settings)
-    try:
+    refuse_unfinished_restore(settings)
+    with open_existing(settings) as engine:
+        with reading(engine) as conn:
+            role.require_least(conn)
+        require_current(engine)
         trust = process.adopt_gateway(settings, engine)
         with process.running(settings, engine, gateway=True):
-            asyncio.run(server.serve(settings, engine, trust))
-    finally:
-        engine.dispose()
+            asyncio.run(server.serve(settings, engine, trust, process.announce))
 
 
 def open_migrated(settings: Settings | None = None) -> tuple[Engine, str]:

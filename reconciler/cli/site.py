@@ -72,8 +72,9 @@ def usage(
             sys.stdout.write(client().text(path, format="csv", **query))
             return
         rows = list(client().items(path, **query))
-    columns = ("allocation_id", "project_id", "capacity_shape", "sku", "gpu_count")
-    output.rows(rows, *columns, "started_at", "ended_at", "counted_seconds", "gpu_seconds", "cost")
+    columns = ("allocation_id", "project_id", "capacity_shape", "sku", "gpu_count", "started_at")
+    cost = ("price", "price_kept", "cost", "currency")
+    output.rows(rows, *columns, "ended_at", "counted_seconds", "gpu_seconds", *cost)
 
 
 @commands.command()

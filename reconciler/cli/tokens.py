@@ -1,7 +1,7 @@
 """`gpuaas token` creates, lists and revokes API tokens; `gpuaas login` gets one from a provider.
 
-Tokens are created directly in the database, because the first token has no other way. The service
-lists and revokes them.
+`gpuaas token create` writes directly to the database, because the first token has no other way. The
+service does everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from reconciler.model.errors import Problem
 commands = typer.Typer()
 app = typer.Typer(no_args_is_help=True, help="API tokens: create, list, revoke.")
 commands.add_typer(app, name="token")
+own = typer.Typer(no_args_is_help=True, help="Tokens of your own, made with the one you use.")
+app.add_typer(own, name="own")
 
+_COLUMNS = ("id", "name", "role", "project_id", "valid", "expires_at", "revoked_at")
 RoleName = Literal["platform-admin", "project-member", "node"]
 
 _GRANT = "urn:ietf:params:oauth:grant-type:device_code"
@@ -51,14 +54,39 @@ def create(
 @app.command("list")
 def list_tokens() -> None:
     """List all tokens, without their secrets."""
-    columns = ("id", "name", "role", "project_id", "node_id", "expires_at", "revoked_at")
-    output.rows(client().items("/admin/tokens"), *columns)
+    output.rows(client().items("/admin/tokens"), *_COLUMNS, "node_id", "parent_id", "issued_by")
 
 
 @app.command("revoke")
 def revoke(token: Annotated[str, typer.Argument(help="The token's id.")]) -> None:
     """Revoke a token at once."""
     output.record(client().delete(f"/admin/tokens/{token}"))
+
+
+@own.command("create")
+def create_own(
+    *,
+    name: Annotated[str, typer.Option(help="What it is for.")],
+    project: Annotated[str, typer.Option(help="By id; left out: your only one.")] = "",
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it ends.")] = 90,
+) -> None:
+    """Print a new token; it is not shown again. It does at most what the one you use does, and ends
+    with it.
+    """
+    body = {"name": name, "ttl_s": days * 86_400} | ({"project_id": project} if project else {})
+    typer.echo(client().post("/tokens", body)["token"])
+
+
+@own.command("list")
+def list_own() -> None:
+    """List the token you use, and those that were made with it."""
+    output.rows(client().items("/tokens"), *_COLUMNS, "parent_id")
+
+
+@own.command("revoke")
+def revoke_own(token: Annotated[str, typer.Argument(help="The token's id.")]) -> None:
+    """Revoke one of these tokens at once, with those that were made with it."""
+    output.record(client().delete(f"/tokens/{token}"))
 
 
 @app.command("sessions")

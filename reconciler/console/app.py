@@ -48,6 +48,7 @@ SHARED: dict[str, Page] = {
     "/projects/{project}/allocations/{allocation}": tenants.allocation,
     "/projects/{project}/allocations/{allocation}/terminal": tenants.terminal,
     "/catalog": tenants.catalog,
+    "/account": operators.account,
 }
 # To others than operators these pages do not exist.
 OPERATORS: dict[str, Page] = {

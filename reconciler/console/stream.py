@@ -66,7 +66,7 @@ class Stream(StreamingResponse):
     def __init__(self, visit: Visit, events: AsyncIterator[str]) -> None:
         # A proxy must pass each event on at once.
         super().__init__(events, headers={"X-Accel-Buffering": "no"})
-        self._person = visit.caller.token_id
+        self._person = visit.caller.owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _open[self._person] += 1

@@ -22,6 +22,8 @@ from reconciler.model.errors import Problem, Refusal
 
 # Name of the leader of all loops that may run in a single process only.
 LOOPS = "loops"
+# Roles of a process of the gateway; they are a rule of its role in the database (`gateway.role`).
+GATEWAY = ["gateway"]
 # Interval at which a process campaigns for the term or renews it.
 ELECTION_S = 2.0
 # Longest pause within a transaction of a leader, and longest wait for a lock, as part of its term.
@@ -150,19 +152,25 @@ def record_process(
     values = {"roles": list(roles), "seen_at": clock.now()}
     if not conn.execute(sa.update(table).where(table.c.id == id).values(**values)).rowcount:
         conn.execute(sa.insert(table).values(id=id, host=host, pid=pid, version=version, **values))
-        forgotten = table.c.seen_at < clock.now() - FORGET_S
-        conn.execute(sa.delete(table).where(forgotten))
+        if list(roles) != GATEWAY:
+            # A gateway that is taken over may hold the lock of a row of its kind.
+            old = sa.select(table.c.id).where(table.c.seen_at < clock.now() - FORGET_S)
+            free = old.with_for_update(skip_locked=True)
+            conn.execute(sa.delete(table).where(table.c.id.in_(free)))
 
 
 def remove_process(conn: sa.Connection, id: str) -> None:
-    """Remove the row of a process that ends normally."""
-    conn.execute(sa.delete(table).where(table.c.id == id))
+    """Sign a process off that ends normally. The next that starts removes its row: the gateway's
+    role in the database may delete none, because who may delete can lock the table.
+    """
+    conn.execute(sa.update(table).where(table.c.id == id).values(seen_at=0))
 
 
 def processes(conn: sa.Connection) -> list[Record]:
     """All processes, newest first. age_s: seconds since the last sign of life; live: recent."""
     age = (clock.now() - table.c.seen_at).label("age_s")
-    recorded = rows.every(conn, sa.select(table, age).order_by(table.c.started_at.desc()))
+    query = sa.select(table, age).where(table.c.seen_at > 0)
+    recorded = rows.every(conn, query.order_by(table.c.started_at.desc()))
     return [{**row, "live": row["age_s"] < STALE_S} for row in recorded]
 
 

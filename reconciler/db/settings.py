@@ -11,6 +11,8 @@ from reconciler.db.schema import settings
 from reconciler.model.act import Act
 
 SCHEDULING = "slice_scheduling"
+# Public keys of the site's SSH authorities, by the names of their files.
+AUTHORITIES = "ssh_authorities"
 # Time at which the database was restored from a backup. Records from before may be incomplete.
 RESTORED = "restored_at"
 

@@ -48,8 +48,8 @@ _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] =
 }
 
 
-def examine() -> list[dict[str, str]]:
-    """All findings, each with the name of its check.
+def examine(allocation_id: str = "") -> list[dict[str, str]]:
+    """All findings, each with the name of its check. allocation_id: whose way is examined, too.
 
     Checks that need settings, a database or its schema are left out without them.
     """
@@ -65,7 +65,10 @@ def examine() -> list[dict[str, str]]:
     try:
         findings += _findings("schema", partial(services.schema, engine))
         if findings[-1]["status"] == "ok":
-            for name, record_check in _RECORD_CHECKS.items():
+            checks = dict(_RECORD_CHECKS)
+            if allocation_id:
+                checks["way"] = partial(services.way, allocation_id)
+            for name, record_check in checks.items():
                 with reading(engine) as conn:
                     findings += _findings(name, partial(record_check, settings, conn))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import asyncssh
 import sqlalchemy as sa
@@ -15,24 +16,27 @@ from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import clock, leader, migrations, rows
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine
-from reconciler.db.schema import Task, api_tokens, slots, tasks
+from reconciler.db.schema import Allocation, Task, slots, tasks
 from reconciler.doctor import Finding, fail, ok, refused, warn
-from reconciler.gateway.machine import probe
-from reconciler.model.errors import Problem
+from reconciler.gateway.machine import Machine, probe
+from reconciler.lifecycle import ssh_access
+from reconciler.model.errors import Problem, Refusal
 from reconciler.model.states import Role, SlotState, TaskState
-from reconciler.records import certificates, images
+from reconciler.records import certificates, images, tokens
 from reconciler.runs import contract, lock
 from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
 from reconciler.runs.paths import RunPaths, runs_directory
 from reconciler.runs.spec import RunError
-from reconciler.service.process import AUTHORITIES, NEEDED
+from reconciler.service.process import NEEDED
 from reconciler.settings import Settings
 from reconciler.trust import downloads, oidc
-from reconciler.trust.ca import GATEWAY, Trust, authorities
+from reconciler.trust.ca import GATEWAY, Trust, authorities, open_gateway
 
 # Certificates and tokens are checked by several clocks; a smaller difference has no effect.
 _SKEW_S = 5.0
+# A host and its guest answer within this time.
+_ANSWER_S = 30.0
 # Another worker takes over a task sooner than this.
 _FORGOTTEN_S = 60.0
 # Renewal begins a month before the end and is tried every day, so it has failed often by then.
@@ -160,7 +164,7 @@ def same_clock(_settings: Settings, conn: Connection) -> Iterator[Finding]:
 def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
     """The keys of this machine are those of the site."""
     trust = Trust(settings.state_dir.resolve() / "trust")
-    recorded = site.read(conn, AUTHORITIES)
+    recorded = site.read(conn, site.AUTHORITIES)
     if recorded is None or not trust.host_authority.exists() or not trust.user_authority.exists():
         return  # Missing keys are a finding of the check of the folder.
     equal = authorities(trust) == recorded
@@ -181,12 +185,7 @@ def ssh_authorities(settings: Settings, conn: Connection) -> Iterator[Finding]:
 
 def admin_tokens(_settings: Settings, conn: Connection) -> Iterator[Finding]:
     """A platform admin has a token."""
-    valid = sa.and_(
-        api_tokens.c.role == Role.PLATFORM_ADMIN,
-        api_tokens.c.revoked_at.is_(None),
-        sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
-    )
-    count = conn.execute(sa.select(sa.func.count()).select_from(api_tokens).where(valid)).scalar()
+    count = len(tokens.valid(conn, role=Role.PLATFORM_ADMIN))
     yield warn(
         f"{count or 'no'} valid tokens of platform admins",
         unless=bool(count),
@@ -286,6 +285,19 @@ def run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
         )
     if not stale:
         yield ok(f"{len(locked)} runs in progress")
+
+
+def way(allocation_id: str, settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """The gateway's way to a slice: the host lets it in, and the guest proves itself there."""
+    try:
+        project_id = rows.get(conn, Allocation, allocation_id).project_id
+        grant = ssh_access.authorise_member(conn, project_id, allocation_id, "doctor")
+        ssh_access.require_terminal(replace(grant, terminal=bool(grant.address)))
+        asyncio.run(Machine(open_gateway(settings.state_dir), grant, _ANSWER_S).greet())
+    except Refusal as problem:
+        yield refused(problem, f"{problem.code}: {problem.found}")
+    else:
+        yield ok(f"host {grant.node_id} leads to {grant.address}, which has its host key")
 
 
 def member_address(settings: Settings, conn: Connection) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import asyncssh
 
@@ -66,6 +66,13 @@ class Machine:
     async def log_in(self) -> asyncssh.SSHClientConnection:
         """Log in to the machine itself with a certificate of the gateway, or raise a Problem."""
         return await self._within(self._log_in())
+
+    async def greet(self) -> None:
+        """Let the machine itself prove its host key, and log in to nothing; or raise a Problem."""
+        try:
+            await self._within(self._greet())
+        finally:
+            self.close()
 
     @contextlib.asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
@@ -157,22 +164,16 @@ class Machine:
         heed(host, lambda: [end.peer for end in self._ends], "host")
         return host
 
+    async def _greet(self) -> None:
+        await self._logged_in()
+        with contextlib.suppress(asyncssh.PermissionDenied):
+            guest = await self._met(None)
+            guest.abort()
+
     async def _log_in(self) -> asyncssh.SSHClientConnection:
-        grant = self._grant
-        host = await self._logged_in()
-        login = [await self._certified(terminal_certificate)]
+        await self._logged_in()
         try:
-            with self._opening():
-                guest = await asyncssh.connect(
-                    grant.address,
-                    SSH_PORT,
-                    tunnel=host,
-                    username=grant.username,
-                    client_keys=login,
-                    # Those that its host read at its start, and no authority.
-                    known_hosts=([*map(asyncssh.import_public_key, grant.host_keys)], [], []),
-                    **_LOGIN,
-                )
+            guest = await self._met([await self._certified(terminal_certificate)])
         except asyncssh.PermissionDenied:
             raise Problem(
                 "terminal_refused_by_guest",
@@ -182,6 +183,24 @@ class Machine:
                 " that of an earlier version",
                 remedy="use `gpuaas ssh`, or write the files again: `gpuaas ssh-terminal`",
             ) from None
+        self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
+        return guest
+
+    async def _met(self, login: list[Any] | None) -> asyncssh.SSHClientConnection:
+        grant = self._grant
+        host = await self._logged_in()
+        try:
+            with self._opening():
+                return await asyncssh.connect(
+                    grant.address,
+                    SSH_PORT,
+                    tunnel=host,
+                    username=grant.username,
+                    client_keys=login,
+                    # Those that its host read at its start, and no authority.
+                    known_hosts=([*map(asyncssh.import_public_key, grant.host_keys)], [], []),
+                    **_LOGIN,
+                )
         except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
             raise Problem(
                 "guest_not_proven",
@@ -190,8 +209,6 @@ class Machine:
                 found="another key",
                 remedy="if you have not changed it yourself, tell the operators",
             ) from None
-        self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
-        return guest
 
     async def _certified(self, certify: Certify) -> tuple[asyncssh.SSHKey, asyncssh.SSHCertificate]:
         """A new key with a certificate for this allocation."""

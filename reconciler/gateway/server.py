@@ -12,11 +12,12 @@ import contextlib
 import logging
 import signal
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import asyncssh
 from sqlalchemy import Connection, Engine
 
+from reconciler.db import settings as site
 from reconciler.gateway.machine import PLAIN, Machine
 from reconciler.gateway.pipe import End, heed, pair
 from reconciler.gateway.sessions import Session, Sessions, keep, too_many
@@ -27,7 +28,7 @@ from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_keys, ssh_sessions, tokens
 from reconciler.settings import Settings
-from reconciler.trust.ca import Trust, gateway_host_key, revoke_host
+from reconciler.trust.ca import GATEWAY, Trust, gateway_ca, gateway_host_key, revoke_host
 
 log = logging.getLogger("gpuaas.gateway")
 DESTINATION, PORT = "slice", 22
@@ -45,8 +46,10 @@ _RENEW_S = 86_400.0
 _PROHIBITED = asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED
 
 
-async def serve(settings: Settings, engine: Engine, trust: Trust) -> None:
-    """Run the gateway of this machine until SIGINT or SIGTERM."""
+async def serve(
+    settings: Settings, engine: Engine, trust: Trust, ready: Callable[[], None]
+) -> None:
+    """Run the gateway of this machine until SIGINT or SIGTERM, and call `ready` once it listens."""
     if not settings.member_address:
         raise Problem(
             "gateway_nameless",
@@ -60,14 +63,17 @@ async def serve(settings: Settings, engine: Engine, trust: Trust) -> None:
     host, _, port = settings.gateway_listen.rpartition(":")
     acceptor = await gateway.listen(host.strip("[]"), int(port))
     log.info("gateway %s on %s", settings.member_address, settings.gateway_listen)
+    ready()
     running = asyncio.create_task(gateway.run(acceptor))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, running.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-    acceptor.close()
-    await gateway.stop()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    finally:
+        acceptor.close()
+        await gateway.stop()
 
 
 class Gateway(Sessions):
@@ -98,12 +104,15 @@ class Gateway(Sessions):
         )
 
     async def run(self, acceptor: asyncssh.SSHAcceptor) -> None:
-        """Authorise the open sessions again and again, report them, and keep the keys current."""
-        renewing = asyncio.create_task(self._renew(acceptor))
+        """Authorise the open sessions again and again, report them, and keep the keys current.
+        Problem `authorities_differ` once the site has replaced the gateway's authority.
+        """
+        tasks = [asyncio.create_task(work) for work in (self._renew(acceptor), self.watch())]
         try:
-            await self.watch()
+            await asyncio.gather(*tasks)
         finally:
-            renewing.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _renew(self, acceptor: asyncssh.SSHAcceptor) -> None:
         loop = asyncio.get_running_loop()
@@ -111,12 +120,17 @@ class Gateway(Sessions):
         while True:
             await asyncio.sleep(self.limits.report_s)
             try:
+                recorded = await self.ask(lambda conn: site.read(conn, site.AUTHORITIES, {}))
+                if recorded.get(GATEWAY) != gateway_ca(self.trust):
+                    raise _replaced()
                 # Hosts may have enrolled with other keys since.
                 revoked = await self.ask(tokens.revoked_host_keys)
                 await asyncio.to_thread(revoke_host, self.trust, *revoked)
                 if loop.time() - renewed_at > _RENEW_S:
                     acceptor.update(server_host_keys=[self._host_key()])
                     renewed_at = loop.time()
+            except Problem:
+                raise
             except Exception as failure:
                 log.error("cannot renew the gateway's keys: %s", failure)
 
@@ -350,6 +364,16 @@ class Client(Session, asyncssh.SSHServer):
 
     def _later(self, problem: Problem) -> None:
         keep(self.gateway.refuse(problem, self, self.grant_id))
+
+
+def _replaced() -> Problem:
+    return Problem(
+        "authorities_differ",
+        expected="the site's authority of gateways",
+        found="one that was replaced, which no host accepts any more",
+        remedy="on a machine of its own, copy what `gpuaas gateway-trust FOLDER` writes now, as"
+        " `gateway` in its state folder; then start the gateway",
+    )
 
 
 def _is_id(text: str) -> bool:

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.db import journal, rows
+from reconciler.db import journal
 from reconciler.db.engine import reading, retrying
-from reconciler.db.schema import Project
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -328,8 +327,7 @@ class Session(ABC):
             act = Act(grant.actor, "connected through the gateway")
 
             def work(conn: Connection) -> str:
-                # Sessions of a project that begin at once wait for each other.
-                rows.get(conn, Project, grant.project_id, lock=True)
+                ssh_sessions.take_turn(conn, grant.project_id)
                 self.require_room(conn, grant, way)
                 return ssh_sessions.open_session(
                     conn,

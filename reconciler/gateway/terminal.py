@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import asyncssh
 from sqlalchemy import Connection
 
-from reconciler.db.schema import Project
 from reconciler.gateway.machine import Machine
 from reconciler.gateway.sessions import Session
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.errors import Problem
-from reconciler.records import projects, terminals
+from reconciler.records import terminals
 
 log = logging.getLogger("gpuaas.gateway")
 
@@ -152,20 +151,18 @@ async def open_terminal(
     """Open a shell or command and record its session, or raise a Problem."""
     gateway = session.gateway
 
-    def ask(conn: Connection) -> Project:
+    def ask(conn: Connection) -> bool:
         # Again when the session is recorded; here, so that one too many does not reach the machine.
         session.require_room(conn, grant, way)
-        return projects.get(conn, grant.project_id)
+        return terminals.are_recorded(conn, grant.project_id, grant.actor)
 
-    project = await gateway.ask(ask)
+    recorded = await gateway.ask(ask)
     guest = await machine.log_in()
     try:
         await session.begin(grant, way)
         recording = None
-        if project.records_terminals:
+        if recorded:
             recording = Recording(session, grant.project_id, wish.size)
-            names = (grant.project_id, grant.actor)
-            await gateway.write(lambda conn: terminals.make_room(conn, *names))
         # A guest answers the login, and may be silent from then on.
         async with machine.in_time():
             process: asyncssh.SSHClientProcess[bytes] = await guest.create_process(

@@ -114,7 +114,7 @@ def mount(app: FastAPI, identify: Identify, limits: Limits | None = None) -> Fas
 def _paced(socket: WebSocket, caller: Caller) -> bool:
     """Whether the caller may make another request now."""
     try:
-        socket.app.state.rates.take(caller.token_id)
+        socket.app.state.rates.take(caller.owner)
     except Problem:
         return False
     return True
@@ -156,7 +156,8 @@ class Browser(Session):
         if first:
             keep(self.gateway.watch(while_open=True))
         # A socket that says nothing holds a place, too, and all of them may come from one proxy.
-        alike = [each for each in self.gateway.clients if each.person == self.person]
+        browsers = [each for each in self.gateway.clients if isinstance(each, Browser)]
+        alike = [each for each in browsers if each._caller.owner == self._caller.owner]
         if len(alike) > self.gateway.limits.terminals:
             self.gateway.clients.discard(self)
             problem = too_many(f"at most {self.gateway.limits.terminals}", f"{len(alike)}")

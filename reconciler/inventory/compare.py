@@ -146,7 +146,20 @@ def compare(
             _stale(result, parts)
         if netbox.slice_network is not None:
             _networks(result, shown, netbox.slice_network)
+            _left(result, nodes, netbox.slice_network)
     return result
+
+
+def _left(result: Comparison, nodes: Sequence[ExpectedNode], network: Network) -> None:
+    """VRFs of retired nodes. A person deletes them: an interface of the site's would lose its VRF
+    without a word, and NetBox takes no condition about that.
+    """
+    retired = {vrf_name(row.node.id): row.node for row in nodes if is_retired(row.node)}
+    used = {row.vrf.id for row in network.addresses if row.vrf}
+    for vrf in network.vrfs:
+        if vrf.name in retired and vrf.id not in used:
+            remedy = "delete the VRF in NetBox, unless something of the site's is in it"
+            result.note("vrf_left", f"VRF {vrf.name}", "none of a retired node", "one", remedy)
 
 
 def _has_fields(

@@ -27,6 +27,8 @@ from reconciler.runs.service_access import Conversation, ServiceAccess, shown
 from reconciler.settings import Settings
 
 API = "/MAAS/api/2.0"
+# Code of a request that MAAS has refused for lack of rights, without effect.
+FORBIDDEN = "maas_forbidden"
 # Release scripts and workload annotations came with 3.5 or before.
 LEAST = (3, 5)
 _NAMES = {

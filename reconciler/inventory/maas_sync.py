@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,10 @@ from reconciler.db import journal, locks
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node, slots
 from reconciler.inventory.compare import shown
-from reconciler.inventory.maas import Client, Machine, Status, maas_access
+from reconciler.inventory.maas import FORBIDDEN, Client, Machine, Status, maas_access
 from reconciler.inventory.machines import (
+    UNSURE,
+    UNSURE_LOCK,
     Comparison,
     ExpectedNode,
     NewNode,
@@ -33,7 +35,7 @@ from reconciler.inventory.machines import (
     purposes_of,
     tags_of,
 )
-from reconciler.inventory.patches import PURPOSES
+from reconciler.inventory.patches import BLOCKED, PURPOSES
 from reconciler.inventory.readings import Reading, Readings
 from reconciler.lifecycle import installation
 from reconciler.model.act import Act
@@ -236,8 +238,12 @@ def _write(
             done["tags set"] += 1
         keep(purpose=expected.purpose, **({"series": machine.distro_series} if deployed else {}))
     locked = machine.locked
-    if locked and remembered.get("locked") and not expected.locked:
-        with _named(result, node.id):
+    if locked and remembered.get("locked") == UNSURE and not expected.locked:
+        result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
+    elif locked and remembered.get("locked") and not expected.locked:
+        # Before the request: if its answer is lost, a lock that is seen later may be a person's.
+        keep(locked=UNSURE)
+        with _named(result, node.id), _undone(lambda: keep(locked=True)):
             maas.unlock(system_id, comment=comment)
             done["machines unlocked"] += 1
             locked = False
@@ -265,6 +271,28 @@ def _write(
                     keep(locked=False)
                 raise
             done["machines locked"] += 1
+    # MAAS asks for an administrator's right to change tags, and for no lock's.
+    with _named(result, node.id):
+        done["tags set"] += _tag_blocked(maas, expected, machine)
+
+
+def _tag_blocked(maas: Client, expected: ExpectedNode, machine: Machine) -> int:
+    blocked = expected.annotations.get("gpuaas.blocked", "0") != "0"
+    if blocked == (BLOCKED in machine.tag_names):
+        return 0
+    maas.tag(BLOCKED, machine.system_id, on=blocked)
+    return 1
+
+
+@contextmanager
+def _undone(restore: Callable[[], None]) -> Iterator[None]:
+    """Restore a record that was written before a request which MAAS has refused by right."""
+    try:
+        yield
+    except RunError as refusal:
+        if refusal.code == FORBIDDEN:
+            restore()
+        raise
 
 
 def _remember(conn: Connection, node: Node, maas: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from reconciler.db.schema import Node
 from reconciler.inventory.compare import Finding, shown
 from reconciler.inventory.maas import Machine, Status
-from reconciler.inventory.patches import PURPOSES
+from reconciler.inventory.patches import BLOCKED, PURPOSES
 from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
 from reconciler.model.states import NodeMode, NodeState
 
@@ -23,6 +23,13 @@ _IDENTITY = ("serial", "hardware_uuid")
 # What parity accepts as tags of a machine.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+# Of the record `locked`: an unlock had no answer.
+UNSURE = "unsure"
+UNSURE_LOCK = (
+    "an unlocked machine",
+    "a lock, after an unlock without an answer: it may be a person's",
+    "unlock the machine in MAAS, unless a person means the lock",
+)
 _SYNC = "`gpuaas maas sync` does it"
 OTHER_SERIAL = (
     "find out which machine has the node's address, and correct the node or MAAS; after a repair,"
@@ -84,9 +91,11 @@ def purposes_of(machine: Machine) -> list[str]:
 
 
 def tags_of(machine: Machine) -> list[str]:
-    """Its tags, as a node keeps them; those of intent before all others."""
+    """Its tags, as a node keeps them; those of intent before all others. The tag for blocked
+    slots shows what the node's own record says.
+    """
     ours = {tag for tag in PURPOSES.values() if tag in machine.tag_names}
-    others = {tag for tag in machine.tag_names if _TAG.fullmatch(tag)} - ours
+    others = {tag for tag in machine.tag_names if _TAG.fullmatch(tag)} - {*ours, BLOCKED}
     return sorted([*ours, *sorted(others)[: _MOST_TAGS - len(ours)]])
 
 

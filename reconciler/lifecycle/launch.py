@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -35,9 +36,10 @@ class Launch:
     """A tenant's request, checked for its form by the API.
 
     A slice names its image by id, or by name with an optional version. catalogue: the SKU of each
-    hardware profile, by profile name. A requested SKU must be in the catalogue. offers: what slices
-    each hardware profile sells. user_data: the tenant's own cloud-config, parsed. worker_pool: id
-    or name of the project's pool whose workers the slice runs. api: addresses of the API for them.
+    hardware profile, by profile name. A requested SKU must be in the catalogue. prices: of a GPU
+    hour by SKU, in a currency. offers: what slices each hardware profile sells. user_data: the
+    tenant's own cloud-config, parsed. worker_pool: id or name of the project's pool whose workers
+    the slice runs. api: addresses of the API for them.
     """
 
     project_id: str
@@ -56,6 +58,8 @@ class Launch:
     node_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     catalogue: Mapping[str, str] = field(default_factory=dict)
+    prices: Mapping[str, Decimal] = field(default_factory=dict)
+    currency: str = ""
     offers: Mapping[str, Offer] = field(default_factory=dict)
     user_data: Mapping[str, Any] = field(default_factory=dict)
     worker_pool: str = ""
@@ -167,6 +171,7 @@ def _record(
     gpu_count: int,
     image_id: str | None = None,
 ) -> Allocation:
+    sku = launch.catalogue.get(node["profile"], launch.sku)
     allocation = journal.create(
         conn,
         Allocation,
@@ -174,8 +179,11 @@ def _record(
         project_id=launch.project_id,
         node_id=node["id"],
         capacity_shape=launch.capacity_shape,
-        # Billing uses these values, so they come from the node and not from the request.
-        sku=launch.catalogue.get(node["profile"], launch.sku),
+        # Billing uses these values, so they come from the node and not from the request. The price
+        # is the one that the tenant saw, also when it changes before the machine is there.
+        sku=sku,
+        price=str(launch.prices.get(sku, "")),
+        currency=launch.currency,
         region=node["region"],
         pool=node["pool"],
         gpu_count=gpu_count,

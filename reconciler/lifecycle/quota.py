@@ -77,9 +77,11 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
     records, now = _rows(conn, project_id), clock.read(conn)
     use = _count(records, now)
     for name, allowed in sorted(limits(conn, project).items()):
+        if name not in use:  # A limit of jobs.
+            continue
         asked = gpus if name == "gpus" else 1
         if use[name] + asked > allowed:
-            raise _exceeded(name, use[name], asked, allowed, _wait_s(records, name, allowed, now))
+            raise exceeded(name, use[name], asked, allowed, _wait_s(records, name, allowed, now))
 
 
 def require_rate(conn: sa.Connection, project_id: str, table: sa.Table, allowed: int) -> None:
@@ -92,7 +94,7 @@ def require_rate(conn: sa.Connection, project_id: str, table: sa.Table, allowed:
     first = conn.execute(newest).scalar()
     if first is not None:
         wait_s = max(1, int(first + HOUR_S - now) + 1)
-        raise _exceeded(f"{table.name} an hour", allowed, 1, allowed, wait_s)
+        raise exceeded(f"{table.name} an hour", allowed, 1, allowed, wait_s)
 
 
 def _rows(conn: sa.Connection, project_id: str) -> list[Allocation]:
@@ -140,7 +142,7 @@ def _wait_s(records: list[Allocation], name: str, allowed: int, now: float) -> i
     return max(1, int(recent[-allowed].created_at + HOUR_S - now) + 1)
 
 
-def _exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Problem:
+def exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Problem:
     detail: dict[str, Any] = {"limit": name, "used": use, "allowed": allowed}
     # A limit of 0 is lifted by people, not by time.
     rate = bool(wait_s)

@@ -15,9 +15,12 @@ from reconciler.db import clock
 from reconciler.db.engine import without_limits
 from reconciler.db.schema import (
     allocations,
+    api_tokens,
+    console_sessions,
     idempotency_keys,
     outbox,
     slots,
+    ssh_keys,
     task_events,
     tasks,
     telemetry_samples,
@@ -25,10 +28,12 @@ from reconciler.db.schema import (
 )
 from reconciler.lifecycle import slice_telemetry
 from reconciler.model.states import ENDED_ALLOCATIONS, ENDED_TASKS, UNCLEAN_SLOTS
+from reconciler.records import terminals
 
 # Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
 RECORDINGS_S = 30 * 86_400.0
+TOKENS_S = 30 * 86_400.0
 
 
 def events(conn: sa.Connection, *, sent_s: float, unsent_s: float) -> int:
@@ -70,9 +75,28 @@ def telemetry(conn: sa.Connection) -> int:
 
 
 def recordings(conn: sa.Connection) -> int:
-    """Delete recordings of terminals after 30 days. Their sessions stay."""
+    """Delete recordings of terminals after 30 days, and a person's oldest beyond the limit. Their
+    sessions stay.
+    """
     table = terminal_recordings
-    old = sa.select(table.c.id).where(table.c.at < clock.now() - RECORDINGS_S)
+    late = table.c.at < clock.now() - RECORDINGS_S
+    old = sa.select(table.c.id).where(sa.or_(late, table.c.session_id.in_(terminals.excess())))
+    return _delete(conn, table, (table.c.id,), old)
+
+
+def tokens(conn: sa.Connection) -> int:
+    """Delete tokens that somebody made for themselves, 30 days after their end.
+
+    One that made others, registered a key or has a session stays as long as these.
+    """
+    table, child = api_tokens, api_tokens.alias()
+    ended = sa.func.coalesce(table.c.revoked_at, table.c.expires_at)
+    named = (child.c.parent_id, ssh_keys.c.token_id, console_sessions.c.token_id)
+    old = sa.select(table.c.id).where(
+        table.c.owner.is_not(None),
+        clock.now() - ended > TOKENS_S,
+        *(~sa.exists().where(column == table.c.id) for column in named),
+    )
     return _delete(conn, table, (table.c.id,), old)
 
 

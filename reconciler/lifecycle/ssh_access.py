@@ -7,19 +7,27 @@ of the allocation, of the key, or of its token with its membership also ends the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.schema import Allocation, ApiToken, Node, SshKey, allocations, api_tokens
+from reconciler.db.schema import Allocation, SshKey, allocations, claims, nodes
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import AllocationState, CapacityShape, Role
-from reconciler.records import claims, ssh_keys
+from reconciler.records import ssh_keys, tokens
 
 # A key of a member whom only the OpenID provider knows: its groups cannot be asked for later.
 PROVIDER_S = 12 * 3600.0
 _REGISTER = "register it with `gpuaas ssh-keys add`"
+# By name here and below: the gateway's role in the database may read no other columns.
+_COLUMNS = (
+    *(allocations.c.id, allocations.c.project_id, allocations.c.node_id, allocations.c.state),
+    *(allocations.c.capacity_shape, allocations.c.username, allocations.c.ssh_keys),
+    *(allocations.c.connection, allocations.c.parameters, allocations.c.requested_by),
+    allocations.c.created_at,
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,7 @@ def authorise(conn: sa.Connection, allocation_id: str, key: str) -> Grant:
     The answer for an unknown allocation and for an unknown key is the same, because neither may be
     guessed.
     """
-    query = sa.select(allocations).where(allocations.c.id == allocation_id)
-    allocation = rows.first(conn, query, Allocation)
+    allocation = conn.execute(sa.select(*_COLUMNS).where(allocations.c.id == allocation_id)).first()
     if allocation is None:
         raise _unknown()
     actor = _owner(conn, allocation, key)
@@ -60,10 +67,10 @@ def authorise(conn: sa.Connection, allocation_id: str, key: str) -> Grant:
 
 def authorise_member(conn: sa.Connection, project_id: str, allocation_id: str, actor: str) -> Grant:
     """Permission for a member of the project, whom the caller has authenticated, or a Problem."""
-    query = sa.select(allocations).where(
+    query = sa.select(*_COLUMNS).where(
         allocations.c.id == allocation_id, allocations.c.project_id == project_id
     )
-    allocation = rows.first(conn, query, Allocation)
+    allocation = conn.execute(query).first()
     if allocation is None:
         raise not_found("allocation", allocation_id)
     return _grant(conn, allocation, actor, "")
@@ -94,7 +101,7 @@ def require_terminal(grant: Grant) -> None:
         )
 
 
-def _grant(conn: sa.Connection, allocation: Allocation, actor: str, fingerprint: str) -> Grant:
+def _grant(conn: sa.Connection, allocation: Any, actor: str, fingerprint: str) -> Grant:
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",
@@ -102,18 +109,22 @@ def _grant(conn: sa.Connection, allocation: Allocation, actor: str, fingerprint:
             found=allocation.state,
             remedy="wait until `gpuaas allocations` shows it active, or launch another one",
         )
-    node = rows.get(conn, Node, allocation.node_id)
+    columns = nodes.c
     if allocation.capacity_shape == CapacityShape.GPU_SLICE:
-        (bundle, *_) = claims.bundles(conn, allocation.id)
-        host, port, address = node.address, node.port, str(bundle["private_ip"])
+        # The address of the guest is that of its first slot.
+        slot = (claims.c.allocation_id == allocation.id, claims.c.slot_id.is_not(None))
+        first = sa.select(claims.c.private_ip).where(*slot).order_by(claims.c.position).limit(1)
+        way: tuple[Any, ...] = (columns.address, columns.port, first.scalar_subquery())
     else:
-        host, port, address = node.tenant_address, node.tenant_port, ""
+        way = (columns.tenant_address, columns.tenant_port, sa.literal(""))
+    query = sa.select(*way).where(columns.id == allocation.node_id)
+    host, port, address = conn.execute(query).one()
     return Grant(
         allocation_id=allocation.id,
         project_id=allocation.project_id,
         actor=actor,
         fingerprint=fingerprint,
-        node_id=node.id,
+        node_id=allocation.node_id,
         host=host,
         port=port,
         address=address,
@@ -123,13 +134,13 @@ def _grant(conn: sa.Connection, allocation: Allocation, actor: str, fingerprint:
     )
 
 
-def _owner(conn: sa.Connection, allocation: Allocation, key: str) -> str:
+def _owner(conn: sa.Connection, allocation: Any, key: str) -> str:
     """The actor to whom the key belongs, as the project knows it now."""
     record = ssh_keys.find(conn, allocation.project_id, key)
     if record is None:
         if key not in {ssh_keys.bare(line) for line in allocation.ssh_keys}:
             raise _unknown()
-        actor = allocation.requested_by
+        actor = str(allocation.requested_by)
         _, _, token_id = actor.partition("#")
         ends = allocation.created_at + PROVIDER_S if _of_provider(actor) else None
     else:
@@ -169,16 +180,8 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
 
 def is_member(conn: sa.Connection, token_id: str, project_id: str) -> bool:
     """Whether a token is valid and opens the project."""
-    columns = api_tokens.c
-    query = sa.select(api_tokens).where(
-        columns.id == token_id,
-        columns.revoked_at.is_(None),
-        sa.or_(columns.expires_at.is_(None), columns.expires_at > clock.now()),
-    )
-    token = rows.first(conn, query, ApiToken)
-    if token is None:
-        return False
-    return token.role == Role.PLATFORM_ADMIN or token.project_id == project_id
+    role, project = tokens.rights(conn, token_id) or ("", None)
+    return role == Role.PLATFORM_ADMIN or (role != "" and project == project_id)
 
 
 def _of_provider(actor: str) -> bool:

@@ -68,7 +68,7 @@ class ApiQueue:
     def enter(self) -> bool:
         return True
 
-    def serve(self) -> str:
+    def serve(self, _digests: Mapping[str, str]) -> str:
         body = {"host": socket.gethostname()[:64], "pid": os.getpid(), "models": self._models}
         answer = self._ask("register", body)
         try:

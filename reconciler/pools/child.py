@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.pools.processes import MARK, SHIPPED
-from reconciler.pools.runner import LONGEST, MODEL_FILE, memory_exceeded
+from reconciler.pools.runner import DIGEST, LONGEST, MODEL_FILE, memory_exceeded
 
 # Time to load the models, some of which are large.
 START_S = 300.0
@@ -29,6 +29,7 @@ _GATHER_S = 0.005
 _MAIN = "import sys; from reconciler.pools.runner import main; main(sys.argv[2:])"
 # Names as the API takes them (`api.models.Name`).
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 # The runner gets nothing of the service's environment, which may hold the database's password.
 _ENVIRONMENT = (
@@ -54,7 +55,9 @@ class Runner:
     """
 
     def __init__(self, models: Mapping[str, str], memory_mib: int) -> None:
-        self._models = [f"{name}={target}" for name, target in models.items()]
+        self._models = dict(models)
+        # SHA-256 of the models' files, from when they are loaded.
+        self.digests: dict[str, str] = {}
         self._memory = str(memory_mib)
         self._process: subprocess.Popen[bytes] | None = None
         # Jobs without an outcome. The first `_sent` of them are in the socket or have left it.
@@ -83,8 +86,13 @@ class Runner:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._near, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         far = self._far.fileno()
+        words = []
+        for name, target in self._models.items():
+            path, _, given = target.partition(DIGEST)
+            digest = self.digests.get(name, given)
+            words.append(f"{name}={path}" + (f"{DIGEST}{digest}" if digest else ""))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, "--", str(far), self._memory, *self._models],
+            [sys.executable, "-c", _MAIN, "--", str(far), self._memory, *words],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=2,  # What functions print belongs in the log.
@@ -94,7 +102,17 @@ class Runner:
         self._poll = select.poll()
         for file in (self._near.fileno(), self._end):
             self._poll.register(file, select.POLLIN)
-        if not self._poll.poll(START_S * 1000) or self._receive(self._near) is None:
+        ready = self._receive(self._near) if self._poll.poll(START_S * 1000) else None
+        if ready and "changed" in ready:
+            self.stop()
+            expected, found = ready["changed"]
+            raise Problem(
+                "model_changed",
+                expected=expected,
+                found=found,
+                remedy="put the file back, or start the pool again for the new one",
+            )
+        if ready is None:
             self.stop()
             raise Problem(
                 "model_unusable",
@@ -103,6 +121,8 @@ class Runner:
                 remedy="correct --model, or install what the model needs: gpuaas-slice[worker]"
                 " brings onnxruntime",
             )
+        # The next process gets the same files or none.
+        self.digests = {name: digest for name, digest in ready["digests"].items() if digest}
 
     def stop(self) -> None:
         """End the process, whatever it does. Its jobs stay here."""
@@ -237,14 +257,16 @@ def parse(words: Sequence[str]) -> dict[str, str]:
     models: dict[str, str] = {}
     for word in words or [f"{name}={target}" for name, target in SHIPPED.items()]:
         name, _, target = word.partition("=")
-        usable = (
-            Path(target).is_file() if target.endswith(MODEL_FILE) else _FUNCTION.fullmatch(target)
-        )
+        path, at, digest = target.partition(DIGEST)
+        usable = Path(path).is_file() if path.endswith(MODEL_FILE) else _FUNCTION.fullmatch(path)
+        if at and not _DIGEST.fullmatch(digest):
+            usable = None
         if not _NAME.fullmatch(name) or name in models or not usable:
             raise Problem(
                 "model_unusable",
                 422,
-                expected="NAME=FILE.onnx, which exists, or NAME=MODULE:FUNCTION; each name once",
+                expected="NAME=FILE.onnx, which exists, or NAME=MODULE:FUNCTION, each name once;"
+                f" {DIGEST} and 64 digits behind it for a file that must be as it is",
                 found=word,
                 remedy="give --model once for each model",
             )

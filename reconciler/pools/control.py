@@ -15,6 +15,7 @@ from reconciler.db.schema import Control, control, jobs, pool_workers, totals
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import JobStatus, Mode
+from reconciler.pools import counts
 
 # Id of the only row of both tables.
 _ROW = "jobs"
@@ -95,10 +96,12 @@ def follow(conn: sa.Connection) -> str:
         canceled = sa.update(jobs).where(RUNNING)
         free: dict[str, Any] = {"token": "", "lease_expires_at": None, "error": _CANCELED}
         free |= {"status": JobStatus.CANCELED, "updated_at": clock.now()}
-        count = conn.execute(canceled.values(free)).rowcount
+        canceled = canceled.values(free).returning(jobs.c.project_id)
+        ended = conn.execute(canceled).scalars().all()
+        counts.add(conn, [(id, JobStatus.RUNNING, JobStatus.CANCELED, 0) for id in ended])
         # After the jobs, so that a heartbeat that is later than this has missed them.
         conn.execute(mine.values(canceled_at=clock.now()))
-        return f"{count} jobs ran at the deadline of the drain and were canceled"
+        return f"{len(ended)} jobs ran at the deadline of the drain and were canceled"
     if state.canceled_at is not None:
         # A worker that lives may still run a canceled job until its next heartbeat.
         unaware = sa.and_(
@@ -125,7 +128,7 @@ def count(conn: sa.Connection, **added: int) -> None:
         conn.execute(sa.update(totals).where(totals.c.id == _ROW).values(values))
 
 
-def counts(conn: sa.Connection) -> dict[str, int]:
+def counters(conn: sa.Connection) -> dict[str, int]:
     """All counters by name."""
     columns = [column for column in totals.c if column.name != "id"]
     return dict(conn.execute(sa.select(*columns)).mappings().one())

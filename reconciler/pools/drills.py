@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import time
@@ -10,10 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_MOST_MIB = 1 << 16
+
 
 def wait(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Take as many seconds as the input says."""
-    time.sleep(min(float(call["seconds"]), 60.0))
+    """Take as much memory, and then time, as the input says."""
+    mib = min(int(call.get("mib", 0)), _MOST_MIB)
+    # Shared, because only the limit of the worker's group counts such memory.
+    with mmap.mmap(-1, max(mib, 1) << 20) as taken:
+        for _ in range(mib):
+            taken.write(bytes(1 << 20))
+        time.sleep(min(float(call["seconds"]), 60.0))
     return {"seconds": call["seconds"]}
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -13,17 +14,19 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, rows
 from reconciler.db.rows import Order, Page, Record, part
 from reconciler.db.schema import Job, Project, jobs, pool_workers, pools
+from reconciler.lifecycle import quota
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.jobs import ENDED, OPEN, JobStatus
-from reconciler.pools import control
+from reconciler.model.jobs import ENDED, JobStatus
+from reconciler.pools import control, counts
 from reconciler.runs.contract import STORABLE, unstorable
 
 ORDER = Order(jobs, ("enqueued_at", "id"), descending=True)
-# Limits of a project, so that a single one cannot fill the database.
-OPEN_LIMIT = 10_000
-KEPT_LIMIT = 50_000
-KEPT_BYTES = 256 << 20
+# Limits of a project for which neither it nor the site has others, so that a single one cannot
+# fill the database.
+LIMITS = {"jobs_open": 10_000, "jobs_kept": 50_000, "jobs_mib": 256}
+_RATE = "jobs_per_hour"
+_MIB = 1 << 20
 INPUT_BYTES = 64 << 10
 # When a project is at its limits, its oldest results make room. A result can be read for so long.
 READABLE_S = 60
@@ -34,8 +37,12 @@ REPROCESS_LIMIT = 1_000
 # Of the chart of a queue: an hour by minutes.
 DEPTH_STEPS = 60
 DEPTH_STEP_S = 60
-# As the partial index has it.
-_ENDED = jobs.c.status.in_([sa.literal_column(f"'{status.value}'") for status in ENDED])
+# Literals, as the partial indexes have them.
+_STATUS: dict[JobStatus, sa.ColumnClause[str]] = {
+    status: sa.literal_column(f"'{status.value}'") for status in JobStatus
+}
+_ENDED = jobs.c.status.in_([_STATUS[status] for status in ENDED])
+_DEAD = jobs.c.status == _STATUS[JobStatus.DEAD_LETTER]
 _FRESH = {
     "status": JobStatus.PENDING,
     "attempts": 0,
@@ -68,8 +75,6 @@ def enqueue(conn: sa.Connection, project_id: str, new: Sequence[NewJob], act: Ac
     control.require_normal(conn)
     sizes = [_size(number, item) for number, item in enumerate(new)]
     _require_models(conn, project_id, {item.model for item in new})
-    # Requests of a project count its jobs one after the other.
-    rows.get(conn, Project, project_id, lock=True)
     _require_room(conn, project_id, len(new), sum(sizes))
     values = [
         {
@@ -85,6 +90,7 @@ def enqueue(conn: sa.Connection, project_id: str, new: Sequence[NewJob], act: Ac
         for item, size in zip(new, sizes, strict=True)
     ]
     conn.execute(_INSERT, values)
+    counts.add(conn, [(project_id, None, JobStatus.PENDING, size) for size in sizes])
     return [value["id"] for value in values]
 
 
@@ -108,7 +114,9 @@ def every(
     """Jobs of a project, newest first, without inputs and results: a page of them fills memory."""
     columns = [column for column in jobs.c if column.name not in ("input", "result")]
     query = sa.select(*columns).where(jobs.c.project_id == project_id)
-    query = rows.where(query, jobs, status=status, model=model)
+    query = rows.where(query, jobs, model=model)
+    if status is not None:
+        query = query.where(jobs.c.status == _STATUS[status])
     return rows.every(conn, part(query, ORDER, page))
 
 
@@ -125,7 +133,8 @@ def cancel(conn: sa.Connection, project_id: str, id: str) -> Job:
             remedy="read its result with GET",
         )
     values = {**_FRESH, "attempts": job.attempts, "lost": job.lost, "status": JobStatus.CANCELED}
-    _update(conn, [id], values)
+    conn.execute(_changed(values).where(jobs.c.id == id))
+    counts.add(conn, [(project_id, job.status, JobStatus.CANCELED, 0)])
     return get(conn, project_id, id)
 
 
@@ -139,19 +148,23 @@ def reprocess(
     """
     control.require_normal(conn)
     # One request after the other, or each would see the sample of none.
-    rows.get(conn, Project, project_id, lock=True)
+    project = rows.get(conn, Project, project_id, lock=True)
     if not force:
         _require_good_sample(conn, project_id)
     dead = (
         sa.select(jobs.c.id)
-        .where(jobs.c.project_id == project_id, jobs.c.status == JobStatus.DEAD_LETTER)
+        .where(jobs.c.project_id == project_id, _DEAD)
         .order_by(jobs.c.enqueued_at, jobs.c.id)
         .limit(min(sample or REPROCESS_LIMIT, REPROCESS_LIMIT))
+        .with_for_update(skip_locked=True)
     )
     ids = list(conn.execute(dead).scalars())
     if ids:
-        _require_open(conn, project_id, len(ids))
-        _update(conn, ids, {**_FRESH, "reprocessed_at": clock.read(conn)})
+        _fold(conn, project, len(ids))
+        values = {**_FRESH, "reprocessed_at": clock.read(conn)}
+        conn.execute(_changed(values).where(jobs.c.id.in_(ids)))
+        moves = [(project_id, JobStatus.DEAD_LETTER, JobStatus.PENDING, 0)] * len(ids)
+        counts.add(conn, moves)
         detail = {"jobs": len(ids), "sample": sample, "force": force}
         journal.audit(
             *(conn, act, "jobs.reprocessed", "project", project_id),
@@ -161,20 +174,39 @@ def reprocess(
     return ids
 
 
+def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
+    """The limits that hold for jobs of a project: its own, the site's, or `LIMITS`."""
+    given = quota.limits(conn, project)
+    return LIMITS | {name: most for name, most in given.items() if name in (*LIMITS, _RATE)}
+
+
+def used(conn: sa.Connection, project: Project) -> dict[str, int]:
+    """Present use of each limit of a project's jobs."""
+    kept = counts.read(conn, project.id).get(project.id, Counter())
+    every_ = kept["open_jobs"] + sum(kept[status] for status in ENDED)
+    numbers = (kept["open_jobs"], every_, math.ceil(kept["size"] / _MIB))
+    rate = limits(conn, project).get(_RATE)
+    spent = 0.0 if rate is None else counts.spent(conn, project.id, rate)
+    return {**dict(zip(LIMITS, numbers, strict=True)), _RATE: math.ceil(spent)}
+
+
 def count(conn: sa.Connection) -> dict[str, int]:
     """Number of jobs by status, of all projects."""
-    counts = by_project(conn).values()
-    return {status.value: sum(each[status] for each in counts) for status in JobStatus}
+    each = by_project(conn).values()
+    return {status.value: sum(of[status] for of in each) for status in JobStatus}
 
 
 def by_project(conn: sa.Connection) -> dict[str, dict[str, int]]:
     """Number of jobs by status, of each project that has any."""
-    of_project = (jobs.c.project_id, jobs.c.status)
-    query = sa.select(*of_project, sa.func.count()).group_by(*of_project).order_by(*of_project)
-    counts: dict[str, dict[str, int]] = {}
-    for project_id, status, number in conn.execute(query):
-        counts.setdefault(project_id, dict.fromkeys(map(str, JobStatus), 0))[status] = number
-    return counts
+    # Not of the counts, or each claim would write there.
+    held = sa.select(jobs.c.project_id).where(control.RUNNING, jobs.c.lease_expires_at > 0)
+    running = Counter(conn.execute(held).scalars())
+    numbers = {}
+    for id, kept in counts.read(conn).items():
+        kept[JobStatus.RUNNING] = running[id]
+        kept[JobStatus.PENDING] = kept["open_jobs"] - running[id]
+        numbers[id] = {status.value: kept[status] for status in JobStatus}
+    return {id: each for id, each in numbers.items() if any(each.values())}
 
 
 class Depth(NamedTuple):
@@ -198,25 +230,31 @@ def depth(conn: sa.Connection, project_id: str | None = None) -> Depth:
         return Counter({int(row[0]): row[1] for row in conn.execute(query.group_by("step"))})
 
     came, went = steps(jobs.c.enqueued_at), steps(jobs.c.updated_at, _ENDED)
-    still = sa.select(sa.func.count()).select_from(jobs).where(mine, jobs.c.status.in_(OPEN))
-    counts = [int(conn.execute(still).scalar_one())]
+    numbers = [sum(each["open_jobs"] for each in counts.read(conn, project_id).values())]
     for step in range(DEPTH_STEPS - 1, 0, -1):
-        counts.append(max(counts[-1] - came[step] + went[step], 0))
-    return Depth(since, counts[::-1])
+        numbers.append(max(numbers[-1] - came[step] + went[step], 0))
+    return Depth(since, numbers[::-1])
 
 
 def forget(conn: sa.Connection, *, age_s: float, limit: int) -> int:
     """Delete jobs that ended, and workers that were last seen, longer ago than age_s."""
     old = clock.now() - age_s
     ended = sa.select(jobs.c.id).where(_ENDED, jobs.c.updated_at < old)
-    count = conn.execute(sa.delete(jobs).where(jobs.c.id.in_(ended.limit(limit)))).rowcount
+    count = len(_delete(conn, ended.limit(limit)))
     conn.execute(sa.delete(pool_workers).where(pool_workers.c.beat_at < old))
     return count
 
 
-def _update(conn: sa.Connection, ids: Sequence[str], values: Mapping[str, Any]) -> None:
-    update = sa.update(jobs).where(jobs.c.id.in_(ids))
-    conn.execute(update.values({**values, "updated_at": clock.now()}))
+def _delete(conn: sa.Connection, ids: sa.Select[tuple[str]]) -> list[counts.Move]:
+    gone = sa.delete(jobs).where(jobs.c.id.in_(ids))
+    deleted = conn.execute(gone.returning(jobs.c.project_id, jobs.c.status, jobs.c.size))
+    moves: list[counts.Move] = [(owner, status, None, -size) for owner, status, size in deleted]
+    counts.add(conn, moves)
+    return moves
+
+
+def _changed(values: Mapping[str, Any]) -> sa.Update:
+    return sa.update(jobs).values({**values, "updated_at": clock.now()})
 
 
 def _size(number: int, item: NewJob) -> int:
@@ -262,53 +300,62 @@ def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> No
 
 def _require_room(conn: sa.Connection, project_id: str, count: int, size: int) -> None:
     """Make room for new jobs among the project's oldest results, or refuse them."""
-    _require_open(conn, project_id, count)
-    mine = jobs.c.project_id == project_id
-    kept = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(jobs.c.size), 0)).where(mine)
+    # Requests of a project count its jobs one after the other.
+    project = rows.get(conn, Project, project_id, lock=True)
+    most, kept = _fold(conn, project, count)
 
-    def full() -> bool:
-        rows_, bytes_ = conn.execute(kept).one()
-        return bool(rows_ + count > KEPT_LIMIT or bytes_ + size > KEPT_BYTES)
+    def over() -> str | None:
+        if kept.kept + count > most["jobs_kept"]:
+            return "jobs_kept"
+        return "jobs_mib" if kept.size + size > most["jobs_mib"] * _MIB else None
 
-    if full():
-        oldest = (
-            sa.select(jobs.c.id)
-            .where(mine, jobs.c.status.in_(ENDED), jobs.c.updated_at < clock.now() - READABLE_S)
-            .order_by(jobs.c.enqueued_at)
-            .limit(_ROOM)
-        )
-        conn.execute(sa.delete(jobs).where(jobs.c.id.in_(oldest)))
-        if full():
-            raise _limited(
-                f"at most {KEPT_LIMIT} jobs and {KEPT_BYTES} bytes of a project to be kept",
-                "more, with results that are younger than a minute",
-            )
-
-
-def _require_open(conn: sa.Connection, project_id: str, count: int) -> None:
-    mine = sa.select(sa.func.count()).select_from(jobs)
-    mine = mine.where(jobs.c.project_id == project_id, jobs.c.status.in_(OPEN))
-    open_jobs = conn.execute(mine).scalar_one()
-    if open_jobs + count > OPEN_LIMIT:
-        raise _limited(
-            f"at most {OPEN_LIMIT} jobs of a project that have not ended",
-            f"{open_jobs}, and {count} more",
-        )
+    oldest = (
+        sa.select(jobs.c.id)
+        .where(jobs.c.project_id == project_id, jobs.c.status.in_(ENDED))
+        .where(jobs.c.updated_at < clock.now() - READABLE_S)
+        .order_by(jobs.c.enqueued_at)
+        .limit(_ROOM)
+    )
+    # More than once only after operators have lowered a limit.
+    while (name := over()) is not None:
+        gone = _delete(conn, oldest)
+        if not gone and name == "jobs_kept":
+            raise _limited(name, kept.kept, count, most[name])
+        if not gone:
+            raise _limited(name, kept.size / _MIB, size / _MIB, most[name])
+        freed = sum(move[3] for move in gone)
+        kept = replace(kept, kept=kept.kept - len(gone), size=kept.size + freed)
 
 
-def _limited(expected: str, found: str) -> Problem:
+def _fold(conn: sa.Connection, project: Project, count: int) -> tuple[dict[str, int], counts.Count]:
+    """Limits and counts of a project that queues so many jobs, or a Problem for too many."""
+    most = limits(conn, project)
+    rate = most.get(_RATE)
+    kept = counts.fold(conn, project.id, rate, count)
+    if kept.open + count > most["jobs_open"]:
+        raise _limited("jobs_open", kept.open, count, most["jobs_open"])
+    if rate is not None and kept.spent + count > rate:
+        # Time does not help a request for more than an hour's jobs.
+        wait_s = (kept.spent + count - rate) * counts.HOUR_S / rate if count <= rate else 0
+        raise quota.exceeded(_RATE, math.ceil(kept.spent), count, rate, math.ceil(wait_s))
+    return most, kept
+
+
+def _limited(name: str, use: float, asked: float, most: int) -> Problem:
+    if asked > most:
+        return quota.exceeded(name, math.ceil(use), math.ceil(asked), most, 0)
     return Problem(
         "job_limit",
         429,
-        expected=expected,
-        found=found,
+        expected=f"at most {most} {name} of this project",
+        found=f"{use:g}, and {asked:g} more; results of the last minute make no room",
         remedy=f"ask again after {READABLE_S} s",
-        detail={"retry_after_s": READABLE_S},
+        detail={"limit": name, "allowed": most, "retry_after_s": READABLE_S},
     )
 
 
 def _require_good_sample(conn: sa.Connection, project_id: str) -> None:
-    mine = jobs.c.project_id == project_id
+    mine = sa.and_(jobs.c.project_id == project_id, jobs.c.reprocessed_at.is_not(None))
     last = sa.select(sa.func.max(jobs.c.reprocessed_at)).where(mine).scalar_subquery()
     query = (
         sa.select(sa.func.count())

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers, projects
+from reconciler.db.schema import Job, Pool, PoolWorker, jobs, pool_workers, pools, projects
 from reconciler.model import jobs as rules
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, JobStatus, Outcome
 from reconciler.model.pools import SERVING_POOLS
-from reconciler.pools import control
+from reconciler.pools import control, counts
 
 log = logging.getLogger("gpuaas.jobs")
 
@@ -68,7 +69,7 @@ _CLAIM = (
 # Transactions lock jobs in the order of their ids, or a heartbeat and an end would wait for each
 # other.
 _HELD = (
-    sa.select(jobs.c.id, jobs.c.token, jobs.c.attempts, jobs.c.max_attempts)
+    sa.select(jobs.c.id, jobs.c.token, jobs.c.attempts, jobs.c.max_attempts, jobs.c.project_id)
     .where(_THESE, control.RUNNING)
     .order_by(jobs.c.id)
     .with_for_update()
@@ -110,7 +111,7 @@ _DONE = (
         not_before=None,
         updated_at=clock.now(),
     )
-    .returning(jobs.c.id)
+    .returning(jobs.c.id, jobs.c.project_id)
 )
 LOST: Mapping[str, str] = {
     "code": "worker_lost",
@@ -142,8 +143,24 @@ def enter(conn: sa.Connection, worker_id: str, *, pid: int, start_ticks: int) ->
     return None if row is None else PoolWorker(**row)
 
 
-def serve(conn: sa.Connection, worker_id: str, models: Sequence[str]) -> PoolWorker:
-    """Record that a pool's worker has loaded its models."""
+def serve(
+    conn: sa.Connection, worker_id: str, models: Sequence[str], digests: Mapping[str, str]
+) -> PoolWorker:
+    """Record that a pool's worker has loaded its models. The files of the first one are the pool's;
+    Problem `model_changed` for others.
+    """
+    worker = rows.get(conn, PoolWorker, worker_id)
+    pool = rows.get(conn, Pool, worker.pool_id, lock=True)
+    for name, digest in digests.items():
+        if pool.digests.get(name, digest) != digest:
+            raise Problem(
+                "model_changed",
+                expected=f"model {name}, SHA-256 {pool.digests[name]}",
+                found=digest,
+                remedy="put the file back, or start the pool again for the new one",
+            )
+    known = sa.update(pools).where(pools.c.id == pool.id)
+    conn.execute(known.values(digests={**digests, **pool.digests}))
     update = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
     conn.execute(update.values(models=sorted(models), beat_at=clock.now()))
     return rows.get(conn, PoolWorker, worker_id)
@@ -260,25 +277,34 @@ def finish(
     first: dict[tuple[str, str], Outcome] = {}
     for call, outcome in ended:
         first.setdefault((call.id, call.token), outcome)
-    # With failures, all are locked by one statement, because only that keeps the order.
     results = {key: outcome.result for key, outcome in first.items() if outcome.result is not None}
-    held = _held(conn, first) if len(results) < len(first) else {}
+    held: dict[tuple[str, str], sa.Row[Any]] = {}
+    if len({id for id, _ in results}) < len(first):
+        # With failures, all are locked by one statement, because only that keeps the order. Of
+        # several tokens of a job, this tells which one holds it.
+        held = _held(conn, first)
+        results = {key: result for key, result in results.items() if key in held}
     done = [
         {"id": id, "token": token, "result": result, "size": len(json.dumps(result).encode())}
         for (id, token), result in results.items()
     ]
+    sizes: dict[Any, Any] = {each["id"]: each["size"] for each in done}
     counted: dict[str, JobStatus] = {}
-    if done:
-        counted = dict.fromkeys(conn.execute(_DONE, {"ended": done}).scalars(), JobStatus.DONE)
+    moves: list[counts.Move] = []
+    for id, owner in conn.execute(_DONE, {"ended": done}) if done else ():
+        counted[id] = JobStatus.DONE
+        moves.append((owner, JobStatus.RUNNING, JobStatus.DONE, sizes[id]))
     failures = []
     for key, job in held.items():
         if key not in results:
             after = _after(job, first[key])
             failures.append({"of_id": job.id, **after})
             counted[job.id] = after["new_status"]
+            moves.append((job.project_id, JobStatus.RUNNING, after["new_status"], 0))
             _log(job.id, after["new_status"], after["new_error"])
     if failures:
         conn.execute(_FAILED, failures)
+    counts.add(conn, moves)
     retries = sum(status == JobStatus.PENDING for status in counted.values())
     control.count(conn, job_retries=retries)
     return counted
@@ -344,13 +370,14 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
             status=sa.case((often, JobStatus.DEAD_LETTER.value), else_=JobStatus.PENDING.value),
             error=LOST,
         )
-        .returning(jobs.c.id, jobs.c.status)
+        .returning(jobs.c.id, jobs.c.status, jobs.c.project_id)
     )
     due = conn.execute(ready.values(not_before=None)).rowcount
     reclaimed = conn.execute(lost).all()
-    for id, status in reclaimed:
+    for id, status, _ in reclaimed:
         _log(id, status, LOST)
-    dead = [id for id, status in reclaimed if status == JobStatus.DEAD_LETTER]
+    counts.add(conn, [(owner, JobStatus.RUNNING, status, 0) for _, status, owner in reclaimed])
+    dead = [id for id, status, _ in reclaimed if status == JobStatus.DEAD_LETTER]
     control.count(conn, reclaimed=len(reclaimed), reclaimer_errors=errors)
     return Tended(due, len(reclaimed), dead)
 

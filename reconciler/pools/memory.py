@@ -146,18 +146,20 @@ def of_processes(pids: Iterable[int]) -> dict[int, int]:
 
 
 def of_host(own: Group | None) -> tuple[int, int]:
-    """Bytes of memory and those in use: of the machine, or of this process's group if its limit is
-    lower.
+    """Bytes of memory and those in use: of the machine, or of the group with the lowest limit among
+    this process's own and, in version 2, those above it, such as the unit of the service.
     """
     words = _fields(Path("/proc/meminfo"))
     total = words["MemTotal:"] * 1024
     used = total - words["MemAvailable:"] * 1024
-    if own is not None:
-        name = "memory.limit_in_bytes" if own.version == 1 else "memory.max"
+    if own is None:
+        return total, used
+    name = "memory.limit_in_bytes" if own.version == 1 else "memory.max"
+    for path in (own.path,) if own.version == 1 else (own.path, *own.path.parents):
         with suppress(OSError, ValueError):  # "max", or no file at the root.
-            limit = int((own.path / name).read_text())
+            limit = int((path / name).read_text())
             if limit < total:
-                return limit, of_group(str(own.path)).bytes
+                total, used = limit, of_group(str(path)).bytes
     return total, used
 
 

@@ -20,6 +20,8 @@ from reconciler.settings import Settings
 MARK = "POOL_WORKER"
 # Target of the model that is shipped, by its name.
 SHIPPED = {"digits": str(Path(__file__).with_name("digits.onnx"))}
+# Of every host, for drills that need a pool with a job.
+DRILL = {"drill": "reconciler.pools.drills:wait"}
 # A worker gives its job back before it is killed.
 _DRAIN = 0.8
 # The shell keeps its process id. No memory is counted before the process is in its group.
@@ -102,10 +104,10 @@ def models_folder(settings: Settings) -> Path:
 
 
 def models(folder: Path) -> dict[str, str]:
-    """Targets by name: FILE.onnx and the function `run` of FILE.py in a folder of models, and the
-    model that is shipped.
+    """Targets by name: FILE.onnx and the function `run` of FILE.py in a folder of models, the model
+    that is shipped, and that of drills.
     """
-    targets = dict(SHIPPED)
+    targets = SHIPPED | DRILL
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix == ".onnx" and path.is_file():
             targets[path.stem] = str(path)

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -53,8 +53,8 @@ class JobQueue(Protocol):
     def enter(self) -> bool:
         """Begin, before the models are loaded; False if nothing waits for the worker."""
 
-    def serve(self) -> str:
-        """The worker's id, from when its models are loaded."""
+    def serve(self, digests: Mapping[str, str]) -> str:
+        """The worker's id, from when its models are loaded. digests: of their files, by name."""
 
     def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
         """Record outcomes, give jobs back and claim others, together."""
@@ -114,12 +114,12 @@ class DatabaseQueue:
         log.warning("worker %s ends: its pool does not wait for it any more", self._id)
         return False
 
-    def serve(self) -> str:
+    def serve(self, digests: Mapping[str, str]) -> str:
         serve: Callable[[Connection], PoolWorker] = partial(
             leases.register, host=socket.gethostname(), pid=os.getpid(), models=self._models
         )
         if self._id:
-            serve = partial(leases.serve, worker_id=self._id, models=self._models)
+            serve = partial(leases.serve, worker_id=self._id, models=self._models, digests=digests)
         self._me = self._write(serve)
         return self._me.id
 

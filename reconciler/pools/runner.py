@@ -7,6 +7,7 @@ too long costs this process, not the worker.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import resource
 import signal
@@ -24,6 +25,8 @@ RESULT_BYTES = 64 << 10
 # More than any message has, whose texts may consist of escaped characters.
 LONGEST = 256 << 10
 MODEL_FILE = ".onnx"
+# Between a target and the SHA-256 of its file.
+DIGEST = "@sha256:"
 _DETAIL = 2_000
 _PR_SET_PDEATHSIG = 1
 
@@ -39,8 +42,39 @@ class InputError(Exception):
         self.found = found
 
 
-def load(target: str) -> Function:
-    """The function MODULE:NAME, or that of a model in FILE.onnx."""
+class ChangedError(Exception):
+    """A model's file is not the one that was registered: what was expected, and what was found."""
+
+
+def load(target: str, digest: str = "") -> tuple[Function, str]:
+    """The function MODULE:NAME, or that of a model in FILE.onnx, and the SHA-256 of the file, ""
+    for a module that is not in the working folder.
+
+    digest: `ChangedError` for a file with another one, of which nothing is loaded then.
+    """
+    module = target.partition(":")[0]
+    file = Path(target if target.endswith(MODEL_FILE) else f"{module}.py")
+    if not file.is_file():
+        if digest:
+            raise ChangedError(f"{file}, SHA-256 {digest}", "no such file")
+        return _function(target), ""
+    before = _stamp(file)
+    with file.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest not in ("", found):
+        raise ChangedError(f"{file}, SHA-256 {digest}", found)
+    function = _function(target)
+    if _stamp(file) != before:
+        raise ChangedError(f"{file}, SHA-256 {found}", "a change while it was loaded")
+    return function, found
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def _function(target: str) -> Function:
     if target.endswith(MODEL_FILE):
         return cast("Function", import_module("reconciler.pools.onnx").load(target))
     module, _, name = target.partition(":")
@@ -105,13 +139,18 @@ def main(words: Sequence[str]) -> None:
     requests = socket.socket(fileno=int(number))
     requests.set_inheritable(False)
     sys.path.insert(0, str(Path.cwd()))
-    functions = {}
+    functions, digests = {}, {}
     for model in models:
         name, _, target = model.partition("=")
-        functions[name] = load(target)
+        target, _, digest = target.partition(DIGEST)
+        try:
+            functions[name], digests[name] = load(target, digest)
+        except ChangedError as changed:
+            requests.send(json.dumps({"changed": changed.args}).encode())
+            return
     limit = int(memory) << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    requests.send(b'{"ready": true}')
+    requests.send(json.dumps({"digests": digests}).encode())
     buffer = bytearray(LONGEST)
     while size := requests.recv_into(buffer):
         request = json.loads(buffer[:size])

@@ -35,6 +35,7 @@ from reconciler.model.pools import (
 )
 from reconciler.pools import memory, pools, processes, workers
 from reconciler.pools.processes import Process
+from reconciler.pools.runner import DIGEST, MODEL_FILE
 from reconciler.runs import lock
 from reconciler.runs.paths import runner_id
 from reconciler.settings import Settings
@@ -218,7 +219,11 @@ class Supervisor:
             return
         folder = processes.models_folder(self.settings)
         targets = processes.models(folder)
-        words = [f"{name}={targets.get(name, name + '.onnx')}" for name in pool.models]
+        words = [
+            f"{name}={targets.get(name, name + MODEL_FILE)}"
+            + (f"{DIGEST}{pool.digests[name]}" if name in pool.digests else "")
+            for name in pool.models
+        ]
         folder.mkdir(mode=0o700, exist_ok=True)
         self._children[id] = processes.start(self.settings, pool, row, words)
         log.info("pool %s: worker %s started", pool.name, id)

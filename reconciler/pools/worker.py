@@ -54,7 +54,7 @@ class Worker:
         if not self._persist(self._queue.enter):
             return
         self._runner.start()
-        id = self._persist(self._queue.serve)
+        id = self._persist(partial(self._queue.serve, self._runner.digests))
         if id is None:
             self._runner.stop()
             return

@@ -112,17 +112,17 @@ def end_some(conn: sa.Connection, sessions: Collection[ConsoleSession], act: Act
 
 def token_of(conn: sa.Connection, secret: str) -> ApiToken | None:
     """The valid token of a session that has not ended."""
-    query = sa.select(api_tokens).join(console_sessions).where(*_open(secret))
-    return tokens.valid_one(conn, query)
+    of_session = sa.select(console_sessions.c.token_id).where(*_open(secret))
+    return tokens.valid_one(conn, api_tokens.c.id.in_(of_session))
 
 
 def claims_of(conn: sa.Connection, secret: str) -> dict[str, Any] | None:
-    """The provider's claims of a session that has not ended; None without such a session."""
-    query = sa.select(console_sessions.c.claims).where(
-        *_open(secret), console_sessions.c.login.is_not(None)
-    )
-    claims: dict[str, Any] | None = conn.execute(query).scalar()
-    return claims
+    """The provider's claims of a session that has not ended, with the time until which they are
+    believed; None without such a session.
+    """
+    query = sa.select(console_sessions).where(*_open(secret), console_sessions.c.login.is_not(None))
+    session = rows.first(conn, query, ConsoleSession)
+    return None if session is None else session.claims | {"exp": session.expires_at}
 
 
 def end(conn: sa.Connection, secret: str, act: Act) -> None:
@@ -139,9 +139,17 @@ def end_all(conn: sa.Connection) -> None:
 
 
 def _require_pace(conn: sa.Connection, token_id: str | None) -> None:
-    """Problem `rate_exceeded` for a token that begins sessions faster than people do."""
+    """Problem `rate_exceeded` for a token that begins sessions faster than people do, together with
+    the other tokens of its owner.
+    """
+    other = api_tokens.alias()
+    same = sa.func.coalesce(other.c.owner, other.c.id) == sa.func.coalesce(
+        api_tokens.c.owner, api_tokens.c.id
+    )
     query = sa.select(sa.func.count()).where(
-        console_sessions.c.token_id == token_id,
+        api_tokens.c.id == token_id,
+        same,
+        console_sessions.c.token_id == other.c.id,
         console_sessions.c.created_at > clock.now() - PACE_S,
     )
     if conn.execute(query).scalar_one() >= PACE:

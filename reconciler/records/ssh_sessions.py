@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.rows import Order, Page, part
-from reconciler.db.schema import SshSession, ssh_sessions
+from reconciler.db.schema import Project, SshSession, ssh_sessions
 from reconciler.model.act import Act
 
 ORDER = Order(ssh_sessions, ("opened_at", "id"), descending=True)
@@ -16,6 +16,21 @@ ORDER = Order(ssh_sessions, ("opened_at", "id"), descending=True)
 SILENT_S = 120.0
 # Bytes from and to the client.
 Traffic = tuple[int, int]
+
+
+def take_turn(conn: sa.Connection, project_id: str) -> None:
+    """Wait until no other session of the project begins, so that they can be counted.
+
+    The gateway's role in the database may lock no row. What it locks instead keeps gateways waiting
+    and nothing else, so a gateway that is taken over stops no browser's terminal.
+    """
+    if conn.dialect.name == "postgresql":
+        writes = sa.func.has_table_privilege("projects", "UPDATE")
+        if not conn.execute(sa.select(writes)).scalar_one():
+            name = sa.func.hashtextextended(f"gpuaas sessions {project_id}", 0)
+            conn.execute(sa.select(sa.func.pg_advisory_xact_lock(name)))
+            return
+    rows.get(conn, Project, project_id, lock=True)
 
 
 def open_session(

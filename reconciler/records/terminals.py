@@ -26,7 +26,7 @@ from reconciler.records.tokens import digest
 TICKET_S = 30.0
 # Unused tickets of a member.
 TICKETS = 32
-# Bytes of recordings of one person in a project; the oldest are deleted when a session begins.
+# Bytes of recordings of one person in a project; the service deletes the oldest.
 PERSON_LIMIT = 64 << 20
 _SWITCHED = "project.terminal_recording"
 
@@ -113,25 +113,49 @@ def finish(conn: sa.Connection, session_id: str, checksum: str) -> None:
     conn.execute(change.values(recording_digest=checksum))
 
 
-def make_room(conn: sa.Connection, project_id: str, actor: str) -> None:
-    """Delete a person's oldest recordings beyond the limit. Those of others stay: nobody can push
-    them out.
+def are_recorded(conn: sa.Connection, project_id: str, actor: str) -> bool:
+    """Whether a terminal of the project is recorded now. Problem `recording_full` while the
+    service has not yet deleted (`excess`) what a person's earlier terminals have left too much.
     """
+    query = sa.select(projects.c.records_terminals).where(projects.c.id == project_id)
+    if not conn.execute(query).scalar_one():
+        return False
     table = terminal_recordings
-    query = (
-        sa.select(table.c.session_id, sa.func.sum(table.c.size))
+    total = conn.execute(
+        sa.select(sa.func.coalesce(sa.func.sum(table.c.size), 0))
         .join(ssh_sessions, ssh_sessions.c.id == table.c.session_id)
         .where(table.c.project_id == project_id, ssh_sessions.c.actor == actor)
-        .group_by(table.c.session_id)
-        .order_by(sa.func.max(table.c.id).desc())
+    ).scalar_one()
+    if int(total) > 2 * PERSON_LIMIT:
+        raise Problem(
+            "recording_full",
+            expected=f"at most {2 * PERSON_LIMIT >> 20} MiB of a person's recordings",
+            found="more",
+            remedy="try again in a minute; the oldest go first",
+        )
+    return True
+
+
+def excess() -> sa.Select[tuple[str]]:
+    """Sessions whose recordings are a person's oldest beyond the limit. Those of others stay:
+    nobody can push them out.
+    """
+    table = terminal_recordings
+    sums = (
+        sa.select(
+            *(table.c.session_id, table.c.project_id, ssh_sessions.c.actor),
+            sa.func.sum(table.c.size).label("size"),
+            sa.func.max(table.c.id).label("newest"),
+        )
+        .join(ssh_sessions, ssh_sessions.c.id == table.c.session_id)
+        .group_by(table.c.session_id, table.c.project_id, ssh_sessions.c.actor)
+        .subquery()
     )
-    total, old = 0, []
-    for session_id, size in conn.execute(query):
-        total += int(size)
-        if total > PERSON_LIMIT:
-            old.append(session_id)
-    if old:
-        conn.execute(sa.delete(table).where(table.c.session_id.in_(old)))
+    total = sa.func.sum(sums.c.size).over(
+        partition_by=(sums.c.project_id, sums.c.actor), order_by=sums.c.newest.desc()
+    )
+    totals = sa.select(sums.c.session_id, total.label("total")).subquery()
+    return sa.select(totals.c.session_id).where(totals.c.total > PERSON_LIMIT)
 
 
 def replay(conn: sa.Connection, session_id: str, act: Act) -> tuple[SshSession, str]:

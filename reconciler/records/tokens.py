@@ -19,12 +19,13 @@ from reconciler.db.schema import (
     ApiToken,
     EnrolmentToken,
     NodeCertificate,
+    Project,
     api_tokens,
     enrolment_tokens,
     node_certificates,
 )
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem
+from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 
 T = TypeVar("T", ApiToken, EnrolmentToken)
@@ -34,11 +35,35 @@ ENROLMENT_MAX_S = 900
 # A ticket is useless without the machine's address, and lasts for an installation.
 TICKET_S = 4 * 3600
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
-_OPEN = (
-    api_tokens.c.revoked_at.is_(None),
-    sa.or_(api_tokens.c.expires_at.is_(None), api_tokens.c.expires_at > clock.now()),
-)
-_VALID = sa.select(api_tokens).where(api_tokens.c.hash == sa.bindparam("given"), *_OPEN)
+# Tokens that somebody may have made for themselves and that are valid, or were made in this time.
+OWN, OWN_S = 32, 3600.0
+
+
+def _open(table: sa.FromClause) -> tuple[sa.ColumnElement[bool], ...]:
+    ends = table.c.expires_at
+    return table.c.revoked_at.is_(None), sa.or_(ends.is_(None), ends > clock.now())
+
+
+def _valid(which: sa.ColumnElement[bool], *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
+    """The tokens of a condition that open something: from each, its line of parents leads through
+    tokens that have not ended to one without a parent, and none of them may do less than the next.
+    """
+    table, parent = api_tokens.c, api_tokens.alias("parent")
+    start = sa.select(table.id.label("origin"), table.parent_id, table.role, table.project_id)
+    line = start.where(which, *_open(api_tokens)).cte("line", recursive=True)
+    same = sa.and_(parent.c.role == line.c.role, parent.c.project_id == line.c.project_id)
+    step = sa.select(line.c.origin, parent.c.parent_id, parent.c.role, parent.c.project_id).where(
+        parent.c.id == line.c.parent_id,
+        sa.or_(parent.c.role == Role.PLATFORM_ADMIN.value, same),
+        *_open(parent),
+    )
+    # Without repetitions, so that a line that is a circle has an end, too.
+    line = line.union(step)
+    firsts = sa.select(line.c.origin).where(line.c.parent_id.is_(None))
+    return sa.select(*(columns or table)).where(table.id.in_(firsts))
+
+
+_VALID = _valid(api_tokens.c.hash == sa.bindparam("given"))
 
 
 def issue(
@@ -52,23 +77,66 @@ def issue(
     ttl_s: float | None = None,
 ) -> tuple[ApiToken, str]:
     """Issue an API token. Returns its record and its secret, which cannot be read again."""
+    values = {"role": str(role), "name": name, "project_id": project_id, "node_id": node_id}
+    ends = None if ttl_s is None else clock.now() + ttl_s
+    return _add(conn, act, "admin.token.issued", {**values, "expires_at": ends})
+
+
+def issue_own(
+    conn: sa.Connection,
+    act: Act,
+    *,
+    parent_id: str | None,
+    owner: str,
+    until: float | None,
+    role: Role,
+    name: str,
+    project_id: str | None,
+    ttl_s: float,
+) -> tuple[ApiToken, str]:
+    """Issue a token that somebody makes for themselves, as `issue` does. It ends with its parent.
+
+    owner: as in the record. until: the end of what the caller has authenticated with.
+    """
+    if project_id is not None:
+        # Of several requests at once, each counts those before it.
+        rows.get(conn, Project, project_id, lock=True)
+    now = clock.read(conn)
+    ends = now + ttl_s
+    _require_room(conn, owner, now)
+    values = {
+        "role": str(role),
+        "name": name,
+        "project_id": project_id,
+        "parent_id": parent_id,
+        "expires_at": ends if until is None else min(ends, until),
+    }
+    return _add(conn, act, "token.issued", values, owner=owner)
+
+
+def _require_room(conn: sa.Connection, owner: str, now: float) -> None:
+    table = api_tokens.c
+    recent = sa.select(table.id).where(table.owner == owner, table.created_at > now - OWN_S)
+    ids = {*conn.execute(recent.limit(OWN)).scalars()}
+    ids |= {token.id for token in _every_valid(conn, table.owner == owner)}
+    if len(ids) >= OWN:
+        raise Problem(
+            "too_many_tokens",
+            expected=f"fewer than {OWN} tokens of your own that are valid or less than an hour old",
+            found=f"{len(ids)}",
+            remedy="revoke one with `gpuaas token own revoke`; it counts until it is an hour old",
+        )
+
+
+def _add(
+    conn: sa.Connection, act: Act, action: str, values: dict[str, Any], owner: str | None = None
+) -> tuple[ApiToken, str]:
     secret = f"gpuaas_{secrets.token_urlsafe(32)}"
-    record = rows.add(
-        conn,
-        ApiToken,
-        {
-            "id": rows.new_id(),
-            "name": name,
-            "hash": digest(secret),
-            "role": str(role),
-            "project_id": project_id,
-            "node_id": node_id,
-            "expires_at": None if ttl_s is None else clock.now() + ttl_s,
-        },
-    )
-    names = ("role", "name", "project_id", "node_id", "expires_at")
-    detail = {field: getattr(record, field) for field in names}
-    journal.audit(conn, act, "admin.token.issued", "token", record.id, detail=detail)
+    made = {"id": rows.new_id(), "hash": digest(secret), "issued_by": act.actor, "owner": owner}
+    record = rows.add(conn, ApiToken, {**made, **values})
+    detail = {name: getattr(record, name) for name in values}
+    project_id = (record.project_id or "") if owner else ""
+    journal.audit(conn, act, action, "token", record.id, detail=detail, project_id=project_id)
     return _without_hash(record), secret
 
 
@@ -78,25 +146,74 @@ def authenticate(conn: sa.Connection, secret: str) -> ApiToken | None:
     return None if row is None else _without_hash(ApiToken(**row))
 
 
-def valid_one(conn: sa.Connection, query: sa.Select[Any]) -> ApiToken | None:
-    """The token that a query selects; None when it is unknown, expired or revoked."""
-    row = conn.execute(query.where(*_OPEN)).mappings().first()
-    return None if row is None else _without_hash(ApiToken(**row))
+def valid_one(conn: sa.Connection, which: sa.ColumnElement[bool]) -> ApiToken | None:
+    """The token of a condition; None when it is unknown, or it or a token before it has ended."""
+    return next(iter(_every_valid(conn, which)), None)
+
+
+def rights(conn: sa.Connection, id: str) -> tuple[str, str | None] | None:
+    """Role and project of a valid token, or None. Reads only what the gateway's role may read."""
+    table = api_tokens.c
+    row = conn.execute(_valid(table.id == id, table.role, table.project_id)).first()
+    return None if row is None else (row.role, row.project_id)
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:
     """Revoke an API token. A second time changes nothing, because the first time is evidence."""
-    valid = sa.update(api_tokens).where(api_tokens.c.id == id, api_tokens.c.revoked_at.is_(None))
-    if conn.execute(valid.values(revoked_at=clock.now())).rowcount:
-        journal.audit(conn, act, "admin.token.revoked", "token", id)
-    else:
+    if not _revoke(conn, id, act, "admin.token.revoked"):
         rows.get(conn, ApiToken, id)
+
+
+def revoke_own(conn: sa.Connection, id: str, act: Act, *, holder: str) -> None:
+    """Revoke a token of a holder (`of_holder`). To it, other tokens do not exist."""
+    if conn.execute(_of_holder(holder).where(api_tokens.c.id == id)).first() is None:
+        raise not_found("token", id)
+    _revoke(conn, id, act, "token.revoked")
+
+
+def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
+    """Revoke the tokens that a person of the provider has made; returns their number.
+
+    Also those of another role: the person may have been in the group of admins meanwhile.
+    """
+    _, _, name = actor.partition(":")
+    query = sa.select(api_tokens.c.id).where(
+        api_tokens.c.issued_by.in_([f"admin:{name}", f"member:{name}"]),
+        api_tokens.c.owner.is_not(None),
+        api_tokens.c.parent_id.is_(None),
+    )
+    revoked = [
+        _revoke(conn, id, act, "admin.token.revoked") for id in conn.execute(query).scalars().all()
+    ]
+    return sum(revoked)
+
+
+def _revoke(conn: sa.Connection, id: str, act: Act, action: str) -> bool:
+    valid = sa.update(api_tokens).where(api_tokens.c.id == id, api_tokens.c.revoked_at.is_(None))
+    revoked = bool(conn.execute(valid.values(revoked_at=clock.now())).rowcount)
+    if revoked:
+        journal.audit(conn, act, action, "token", id)
+    return revoked
 
 
 def every(conn: sa.Connection, page: Page | None = None) -> list[ApiToken]:
     """All tokens, newest first, without their hashes."""
     query = part(sa.select(api_tokens), ORDER, page)
     return [_without_hash(record) for record in rows.every(conn, query, ApiToken)]
+
+
+def of_holder(conn: sa.Connection, page: Page | None = None, *, holder: str) -> list[ApiToken]:
+    """A token with all that were made from it, or all of a person of the provider, newest first."""
+    query = part(_of_holder(holder), ORDER, page)
+    return [_without_hash(record) for record in rows.every(conn, query, ApiToken)]
+
+
+def _of_holder(holder: str) -> sa.Select[Any]:
+    table = api_tokens.c
+    first = sa.or_(table.id == holder, sa.and_(table.owner == holder, table.parent_id.is_(None)))
+    tree = sa.select(table.id).where(first).cte("tree", recursive=True)
+    tree = tree.union(sa.select(table.id).join(tree, table.parent_id == tree.c.id))
+    return sa.select(api_tokens).where(table.id.in_(sa.select(tree.c.id)))
 
 
 def issue_enrolment(
@@ -222,11 +339,19 @@ def end_enrolments(conn: sa.Connection) -> None:
     conn.execute(unused.values(expires_at=clock.now()))
 
 
-def valid(conn: sa.Connection) -> list[ApiToken]:
-    """Valid API tokens without their hashes, oldest first."""
-    query = sa.select(api_tokens).where(*_OPEN)
-    tokens = rows.every(conn, query.order_by(api_tokens.c.created_at, api_tokens.c.id), ApiToken)
-    return [_without_hash(token) for token in tokens]
+def valid(
+    conn: sa.Connection, *, role: Role | None = None, ids: Sequence[str] | None = None
+) -> list[ApiToken]:
+    """Valid API tokens without their hashes, oldest first; of a role, or among these."""
+    which: sa.ColumnElement[bool] = sa.true() if ids is None else api_tokens.c.id.in_(ids)
+    if role is not None:
+        which = sa.and_(which, api_tokens.c.role == role.value)
+    return _every_valid(conn, which)
+
+
+def _every_valid(conn: sa.Connection, which: sa.ColumnElement[bool]) -> list[ApiToken]:
+    query = _valid(which).order_by(api_tokens.c.created_at, api_tokens.c.id)
+    return [_without_hash(token) for token in rows.every(conn, query, ApiToken)]
 
 
 def record_certificate(

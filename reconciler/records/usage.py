@@ -18,7 +18,10 @@ from reconciler.db.schema import Allocation, Usage, claims, usage
 from reconciler.model.errors import Problem
 
 ORDER = Order(usage, ("started_at", "allocation_id"))
-_COPIED = ("project_id", "node_id", "capacity_shape", "sku", "region", "pool", "gpu_count")
+_COPIED = (
+    *("project_id", "node_id", "capacity_shape", "sku", "region", "pool", "gpu_count"),
+    *("price", "currency"),
+)
 # Fields of a claim that a record stores.
 SOLD = ("kind", "slot_id", "slot_index", "nvme_size_bytes")
 
@@ -93,9 +96,10 @@ def every(
 
 
 def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> list[Record]:
-    """Sums over all records, by project, shape and SKU."""
+    """Sums over all records, by project, shape, SKU and price, as the lines of a bill."""
     each = _overlapping(span, project_id).subquery()
-    by = [each.c[name] for name in ("project_id", "capacity_shape", "sku")]
+    names = ("project_id", "capacity_shape", "sku", "price", "currency")
+    by = [each.c[name] for name in names]
     query = sa.select(
         *by,
         sa.func.count().label("allocations"),

@@ -21,7 +21,9 @@ from reconciler.db import settings as site
 from reconciler.db.engine import open_engine, reading, retrying
 from reconciler.db.leader import Lease
 from reconciler.db.schema import settings as stored
+from reconciler.db.settings import AUTHORITIES
 from reconciler.inventory import maas_sync, sync
+from reconciler.lifecycle import drift
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.pools.supervisor import Supervisor
@@ -38,6 +40,7 @@ from reconciler.trust.ca import (
     keep_gateway_ca,
     open_gateway,
     open_trust,
+    replace_gateway_ca,
     revoke_host,
 )
 from reconciler.work.loops import Loop, Loops
@@ -46,8 +49,6 @@ from reconciler.work.worker import Worker
 # Runbooks quote the lines of this logger, so their wording must not change.
 log = logging.getLogger("gpuaas.leader")
 
-# Name of the stored setting with the site's authorities.
-AUTHORITIES = "ssh_authorities"
 # Pause between two looks for changes that NetBox or MAAS should show.
 INVENTORY_S = 5.0
 API, WORKER, LOOPS, GATE = "api", "worker", "loops", "gateway"
@@ -109,6 +110,23 @@ def running(
             inventory.start()
             parts.callback(inventory.stop)
         yield heartbeat
+
+
+def announce() -> None:
+    """Tell systemd that this process answers, so that `systemctl start` returns then, not before.
+
+    sd_notify(3): one datagram to the socket that the unit names. Elsewhere there is none.
+    """
+    name = os.environ.pop("NOTIFY_SOCKET", "")
+    if not name:
+        return
+    # An address in Linux's abstract namespace is written with @.
+    address = "\0" + name[1:] if name.startswith("@") else name
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+            notified.sendto(b"READY=1", address)
+    except OSError as failure:
+        log.warning("cannot tell systemd that the service is ready: %s", failure)
 
 
 class Heartbeat:
@@ -220,14 +238,40 @@ def adopt(settings: Settings, engine: Engine) -> None:
     local = {**authorities(trust), GATEWAY: gateway_ca(trust)}
     if _lacks(recorded, local):
         recorded = retrying(engine, partial(_record, local))
-        if recorded != local and recorded.get("host_ca") == local["host_ca"]:
-            # Another machine was first with the gateway's.
-            keep_gateway_ca(trust, recorded[GATEWAY], replace=True)
-            local = authorities(trust)
     if recorded != local:
-        raise _differ(settings, "other keys")
+        if {**(recorded or {}), GATEWAY: local[GATEWAY]} != local:
+            raise _differ(settings, "other keys")
+        # Another machine was first with the gateway's, or has replaced it.
+        keep_gateway_ca(trust, (recorded or {})[GATEWAY], replace=True)
     if trust.gateway_authority.exists():
         export_gateway(trust, gateway_folder(settings.state_dir))
+
+
+def replace_gateway(settings: Settings, engine: Engine, act: Act) -> int:
+    """Replace the gateway's authority, for this machine's gateway too, and have every slice host
+    compared, which then accepts the new one alone. Returns the number of these hosts.
+    """
+    trust = open_trust(settings.state_dir)
+    local = authorities(trust)
+
+    def record(key: str) -> None:
+        retrying(engine, partial(_replace, settings, {**local, GATEWAY: key}, act))
+
+    replace_gateway_ca(trust, record)
+    export_gateway(trust, gateway_folder(settings.state_dir))
+    with reading(engine) as conn:
+        node_ids = drift.due(conn, every_s=0, at_once=1_000_000)
+    for node_id in node_ids:
+        retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=act))
+    return len(node_ids)
+
+
+def _replace(settings: Settings, local: dict[str, str], act: Act, conn: Connection) -> None:
+    conn.execute(sa.select(stored.c.name).where(stored.c.name == AUTHORITIES).with_for_update())
+    recorded = site.read(conn, AUTHORITIES)
+    if recorded is None or {**recorded, GATEWAY: local[GATEWAY]} != local:
+        raise _differ(settings, "other keys")
+    site.write(conn, AUTHORITIES, local, act)
 
 
 def _lacks(recorded: dict[str, str] | None, local: dict[str, str]) -> bool:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -218,9 +218,21 @@ def gateway_ca(trust: Trust) -> str:
     return _public(trust.gateway_authority)
 
 
+def replace_gateway_ca(trust: Trust, record: Callable[[str], None]) -> None:
+    """Make another authority for the gateway. record: makes its public key the site's, before this
+    machine has it; after a failure between the two, another call makes another one.
+    """
+    with _locked(trust), tempfile.TemporaryDirectory(dir=trust.directory, prefix=".new-") as folder:
+        key = Path(folder) / GATEWAY
+        new_key(key, "gpuaas gateway authority")
+        record(_public(key))
+        key.replace(trust.gateway_authority)
+        _public_path(key).replace(_public_path(trust.gateway_authority))
+
+
 def keep_gateway_ca(trust: Trust, recorded: str, *, replace: bool = False) -> None:
     """Write the site's public key of the gateway's authority where there is none. replace: also
-    instead of another pair, which no machine of the site has seen.
+    instead of another pair, which is not the site's or not any more.
     """
     public = _public_path(trust.gateway_authority)
     with _locked(trust):

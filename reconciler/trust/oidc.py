@@ -88,12 +88,13 @@ class Provider:
 
 @dataclass(frozen=True)
 class Identity:
-    """The holder of a token. id: constant for the same person."""
+    """The holder of a token. id: constant for the same person. until: when the claims end."""
 
     id: str
     name: str
     admin: bool
     projects: frozenset[str]
+    until: float | None = None
 
 
 class Verifier:
@@ -281,6 +282,7 @@ def identity_of(provider: Provider, claims: Claims) -> Identity:
         projects=frozenset(
             group.removeprefix(prefix) for group in groups if prefix and group.startswith(prefix)
         ),
+        until=claims.get("exp"),
     )
 
 

@@ -255,7 +255,7 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         "answers": partial(retention.answers, age_s=settings.keep_answers_days * DAY_S),
         "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
         "telemetry": retention.telemetry,
-        "recordings": retention.recordings,
+        "tokens": retention.tokens,
         "jobs": partial(jobs.forget, age_s=JOBS_S, limit=retention.AT_ONCE),
     }
     gone = dict.fromkeys(works, 0)
@@ -269,6 +269,13 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         text = ", ".join(f"{count} {name}" for name, count in gone.items())
         _RETENTION_LOG.info("forgotten: %s", text)
     return gone
+
+
+def forget_recordings(engine: Engine, _settings: Settings) -> None:
+    """Loop for recordings of terminals that are old, or too many of one person."""
+    for _ in range(_TRANSACTIONS):
+        if retrying(engine, retention.recordings) < retention.AT_ONCE:
+            return
 
 
 def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[str]:
@@ -347,6 +354,8 @@ LOOPS: tuple[Loop, ...] = (
     Loop("maintenance", 1.0, follow_drain),
     Loop("remote_workers", 1.0, tend_remote_workers),
     Loop("retention", 600.0, forget),
+    # Sooner: while a person has too many, its next terminal is refused.
+    Loop("recordings", 30.0, forget_recordings),
 )
 
 

@@ -18,9 +18,16 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import clock, locks
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, Task
-from reconciler.inventory.maas import Client, Machine, Status, maas_access
+from reconciler.inventory.maas import FORBIDDEN, Client, Machine, Status, maas_access
 from reconciler.inventory.maas_sync import MAAS_SCRIPTS
-from reconciler.inventory.machines import OTHER_SERIAL, differing, other_serial, purpose_of
+from reconciler.inventory.machines import (
+    OTHER_SERIAL,
+    UNSURE,
+    UNSURE_LOCK,
+    differing,
+    other_serial,
+    purpose_of,
+)
 from reconciler.lifecycle import host, installation
 from reconciler.lifecycle.task_failures import act_of
 from reconciler.model.errors import Problem
@@ -108,7 +115,13 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
         else:
             memory = _asking(memory, verb, now)
             userdata = _begin(engine, settings, task, machine, memory)
-            _ask(maas, task, machine, verb, userdata)
+            try:
+                _ask(maas, task, machine, verb, userdata)
+            except RunError as refusal:
+                if verb == "unlock" and refusal.code == FORBIDDEN:
+                    with transaction(engine) as conn:
+                        _remember(conn, task, locked=True)
+                raise
             _give_back(engine, task, replace(memory, answered=True), asdict(memory))
 
 
@@ -133,9 +146,13 @@ def _decide(
     if verb == memory.phase and (memory.answered or memory.requests >= MOST):
         remedy = "read the machine's events in MAAS, then ask again"
         raise _refused("undone", node, f"{shows} after {verb}", remedy)
-    if verb == memory.phase and now - memory.asked_at < REPEAT_S:
-        return "wait", f"{shows}; the effect of {verb} is not known yet"
-    if machine.locked and not (node.maas or {}).get("locked"):
+    unlocking = machine.locked and memory.phase == "unlock"
+    if (verb == memory.phase or unlocking) and now - memory.asked_at < REPEAT_S:
+        return "wait", f"{shows}; the effect of {memory.phase} is not known yet"
+    remembered = (node.maas or {}).get("locked")
+    if machine.locked and remembered == UNSURE:
+        raise _refused("locked", node, f"{shows}, {UNSURE_LOCK[1]}", UNSURE_LOCK[2])
+    if machine.locked and not remembered:
         raise _refused("locked", node, f"{shows}, locked by a person", "unlock it in MAAS")
     if purpose_of(machine) != NodeMode(node.mode).purpose:
         tags = ", ".join(machine.tag_names) or "none"
@@ -171,6 +188,8 @@ def _begin(engine: Engine, settings: Settings, task: Task, machine: Machine, mem
         _require_machine(node, machine)
         installation.begin(conn, node, TaskKind(task.kind), act)
         queue.progress(conn, task.id, task.lease_token, asdict(memory))
+        if memory.phase == "unlock":
+            nodes.update(conn, node.id, maas={**(node.maas or {}), "locked": UNSURE})
         if memory.phase != "deploy":
             return ""
         secret = tokens.issue_ticket(conn, node.id, machine.system_id, _sources(node, machine), act)

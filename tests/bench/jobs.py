@@ -2,9 +2,9 @@
 
 Jobs that do nothing, through our workers and those of taskiq, SAQ, streaQ and arq, each in an
 environment of its own under build/peers. All use the same Redis, which writes its log every second;
-results are kept. Ours are on SQLite, each group of outcomes written through to the disk; `redis`
-has hints by Redis, `embedded` has none. The peers' functions run in the worker itself, ours in its
-child process.
+results are kept. Ours write each group of outcomes through to the disk: `redis` has SQLite and
+hints by Redis, `embedded` SQLite alone, `postgresql` a server of its own and no Redis. The peers'
+functions run in the worker itself, ours in its child process.
 
 Workers are started, warmed up and stopped by a signal while a client fills the queue. The time is
 from the signal that lets them go on until every job has ended (ours: in the database). Queues take
@@ -44,6 +44,7 @@ from reconciler.model.act import Act
 from reconciler.model.jobs import Outcome
 from reconciler.pools import leases
 from reconciler.records import projects
+from tests import postgresql
 from tests.bench import document
 from tests.bench.fleet import job_queues, usage
 from tests.bench.fleet.service import free_port
@@ -57,7 +58,7 @@ PEERS = {
     "arq": ("arq==0.28.0",),
 }
 COMMON = ("hiredis", "uvloop")
-OURS = ("redis", "embedded")
+OURS = ("redis", "embedded", "postgresql")
 # It runs 32 jobs in half a second, so that a full count would take most of the time.
 FEWER = {"arq": 10}
 WARM = 64
@@ -148,10 +149,13 @@ def measure(given: argparse.Namespace) -> Figures:
                 "p99_ms": p99["redis"],
                 "peer_p99_ms": p99[peer] if peer else None,
             },
-            "embedded": {
-                "ours_per_s": best["embedded"],
-                "ratio_to_best_peer": ratio("embedded"),
-                "p99_ms": p99["embedded"],
+            **{
+                name: {
+                    "ours_per_s": best[name],
+                    "ratio_to_best_peer": ratio(name),
+                    "p99_ms": p99[name],
+                }
+                for name in OURS[1:]
             },
             "depth_slowdown": round(deep / shallow - 1, 3),
         },
@@ -168,26 +172,28 @@ def measure(given: argparse.Namespace) -> Figures:
 
 
 class Queue:
-    """A queue of jobs with its workers and a Redis."""
+    """A queue of jobs with its workers and a Redis. database: the URL of ours."""
 
-    def __init__(self, name: str, folder: Path, url: str) -> None:
+    def __init__(self, name: str, folder: Path, url: str, database: str) -> None:
         self.name = name
         self.folder = folder
         self.ours = name in OURS
         self.note = folder / "note"
         self.note.touch()
+        self.database = database
+        url = "" if name in OURS[1:] else url
         self.environment = {
             **os.environ,
             job_queues.NOTE: str(self.note),
-            job_queues.URL: "" if name == "embedded" else url,
-            "GPUAAS_REDIS_URL": "" if name == "embedded" else url,
+            job_queues.URL: url,
+            "GPUAAS_REDIS_URL": url,
             "GPUAAS_STATE_DIR": str(folder),
-            "GPUAAS_DATABASE_URL": "",
+            "GPUAAS_DATABASE_URL": database,
             "GPUAAS_LOG_LEVEL": "warning",
             "PYTHONPATH": str(ROOT),
         }
         self.workers: list[subprocess.Popen[bytes]] = []
-        self.engine = open_engine(f"sqlite:///{folder / 'reconciler.db'}") if self.ours else None
+        self.engine = open_engine(database) if self.ours else None
         if self.engine is not None:
             site(self.engine)
 
@@ -247,6 +253,8 @@ class Queue:
         """Stop the workers, but not in a transaction, which would keep the client out."""
         while True:
             self.signal(signal.SIGSTOP)
+            if not self.database.startswith("sqlite"):
+                return  # Its transactions do not exclude each other.
             with contextlib.closing(
                 sqlite3.connect(self.folder / "reconciler.db", timeout=0)
             ) as db:
@@ -313,13 +321,15 @@ def queue(name: str, workers: int) -> Iterator[Queue]:
         options += ["--appendonly", "yes", "--appendfsync", "everysec"]
         server = RedisServer(Path(folder), *options)
         server.start()
-        opened = Queue(name, Path(folder), f"redis://127.0.0.1:{port}")
-        try:
+        database = f"sqlite:///{folder}/reconciler.db"
+        with contextlib.ExitStack() as stack:
+            stack.callback(server.close)
+            if name == "postgresql":
+                database = stack.enter_context(postgresql.running(fsync=True)).database("jobs")
+            opened = Queue(name, Path(folder), f"redis://127.0.0.1:{port}", database)
+            stack.callback(opened.close)
             opened.start(workers)
             yield opened
-        finally:
-            opened.close()
-            server.close()
 
 
 def throughput(name: str, workers: int, count: int) -> tuple[float, float]:

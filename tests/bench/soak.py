@@ -157,7 +157,7 @@ class Soak:
             span = sa.and_(ended, table.c.updated_at > since, table.c.updated_at <= now)
             took = sa.select(table.c.updated_at - table.c.enqueued_at).where(span)
             times = sorted(1000 * value for value in conn.execute(took).scalars())
-            counts, number = control.counts(conn), jobs.count(conn)
+            counts, number = control.counters(conn), jobs.count(conn)
             mode = control.read(conn).mode
         pids = [process.pid for process in self.workers]
         values: dict[str, Any] = {

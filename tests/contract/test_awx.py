@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,14 +59,19 @@ class Import:
         return done.stdout
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Import]:
+@contextmanager
+def importing(folder: Path) -> Iterator[Import]:
+    """An AWX without our objects."""
     subprocess.run([str(ROOT / "scripts" / "ansible-collections")], check=True)
-    folder = tmp_path_factory.mktemp("awx")
     (folder / "reconciler-token").write_text(f"{SECRET}\n")
     with standing(folder) as controller:
         controller.begin(empty=True)
-        first = Import(controller, folder)
+        yield Import(controller, folder)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Import]:
+    with importing(tmp_path_factory.mktemp("awx")) as first:
         first("-e", f"gpuaas_awx_webhook={WEBHOOK}")
         yield first
 
@@ -119,6 +126,39 @@ def test_every_field_arrives(imported: Import) -> None:
     assert secret == SECRET
 
 
+def scheduled(objects: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
+    """What each schedule starts, how often, and whether it does."""
+    kinds = ("job_templates", "inventory_sources", "workflow_job_templates")
+    names = {item["id"]: item["name"] for kind in kinds for item in objects[kind]}
+    return {
+        row["name"]: (
+            names[row["unified_job_template"]],
+            row["rrule"].partition("RRULE:")[2],
+            row["enabled"],
+        )
+        for row in objects["schedules"]
+    }
+
+
+def test_schedules_start_what_they_name(imported: Import) -> None:
+    objects = imported.controller.objects()
+    assert scheduled(objects) == {
+        "gpuaas hosts every ten minutes": ("gpuaas nodes", "FREQ=MINUTELY;INTERVAL=10", True),
+        "gpuaas parity each night": ("gpuaas parity of all nodes", "FREQ=DAILY;INTERVAL=1", True),
+        "gpuaas NetBox each hour": ("gpuaas compare NetBox", "FREQ=HOURLY;INTERVAL=1", False),
+    }
+    netbox = named(objects["schedules"], "gpuaas NetBox each hour")
+    assert netbox["extra_data"]["gpuaas_action"] == "netbox_diff"
+
+
+def test_a_site_with_netbox_and_without_a_webhook(tmp_path: Path) -> None:
+    with importing(tmp_path) as site:
+        site("-e", "gpuaas_awx_netbox=true")
+        objects = site.controller.objects()
+    assert scheduled(objects)["gpuaas NetBox each hour"][2] is True
+    assert objects["notification_templates"] == []
+
+
 def test_no_question_takes_an_id_from_a_list(imported: Import) -> None:
     """Lists of ids grow old. Everything that is started has a reason."""
     surveys = imported.controller.objects()["surveys"]
@@ -159,10 +199,34 @@ def test_teams_get_what_they_need_and_no_more(imported: Import) -> None:
 
 
 def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import) -> None:
+    before = imported.controller.objects()
     imported.controller.spoil("gpuaas.slice.parity", limit="all", allow_simultaneous=False)
+    deleted = ("gpuaas operate node", "gpuaas compare NetBox")
+    for name in deleted:
+        imported.controller.delete(name)
+    # With it goes its schedule; a workflow's step stays, with nothing to run.
+    assert "gpuaas NetBox each hour" not in scheduled(imported.controller.objects())
     output = imported("-e", f"gpuaas_awx_webhook={WEBHOOK}")
-    changed = [line for line in output.splitlines() if line.startswith("changed: ")]
-    assert changed == ["changed: [localhost] => (item=gpuaas.slice.parity)"]
-    template = named(imported.controller.objects()["job_templates"], "gpuaas.slice.parity")
+    assert re.findall(r"^changed: \[localhost\] => \(item=(.*)\)$", output, re.MULTILINE) == [
+        "gpuaas.slice.parity",
+        *deleted,
+        # What belonged to the two: steps of the workflow, a schedule, and rights of teams.
+        *("bootstrap", "discover", "bind", "parity"),
+        "gpuaas NetBox each hour",
+        *("gpuaas operators: execute", "gpuaas auditors: read"),
+    ]
+    after = imported.controller.objects()
+    template = named(after["job_templates"], "gpuaas.slice.parity")
     assert template["limit"] == "no-host-chosen"
     assert template["allow_simultaneous"] is True
+    assert scheduled(after) == scheduled(before)
+    for name in deleted:
+        old, new = (named(objects["job_templates"], name) for objects in (before, after))
+        ours = set(old) - {"id", "url", "related", "summary_fields"}
+        assert {field: new[field] for field in ours} == {field: old[field] for field in ours}
+    names = {item["id"]: item["name"] for item in after["job_templates"]}
+    steps = {step["identifier"]: step for step in after["workflow_job_template_nodes"]}
+    assert names[steps["bootstrap"]["unified_job_template"]] == "gpuaas operate node"
+    specs = {survey["url"]: survey["spec"] for survey in after["surveys"]}
+    assert specs[named(after["job_templates"], "gpuaas operate node")["url"]]
+    assert after["teams_of"] == before["teams_of"]

@@ -30,7 +30,7 @@ import yaml
 
 from reconciler.runs.contract import PLAYBOOKS
 from reconciler.runs.launch import inert
-from tests.standin.awx_objects import FIELDS, Objects
+from tests.standin.awx_objects import KINDS, Objects
 
 ROOT = Path(__file__).resolve().parents[2]
 # Id of the first job template.
@@ -393,7 +393,7 @@ class Handler(BaseHTTPRequestHandler):
             project = {"id": 5, "scm_url": "https://git.example/gpuaas", "scm_branch": "v1"}
             return 200, {**project, "name": "gpuaas.slice", **self.server.awx.faults.project}
         objects, launches = self.server.awx.objects, words[-1] in ("launch", "hosts", "groups")
-        named = words[0] in FIELDS or words[0] in ("unified_job_templates", "roles")
+        named = words[0] in KINDS or words[0] in ("unified_job_templates", "roles")
         if objects and named and not launches:
             return objects.answer(self.command, words, query, body)
         parts = {

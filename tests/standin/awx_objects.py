@@ -1,11 +1,13 @@
 """Objects of the stand-in for AWX that an import makes, with surveys, associations and roles.
 
-Fields are those of AWX 24.6.1's serializers; another field is dropped, as AWX drops it. What AWX
-checks of surveys, schedules, credential types and references is checked here as well.
+Fields and choices are those of AWX 24.6.1's source (tests/data/awx); another field is dropped, and
+one that is read-only is not changed, as in AWX. What AWX checks of surveys, schedules, credential
+types and references is checked here as well.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,42 +15,13 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tests.standin.service import ROOT
+
 Record = dict[str, Any]
 Answer = tuple[int, Any]
 
-_PROMPTS = (
-    "ask_credential ask_diff_mode ask_execution_environment ask_forks ask_instance_groups"
-    " ask_inventory ask_job_slice_count ask_job_type ask_labels ask_limit ask_scm_branch"
-    " ask_skip_tags ask_tags ask_timeout ask_variables ask_verbosity"
-).replace(" ", "_on_launch ") + "_on_launch"
-_RUN = "inventory scm_branch job_type job_tags skip_tags limit diff_mode verbosity forks timeout"
-FIELDS = {
-    "organizations": "max_hosts default_environment",
-    "credential_types": "kind inputs injectors managed",
-    "credentials": "organization credential_type inputs",
-    "execution_environments": "organization image credential pull",
-    "projects": "organization scm_type scm_url scm_branch scm_refspec scm_clean"
-    " scm_track_submodules scm_delete_on_update credential timeout scm_update_on_launch"
-    " scm_update_cache_timeout allow_override default_environment local_path"
-    " signature_validation_credential",
-    "inventories": "organization kind host_filter variables prevent_instance_group_fallback",
-    "inventory_sources": "source source_path source_vars scm_branch credential enabled_var limit"
-    " enabled_value host_filter overwrite overwrite_vars timeout verbosity execution_environment"
-    " inventory update_on_launch update_cache_timeout source_project",
-    "job_templates": f"{_RUN} {_PROMPTS} project playbook extra_vars force_handlers start_at_task"
-    " use_fact_cache organization host_config_key survey_enabled become_enabled allow_simultaneous"
-    " job_slice_count webhook_service webhook_credential execution_environment"
-    " prevent_instance_group_fallback",
-    "workflow_job_templates": f"{_PROMPTS} extra_vars organization survey_enabled inventory limit"
-    " allow_simultaneous scm_branch webhook_service webhook_credential job_tags skip_tags",
-    "workflow_job_template_nodes": f"{_RUN} extra_data execution_environment job_slice_count"
-    " workflow_job_template unified_job_template all_parents_must_converge identifier",
-    "workflow_approval_templates": "timeout",
-    "schedules": f"{_RUN} rrule extra_data unified_job_template enabled execution_environment"
-    " job_slice_count",
-    "notification_templates": "organization notification_type notification_configuration messages",
-    "teams": "organization",
-}
+_SOURCE = ROOT / "tests/data/awx/fields-24.6.1.json"
+KINDS: dict[str, dict[str, Any]] = json.loads(_SOURCE.read_text())["kinds"]
 # Kind of the object that a field refers to.
 _REFERENCES = {
     "organization": "organizations",
@@ -84,7 +57,7 @@ class Objects:
     def __init__(self, api: str, job_templates: list[Record], first: int) -> None:
         self._api = api
         self._next = first
-        self._lists: dict[str, list[Record]] = {kind: [] for kind in FIELDS}
+        self._lists: dict[str, list[Record]] = {kind: [] for kind in KINDS}
         self._lists["job_templates"] = job_templates
         self._many: dict[str, list[int]] = {}
         self._surveys: dict[str, Record] = {}
@@ -134,7 +107,9 @@ class Objects:
         url = f"{self._api}/{kind}/{number}/"
         related = {"survey_spec": f"{url}survey_spec/"}
         item = {"id": number, "url": url, "type": _singular(kind), "name": "", "related": related}
-        item |= {"description": "", **dict.fromkeys(FIELDS[kind].split())}
+        item |= {"description": "", **dict.fromkeys(_writable(kind) - item.keys())}
+        # The collection compares it, although nobody can set it.
+        item |= {"managed": False} if "managed" in KINDS[kind]["read_only"].split() else {}
         # Of a project whose first update has ended.
         item |= {"scm_revision": "4b825dc"} if kind == "projects" else {}
         self._lists[kind].append(item)
@@ -147,17 +122,32 @@ class Objects:
                 return 400, problem
             self._store(kind, item, body)
         if method == "DELETE":
-            self._lists[kind].remove(item)
+            self._delete(kind, item)
             return 204, {}
         return 200, self._shown(item)
 
+    def _delete(self, kind: str, item: Record) -> None:
+        """With what AWX deletes after it (`on_delete` of its models)."""
+        number = item["id"]
+        self._lists[kind].remove(item)
+        self._surveys.pop(item["url"], None)
+        for key in [key for key in self._many if key.startswith(f"{kind}/{number}/")]:
+            del self._many[key]
+        for step in self._lists["workflow_job_template_nodes"]:
+            if step["unified_job_template"] == number:
+                step["unified_job_template"] = None
+        schedules = self._lists["schedules"]
+        schedules[:] = [row for row in schedules if row["unified_job_template"] != number]
+
     def _store(self, kind: str, item: Record, body: Record) -> None:
-        allowed = {"name", "description", *FIELDS[kind].split()}
+        allowed = _writable(kind)
         # AWX stores no null in a text.
         texts = {
             key: "" if key == "kind" and value is None else value for key, value in body.items()
         }
         item.update({key: value for key, value in texts.items() if key in allowed})
+        if kind == "job_templates" and item["project"]:
+            item["organization"] = self._by_id("projects", item["project"])["organization"]
         self._summarise(kind, item)
 
     def _summarise(self, kind: str, item: Record) -> None:
@@ -250,8 +240,10 @@ class Objects:
             number = body.get(field)
             if number is not None and not any(i["id"] == number for i in self._lists[target]):
                 return {field: [f'Invalid pk "{number}" - object does not exist.']}
-        unnamed = kind == "workflow_job_template_nodes"
-        if item is None and not unnamed and not body.get("name"):
+        for field, known in KINDS[kind]["choices"].items():
+            if body.get(field) not in (None, "", *known):
+                return {field: [f'"{body[field]}" is not a valid choice.']}
+        if item is None and "name" in _writable(kind) and not body.get("name"):
             return {"name": ["This field is required."]}
         check: Callable[[Record], Record] | None = {
             "schedules": _schedule_problem,
@@ -266,6 +258,10 @@ class Objects:
             if unknown:
                 return {"inputs": [f"Additional properties are not allowed ({sorted(unknown)})"]}
         return {}
+
+
+def _writable(kind: str) -> set[str]:
+    return set(KINDS[kind]["writable"].split())
 
 
 def _singular(kind: str) -> str:

@@ -56,9 +56,16 @@ class Controller:
 
     def spoil(self, name: str, **fields: Any) -> None:
         """Change a job template as a person would."""
+        self._ask("PATCH", self._path(name), fields)
+
+    def delete(self, name: str) -> None:
+        """Delete a job template as a person would."""
+        self._ask("DELETE", self._path(name))
+
+    def _path(self, name: str) -> str:
         templates = self.objects()["job_templates"]
         (number,) = (template["id"] for template in templates if template["name"] == name)
-        self._ask("PATCH", f"/api/v2/job_templates/{number}/", fields)
+        return f"/api/v2/job_templates/{number}/"
 
     def jobs(self) -> list[dict[str, Any]]:
         return list(self.record()["jobs"])
@@ -74,7 +81,7 @@ class Controller:
         try:
             headers = {"Authorization": f"Bearer {TOKEN}"}
             connection.request(method, path, json.dumps(body or {}), headers)
-            return json.loads(connection.getresponse().read())
+            return json.loads(connection.getresponse().read() or "{}")
         finally:
             connection.close()
 

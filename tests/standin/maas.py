@@ -55,7 +55,7 @@ class Faults:
     status in which a moving one ends instead. edits: changes by somebody else, by operation, just
     before it. vanish: machine that MAAS loses at its next moving state. body: answer to each GET.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
-    deployment fails.
+    deployment fails. missing: tags that nobody has made.
     """
 
     token: str = TOKEN
@@ -75,6 +75,7 @@ class Faults:
     body: str = ""
     takes_s: float = 0.0
     fails: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
 class Maas(ThreadingHTTPServer):
@@ -265,6 +266,8 @@ class Handler(BaseHTTPRequestHandler):
     def _tag(self, name: str, fields: dict[str, str]) -> tuple[int, Any]:
         if not self.server.faults.superuser:
             return 403, "You do not have permission."
+        if name in self.server.faults.missing:
+            return 404, "No Tag matches the given query."
         for verb, change in (("add", list.append), ("remove", list.remove)):
             machine = self.server.machines.get(fields.get(verb, ""))
             if machine and (name in machine["tag_names"]) == (verb == "remove"):

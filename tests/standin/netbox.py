@@ -2,8 +2,9 @@
 
     python -m tests.standin.netbox CERTIFICATE KEY       prints its port on the first line
 
-Requests are held against NetBox's own OpenAPI description (tests/data/netbox): a query parameter, a
-field or a body that it does not have is recorded as a violation and refused. ETags, If-Match, tags
+Requests and answers are held against NetBox's own OpenAPI description (tests/data/netbox): a query
+parameter, a field or a body that it does not have is recorded as a violation and refused; so is an
+answer of ours with another field or type, which is given. ETags, If-Match, tags
 by name and slug, cursors, all-or-nothing creation and error bodies follow the sources of NetBox
 4.6.6 (`netbox/api/viewsets`, `docs/integrations/rest-api.md`).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,12 +53,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     MACS: {"assigned_object_type": None, "assigned_object_id": None},
     ADDRESSES: {"assigned_object_type": None, "assigned_object_id": None, "vrf": None}
     | {"status": "active"},
+    JOURNAL: {"kind": "info"},
 }
 # Fields that are written as a number and shown as an object.
 _REFERENCES = ("device", "cluster", "virtual_machine", "vrf", "primary_mac_address", "primary_ip4")
 # Canary: no record or log of a test may contain it.
 TOKEN = "nbt_canary91c4.e07-do-not-print"
 _START = datetime(2026, 11, 1, tzinfo=UTC)
+_ANSWERS = {
+    path: Draft202012Validator({"properties": fields, "additionalProperties": False})
+    for path, fields in API["answers"].items()
+}
+# What NetBox shows of a field without a value.
+_BLANK = {"string": "", "array": [], "integer": 0, "boolean": False, "object": {}}
 _BODIES = {name: Draft202012Validator(schema) for name, schema in API["bodies"].items()}
 
 
@@ -232,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             unknown = sorted(query.keys() - set(API["queries"].get(where, ())))
             names = query.get("fields", [""])[0].split(",")
-            unknown += sorted(set(filter(None, names)) - set(API["fields"].get(path, ())))
+            unknown += sorted(set(filter(None, names)) - set(API["answers"].get(path, ())))
             return f"unknown: {', '.join(unknown)}" if unknown else ""
         if self.command == "DELETE":
             return ""
@@ -272,7 +281,7 @@ class Handler(BaseHTTPRequestHandler):
                 row[name] = {"id": row[name]}
         if path == MACHINES and row["primary_ip4"]:
             address = self.server.objects[ADDRESSES].get(row["primary_ip4"]["id"], {})
-            row["primary_ip4"]["address"] = address.get("address")
+            row["primary_ip4"]["address"] = address.get("address", "")
         if path == MACHINES:
             rows = self.server.objects[INTERFACES].values()
             row["interface_count"] = sum(r["virtual_machine"] == row["id"] for r in rows)
@@ -283,12 +292,20 @@ class Handler(BaseHTTPRequestHandler):
                 for kind in (MACS, ADDRESSES)
             }  # fmt: skip
             row |= {"mac_addresses": mine[MACS], "count_ipaddresses": len(mine[ADDRESSES])}
+        if path == JOURNAL:
+            row["kind"] = {"value": row["kind"], "label": row["kind"].title()}
         if path == ADDRESSES:
             row["status"] = {"value": row["status"], "label": row["status"].title()}
         if path in (DEVICES, MACHINES):
             row["primary_ip"] = row["primary_ip4"]
         names = query.get("fields", [""])[0].split(",")
-        return {name: row.get(name) for name in names} if names != [""] else row
+        if names != [""]:
+            fields = API["answers"].get(path, {})
+            row = {name: row.get(name, _blank(fields.get(name, {}))) for name in names}
+        if path in _ANSWERS:
+            wrong = (f"{e.json_path}: {e.message}" for e in _ANSWERS[path].iter_errors(row))
+            self.server.violations += [f"answer of {path}: {text}" for text in wrong]
+        return row
 
     def _one(self, status: int, path: str, row: dict[str, Any], query: Any) -> None:
         self._send(status, self._shown(path, row, query), etag=_etag(row))
@@ -348,6 +365,11 @@ class Handler(BaseHTTPRequestHandler):
         for byte in content:
             self.wfile.write(bytes([byte]))
             time.sleep(faults.drip_s)
+
+
+def _blank(field: dict[str, Any]) -> Any:
+    kind = field.get("type")
+    return deepcopy(_BLANK.get(kind)) if isinstance(kind, str) else None
 
 
 def _etag(row: dict[str, Any]) -> str:

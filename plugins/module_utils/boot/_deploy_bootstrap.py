@@ -11,6 +11,7 @@ Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _telemetry_service,
     _tuning_opt_in,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._report_line import report_line
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address, _sriov_vfs
@@ -84,6 +85,8 @@ _WHOLE_ONLY = (
     _tuning_opt_in.SETTING,
     "GPUAAS_SLICE_API_NAMES",
 )
+# Characters of a part's steps that a plan shows; its digest covers all of them.
+_SHOWN = 4096
 _NETWORK = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs_nat.facts)
 
 
@@ -153,6 +156,35 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
         yield from _PARTS[name](profile)
 
 
+def forecast(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps of each part on this host as it is, with a digest over their contents.
+
+    A part that cannot be judged yet, for example before its packages are installed, names the
+    reason instead. boot: the kernel's arguments, and why a restart will be needed.
+    """
+    chosen = _tuning_opt_in.names(profile.get("tuning", []), profile.get("opted_in"))
+    resolved = {**profile, "tuning": chosen}
+    boot: dict[str, Any] = {"identity": _host.identity()}
+    rows, covered = [], []
+    for part in itertools.chain.from_iterable(make(resolved) for make in _PARTS.values()):
+        steps, code = [], ""
+        try:
+            outcome = _change.drive(part.subject, part.params, check_mode=True)
+            steps = [step.document() for step in outcome.plan.steps]
+            code = outcome.failure.code if outcome.failure else ""
+            boot |= outcome.facts if part.name == "kernel" else {}
+        except Refusal as refusal:
+            code = refusal.code
+        except (OSError, ValueError, LookupError) as problem:
+            code = type(problem).__name__
+        names = ", ".join(f"{step['name']}({step['subject']})" for step in steps)
+        rows.append({"part": part.name, "steps": names[:_SHOWN], "open": code})
+        covered.append([part.name, steps, code])
+    text = json.dumps([covered, boot.get("reboot_reasons")], sort_keys=True, default=str)
+    digest = f"sha256:{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
+    return {"plan": rows, "digest": digest, "boot": boot}
+
+
 def _order(plays: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The roles that the playbook includes and the modules that it runs, one after another."""
     for task in itertools.chain(*(outer.get("block", []) for outer in plays[0]["tasks"])):
@@ -210,10 +242,11 @@ def _mode(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
 
 
-# By the name of the role or module in the playbook.
+# By the name of the role or module in the playbook, in its order.
 _PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Part]]] = {
     # `_run` looks for tenants by itself, before it asks for parts.
     "gpuaas.slice.host_idle": lambda _profile: iter(()),
+    "gpuaas.slice.bootstrap_plan": lambda _profile: iter(()),
     "gpuaas.slice.slice_packages": _packages,
     "gpuaas.slice.api_names": _names,
     "gpuaas.slice.host_tuning": _tuning,

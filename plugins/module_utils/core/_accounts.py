@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 # sshd reads the file of the account that is logged in to (see the enrolment script).
 PRINCIPALS = "/etc/ssh/gpuaas_principals"
@@ -61,3 +67,66 @@ def write_principals(name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     _host.write(principals(name), text)
+
+
+def processes(uid: int) -> list[int]:
+    """Processes with this uid, and processes of users who had logged in with it.
+
+    Child processes inherit the login uid, also through sudo, and cannot change it.
+    """
+    pids = []
+    for process in _host.path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if uid in _uids(process):
+                pids.append(int(process.name))
+    return sorted(pids)
+
+
+def end_processes(uid: int, *, grace: float) -> list[int]:
+    """Ask every process of the uid to end, then kill it; returns the processes that existed.
+
+    grace: seconds. Signals go through process descriptors, and only after the uid was read under
+    them. A process id that the kernel has reused meanwhile is therefore never signalled.
+    """
+    ended: set[int] = set()
+    end = time.monotonic() + grace
+    while left := processes(uid):
+        last = time.monotonic() > end
+        for pid in left:
+            if pid not in ended or last:
+                _signal(pid, uid, signal.SIGKILL if last else signal.SIGTERM)
+        ended.update(left)
+        if time.monotonic() > end + 10:
+            raise Refusal(
+                "processes_left",
+                expected=f"no process of uid {uid}",
+                found=f"{', '.join(map(str, left))} do not end",
+                remedy="they hang in the kernel: look at their stacks, reboot the host",
+            )
+        time.sleep(0.1)
+    return sorted(ended)
+
+
+def _signal(pid: int, uid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if uid in _uids(_host.path(f"/proc/{pid}")):
+                signal.pidfd_send_signal(descriptor, number)
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def _uids(process: Path) -> set[int]:
+    """Real, effective, saved, filesystem and login uid; empty for a dead process."""
+    uids: set[int] = set()
+    for line in (process / "status").read_text(errors="replace").splitlines():
+        if line.startswith("State:") and "\tZ" in line:
+            return set()  # a zombie: only its parent has not collected it yet
+        if line.startswith("Uid:"):
+            uids = {int(number) for number in line.split()[1:]}
+    # A kernel without audit has no such file.
+    login = process / "loginuid"
+    return uids | ({int(login.read_text())} if login.exists() else set())

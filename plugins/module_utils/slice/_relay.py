@@ -131,6 +131,9 @@ def _files(authority: str, state: State) -> list[_change.Step]:
         raise _object_names.invalid("authority", "type and base64 of a public key", authority)
     if state.authority != authority:
         steps.append(_change.Step("write_authority", AUTHORITY, state.authority, authority))
+        if state.authority and state.account is not None:
+            # The earlier one may be a thief's. sshd asks for a certificate at the login only.
+            steps.append(_change.Step("end_sessions", ACCOUNT, None, "ended"))
     if state.settings != settings().strip():
         steps.append(_change.Step("write_settings", SETTINGS, state.settings or None, "set"))
     return steps
@@ -175,6 +178,10 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _accounts.add_login(ACCOUNT, SHELL)
     elif step.name == "write_authority":
         _host.write(AUTHORITY, f"{step.after}\n")
+    elif step.name == "end_sessions":
+        account = _accounts.named(ACCOUNT)
+        if account is not None and account.uid:
+            _accounts.end_processes(account.uid, grace=0)
     elif step.name == "remove_authority":
         _host.remove(AUTHORITY)
     elif step.name == "write_settings":

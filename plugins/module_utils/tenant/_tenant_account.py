@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import stat
 import time
 from collections.abc import Iterator
@@ -105,7 +104,7 @@ def traces(name: str, uid: int) -> Traces:
         accounts=accounts,
         sudoers=_host.path(SUDOERS).exists(),
         slice_alive=slice_alive(uid),
-        processes=tuple(processes(uid)),
+        processes=tuple(_accounts.processes(uid)),
         lingering=_host.path(f"/var/lib/systemd/linger/{name}").exists(),
         schedules=tuple(path for folder in _SCHEDULES for path in _owned(folder, uid)),
         mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
@@ -129,44 +128,6 @@ def end_sessions(uid: int) -> None:
     end = time.monotonic() + _SLICE_S
     while slice_alive(uid) and time.monotonic() < end:
         time.sleep(0.2)
-
-
-def processes(uid: int) -> list[int]:
-    """Processes with this uid, and processes of users who had logged in with it.
-
-    Child processes inherit the login uid, also through sudo, and cannot change it.
-    """
-    pids = []
-    for process in _host.path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if uid in _uids(process):
-                pids.append(int(process.name))
-    return sorted(pids)
-
-
-def end_processes(uid: int, *, grace: float) -> list[int]:
-    """Ask every process of the uid to end, then kill it; returns the processes that existed.
-
-    grace: seconds. Signals go through process descriptors, and only after the uid was read under
-    them. A process id that the kernel has reused meanwhile is therefore never signalled.
-    """
-    ended: set[int] = set()
-    end = time.monotonic() + grace
-    while left := processes(uid):
-        last = time.monotonic() > end
-        for pid in left:
-            if pid not in ended or last:
-                _signal(pid, uid, signal.SIGKILL if last else signal.SIGTERM)
-        ended.update(left)
-        if time.monotonic() > end + 10:
-            raise Refusal(
-                "processes_left",
-                expected=f"no process of uid {uid}",
-                found=f"{', '.join(map(str, left))} do not end",
-                remedy="they hang in the kernel: look at their stacks, reboot the host",
-            )
-        time.sleep(0.1)
-    return sorted(ended)
 
 
 def remove_home(name: str) -> None:
@@ -221,31 +182,6 @@ def _unlink(name: str, at: int, folder: bool) -> None:
     # Not empty: it contains another user's file, which the check afterwards names.
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=at)
-
-
-def _signal(pid: int, uid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        try:
-            if uid in _uids(_host.path(f"/proc/{pid}")):
-                signal.pidfd_send_signal(descriptor, number)
-        except FileNotFoundError:
-            pass
-        finally:
-            os.close(descriptor)
-
-
-def _uids(process: Path) -> set[int]:
-    """Real, effective, saved, filesystem and login uid; empty for a dead process."""
-    uids: set[int] = set()
-    for line in (process / "status").read_text(errors="replace").splitlines():
-        if line.startswith("State:") and "\tZ" in line:
-            return set()  # a zombie: only its parent has not collected it yet
-        if line.startswith("Uid:"):
-            uids = {int(number) for number in line.split()[1:]}
-    # A kernel without audit has no such file.
-    login = process / "loginuid"
-    return uids | ({int(login.read_text())} if login.exists() else set())
 
 
 def _owns(absolute: str, uid: int) -> bool:

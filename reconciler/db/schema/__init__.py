@@ -56,9 +56,11 @@ from reconciler.db.schema.capacity import (
 from reconciler.db.schema.jobs import (
     Control,
     Job,
+    JobCount,
     PoolWorker,
     Totals,
     control,
+    job_counts,
     jobs,
     pool_workers,
     totals,

@@ -36,9 +36,20 @@ class Project(Row):
 
 
 # Only hashes are stored, so that a copy of the database grants no access.
-@table("api_tokens", "token", sa.UniqueConstraint("hash"))
+@table(
+    "api_tokens",
+    "token",
+    sa.UniqueConstraint("hash"),
+    partial("ix_api_tokens_parent_id", "parent_id", where="parent_id IS NOT NULL"),
+    partial("ix_api_tokens_owner", "owner", "created_at", where="owner IS NOT NULL"),
+)
 class ApiToken(Row):
-    """An API token; its secret is stored as a hash."""
+    """An API token; its secret is stored as a hash.
+
+    parent_id: the token that it was made with, and with which it ends. owner: of a token that
+    somebody made for themselves, the id of the first token of its line, or of the person of the
+    OpenID provider; null for a token of an operator.
+    """
 
     id: str
     name: str
@@ -46,6 +57,9 @@ class ApiToken(Row):
     role: Annotated[str, Role]
     project_id: ProjectId | None
     node_id: NodeId | None
+    parent_id: Annotated[str, Reference("api_tokens")] | None
+    owner: str | None
+    issued_by: Text
     created_at: float
     expires_at: float | None
     revoked_at: float | None

@@ -227,6 +227,9 @@ class Allocation(StateRow):
     region: Text
     pool: Text
     gpu_count: Number
+    # Of a GPU hour when it was launched, "" for none. A null currency: it is older than its price.
+    price: Text
+    currency: str | None
     name: Text
     hostname: Text
     username: Text
@@ -279,6 +282,9 @@ class Usage(Row):
     region: Text
     pool: Text
     gpu_count: int
+    # As in the allocation.
+    price: Text
+    currency: str | None
     # Copy of the claims: kind, slot, index and disk size.
     claims: list[Any]
     started_at: float

@@ -35,8 +35,18 @@ from reconciler.model.jobs import JobStatus, Mode
     partial(
         "ix_orchestrator_jobs_running", "lease_expires_at", "project_id", where="status = 'running'"
     ),
-    # Lists of a project, and its use of its limits.
-    sa.Index("ix_orchestrator_jobs_project", "project_id", "enqueued_at", "id", "status", "size"),
+    # Lists of a project. Nothing in it changes with a job.
+    sa.Index("ix_orchestrator_jobs_project", "project_id", "enqueued_at", "id"),
+    partial(
+        "ix_orchestrator_jobs_dead",
+        *("project_id", "enqueued_at", "id"),
+        where="status = 'dead_letter'",
+    ),
+    partial(
+        "ix_orchestrator_jobs_reprocessed",
+        *("project_id", "reprocessed_at"),
+        where="reprocessed_at IS NOT NULL",
+    ),
     partial(
         "ix_orchestrator_jobs_ended",
         "updated_at",
@@ -78,6 +88,27 @@ class Job(Row):
     updated_at: float
     # When the job was last taken back from the dead letters; equal for all of one request.
     reprocessed_at: float | None
+
+
+@table("job_counts", "job_count", sa.Index("ix_job_counts_project_id", "project_id"))
+class JobCount(Row):
+    """A change of the number and size of a project's jobs; its rows together are their number.
+
+    It references no project, or its writer would wait for a request that has locked the project.
+    """
+
+    id: str
+    project_id: str
+    # Jobs that have not ended.
+    open_jobs: Number
+    done: Number
+    dead_letter: Number
+    canceled: Number
+    # Bytes of inputs and results.
+    size: Number
+    # Of the jobs that a project may send in an hour, as of a time; in the row of a request only.
+    spent: float
+    spent_at: float | None
 
 
 @table(
@@ -135,6 +166,7 @@ class Totals(Row):
 
 
 jobs = Job.TABLE
+job_counts = JobCount.TABLE
 pool_workers = PoolWorker.TABLE
 control = Control.TABLE
 totals = Totals.TABLE

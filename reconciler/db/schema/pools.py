@@ -62,6 +62,8 @@ class Pool(StateRow):
     project_id: Annotated[str | None, Reference("projects", null=True)]
     seat: int
     models: list[Any]
+    # SHA-256 of their files by name, as the first worker on a machine of the service loaded them.
+    digests: dict[str, Any]
     replicas: int
     # Of each worker with its child.
     memory_mib: int

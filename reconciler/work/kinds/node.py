@@ -33,6 +33,8 @@ def bootstrap_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_allow_reboot": bool(work.parameters.get("allow_reboot", False)),
         "slice_api_names": work.settings.api_names,
+        "slice_plan_only": bool(work.parameters.get("plan_only", False)),
+        "slice_expected_plan": work.parameters.get("expected_plan", ""),
     }
 
 
@@ -45,6 +47,8 @@ def bootstrap_start(work: Work) -> None:
 
 
 def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    if work.parameters.get("plan_only", False):
+        return evidence
     act = work.act.because("bootstrap finished", evidence)
     host.bootstrapped(
         work.conn, work.task.node_id, act, identity=evidence["identity"], began=work.task.started_at

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reconciler.db import locks, rows
+from reconciler.db import settings as site
 from reconciler.db.schema import IngressRule
 from reconciler.lifecycle import (
     app_operations,
@@ -26,7 +27,7 @@ from reconciler.pools import remote
 from reconciler.records import allocations, claims, images, queue, reports, segments
 from reconciler.records import slots as slot_records
 from reconciler.runs.paths import run_secret
-from reconciler.trust.ca import gateway_ca, open_trust
+from reconciler.trust.ca import GATEWAY, gateway_ca, open_trust
 from reconciler.trust.downloads import url as download_url
 from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
@@ -149,8 +150,12 @@ def provision_variables(work: Work) -> dict[str, Any]:
 
 
 def _gateway_authority(work: Work) -> str:
-    """The authority that hosts accept for their relay account, and guests for terminals."""
-    return gateway_ca(open_trust(work.settings.state_dir))
+    """The authority that hosts accept for their relay account, and guests for terminals.
+
+    As recorded: another machine may have replaced the one that this process knows.
+    """
+    recorded = site.read(work.conn, site.AUTHORITIES, {})
+    return str(recorded.get(GATEWAY) or gateway_ca(open_trust(work.settings.state_dir)))
 
 
 def _terminal(work: Work, authority: str) -> list[dict[str, str]]:

@@ -21,12 +21,13 @@ from tests.unit.reconciler.gateway.conftest import (
     World,
     boot,
     databases,
+    records,
     selling,
     terminal,
     world,
 )
 
-__all__ = ["boot", "databases", "selling", "terminal", "world"]
+__all__ = ["boot", "databases", "records", "selling", "terminal", "world"]
 MIB = 1 << 20
 _END_S = 600
 

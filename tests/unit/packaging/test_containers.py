@@ -51,7 +51,8 @@ def test_a_container_starts_a_command_with_settings_that_exist(
         monkeypatch.setenv(variable, filled)
         assert variable.removeprefix("GPUAAS_").lower() in Settings.model_fields
     read = Settings()
-    assert read.database_url == "postgresql+psycopg://gpuaas:secret@postgres/gpuaas"
+    role = "gpuaas_gateway:" if name == "gateway" else "gpuaas:secret"
+    assert read.database_url == f"postgresql+psycopg://{role}@postgres/gpuaas"
     assert read.url_for_hosts == "https://gpuaas.example"
     assert read.workers == (4 if name == "worker" else 2)
 

@@ -50,15 +50,26 @@ def test_a_unit_starts_a_command_that_exists(unit: Path) -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_it_and_calls_it_hardened(unit: Path, tmp_path: Path) -> None:
-    # This machine has neither the installation's program nor its user.
-    text = unit.read_text().replace("/opt/gpuaas/bin/gpuaas", str(Path(sys.executable)))
-    copy = tmp_path / unit.name
-    copy.write_text(re.sub(r"^(User|Group)=.*", r"\1=root", text, flags=re.M))
+    copy = installed(unit, tmp_path)
     verified = _analyze("verify", str(copy))
     assert (verified.returncode, verified.stderr) == (0, "")
     said = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
     (level,) = re.findall(r"exposure level for \S+: ([0-9.]+)", said)
     assert float(level) <= EXPOSED, said
+
+
+@pytest.mark.parametrize("unit", ["gpuaas", "gpuaas-worker"])
+def test_a_machine_of_pools_delegates_memory_and_opens_gpus_only(unit: str, tmp_path: Path) -> None:
+    text = (PACKAGING / "systemd" / "pools.conf").read_text()
+    copy = installed(PACKAGING / "systemd" / f"{unit}.service", tmp_path)
+    # Not known to the systemd of Debian 12, which says so and goes on.
+    unknown = not re.search(r"^systemd (25[4-9]|2[6-9]\d|[3-9]\d\d)", _analyze("--version").stdout)
+    own = re.sub(r"^DelegateSubgroup=.*\n", "", text, flags=re.M) if unknown else text
+    copy.write_text(copy.read_text().replace("[Install]", f"{own}[Install]"))
+    verified = _analyze("verify", str(copy))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    said = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
+    assert re.search(r"✗ DeviceAllow=\s+Service has a device ACL with some special devices", said)
 
 
 def test_the_file_of_settings_names_settings() -> None:
@@ -70,6 +81,14 @@ def test_the_file_of_settings_names_settings() -> None:
 def test_every_setting_is_documented_as_it_is() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m reconciler.service.configuration"
     assert all(field.description for field in Settings.model_fields.values())
+
+
+def installed(unit: Path, folder: Path) -> Path:
+    """A copy for this machine, which has neither the installation's program nor its user."""
+    text = unit.read_text().replace("/opt/gpuaas/bin/gpuaas", str(Path(sys.executable)))
+    copy = folder / unit.name
+    copy.write_text(re.sub(r"^(User|Group)=.*", r"\1=root", text, flags=re.M))
+    return copy
 
 
 def _analyze(*words: str) -> subprocess.CompletedProcess[str]:

@@ -38,7 +38,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Iterator[M
         installed(machine, Path("/opt/wheel", wheel.name))
         gpuaas(machine, "token", "create", "--role", "platform-admin", "--name", "me", "--save")
         machine.run("systemctl", "enable", "--now", "gpuaas.service")
-        until(machine, ready)
         gpuaas(machine, "nodes", "add", "n1", "--address", "127.0.0.1", "--profile", "lab")
         machine.run("systemctl", "start", "ssh.service")
         machine.run("sh", "-s", text=gpuaas(machine, "nodes", "userdata", "n1"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
     _boot_service,
     _change,
     _command,
@@ -224,7 +225,7 @@ def test_what_sudo_started_is_the_tenants_by_its_login(tree: Path) -> None:
         uids = "\t".join([str(uid)] * 4)
         _host.write(f"/proc/{pid}/status", f"Name:\tx\nState:\t{state} (x)\nUid:\t{uids}\n")
         _host.write(f"/proc/{pid}/loginuid", str(login))
-    assert _tenant_account.processes(UID) == [2, 4]
+    assert _accounts.processes(UID) == [2, 4]
 
 
 REAL = """
@@ -301,12 +302,12 @@ def test_processes_of_the_uid_end_and_no_others(real: list[subprocess.Popen[byte
     polite = start(real, "echo ready; exec sleep 60", UID)
     deaf = start(real, "trap '' TERM; echo ready; while :; do sleep 60; done", UID)
     other = start(real, "echo ready; exec sleep 60", UID + 1)
-    assert {polite.pid, deaf.pid} <= set(_tenant_account.processes(UID))
+    assert {polite.pid, deaf.pid} <= set(_accounts.processes(UID))
     began = time.monotonic()
-    ended = _tenant_account.end_processes(UID, grace=0.5)
+    ended = _accounts.end_processes(UID, grace=0.5)
     assert {polite.pid, deaf.pid} <= set(ended)
     assert polite.wait() == -signal.SIGTERM
     assert deaf.wait() == -signal.SIGKILL
     assert time.monotonic() - began < 30
-    assert _tenant_account.processes(UID) == []
+    assert _accounts.processes(UID) == []
     assert other.poll() is None

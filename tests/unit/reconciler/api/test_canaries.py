@@ -123,6 +123,9 @@ def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
     infer(selling, member)
     assert [row["id"] for row in member.ask("GET", "projects")["items"]] == ["demo"]
     assert member.ask("GET", "images")["items"]
+    mine = member.ask("POST", "tokens", json={"name": "mine"})
+    member.ask("GET", "tokens")
+    member.ask("DELETE", f"tokens/{mine['id']}")
     key = {"public_key": KEY}
     for path in ("ssh-keys", "ssh-keys/revoke", "ssh-keys"):
         member.ask("POST", f"projects/demo/{path}", json=key)

@@ -130,7 +130,7 @@ def test_a_number_that_no_database_stores_is_refused(site: Stack) -> None:
 def test_a_full_project_is_told_when_to_come_again(
     site: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "OPEN_LIMIT", 1)
+    monkeypatch.setitem(jobs.LIMITS, "jobs_open", 1)
     enqueue(site)
     document = refused(site, lambda: site.client("member").post(PATH, json=BODY))
     assert (document["status"], document["code"]) == (429, "job_limit")

@@ -16,6 +16,7 @@ from tests.unit.reconciler.api.stack import ACT, IMAGE, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_launches import activate, launch
 
 DISK = "/dev/disk/by-id/nvme-eui.5e0000000000a000"
+PLAN = f"sha256:{'a' * 64}"
 IDENTITY = {"serial": "LABNVME0", "eui": "5e0000000000a000"}
 APPROVAL = IDENTITY | {
     "mounts": ["/share 0"],
@@ -30,6 +31,18 @@ APPROVAL = IDENTITY | {
     [
         ("bootstrap", None, "node.bootstrap", {"allow_reboot": False}),
         ("bootstrap", {"allow_reboot": True}, "node.bootstrap", {"allow_reboot": True}),
+        (
+            "bootstrap",
+            {"plan_only": True},
+            "node.bootstrap",
+            {"allow_reboot": False, "plan_only": True},
+        ),
+        (
+            "bootstrap",
+            {"expected_plan": PLAN},
+            "node.bootstrap",
+            {"allow_reboot": False, "expected_plan": PLAN},
+        ),
         ("slice-topology/discovery", None, "slice.topology_discover", {}),
         ("parity", {"reason": "again"}, "node.parity", {}),
         ("drift", None, "slice.drift_reconcile", {}),

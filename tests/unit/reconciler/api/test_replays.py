@@ -46,7 +46,7 @@ __all__ = ["metal"]
 KEYLESS = {"enrolment_enrol", "enrolment_fetch"}
 KEYLESS |= {f"worker_{act}" for act in ("register", "turn", "renew", "due", "leave")}
 # Requests without a body.
-BODILESS = {"ingress_remove", "jobs_cancel", "tokens_revoke"}
+BODILESS = {"ingress_remove", "jobs_cancel", "tokens_revoke", "tokens_revoke_own"}
 # The first answer has a secret, which is not stored: a repetition is refused.
 SECRET = {
     "enrolment_issue",
@@ -54,6 +54,7 @@ SECRET = {
     "terminals_open_terminal",
     "terminals_replay",
     "tokens_issue",
+    "tokens_issue_own",
 }
 # Refused without a key, because repeating them unnoticed does harm.
 KEY_REQUIRED = {
@@ -161,6 +162,12 @@ def _token(stack: Stack) -> tuple[Names, Body]:
     body = {"role": "platform-admin", "name": "spare"}
     made = stack.client("admin").post("admin/tokens", json=body).json()
     return {"token_id": made["id"]}, {}
+
+
+def _own_token(stack: Stack) -> tuple[Names, Body]:
+    return {
+        "token_id": stack.client("member").post("tokens", json={"name": "spare"}).json()["id"]
+    }, {}
 
 
 def _session(stack: Stack) -> tuple[Names, Body]:
@@ -347,7 +354,9 @@ ROWS = {
     ),
     "terminals_switch_recording": on(enabled=True),
     "tokens_issue": on(role="project-member", name="spare", project_id="demo"),
+    "tokens_issue_own": on(name="spare"),
     "tokens_revoke": Row("selling", _token),
+    "tokens_revoke_own": Row("selling", _own_token),
     "topology_compare": on(),
     "topology_discover": on(),
     "topology_measure": on(),

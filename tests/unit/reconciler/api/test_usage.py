@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import yaml
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import QueuePool
 
 from reconciler.api import usage as usage_routes
 from reconciler.api.app import PREFIX
 from reconciler.db.engine import transaction
+from reconciler.db.schema import usage as usage_table
 from reconciler.doctor import installation
 from reconciler.lifecycle import host, recovery
 from reconciler.records import allocations, queue, tokens
@@ -108,27 +111,65 @@ def test_csv_says_the_same(used: tuple[Stack, list[str]]) -> None:
     assert (over["started_at"], over["ended_at"]) == (shown["started_at"], shown["ended_at"])
 
 
+def lines(answer: dict[str, Any]) -> list[tuple[str | None, str, bool, int]]:
+    names = ("price", "currency", "price_kept", "allocations")
+    rows = [tuple(total[name] for name in names) for total in answer["totals"]]
+    return sorted(rows, key=str)
+
+
 @pytest.mark.covers("CTRL-14")
-def test_cost_by_sku_is_exact_and_nothing_without_a_price(
+def test_a_bill_has_the_price_of_the_launch(selling: Stack, tmp_path: Path) -> None:
+    """Whatever the setting says later, or at the time when the machine is there."""
+    member, made = selling.client("member"), []
+    for number, price in enumerate((None, "360000.5", "7")):
+        if price:
+            changed = {"profiles_dir": priced(selling, tmp_path / price, price).profiles_dir}
+            changed["currency"] = "CHF" if price != "7" else "USD"
+            selling.settings = selling.settings.model_copy(update=changed)
+            member = selling.client("member")
+        if price != "7":
+            made.append(str(launch(selling, key=str(number)).json()["id"]))
+            (lab,) = [s for s in member.get("catalog").json()["skus"] if s["title"]][:1]
+            assert lab["gpu_hour_price"] == price
+    for allocation_id in made:
+        activate(selling, allocation_id)
+    answer = member.get(OWN).json()
+    assert lines(answer) == [("360000.5", "CHF", True, 1), (None, "EUR", True, 1)]
+    assert {row["allocation_id"]: row["price"] for row in answer["items"]} == {
+        made[0]: None, made[1]: "360000.5",
+    }  # fmt: skip
+    for row in [*answer["items"], *answer["totals"]]:
+        if row["price"] is None:
+            assert row["cost"] is None
+            continue
+        exact = Decimal(str(row["gpu_seconds"])) * Decimal("360000.5") / 3600
+        assert abs(Decimal(row["cost"]) - exact) <= Decimal("0.005")
+    table = _table(member.get(OWN, params={"format": "csv"}).text)
+    assert [(row["price"], row["currency"]) for row in table] == [
+        (row["price"] or "", row["currency"]) for row in answer["items"]
+    ]
+    with (
+        pytest.raises(IntegrityError, match="keeps what was sold"),
+        transaction(selling.engine) as conn,
+    ):
+        conn.execute(sa.update(usage_table).values(price="1"))
+
+
+@pytest.mark.covers("CTRL-14")
+def test_what_is_older_than_its_price_has_the_present_one(
     used: tuple[Stack, list[str]], tmp_path: Path
 ) -> None:
     stack, _ = used
-    member = stack.client("member")
-    free = member.get(OWN).json()
-    assert {row["cost"] for row in [*free["items"], *free["totals"]]} == {None}
-    stack.settings = priced(stack, tmp_path, "360000.5").model_copy(update={"currency": "CHF"})
-    member = stack.client("member")
-    answer = member.get(OWN).json()
-    assert answer["currency"] == "CHF"
-    for row in [*answer["items"], *answer["totals"]]:
-        exact = Decimal(str(row["gpu_seconds"])) * Decimal("360000.5") / 3600
-        assert abs(Decimal(row["cost"]) - exact) <= Decimal("0.005")
-    (total,) = answer["totals"]
-    assert (total["sku"], total["allocations"]) == ("lab-edu-slice", 2)
-    over = _table(member.get(OWN, params={"format": "csv"}).text)[0]
-    assert over["cost"] == answer["items"][0]["cost"], "it has ended"
-    (lab,) = [sku for sku in member.get("catalog").json()["skus"] if sku["name"] == "lab-edu-slice"]
-    assert lab["gpu_hour_price"] == "360000.5"
+    with transaction(stack.engine) as conn:
+        conn.exec_driver_sql("DROP TRIGGER usage_records_keep_update")
+        conn.exec_driver_sql("DROP TRIGGER usage_records_keep_price")
+        conn.execute(sa.update(usage_table).values(currency=None))
+    assert lines(stack.client("member").get(OWN).json()) == [(None, "EUR", False, 2)]
+    for price in ("1", "2.5"):
+        stack.settings = priced(stack, tmp_path / price, price)
+        answer = stack.client("member").get(OWN).json()
+        assert lines(answer) == [(price, "EUR", False, 2)]
+        assert all(row["cost"] for row in answer["items"])
 
 
 @pytest.mark.parametrize(
@@ -137,8 +178,9 @@ def test_cost_by_sku_is_exact_and_nothing_without_a_price(
 )
 def test_money_is_decimal(price: str, hours: str, cost: str) -> None:
     """Rounded once, and half a hundredth up."""
-    prices = usage_routes.Prices({"sku": Decimal(price)})
-    assert prices.cost("sku", int(Decimal(hours) * 3_600_000)) == cost
+    prices = usage_routes.Prices({"sku": Decimal(price)}, "EUR")
+    row = {"sku": "sku", "price": "", "currency": None}
+    assert prices.charge(row, int(Decimal(hours) * 3_600_000))["cost"] == cost
 
 
 @pytest.mark.parametrize("price", [2.5, "2,50", "-1", "1e3", "NaN"])
@@ -162,7 +204,7 @@ def priced(stack: Stack, folder: Path, price: object) -> Settings:
     file = stack.settings.profiles_dir / "lab.yml"
     document = yaml.safe_load(file.read_text(encoding="utf-8")) | {"gpu_hour_price": price}
     profiles = folder / "priced"
-    profiles.mkdir()
+    profiles.mkdir(parents=True)
     (profiles / "lab.yml").write_text(yaml.safe_dump(document), encoding="utf-8")
     return stack.settings.model_copy(update={"profiles_dir": profiles})
 

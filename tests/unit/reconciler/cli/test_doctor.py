@@ -22,7 +22,7 @@ from reconciler.db import settings as site
 from reconciler.db.engine import transaction
 from reconciler.doctor import examine, installation, services
 from reconciler.records import images
-from reconciler.service.process import AUTHORITIES, adopt
+from reconciler.service.process import adopt
 from reconciler.settings import PROJECT, Settings
 from reconciler.shipped import COLLECTION
 from reconciler.trust.ca import Trust, authorities, open_trust
@@ -135,7 +135,7 @@ def _earlier_authorities(stack: Stack) -> None:
         (folder / "trust" / name).unlink()
     with transaction(stack.engine) as conn:
         recorded = authorities(Trust(folder / "trust"))
-        site.write(conn, AUTHORITIES, recorded, ACT)
+        site.write(conn, site.AUTHORITIES, recorded, ACT)
 
 
 def _no_admin(stack: Stack) -> None:

@@ -24,11 +24,14 @@ ONBOARD = ("nodes", "onboard", NODE, "--reason", "a new machine")
 
 
 class Host:
-    """The machine behind the tasks. mounts: what a look at its disks reports."""
+    """The machine behind the tasks. mounts: what a look at its disks reports. foreseen: the
+    plan of its bootstrap.
+    """
 
     def __init__(self) -> None:
         self.mounts: list[str] = []
         self.failures = 0
+        self.foreseen = f"sha256:{'a' * 64}"
         self.erased: set[str] = set()
 
     def discovery(self) -> dict[str, Any]:
@@ -45,7 +48,14 @@ class Host:
     def __call__(self, conn: Any, task: Task) -> dict[str, Any]:
         identity = discovery()["identity"]
         match task.kind:
+            case "node.bootstrap" if task.parameters.get("plan_only"):
+                packages = {"part": "packages", "steps": "install_package(zstd)", "open": ""}
+                libvirt = {"part": "libvirt", "steps": "", "open": "command_missing"}
+                kernel = {"running": ["quiet"], "arguments": ["iommu=pt"], "reboot_reasons": ["x"]}
+                plan = {"plan": [packages, libvirt], "plan_digest": self.foreseen}
+                return {**plan, "kernel": kernel}
             case "node.bootstrap":
+                assert task.parameters["expected_plan"] == self.foreseen
                 host.bootstrapped(conn, NODE, ACT, identity=identity)
             case "slice.topology_discover":
                 host.record_discovery(conn, NODE, self.discovery(), ACT, task_id=task.id)
@@ -85,7 +95,7 @@ def plan(gpuaas: Gpuaas) -> str:
 def kinds(stack: Stack) -> list[str]:
     with reading(stack.engine) as conn:
         return [
-            task.kind + (".apply" if task.parameters.get("apply") else "")
+            task.kind + "".join(f".{w}" for w in ("apply", "plan_only") if task.parameters.get(w))
             for task in reversed(queue.every(conn))
         ]
 
@@ -101,10 +111,24 @@ def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
         host.enrolled(conn, NODE, ACT, **discovery()["identity"])
     gpuaas(*ONBOARD)
     bootstrap = plan(gpuaas)
-    assert kinds(new) == []
+    assert kinds(new) == ["node.bootstrap.plan_only"]
+    for line in (
+        "packages: install_package(zstd)",
+        "libvirt: not to be foretold yet: command_missing",
+        "kernel arguments now: quiet",
+        "kernel arguments to be had: iommu=pt",
+        "restart needed; none without --allow-reboot",
+    ):
+        assert f"  {line}\n" in gpuaas.err
+    # A package was removed meanwhile: the word was for another plan.
+    machine.foreseen = f"sha256:{'b' * 64}"
     gpuaas(*ONBOARD, "--yes-to", bootstrap)
+    assert (plan(gpuaas) != bootstrap, "plan_unapproved" in gpuaas.err) == (True, True)
+    assert "node.bootstrap" not in kinds(new)
+    gpuaas(*ONBOARD, "--yes-to", plan(gpuaas))
     takeover = plan(gpuaas)
-    before = ["node.bootstrap", "slice.topology_discover", "node.storage_transition"]
+    planned = ["node.bootstrap.plan_only"] * 3
+    before = [*planned, "node.bootstrap", "slice.topology_discover", "node.storage_transition"]
     assert kinds(new) == before
     assert "to be wiped" in gpuaas.err
     assert gpuaas.err.count("to be wiped: ") == len(FREE)
@@ -174,6 +198,6 @@ def test_it_writes_the_enrolment_script_and_waits_until_it_has_run(
             host.enrolled(conn, NODE, ACT, **discovery()["identity"])
 
     monkeypatch.setattr("reconciler.cli.onboard.time.sleep", run_it)
-    gpuaas.at(new)(*ONBOARD, "--userdata", str(script))
+    gpuaas.at(new).ending(new, Host())(*ONBOARD, "--userdata", str(script))
     assert "to be made a slice host" in gpuaas.err
     assert script.stat().st_mode & 0o777 == 0o600

@@ -71,6 +71,20 @@ def test_a_leaked_token_is_found_and_revoked(
     assert (gpuaas.status, "token_not_found" in gpuaas.err) == (1, True)
 
 
+@pytest.mark.covers("CTRL-10")
+def test_a_member_makes_its_own(new: Stack, gpuaas: Gpuaas) -> None:
+    new.secrets["ci"] = gpuaas.at(new, "member")("token", "own", "create", "--name", "ci").strip()
+    rows = json.loads(gpuaas.at(new, "member")("token", "own", "list", "--output", "json"))
+    ids = {row["name"]: row["id"] for row in rows}
+    assert [row["parent_id"] for row in rows] == [ids["member"], None]
+    gpuaas.at(new, "ci")("token", "own", "revoke", ids["member"])
+    assert (gpuaas.status, "token_not_found" in gpuaas.err) == (1, True)
+    gpuaas.at(new, "member")("token", "own", "revoke", ids["ci"])
+    assert gpuaas.status == 0, gpuaas.err
+    gpuaas.at(new, "ci")("projects", "list")
+    assert (gpuaas.status, "unauthenticated" in gpuaas.err) == (1, True)
+
+
 def test_a_members_token_by_the_projects_name(
     new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

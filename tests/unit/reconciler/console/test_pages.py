@@ -254,9 +254,11 @@ def test_cost_is_shown_where_the_site_has_prices(
     activate(selling, launch(selling).json()["id"])
     member, page = browse("member"), "/console/projects/demo/usage"
     assert "Cost" not in member.get(page).text
-    console.state.settings = priced(selling, tmp_path, "2.49")
+    selling.settings = console.state.settings = priced(selling, tmp_path, "2.49")
+    activate(selling, launch(selling, "priced").json()["id"])
     shown = member.get(page).text
-    assert shown.count("Cost in EUR") == 2, "sums and machines"
+    assert shown.count("2.49 EUR") == 2, "sums and machines"
+    assert "at present" not in shown
     assert "2.49 EUR an hour" in member.get("/console/catalog").text
     assert "2.49 EUR for a GPU" in member.get("/console/projects/demo/launch").text
 
@@ -321,6 +323,23 @@ def test_a_secret_is_shown_once(selling: Stack, browse: Browse) -> None:
     assert "secret_shown_once" in again.text
     assert secret[0] not in again.text
     assert secret[0] not in admin.get("/console/tokens").text
+
+
+def test_a_member_makes_a_token_for_a_program(selling: Stack, browse: Browse) -> None:
+    member, page = browse("member"), "/console/account"
+    assert page in member.open("/console/projects").links
+    made = member.send(page, member.open(page).form("POST /tokens"), name="ci")
+    secret = re.search(r"gpuaas_[\w-]{43}", made.text)
+    assert secret
+    assert secret[0] not in member.get(page).text
+    program = browse("")
+    assert program.log_in(secret[0]).status_code == 303
+    revoke = [form for form in member.open(page).forms if form.button == "Revoke ci"]
+    assert member.send(page, revoke[0]).headers["Location"] == page
+    assert program.get(page).status_code == 303, "to the login page"
+    assert [form.button for form in member.open(page).forms if "tokens/" in form.call] == [
+        "Revoke member"
+    ]
 
 
 def test_approval_names_every_reason_against_a_candidate(selling: Stack, browse: Browse) -> None:

@@ -210,12 +210,19 @@ def test_an_operator_ends_a_persons_sessions_and_keys(
     key = {"public_key": KEY}
     form = person.open("/console/projects/demo/ssh").form("POST /projects/demo/ssh-keys")
     assert person.send("/console/projects/demo/ssh", form, **key).status_code == 303
+    form = person.open("/console/account").form("POST /tokens")
+    made = person.send("/console/account", form, name="script", project_id="demo").text
+    assert "shown once" in made
     page = operator.open("/console/tokens")
     named = "member:oidc:u-9"
     ends = [form for form in page.forms if dict(form.fields).get("actor") == named]
     assert operator.send("/console/tokens", ends[0], reason="left").status_code == 303
     assert person.get("/console/projects/demo").status_code == 303
-    assert operator.get("/console/tokens").status_code == 200
+    listed = site.client("admin").get("admin/tokens").json()["items"]
+    (script,) = [row for row in listed if row["name"] == "script"]
+    assert (script["issued_by"], script["valid"]) == (named, False)
+    latest = datetime.now(UTC) + timedelta(seconds=console_records.PROVIDER_S)
+    assert script["expires_at"] <= latest.isoformat(), "the end of its session"
     (known,) = site.client("admin").get("projects/demo/ssh-keys").json()["items"]
     assert known["registered_by"] == named and known["expires_at"] < in_an_hour()
     (row,) = site.client("admin").get("admin/audit?action=ssh_key.ended").json()["items"]

@@ -201,7 +201,7 @@ def test_another_page_cannot_open_a_stream(selling: Stack, browse: Browse, read:
 
 
 def test_a_connection_that_breaks_at_once_gives_its_place_back() -> None:
-    visit = cast("Visit", SimpleNamespace(caller=SimpleNamespace(token_id="t")))
+    visit = cast("Visit", SimpleNamespace(caller=SimpleNamespace(owner="t")))
 
     async def nothing() -> AsyncIterator[str]:
         yield ""

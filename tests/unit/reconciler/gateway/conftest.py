@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import threading
 from collections.abc import Awaitable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +56,7 @@ class World:
     allocation: str = ""
     port: int = 0
     seed: dict[str, Path] = field(default_factory=dict)
+    running: Future[None] = field(default_factory=Future)
 
     def launch(self, who: str = "member", **body: Any) -> str:
         """Activate another slice with this world's host and guest."""
@@ -132,8 +134,15 @@ def terminal() -> bool:
 
 
 @pytest.fixture
+def records(selling: Stack) -> Iterator[sa.Engine]:
+    """The gateway's way to the database."""
+    yield selling.engine
+
+
+@pytest.fixture
 def world(
     selling: Stack,
+    records: sa.Engine,
     boot: Boot,
     tree: Path,
     tmp_path: Path,
@@ -174,7 +183,7 @@ def world(
     thread.start()
     # From a folder of its own, which is all that a gateway on another machine has.
     folder = ca.open_gateway(selling.settings.state_dir)
-    gateway = Gateway(selling.engine, folder, NAME, limits)
+    gateway = Gateway(records, folder, NAME, limits)
     world = World(selling, boot, tree, key, host, guest, gateway, loop, seed=files)
     world.dial(host.port)
     world.allocation = world.launch(terminal=terminal)
@@ -183,9 +192,9 @@ def world(
     world.port = acceptor.get_port()
     address = {"member_address": f"{NAME}:{world.port}"}
     selling.settings = selling.settings.model_copy(update=address)
-    watch = asyncio.run_coroutine_threadsafe(gateway.run(acceptor), loop)
+    world.running = asyncio.run_coroutine_threadsafe(gateway.run(acceptor), loop)
     yield world
-    watch.cancel()
+    world.running.cancel()
     # On its own loop, which may just be ending the last connection.
     loop.call_soon_threadsafe(acceptor.close)
     world.on_loop(gateway.stop())

@@ -35,6 +35,7 @@ from reconciler.gateway.sessions import Limits
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
 from reconciler.records import terminals
+from reconciler.work import loops
 from tests.unit.reconciler.api.stack import ACT, listening
 from tests.unit.reconciler.benchmark.sshd import USER
 from tests.unit.reconciler.gateway.conftest import QUICK, Mute, World, seed
@@ -580,7 +581,6 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
 
 def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recording, "LIMIT", 20_000)
-    monkeypatch.setattr(terminals, "PERSON_LIMIT", 30_000)
     with transaction(world.stack.engine) as conn:
         terminals.record_terminals(conn, "demo", ACT, enabled=True)
     for _ in range(3):
@@ -589,9 +589,21 @@ def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.Mo
             terminal.client.send(b"yes\r")
             assert terminal.end()[:2] == ("recording_full", 4011)
         until(lambda: not site.live)
+    until(lambda: all(s["recording_digest"] for s in world.sessions()))
+    # While a person has too many, the next terminal is refused; the service deletes the oldest.
+    monkeypatch.setattr(terminals, "PERSON_LIMIT", 1)
+    with site.open() as terminal:
+        assert terminal.end()[0] == "recording_full"
+    table = terminal_recordings.c
+    kept = sa.select(table.session_id, sa.func.sum(table.size)).group_by(table.session_id)
     with transaction(world.stack.engine) as conn:
-        query = sa.select(sa.func.count(terminal_recordings.c.session_id.distinct()))
-        assert conn.execute(query).scalar_one() <= 2
+        newest, size = conn.execute(kept.order_by(sa.func.max(table.id).desc())).first() or ("", 0)
+    monkeypatch.setattr(terminals, "PERSON_LIMIT", size)
+    loops.forget_recordings(world.stack.engine, world.stack.settings)
+    with transaction(world.stack.engine) as conn:
+        assert conn.execute(kept).all() == [(newest, size)]
+    with site.open() as terminal:
+        terminal.ready()
 
 
 def test_changes_of_size_do_not_fill_the_memory(

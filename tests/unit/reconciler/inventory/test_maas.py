@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import slots
 from reconciler.inventory import maas_sync
 from reconciler.inventory.compare import Finding
+from reconciler.inventory.patches import BLOCKED
 from reconciler.inventory.readings import Reading
 from reconciler.lifecycle import launch as launching
-from reconciler.model.states import NodeMode
+from reconciler.model.states import NodeMode, SlotState
 from reconciler.records import nodes
 from tests.unit.reconciler.conftest import ADMIN, code
 from tests.unit.reconciler.work import test_maas
@@ -264,6 +267,43 @@ def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:
         launching.release(conn, key, ADMIN)
         assert maas.machines.released(conn, key)
     assert maas.compare().done["machines unlocked"] == 1
+
+
+def test_a_lock_after_an_unlock_without_an_answer_may_be_a_persons(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})
+    maas.begin(machine(locked=True), lost=["unlock"])
+    assert maas.compare().error
+    maas.begin(machine(locked=True))
+    assert codes(maas.compare()) == ["lock_unsure"]
+    assert maas.asked() == []
+    maas.begin(machine(locked=True), status={"unlock": 403})
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})
+    assert codes(maas.compare()) == ["not_written"]
+    assert (maas.node().maas or {})["locked"] is True
+
+
+def test_a_tag_shows_blocked_slots_of_a_locked_machine(maas: Maas) -> None:
+    fleet = maas.machines.site
+    fleet.node("n1")
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "n1", address="10.0.2.16")
+        fleet.failed(conn)
+    host = machine(**{**OTHER, "hostname": "n1", "tag_names": [SLICE], "locked": True})
+    maas.begin(machine(), host, missing=[BLOCKED])
+    assert codes(maas.compare()) == ["not_written"]
+    maas.begin(machine(), host)
+    assert maas.compare().done["tags set"] == 1
+    assert maas.manager.record()["machines"]["def456"]["tag_names"] == [SLICE, BLOCKED]
+    assert "tags set" not in maas.compare().done
+    with reading(maas.engine) as conn:
+        assert nodes.get(conn, "n1").maas_tags == [SLICE]
+    maas.begin(machine(), {**host, "tag_names": [SLICE, BLOCKED]})
+    with transaction(maas.engine) as conn:
+        conn.execute(sa.update(slots).values(status=SlotState.DISABLED))
+    assert maas.compare().done["tags set"] == 1
+    assert maas.manager.record()["machines"]["def456"]["tag_names"] == [SLICE]
 
 
 @pytest.mark.parametrize("seen", [False, True])

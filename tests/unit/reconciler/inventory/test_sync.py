@@ -216,6 +216,10 @@ def test_a_failed_slice_gives_its_addresses_back_with_its_slot(netbox: Pass) -> 
     (machine,) = netbox.objects(MACHINES)
     assert (machine["status"], machine["primary_ip4"]) == ("failed", None)
     assert codes(netbox()) == []
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="retired"))
+    left = next(row for row in netbox(apply=True).findings if row.code == "netbox_vrf_left")
+    assert (left.subject, len(netbox.objects(VRFS))) == ("VRF gpuaas-n1", 1)
 
 
 def test_a_foreign_network_stays_and_what_is_missing_is_completed(netbox: Pass) -> None:

@@ -18,8 +18,8 @@ from reconciler.db.idempotency import Answer, Call
 from reconciler.db.schema import Task
 from reconciler.lifecycle import invariants, launch, retention, slices
 from reconciler.model.errors import Problem
-from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, queue
+from reconciler.model.states import Role, TaskKind, TaskState
+from reconciler.records import leasing, queue, tokens
 from reconciler.runs.paths import RunPaths, run_directory, write_json
 from reconciler.settings import Settings
 from reconciler.work.loops import DAY_S, LOOPS, forget, tidy
@@ -121,7 +121,7 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
     site.node()
     key = provisioned(site, settings)
     pass_time(site.engine, 2.5)
-    nothing = dict.fromkeys(("events", "answers", "progress", "telemetry", "recordings", "jobs"), 0)
+    nothing = dict.fromkeys(("events", "answers", "progress", "telemetry", "tokens", "jobs"), 0)
     assert forget(site.engine, settings) == nothing
     assert tidy(site.engine, settings, NEVER) == []
     with pytest.raises(Problem, match="idempotency_key_reused"):
@@ -201,6 +201,34 @@ def test_events_go_sooner_when_a_relay_took_them(
     assert forget(site.engine, settings)["events"] == 1
     pass_time(site.engine, 2)
     assert forget(site.engine, settings)["events"] == len(waiting) - 1 > retention.AT_ONCE
+
+
+def test_a_token_that_ended_goes_after_what_came_from_it(site: Site, settings: Settings) -> None:
+    def own(conn: sa.Connection, parent_id: str | None) -> str:
+        values = {"role": Role.PROJECT_MEMBER, "name": "me", "project_id": site.project}
+        ends = {"until": None, "ttl_s": 60.0}
+        made, _ = tokens.issue_own(conn, site.act, parent_id=parent_id, owner="o", **values, **ends)
+        return made.id
+
+    def pass_days(days: float) -> None:
+        columns = tables.api_tokens.c
+        with transaction(site.engine) as conn:
+            conn.execute(
+                sa.update(tables.api_tokens).values(expires_at=columns.expires_at - days * DAY_S)
+            )
+
+    with transaction(site.engine) as conn:
+        given, _ = tokens.issue(conn, site.act, role=Role.PLATFORM_ADMIN, name="admin", ttl_s=60)
+        first = own(conn, given.id)
+        second = own(conn, first)
+    pass_days(29)
+    assert forget(site.engine, settings)["tokens"] == 0
+    pass_days(2)
+    # In one transaction or two: a parent goes after its child.
+    assert forget(site.engine, settings)["tokens"] + forget(site.engine, settings)["tokens"] == 2
+    with reading(site.engine) as conn:
+        left = conn.execute(sa.select(tables.api_tokens.c.id)).scalars().all()
+    assert given.id in left and not {first, second} & {*left}
 
 
 def test_the_leader_does_it() -> None:

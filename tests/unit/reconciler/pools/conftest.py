@@ -17,8 +17,25 @@ import sqlalchemy as sa
 
 from reconciler.db.engine import reading
 from reconciler.db.schema import PoolWorker
-from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.pools.test_leases import Queue, check_counts
 from tests.unit.reconciler.service.service import alive, until
+
+
+def pieces(jobs: int, kills: int, *, number: int) -> list[Any]:
+    """Parameters `jobs`, `kills` and `first` of a short test, and of the pieces of a long one. Each
+    piece goes on with the kills of the one before, and takes minutes.
+    """
+    long = range(0, kills, kills // number)
+    return [
+        pytest.param(300, 8, 0, id="short"),
+        *(
+            pytest.param(
+                jobs // number, long.step, first, marks=pytest.mark.long, id=f"from-{first}"
+            )
+            for first in long
+        ),
+    ]
+
 
 HERE = Path(__file__).resolve().parents[4]
 FUNCTIONS = "tests.unit.reconciler.pools.functions"
@@ -98,8 +115,10 @@ class Workers:
 
 
 @pytest.fixture
-def queue(engine: sa.Engine) -> Queue:
-    return Queue(engine)
+def queue(engine: sa.Engine) -> Iterator[Queue]:
+    queue = Queue(engine)
+    yield queue
+    check_counts(engine)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools import remote
+from reconciler.pools import child, remote
 from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
 from reconciler.pools.queue import DatabaseQueue, Ended, Turn
@@ -26,6 +28,29 @@ def runner() -> Iterator[Runner]:
     runner = Runner({"m": f"{FUNCTIONS}:double"}, 512)
     yield runner
     runner.stop()
+
+
+def test_the_next_process_loads_the_same_file_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "model.py"
+    file.write_text("def run(call):\n    return call\n")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    runner = Runner(child.parse([f"m=model:run@sha256:{digest}"]), 256)
+    runner.start()
+    assert runner.digests == {"m": digest}
+    file.write_text("def run(call):\n    return {}\n")
+    with pytest.raises(Problem, match="model_changed") as refused:
+        runner.start()
+    assert refused.value.expected == f"model.py, SHA-256 {digest}"
+    # A file that changes while it is loaded has no digest.
+    file.write_text("from pathlib import Path\nPath(__file__).write_text('')\nrun = dict\n")
+    with pytest.raises(Problem, match="model_changed"):
+        Runner({"m": "model:run"}, 256).start()
+    for word in ("m=model:run@sha256:12", "m=none.onnx@sha256:" + digest):
+        with pytest.raises(Problem, match="model_unusable"):
+            child.parse([word])
 
 
 def calls(count: int, file: Path) -> list[dict[str, object]]:

@@ -41,7 +41,7 @@ def follow(queue: Queue) -> str:
 
 def counts(queue: Queue) -> dict[str, int]:
     with reading(queue.engine) as conn:
-        return control.counts(conn)
+        return control.counters(conn)
 
 
 def test_nothing_is_admitted_or_claimed_until_it_ends(queue: Queue) -> None:

@@ -24,7 +24,7 @@ from reconciler.pools.hints import Hints
 from tests import postgresql
 from tests.redis_server import RedisServer
 from tests.unit.reconciler.conftest import Database, PostgresDatabase
-from tests.unit.reconciler.pools.conftest import Workers
+from tests.unit.reconciler.pools.conftest import Workers, pieces
 from tests.unit.reconciler.pools.test_leases import Queue
 from tests.unit.reconciler.service.service import pauses, until
 
@@ -45,19 +45,19 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.mark.covers("I19", "ORCH-2")
-@pytest.mark.parametrize(
-    ("jobs", "kills"), [(300, 8), pytest.param(10_000, 300, marks=pytest.mark.long)]
-)
-def test_every_job_ends_once(workers: Workers, redis: RedisServer, jobs: int, kills: int) -> None:
+@pytest.mark.parametrize(("jobs", "kills", "first"), pieces(10_000, 300, number=5))
+def test_every_job_ends_once(
+    workers: Workers, redis: RedisServer, jobs: int, kills: int, first: int
+) -> None:
     workers.environment["GPUAAS_REDIS_URL"] = redis.url
     redis.start()
     streams = Hints(redis.url)
-    ids = workers.submit(jobs // 2, seconds=0.005)
-    ids += workers.submit(jobs // 2, "p2", seconds=0.005)
+    ids = workers.submit(jobs // 2, seconds=0.01)
+    ids += workers.submit(jobs // 2, "p2", seconds=0.01)
     streams.announce(ids)
     running = [workers.start() for _ in range(3)]
     asleep = 0
-    for number, pause in enumerate(pauses(kills, 0.05, 0.4)):
+    for number, pause in enumerate(pauses(kills, 0.05, 0.4, first=first), first):
         time.sleep(pause)
         if asleep:
             os.kill(asleep, signal.SIGCONT)
@@ -81,7 +81,7 @@ def test_every_job_ends_once(workers: Workers, redis: RedisServer, jobs: int, ki
             running.append(workers.start())
     if asleep:
         os.kill(asleep, signal.SIGCONT)
-    until(lambda: not left(workers), 900 if jobs > 1000 else 60)
+    until(lambda: not left(workers), 300 if jobs > 300 else 60)
     with reading(workers.queue.engine) as conn:
         ended = conn.execute(sa.select(table)).all()
     assert Counter(job.status for job in ended) == {"done": jobs}

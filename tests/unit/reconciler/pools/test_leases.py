@@ -14,12 +14,13 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.engine import transaction
+from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Job, PoolWorker, audit_log
 from reconciler.db.schema import jobs as table
+from reconciler.lifecycle import quota
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
-from reconciler.pools import jobs, leases
+from reconciler.pools import counts, jobs, leases
 from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.records import projects
 from tests.unit.reconciler.conftest import ADMIN
@@ -87,6 +88,24 @@ class Queue:
         return ids
 
 
+def check_counts(engine: sa.Engine) -> None:
+    """The counts of jobs are those of the jobs that exist, whatever has happened to them."""
+    number, each = sa.func.count(), (table.c.project_id, table.c.status)
+    with reading(engine) as conn:
+        real: dict[str, Counter[str]] = {}
+        for project, status, count, size in conn.execute(
+            sa.select(*each, number, sa.func.sum(table.c.size)).group_by(*each)
+        ):
+            mine = real.setdefault(project, Counter())
+            mine.update({status: count, "size": int(size)})
+        kept = counts.read(conn)
+        shown = {id: Counter(of) for id, of in jobs.by_project(conn).items()}
+    assert {id: of.pop("size") for id, of in real.items()} == {
+        id: of["size"] for id, of in kept.items() if id in real or of["size"]
+    }
+    assert shown == real
+
+
 def test_a_job_is_claimed_once_and_finished_once(queue: Queue) -> None:
     (id,) = queue.add()
     (held,) = queue.claim(5)
@@ -133,7 +152,7 @@ def test_a_group_of_outcomes_counts_job_by_job(queue: Queue) -> None:
 def test_an_answer_lost_at_the_commit_loses_no_job(queue: Queue) -> None:
     first, second, third, fourth, fifth = queue.add(5)
     database = DatabaseQueue(queue.engine, ["m"])
-    database.serve()
+    database.serve({})
     with lost_answers(queue.engine), pytest.raises(Away):
         database.turn((), (), 3)
     assert not database.is_idle(), "it asks again, whatever is due"
@@ -367,7 +386,7 @@ def test_an_unknown_model_is_refused_by_name(queue: Queue) -> None:
 
 
 def test_a_project_has_a_limit_of_open_jobs(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "OPEN_LIMIT", 3)
+    monkeypatch.setitem(jobs.LIMITS, "jobs_open", 3)
     queue.bury(2)
     queue.add(2)
     for ask in (lambda: queue.add(2), lambda: queue.reprocess(None)):
@@ -377,11 +396,11 @@ def test_a_project_has_a_limit_of_open_jobs(queue: Queue, monkeypatch: pytest.Mo
     queue.add(3, "p2")
 
 
-@pytest.mark.parametrize(("name", "value"), [("KEPT_LIMIT", 4), ("KEPT_BYTES", 60)])
+@pytest.mark.parametrize(("name", "value"), [("jobs_kept", 4), ("jobs_mib", 60 / (1 << 20))])
 def test_old_results_make_room_and_new_ones_do_not(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, name: str, value: float
 ) -> None:
-    monkeypatch.setattr(jobs, name, value)
+    monkeypatch.setitem(jobs.LIMITS, name, value)
     old = queue.add(4)
     queue.finish(queue.claim(4), Outcome({}))
     with pytest.raises(Problem, match="job_limit"):
@@ -390,6 +409,67 @@ def test_old_results_make_room_and_new_ones_do_not(
     (new,) = queue.add(1)
     with transaction(queue.engine) as conn:
         assert {job["id"] for job in jobs.every(conn, "p1")} == {new, *old[2:]}
+
+
+def limit(queue: Queue, **limits: int) -> None:
+    with transaction(queue.engine) as conn:
+        quota.change(conn, "p1", limits, ADMIN)
+
+
+def refused(queue: Queue, count: int) -> Problem:
+    with pytest.raises(Problem) as caught:
+        queue.add(count)
+    return caught.value
+
+
+def test_operators_limit_the_jobs_of_a_project(queue: Queue) -> None:
+    limit(queue, jobs_kept=3, jobs_open=2)
+    queue.add(2)
+    queue.finish(queue.claim(2), Outcome({}))
+    problem = refused(queue, 2)
+    assert (problem.code, problem.detail["limit"]) == ("job_limit", "jobs_kept")
+    queue.add(1)
+    # A client does not ask again for what no time gives.
+    assert (refused(queue, 3).code, refused(queue, 3).status) == ("quota_exceeded", 409)
+    queue.add(3, "p2")
+    limit(queue, jobs_mib=0)
+    assert refused(queue, 1).detail == {"limit": "jobs_mib", "used": 1, "allowed": 0}
+    with transaction(queue.engine) as conn:
+        use = jobs.used(conn, projects.get(conn, "p1"))
+    assert use == {"jobs_open": 1, "jobs_kept": 3, "jobs_mib": 1, "jobs_per_hour": 0}
+
+
+def test_a_lowered_limit_does_not_lock_a_project_out(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_ROOM", 2)
+    old = queue.add(7)
+    queue.finish(queue.claim(7), Outcome({}))
+    queue.change(*old, updated_at=1.0)
+    limit(queue, jobs_kept=3)
+    queue.add(1)
+    with transaction(queue.engine) as conn:
+        assert jobs.used(conn, projects.get(conn, "p1"))["jobs_kept"] == 2
+
+
+def test_a_rate_comes_back_evenly(queue: Queue) -> None:
+    limit(queue, jobs_per_hour=4)
+    queue.add(3)
+    problem = refused(queue, 2)
+    assert (problem.code, problem.status) == ("rate_exceeded", 429)
+    assert 890 <= int(str(problem.detail["retry_after_s"])) <= 901
+    with clock_ahead(queue.engine, 910):
+        queue.add(2)
+        assert refused(queue, 1).code == "rate_exceeded"
+        limit(queue, jobs_per_hour=40)
+        queue.add(9)
+        limit(queue, jobs_per_hour=0)
+        assert refused(queue, 1).code == "quota_exceeded"
+    limit(queue, jobs_per_hour=40)
+    # Far behind the last request, the clock has been set back.
+    with clock_ahead(queue.engine, -7200):
+        queue.add(40)
+        assert refused(queue, 1).code == "rate_exceeded"
 
 
 def test_jobs_and_workers_are_kept_for_their_time(queue: Queue) -> None:
@@ -405,7 +485,9 @@ def test_jobs_and_workers_are_kept_for_their_time(queue: Queue) -> None:
 
 
 def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
-    """With a million queued jobs, each statement uses one of the partial indexes."""
+    """With a million queued jobs, each statement uses one of the partial indexes, and so do those
+    of requests with 50,000 jobs that are kept.
+    """
     plans: list[str] = []
 
     def explain(conn: sa.Connection, _cursor: Any, statement: str, values: Any, *_: Any) -> None:
@@ -422,22 +504,27 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         assert len(queue.finish(held[:1], Outcome({}))) == 1
         assert len(queue.finish(held[1:], FAILED)) == 2
         assert queue.tend().due == 2
+        queue.bury(2)
+        assert len(queue.reprocess(1)) == 1
+        assert len(queue.reprocess(1, force=True)) == 1
     finally:
         sa.event.remove(queue.engine, "before_cursor_execute", explain)
     assert len(plans) > 4
     for plan in plans:
-        assert re.search("INDEX ix_orchestrator_jobs_(due|delayed|running)|autoindex.*id=", plan)
+        index = "INDEX ix_orchestrator_jobs_(due|delayed|running|dead|reprocessed)"
+        assert re.search(f"{index}|autoindex.*id=", plan), plan
 
 
 def test_the_depth_of_a_queue_is_counted_back(queue: Queue) -> None:
     now = jobs.DEPTH_STEPS * jobs.DEPTH_STEP_S
     with transaction(queue.engine) as conn:
         since = clock.read(conn) - now
-    old, new, ended = queue.add(3)
+    ended, old, new = queue.add(3)
+    queue.finish(queue.claim(), Outcome({}))
     queue.add(1, "p2")
     queue.change(old, enqueued_at=since - 600)
     queue.change(new, enqueued_at=since + 30 * 60 + 1)
-    queue.change(ended, enqueued_at=since + 10 * 60 + 1, status="done", updated_at=since + 2401)
+    queue.change(ended, enqueued_at=since + 10 * 60 + 1, updated_at=since + 2401)
     with transaction(queue.engine) as conn:
         open_ = jobs.depth(conn, "p1").open
         site = jobs.depth(conn).open

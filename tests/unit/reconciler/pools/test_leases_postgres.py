@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, jobs
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import Outcome
 from reconciler.pools import control, leases
 from reconciler.pools import jobs as requests
@@ -38,6 +39,7 @@ STORIES: dict[str, Callable[[Queue], None]] = {
 @pytest.mark.parametrize("story", STORIES)
 def test_jobs_are_the_same(engine: sa.Engine, story: str) -> None:
     STORIES[story](Queue(engine))
+    test_leases.check_counts(engine)
 
 
 @pytest.mark.covers("ORCH-5")
@@ -161,3 +163,24 @@ def test_no_job_is_claimed_twice_at_the_same_time(engine: sa.Engine) -> None:
     with ThreadPoolExecutor(4) as pool:
         taken = [id for part in pool.map(take, range(4)) for id in part]
     assert sorted(taken) == sorted(ids)
+
+
+def test_limits_hold_for_requests_at_the_same_time(engine: sa.Engine) -> None:
+    """While workers end the jobs of the same project."""
+    queue = Queue(engine)
+    test_leases.limit(queue, jobs_kept=60, jobs_per_hour=50)
+
+    def send(_number: int) -> int:
+        sent = 0
+        while sent < 40:
+            try:
+                sent += len(queue.add(2))
+            except Problem as problem:
+                assert problem.code == "rate_exceeded"
+                break
+            queue.finish(queue.claim(1), Outcome({}))
+        return sent
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(send, range(4))) == 50
+    test_leases.check_counts(engine)

@@ -59,7 +59,7 @@ def begun(engine: sa.Engine, pool: Pool) -> tuple[Pool, PoolWorker]:
         pool = pools.get(conn, pool.id)
         assert workers.add(conn, pool, f"w-{pool.name}", host="control", boot_id="b", cgroup="")
         leases.enter(conn, f"w-{pool.name}", pid=7, start_ticks=1)
-        worker = leases.serve(conn, f"w-{pool.name}", ["m"])
+        worker = leases.serve(conn, f"w-{pool.name}", ["m"], {})
         workers.move(conn, pool, "ready", ADMIN)
         return pools.get(conn, pool.id), worker
 
@@ -186,7 +186,7 @@ def test_a_pool_of_a_project_runs_its_jobs_only(engine: sa.Engine) -> None:
     queue.add(1, "p1")
     ids = queue.add(1, "p2")
     with transaction(engine) as conn:
-        leases.serve(conn, worker.id, ["m", "theirs"])
+        leases.serve(conn, worker.id, ["m", "theirs"], {})
         jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {}, priority=9)], ADMIN)
         with pytest.raises(Problem, match="model_unknown"):
             jobs.enqueue(conn, "p1", [jobs.NewJob("theirs", {})], ADMIN)
@@ -282,3 +282,10 @@ def test_groups_of_the_second_version_are_made_beside_the_service(tmp_path: Path
     (group / "memory.stat").write_text("anon 700\ninactive_file 300\n")
     (group / "memory.events").write_text("oom 2\noom_kill 1\n")
     assert memory.of_group(str(group)) == memory.Usage(700, 1)
+    # The limit of the unit holds for all of its groups together.
+    (own / "memory.max").write_text("max\n")
+    (slice_ / "memory.max").write_text("5000\n")
+    (slice_ / "memory.current").write_text("4800\n")
+    (slice_ / "memory.stat").write_text("inactive_file 300\n")
+    (slice_ / "memory.events").write_text("oom_kill 0\n")
+    assert memory.of_host(found) == (5000, 4500)

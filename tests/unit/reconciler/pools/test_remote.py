@@ -27,7 +27,7 @@ from reconciler.pools.child import Runner
 from reconciler.pools.queue import Away, Dismissed
 from reconciler.pools.worker import Worker
 from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers
+from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers, pieces
 from tests.unit.reconciler.pools.test_faults import expire, left
 from tests.unit.reconciler.service.service import Service, pauses, serving, until
 
@@ -62,16 +62,14 @@ def start(workers: Workers, service: Service, **options: str) -> int:
 
 
 @pytest.mark.covers("I19")
-@pytest.mark.parametrize(
-    ("jobs", "kills"), [(300, 8), pytest.param(5_000, 100, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("jobs", "kills", "first"), pieces(5_000, 100, number=5))
 def test_every_job_ends_once_although_workers_and_the_api_are_killed(
-    workers: Workers, service: Service, jobs: int, kills: int
+    workers: Workers, service: Service, jobs: int, kills: int, first: int
 ) -> None:
     workers.submit(jobs, seconds=0.01)
     others = workers.submit(1, "p2")
     running = [start(workers, service) for _ in range(2)]
-    for number, pause in enumerate(pauses(kills, 0.1, 0.5)):
+    for number, pause in enumerate(pauses(kills, 0.1, 0.5, first=first), first):
         time.sleep(pause)
         if number % 2:
             service.kill()
@@ -81,7 +79,7 @@ def test_every_job_ends_once_although_workers_and_the_api_are_killed(
             expire(workers, victim, partial(workers.kill, victim))
             silence(workers, victim)
             running.append(start(workers, service))
-    until(lambda: left(workers) == 1, 600 if jobs > 1000 else 60)
+    until(lambda: left(workers) == 1, 300 if jobs > 300 else 60)
     assert workers.queue.read(others[0], "p2").status == "pending", "of another project"
     with reading(workers.queue.engine) as conn:
         ended = conn.execute(sa.select(table).where(table.c.project_id == "p1")).all()
@@ -193,7 +191,7 @@ def test_a_strange_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch, answer: 
     with scripted({"register": answer}) as (url, _):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
         with pytest.raises(expected):
-            queue.serve()
+            queue.serve({})
 
 
 def test_a_job_is_given_up_when_its_lease_ends_without_the_service(tmp_path: Path) -> None:
@@ -239,7 +237,7 @@ def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
     }
     with scripted(answers) as (url, asked):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
-        queue.serve()
+        queue.serve({})
         for _ in range(2):
             with pytest.raises(Away):
                 queue.turn((), (), 1)

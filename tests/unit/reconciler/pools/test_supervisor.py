@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -224,6 +225,24 @@ def test_a_pool_whose_workers_always_end_is_given_up(
     assert pool.failure["code"] == "workers_ended"
     assert all(pool.failure.values())
     assert [worker.ending for worker in control.workers(pool)] == ["exit status 1"]
+
+
+def test_a_pool_runs_the_files_that_it_began_with(
+    control: Control, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "ENDS_LIMIT", 2)
+    pool = control.running()
+    digest = hashlib.sha256(MODEL.encode()).hexdigest()
+    assert pool.digests == {"m": digest}
+    file = processes.models_folder(control.settings) / "m.py"
+    file.write_text(f"{MODEL}\n")
+    changed = hashlib.sha256(file.read_bytes()).hexdigest()
+    (worker,) = control.workers(pool)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert control.until(pool, "failed").failure["code"] == "workers_ended"
+    log = capfd.readouterr().err
+    assert "model_changed" in log and digest in log and changed in log
+    assert control.until(control.start(), "running").digests == {"m": changed}
 
 
 def test_a_process_without_a_record_is_killed(control: Control) -> None:

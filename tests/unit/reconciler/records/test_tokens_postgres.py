@@ -1,4 +1,4 @@
-"""Enrolment tokens under two simultaneous uses, on PostgreSQL."""
+"""Tokens under simultaneous uses, and lines of tokens, on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from reconciler.db.engine import transaction
 from reconciler.model.errors import Problem
+from reconciler.model.states import Role
 from reconciler.records import nodes, tokens
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
@@ -46,3 +47,36 @@ def test_of_two_uses_at_once_a_single_use_succeeds(
         else:
             conn.rollback()
             assert waiting.result(20) == {"by": "second"}
+
+
+def test_of_two_requests_at_once_a_single_one_gets_the_last_place(
+    engine: sa.Engine, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second counts the token of the first, whether that ends with it or not."""
+    monkeypatch.setattr(tokens, "OWN", 1)
+    with transaction(engine) as conn:
+        member = {"role": Role.PROJECT_MEMBER, "project_id": site.project}
+        first, _ = tokens.issue(conn, site.act, name="first", **member)
+
+    def make(conn: sa.Connection) -> Any:
+        names = {"parent_id": first.id, "owner": first.id, "until": None, "ttl_s": 600}
+        return tokens.issue_own(conn, site.act, name="own", **names, **member)
+
+    def second() -> Any:
+        with transaction(engine) as conn:
+            return make(conn)
+
+    with ThreadPoolExecutor(1) as pool, engine.connect() as conn:
+        child, secret = make(conn)
+        waiting: Future[Any] = pool.submit(second)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        conn.commit()
+        with pytest.raises(Problem, match="too_many_tokens"):
+            waiting.result(20)
+    with transaction(engine) as conn:
+        assert tokens.authenticate(conn, secret) == child
+        assert [token.name for token in tokens.of_holder(conn, holder=first.id)] == ["own", "first"]
+        tokens.revoke(conn, first.id, site.act)
+        assert tokens.authenticate(conn, secret) is None
+        assert tokens.valid(conn, ids=[child.id]) == []

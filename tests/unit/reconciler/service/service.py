@@ -129,10 +129,13 @@ def serving(folder: Path, **environment: str) -> Iterator[Service]:
         service.close()
 
 
-def pauses(many: int, shortest: float, longest: float) -> Iterator[float]:
-    """Seconds, spread evenly and in no order; the same every time, to find it again."""
+def pauses(many: int, shortest: float, longest: float, *, first: int = 0) -> Iterator[float]:
+    """Seconds, spread evenly and in no order; the same every time, to find it again.
+
+    first: go on where a test with so many pauses has ended.
+    """
     golden = 0.6180339887498949
-    for number in range(1, many + 1):
+    for number in range(first + 1, first + many + 1):
         yield shortest + (longest - shortest) * (number * golden % 1)
 
 

@@ -24,7 +24,7 @@ from reconciler.gateway.machine import probe
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.service import process
-from reconciler.service.process import AUTHORITIES, adopt, adopt_gateway
+from reconciler.service.process import adopt, adopt_gateway
 from reconciler.settings import Settings
 from reconciler.trust import ca
 from reconciler.trust.ca import open_trust
@@ -67,7 +67,7 @@ def earlier(settings: Settings, engine: sa.Engine) -> None:
     pairs = ca.authorities(open_trust(settings.state_dir))
     assert set(pairs) == {"host_ca", "user_ca"}
     with transaction(engine) as conn:
-        site.write(conn, AUTHORITIES, pairs, Act("service", "test"))
+        site.write(conn, site.AUTHORITIES, pairs, Act("service", "test"))
 
 
 @pytest.mark.covers("SLICE-10")
@@ -93,7 +93,7 @@ def test_a_site_of_an_earlier_version_gets_the_gateways_authority_once(
     adopt(third, engine)
     adopt(first, engine)
     with reading(engine) as conn:
-        recorded = site.read(conn, AUTHORITIES)
+        recorded = site.read(conn, site.AUTHORITIES)
     for settings in (first, second, third):
         trust = ca.Trust(settings.state_dir / "trust")
         assert ca.authorities(trust) == recorded and ca.GATEWAY in recorded
@@ -131,6 +131,40 @@ def test_a_gateway_has_its_own_keys_and_no_others(engine: sa.Engine, tmp_path: P
     ca.export_gateway(open_trust(other.state_dir), folder)
     with pytest.raises(Problem, match="authorities_differ"):
         adopt_gateway(gateway, engine)
+
+
+@pytest.mark.covers("SLICE-10")
+def test_a_replaced_authority_is_the_sites_on_every_machine(
+    engine: sa.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, stranger, gateway = (machine(tmp_path / name) for name in "abc")
+    adopt(first, engine)
+    second = machine(tmp_path / "d", first)
+    trust, folder = open_trust(first.state_dir), ca.gateway_folder(gateway.state_dir)
+    for file in ("gateway_ca", "gateway_ca.pub"):
+        shutil.copy2(trust.directory / file, second.state_dir / "trust")
+    ca.export_gateway(trust, folder)
+    act, old = Act("local-operator", "stolen"), ca.gateway_ca(trust)
+    with pytest.raises(Problem, match="authorities_differ"):
+        process.replace_gateway(stranger, engine, act)
+    with monkeypatch.context() as broken, pytest.raises(OSError):
+        broken.setattr(process, "retrying", lambda *_: (_ for _ in ()).throw(OSError))
+        process.replace_gateway(first, engine, act)
+    assert ca.gateway_ca(trust) == old and adopt_gateway(gateway, engine)
+    assert process.replace_gateway(first, engine, act) == 0
+    new = ca.gateway_ca(trust)
+    with reading(engine) as conn:
+        assert site.read(conn, site.AUTHORITIES) == ca.authorities(trust)
+    assert new != old and adopt_gateway(first, engine)
+    for settings in (first, second):
+        adopt(settings, engine)
+        assert ca.gateway_ca(open_trust(settings.state_dir)) == new
+    # The key of the earlier one is of no more use there.
+    assert not (second.state_dir / "trust" / "gateway_ca").exists()
+    with pytest.raises(Problem, match="authorities_differ"):
+        adopt_gateway(gateway, engine)
+    ca.export_gateway(trust, folder)
+    assert adopt_gateway(gateway, engine)
 
 
 @pytest.mark.covers("SLICE-10")

@@ -15,6 +15,7 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, Task, enrolment_tokens, tasks
 from reconciler.inventory import maas_sync
 from reconciler.inventory.maas import Client
+from reconciler.inventory.machines import UNSURE
 from reconciler.inventory.readings import Reading
 from reconciler.lifecycle import baremetal, host, installation
 from reconciler.lifecycle import launch as launching
@@ -453,13 +454,44 @@ def test_a_lock_of_a_person_after_an_unlock_without_an_answer_stays(maas: Maas) 
     maas.begin(machine(locked=True), lost=["unlock"])
     maas.queue()
     maas.step()
-    assert (maas.asked()[-1], (maas.node().maas or {})["locked"]) == ("unlock", True)
+    assert (maas.asked()[-1], (maas.node().maas or {})["locked"]) == ("unlock", UNSURE)
     maas.begin(machine(locked=False), edits={"release": {"locked": True}})
     maas.step()
     assert (maas.node().maas or {})["locked"] is False
     maas.queue()
     assert maas.play().error["code"] == "maas_locked"
     assert maas.manager.record()["machines"]["abc123"]["locked"]
+
+
+def test_a_lock_that_comes_before_the_next_read_may_be_a_persons(maas: Maas) -> None:
+    maas.tenancy()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})
+    maas.begin(machine(locked=True), lost=["unlock"])
+    maas.queue()
+    maas.step()
+    maas.begin(machine(locked=True))
+    assert maas.play().error["code"] == "maas_locked"
+    assert maas.asked() == []
+    assert "maas_lock_unsure" in {row.code for row in maas.compare().findings}
+    assert maas.asked() == []
+    # Unlocked by a person: forgotten.
+    maas.begin(machine(locked=False))
+    assert "maas_lock_unsure" not in {row.code for row in maas.compare().findings}
+    assert (maas.node().maas or {})["locked"] is False
+
+
+@pytest.mark.parametrize(("status", "locked"), [(403, True), (409, UNSURE)])
+def test_our_lock_stays_ours_when_its_unlock_is_refused(
+    maas: Maas, status: int, locked: object
+) -> None:
+    maas.tenancy()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})
+    maas.begin(machine(locked=True), status={"unlock": status})
+    maas.queue()
+    assert maas.play().state == "failed"
+    assert (maas.node().maas or {})["locked"] == locked
 
 
 def test_a_ticket_is_good_once_and_for_its_machine_only(maas: Maas) -> None:

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
+    _change,
+    _command,
+    _ledger,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay, _traces
 
@@ -149,7 +154,9 @@ def test_settings_that_sshd_refuses_are_taken_back(tree: Path, script: Script) -
     assert not (tree / _relay.SETTINGS.lstrip("/")).exists()
 
 
-def test_a_host_of_an_earlier_version_takes_the_gateways_authority(host: Path) -> None:
+def test_a_host_of_an_earlier_version_takes_the_gateways_authority(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And another one when that is replaced; a host without the account gets nothing."""
     kept = {"state": "kept", "authority": AUTHORITY}
     with_account(host)
@@ -162,7 +169,11 @@ def test_a_host_of_an_earlier_version_takes_the_gateways_authority(host: Path) -
     assert drive(kept).done == FILES
     assert drive(kept).plan.steps == ()
     assert settings.read_text() == "".join(lines)
-    assert drive({"state": "kept", "authority": OTHER}).done == ["write_authority"]
+    # Who logged in with the earlier one is logged out, because it may have been stolen.
+    ended: list[int] = []
+    monkeypatch.setattr(_accounts, "end_processes", lambda uid, **_: ended.append(uid))
+    replaced = drive({"state": "kept", "authority": OTHER})
+    assert (replaced.done, ended) == (["write_authority", "end_sessions"], [998])
     assert (host / _relay.AUTHORITY.lstrip("/")).read_text() == f"{OTHER}\n"
 
 

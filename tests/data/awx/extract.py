@@ -1,0 +1,156 @@
+"""Fields of AWX's objects from its source: python tests/data/awx/extract.py GIT-FOLDER COMMIT
+
+GIT-FOLDER: a clone of ansible/awx. Prints the text of fields-24.6.1.json. Names and choices only.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+# Serializer by the name of the list in the API.
+KINDS = {
+    "organizations": "OrganizationSerializer",
+    "credential_types": "CredentialTypeSerializer",
+    "credentials": "CredentialSerializerCreate",
+    "execution_environments": "ExecutionEnvironmentSerializer",
+    "projects": "ProjectSerializer",
+    "inventories": "InventorySerializer",
+    "inventory_sources": "InventorySourceSerializer",
+    "job_templates": "JobTemplateSerializer",
+    "workflow_job_templates": "WorkflowJobTemplateSerializer",
+    "workflow_job_template_nodes": "WorkflowJobTemplateNodeSerializer",
+    "workflow_approval_templates": "WorkflowApprovalTemplateSerializer",
+    "schedules": "ScheduleSerializer",
+    "notification_templates": "NotificationTemplateSerializer",
+    "teams": "TeamSerializer",
+}
+FOLDER, COMMIT = sys.argv[1:]
+
+
+def git(*words: str) -> str:
+    command = ["git", "--git-dir", FOLDER, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def modules(folder: str) -> Iterator[ast.Module]:
+    for path in git("ls-tree", "-r", "--name-only", COMMIT, folder).split():
+        if path.endswith(".py"):
+            yield ast.parse(git("show", f"{COMMIT}:{path}"))
+
+
+CLASSES: dict[str, ast.ClassDef] = {}
+CONSTANTS: dict[str, ast.expr] = {}
+
+
+def assignments(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    for node in body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def bases(name: str) -> list[str]:
+    """The class and those that it inherits from, the nearest first."""
+    if name not in CLASSES:
+        return []
+    parents = [ast.unparse(base).rpartition(".")[2] for base in CLASSES[name].bases]
+    return list(dict.fromkeys([name, *(row for parent in parents for row in bases(parent))]))
+
+
+def texts(node: ast.expr) -> list[str]:
+    return [str(c.value) for c in ast.walk(node) if isinstance(c, ast.Constant)]
+
+
+def meta(name: str, attribute: str) -> list[str]:
+    """A list of names of the class's Meta, as AWX's own metaclass inherits it."""
+    if name not in CLASSES:
+        return []
+    parents = [ast.unparse(base).rpartition(".")[2] for base in CLASSES[name].bases]
+    inherited: list[str] = []
+    for parent in reversed(parents):
+        inherited += [row for row in meta(parent, attribute) if row not in inherited]
+    for node in CLASSES[name].body:
+        if isinstance(node, ast.ClassDef) and node.name == "Meta":
+            own = dict(assignments(node.body)).get(attribute)
+            if own is None:
+                return inherited
+            words = texts(own)
+            rows = [*(inherited if "*" in words else []), *words]
+            gone = {word[1:] for word in words if word.startswith("-")}
+            return [row for row in dict.fromkeys(rows) if row[0] not in "*-" and row not in gone]
+    return inherited
+
+
+def model(name: str) -> str:
+    for row in bases(name):
+        for node in CLASSES[row].body:
+            body = node.body if isinstance(node, ast.ClassDef) and node.name == "Meta" else []
+            if value := dict(assignments(body)).get("model"):
+                return ast.unparse(value)
+    return ""
+
+
+def declared(name: str, field: str) -> ast.Call | None:
+    for row in bases(name):
+        value = dict(assignments(CLASSES[row].body)).get(field)
+        if isinstance(value, ast.Call):
+            return value
+    return None
+
+
+def keyword(call: ast.Call | None, name: str) -> ast.expr | None:
+    return next((row.value for row in call.keywords if row.arg == name), None) if call else None
+
+
+def is_read_only(name: str, field: str) -> bool:
+    here, there = declared(name, field), declared(model(name), field)
+    if here is not None:
+        kind = ast.unparse(here.func).rpartition(".")[2]
+        never = kind in ("SerializerMethodField", "ReadOnlyField")
+        return never or ast.unparse(keyword(here, "read_only") or ast.Constant(0)) == "True"
+    editable = ast.unparse(keyword(there, "editable") or ast.Constant(1))
+    # Other names are properties of the model.
+    return field in meta(name, "read_only_fields") or editable == "False" or there is None
+
+
+def choices(name: str, field: str) -> list[object]:
+    known = dict(CONSTANTS)
+    for row in reversed(bases(model(name))):
+        known.update(assignments(CLASSES[row].body))
+
+    def value(node: ast.expr | None) -> ast.expr | None:
+        named = isinstance(node, (ast.Name, ast.Attribute))
+        return known.get(ast.unparse(node).rpartition(".")[2]) if named and node else node
+
+    given = value(keyword(declared(name, field) or declared(model(name), field), "choices"))
+    rows = given.elts if isinstance(given, (ast.List, ast.Tuple)) else []
+    pairs = [value(row.elts[0]) for row in rows if isinstance(row, ast.Tuple)]
+    return [row.value for row in pairs if isinstance(row, ast.Constant)]
+
+
+def main() -> None:
+    for module in (*modules("awx/main/models"), *modules("awx/api/serializers.py")):
+        CONSTANTS.update(assignments(module.body))
+        for node in module.body:
+            if isinstance(node, ast.ClassDef):
+                CLASSES.setdefault(node.name, node)
+    kinds = {}
+    for kind, name in KINDS.items():
+        fields = meta(name, "fields")
+        writable = sorted(field for field in fields if not is_read_only(name, field))
+        known = {field: choices(name, field) for field in writable}
+        kinds[kind] = {
+            "writable": " ".join(writable),
+            "read_only": " ".join(sorted(set(fields) - set(writable))),
+            "choices": {field: rows for field, rows in known.items() if rows},
+        }
+    source = f"ansible/awx at {git('rev-parse', f'{COMMIT}^{{commit}}').strip()} (Apache-2.0)"
+    document = {"source": f"{source}, by {sys.argv[0]}: awx/api, awx/main/models", "kinds": kinds}
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
