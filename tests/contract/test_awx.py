@@ -201,7 +201,7 @@ def test_teams_get_what_they_need_and_no_more(imported: Import) -> None:
 def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import) -> None:
     before = imported.controller.objects()
     imported.controller.spoil("gpuaas.slice.parity", limit="all", allow_simultaneous=False)
-    deleted = ("gpuaas operate node", "gpuaas compare NetBox")
+    deleted = ("gpuaas.slice.reboot_node", "gpuaas operate node", "gpuaas compare NetBox")
     for name in deleted:
         imported.controller.delete(name)
     # With it goes its schedule; a workflow's step stays, with nothing to run.
@@ -210,10 +210,10 @@ def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import
     assert re.findall(r"^changed: \[localhost\] => \(item=(.*)\)$", output, re.MULTILINE) == [
         "gpuaas.slice.parity",
         *deleted,
-        # What belonged to the two: steps of the workflow, a schedule, and rights of teams.
+        # What belonged to them: steps of the workflow, a schedule, and rights of teams.
         *("bootstrap", "discover", "bind", "parity"),
         "gpuaas NetBox each hour",
-        *("gpuaas operators: execute", "gpuaas auditors: read"),
+        *("gpuaas operators: execute", "gpuaas auditors: read", "gpuaas reconciler: execute"),
     ]
     after = imported.controller.objects()
     template = named(after["job_templates"], "gpuaas.slice.parity")
