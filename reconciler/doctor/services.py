@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import asyncssh
 import sqlalchemy as sa
@@ -290,9 +289,7 @@ def run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
 def way(allocation_id: str, settings: Settings, conn: Connection) -> Iterator[Finding]:
     """The gateway's way to a slice: the host lets it in, and the guest proves itself there."""
     try:
-        project_id = rows.get(conn, Allocation, allocation_id).project_id
-        grant = ssh_access.authorise_member(conn, project_id, allocation_id, "doctor")
-        ssh_access.require_terminal(replace(grant, terminal=bool(grant.address)))
+        grant = ssh_access.require_slice(conn, rows.get(conn, Allocation, allocation_id))
         asyncio.run(Machine(open_gateway(settings.state_dir), grant, _ANSWER_S).greet())
     except Refusal as problem:
         yield refused(problem, f"{problem.code}: {problem.found}")

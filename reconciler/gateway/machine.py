@@ -165,15 +165,15 @@ class Machine:
         return host
 
     async def _greet(self) -> None:
-        await self._logged_in()
+        host = await self._logged_in()
         with contextlib.suppress(asyncssh.PermissionDenied):
-            guest = await self._met(None)
+            guest = await self._met(host, None)
             guest.abort()
 
     async def _log_in(self) -> asyncssh.SSHClientConnection:
-        await self._logged_in()
+        host = await self._logged_in()
         try:
-            guest = await self._met([await self._certified(terminal_certificate)])
+            guest = await self._met(host, [await self._certified(terminal_certificate)])
         except asyncssh.PermissionDenied:
             raise Problem(
                 "terminal_refused_by_guest",
@@ -186,9 +186,10 @@ class Machine:
         self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
         return guest
 
-    async def _met(self, login: list[Any] | None) -> asyncssh.SSHClientConnection:
+    async def _met(
+        self, host: asyncssh.SSHClientConnection, login: list[Any] | None
+    ) -> asyncssh.SSHClientConnection:
         grant = self._grant
-        host = await self._logged_in()
         try:
             with self._opening():
                 return await asyncssh.connect(

@@ -76,10 +76,11 @@ def authorise_member(conn: sa.Connection, project_id: str, allocation_id: str, a
     return _grant(conn, allocation, actor, "")
 
 
-def require_slice(conn: sa.Connection, allocation: Allocation) -> None:
-    """Problem unless it is an active slice whose host keys are known."""
+def require_slice(conn: sa.Connection, allocation: Allocation) -> Grant:
+    """The way to an active slice whose host keys are known, for nobody yet; or a Problem."""
     grant = _grant(conn, allocation, "", "")
     require_terminal(replace(grant, terminal=bool(grant.address)))
+    return grant
 
 
 def require_terminal(grant: Grant) -> None:
