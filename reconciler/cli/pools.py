@@ -54,10 +54,11 @@ def show(pool: PoolKey) -> None:
 
 
 @app.command()
-def hosts() -> None:
+def hosts(*, direct: Direct = False) -> None:
     """List machines that can run pools, with their models, devices and memory."""
+    found = _read_hosts() if direct else client().get("/pools/hosts")["hosts"]
     columns = ("id", "name", "isolation", "models", "devices", "memory_bytes", "memory_used_bytes")
-    output.rows(client().get("/pools/hosts")["hosts"], *columns, "seen_at")
+    output.rows(found, *columns, "seen_at")
 
 
 @app.command()
@@ -193,6 +194,15 @@ def _read(id: str = "") -> list[dict[str, Any]]:
 
     with _database() as (_settings, engine):
         return _answers(engine, lambda conn: [pools.get(conn, id)] if id else pools.every(conn))
+
+
+def _read_hosts() -> list[dict[str, Any]]:
+    from reconciler.api.pools import PoolHost
+    from reconciler.db.engine import reading
+    from reconciler.pools import pools
+
+    with _database() as (_settings, engine), reading(engine) as conn:
+        return [PoolHost.of(host).model_dump(mode="json") for host in pools.hosts(conn)]
 
 
 def _start(body: dict[str, Any], reason: str) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Supervisor:
         while not self._stopping.is_set():
             with ExitStack() as stack:
                 if stack.enter_context(self.lock()) is not None:
+                    self._pass()
                     while not self._stopping.wait(EVERY_S):
                         self._pass()
             self._stopping.wait(EVERY_S)

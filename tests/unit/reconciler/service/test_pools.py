@@ -23,6 +23,7 @@ def test_workers_outlive_the_service_and_end_without_it(tmp_path: Path) -> None:
     with serving(tmp_path) as service:
         service.start()
         until(service.ready)
+        until(lambda: pools(service, "hosts"))
         start = ("start", "a", "--model", "digits", "--memory", "512", "--grace", "5", "--wait")
         pool = pools(service, *start)
         assert pool["state"] == "running", service.log()
