@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -104,11 +104,10 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            with ExitStack() as stack:
-                if stack.enter_context(self.lock()) is not None:
+            with self.lock() as held:
+                while held is not None and not self._stopping.is_set():
                     self._pass()
-                    while not self._stopping.wait(EVERY_S):
-                        self._pass()
+                    self._stopping.wait(EVERY_S)
             self._stopping.wait(EVERY_S)
 
     def _pass(self) -> None:
