@@ -123,7 +123,9 @@ class _Walk:
             lines.append(f"  {row['part']}: {shown or 'nothing to do'}")
         lines.append(f"  kernel arguments now: {' '.join(kernel['running'])}")
         lines.append(f"  kernel arguments to be had: {' '.join(kernel['arguments'])}")
-        restart = "needed" if kernel["reboot_reasons"] else "not needed"
+        judged = not any(row["open"] for row in plan["plan"] if row["part"] == "kernel")
+        restart = "not needed" if judged else "not to be foretold yet"
+        restart = "needed" if kernel["reboot_reasons"] else restart
         allowed = "" if self.allow_reboot else "; none without --allow-reboot"
         return [*lines, f"  restart {restart}{allowed}"]
 

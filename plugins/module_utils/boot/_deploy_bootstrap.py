@@ -160,7 +160,8 @@ def forecast(profile: Mapping[str, Any]) -> dict[str, Any]:
     """Steps of each part on this host as it is, with a digest over their contents.
 
     A part that cannot be judged yet, for example before its packages are installed, names the
-    reason instead. boot: the kernel's arguments, and why a restart will be needed.
+    reason instead; the digest covers what the profile wants of it. boot: the kernel's arguments,
+    and why a restart will be needed.
     """
     chosen = _tuning_opt_in.names(profile.get("tuning", []), profile.get("opted_in"))
     resolved = {**profile, "tuning": chosen}
@@ -179,7 +180,7 @@ def forecast(profile: Mapping[str, Any]) -> dict[str, Any]:
             code = type(problem).__name__
         names = ", ".join(f"{step['name']}({step['subject']})" for step in steps)
         rows.append({"part": part.name, "steps": names[:_SHOWN], "open": code})
-        covered.append([part.name, steps, code])
+        covered.append([part.name, part.params, steps, code])
     text = json.dumps([covered, boot.get("reboot_reasons")], sort_keys=True, default=str)
     digest = f"sha256:{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
     return {"plan": rows, "digest": digest, "boot": boot}

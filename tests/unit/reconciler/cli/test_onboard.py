@@ -32,6 +32,8 @@ class Host:
         self.mounts: list[str] = []
         self.failures = 0
         self.foreseen = f"sha256:{'a' * 64}"
+        self.kernel: dict[str, Any] = {"arguments": ["iommu=pt"], "reboot_reasons": ["x"]}
+        self.unforeseen = ""
         self.erased: set[str] = set()
 
     def discovery(self) -> dict[str, Any]:
@@ -51,9 +53,9 @@ class Host:
             case "node.bootstrap" if task.parameters.get("plan_only"):
                 packages = {"part": "packages", "steps": "install_package(zstd)", "open": ""}
                 libvirt = {"part": "libvirt", "steps": "", "open": "command_missing"}
-                kernel = {"running": ["quiet"], "arguments": ["iommu=pt"], "reboot_reasons": ["x"]}
-                plan = {"plan": [packages, libvirt], "plan_digest": self.foreseen}
-                return {**plan, "kernel": kernel}
+                kernel = {"part": "kernel", "steps": "", "open": self.unforeseen}
+                plan = {"plan": [packages, libvirt, kernel], "plan_digest": self.foreseen}
+                return {**plan, "kernel": {"running": ["quiet"], **self.kernel}}
             case "node.bootstrap":
                 assert task.parameters["expected_plan"] == self.foreseen
                 host.bootstrapped(conn, NODE, ACT, identity=identity)
@@ -120,9 +122,11 @@ def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
         "restart needed; none without --allow-reboot",
     ):
         assert f"  {line}\n" in gpuaas.err
-    # A package was removed meanwhile: the word was for another plan.
-    machine.foreseen = f"sha256:{'b' * 64}"
+    # The boot loader was removed meanwhile: the word was for another plan.
+    machine.foreseen, machine.unforeseen = f"sha256:{'b' * 64}", "command_missing"
+    machine.kernel = {"arguments": [], "reboot_reasons": []}
     gpuaas(*ONBOARD, "--yes-to", bootstrap)
+    assert "  restart not to be foretold yet; none without --allow-reboot\n" in gpuaas.err
     assert (plan(gpuaas) != bootstrap, "plan_unapproved" in gpuaas.err) == (True, True)
     assert "node.bootstrap" not in kinds(new)
     gpuaas(*ONBOARD, "--yes-to", plan(gpuaas))

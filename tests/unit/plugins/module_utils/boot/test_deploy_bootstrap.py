@@ -104,6 +104,20 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
     assert "ipoib" not in names
 
 
+def test_a_digest_is_for_one_profile_also_where_nothing_can_be_foretold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh machine has no program of the network's, so all of its steps are still to come."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    confirmed, other = profile("lab"), profile("lab")
+    other["network"]["denied_networks"] = []
+    plans = [_deploy_bootstrap.forecast(each) for each in (confirmed, other, confirmed)]
+    (network,) = [row for row in plans[0]["plan"] if row["part"] == "network"]
+    assert (network["steps"], bool(network["open"])) == ("", True)
+    assert plans[0]["plan"] == plans[1]["plan"]
+    assert plans[0]["digest"] == plans[2]["digest"] != plans[1]["digest"]
+
+
 def test_what_the_host_goes_without_is_said(
     script: Any, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
