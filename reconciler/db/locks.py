@@ -45,6 +45,16 @@ class _Rank(IntEnum):
     TASK = 3
 
 
+def take_turn(conn: sa.Connection, name: str) -> None:
+    """Wait until no other transaction has taken the turn of this name.
+
+    It is for counts that no row stands for. SQLite has one writer at a time anyway.
+    """
+    if conn.dialect.name == "postgresql":
+        key = sa.func.hashtextextended(f"gpuaas {name}", 0)
+        conn.execute(sa.select(sa.func.pg_advisory_xact_lock(key)))
+
+
 @contextmanager
 def node(conn: sa.Connection, node_id: str) -> Iterator[Node]:
     """Lock a node."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import sqlalchemy as sa
 
-from reconciler.db import clock, journal, rows
+from reconciler.db import clock, journal, locks, rows
 from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Project, SshSession, ssh_sessions
 from reconciler.model.act import Act
@@ -27,8 +27,7 @@ def take_turn(conn: sa.Connection, project_id: str) -> None:
     if conn.dialect.name == "postgresql":
         writes = sa.func.has_table_privilege("projects", "UPDATE")
         if not conn.execute(sa.select(writes)).scalar_one():
-            name = sa.func.hashtextextended(f"gpuaas sessions {project_id}", 0)
-            conn.execute(sa.select(sa.func.pg_advisory_xact_lock(name)))
+            locks.take_turn(conn, f"sessions {project_id}")
             return
     rows.get(conn, Project, project_id, lock=True)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from reconciler.db import clock, journal, rows
+from reconciler.db import clock, journal, locks, rows
 from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import (
     ApiToken,
@@ -99,8 +99,9 @@ def issue_own(
     owner: as in the record. until: the end of what the caller has authenticated with.
     """
     if project_id is not None:
-        # Of several requests at once, each counts those before it.
-        rows.get(conn, Project, project_id, lock=True)
+        rows.get(conn, Project, project_id)
+    # Of several requests at once, each counts those before it.
+    locks.take_turn(conn, f"tokens {owner}")
     now = clock.read(conn)
     ends = now + ttl_s
     _require_room(conn, owner, now)

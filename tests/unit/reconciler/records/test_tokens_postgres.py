@@ -49,13 +49,15 @@ def test_of_two_uses_at_once_a_single_use_succeeds(
             assert waiting.result(20) == {"by": "second"}
 
 
+@pytest.mark.parametrize("role", [Role.PLATFORM_ADMIN, Role.PROJECT_MEMBER])
 def test_of_two_requests_at_once_a_single_one_gets_the_last_place(
-    engine: sa.Engine, site: Site, monkeypatch: pytest.MonkeyPatch
+    engine: sa.Engine, site: Site, monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
     """The second counts the token of the first, whether that ends with it or not."""
     monkeypatch.setattr(tokens, "OWN", 1)
     with transaction(engine) as conn:
-        member = {"role": Role.PROJECT_MEMBER, "project_id": site.project}
+        project = site.project if role is Role.PROJECT_MEMBER else None
+        member: dict[str, Any] = {"role": role, "project_id": project}
         first, _ = tokens.issue(conn, site.act, name="first", **member)
 
     def make(conn: sa.Connection) -> Any:
