@@ -44,6 +44,7 @@ def up(*, fresh: bool = False) -> state.Lab:
         choose_accelerator(),
         _free_port(existing.ssh_port if existing else None),
         memory_mib=int(os.environ.get("GPUAAS_LAB_MEMORY_MIB", "6144")),
+        one_thread=qemu.mended,
     )
     if fresh:
         disks.remove(machine, system=True)

@@ -58,6 +58,8 @@ class Machine:
     ssh_port: int
     cpus_per_node: int = 1
     memory_mib: int = 6144
+    # Whether one thread emulates all processors.
+    one_thread: bool = False
     extra: list[str] = field(default_factory=list)
 
     @property
@@ -116,7 +118,11 @@ def _processor(machine: Machine) -> list[str]:
     # on or off, QEMU's emulation may send a processor's access to another device (seen in 11.1).
     # The registers of an x2APIC, which are accessed most, are not in memory.
     cpu = ["host"] if machine.accel == "kvm" else ["EPYC,+svm,+x2apic"]
-    accel = "kvm" if machine.accel == "kvm" else "tcg,thread=multi"
+    # With a thread for each, a host with two guests has panicked: QEMU 10.0.2 changes a processor's
+    # pending interrupts at each VMRUN and exit without a lock. With one thread, a QEMU that is not
+    # mended (`lab.qemu`) hangs each guest at its start.
+    thread = "single" if machine.one_thread else "multi"
+    accel = "kvm" if machine.accel == "kvm" else f"tcg,thread={thread}"
     words = ["-machine", "q35,kernel-irqchip=split", "-accel", accel, "-cpu", *cpu]
     words += ["-smp", f"{2 * count},sockets=2,cores={count},threads=1"]
     words += ["-m", f"{machine.memory_mib}M"]

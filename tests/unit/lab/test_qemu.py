@@ -1,6 +1,8 @@
-"""Which QEMU is new enough."""
+"""Which QEMU is new enough, and what is mended in the lab's own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +25,25 @@ def test_versions(text: str, version: tuple[int, int]) -> None:
 def test_an_unknown_answer_is_quoted() -> None:
     with pytest.raises(LabError, match="what"):
         qemu.parse_version("what?")
+
+
+def test_an_injected_interrupt_is_forgotten_after_its_delivery(tmp_path: Path) -> None:
+    program = tmp_path / "qemu-system-x86_64"
+    wrong = qemu._VECTOR_TO_ENV + qemu._VECTOR_NOTED + qemu._NEXT
+    program.write_bytes(b"before" + wrong + b"after")
+    assert not qemu._is_mended(program)
+    qemu._forget_injected(program)
+    assert qemu._is_mended(program)
+    mended = program.read_bytes()
+    assert len(mended) == len(b"before" + wrong + b"after")
+    assert qemu._VECTOR_NOTED not in mended
+    assert mended.replace(qemu._NOTHING, qemu._VECTOR_NOTED) == b"before" + wrong + b"after"
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_another_program_stays_as_it_is(tmp_path: Path, times: int) -> None:
+    program = tmp_path / "qemu-system-x86_64"
+    code = b"code" + (qemu._VECTOR_TO_ENV + qemu._VECTOR_NOTED + qemu._NEXT) * times
+    program.write_bytes(code)
+    qemu._forget_injected(program)
+    assert program.read_bytes() == code
