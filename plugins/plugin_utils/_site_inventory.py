@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from ipaddress import ip_address
 from typing import Any
 
 from ansible.errors import AnsibleError, AnsibleParserError
@@ -152,8 +153,8 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
         groups = {*self.inventory.groups, *self.get_option("groups")}
         for record in records:
             name, variables = self.host(record)
-            if name in hosts or name in groups or name in _RESERVED:
-                expected = "one record for each host, under a name of no group"
+            if name in hosts or name in groups or name in _RESERVED or _is_address(name):
+                expected = "one record for each host, under a name of no group and no address"
                 remedy = f"correct the records of {self.SERVICE}; no host of it was taken"
                 raise refuse(f"{self.SERVICE}_name_ambiguous", expected, name, remedy)
             if name:
@@ -161,12 +162,12 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
         return hosts
 
     def _add(self, name: str, variables: Record) -> None:
-        existing = self.inventory.hosts.get(name)
-        own = dict(existing.vars) if existing else {}
+        known = name in self.inventory.hosts
         self.inventory.add_host(name)
         for variable, value in variables.items():
-            # How another source reaches this host is not changed by an answer.
-            if not (variable.startswith("ansible_") and variable in own):
+            # How another source reaches this host is not changed by an answer, also where it has
+            # no variable and is found by its name.
+            if not (known and variable.startswith("ansible_")):
                 self.inventory.set_variable(name, variable, _marked(value))
         for group in self.groups_of(variables):
             self.inventory.add_child(self.inventory.add_group(group), name)
@@ -186,6 +187,15 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
             expected = "hosts whose names are those of no group"
             remedy = "rename the group; a limit of that name would mean more than the host"
             raise refuse(f"{self.SERVICE}_name_ambiguous", expected, ", ".join(both), remedy)
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is an address; Ansible takes those of the loopback for the controller."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _marked(value: Any) -> Any:

@@ -49,6 +49,10 @@ _NAMES = {
 Text = Annotated[
     str, BeforeValidator(lambda value: "" if value is None else value), Field(max_length=300)
 ]
+# A text that is only shown, cut to what fits: a failed machine's is long.
+Shown = Annotated[
+    str, BeforeValidator(lambda value: value[:300] if isinstance(value, str) else value or "")
+]
 SystemId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,41}$")]
 
 
@@ -82,8 +86,8 @@ class Machine(BaseModel):
     system_id: SystemId
     hostname: Text
     status: int
-    status_name: Text
-    status_message: Text = ""
+    status_name: Shown
+    status_message: Shown = ""
     owner: Text = ""
     locked: bool
     tag_names: list[Text] = Field(max_length=1000)
@@ -91,8 +95,8 @@ class Machine(BaseModel):
     hardware_uuid: Text = ""
     hardware_info: _Hardware
     interface_set: list[_Interface] = Field(max_length=1000)
-    workload_annotations: dict[str, Text] = Field(default_factory=dict)
-    osystem: Text = ""
+    workload_annotations: dict[str, Shown] = Field(default_factory=dict)
+    osystem: Shown = ""
     distro_series: Text = ""
 
     @property

@@ -149,6 +149,11 @@ def _expected(conn: Connection, node: Node) -> ExpectedNode:
     return ExpectedNode(node, installation.needs_lock(conn, node), annotations)
 
 
+def shipped_digest(kind: str) -> str:
+    """SHA-256 of the script of this type; OSError without it."""
+    return hashlib.sha256(MAAS_SCRIPTS[kind].read_bytes()).hexdigest()
+
+
 def _scripts(maas: Client, result: Comparison, done: Counter[str], *, apply: bool) -> None:
     for kind, path in MAAS_SCRIPTS.items():
         subject = f"{kind} script {path.stem}"
@@ -226,7 +231,8 @@ def _write(
     def keep(**values: Any) -> None:
         if {**remembered, **values} != remembered:
             remembered.update(values)
-            retrying(engine, partial(_remember, node=node, maas=dict(remembered)))
+            bound = remembered["system_id"]
+            retrying(engine, partial(_remember, node=node, system_id=bound, values=values))
 
     with _named(result, node.id):
         if purposes_of(machine) != [expected.purpose]:
@@ -240,9 +246,13 @@ def _write(
     locked = machine.locked
     if locked and remembered.get("locked") == UNSURE and not expected.locked:
         result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
-    elif locked and remembered.get("locked") and not expected.locked:
-        # Before the request: if its answer is lost, a lock that is seen later may be a person's.
-        keep(locked=UNSURE)
+    elif (
+        locked
+        and remembered.get("locked")
+        and not expected.locked
+        and retrying(engine, partial(_unlocking, node=node, system_id=system_id))
+    ):
+        remembered["locked"] = UNSURE
         with _named(result, node.id), _undone(lambda: keep(locked=True)):
             maas.unlock(system_id, comment=comment)
             done["machines unlocked"] += 1
@@ -295,7 +305,21 @@ def _undone(restore: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def _remember(conn: Connection, node: Node, maas: Mapping[str, Any]) -> None:
+def _remember(conn: Connection, node: Node, system_id: str, values: Mapping[str, Any]) -> None:
     with locks.node(conn, node.id) as current:
-        if current.maas and current.maas.get("system_id") == maas["system_id"]:
-            node_records.update(conn, node.id, maas={**current.maas, **maas})
+        if current.maas and current.maas.get("system_id") == system_id:
+            node_records.update(conn, node.id, maas={**current.maas, **values})
+
+
+def _unlocking(conn: Connection, node: Node, system_id: str) -> bool:
+    """Whether the machine still needs no lock; notes that its unlock is asked for.
+
+    Before the request: if its answer is lost, a lock that is seen later may be a person's.
+    """
+    with locks.node(conn, node.id) as current:
+        bound = current.maas or {}
+        # A tenant may have come since the pass began.
+        if bound.get("system_id") != system_id or installation.needs_lock(conn, current):
+            return False
+        node_records.update(conn, node.id, maas={**bound, "locked": UNSURE})
+        return True

@@ -286,6 +286,10 @@ def _free(
             parts = ("one serial number", other, OTHER_SERIAL)
             result.note("serial_differs", f"node {node.id}", *parts)
             return
+        if (purpose := purpose_of(machine)) != named[0].purpose:
+            remedy = "set the tag of the node's mode in MAAS, or convert the node"
+            result.note("intent_differs", f"node {node.id}", named[0].purpose, purpose, remedy)
+            return
         result.bound.append((named[0], machine))
         return
     others = [

@@ -19,7 +19,7 @@ from reconciler.db import clock, locks
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, Task
 from reconciler.inventory.maas import FORBIDDEN, Client, Machine, Status, maas_access
-from reconciler.inventory.maas_sync import MAAS_SCRIPTS
+from reconciler.inventory.maas_sync import MAAS_SCRIPTS, shipped_digest
 from reconciler.inventory.machines import (
     OTHER_SERIAL,
     UNSURE,
@@ -167,7 +167,9 @@ def _request(kind: TaskKind, node: Node, machine: Machine, memory: Memory) -> Ve
         return "deploy"
     failed = status in _FAILED and memory.phase in ("", "unlock")
     if failed or status in (Status.DEPLOYED, Status.ALLOCATED):
-        if status == Status.DEPLOYED and not node.machine_id:
+        # After its return to MAAS, somebody else may have had it with the same user.
+        returned = (node.maas or {}).get("returned") and not installation.is_installed(node)
+        if status == Status.DEPLOYED and (not node.machine_id or (returned and not memory.phase)):
             remedy = "enrol it (`gpuaas nodes userdata`), or release it in MAAS by hand"
             raise _refused("occupied", node, "an installation that never enrolled here", remedy)
         return "release"
@@ -228,8 +230,15 @@ def _ask(maas: Client, task: Task, machine: Machine, verb: Verb, userdata: str) 
     elif verb == "release":
         script = MAAS_SCRIPTS["release"].stem if task.kind == TaskKind.NODE_RELEASE else ""
         # MAAS refuses a release with a script that it does not have; a comparison names that.
-        uploaded = script if script and maas.script_digest(script) else ""
-        maas.release(machine.system_id, comment=comment, script=uploaded)
+        uploaded = maas.script_digest(script) if script else ""
+        if uploaded and uploaded != shipped_digest("release"):
+            raise RunError(
+                "maas_script",
+                expected=f"the release script {script} of this version in MAAS, or none",
+                found=f"another one, SHA-256 {uploaded}",
+                remedy="upload it (`gpuaas maas sync`), or delete it in MAAS",
+            )
+        maas.release(machine.system_id, comment=comment, script=script if uploaded else "")
     else:
         maas.unlock(machine.system_id, comment=comment)
     log.info("MAAS accepted %s of %s for node %s", verb, machine.system_id, task.node_id)
@@ -255,7 +264,7 @@ def _finish(engine: Engine, task: Task, machine: Machine, memory: Memory) -> Non
         if not memory.phase:
             # Somebody else has returned it.
             installation.begin(conn, node, TaskKind(task.kind), act)
-        _remember(conn, task, locked=False)
+        _remember(conn, task, locked=False, returned=task.kind == TaskKind.NODE_RELEASE)
         if task.kind == TaskKind.NODE_DEPLOY and node.mode == NodeMode.BAREMETAL:
             # Its discovery completes the preparation of a bare-metal machine.
             host.reverify(conn, node, act)

@@ -101,7 +101,9 @@ def test_the_processor_follows_the_accelerator(accel: str, cpu: str) -> None:
     assert values("-accel", accel)[0].split(",")[0] == accel
 
 
-@pytest.mark.parametrize(("one", "word"), [(True, "tcg,thread=single"), (False, "tcg,thread=multi")])
+@pytest.mark.parametrize(
+    ("one", "word"), [(True, "tcg,thread=single"), (False, "tcg,thread=multi")]
+)
 def test_one_thread_emulates_all_processors_where_guests_start_so(one: bool, word: str) -> None:
     words = topology.arguments(replace(machine(), one_thread=one))
     assert words[words.index("-accel") + 1] == word

@@ -71,7 +71,11 @@ def deployed(name: str, **fields: Any) -> dict[str, Any]:
 def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:
     refused = {
         "twice": ([deployed("gpu1"), deployed("gpu1")], "maas_name_ambiguous"),
-        "name": ([deployed("gpu1"), deployed("-oProxyCommand")], "maas_invalid"),
+        "name": ([deployed("gpu1"), deployed("-oProxyCommand", system_id="a1")], "maas_invalid"),
+        "number": (
+            [deployed("gpu1"), deployed("127.0.0.1", system_id="a1")],
+            "maas_name_ambiguous",
+        ),
         "address": ([deployed("gpu1", ip_addresses=["::.::1"])], "maas_invalid"),
         "zone": ([deployed("gpu1", zone="rack")], "maas_invalid"),
         "object": ({"machines": []}, "maas_invalid"),
@@ -86,3 +90,15 @@ def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:
     for case, (_, code) in refused.items():
         lines = [line for line in done.stderr.splitlines() if f"{case}.maas.yml: " in line]
         assert any(f"{code}: expected" in line for line in lines), (case, done.stderr)
+
+
+def test_a_machine_changes_no_connection_of_a_host_of_another_source(tmp_path: Path) -> None:
+    """Ansible reaches such a host by its name, without a variable."""
+    others = tmp_path / "hosts.yml"
+    others.write_text("all: {hosts: {gpu1: }}\n")
+    with answering() as service:
+        service.answers = {"site": [deployed("gpu1"), deployed("gpu2")]}
+        ours = source(tmp_path, "maas", "site", url=service.url("site"), networks=["10.20.0.0/16"])
+        found = hosts(inventory(others, ours))
+    assert ["ansible_host" in found[name] for name in ("gpu1", "gpu2")] == [False, True]
+    assert found["gpu1"]["maas_hostname"] == "gpu1"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reconciler.cli import images
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -56,4 +57,24 @@ def test_a_refused_registration_leaves_no_file(new: Stack, gpuaas: Gpuaas, sourc
     assert sorted(new.settings.images_dir.iterdir()) == files, "the first image keeps its file"
     gpuaas.at(new, "member")
     assert imported(gpuaas, source, "--version", "2")["code"] == "role_required"
-    assert sorted(new.settings.images_dir.iterdir()) == files
+    assert len(list(new.settings.images_dir.iterdir())) == 2, "a member does not see whose it is"
+
+
+def test_a_refused_registration_leaves_the_file_of_the_same_content_under_another_name(
+    new: Stack, gpuaas: Gpuaas, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second import registers what the first has just converted; the first is refused."""
+    imported(gpuaas, source, "--version", "1")
+    subprocess.run(["qemu-img", "resize", "-q", source, "2M"], check=True)
+    register = images._register
+
+    def slowly(**body: object) -> None:
+        register(**{**body, "version": "2"})
+        register(**body)
+
+    monkeypatch.setattr(images, "_register", slowly)
+    gpuaas("images", "import", str(source), "--name", "u", "--version", "1")
+    assert "image_exists" in gpuaas.err
+    files = {file.as_uri() for file in new.settings.images_dir.iterdir()}
+    text = gpuaas("images", "list", "--output", "json")
+    assert {row["url"] for row in json.loads(text)} == files and len(files) == 2

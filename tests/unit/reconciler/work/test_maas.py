@@ -414,6 +414,24 @@ def test_a_machine_that_never_enrolled_keeps_its_installation(maas: Maas) -> Non
     assert maas.asked() == ["deploy"]
 
 
+def test_a_returned_machine_that_somebody_deployed_keeps_its_installation(maas: Maas) -> None:
+    """Another installation of the same user in MAAS is not ours to release."""
+    maas.maintain()
+    maas.queue(RELEASE)
+    assert maas.play().state == "succeeded"
+    asked = len(maas.asked())
+    maas.begin(machine())
+    for kind in (DEPLOY, RELEASE):
+        maas.queue(kind)
+        assert maas.play().error["code"] == "maas_occupied"
+    assert "release" not in maas.asked()[asked:]
+    # It is free again: what is installed then is ours.
+    maas.begin(machine(status=4, owner=""))
+    maas.queue(DEPLOY)
+    maas.step()
+    assert maas.asked()[-1] == "deploy"
+
+
 def test_a_returned_machine_is_free_in_maas_and_unused_here(maas: Maas) -> None:
     maas.maintain()
     maas.queue(RELEASE)
@@ -428,8 +446,12 @@ def test_a_returned_machine_is_free_in_maas_and_unused_here(maas: Maas) -> None:
 def test_maas_reads_the_disks_back_while_it_releases_a_machine_that_leaves(maas: Maas) -> None:
     """The release script judges, if MAAS has it; MAAS then calls the release failed."""
     maas.maintain()
-    script = maas_sync.MAAS_SCRIPTS["release"].stem
-    maas.begin(scripts={script: "#!/bin/sh"}, failing={"12": 13})
+    file = maas_sync.MAAS_SCRIPTS["release"]
+    script = file.stem
+    maas.begin(scripts={script: "#!/bin/sh"})
+    maas.queue(RELEASE)
+    assert maas.play().error["code"] == "maas_script", "another script proves nothing"
+    maas.begin(scripts={script: file.read_text()}, failing={"12": 13})
     maas.queue(RELEASE)
     assert maas.play().error["code"] == "maas_failed"
     (asked,) = (row for row in maas.manager.record()["requests"] if "release" in row["operation"])
@@ -445,6 +467,47 @@ def test_our_lock_is_taken_off_before_the_release_and_that_of_a_person_is_not(ma
         assert maas.machines.released(conn, key)
     assert maas.play().state == "succeeded"
     assert maas.asked()[-3:] == ["unlock", "release", "deploy"]
+
+
+def test_a_machine_that_gets_a_tenant_during_a_pass_keeps_its_lock(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    assert maas.compare().done == {"machines locked": 1}
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        maas.machines.released(conn, key)
+        nodes.update(conn, "m1", tenant_machine_ids=[])
+    compare = maas_sync._compare
+
+    def then_a_tenant(*arguments: Any) -> Any:
+        result = compare(*arguments)
+        with transaction(maas.engine) as conn:
+            nodes.update(conn, "m1", unclean_allocation_id="")
+            maas.machines.active(conn)
+        return result
+
+    monkeypatch.setattr(maas_sync, "_compare", then_a_tenant)
+    maas.compare()
+    assert maas.manager.record()["machines"]["abc123"]["locked"]
+    assert (maas.node().maas or {})["locked"] is True
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_long_text_of_one_machine_stops_no_pass(maas: Maas, length: int) -> None:
+    maas.begin(machine(status_message="x" * length))
+    assert maas.compare().complete
+
+
+def test_a_first_binding_leaves_the_tag_that_a_person_has_set(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        maas_sync.unbind(conn, "m1", ADMIN)
+    maas.begin(machine(tag_names=[SLICE]))
+    outcome = maas.compare()
+    assert "maas_intent_differs" in [finding.code for finding in outcome.findings]
+    assert not outcome.done
+    assert maas.manager.record()["machines"]["abc123"]["tag_names"] == [SLICE]
 
 
 def test_a_lock_of_a_person_after_an_unlock_without_an_answer_stays(maas: Maas) -> None:
