@@ -87,6 +87,26 @@ class ServiceAccess:
         return self.refuse("token_unreadable", expected, found, self.REMEDY)
 
 
+class Endless(Exception):
+    """An answer is larger, or takes longer, than it may."""
+
+
+def bounded(answer: httpx.Response, largest: int, ends: float) -> bytes:
+    """The body of a streamed answer, up to the bytes and the time (monotonic) that it may take.
+
+    A timeout of the transport starts anew with each byte.
+    """
+    parts, size = [], 0
+    for part in answer.iter_bytes():
+        parts.append(part)
+        size += len(part)
+        if size > largest:
+            raise Endless(f"more than {largest} bytes")
+        if time.monotonic() > ends:
+            raise Endless("an answer that does not end")
+    return b"".join(parts)
+
+
 class Conversation:
     """Requests to a service that end together at a deadline, whatever the service does.
 
@@ -132,27 +152,15 @@ class Conversation:
         arguments["timeout"] = min(self.REQUEST_S, max(self.left_s, 0.01))
         try:
             with self._http.stream(method, path, **arguments) as answer:
-                body = self._bounded(answer, request)
+                body = bounded(answer, self.LARGEST, self._ends)
+        except Endless as endless:
+            raise self.silent(request, str(endless)) from endless
         except httpx.HTTPError as lost:
             self._access.require_trust(lost)
             raise self.silent(request, f"{type(lost).__name__}: {lost}") from lost
         if answer.status_code >= 500 or answer.status_code in LATER:
             raise self.silent(request, f"HTTP {answer.status_code}")
         return answer, body
-
-    def _bounded(self, answer: httpx.Response, request: str) -> bytes:
-        """The body, up to the size and the time that it may take. A timeout of the transport starts
-        anew with each byte.
-        """
-        parts, size = [], 0
-        for part in answer.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > self.LARGEST:
-                raise self.silent(request, f"more than {self.LARGEST} bytes")
-            if self.left_s < 0:
-                raise self.silent(request, "an answer that does not end")
-        return b"".join(parts)
 
     def _document(self, body: bytes, request: str) -> Any:
         """An answer that must be JSON."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,14 @@ from typing import Any
 
 import httpx
 
-from reconciler.runs.scrub import scrub
-from reconciler.runs.service_access import LATER, LONGEST_FOUND, ServiceAccess
+from reconciler.runs.service_access import (
+    LATER,
+    LONGEST_FOUND,
+    Endless,
+    ServiceAccess,
+    bounded,
+    shown,
+)
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
@@ -20,6 +28,8 @@ PAGE_SIZE = 200
 # Between two bytes, not for a whole answer. Too low, and a busy AWX counts as silent; too high, and
 # a launch holds its worker for longer than the lease of the task.
 _TIMEOUT_S = 8.0
+# Of an answer, and pages of a list.
+_LONGEST_S, _LARGEST, _MOST_PAGES = 30.0, 32 << 20, 500
 _NAMES = {
     401: ("awx_unauthorized", "a valid token", "put a new token into the token file"),
     403: ("awx_forbidden", "the right to do this", "give the token's user execute on the template"),
@@ -110,20 +120,26 @@ class Client:
         while more:
             page += 1
             answer = self.get(path, page=page, page_size=PAGE_SIZE, **query)
-            yield from results(answer)
+            objects = results(answer)
+            yield from objects
             more = bool(answer.get("next"))
+            if more and (not objects or page >= _MOST_PAGES):
+                raise _away(Silent, f"GET {API}{path}", f"a list that does not end, page {page}")
 
     def _request(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._access.token()}"}
         request = f"{method} {API}{path}"
         try:
-            answer = self._http.request(method, f"{API}{path}", headers=headers, **arguments)
+            ends = time.monotonic() + _LONGEST_S
+            words = (method, f"{API}{path}")
+            with self._http.stream(*words, headers=headers, **arguments) as answer:
+                body = bounded(answer, _LARGEST, ends)
         except (httpx.ConnectError, httpx.ConnectTimeout) as lost:
             self._access.require_trust(lost)
             raise _away(NotSent, request, lost) from lost
-        except httpx.HTTPError as lost:
+        except (httpx.HTTPError, Endless) as lost:
             raise _away(Silent, request, lost) from lost
-        return _document(answer, request)
+        return _document(answer, body, request)
 
 
 def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,31 +150,30 @@ def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [item for item in objects if isinstance(item, dict)]
 
 
-def _document(answer: httpx.Response, request: str) -> dict[str, Any]:
+def _document(answer: httpx.Response, body: bytes, request: str) -> dict[str, Any]:
     status = answer.status_code
     if status >= 500 or status in LATER:
         raise _away(Silent, request, f"HTTP {status}")
     if not answer.is_success:
-        raise _refused(answer, request)
-    if not answer.content:
+        raise _refused(answer, body, request)
+    if not body:
         return {}
     try:
-        document = answer.json()
-    except ValueError as broken:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as broken:
         raise _away(Silent, request, "an answer that is not JSON") from broken
     if not isinstance(document, dict):
         raise _away(Silent, request, "an answer that is no document")
     return document
 
 
-def _refused(answer: httpx.Response, request: str) -> RunError:
+def _refused(answer: httpx.Response, body: bytes, request: str) -> RunError:
     default = ("awx_refused", "AWX to accept the request", "read AWX's answer")
     code, expected, remedy = _NAMES.get(answer.status_code, default)
-    text = scrub(" ".join(answer.text.split()))[:LONGEST_FOUND]
     return RunError(
         code,
         expected=f"{expected} for {request}",
-        found=f"HTTP {answer.status_code}: {text}",
+        found=shown(answer, body)[:LONGEST_FOUND],
         remedy=remedy,
     )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from reconciler.runs.awx import request
+from reconciler.runs.awx import client, request
 from reconciler.runs.spec import NodeAccess
 from reconciler.trust import ca
+from tests.unit.plugins.inventory.inventories import answering
 from tests.unit.reconciler.benchmark.sshd import SSHD, USER, machine, new_key
 from tests.unit.reconciler.runs.awx.conftest import spec
 
@@ -48,3 +49,30 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
         assert connect(replace(at, revoked=(another,)))[0] == 0
         code, why = connect(replace(at, revoked=(another, " ".join(host.key.split()[:2]))))
         assert (code, "revoked" in why) == (255, True), why
+
+
+PAGE = {"next": "/again", "results": [{"id": 1, "name": "gpuaas.slice.discover"}]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (b" " * 2_000_000, "more than 1000000 bytes"),
+        (b"[" * 500_000, "not JSON"),
+        (PAGE, "does not end, page 3"),
+        ({**PAGE, "results": []}, "does not end, page 1"),
+    ],
+)
+def test_an_answer_without_an_end_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object, found: str
+) -> None:
+    monkeypatch.setattr(client, "_LARGEST", 1_000_000)
+    monkeypatch.setattr(client, "_MOST_PAGES", 3)
+    token = tmp_path / "token"
+    token.write_text("t" * 20)
+    with answering() as service:
+        service.answers = {"awx": answer}
+        access = client.AwxAccess(service.url("awx"), token)
+        with client.Client(access) as awx, pytest.raises(client.Silent) as silent:
+            list(awx.every("/job_templates/"))
+    assert found in silent.value.found
