@@ -118,9 +118,8 @@ def _processor(machine: Machine) -> list[str]:
     # on or off, QEMU's emulation may send a processor's access to another device (seen in 11.1).
     # The registers of an x2APIC, which are accessed most, are not in memory.
     cpu = ["host"] if machine.accel == "kvm" else ["EPYC,+svm,+x2apic"]
-    # With a thread for each, a host with two guests has panicked: QEMU 10.0.2 changes a processor's
-    # pending interrupts at each VMRUN and exit without a lock. With one thread, a QEMU that is not
-    # mended (`lab.qemu`) hangs each guest at its start.
+    # With a thread for each, a host with two guests has panicked (the cause is not found). With one
+    # thread, a QEMU that is not mended (`lab.qemu`) hangs each guest at its start.
     thread = "single" if machine.one_thread else "multi"
     accel = "kvm" if machine.accel == "kvm" else f"tcg,thread={thread}"
     words = ["-machine", "q35,kernel-irqchip=split", "-accel", accel, "-cpu", *cpu]

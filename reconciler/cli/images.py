@@ -91,23 +91,20 @@ def import_image(
         source_digest=source_digest,
         compression=compression,
     )
-    url = image.file.absolute().as_uri()
     try:
         _register(
             name=name,
             version=version,
             digest=image.digest,
             size_bytes=image.size_bytes,
-            url=url,
+            url=image.file.absolute().as_uri(),
             compression=compression,
             runtime=runtime or [],
         )
     except Problem as problem:
-        # After a lost connection the service may have registered it. A later import of the same
-        # content has the same file.
-        refused = image.new and 400 <= problem.status < 500
-        if refused and all(row["url"] != url for row in client().items("/admin/images")):
-            image.file.unlink()
+        # After a lost connection the service may have registered it.
+        if 400 <= problem.status < 500:
+            image.discard()
         raise
 
 

@@ -37,13 +37,25 @@ Compression = Literal["none", "zstd"]
 class Converted:
     """A file in the folder of images.
 
-    digest, size_bytes: of its raw bytes. new: the folder did not have it.
+    digest, size_bytes: of its raw bytes. new: the folder did not have it. identity: inode, and time
+    of its last change in ns.
     """
 
     file: Path
     digest: str
     size_bytes: int
     new: bool
+    identity: tuple[int, int]
+
+    def discard(self) -> None:
+        """Remove the file, unless it was there before or another import has replaced it since."""
+        if self.new and self.file.exists() and _identity(self.file) == self.identity:
+            self.file.unlink()
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def convert(
@@ -201,9 +213,9 @@ def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Co
     raw.chmod(0o644)
     with raw.open("rb") as stream:
         os.fsync(stream.fileno())
-    new = not file.exists()
+    new, identity = not file.exists(), _identity(raw)
     raw.replace(file)
-    return Converted(file, digest, size, new)
+    return Converted(file, digest, size, new, identity)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ Text = Annotated[
 ]
 # A text that is only shown, cut to what fits: a failed machine's is long.
 Shown = Annotated[
-    str, BeforeValidator(lambda value: value[:300] if isinstance(value, str) else value or "")
+    Text, BeforeValidator(lambda value: value[:300] if isinstance(value, str) else value)
 ]
 SystemId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,41}$")]
 

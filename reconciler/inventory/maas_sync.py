@@ -158,16 +158,16 @@ def _scripts(maas: Client, result: Comparison, done: Counter[str], *, apply: boo
     for kind, path in MAAS_SCRIPTS.items():
         subject = f"{kind} script {path.stem}"
         try:
-            content = path.read_bytes()
+            digest = shipped_digest(kind)
         except OSError as missing:
             remedy = "install this version again, or build it (`python -m scripts.standalone`)"
             result.note("script", subject, f"a script in {path}", type(missing).__name__, remedy)
             continue
-        digest, actual = hashlib.sha256(content).hexdigest(), maas.script_digest(path.stem)
+        actual = maas.script_digest(path.stem)
         if actual == digest:
             continue
         if apply:
-            maas.upload(path.stem, kind, content, new=not actual)
+            maas.upload(path.stem, kind, path.read_bytes(), new=not actual)
             done["scripts uploaded"] += 1
         else:
             text, remedy = (

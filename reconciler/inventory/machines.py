@@ -21,6 +21,7 @@ HARDWARE = "gpuaas-hardware-"
 # Hardware by which two machines are the same.
 _IDENTITY = ("serial", "hardware_uuid")
 # What parity accepts as tags of a machine.
+_INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # Of the record `locked`: an unlock had no answer.
@@ -258,9 +259,8 @@ def _bound(
     purposes = purposes_of(machine)
     converted = maas.get("purpose") != expected.purpose and purposes
     if purposes != [expected.purpose] and not converted:
-        remedy = "set the tag of the node's mode in MAAS, or convert the node"
         actual = ", ".join(purposes) or "no tag"
-        result.note("intent_differs", subject, expected.purpose, actual, remedy)
+        result.note("intent_differs", subject, expected.purpose, actual, _INTENT)
     hopeless = system_id in doubtful and not (converted and len(purposes) > 1)
     if len(result.findings) == before and not hopeless:
         result.pairs.append((expected, machine))
@@ -287,8 +287,7 @@ def _free(
             result.note("serial_differs", f"node {node.id}", *parts)
             return
         if (purpose := purpose_of(machine)) != named[0].purpose:
-            remedy = "set the tag of the node's mode in MAAS, or convert the node"
-            result.note("intent_differs", f"node {node.id}", named[0].purpose, purpose, remedy)
+            result.note("intent_differs", f"node {node.id}", named[0].purpose, purpose, _INTENT)
             return
         result.bound.append((named[0], machine))
         return

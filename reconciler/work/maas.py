@@ -114,9 +114,10 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             _give_back(engine, task, memory, row.progress)
         else:
             memory = _asking(memory, verb, now)
+            script = _release_script(maas, task) if verb == "release" else ""
             userdata = _begin(engine, settings, task, machine, memory)
             try:
-                _ask(maas, task, machine, verb, userdata)
+                _ask(maas, task, machine, verb, userdata, script)
             except RunError as refusal:
                 if verb == "unlock" and refusal.code == FORBIDDEN:
                     with transaction(engine) as conn:
@@ -222,23 +223,37 @@ def _require_machine(node: Node, machine: Machine) -> None:
         raise _refused("serial_differs", node, f"serial number {other}", OTHER_SERIAL)
 
 
-def _ask(maas: Client, task: Task, machine: Machine, verb: Verb, userdata: str) -> None:
+def _release_script(maas: Client, task: Task) -> str:
+    """Name of our script that MAAS runs at a release; "" where it has none, which a comparison
+    names, because MAAS refuses a release with a script that it does not have.
+    """
+    file = MAAS_SCRIPTS["release"]
+    uploaded = maas.script_digest(file.stem) if task.kind == TaskKind.NODE_RELEASE else ""
+    if not uploaded:
+        return ""
+    try:
+        shipped = shipped_digest("release")
+    except OSError as missing:
+        shipped = type(missing).__name__
+    if uploaded != shipped:
+        raise RunError(
+            "maas_script",
+            expected=f"the release script of this version in MAAS (SHA-256 {shipped}), or none",
+            found=f"SHA-256 {uploaded}",
+            remedy="upload it (`gpuaas maas sync`), or delete it in MAAS",
+        )
+    return file.stem
+
+
+def _ask(
+    maas: Client, task: Task, machine: Machine, verb: Verb, userdata: str, script: str
+) -> None:
     comment = f"gpuaas.slice, task {task.id}"
     if verb == "deploy":
         series = str(task.parameters.get("series") or "")
         maas.deploy(machine.system_id, userdata=userdata, series=series, comment=comment)
     elif verb == "release":
-        script = MAAS_SCRIPTS["release"].stem if task.kind == TaskKind.NODE_RELEASE else ""
-        # MAAS refuses a release with a script that it does not have; a comparison names that.
-        uploaded = maas.script_digest(script) if script else ""
-        if uploaded and uploaded != shipped_digest("release"):
-            raise RunError(
-                "maas_script",
-                expected=f"the release script {script} of this version in MAAS, or none",
-                found=f"another one, SHA-256 {uploaded}",
-                remedy="upload it (`gpuaas maas sync`), or delete it in MAAS",
-            )
-        maas.release(machine.system_id, comment=comment, script=script if uploaded else "")
+        maas.release(machine.system_id, comment=comment, script=script)
     else:
         maas.unlock(machine.system_id, comment=comment)
     log.info("MAAS accepted %s of %s for node %s", verb, machine.system_id, task.node_id)

@@ -131,8 +131,7 @@ class Client:
         request = f"{method} {API}{path}"
         try:
             ends = time.monotonic() + _LONGEST_S
-            words = (method, f"{API}{path}")
-            with self._http.stream(*words, headers=headers, **arguments) as answer:
+            with self._http.stream(method, f"{API}{path}", headers=headers, **arguments) as answer:
                 body = bounded(answer, _LARGEST, ends)
         except (httpx.ConnectError, httpx.ConnectTimeout) as lost:
             self._access.require_trust(lost)

@@ -451,6 +451,7 @@ def test_maas_reads_the_disks_back_while_it_releases_a_machine_that_leaves(maas:
     maas.begin(scripts={script: "#!/bin/sh"})
     maas.queue(RELEASE)
     assert maas.play().error["code"] == "maas_script", "another script proves nothing"
+    assert maas.node().tenant_machine_ids == [], "nothing was begun"
     maas.begin(scripts={script: file.read_text()}, failing={"12": 13})
     maas.queue(RELEASE)
     assert maas.play().error["code"] == "maas_failed"
