@@ -11,8 +11,9 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Two slots, a NUMA node each, because a node of this host has one CPU: so two slices run at once.
-SLOTS = (0, 3)
+# Candidates that become slots: one on the first NUMA node, and two on the second for a slice with two
+# GPUs. The fourth is left, for tests that need a candidate.
+SLOTS = (0, 2, 3)
 IMAGE_NAME = "lab-slice"
 
 
@@ -75,7 +76,7 @@ def discover(stage: Stage) -> Evidence:
 
 
 def transition(stage: Stage) -> Evidence:
-    """Take over two disks of host storage: plan first, then erase under the approved identity."""
+    """Take over the slots' disks from host storage: plan first, then erase under the approved identity."""
     disks = _disks(stage)
     devices = sorted(disks)
     path = stage.path("/storage-transition")
@@ -95,7 +96,7 @@ def transition(stage: Stage) -> Evidence:
 
 
 def approve(stage: Stage) -> Evidence:
-    """Approve two bundles from a fresh discovery, as the operator; they stay disabled."""
+    """Approve three bundles from a fresh discovery, as the operator; they stay disabled."""
     stage.task(stage.path("/slice-topology/discovery"))
     bundles = [_bundles(stage)[index] for index in SLOTS]
     body = {"slots": bundles, "reason": "demo: approved from discovery"}

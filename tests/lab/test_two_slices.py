@@ -4,7 +4,7 @@ One slice boots by BIOS and one by UEFI, at the same time. Both send the whole t
 before, during and after a crash and a restart of the switch, and from their first packet after a
 power loss of the host. Then a third slice gets both slots.
 
-Plays on the host that test_main_path.py left: two slots, bound and available.
+Plays on the host that test_main_path.py left: three slots, bound and available.
 """
 
 from __future__ import annotations
