@@ -26,7 +26,11 @@ STEPS: tuple[PlannedStep, ...] = (
     ("approve", "approve three slots", host_steps.approve),
     ("bind", "bind their devices to vfio-pci", host_steps.bind),
     ("parity", "prove the host; the slots become available", host_steps.parity),
-    ("provision", "a tenant gets a GPU VM, and launches one with two GPUs beside it", pair_steps.provision),
+    (
+        "provision",
+        "launch a VM with one GPU, and one with two beside it",
+        pair_steps.provision,
+    ),
     ("login", "log in and let the GPU stand-in compute", slice_steps.login),
     ("isolation", "send packets from each VM to the other, in vain", pair_steps.isolation),
     ("telemetry", "read what its host and its guest measure", slice_steps.telemetry),
