@@ -31,8 +31,8 @@ _CERTIFIED = (
 # A reachable host answers within a second, an emulated host within a few.
 _PROBE_CONNECT_S = 15
 _PROBE_LIMIT_S = 60
-# Epoch seconds that a date of this library can hold.
-_CLOCK = re.compile(r"-?[0-9]{1,11}")
+# Epoch seconds that a date can hold; some before the epoch are of no date.
+_CLOCK = re.compile(r"[0-9]{1,11}")
 _CLOCK_DIGITS = 16
 # A login to an emulated, busy host takes long. How often the caller may give up meanwhile.
 TELEMETRY_LIMIT_S = 60.0
