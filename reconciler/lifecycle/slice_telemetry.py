@@ -33,9 +33,9 @@ CURRENT = 4
 # decide nothing, and both are bounded.
 REFUSED = frozenset(
     [
-        *("arp", "connections", "denied_network", "dhcp_server", "host_address", "host_service"),
-        *("ip_spoofed", "ipv6", "mac_spoofed", "neighbour", "packet_rate", "private_network"),
-        *("protocol", "vlan"),
+        *("arp", "connections", "denied_network", "dhcp_forged", "dhcp_server", "fragment"),
+        *("host_address", "host_service", "inbound", "ip_spoofed", "ipv6", "mac_spoofed"),
+        *("name_queries", "neighbour", "packet_rate", "private_network", "protocol", "vlan"),
     ]
 )
 # The largest number that every reader of JSON keeps exactly.

@@ -7,8 +7,9 @@ could not be read leads to no difference (I13).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,9 @@ STEP = "drift"
 # In every other state a run is under way, or the slot waits for evidence already.
 JUDGED = (*IDLE_SLOTS, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
+# Differences of a slot, or of the node, and the length of a text of the host in one. A comparison
+# is kept for ever, and an honest host has no more.
+MOST, LONGEST = 64, 300
 # The length of an allocation id.
 _WHOLE = 36
 # Fewest digits that the host reports of an id when it does not have the whole id.
@@ -146,8 +150,18 @@ def compare(holdings: Mapping[str, Any], records: Records) -> Findings:
     skipped = [slot.id for slot in records.slots if not slot.settled]
     skipped += [row.id for row in records.allocations if not row.settled]
     unknown = {name: part["detail"] for name, part in holdings.items() if not part["known"]}
-    order = sorted(set(kept), key=lambda row: (not row.slot_id, row.slot_id, row.code, row.found))
+    order = sorted(_most(kept), key=lambda row: (not row.slot_id, row.slot_id, row.code, row.found))
     return Findings(tuple(order), tuple(sorted(skipped)), unknown)
+
+
+def _most(differences: Iterable[Difference]) -> Iterator[Difference]:
+    """A bounded part of the differences of each slot and of the node; those of used disks first."""
+    short = {replace(row, found=row.found[:LONGEST]) for row in differences}
+    left: Counter[str] = Counter()
+    for row in sorted(short, key=lambda row: (not row.disk_used, row.code, row.found)):
+        left[row.slot_id] += 1
+        if left[row.slot_id] <= MOST:
+            yield row
 
 
 def powered_off(holdings: Mapping[str, Any], records: Records) -> list[str]:
@@ -284,10 +298,10 @@ def _traces(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
         if row["allocation_id"] or slots:
             text = f"machine {row['name']}, {row['state']}"
             yield Trace("orphan_domain", row["allocation_id"], text, slots, disk_used=True)
+    running = {row["allocation_id"] for row in _rows(holdings, "domains") if row["active"]} - {""}
     for row in _rows(holdings, "processes"):
-        running = [d for d in _rows(holdings, "domains") if d["active"]]
         # A machine that libvirt knows has been reported as a domain.
-        if row["allocation_id"] not in {d["allocation_id"] for d in running} - {""}:
+        if row["allocation_id"] not in running:
             owner = _owner(row["allocation_id"], records)
             slots = owner.slots if owner else ()
             text = "a QEMU that libvirt does not know"

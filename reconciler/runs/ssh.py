@@ -31,8 +31,8 @@ _CERTIFIED = (
 # A reachable host answers within a second, an emulated host within a few.
 _PROBE_CONNECT_S = 15
 _PROBE_LIMIT_S = 60
-# Epoch seconds that a date of this library can hold.
-_CLOCK = re.compile(r"-?[0-9]{1,11}")
+# Epoch seconds that a date can hold; some before the epoch are of no date.
+_CLOCK = re.compile(r"[0-9]{1,11}")
 _CLOCK_DIGITS = 16
 # A login to an emulated, busy host takes long. How often the caller may give up meanwhile.
 TELEMETRY_LIMIT_S = 60.0
@@ -211,16 +211,42 @@ def read_clock(access: SshAccess, node: NodeAccess) -> float | None:
     return float(text) if done.returncode == 0 and _CLOCK.fullmatch(text) else None
 
 
-def _call(access: SshAccess, node: NodeAccess, command: str) -> subprocess.CompletedProcess[bytes]:
+def _call(
+    access: SshAccess,
+    node: NodeAccess,
+    command: str = "",
+    limit_s: float | None = None,
+    given_up: Callable[[], bool] = lambda: False,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command of the host, or the forced one, over a connection of its own.
+
+    subprocess.TimeoutExpired with what was said, after limit_s or when the caller gives up.
+    """
     words = [*options(access, node.node_id), "-o", f"ConnectTimeout={_PROBE_CONNECT_S}"]
-    target = ["-p", str(node.port), "-l", node.user, "--", node.address, command]
-    return subprocess.run(
-        ["ssh", "-T", "-n", *words, *target],
-        capture_output=True,
+    target = ["-p", str(node.port), "-l", node.user, "--", node.address]
+    # The bounded SSH ends ssh when it gets a SIGTERM, and a longer answer by itself.
+    argv = [sys.executable, "-I", "-S", bounded_ssh.__file__, "-T", "-n", *words, *target]
+    argv += [command] if command else []
+    limit_s = _PROBE_LIMIT_S if limit_s is None else limit_s
+    end, over = time.monotonic() + limit_s, False
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
-        timeout=_PROBE_LIMIT_S,
-        check=False,
-    )
+    ) as process:
+        while True:
+            try:
+                out, err = process.communicate(timeout=_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                if given_up() or time.monotonic() > end:
+                    over = True
+                    process.terminate()
+    if over:
+        raise subprocess.TimeoutExpired(argv, limit_s, out, err)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def is_refused(message: str) -> bool:
@@ -233,32 +259,17 @@ def telemetry(access: SshAccess, node: NodeAccess, given_up: Callable[[], bool])
 
     RunError `telemetry_unanswered` with the last words of SSH. given_up: asked while it waits.
     """
-    words = [*options(access, node.node_id), "-o", f"ConnectTimeout={_PROBE_CONNECT_S}"]
-    target = ["-p", str(node.port), "-l", node.user, "--", node.address]
-    # The bounded SSH ends ssh when it gets a SIGTERM, and a longer answer by itself.
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", bounded_ssh.__file__, "-T", "-n", *words, *target],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
-    )
-    end = time.monotonic() + TELEMETRY_LIMIT_S
-    with process:
-        while True:
-            try:
-                out, err = process.communicate(timeout=_LOOK_S)
-                break
-            except subprocess.TimeoutExpired:
-                if given_up() or time.monotonic() > end:
-                    process.terminate()
-    text = " ".join(err.decode("utf-8", "replace").split())[-500:]
-    if process.returncode == 0 and out:
-        return out
+    try:
+        done = _call(access, node, limit_s=TELEMETRY_LIMIT_S, given_up=given_up)
+        if done.returncode == 0 and done.stdout:
+            return done.stdout
+        err, found = done.stderr, f"exit status {done.returncode}, {len(done.stdout)} bytes"
+    except subprocess.TimeoutExpired as late:
+        err, found = late.stderr or b"", f"no end, {len(late.stdout or b'')} bytes"
     raise RunError(
         "telemetry_unanswered",
         expected=f"a snapshot within {TELEMETRY_LIMIT_S:g} s",
-        found=text or f"exit status {process.returncode}, {len(out)} bytes",
+        found=" ".join(err.decode("utf-8", "replace").split())[-500:] or found,
         remedy="see gpuaas-slice-telemetry.service on the host; bootstrap installs it",
     )
 

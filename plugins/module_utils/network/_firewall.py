@@ -13,12 +13,16 @@ after it. It is replaced as a whole in one transaction.
 
 All guests share the host's name server, which has a number of open queries and of connections. Each
 guest has its own part of both (`_baseline_files.QUERIES`).
+
+Each kind of refused traffic has a counter for each guest. A kind of the same name as the guard's is
+what passed the guard.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,6 +36,16 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 
 TABLE = "gpuaas_slice"
 _LIST = ["nft", "--stateless", "list", "table", "inet", TABLE]
+# Kinds of refused traffic, and the field of a packet that names the guest.
+KINDS = {
+    "dhcp_forged": "ether saddr",
+    "host_address": "ip saddr",
+    "host_service": "ip saddr",
+    "inbound": "ip daddr",
+    "name_queries": "ip saddr",
+    "private_network": "ip saddr",
+}
+_COUNTER = re.compile(r"counter (\w+)_([a-z0-9]+) \{\s*packets ([0-9]+) bytes")
 
 # Connections of a guest to the name server at a time, which serves 20 in all.
 _TCP_QUERIES = 2
@@ -43,26 +57,20 @@ _TEXT = """\
 table inet {table}
 delete table inet {table}
 table inet {table} {{
-  counter dhcp_forged {{}}
-  counter host_refused {{}}
-  counter dns_refused {{}}
-  counter local_refused {{}}
-  counter private_refused {{}}
-  counter inbound_refused {{}}
-  chain input {{
+{counters}{refusals}  chain input {{
     type filter hook input priority -150; policy accept;
     iifname "{bridge}" goto guest_to_host
   }}
   chain guest_to_host {{
-    meta nfproto != ipv4 counter name host_refused drop
-{clients}    udp dport 67 counter name dhcp_forged drop
-    ip daddr != {gateway} counter name host_refused drop
+    meta nfproto != ipv4 drop
+{clients}    udp dport 67 goto refuse_dhcp_forged
+    ip daddr != {gateway} goto refuse_host_service
 {queries}    ct state established,related return
-    ct state invalid counter name host_refused drop
+    ct state invalid goto refuse_host_service
     udp dport 53 return
     tcp dport 53 return
     icmp type echo-request return
-    counter name host_refused drop
+    goto refuse_host_service
   }}
   chain output {{
     type filter hook output priority -150; policy accept;
@@ -76,21 +84,21 @@ table inet {table} {{
     oifname "{bridge}" goto world_to_guest
   }}
   chain guest_to_world {{
-    meta nfproto != ipv4 counter name host_refused drop
-    fib daddr type {{ local, broadcast, anycast, multicast }} counter name local_refused drop
-    oifname "{bridge}" counter name local_refused drop
+    meta nfproto != ipv4 drop
+    fib daddr type {{ local, broadcast, anycast, multicast }} goto refuse_host_address
+    oifname "{bridge}" goto refuse_host_address
 {denied}    ct status dnat ct direction reply goto ingress
     ct state established,related return
-    ct state invalid counter name private_refused drop
-{allowed}    ip daddr {{ {private} }} counter name private_refused drop
+    ct state invalid goto refuse_private_network
+{allowed}    ip daddr {{ {private} }} goto refuse_private_network
   }}
   chain world_to_guest {{
     ct status dnat ct direction original goto ingress
     ct state established,related return
-    counter name inbound_refused drop
+    goto refuse_inbound
   }}
   chain ingress {{
-{entries}    counter name inbound_refused drop
+{entries}    goto refuse_inbound
   }}
 }}
 """
@@ -101,26 +109,30 @@ Ingress = Collection[tuple[_flows.Guard, _ingress.Rule]]
 
 def rules(
     network: Mapping[str, Any],
-    guests: Mapping[str, str],
+    guests: Collection[_flows.Guard],
     probe: tuple[str, str],
     ingress: Ingress = (),
 ) -> str:
     """The table as text for `nft -f -`.
 
-    network: bridge, address, and the site's allowed and denied networks. guests: IPv4 address by
-    hardware address, of the guests that may ask for it. probe: address of parity's probe and its
-    target.
+    network: bridge, address, and the site's allowed and denied networks. guests: guards of those
+    that may ask for their address. probe: address of parity's probe and its target.
     """
     egress = egress_of(network)
     ranges = (*_flows.PRIVATE, *_flows.NEVER)
+    guests = sorted(guests, key=lambda guard: guard.port)
     return _TEXT.format(
         table=TABLE,
         bridge=network["bridge"],
         gateway=ipaddress.IPv4Interface(network["address"]).ip,
-        clients="".join(_client(_object_names.check_mac(mac)) for mac in sorted(guests)),
-        queries="".join(_queries(ip) for _mac, ip in sorted(guests.items())),
-        answers="".join(_answer(mac, ip) for mac, ip in sorted(guests.items())),
-        denied=_destinations(egress.denied, "counter name private_refused drop"),
+        counters="".join(
+            f"  counter {kind}_{guard.port} {{}}\n" for kind in KINDS for guard in guests
+        ),
+        refusals="".join(_refusal(kind, guests) for kind in KINDS),
+        clients="".join(map(_client, guests)),
+        queries="".join(map(_queries, guests)),
+        answers="".join(map(_answer, guests)),
+        denied=_destinations(egress.denied, "goto refuse_private_network"),
         allowed=_probe(*probe) + _destinations(egress.allowed, "return"),
         private=", ".join(sorted(ranges, key=ipaddress.IPv4Network)),
         forwards=_forwards(network["bridge"], ingress),
@@ -150,6 +162,15 @@ def installed() -> str | None:
     return listed.out if listed.rc == 0 else None
 
 
+def refused() -> dict[str, Counter[str]]:
+    """Refused packets by port of the guest and kind, since the table was loaded."""
+    listed = _command.run(["nft", "list", "counters", "table", "inet", TABLE], ok=(0, 1)).out
+    by_port: dict[str, Counter[str]] = {}
+    for kind, port, packets in _COUNTER.findall(listed):
+        by_port.setdefault(port, Counter())[kind] = int(packets)
+    return by_port
+
+
 def normalized(text: str) -> str:
     """The text as the kernel would print it, from an empty network namespace of its own."""
     command = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(_LIST)}"]
@@ -165,27 +186,47 @@ def remove() -> None:
     install(f"table inet {TABLE}\ndelete table inet {TABLE}\n")
 
 
-def _client(mac: str) -> str:
-    digits = mac.replace(":", "")
-    return f"    udp dport 67 ether saddr {mac} {_RELAY} 0 {_HARDWARE} 0x{digits} return\n"
+def _refusal(kind: str, guests: Collection[_flows.Guard]) -> str:
+    """Chain that counts for the guest, and drops whoever sent it."""
+    field = KINDS[kind]
+    keys = [
+        (_object_names.check_mac(each.mac) if field.startswith("ether") else _ip(each), each.port)
+        for each in guests
+    ]
+    counters = ", ".join(f'{key} : "{kind}_{port}"' for key, port in keys)
+    return (
+        f"  chain refuse_{kind} {{\n    counter name {field} map {{ {counters} }}\n    drop\n  }}\n"
+    )
 
 
-def _queries(ip: str) -> str:
+def _ip(guard: _flows.Guard) -> str:
+    return str(ipaddress.IPv4Address(guard.ip))
+
+
+def _digits(guard: _flows.Guard) -> str:
+    return "0x" + _object_names.check_mac(guard.mac).replace(":", "")
+
+
+def _client(guard: _flows.Guard) -> str:
+    own = f"ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
+    return f"    udp dport 67 {own} return\n"
+
+
+def _queries(guard: _flows.Guard) -> str:
     """A guest's part of the name server. Also in open connections, which one port keeps for all."""
-    of_guest = f"    ip saddr {ipaddress.IPv4Address(ip)}"
+    of_guest = f"    ip saddr {_ip(guard)}"
     rate = (
         f"limit rate over {_baseline_files.QUERIES}/second burst {_baseline_files.QUERIES} packets"
     )
-    refuse = "counter name dns_refused drop\n"
+    refuse = "goto refuse_name_queries\n"
     return (
         f"{of_guest} udp dport 53 {rate} {refuse}"
         f"{of_guest} tcp dport 53 ct state new ct count over {_TCP_QUERIES} {refuse}"
     )
 
 
-def _answer(mac: str, ip: str) -> str:
-    digits = mac.replace(":", "")
-    return f"    {_HARDWARE} 0x{digits} ip saddr set {ipaddress.IPv4Address(ip)} return\n"
+def _answer(guard: _flows.Guard) -> str:
+    return f"    {_HARDWARE} {_digits(guard)} ip saddr set {_ip(guard)} return\n"
 
 
 def _probe(address: str, target: str) -> str:

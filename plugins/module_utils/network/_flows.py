@@ -161,6 +161,8 @@ def rules(
     return frozenset(
         [
             _flow(CLASSIFY, 100, f"in_port={port}", f"meter:{port},resubmit(,{FROM_GUEST})"),
+            # The host keeps those of a packet that never becomes whole, in memory of all guests.
+            _refuse("fragment", 320, f"ip,in_port={port},nw_frag=yes"),
             # No DHCP server in a guest.
             _refuse("dhcp_server", 310, f"udp,in_port={port},tp_src=67"),
             _flow(FROM_GUEST, 300, f"{dhcp},nw_src=0.0.0.0", "LOCAL"),

@@ -362,10 +362,9 @@ def _with_probe(params: Params) -> dict[str, _flows.Guard]:
 
 
 def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
-    guests = {guard.mac: guard.ip for guard in guards.values()}
-    address = guards[_flows.PROBE_COOKIE].ip
+    probe = (guards[_flows.PROBE_COOKIE].ip, probe_target(params))
     ingress = [(guard, rule) for _c, guard in sorted(guards.items()) for rule in ingress_of(guard)]
-    return _firewall.rules(params, guests, (address, probe_target(params)), ingress)
+    return _firewall.rules(params, guards.values(), probe, ingress)
 
 
 @lru_cache(maxsize=4)

@@ -1,8 +1,9 @@
 """Counters of the traffic that a slice's guard refused, by kind.
 
 Each kind has a dropping flow of its own (`_flows.rules`), and the packet limit counts by itself.
-Most frames of some kinds end before the switch, in the port's filter, which counts them. A counter
-begins when the guard is loaded, so it falls when a guard is restored.
+Most frames of some kinds end before the switch, in the port's filter, which counts them. What only
+the host's kernel can judge ends in its firewall. A counter begins when the guard is loaded, so it
+falls when a guard is restored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _firewall,
     _flows,
     _guards,
     _packet_limit,
@@ -29,11 +31,12 @@ def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
         cookie: {flow: flow.kind for flow in flows} for cookie, flows in state.expected.items()
     }
     dropped, filtered = _packet_limit.dropped(bridge), _port_filter.installed()
+    in_kernel = _firewall.refused()
     refused: dict[str, Counter[str]] = {}
     for cookie, guard in state.guards.items():
         if cookie != _flows.PROBE_COOKIE and guard.port in state.ports:
             _text, by_kind = filtered.get(guard.port, ("", {}))
-            refused[cookie] = Counter(by_kind)
+            refused[cookie] = Counter(by_kind) + in_kernel.get(guard.port, Counter())
             refused[cookie][RATE] += dropped.get(state.ports[guard.port], 0)
     for cookie, flow, packets in _flows.counted(bridge):
         kind = kinds.get(cookie, {}).get(flow, "")

@@ -8,7 +8,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _refusals
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _firewall,
+    _flows,
+    _refusals,
+)
 
 from reconciler.api import telemetry
 from reconciler.db.engine import reading, transaction
@@ -46,7 +50,7 @@ def test_the_kinds_are_those_of_the_guard() -> None:
     egress = _flows.Egress(denied=("9.9.9.0/24",))
     flows = _flows.rules(GUARD, 1, ["11.0.0.2"], egress)
     kinds = {flow.kind for flow in flows if flow.kind}
-    assert {*kinds, _refusals.RATE} == slice_telemetry.REFUSED
+    assert {*kinds, *_firewall.KINDS, _refusals.RATE} == slice_telemetry.REFUSED
 
 
 def test_a_counter_that_begins_again_is_added(sold: Site, active: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -241,6 +244,23 @@ def test_of_two_that_begin_alike_the_one_that_runs_is_meant(holdings: Holdings) 
     )
     records = Records(RECORDS.slots, (twin, *RECORDS.allocations))
     assert compare(holdings, records).differences == ()
+
+
+def test_a_host_that_reports_thousands_of_traces_costs_little(holdings: Holdings) -> None:
+    """Each comparison is kept, and one follows another for years."""
+    owners = [str(uuid.UUID(int=number)) for number in range(4096)]
+    runs = {"state": "running", "active": True, "devices": [], "disks": []}
+    for number, owner in enumerate(owners):
+        put(holdings, "domains", name="x" * 4000, allocation_id=owner, **runs)
+        put(holdings, "processes", pid=number, allocation_id=owner[::-1])
+        put(holdings, "files", allocation_id=owner, path="/" + "x" * 4000)
+    runs["devices"] = [bundle(1).gpu_pci_address]
+    put(holdings, "domains", name="last", allocation_id=OLD, **runs)
+    begun = time.process_time()
+    findings = compare(holdings, RECORDS)
+    assert time.process_time() - begun < 2
+    assert len(json.dumps([each.document() for each in findings.differences])) < 100_000
+    assert any(each.slot_id == "b" and each.disk_used for each in findings.differences)
 
 
 def test_a_difference_is_a_document() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import yaml
 from ansible.plugins.connection import ssh as ansible_ssh
 from ansible.vars.clean import clean_facts
 
-from reconciler.runs import collect, lock
+from reconciler.runs import collect, lock, ssh
 from reconciler.runs.awx import request
 from reconciler.runs.collect import Outcome, Phase
 from reconciler.runs.launch import Site, launch
@@ -319,6 +320,28 @@ def test_a_slow_endless_answer_ends_with_the_deadline(pair: Pair) -> None:
         time.sleep(0.1)
     assert state.outcome is not None and state.outcome.status == "timeout"
     assert limits - {""} == {str(320 * 1024 * 1024)}, "each process of a run has a limit"
+
+
+@pytest.mark.covers("I12")
+@pytest.mark.parametrize("stream", ["sys.stdout", "sys.stderr"])
+def test_an_endless_answer_to_the_question_whether_a_host_lives_is_not_held(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    """The service asks it by itself, and the time of a host that refuses its certificate."""
+    endless = f"while True: {stream}.write('x' * 1_000_000)"
+    (pair.a.folder / "answer.py").write_text(endless)
+    monkeypatch.setattr(ssh, "_PROBE_LIMIT_S", 20)
+    assert pair.site.ssh is not None
+    tracemalloc.start()
+    try:
+        answer = ssh.probe(pair.site.ssh, pair.access(pair.a))
+        held = tracemalloc.get_traced_memory()[1]
+        at = ssh.read_clock(pair.site.ssh, pair.access(pair.a))
+    finally:
+        tracemalloc.stop()
+    assert "answer_too_large" in answer
+    assert at is None
+    assert held < 20 << 20
 
 
 def test_no_answer_forges_an_event_or_an_escape_sequence(pair: Pair) -> None:

@@ -119,7 +119,7 @@ def test_the_clock_of_a_host_that_refuses_us_is_read_and_nothing_else(
     assert done.stdout.strip().isdigit(), done
 
 
-@pytest.mark.parametrize("answer", ["", "soon", "9" * 12, "1e9", "1\n2"])
+@pytest.mark.parametrize("answer", ["", "soon", "9" * 12, "-99999999999", "1e9", "1\n2"])
 def test_a_hostile_answer_is_no_time(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     done: subprocess.CompletedProcess[bytes] = subprocess.CompletedProcess(
         [], 0, answer.encode(), b""

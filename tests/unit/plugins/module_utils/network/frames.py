@@ -12,6 +12,8 @@ from tests.unit.plugins.module_utils.network.rig import A, B
 
 EVERYONE = "ff:ff:ff:ff:ff:ff"
 PORT = 5000
+# Length of a packet's first fragment; the switch in user space takes shorter ones for an attack.
+BEHIND = 1240
 Build = Callable[[str, bytes], bytes]
 
 
@@ -157,12 +159,44 @@ class Sender:
 
         return build
 
+    def packet(self, target: str, protocol: int, lead: bytes = b"") -> Build:
+        own = self.guest.guard
+
+        def build(gateway: str, token: bytes) -> bytes:
+            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, protocol, lead + token))
+
+        return build
+
+    def error(self, target: str, of: str) -> Build:
+        """ICMP's word that a packet from another address to the public server was too large."""
+        own = self.guest.guard
+
+        def build(gateway: str, token: bytes) -> bytes:
+            lost = ipv4(of, rig.WORLD, 6, tcp(of, rig.WORLD, 40000, 443, _ACK, token))
+            head = struct.pack("!BBHHH", 3, 4, 0, 0, 68)
+            body = head[:2] + struct.pack("!H", checksum(head + lost)) + head[4:] + lost
+            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 1, body))
+
+        return build
+
     def segment(self, target: str, sport: int, dport: int, flags: int) -> Build:
         own = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
             body = tcp(own.ip, target, sport, dport, flags, token)
             return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 6, body))
+
+        return build
+
+    def fragment(self, target: str, offset: int, *, more: bool = False) -> Build:
+        """A part of a UDP datagram, whose second and last part begins at BEHIND."""
+        own = self.guest.guard
+
+        def build(gateway: str, token: bytes) -> bytes:
+            head = struct.pack("!4H", 4000, PORT, BEHIND + len(token), 0)
+            body = (head + token).ljust(BEHIND, b"\0") if offset == 0 else token
+            place = offset // 8 | (0x2000 if more else 0)
+            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 17, body, fragment=place))
 
         return build
 
@@ -268,6 +302,16 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             kind="mac_spoofed",
         ),
         Attack(
+            "send from the gateway's MAC",
+            lambda gateway, token: send.datagram(rig.WORLD, hardware=gateway)(gateway, token),
+            kind="mac_spoofed",
+        ),
+        Attack(
+            "send from everyone's MAC",
+            send.datagram(rig.WORLD, hardware=EVERYONE),
+            kind="mac_spoofed",
+        ),
+        Attack(
             "answer ARP as the neighbour", send.announcement(neighbour, rig.GATEWAY), kind="arp"
         ),
         Attack(
@@ -283,6 +327,11 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
         Attack(
             "answer ARP with another MAC",
             send.announcement((other.mac, own.ip), rig.GATEWAY),
+            kind="arp",
+        ),
+        Attack(
+            "send ARP with addresses of another length",
+            send.raw(0x0806, EVERYONE, struct.pack("!HHBBH", 1, 0x0800, 8, 16, 2)),
             kind="arp",
         ),
         Attack("announce the own address", send.announcement(me, own.ip), kind="arp"),
@@ -354,12 +403,32 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             "broadcast in the management network", send.datagram("10.20.0.255"), kind="host_address"
         ),
         Attack("reach the host's loopback", send.datagram("127.0.0.1"), kind="private_network"),
+        # The two parts of a packet, which the host would put together, and one that stays alone.
+        Attack(
+            "send the beginning of a packet",
+            send.fragment(rig.WORLD, 0, more=True),
+            kind="fragment",
+        ),
+        Attack("send the end of a packet", send.fragment(rig.WORLD, BEHIND), kind="fragment"),
         Attack(
             "send a later fragment to the gateway",
-            lambda gateway, token: ether(
-                own.mac, gateway, 0x0800, ipv4(own.ip, rig.GATEWAY, 17, token, fragment=100)
-            ),
+            send.fragment(rig.GATEWAY, 800),
+            kind="fragment",
+        ),
+        Attack("open a tunnel to the gateway", send.packet(rig.GATEWAY, 47), kind="host_service"),
+        Attack(
+            "send VXLAN to the gateway", send.datagram(rig.GATEWAY, dport=4789), kind="host_service"
+        ),
+        # The host would lower the largest packet of its own connection, or of its neighbour's.
+        Attack(
+            "send an error about a connection of the host",
+            send.error(rig.GATEWAY, rig.UPLINK),
             kind="host_service",
+        ),
+        Attack(
+            "send an error about a connection of the neighbour",
+            send.error(rig.WORLD, other.ip),
+            kind="connections",
         ),
         # Private space.
         Attack("reach a BMC", send.datagram(rig.BMC), kind="private_network"),
@@ -378,6 +447,11 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
         ),
         # Other protocols.
         Attack("send with a VLAN tag", send.datagram(rig.WORLD, tags=(100,)), kind="vlan"),
+        Attack(
+            "send with a service tag",
+            send.raw(0x88A8, EVERYONE, struct.pack("!HH", 100, 0x0800)),
+            kind="vlan",
+        ),
         Attack("send with a priority tag", send.datagram(rig.WORLD, tags=(0,)), kind="vlan"),
         Attack("send with two VLAN tags", send.datagram(rig.WORLD, tags=(1, 100)), kind="vlan"),
         Attack(
@@ -389,6 +463,11 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             "solicit a neighbour", send.ipv6("33:33:00:00:00:01", 58, bytes([135, 0])), kind="ipv6"
         ),
         Attack("send IPv6", send.ipv6(EVERYONE, 17, b""), kind="ipv6"),
+        Attack(
+            "send IPv6 with extension headers",
+            send.ipv6(EVERYONE, 0, bytes([58, 0, 5, 2, 0, 0, 1, 0, 134, 0])),
+            kind="ipv6",
+        ),
         Attack("send LLDP", send.raw(0x88CC, "01:80:c2:00:00:0e"), kind="protocol"),
         Attack(
             "send a spanning tree frame",
@@ -396,12 +475,24 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             kind="protocol",
         ),
         Attack("send MPLS", send.raw(0x8847, EVERYONE), kind="protocol"),
+        Attack("ask for a port by 802.1X", send.raw(0x888E, "01:80:c2:00:00:03"), kind="protocol"),
+        Attack("bundle links", send.raw(0x8809, "01:80:c2:00:00:02"), kind="protocol"),
         Attack("send RARP", send.raw(0x8035, EVERYONE), kind="protocol"),
         Attack("send PPPoE", send.raw(0x8863, EVERYONE), kind="protocol"),
         # Outsiders. The gateway's MAC is that of the host's interface there.
-        Attack("reach a guest from the uplink", inbound(rig.WORLD), place="world"),
-        Attack("reach a guest from the management network", inbound(rig.BMC), place="mgmt"),
-        Attack("reach a guest from an allowed network", inbound(rig.STORAGE), place="mgmt"),
+        Attack("reach a guest from the uplink", inbound(rig.WORLD), place="world", kind="inbound"),
+        Attack(
+            "reach a guest from the management network",
+            inbound(rig.BMC),
+            place="mgmt",
+            kind="inbound",
+        ),
+        Attack(
+            "reach a guest from an allowed network",
+            inbound(rig.STORAGE),
+            place="mgmt",
+            kind="inbound",
+        ),
     )
     return tuple(
         replace(each, place=attacker.place) if each.place == A.place else each for each in listed
