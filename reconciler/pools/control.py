@@ -103,6 +103,10 @@ def follow(conn: sa.Connection) -> str:
         conn.execute(mine.values(canceled_at=clock.now()))
         return f"{len(ended)} jobs ran at the deadline of the drain and were canceled"
     if state.canceled_at is not None:
+        if state.canceled_at > clock.read(conn):
+            # The clock has been set back, and heartbeats are compared with this.
+            conn.execute(mine.values(canceled_at=clock.now()))
+            return ""
         # A worker that lives may still run a canceled job until its next heartbeat.
         unaware = sa.and_(
             pool_workers.c.ended_at.is_(None),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 log = logging.getLogger("gpuaas.jobs")
 
@@ -24,14 +27,20 @@ _IDLE_MS = 30_000
 # While Redis is away it is asked this rarely, so that it delays neither requests nor workers.
 _PAUSE_S = 5.0
 _TIMEOUT_S = 2.0
+# Of a whole exchange, however slowly its answer comes.
+_LIMIT_S = 3.0
 
 
 class Hints:
     """Connection to the Redis of a URL, which may be away at any time."""
 
     def __init__(self, url: str) -> None:
+        # Not decoded: an entry of any bytes must not keep those behind it from being read.
         self._redis: Any = redis.Redis.from_url(
-            url, decode_responses=True, socket_timeout=_TIMEOUT_S, socket_connect_timeout=0.5
+            url,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=0.5,
+            retry=Retry(NoBackoff(), 0),
         )
         self._away_until = 0.0
         self._reclaims = True
@@ -47,13 +56,17 @@ class Hints:
             self._add(DEAD, letters, _LONGEST_DEAD)
 
     def wait(self, consumer: str, seconds: float) -> bool:
-        """Wait for a hint, or so long; False at once while Redis is away."""
-        return self._try(lambda: self._read(consumer, seconds))
+        """Wait for a hint, or so long; False at once while Redis is away, or does not wait."""
+        woken: list[bool] = []
+        self._try(lambda: woken.append(self._read(consumer, seconds)))
+        return any(woken)
 
     def lengths(self) -> dict[str, int]:
         """Lengths of the streams; {} while Redis is away."""
         found: dict[str, int] = {}
-        self._try(lambda: found.update({name: self._redis.xlen(name) for name in (STREAM, DEAD)}))
+        self._try(
+            lambda: found.update({name: int(self._redis.xlen(name)) for name in (STREAM, DEAD)})
+        )
         return found
 
     def _add(self, stream: str, fields: Iterable[Mapping[str, str]], longest: int) -> None:
@@ -62,10 +75,11 @@ class Hints:
             pipe.xadd(stream, values, maxlen=longest, approximate=True)
         self._try(pipe.execute)
 
-    def _read(self, consumer: str, seconds: float) -> None:
+    def _read(self, consumer: str, seconds: float) -> bool:
+        began = time.monotonic()
+        block = max(1, int(min(seconds, _TIMEOUT_S / 2) * 1000))
         entries = self._reclaim(consumer)
         if not entries:
-            block = max(1, int(min(seconds, _TIMEOUT_S / 2) * 1000))
             streams = {STREAM: ">"}
             answer = self._redis.xreadgroup(GROUP, consumer, streams, count=_COUNT, block=block)
             entries = [id for _, part in answer or () for id, _ in part]
@@ -75,8 +89,9 @@ class Hints:
             pipe.xack(STREAM, GROUP, *entries)
             pipe.xdel(STREAM, *entries)
             pipe.execute()
+        return bool(entries) or time.monotonic() - began > block / 2000
 
-    def _reclaim(self, consumer: str) -> list[str]:
+    def _reclaim(self, consumer: str) -> list[bytes]:
         """Hints that a worker took and did not acknowledge before it died."""
         if not self._reclaims:
             return []
@@ -96,14 +111,24 @@ class Hints:
     def _try(self, act: Callable[[], object]) -> bool:
         if time.monotonic() < self._away_until:
             return False
+        guard = threading.Timer(_LIMIT_S, self._redis.connection_pool.disconnect)
+        guard.daemon = True
+        guard.start()
         try:
-            act()
-        except redis.RedisError as error:
-            if str(error).startswith("NOGROUP"):
-                return self._try(self._make_group)
+            try:
+                act()
+            except redis.ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                self._make_group()
+                act()
+        # Its answers may be of any form, and jobs must go on without it.
+        except Exception as error:
             log.warning("Redis does not answer, jobs go on without it: %s", type(error).__name__)
             self._away_until = time.monotonic() + _PAUSE_S
             return False
+        finally:
+            guard.cancel()
         return True
 
     def _make_group(self) -> None:

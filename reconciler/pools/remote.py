@@ -169,6 +169,11 @@ def tend(conn: sa.Connection) -> list[Pool]:
 
     Their processes are beyond reach. Without the token, whatever is left of them has no effect.
     """
+    # Of before the clock was set back. A worker that lives has another one soon.
+    ahead = sa.update(pool_workers).where(
+        pool_workers.c.ended_at.is_(None), pool_workers.c.beat_at > clock.now() + 1
+    )
+    conn.execute(ahead.values(beat_at=clock.now()))
     silent = sa.select(pool_workers).join(table, table.c.id == pool_workers.c.pool_id)
     left = table.c.allocation_id.is_(None) | (table.c.allocation_id != pool_workers.c.host)
     silent = silent.where(

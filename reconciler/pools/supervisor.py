@@ -79,10 +79,13 @@ class Supervisor:
     _children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _gpus: list[dict[str, Any]] = field(default_factory=list)
     _kills: dict[str, int] = field(default_factory=dict)
-    # Workers that have got SIGTERM.
+    # Workers that have got SIGTERM, and when the grace period of a worker began.
     _asked: set[str] = field(default_factory=set)
+    _ending: dict[str, float] = field(default_factory=dict)
     _due: dict[str, float] = field(default_factory=dict)
-    _in_touch_since: float | None = None
+    # The last heartbeat of each worker, and since when it is known here: on the monotonic clock, as
+    # above, because that of the database may jump.
+    _beats: dict[str, tuple[float, float]] = field(default_factory=dict)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -114,7 +117,7 @@ class Supervisor:
         try:
             self.tend()
         except Exception:
-            self._in_touch_since = None
+            self._beats.clear()  # Without the database, no worker is silent.
             log.exception("pools of this host are left as they are; tried again")
 
     def lock(self) -> AbstractContextManager[int | None]:
@@ -143,23 +146,22 @@ class Supervisor:
                 killed = True in [self._end(worker) for worker in ended]
                 present = [worker for worker in tracked if worker not in ended]
                 loads.append(self._measure(pool, present, sizes, killed=killed))
-                self._tend(pool, present, now)
+                self._tend(pool, present)
             except Problem as problem:  # Changed by another transaction.
                 log.info("pool %s moved on: %s", pool.name, problem.code)
             except Exception:
                 # A pool that fails must not keep the others from being tended.
                 log.exception("pool %s is left as it is; tried again", pool.name)
-        self._in_touch_since = self._in_touch_since or time.monotonic()
         if self.only is None:
             self._end_strays(seen)
             self._report(sizes)
             self._relieve([pool for pool, _ in recorded], loads, now)
 
-    def _tend(self, pool: Pool, living: list[_Worker], now: float) -> None:
+    def _tend(self, pool: Pool, living: list[_Worker]) -> None:
         if pool.state == PoolState.REQUESTED:
             self._move(pool, "begin")
         elif pool.state in SERVING_POOLS:
-            self._serve(pool, living, now)
+            self._serve(pool, living)
         elif not living:
             self._conclude(pool)
         elif pool.state == PoolState.DRAINING:
@@ -168,24 +170,21 @@ class Supervisor:
             for worker in living:
                 if worker.row.id not in busy:
                     self._terminate(worker)
-        elif now > pool.state_since + pool.grace_s:
-            for worker in living:
-                processes.kill(self.host_id, worker.row, worker.processes)
         else:
             for worker in living:
                 self._terminate(worker)
+                since = self._ending.setdefault(worker.row.id, time.monotonic())
+                if time.monotonic() - since > pool.grace_s:
+                    processes.kill(self.host_id, worker.row, worker.processes)
 
-    def _serve(self, pool: Pool, living: list[_Worker], now: float) -> None:
+    def _serve(self, pool: Pool, living: list[_Worker]) -> None:
         """Replace workers that have ended or hang, unless that happens too often."""
-        in_touch = self._in_touch_since is not None and (
-            time.monotonic() - self._in_touch_since > SILENT_S / 2
-        )
         for worker in living:
-            silent = worker.row.models and worker.row.beat_at < now - SILENT_S
+            silent = worker.row.models and self._silence(worker.row) > SILENT_S
             # Without its own process, what is left of it are children that must not go on. A child
             # of this process that has just been started may not be seen yet.
             orphaned = not worker.leader and worker.row.id not in self._children
-            if (silent and in_touch) or orphaned:
+            if silent or orphaned:
                 log.warning("worker %s of pool %s hangs and is killed", worker.row.id, pool.name)
                 processes.kill(self.host_id, worker.row, worker.processes)
         missing = pool.replicas - len(living)
@@ -199,6 +198,14 @@ class Supervisor:
                 self._add(pool)
         elif pool.state == PoolState.STARTING and all(worker.row.models for worker in living):
             self._move(pool, "ready")
+
+    def _silence(self, row: PoolWorker) -> float:
+        """Seconds since the worker's last heartbeat came here."""
+        beat, since = self._beats.get(row.id, (None, 0.0))
+        if beat != row.beat_at:
+            since = time.monotonic()
+            self._beats[row.id] = row.beat_at, since
+        return time.monotonic() - since
 
     def _add(self, pool: Pool) -> None:
         id = rows.new_id()
@@ -246,6 +253,8 @@ class Supervisor:
         retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
+        for times in (self._beats, self._ending):
+            times.pop(worker.row.id, None)
         log.info("worker %s has ended: %s", worker.row.id, ending)
         return killed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools.child import Runner
+from reconciler.pools.child import START_S, Runner
 from reconciler.pools.queue import TEND_S, Away, Dismissed, JobQueue, Turn
 
 log = logging.getLogger("gpuaas.jobs")
@@ -24,6 +25,9 @@ _QUICK_S = 0.1
 # The longest wait for outcomes, and so for a signal.
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
+# A worker whose main thread does not move for so long hangs, as in waiting for a child that a
+# driver does not let end. Its heartbeats would keep its jobs from others.
+_STUCK_S = START_S + 60.0
 
 
 class Worker:
@@ -47,6 +51,7 @@ class Worker:
         self._lost: set[Key] = set()
         # The lease of each job lasts for at least so long, on the monotonic clock.
         self._leased_until = 0.0
+        self._moved = time.monotonic()
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -72,6 +77,7 @@ class Worker:
     def _work(self) -> None:
         tended = 0.0
         while not self._stopping.is_set():
+            self._moved = time.monotonic()
             try:
                 if time.monotonic() - tended > TEND_S:
                     tended = time.monotonic()
@@ -136,6 +142,7 @@ class Worker:
         end = time.monotonic() + self._drain_s
         ended: list[tuple[Call, Outcome]] = []
         while len(self._runner) and time.monotonic() < end:
+            self._moved = time.monotonic()
             ended += self._runner.outcomes(_LOOK_S, len(self._runner))
             if self._lost:
                 self._revoke()
@@ -170,6 +177,9 @@ class Worker:
         while not self._ended.wait(pause):
             pause = self._queue.beat_s
             began, held = time.monotonic(), set(self._held)
+            if began - self._moved > _STUCK_S:
+                log.critical("this worker hangs and ends: its jobs go to others")
+                os._exit(1)
             try:
                 kept = self._queue.renew(sorted({token for _, token in held}))
             except Away as away:
@@ -191,6 +201,7 @@ class Worker:
         Given up when the worker has to end, or its leases have: what it holds then goes to others.
         """
         while True:
+            self._moved = time.monotonic()
             try:
                 return work()
             except Away as away:

@@ -132,7 +132,9 @@ def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
 def recent_ends(conn: sa.Connection, pool: Pool) -> int:
     """Workers of a serving pool that have ended lately, all of them by themselves."""
     query = sa.select(sa.func.count()).where(
-        pool_workers.c.pool_id == pool.id, pool_workers.c.ended_at > clock.now() - ENDS_S
+        pool_workers.c.pool_id == pool.id,
+        # Not those of before the clock was set back.
+        pool_workers.c.ended_at.between(clock.now() - ENDS_S, clock.now()),
     )
     return int(conn.execute(query).scalar_one())
 

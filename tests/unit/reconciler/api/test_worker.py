@@ -26,6 +26,7 @@ from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_pools import started
+from tests.unit.reconciler.pools.test_leases import clock_ahead
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-2")
 
@@ -204,6 +205,15 @@ def test_a_pool_has_a_seat_for_each_worker(new: Stack, worker: Worker) -> None:
     assert worker.ask("renew", tokens=[]).json()["code"] == "worker_not_found"
     unknown = worker.client.post("worker/register", json=body | {"models": ["other"]})
     assert (unknown.status_code, unknown.json()["code"]) == (422, "model_unknown")
+
+
+def test_a_clock_set_back_keeps_no_seat(new: Stack, worker: Worker) -> None:
+    """A heartbeat of before would be from the future for as long as the clock went back."""
+    body = {"host": "x", "pid": 1, "models": ["m"]}
+    change(new, PoolWorker, beat_at=clock_of(new) + 3600)
+    tend_remote_workers(new.engine, Settings())
+    with clock_ahead(new.engine, remote.SILENT_S + 1):
+        assert worker.client.post("worker/register", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

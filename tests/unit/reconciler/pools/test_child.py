@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import sqlalchemy as sa
 
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools import child, remote
+from reconciler.pools import child, remote, worker
 from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
 from reconciler.pools.queue import DatabaseQueue, Ended, Turn
@@ -128,6 +129,24 @@ def test_outcomes_and_claims_share_transactions(
     Worker(DatabaseQueue(queue.engine, ["m"]), runner, stopping).run()
     assert {queue.read(id).status for id in ids} == {"done"}
     assert len(claims) < len(ids) / 4
+
+
+def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
+) -> None:
+    stopping, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(worker, "_STUCK_S", 0.3)
+    monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
+
+    class Hanging(DatabaseQueue):
+        def turn(self, *_: object) -> Turn:
+            assert ended.wait(60), "its heart goes on"
+            stopping.set()
+            return Turn(0, [])
+
+    queue.add()
+    Worker(Hanging(queue.engine, ["m"], beat_s=0.05), runner, stopping).run()
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize(("lag_s", "most", "held"), [(0.01, 256, 256), (0.01, 5, 5), (0.2, 256, 1)])

@@ -17,7 +17,7 @@ from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.settings import Settings
 from reconciler.work.loops import follow_drain
 from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.pools.test_leases import FAILED, Queue
+from tests.unit.reconciler.pools.test_leases import FAILED, Queue, clock_ahead
 
 pytestmark = pytest.mark.covers("ORCH-5")
 
@@ -99,6 +99,18 @@ def test_a_dead_worker_does_not_delay_the_end(queue: Queue) -> None:
         silent = sa.update(PoolWorker.TABLE).values(beat_at=clock.now() - 60)
         conn.execute(silent)
     assert follow(queue) == "drained"
+
+
+def test_a_clock_set_back_delays_no_drain(queue: Queue) -> None:
+    queue.add()
+    queue.claim()
+    drain(queue, 0)
+    follow(queue)
+    with clock_ahead(queue.engine, -3600):
+        assert follow(queue) == "drain"
+        with transaction(queue.engine) as conn:
+            leases.renew(conn, queue.worker, [])
+        assert follow(queue) == "drained"
 
 
 def test_retries_and_reclaimed_jobs_are_counted(queue: Queue) -> None:

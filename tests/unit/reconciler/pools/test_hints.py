@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
+import socketserver
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,74 @@ def test_a_redis_that_is_away_or_hangs_delays_nobody(
     assert [fields for _, fields in server.client.xrange(DEAD)] == [
         {"job": "a", "code": "timed_out"}
     ]
+
+
+@contextmanager
+def impostor(path: Path, act: Callable[[socket.socket], object]) -> Iterator[Hints]:
+    """The hints of a server that answers each request in another way than Redis."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                while self.request.recv(1 << 16):
+                    act(self.request)
+
+    class Server(socketserver.ThreadingUnixStreamServer):
+        daemon_threads = True
+
+    with Server(str(path), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Hints(f"unix://{path}")
+        server.shutdown()
+
+
+def drip(connection: socket.socket) -> None:
+    connection.sendall(b"$1000\r\n")
+    for _ in range(200):
+        connection.sendall(b"x")
+        time.sleep(0.1)
+
+
+@pytest.mark.covers("I19")
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda _connection: time.sleep(20),
+        drip,
+        lambda connection: connection.sendall(b"*1\r\n:7\r\n"),
+        lambda connection: connection.sendall(b"-NOGROUP of this name\r\n"),
+        lambda connection: connection.sendall(b"+\xff\xfe\r\n"),
+        lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        lambda connection: connection.close(),
+    ],
+    ids=["hangs", "drips", "number", "no-group", "bytes", "http", "closes"],
+)
+def test_a_redis_that_hangs_or_answers_nonsense_costs_a_moment(
+    act: Callable[[socket.socket], object], tmp_path: Path
+) -> None:
+    with impostor(tmp_path / "redis.sock", act) as streams:
+        for use in (
+            lambda: streams.announce(["a"]),
+            lambda: streams.bury({"a": "timed_out"}),
+            lambda: streams.wait("w", 60),
+            streams.lengths,
+        ):
+            began, streams._away_until = time.monotonic(), 0.0
+            assert not use()
+            assert time.monotonic() - began < hints._LIMIT_S + 1
+
+
+def test_a_redis_that_does_not_wait_lets_no_worker_spin(
+    server: RedisServer, streams: Hints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert streams.wait("w", 0.01)
+    monkeypatch.setattr(streams._redis, "xreadgroup", lambda *_, **__: [])
+    assert not streams.wait("w", 60)
+    # An entry that no program of ours wrote.
+    monkeypatch.undo()
+    server.client.xadd(STREAM, {b"\xff": b"\xfe"})
+    assert streams.wait("w", 60)
+    assert streams.lengths()[STREAM] == 0
 
 
 def test_a_redis_without_xautoclaim_is_named_in_the_log(

@@ -18,12 +18,12 @@ from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, Pool, PoolWorker, device_leases, pool_workers
 from reconciler.db.schema import pools as table
-from reconciler.pools import jobs, memory, pools, processes, supervisor
+from reconciler.pools import jobs, memory, pools, processes, supervisor, workers
 from reconciler.pools.supervisor import Supervisor
 from reconciler.runs import lock
 from reconciler.settings import Settings
 from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.pools.test_leases import Queue, clock_ahead
 from tests.unit.reconciler.service.service import until
 
 RECORDED = Path(__file__).resolve().parents[3] / "data" / "h200"
@@ -175,7 +175,7 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
     first, control.supervisor = control.supervisor, Supervisor(control.settings, control.engine)
     control.supervisor.tend()
     assert one.id in control.left(), "whoever was out of touch itself judges nobody"
-    control.supervisor._in_touch_since = time.monotonic() - supervisor.SILENT_S
+    control.supervisor._beats[one.id] = 1.0, time.monotonic() - supervisor.SILENT_S - 1
     control.supervisor.tend()
     # A process that exits has no environment any more before it leaves its group.
     until(lambda: control.supervisor.tend() or control.workers(pool, ended=True))
@@ -197,6 +197,30 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
     assert control.left() == {}
     for child in first._children.values():
         child.wait(timeout=60)
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_jump_of_the_database_s_clock_ends_no_worker(control: Control, hours: int) -> None:
+    pool = control.running()
+    (worker,) = control.workers(pool)
+    with transaction(control.engine) as conn:
+        earlier = {**vars(worker), "id": "earlier", "ended_at": clock.read(conn)}
+        conn.execute(sa.insert(pool_workers), [earlier])
+        assert workers.recent_ends(conn, pool) == 1
+    with clock_ahead(control.engine, hours * 3600):
+        control.supervisor.tend()
+        with reading(control.engine) as conn:
+            assert workers.recent_ends(conn, pool) == 0
+        control.supervisor.tend()
+        living = [each.id for each in control.workers(pool) if each.ended_at is None]
+        assert living == [worker.id] and worker.id in control.left()
+        with transaction(control.engine) as conn:
+            pools.evict(conn, "a", ADMIN)
+        os.kill(worker.pid, signal.SIGSTOP)
+        control.supervisor.tend()
+        assert worker.id in control.left(), "its grace begins with its signal"
+    # Ended as at the present time.
+    control.until(pool, "evicted")
 
 
 def test_the_process_of_another_is_neither_adopted_nor_killed(control: Control) -> None:
