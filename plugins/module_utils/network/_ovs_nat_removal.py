@@ -20,6 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
+    _dhcp,
     _firewall,
     _host_filter,
     _ovs_nat,
@@ -28,7 +29,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 
 _OFF = {"active": False, "enabled": False}
 _SERVICES = {
-    "dnsmasq": _ovs_nat.DHCP,
+    "dnsmasq": _dhcp.SERVICE,
     "openvswitch-switch": _ovs_nat.SWITCH,
     "rshim": _ovs_nat.RSHIM,
 }
@@ -59,7 +60,7 @@ def observe(params: Params) -> State:
     baseline = _ovs_nat.observe(params)
     bridge = params["bridge"]
     there = _bridge.ports(bridge) if bridge in baseline.live.bridges else []
-    folder = _host.path(_ovs_nat.RESERVATIONS)
+    folder = _host.path(_dhcp.RESERVATIONS)
     files = folder.iterdir() if folder.is_dir() else ()
     reserved = tuple(sorted(file.name for file in files))
     firewall, admitted = _firewall.installed() is not None, tuple(_host_filter.installed())
@@ -73,11 +74,11 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps += _boot_service.plan_removal(_ovs_nat.unit(params), baseline.installed)
     steps += [
         _change.Step("remove_file", path, text, None)
-        for path, text in baseline.files.items()
+        for path, text in ((_dhcp.FILE, baseline.dhcp.text), (_ovs_nat.SYSCTL, baseline.sysctl))
         if text is not None
     ]
-    if baseline.reservations:
-        steps.append(_change.Step("remove_folder", _ovs_nat.RESERVATIONS, "folder", None))
+    if baseline.dhcp.reservations:
+        steps.append(_change.Step("remove_folder", _dhcp.RESERVATIONS, "folder", None))
     if baseline.live.nat:
         rule = _bridge.nat_rule(params["subnet"])
         steps.append(_change.Step("remove_nat", "nat rule", rule, None))
@@ -143,7 +144,7 @@ def _services(baseline: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step
     """
     steps = []
     now = {
-        "dnsmasq": baseline.dnsmasq,
+        "dnsmasq": baseline.dhcp.service,
         "openvswitch-switch": baseline.switch,
         "rshim": baseline.rshim,
     }

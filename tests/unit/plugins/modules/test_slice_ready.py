@@ -30,6 +30,8 @@ PARAMS: dict[str, Any] = {
     "deadline": 5,
     "guest_runtime": {},
     "gpus": 1,
+    "judged": True,
+    "tenant_code": False,
 }
 KEY = "ssh-ed25519 " + "A" * 68
 
@@ -86,10 +88,14 @@ def test_the_host_key_is_recorded_and_ssh_without_one_is_not_ready(guest: Guest)
     assert (facts["ssh_ready"], facts["host_keys"], code(facts)) == (False, [], "readiness_failed")
 
 
-@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize(
+    ("ok", "own", "code"),
+    [(True, True, ""), (False, True, "readiness_failed"), (False, False, "probe_failed")],
+)
 def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch, ok: bool
+    guest: Guest, monkeypatch: pytest.MonkeyPatch, ok: bool, own: bool, code: str
 ) -> None:
+    """A guest in which no code of its tenant has run fails by the site's doing."""
     guest.lease(MAC, IP)
     guest.ssh = True
     asked: list[Any] = []
@@ -101,7 +107,7 @@ def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
 
     monkeypatch.setattr(module._readiness, "ask", ask)
     runtime = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 900}}
-    module_run = Module(check_mode=False, guest_runtime=runtime, gpus=2)
+    module_run = Module(check_mode=False, guest_runtime=runtime, gpus=2, tenant_code=own)
     _change.attend(module_run, module.watch)
     # The deadline of the launch is a limit of every probe.
     assert asked == [{"gpu_compute": {"driver": "570-server", "gpus": 2}}, {"gpu_compute": 5}]
@@ -113,16 +119,39 @@ def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
     assert module_run.answer["failed"] is not ok
     if not ok:
         error = module_run.answer["error"]
-        assert (error["code"], error["found"]) == (
-            "readiness_failed",
-            "gpu_compute: cuInit: error 802",
-        )
+        assert (error["code"], error["found"]) == (code, "gpu_compute: cuInit: error 802")
         assert error["expected"] == "gpu_compute within 4 s"
         assert "driver" in error["remedy"]
     asked.clear()
     checked = Module(check_mode=True, guest_runtime=runtime)
     _change.attend(checked, module.watch)
     assert not asked
+
+
+def test_a_later_start_reports_the_probes_and_fails_by_none(
+    guest: Guest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tenant is root in the guest and may have removed them; that costs two minutes."""
+    guest.lease(MAC, IP)
+    guest.ssh = True
+    asked: list[Any] = []
+
+    def ask(_id: str, _probes: Any, deadlines: Any, **_more: Any) -> Any:
+        asked.append(deadlines)
+        row = {"ok": False, "detail": "no answer within 121 s", "values": {}}
+        return {"gpu_compute": {**row, "seconds": 121.0, "deadline_s": 121}}
+
+    monkeypatch.setattr(module._readiness, "ask", ask)
+    runtime = {"driver": "570-server", "probes": {"gpu_compute": 900}}
+    for deadline, longest in ((900, 121), (100, 100)):
+        later = Module(check_mode=False, guest_runtime=runtime, judged=False, deadline=deadline)
+        _change.attend(later, module.watch)
+        assert (later.answer["failed"], asked.pop()) == (False, {"gpu_compute": longest})
+        assert not later.answer["readiness"]["probes"][-1]["ok"]
+    guest.keys = []
+    later = Module(check_mode=False, guest_runtime=runtime, judged=False)
+    _change.attend(later, module.watch)
+    assert later.answer["error"]["code"] == "readiness_failed"
 
 
 @pytest.mark.parametrize("probes", [{"root_shell": 5}, {"rdma": 0}, {"rdma": "x"}])

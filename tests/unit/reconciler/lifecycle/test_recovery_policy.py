@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import reading, transaction
-from reconciler.lifecycle import host, recovery, recovery_cases, recovery_policy, slices
+from reconciler.lifecycle import host, quota, recovery, recovery_cases, recovery_policy, slices
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, queue, reports
@@ -136,6 +136,19 @@ def test_failures_of_tenants_are_recovered_also_while_it_is_off(sold: Site) -> N
         cases = case_records.every_open(conn)
         assert {case.remove_leftovers for case in cases} == {True}
         assert not recovery_policy.covers(conn, cases[0].allocation_id)
+
+
+@pytest.mark.covers("CTRL-7", "CTRL-11")
+def test_a_gpu_that_fails_its_probe_is_not_its_tenants_doing(sold: Site) -> None:
+    governed = Governed(sold)
+    governed.set()
+    allocation_id = governed.do(lambda conn: sold.failed(conn, error_code="probe_failed"))
+    governed.look()
+    assert governed.tasks() == []
+    with reading(sold.engine) as conn:
+        row = allocations.get(conn, allocation_id)
+        assert row.error["code"] == "probe_failed"
+        assert quota.used(conn, row.project_id)["failures_per_hour"] == 0
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-11")
