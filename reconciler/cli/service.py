@@ -251,6 +251,7 @@ def run_server(*, api_only: bool, login: bool = False) -> None:
     with listeners.api_sockets(settings) as sockets:
         engine, revision = open_migrated(settings)
         process.adopt(settings, engine)
+        process.adopt_issuer(settings, engine)
         app = web.mount(mount(create_app(settings, engine), examine=_examine), of_socket)
         operators = create_operator_app(settings, engine)
         # /readyz of this process answers for the whole site.

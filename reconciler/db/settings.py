@@ -13,6 +13,8 @@ from reconciler.model.act import Act
 SCHEDULING = "slice_scheduling"
 # Public keys of the site's SSH authorities, by the names of their files.
 AUTHORITIES = "ssh_authorities"
+# Issuer of the site's OpenID provider, "" for none.
+ISSUER = "oidc_issuer"
 # Time at which the database was restored from a backup. Records from before may be incomplete.
 RESTORED = "restored_at"
 

@@ -23,8 +23,9 @@ _OTHERS = "gpuaas_others"
 _NOW = "extract(epoch FROM clock_timestamp())"
 # Audit rows and sessions of the past would be forged, those of the future would outlast a gateway.
 _PRESENT = f"abs({{}} - {_NOW}) < 60"
-# A session, and its last report: the digest of a recording comes after the end.
-_OPEN = f"closed_at IS NULL OR seen_at > {_NOW} - 900"
+# A session, and its last report: the digest of a recording comes after the end. Terminals in the
+# browser are the service's own.
+_OPEN = f"way <> 'web' AND (closed_at IS NULL OR seen_at > {_NOW} - 900)"
 _OWN = """roles = '["gateway"]'::jsonb"""
 
 
@@ -57,16 +58,19 @@ _TABLES = {
     "nodes": _Table(read="id address port tenant_address tenant_port"),
     "node_certificates": _Table(read="public_key revoked_at"),
     # Without the hashes of tokens: a key of SSH is what proves a member here.
-    "api_tokens": _Table(read="id parent_id role project_id expires_at revoked_at"),
+    "api_tokens": _Table(read="id parent_id owner role project_id expires_at revoked_at"),
     "ssh_keys": _Table(read=" ".join(ssh_keys.c.keys())),
     "settings": _Table(read="name value", rules={"SELECT": ("name = 'ssh_authorities'", "")}),
     "ssh_sessions": _Table(
         read=" ".join(ssh_sessions.c.keys()),
-        insert="id way allocation_id project_id actor fingerprint address opened_at seen_at reason"
-        " bytes_in bytes_out recording_digest",
+        insert="id way allocation_id project_id actor owner fingerprint address opened_at seen_at"
+        " reason bytes_in bytes_out recording_digest",
         update="seen_at closed_at reason bytes_in bytes_out recording_digest",
         rules={
-            "INSERT": ("", f"{_PRESENT.format('opened_at')} AND {_PRESENT.format('seen_at')}"),
+            "INSERT": (
+                "",
+                f"way <> 'web' AND {_PRESENT.format('opened_at')} AND {_PRESENT.format('seen_at')}",
+            ),
             "UPDATE": (_OPEN, f"seen_at < {_NOW} + 60"),
         },
     ),
@@ -79,7 +83,7 @@ _TABLES = {
                 "",
                 f"{_PRESENT.format('at')} AND size = octet_length(lines) AND size < 1 << 20"
                 " AND EXISTS (SELECT FROM ssh_sessions AS s WHERE s.id = session_id"
-                f" AND s.project_id = terminal_recordings.project_id AND ({_OPEN}))",
+                f" AND s.project_id = terminal_recordings.project_id AND {_OPEN})",
             )
         },
     ),

@@ -40,7 +40,8 @@ class Limits:
     each; refusals_of_one: of one member or one network. terminals: of one member; typed_s: how long
     a terminal lives without input, terminal_s: how long at all.
 
-    of_allocation and terminals count the sessions of all processes.
+    of_allocation and terminals count the sessions of all processes; those of the browser count no
+    others.
     """
 
     connections: int = 1000
@@ -334,6 +335,7 @@ class Session(ABC):
                     act,
                     allocation_id=grant.allocation_id,
                     project_id=grant.project_id,
+                    owner=grant.owner,
                     fingerprint=grant.fingerprint,
                     address=self.address,
                     way=way,
@@ -345,7 +347,7 @@ class Session(ABC):
         """Problem `too_many_connections` beyond the limits of the allocation and of its member."""
         limits = self.gateway.limits
         of_allocation, terminals = ssh_sessions.count_open(
-            conn, grant.allocation_id, grant.actor, beside=self.session
+            conn, grant.allocation_id, grant.owner, way, beside=self.session
         )
         if of_allocation < limits.of_allocation and (way == "jump" or terminals < limits.terminals):
             return

@@ -154,7 +154,7 @@ async def open_terminal(
     def ask(conn: Connection) -> bool:
         # Again when the session is recorded; here, so that one too many does not reach the machine.
         session.require_room(conn, grant, way)
-        return terminals.are_recorded(conn, grant.project_id, grant.actor)
+        return terminals.are_recorded(conn, grant.project_id, grant.owner, way)
 
     recorded = await gateway.ask(ask)
     guest = await machine.log_in()

@@ -33,7 +33,7 @@ from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
-from reconciler.records import ssh_sessions, terminals
+from reconciler.records import ssh_sessions, terminals, tokens
 from reconciler.trust.ca import open_trust
 
 log = logging.getLogger("gpuaas.gateway")
@@ -240,7 +240,7 @@ class Browser(Session):
                 keep(self._terminal.close())
 
     async def _let_in(self, ticket: TerminalTicket) -> Grant:
-        names = (ticket.project_id, ticket.allocation_id, ticket.actor)
+        names = (ticket.project_id, ticket.allocation_id, ticket.actor, self._caller.owner)
         grant = await self.gateway.ask(lambda conn: ssh_access.authorise_member(conn, *names))
         self.grant = grant
         ssh_access.require_terminal(grant)
@@ -280,7 +280,7 @@ class Browser(Session):
         if grant is None:
             return ""
         project = grant.project_id
-        if caller.stored and not ssh_access.is_member(conn, caller.token_id, project):
+        if caller.stored and not tokens.owner(conn, caller.token_id, project):
             return "token_ended"
         # The provider may keep whoever asks it waiting, and everybody is watched here.
         now = authenticate(self._socket, patient=False)
@@ -289,7 +289,7 @@ class Browser(Session):
         if now.role != Role.PLATFORM_ADMIN and project not in now.projects:
             return "membership_ended"
         try:
-            names = (project, grant.allocation_id, caller.actor)
+            names = (project, grant.allocation_id, caller.actor, caller.owner)
             ssh_access.require_terminal(ssh_access.authorise_member(conn, *names))
         except Problem as problem:
             return problem.code

@@ -31,6 +31,7 @@ REASON = "recovery policy: "
 _SETTING = "recovery_policy"
 # Key in the detail of BEGUN: the limits do not count it.
 _BY_TENANT = "by_tenant"
+_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ def failed_by_tenant(conn: sa.Connection, allocation_id: str) -> bool:
     """Whether a launch failed by its tenant's own doing.
 
     When another project's launch failed alike since the slot had its last running machine, the
-    host may be the cause, such as a GPU that does not compute. That is for people.
+    host may be the cause, such as a GPU that does not compute. That is for people. A project whose
+    launches fail on other slots, too, says nothing about this one: a person who has two projects
+    would keep slot after slot off sale.
     """
     allocation = rows.get(conn, Allocation, allocation_id)
     if not quota.by_tenant(allocation):
@@ -145,8 +148,26 @@ def failed_by_tenant(conn: sa.Connection, allocation_id: str) -> bool:
         )
         last = rows.first(conn, query, Allocation)
         if last is not None and quota.by_tenant(last):
-            return False
+            slot_id = str(claim.slot_id)
+            if not any(_fails_elsewhere(conn, each, slot_id) for each in (allocation, last)):
+                return False
     return True
+
+
+def _fails_elsewhere(conn: sa.Connection, allocation: Allocation, slot_id: str) -> bool:
+    """Whether another launch of the project failed by its own doing within a day, elsewhere."""
+    query = (
+        sa.select(allocations)
+        .join(claims, claims.c.allocation_id == allocations.c.id)
+        .where(
+            allocations.c.project_id == allocation.project_id,
+            allocations.c.id != allocation.id,
+            allocations.c.state == AllocationState.FAILED,
+            allocations.c.created_at > clock.now() - _DAY_S,
+            claims.c.slot_id != slot_id,
+        )
+    )
+    return any(quota.by_tenant(other) for other in rows.every(conn, query, Allocation))
 
 
 def kept(conn: sa.Connection, allocation_id: str, *, since: float = 0.0) -> str:

@@ -13,9 +13,10 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, rows
 from reconciler.db.schema import Allocation, SshKey, allocations, claims, nodes
+from reconciler.db.schema import ssh_keys as ssh_key_table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.states import AllocationState, CapacityShape, Role
+from reconciler.model.states import AllocationState, CapacityShape
 from reconciler.records import ssh_keys, tokens
 
 # A key of a member whom only the OpenID provider knows: its groups cannot be asked for later.
@@ -32,7 +33,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Grant:
-    """Permission to connect. actor: the owner of the key, or the member of a session.
+    """Permission to connect. actor: the holder of the key, or the member of a session. owner: by
+    which their sessions are counted.
 
     host, port: SSH server of the machine. Of a slice, that of its node, which relays to `address`;
     the server of a bare-metal machine is the tenant's own, and `address` is "".
@@ -42,6 +44,7 @@ class Grant:
     allocation_id: str
     project_id: str
     actor: str
+    owner: str
     fingerprint: str
     node_id: str
     host: str
@@ -61,11 +64,13 @@ def authorise(conn: sa.Connection, allocation_id: str, key: str) -> Grant:
     allocation = conn.execute(sa.select(*_COLUMNS).where(allocations.c.id == allocation_id)).first()
     if allocation is None:
         raise _unknown()
-    actor = _owner(conn, allocation, key)
-    return _grant(conn, allocation, actor, ssh_keys.fingerprint(key))
+    actor, owner = _holder(conn, allocation, key)
+    return _grant(conn, allocation, actor, owner, ssh_keys.fingerprint(key))
 
 
-def authorise_member(conn: sa.Connection, project_id: str, allocation_id: str, actor: str) -> Grant:
+def authorise_member(
+    conn: sa.Connection, project_id: str, allocation_id: str, actor: str, owner: str = ""
+) -> Grant:
     """Permission for a member of the project, whom the caller has authenticated, or a Problem."""
     query = sa.select(*_COLUMNS).where(
         allocations.c.id == allocation_id, allocations.c.project_id == project_id
@@ -73,12 +78,12 @@ def authorise_member(conn: sa.Connection, project_id: str, allocation_id: str, a
     allocation = conn.execute(query).first()
     if allocation is None:
         raise not_found("allocation", allocation_id)
-    return _grant(conn, allocation, actor, "")
+    return _grant(conn, allocation, actor, owner)
 
 
 def require_slice(conn: sa.Connection, allocation: Allocation) -> Grant:
     """The way to an active slice whose host keys are known, for nobody yet; or a Problem."""
-    grant = _grant(conn, allocation, "", "")
+    grant = _grant(conn, allocation)
     require_terminal(replace(grant, terminal=bool(grant.address)))
     return grant
 
@@ -102,7 +107,9 @@ def require_terminal(grant: Grant) -> None:
         )
 
 
-def _grant(conn: sa.Connection, allocation: Any, actor: str, fingerprint: str) -> Grant:
+def _grant(
+    conn: sa.Connection, allocation: Any, actor: str = "", owner: str = "", fingerprint: str = ""
+) -> Grant:
     if allocation.state != AllocationState.ACTIVE:
         raise Problem(
             "allocation_not_active",
@@ -124,6 +131,7 @@ def _grant(conn: sa.Connection, allocation: Any, actor: str, fingerprint: str) -
         allocation_id=allocation.id,
         project_id=allocation.project_id,
         actor=actor,
+        owner=owner,
         fingerprint=fingerprint,
         node_id=allocation.node_id,
         host=host,
@@ -135,8 +143,8 @@ def _grant(conn: sa.Connection, allocation: Any, actor: str, fingerprint: str) -
     )
 
 
-def _owner(conn: sa.Connection, allocation: Any, key: str) -> str:
-    """The actor to whom the key belongs, as the project knows it now."""
+def _holder(conn: sa.Connection, allocation: Any, key: str) -> tuple[str, str]:
+    """Actor and owner to whom the key belongs, as the project knows it now."""
     record = ssh_keys.find(conn, allocation.project_id, key)
     if record is None:
         if key not in {ssh_keys.bare(line) for line in allocation.ssh_keys}:
@@ -149,13 +157,16 @@ def _owner(conn: sa.Connection, allocation: Any, key: str) -> str:
         _require_unrevoked(record)
     if ends is not None and ends <= clock.read(conn):
         raise _ended("ssh_key_expired", "a key that is still valid", "one that has expired")
-    if token_id and not is_member(conn, token_id, allocation.project_id):
+    if not token_id:
+        return actor, actor
+    owner = tokens.owner(conn, token_id, allocation.project_id)
+    if not owner:
         raise _ended(
             "token_ended",
             "a key of a member whose token is valid",
             f"the token of {actor.partition('#')[0]} is revoked or has expired",
         )
-    return actor
+    return actor, owner
 
 
 def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
@@ -179,10 +190,17 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
     return len(keys)
 
 
-def is_member(conn: sa.Connection, token_id: str, project_id: str) -> bool:
-    """Whether a token is valid and opens the project."""
-    role, project = tokens.rights(conn, token_id) or ("", None)
-    return role == Role.PLATFORM_ADMIN or (role != "" and project == project_id)
+def end_every_person(conn: sa.Connection, act: Act) -> None:
+    """End the tokens and keys of all people of a provider that is no longer the site's."""
+    actors = tokens.persons(conn)
+    for column, recent in (
+        (ssh_key_table.c.registered_by, ssh_key_table.c.expires_at > clock.now()),
+        (allocations.c.requested_by, allocations.c.created_at > clock.now() - PROVIDER_S),
+    ):
+        actors |= set(conn.execute(sa.select(column).where(recent)).scalars())
+    for actor in sorted(filter(_of_provider, actors)):
+        end_person(conn, actor, act)
+        tokens.end_person(conn, actor, act)
 
 
 def _of_provider(actor: str) -> bool:

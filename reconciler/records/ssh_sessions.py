@@ -14,6 +14,7 @@ from reconciler.model.act import Act
 ORDER = Order(ssh_sessions, ("opened_at", "id"), descending=True)
 # A gateway reports its sessions more often than this; a silent session's gateway has ended.
 SILENT_S = 120.0
+WEB = "web"
 # Bytes from and to the client.
 Traffic = tuple[int, int]
 
@@ -38,6 +39,7 @@ def open_session(
     *,
     allocation_id: str,
     project_id: str,
+    owner: str,
     fingerprint: str,
     address: str,
     way: str,
@@ -48,6 +50,7 @@ def open_session(
         "allocation_id": allocation_id,
         "project_id": project_id,
         "actor": act.actor,
+        "owner": owner,
         "fingerprint": fingerprint,
         "address": address,
         "way": way,
@@ -63,29 +66,39 @@ def close(conn: sa.Connection, id: str, reason: str, traffic: Traffic) -> None:
 
 
 def report(conn: sa.Connection, open_now: Mapping[str, Traffic]) -> None:
-    """Report the open sessions of a gateway, and close those whose gateway has ended."""
+    """Report the open sessions of a gateway, and close those whose process has ended."""
     for id, traffic in open_now.items():
         update = sa.update(ssh_sessions).where(
             ssh_sessions.c.id == id, ssh_sessions.c.closed_at.is_(None)
         )
         conn.execute(update.values(seen_at=clock.now(), **_bytes(traffic)))
+    close_silent(conn)
+
+
+def close_silent(conn: sa.Connection) -> None:
+    """Close the sessions whose process has ended. A gateway closes no terminal of a browser."""
     silent = ssh_sessions.c.seen_at < clock.now() - SILENT_S
     _close(conn, silent, "gateway_lost", {"closed_at": ssh_sessions.c.seen_at})
 
 
 def count_open(
-    conn: sa.Connection, allocation_id: str, actor: str, *, beside: str = ""
+    conn: sa.Connection, allocation_id: str, owner: str, way: str, *, beside: str = ""
 ) -> tuple[int, int]:
-    """Open sessions of an allocation, and terminals of an actor, beside one session."""
+    """Open sessions of an allocation, and terminals of an owner, beside one session.
+
+    Terminals in the browser are counted apart for one of them: a gateway that is taken over invents
+    sessions, which keep nobody from a browser's terminal.
+    """
     columns = ssh_sessions.c
     alive = (
         columns.closed_at.is_(None),
         columns.seen_at >= clock.now() - SILENT_S,
         columns.id != beside,
+        *((columns.way == WEB,) if way == WEB else ()),
     )
     counted = (
         columns.allocation_id == allocation_id,
-        sa.and_(columns.actor == actor, columns.way != "jump"),
+        sa.and_(columns.owner == owner, columns.way != "jump"),
     )
     sums = (sa.func.coalesce(sa.func.sum(sa.case((which, 1), else_=0)), 0) for which in counted)
     of_allocation, terminals = conn.execute(sa.select(*sums).where(*alive)).one()

@@ -20,6 +20,7 @@ from reconciler.db.schema import (
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
+from reconciler.records.ssh_sessions import WEB
 from reconciler.records.tokens import digest
 
 # Long enough for a page to load on a slow line.
@@ -29,6 +30,8 @@ TICKETS = 32
 # Bytes of recordings of one person in a project; the service deletes the oldest.
 PERSON_LIMIT = 64 << 20
 _SWITCHED = "project.terminal_recording"
+# Recordings of the service, which a gateway cannot invent.
+_IN_BROWSER = ssh_sessions.c.way == WEB
 
 
 def issue(
@@ -113,7 +116,7 @@ def finish(conn: sa.Connection, session_id: str, checksum: str) -> None:
     conn.execute(change.values(recording_digest=checksum))
 
 
-def are_recorded(conn: sa.Connection, project_id: str, actor: str) -> bool:
+def are_recorded(conn: sa.Connection, project_id: str, owner: str, way: str) -> bool:
     """Whether a terminal of the project is recorded now. Problem `recording_full` while the
     service has not yet deleted (`excess`) what a person's earlier terminals have left too much.
     """
@@ -124,7 +127,8 @@ def are_recorded(conn: sa.Connection, project_id: str, actor: str) -> bool:
     total = conn.execute(
         sa.select(sa.func.coalesce(sa.func.sum(table.c.size), 0))
         .join(ssh_sessions, ssh_sessions.c.id == table.c.session_id)
-        .where(table.c.project_id == project_id, ssh_sessions.c.actor == actor)
+        .where(table.c.project_id == project_id, ssh_sessions.c.owner == owner)
+        .where(_IN_BROWSER if way == WEB else ~_IN_BROWSER)
     ).scalar_one()
     if int(total) > 2 * PERSON_LIMIT:
         raise Problem(
@@ -138,21 +142,22 @@ def are_recorded(conn: sa.Connection, project_id: str, actor: str) -> bool:
 
 def excess() -> sa.Select[tuple[str]]:
     """Sessions whose recordings are a person's oldest beyond the limit. Those of others stay:
-    nobody can push them out.
+    nobody can push them out. Neither does a gateway that is taken over push out any of the browser.
     """
     table = terminal_recordings
+    whose = (table.c.project_id, ssh_sessions.c.owner, _IN_BROWSER.label("web"))
     sums = (
         sa.select(
-            *(table.c.session_id, table.c.project_id, ssh_sessions.c.actor),
+            *(table.c.session_id, *whose),
             sa.func.sum(table.c.size).label("size"),
             sa.func.max(table.c.id).label("newest"),
         )
         .join(ssh_sessions, ssh_sessions.c.id == table.c.session_id)
-        .group_by(table.c.session_id, table.c.project_id, ssh_sessions.c.actor)
+        .group_by(table.c.session_id, table.c.project_id, ssh_sessions.c.owner, ssh_sessions.c.way)
         .subquery()
     )
     total = sa.func.sum(sums.c.size).over(
-        partition_by=(sums.c.project_id, sums.c.actor), order_by=sums.c.newest.desc()
+        partition_by=(sums.c.project_id, sums.c.owner, sums.c.web), order_by=sums.c.newest.desc()
     )
     totals = sa.select(sums.c.session_id, total.label("total")).subquery()
     return sa.select(totals.c.session_id).where(totals.c.total > PERSON_LIMIT)

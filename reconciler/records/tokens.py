@@ -152,11 +152,14 @@ def valid_one(conn: sa.Connection, which: sa.ColumnElement[bool]) -> ApiToken | 
     return next(iter(_every_valid(conn, which)), None)
 
 
-def rights(conn: sa.Connection, id: str) -> tuple[str, str | None] | None:
-    """Role and project of a valid token, or None. Reads only what the gateway's role may read."""
+def owner(conn: sa.Connection, id: str, project_id: str) -> str:
+    """The owner of a valid token that opens the project; "" for any other. Reads only what the
+    gateway's role may read.
+    """
     table = api_tokens.c
-    row = conn.execute(_valid(table.id == id, table.role, table.project_id)).first()
-    return None if row is None else (row.role, row.project_id)
+    opens = sa.or_(table.role == Role.PLATFORM_ADMIN.value, table.project_id == project_id)
+    owner = sa.func.coalesce(table.owner, table.id)
+    return conn.execute(_valid(sa.and_(table.id == id, opens), owner)).scalar() or ""
 
 
 def revoke(conn: sa.Connection, id: str, act: Act) -> None:
@@ -170,6 +173,15 @@ def revoke_own(conn: sa.Connection, id: str, act: Act, *, holder: str) -> None:
     if conn.execute(_of_holder(holder).where(api_tokens.c.id == id)).first() is None:
         raise not_found("token", id)
     _revoke(conn, id, act, "token.revoked")
+
+
+def persons(conn: sa.Connection) -> set[str]:
+    """The people of the provider who have made tokens that are still valid."""
+    table = api_tokens.c
+    query = sa.select(table.issued_by).where(
+        table.owner.is_not(None), table.parent_id.is_(None), *_open(api_tokens)
+    )
+    return set(conn.execute(query).scalars())
 
 
 def end_person(conn: sa.Connection, actor: str, act: Act) -> int:

@@ -23,7 +23,7 @@ from reconciler.db.leader import Lease
 from reconciler.db.schema import settings as stored
 from reconciler.db.settings import AUTHORITIES
 from reconciler.inventory import maas_sync, sync
-from reconciler.lifecycle import drift
+from reconciler.lifecycle import drift, ssh_access
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.pools.supervisor import Supervisor
@@ -245,6 +245,23 @@ def adopt(settings: Settings, engine: Engine) -> None:
         keep_gateway_ca(trust, (recorded or {})[GATEWAY], replace=True)
     if trust.gateway_authority.exists():
         export_gateway(trust, gateway_folder(settings.state_dir))
+
+
+def adopt_issuer(settings: Settings, engine: Engine) -> None:
+    """Record the site's OpenID provider. Once it is another one, tokens and keys of the people of
+    the earlier one end: nothing says any more who they are.
+    """
+
+    def work(conn: Connection) -> None:
+        recorded = site.read(conn, site.ISSUER, "")
+        if recorded == settings.oidc_issuer:
+            return
+        act = Act("service", "the site's OpenID provider is another one")
+        if recorded:
+            ssh_access.end_every_person(conn, act)
+        site.write(conn, site.ISSUER, settings.oidc_issuer, act)
+
+    retrying(engine, work)
 
 
 def replace_gateway(settings: Settings, engine: Engine, act: Act) -> int:

@@ -38,7 +38,7 @@ from reconciler.model.errors import Problem
 from reconciler.model.jobs import Mode
 from reconciler.model.recovery import Move
 from reconciler.pools import control, hints, jobs, leases, pools, remote
-from reconciler.records import queue
+from reconciler.records import queue, ssh_sessions
 from reconciler.runs import collect
 from reconciler.runs.paths import runner_id, runs_directory
 from reconciler.runs.spec import RunError
@@ -271,8 +271,11 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
     return gone
 
 
-def forget_recordings(engine: Engine, _settings: Settings) -> None:
-    """Loop for recordings of terminals that are old, or too many of one person."""
+def tend_sessions(engine: Engine, _settings: Settings) -> None:
+    """Loop that closes sessions of processes that have ended, and deletes recordings of terminals
+    that are old, or too many of one person.
+    """
+    retrying(engine, ssh_sessions.close_silent)
     for _ in range(_TRANSACTIONS):
         if retrying(engine, retention.recordings) < retention.AT_ONCE:
             return
@@ -355,7 +358,7 @@ LOOPS: tuple[Loop, ...] = (
     Loop("remote_workers", 1.0, tend_remote_workers),
     Loop("retention", 600.0, forget),
     # Sooner: while a person has too many, its next terminal is refused.
-    Loop("recordings", 30.0, forget_recordings),
+    Loop("sessions", 30.0, tend_sessions),
 )
 
 

@@ -123,8 +123,10 @@ class SshSession(Row):
     way: Annotated[str, Default("jump")]
     allocation_id: AllocationId
     project_id: ProjectId
-    # Owner of the key, the key's fingerprint, and the address it came from.
+    # Holder of the key or member, and by which their sessions are counted; the key's fingerprint,
+    # and the address it came from.
     actor: str
+    owner: Text
     fingerprint: str
     address: Text
     opened_at: float

@@ -248,6 +248,11 @@ def test_a_slot_on_which_launches_of_two_projects_failed_is_left_to_people(selli
     fail(selling, theirs)
     recover(selling)
     assert blocked(selling) == [theirs]
+    # Two projects of one person do not keep slot after slot off sale: they fail everywhere.
+    for allocation in (lambda: grab(selling), lambda: launch(selling, "again")):
+        fail(selling, allocation().json()["id"])
+        recover(selling)
+        assert blocked(selling) == []
 
 
 def as_shipped(stack: Stack) -> None:

@@ -37,12 +37,12 @@ def with_keys(stack: Stack, allocation: str, keys: list[str]) -> None:
         conn.execute(change.values(connection=document))
 
 
-def recorded(stack: Stack, allocation: str, actor: str = ACT.actor) -> str:
-    """A session of the allocation with a recording."""
-    known = {"fingerprint": "", "address": "192.0.2.1", "way": "web"}
+def recorded(stack: Stack, allocation: str, actor: str = ACT.actor, way: str = "web") -> str:
+    """A session of the allocation with a recording. Tokens of an owner follow its name."""
+    known = {"owner": actor.partition("#")[0], "fingerprint": "", "address": "192.0.2.1"}
     with transaction(stack.engine) as conn:
         session = ssh_sessions.open_session(
-            conn, Act(actor), allocation_id=allocation, project_id="demo", **known
+            conn, Act(actor), allocation_id=allocation, project_id="demo", way=way, **known
         )
         terminals.append(conn, session, "demo", "{}\n")
     return session
@@ -69,11 +69,18 @@ def test_a_person_pushes_out_recordings_of_its_own_only(
 ) -> None:
     monkeypatch.setattr(terminals, "PERSON_LIMIT", 5)
     allocation = with_terminal(selling)
-    mine = [recorded(selling, allocation, actor) for actor in ("member:a", "member:b", "member:b")]
+    mine = [
+        recorded(selling, allocation, actor, way)
+        for actor, way in (
+            *(("member:a#1", "web"), ("member:b#1", "web"), ("member:b#2", "web")),
+            # Gateways may invent these.
+            *(("member:a#1", "terminal"), ("member:a#1", "terminal")),
+        )
+    ]
     with transaction(selling.engine) as conn:
-        assert retention.recordings(conn) == 1
+        assert retention.recordings(conn) == 2
         query = sa.select(terminal_recordings.c.session_id).distinct()
-        assert set(conn.execute(query).scalars()) == {mine[0], mine[2]}
+        assert set(conn.execute(query).scalars()) == {mine[0], mine[2], mine[4]}
 
 
 def test_members_end_no_recording_that_an_operator_wants(selling: Stack) -> None:

@@ -14,10 +14,11 @@ from reconciler.db.schema import api_tokens, idempotency_keys
 from reconciler.lifecycle import ssh_access
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.records import console_sessions, tokens
+from reconciler.records import console_sessions, ssh_keys, tokens
+from reconciler.service.process import adopt_issuer
 from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
-from tests.unit.reconciler.api.stack import ACT, Stack
+from tests.unit.reconciler.api.stack import ACT, KEY, Stack
 
 pytestmark = pytest.mark.covers("CTRL-10", "CTRL-13")
 OWN = "projects/demo/allocations"
@@ -155,8 +156,8 @@ def test_whatever_ends_a_token_ends_those_below_it(
     assert [opens(new, who) == 200 for who in names] == [at < left for at in range(4)]
     with reading(new.engine) as conn:
         # The gateway asks by the id, whether it was the key of a launch or a registered one.
-        members = [ssh_access.is_member(conn, line[name], "demo") for name in names]
-    assert members == [at < left for at in range(4)]
+        owners = [tokens.owner(conn, line[name], "demo") for name in names]
+    assert owners == [line["member"] if at < left else "" for at in range(4)]
 
 
 def test_an_admins_tokens_follow_its_role(new: Stack) -> None:
@@ -286,6 +287,26 @@ def test_an_operator_ends_the_tokens_of_a_person(alice: Stack) -> None:
     ended = alice.client("admin").post("admin/console-sessions/end", json=body)
     assert ended.json()["tokens"] == 1
     assert [opens(alice, who) for who in ("of-alice", "below", "of-bob")] == [401, 401, 200]
+
+
+def test_another_issuer_ends_the_tokens_and_keys_of_all_persons(alice: Stack) -> None:
+    adopt_issuer(alice.settings, alice.engine)
+    for who in ("alice", "bob"):
+        make(alice, who, f"of-{who}", project_id="demo")
+    make(alice, "of-alice", "below")
+    mine = {"public_key": KEY}
+    assert alice.client("bob").post("projects/demo/ssh-keys", json=mine).status_code == 201
+    names = ("of-alice", "below", "of-bob", "member")
+    # The same provider at the next start.
+    adopt_issuer(alice.settings, alice.engine)
+    with reading(alice.engine) as conn:
+        assert len(ssh_keys.of_person(conn, "member:oidc:bob")) == 1
+    assert [opens(alice, who) for who in names] == [200] * 4
+    other = alice.settings.model_copy(update={"oidc_issuer": "https://login.example"})
+    adopt_issuer(other, alice.engine)
+    assert [opens(alice, who) for who in names] == [401, 401, 401, 200]
+    with reading(alice.engine) as conn:
+        assert ssh_keys.of_person(conn, "member:oidc:bob") == []
 
 
 def test_the_limit_holds_for_all_tokens_of_a_person(

@@ -278,7 +278,7 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
     mine, other = (launch(selling, key).json()["id"] for key in ("a", "b"))
     with transaction(selling.engine) as conn:
         for number, allocation in enumerate((mine, other)):
-            names = {"project_id": "demo", "fingerprint": "x", "way": "jump"}
+            names = {"project_id": "demo", "owner": "x", "fingerprint": "x", "way": "jump"}
             address = f"198.51.100.{number + 1}"
             ssh_sessions.open_session(conn, ACT, allocation_id=allocation, address=address, **names)
     page = browse("member").get(f"/console/projects/demo/allocations/{mine}").text

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,14 @@ READ = {
     "allocation_resource_claims": {"allocation_id", "slot_id", "position", "private_ip"},
     "nodes": {"id", "address", "port", "tenant_address", "tenant_port"},
     "node_certificates": {"public_key", "revoked_at"},
-    "api_tokens": {"id", "parent_id", "role", "project_id", "expires_at", "revoked_at"},
+    "api_tokens": {"id", "parent_id", "owner", "role", "project_id", "expires_at", "revoked_at"},
     "ssh_keys": {
         *("id", "project_id", "public_key", "name", "token_id", "registered_by"),
         *("created_at", "expires_at", "revoked_at"),
     },
     "settings": {"name", "value"},
     "ssh_sessions": {
-        *("id", "way", "allocation_id", "project_id", "actor", "fingerprint", "address"),
+        *("id", "way", "allocation_id", "project_id", "actor", "owner", "fingerprint", "address"),
         *("opened_at", "seen_at", "closed_at", "reason", "bytes_in", "bytes_out"),
         "recording_digest",
     },
@@ -223,11 +224,13 @@ def test_every_table_and_column_is_closed_but_these(records: sa.Engine) -> None:
 def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Engine) -> None:
     """By rules for rows: no other audit, no old session or recording, no other process."""
     engine = world.stack.engine
-    opened = {"allocation_id": world.allocation, "project_id": "demo", "fingerprint": ""}
+    opened = {"allocation_id": world.allocation, "project_id": "demo", "owner": ""}
+    opened |= {"fingerprint": "", "address": "192.0.2.1"}
     with transaction(engine) as conn:
-        old = ssh_sessions.open_session(conn, ACT, **opened, address="192.0.2.1", way="jump")
+        old = ssh_sessions.open_session(conn, ACT, **opened, way="jump")
         ssh_sessions.close(conn, old, "closed", (1, 1))
         conn.exec_driver_sql("UPDATE ssh_sessions SET opened_at = 1, seen_at = 1, closed_at = 2")
+        browser = ssh_sessions.open_session(conn, ACT, **opened, way="web")
     beats = Heartbeat(engine, lambda: ["api", "worker"])
     beats.start()
     audit = "INSERT INTO audit_log (at, actor, role, action, subject_kind, subject_id, project_id,"
@@ -237,7 +240,12 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
     own = "INSERT INTO service_processes (id, roles, host, pid, version, started_at, seen_at)"
     own += f" VALUES ('x', '[\"{{}}\"]', '', 1, '', {now}, {now} + {{}})"
     part = "INSERT INTO terminal_recordings (session_id, project_id, at, size, lines)"
-    part += f" VALUES ('{old}', 'demo', {now}, 1, 'x')"
+    part += f" VALUES ('{{}}', 'demo', {now}, 1, 'x')"
+    session = "INSERT INTO ssh_sessions (id, way, allocation_id, project_id, actor, owner,"
+    session += " fingerprint, address, opened_at, seen_at, reason, bytes_in, bytes_out,"
+    session += " recording_digest)"
+    session += f" VALUES ('{{0}}{{1}}', '{{0}}', '{world.allocation}', 'demo', 'member:a', 'a', '',"
+    session += f" '192.0.2.1', {now}, {now}, '', 0, 0, '')"
     with psycopg.connect(plain(records), autocommit=True) as conn:
         assert not tried(conn, audit.format(now, "", "gateway.refused"))
         for words in (
@@ -249,12 +257,21 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
         assert not tried(conn, own.format("gateway", 0))
         assert "row-level security" in tried(conn, own.format("worker", 0))
         assert "row-level security" in tried(conn, own.format("gateway", 1e6))
-        assert "row-level security" in tried(conn, part)
+        for id in (old, browser):
+            assert "row-level security" in tried(conn, part.format(id))
         for statement in (
             "UPDATE ssh_sessions SET reason = 'forged'",
             "UPDATE service_processes SET seen_at = 0",
         ):
             assert conn.execute(statement).rowcount == 0, statement
+        # What it invents keeps nobody from a terminal in the browser.
+        for number in range(64):
+            conn.execute(session.format("terminal", number).encode())
+        assert "row-level security" in tried(conn, session.format("web", 1))
+        with reading(engine) as service:
+            count = partial(ssh_sessions.count_open, service, world.allocation, "a")
+            assert (count("terminal"), count("web")) == ((65, 64), (1, 0))
+        assert not tried(conn, part.format("terminal1"))
         assert conn.execute("SELECT name FROM settings").fetchall() == [("ssh_authorities",)]
         # Nor does it hold up the start of the service, or a terminal in a browser.
         conn.execute(own.format("gateway", -1e6))

@@ -599,7 +599,7 @@ def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.Mo
     with transaction(world.stack.engine) as conn:
         newest, size = conn.execute(kept.order_by(sa.func.max(table.id).desc())).first() or ("", 0)
     monkeypatch.setattr(terminals, "PERSON_LIMIT", size)
-    loops.forget_recordings(world.stack.engine, world.stack.settings)
+    loops.tend_sessions(world.stack.engine, world.stack.settings)
     with transaction(world.stack.engine) as conn:
         assert conn.execute(kept).all() == [(newest, size)]
     with site.open() as terminal:

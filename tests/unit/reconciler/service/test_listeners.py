@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
+import httpx
 import pytest
 
 from reconciler.service import listeners
-from reconciler.settings import Settings
+from reconciler.settings import PROJECT, Settings
 
 
 @pytest.mark.covers("CTRL-1")
@@ -20,3 +26,37 @@ def test_no_answer_waits_for_an_acknowledgement() -> None:
         accepted, _ = taken.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.covers("CTRL-13")
+def test_make_run_ends_with_an_address_and_a_login_that_works(tmp_path: Path) -> None:
+    target = re.search(r"^run:.*\n\t@\$\(GPUAAS\) (.*)$", (PROJECT / "Makefile").read_text(), re.M)
+    assert target
+    words = [str(Path(sys.executable).with_name("gpuaas")), *target[1].split()]
+    own = {"GPUAAS_STATE_DIR": str(tmp_path), "GPUAAS_LISTEN": "127.0.0.1:0"}
+    process = subprocess.Popen(
+        words,
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = ""
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if "log in with " in line:
+                break
+        address = re.search(r"console on (http://127\.0\.0\.1:\d+)/console", said)
+        token = re.search(r"log in with (gpuaas_[\w-]{43})$", said.rstrip())
+        assert address and token, said
+        with httpx.Client(base_url=address[1], timeout=120, trust_env=False) as browser:
+            form = {"token": token[1]}
+            entered = browser.post("/console/login", data=form, headers={"Origin": address[1]})
+            assert entered.status_code == 303
+            assert browser.get("/console/fleet").status_code == 200
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
