@@ -128,6 +128,7 @@ def test_the_host_holds_what_the_records_say_until_both_are_gone(
     story.done["both released"] = True
 
 
+@pytest.mark.long
 @pytest.mark.covers("SLICE-3", "SLICE-4", "SLICE-6", "P11")
 def test_one_slice_has_both_gpus_and_leaves_both_slots_clean(stage: Stage, story: Chapter) -> None:
     """Its GPUs are on two NUMA nodes of the host, and so of the guest."""
