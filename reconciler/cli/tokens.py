@@ -197,12 +197,18 @@ def _save_login(issuer: str, client: dict[str, str], token_name: str, file: Path
     try:
         with httpx.Client(timeout=_TIMEOUT_S) as http:
             provider = http.get(f"{issuer.rstrip('/')}/.well-known/openid-configuration").json()
-            grant = http.post(str(provider["device_authorization_endpoint"]), data=client).json()
+            device, ending = (
+                str(provider[f"{name}_endpoint"]) for name in ("device_authorization", "token")
+            )
+            for endpoint in (device, ending):
+                if not trusted(endpoint):
+                    raise _login_failed("endpoints of the provider over https", endpoint)
+            grant = http.post(device, data=client).json()
             if "error" in grant:
                 raise _login_failed("a code to confirm", str(grant["error"]))
             url = grant.get("verification_uri_complete") or grant["verification_uri"]
             output.line(f"open {url} and confirm the code {grant['user_code']}")
-            answer = _wait_for_tokens(http, str(provider["token_endpoint"]), client, grant)
+            answer = _wait_for_tokens(http, ending, client, grant)
             token = str(answer[token_name])
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _login_failed("an answer of the provider with a token", repr(error)) from error

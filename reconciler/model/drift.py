@@ -23,7 +23,7 @@ JUDGED = (*IDLE_SLOTS, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
 # Differences of a slot, or of the node, and the length of a text of the host in one. A comparison
 # is kept for ever, and an honest host has no more.
-MOST, LONGEST = 64, 300
+MOST, LONGEST = 256, 300
 # The length of an allocation id.
 _WHOLE = 36
 # Fewest digits that the host reports of an id when it does not have the whole id.

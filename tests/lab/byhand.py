@@ -33,6 +33,27 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _HEAD, _SUMMARY = "GPUAAS_SLICE_PARITY", "GPUAAS_SLICE_PARITY_SUMMARY"
 _LINE = re.compile(rf"{_HEAD} status=(PASS|WARN|FAIL) check=[a-z_]+ detail=[!-~]([ !-~])*")
 
+# Run on the host: the switch goes down by the first line, and no flow may switch until all guards
+# are back. Prints both times, in seconds since the boot.
+_SWITCH_DOWN = """set -eu
+flows() {{ ovs-ofctl dump-flows ovsbr0 2> /dev/null; }}
+since_boot() {{ cut -d ' ' -f 1 /proc/uptime; }}
+before=$(flows | grep -c cookie=0x)
+began=$(since_boot)
+{command}
+while :; do
+  now=$(flows || true)
+  case "$now" in *NORMAL*|*FLOOD*) echo "the bridge switched: $now" >&2; exit 1 ;; esac
+  [ "$(echo "$now" | grep -c cookie=0x)" -lt "$before" ] || break
+  [ "$(($(since_boot | cut -d . -f 1) - ${{began%.*}}))" -lt 90 ] || {{ echo "$now" >&2; exit 1; }}
+  sleep 0.1
+done
+test "$(ovs-vsctl get-fail-mode ovsbr0)" = secure
+echo "$began $(since_boot)"
+"""
+KILL = 'kill -9 "$(cat /run/openvswitch/ovs-vswitchd.pid)"'
+RESTART = "systemctl restart openvswitch-switch.service"
+
 _UP = ("running", "degraded")
 
 Done = subprocess.CompletedProcess[str]
@@ -148,6 +169,15 @@ def hanging_guardian(stage: Stage) -> Iterator[None]:
         stage.on_host("systemctl", "service-watchdogs", "yes")
         stage.on_host("systemctl", "kill", "--signal=CONT", unit)
         stage.on_host("systemctl", "restart", unit)
+
+
+def switch_down(stage: Stage, command: str) -> tuple[float, float]:
+    """Take the switch down by KILL or RESTART; no flow switches until all guards are back.
+
+    Returns both times, in seconds since the host's boot.
+    """
+    down, back = stage.on_host("sh", "-s", stdin=_SWITCH_DOWN.format(command=command)).split()
+    return float(down), float(back)
 
 
 def boot(stage: Stage) -> str:

@@ -28,27 +28,6 @@ from tests.lab.proof import prove_again
 # The guests of an emulated host need some minutes to boot.
 BOOT_S = 900
 
-# Run on the host: the switch goes down by the first line, and no flow may switch until all guards
-# are back. Prints both times, in seconds since the boot.
-SWITCH_DOWN = """set -eu
-flows() {{ ovs-ofctl dump-flows ovsbr0 2> /dev/null; }}
-since_boot() {{ cut -d ' ' -f 1 /proc/uptime; }}
-before=$(flows | grep -c cookie=0x)
-began=$(since_boot)
-{command}
-while :; do
-  now=$(flows || true)
-  case "$now" in *NORMAL*|*FLOOD*) echo "the bridge switched: $now" >&2; exit 1 ;; esac
-  [ "$(echo "$now" | grep -c cookie=0x)" -lt "$before" ] || break
-  [ "$(($(since_boot | cut -d . -f 1) - ${{began%.*}}))" -lt 90 ] || {{ echo "$now" >&2; exit 1; }}
-  sleep 0.1
-done
-test "$(ovs-vsctl get-fail-mode ovsbr0)" = secure
-echo "$began $(since_boot)"
-"""
-KILL = 'kill -9 "$(cat /run/openvswitch/ovs-vswitchd.pid)"'
-RESTART = "systemctl restart openvswitch-switch.service"
-
 
 @pytest.fixture(scope="module")
 def attacks(story: Chapter) -> Attacks:
@@ -85,15 +64,14 @@ def test_every_frame_is_seen_only_where_it_should_be(attacks: Attacks, story: Ch
 
 
 @pytest.mark.covers("SLICE-9", "HOST-6", "P9")
-@pytest.mark.parametrize("command", [KILL, RESTART], ids=["crash", "restart"])
+@pytest.mark.parametrize("command", [byhand.KILL, byhand.RESTART], ids=["crash", "restart"])
 def test_nothing_passes_while_the_switch_comes_back(
     attacks: Attacks, stage: Stage, story: Chapter, command: str
 ) -> None:
     story.needs("attacked")
     attacks.order("loop")
     attacks.await_world()
-    answer = stage.on_host("sh", "-s", stdin=SWITCH_DOWN.format(command=command))
-    down, back = map(float, answer.split())
+    down, back = byhand.switch_down(stage, command)
     attacks.await_world(after=back)
     attacks.order("stop")
     assert attacks.strays() == []

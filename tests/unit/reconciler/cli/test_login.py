@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jwt
 import pytest
 
@@ -102,6 +103,20 @@ def test_what_ends_without_a_token(
     gpuaas(*words(provider, client=client))
     assert (gpuaas.status, "login_failed" in gpuaas.err, problem in gpuaas.err) == (1, True, True)
     assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["device_authorization_endpoint", "token_endpoint"])
+def test_no_code_is_asked_for_over_a_line_that_anybody_can_read(
+    gpuaas: Gpuaas, file: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A provider whose own documents come over TLS."""
+    named = dict.fromkeys(("device_authorization_endpoint", "token_endpoint"), "https://id/x")
+    named[name] = "http://id.example/x"
+    asked: list[str] = []
+    monkeypatch.setattr(httpx.Client, "get", lambda *_words: httpx.Response(200, json=named))
+    monkeypatch.setattr(httpx.Client, "post", lambda _http, url, **_data: asked.append(url))
+    gpuaas("login", "--issuer", "https://id.example", "--client-id", "x")
+    assert (gpuaas.status, "http://id.example/x" in gpuaas.err, asked) == (1, True, [])
 
 
 def test_no_provider_over_a_line_that_anybody_can_write_on(gpuaas: Gpuaas, file: Path) -> None:
