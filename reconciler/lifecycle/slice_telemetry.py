@@ -29,6 +29,8 @@ RING = 24 * 60
 KEPT_S = RING * PERIOD_S
 # A sample counts as current for so many minutes: a host may miss some turns.
 CURRENT = 4
+# State of a machine without power.
+_OFF = "shut off"
 # Kinds of packets that the guards of slices refuse. Kinds and numbers are a host's word: they
 # decide nothing, and both are bounded.
 REFUSED = frozenset(
@@ -81,6 +83,25 @@ def record(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> int:
     refused = [{"allocation_id": key, "refused": by_id[key].host.refused_packets} for key in ids]
     record_refused(conn, node_id, {"found": refused})
     return len(ids)
+
+
+def switched_off(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> list[str]:
+    """Running slices of a host that the snapshot shows off, and their newest samples did not.
+
+    A value of telemetry decides nothing, but it is a reason to compare the host with the records.
+    Without an order of its project, a guest has powered itself off, or it was lost.
+    """
+    off = [part.allocation_id for part in snapshot.slices if part.host.state == _OFF]
+    mine = sa.select(allocations.c.id).where(
+        allocations.c.id.in_(sorted(off)),
+        allocations.c.node_id == node_id,
+        allocations.c.power_action == "",
+        ~allocations.c.stopped,
+        _ACTIVE,
+    )
+    ids = sorted(conn.execute(mine).scalars()) if off else []
+    last = {key: samples(conn, key, CURRENT)[-1:] for key in ids}
+    return [key for key, rows in last.items() if rows and rows[0].host.get("state") != _OFF]
 
 
 def samples(conn: sa.Connection, allocation_id: str, minutes: int) -> list[TelemetrySample]:

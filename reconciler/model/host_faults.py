@@ -39,3 +39,15 @@ def wrong_clock(at: float, now: float, message: str = "") -> dict[str, str]:
         "found": f"{shown}, {abs(at - now):.0f} s {way}{f'; {message}' if message else ''}",
         "remedy": "set the host's clock and let it synchronise (`timedatectl`, `chronyc makestep`)",
     }
+
+
+def refused_login(now: float, message: str) -> dict[str, str]:
+    """Fault of a host that refuses AWX's login, and whose clock the service cannot read."""
+    right = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+    return {
+        "code": "awx_login_refused",
+        "expected": "a login by the certificate of AWX's Machine credential",
+        "found": f"{message}; the service cannot read the host's clock",
+        "remedy": f"compare `date -u` on the host's console with {right} and set its clock "
+        "(`timedatectl`); if it is right, sign the credential's certificate anew",
+    }

@@ -294,7 +294,8 @@ def clock_fault(
     engine: Engine, settings: Settings, node_id: str, outcome: Outcome
 ) -> dict[str, str] | None:
     """The fault of the clock of a host that refuses our login; None if its clock is right or cannot
-    be read. A wrong clock makes our certificate invalid.
+    be read. A wrong clock makes our certificate invalid. Where only AWX has a way to the host, the
+    refusal itself has a name.
     """
     if not ssh.is_refused(outcome.problem):
         return None
@@ -308,6 +309,8 @@ def clock_fault(
     at = ssh.read_clock(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
     with reading(engine) as conn:
         now = clock.read(conn)
+    if at is None and settings.launcher == "awx":
+        return host_faults.refused_login(now, outcome.problem)
     if at is None or abs(at - now) < _LEAST_S:
         return None
     return host_faults.wrong_clock(at, now, outcome.problem)

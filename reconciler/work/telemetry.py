@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node
-from reconciler.lifecycle import slice_telemetry
+from reconciler.lifecycle import drift, slice_telemetry
+from reconciler.model.act import Act
 from reconciler.model.slice_telemetry import Snapshot
 from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess, RunError
@@ -30,21 +32,26 @@ LONGEST = 1 << 20
 # Pause after an answer or a first failure; it doubles up to the longest.
 FIRST_S = slice_telemetry.PERIOD_S - 5
 LONGEST_S = 600.0
+_ACT = Act("reconciler", "a slice is off unasked")
 _AT_ONCE, _SILENT_AT_ONCE = 8, 2
 
 
 class Telemetry:
-    """access: makes the SSH identity for telemetry, for each pass with hosts that are due."""
+    """access: makes the SSH identity for telemetry, for each pass with hosts that are due. drift:
+    whether a host with a slice that is off unasked is compared with the records at once.
+    """
 
     def __init__(
         self,
         engine: Engine,
         access: Callable[[], SshAccess],
         *,
+        drift: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._access = access
+        self._drift = drift
         self._clock = clock
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -112,7 +119,14 @@ class Telemetry:
         snapshot = Snapshot.read(text) if len(text) <= LONGEST else f"{len(text)} bytes"
         if isinstance(snapshot, str):
             return f"not a snapshot: {snapshot}"
-        retrying(self._engine, lambda conn: slice_telemetry.record(conn, node.id, snapshot))
+        retrying(self._engine, partial(self._record, node_id=node.id, snapshot=snapshot))
         if snapshot.problems:
             log.info("node %s measures without %s", node.id, ", ".join(snapshot.problems))
         return ""
+
+    def _record(self, conn: Connection, node_id: str, snapshot: Snapshot) -> None:
+        off = slice_telemetry.switched_off(conn, node_id, snapshot)
+        slice_telemetry.record(conn, node_id, snapshot)
+        if off and self._drift:
+            # The host may lose power before its next turn, and would start the slice again then.
+            drift.queue_comparison(conn, node_id, _ACT)

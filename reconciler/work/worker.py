@@ -89,7 +89,9 @@ class Worker:
             target=watch.run, args=(self._stopping,), name="watch", daemon=True
         )
         telemetry = Telemetry(
-            engine, lambda: _access(engine, settings, PROBE_S, telemetry_identity)
+            engine,
+            lambda: _access(engine, settings, PROBE_S, telemetry_identity),
+            drift=settings.drift_interval_s > 0,
         )
         self._telemetry = threading.Thread(
             target=telemetry.run, args=(self._stopping,), name="telemetry", daemon=True

@@ -15,7 +15,7 @@ from reconciler.api import allocations
 from reconciler.api.models import Body
 from reconciler.db import schema, settings
 from reconciler.db.engine import reading, transaction
-from reconciler.lifecycle import placement, slices
+from reconciler.lifecycle import host, placement, slices
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import TaskState
@@ -380,6 +380,19 @@ def test_user_data_that_could_break_ours_claims_nothing(
 ) -> None:
     answer = refused(selling, lambda: launch(selling, user_data=user_data))
     assert (answer["status"], answer["code"]) == (422, code)
+
+
+@pytest.mark.covers("SLICE-6")
+def test_a_slice_of_a_silent_host_is_not_restarted(selling: Stack) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    with transaction(selling.engine) as conn:
+        host.lost(conn, NODE, ACT)
+    power = f"{PATH}/{mine}/power"
+    member, body = selling.client("member"), {"action": "restart"}
+    headers = {"Idempotency-Key": "p"}
+    answer = refused(selling, lambda: member.post(power, json=body, headers=headers))
+    assert (answer["status"], answer["code"]) == (409, "host_unreachable")
 
 
 def test_a_whole_machine_takes_no_user_data(selling: Stack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,26 @@ def test_a_host_speaks_of_its_own_active_slices_only(on_either: Site) -> None:
         metal = sa.update(allocations).where(allocations.c.id == mine)
         conn.execute(metal.values(capacity_shape="baremetal"))
         assert slice_telemetry.record(conn, "n1", snapshot(mine)) == 0
+
+
+@pytest.mark.covers("SLICE-8")
+def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
+    with transaction(on_either.engine) as conn:
+        mine = on_either.active(conn)
+        off = snapshot(mine, state="shut off")
+        look = partial(slice_telemetry.switched_off, conn, "n1")
+        assert look(off) == [], "it may have been off all the time"
+        slice_telemetry.record(conn, "n1", snapshot(mine))
+        assert look(snapshot(mine)) == []
+        assert slice_telemetry.switched_off(conn, "n2", off) == []
+        assert look(off) == [mine]
+        for asked in ({"stopped": True}, {"power_action": "restart"}):
+            update = sa.update(allocations).where(allocations.c.id == mine)
+            conn.execute(update.values(**asked))
+            assert look(off) == []
+            conn.execute(update.values(stopped=False, power_action=""))
+        slice_telemetry.record(conn, "n1", off)
+        assert look(off) == []
 
 
 def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_either: Site) -> None:

@@ -119,6 +119,22 @@ def test_the_clock_of_a_host_that_refuses_us_is_read_and_nothing_else(
     assert done.stdout.strip().isdigit(), done
 
 
+def test_a_refusal_of_a_host_that_only_awx_reaches_has_a_name(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "read_clock", lambda *_args: None)
+    refusal = "unreachable: gpuaas@n1: Permission denied (publickey)."
+    outcome = Outcome("failed", None, refusal, unreachable=True, touched=False)
+    settings = Settings(state_dir=tmp_path / "state")
+    assert clock_fault(sold.engine, settings, "n1", outcome) is None
+    by_awx = settings.model_copy(update={"launcher": "awx"})
+    fault = clock_fault(sold.engine, by_awx, "n1", outcome)
+    assert fault is not None and fault["code"] == "awx_login_refused"
+    assert refusal in fault["found"] and "date -u" in fault["remedy"]
+    silent = Outcome("failed", None, "unreachable: timed out", unreachable=True, touched=False)
+    assert clock_fault(sold.engine, by_awx, "n1", silent) is None
+
+
 @pytest.mark.parametrize("answer", ["", "soon", "9" * 12, "-99999999999", "1e9", "1\n2"])
 def test_a_hostile_answer_is_no_time(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     done: subprocess.CompletedProcess[bytes] = subprocess.CompletedProcess(

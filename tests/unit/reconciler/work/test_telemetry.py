@@ -17,7 +17,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemet
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import nodes
 from reconciler.lifecycle import slice_telemetry
-from reconciler.records import allocations
+from reconciler.model.slice_telemetry import Snapshot
+from reconciler.model.states import TaskKind
+from reconciler.records import allocations, queue
 from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess, RunError
 from reconciler.runs.ssh import SshAccess
@@ -114,6 +116,25 @@ def test_a_sample_from_the_snapshot_to_the_database(hosts: Hosts, collector: Tel
     # The minute has its sample, whichever process took it.
     assert collector.look() == []
     assert Telemetry(hosts.site.engine, hosts.access).look() == []
+
+
+@pytest.mark.covers("SLICE-8")
+def test_a_guest_that_powers_itself_off_is_looked_at_before_its_host_may_restart(
+    sold: Site,
+) -> None:
+    """The comparison records it as stopped, so that no restart of the host starts it."""
+    with transaction(sold.engine) as conn:
+        mine = sold.active(conn)
+    parts = [{"allocation_id": mine, "host": {"state": s}} for s in ("running", "shut off")]
+    told = [Snapshot.read(json.dumps({"version": 1, "slices": [p]}).encode()) for p in parts]
+    for wanted, drift in ((0, False), (1, True)):
+        collector = Telemetry(sold.engine, SshAccess, drift=drift)  # type: ignore[arg-type]
+        for snapshot in (*told, told[1]):
+            with transaction(sold.engine) as conn:
+                collector._record(conn, "n1", snapshot)  # type: ignore[arg-type]
+        with reading(sold.engine) as conn:
+            kinds = [task.kind for task in queue.every(conn)]
+        assert kinds.count(TaskKind.SLICE_DRIFT_RECONCILE) == wanted
 
 
 def test_the_login_prints_the_snapshot_and_can_do_nothing_else(hosts: Hosts) -> None:
