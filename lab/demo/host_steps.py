@@ -11,7 +11,7 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Two slots, a NUMA node each, because a node of this host has one CPU: so two slices run at once.
+# Two slots, a NUMA node each: a node of this host has a single CPU, and two slices run at once.
 SLOTS = (0, 3)
 IMAGE_NAME = "lab-slice"
 
@@ -45,12 +45,12 @@ def enrol(stage: Stage) -> Evidence:
     if answer.exit_code != 0:
         raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
     node = api.get(stage.path())
-    said = "gpuaas-enrol: "
+    mark = "gpuaas-enrol: "
     return {
         "state": node["state"],
         "machine_id": node["machine_id"],
         "host_said": [
-            line.removeprefix(said) for line in answer.output.splitlines() if line.startswith(said)
+            line.removeprefix(mark) for line in answer.output.splitlines() if line.startswith(mark)
         ],
         "token_expires_at": token["expires_at"],
     }
@@ -111,7 +111,7 @@ def bind(stage: Stage) -> Evidence:
 
 
 def parity(stage: Stage) -> Evidence:
-    """Rediscover the host and run parity in one pass. Only a pass makes the slots available."""
+    """Rediscover the host and run parity. Only passed checks make the slots available."""
     stage.task(stage.path("/slice-topology/discovery"))
     result = stage.task(stage.path("/parity"))
     report = stage.api().get(stage.path("/parity"))["document"]

@@ -35,7 +35,7 @@ _BY_TENANT = "by_tenant"
 
 @dataclass(frozen=True)
 class BlockedAllocation:
-    """Blocked slots of one allocation that the policy still handles, and its next move.
+    """Blocked slots of an allocation that the policy still handles, and its next move.
 
     by_tenant: its launch failed by its tenant's doing, and the policy recovers such.
     """

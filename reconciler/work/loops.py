@@ -79,7 +79,7 @@ _AT_ONCE = 200
 
 @contextmanager
 def _isolated(log: logging.Logger, message: str, *arguments: str) -> Iterator[None]:
-    """Log the failure of one record, which must not block the others. A lost term ends the loop."""
+    """Log the failure of a record, which must not block the others. A lost term ends the loop."""
     try:
         yield
     except Deposed:
@@ -272,7 +272,7 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
 
 
 def forget_recordings(engine: Engine, _settings: Settings) -> None:
-    """Loop for recordings of terminals that are old, or too many of one person."""
+    """Loop for recordings of terminals that are old, or too many of a person."""
     for _ in range(_TRANSACTIONS):
         if retrying(engine, retention.recordings) < retention.AT_ONCE:
             return
