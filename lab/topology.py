@@ -56,7 +56,7 @@ class Machine:
     firmware_code: Path
     accel: str
     ssh_port: int
-    cpus_per_node: int = 1
+    cpus_per_node: int = 2
     memory_mib: int = 6144
     # Whether a single thread emulates all processors.
     one_thread: bool = False

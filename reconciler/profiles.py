@@ -1,4 +1,4 @@
-"""Hardware profiles: the devices of a class of machines, and the SKU of its slices.
+"""Hardware profiles: the devices of a class of machines, and what is sold of them.
 
 Each profile is a file in a folder that the site may edit while the service runs. API and workers
 see a change with their next request or task.
@@ -17,9 +17,12 @@ import yaml
 from reconciler.model import hardware
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
+from reconciler.model.states import CapacityShape
 
 # Modification time and size, which identify a version of a file.
 _State = tuple[int, int]
+# Price of a GPU hour by capacity shape and SKU.
+Prices = dict[tuple[str, str], Decimal]
 
 
 def hardware_profile(folder: Path, name: str) -> dict[str, Any]:
@@ -43,17 +46,22 @@ def profile_offers(folder: Path) -> dict[str, Offer]:
     return dict(_offers(folder, tuple(sorted(_states(folder).items()))))
 
 
-def profile_skus(folder: Path) -> dict[str, str]:
-    """SKU by name of the hardware profile; "" for a profile without a SKU."""
-    return {name: offer.sku for name, offer in profile_offers(folder).items()}
+def profile_skus(folder: Path, shape: CapacityShape = CapacityShape.GPU_SLICE) -> dict[str, str]:
+    """SKU by name of the hardware profile. Slices may have none, ""; machines have the name."""
+    slices = shape is CapacityShape.GPU_SLICE
+    return {name: offer.sku if slices else name for name, offer in profile_offers(folder).items()}
 
 
-def sku_prices(folder: Path) -> dict[str, Decimal]:
-    """Price of a GPU hour by SKU. Of profiles with the same SKU the first with a price has it."""
-    prices: dict[str, Decimal] = {}
-    for offer in profile_offers(folder).values():
-        if offer.sku and offer.price is not None:
-            prices.setdefault(offer.sku, offer.price)
+def sku_prices(folder: Path) -> Prices:
+    """Price of a GPU hour. Of profiles with the same SKU the first with a price has it."""
+    prices: Prices = {}
+    for name, offer in profile_offers(folder).items():
+        for shape, sku, price in (
+            (CapacityShape.GPU_SLICE, offer.sku, offer.price),
+            (CapacityShape.BAREMETAL, name, offer.machine_price),
+        ):
+            if sku and price is not None:
+                prices.setdefault((shape, sku), price)
     return prices
 
 

@@ -137,7 +137,8 @@ class Settings(BaseSettings):
     """Names of regions to come, separated by commas. The catalogue shows them as disabled."""
 
     currency: str = Field("EUR", pattern=r"^[A-Z]{3}$")
-    """Currency of the prices in hardware profiles (`gpu_hour_price`), by its code of ISO 4217."""
+    """Currency of the prices in hardware profiles (`gpu_hour_price`, `machine_gpu_hour_price`), by
+    its code of ISO 4217."""
 
     launcher: Literal["runner", "awx"] = "runner"
     """Launcher of playbooks: processes of ansible-runner on this machine, or job templates of

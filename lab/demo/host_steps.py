@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Two slots, a NUMA node each: a node of this host has a single CPU, and two slices run at once.
-SLOTS = (0, 3)
+# Candidates that become slots: one on the first NUMA node, and two on the second for a slice with
+# two GPUs. The other is left for tests that need a candidate.
+SLOTS, LEFT = (0, 2, 3), 1
 IMAGE_NAME = "lab-slice"
 
 
@@ -74,9 +76,9 @@ def discover(stage: Stage) -> Evidence:
     return {"candidate_summary": result["candidate_summary"], "candidates": _bundles(stage)}
 
 
-def transition(stage: Stage) -> Evidence:
-    """Take over two disks of host storage: plan first, then erase under the approved identity."""
-    disks = _disks(stage)
+def transition(stage: Stage, slots: Sequence[int] = SLOTS) -> Evidence:
+    """Take over the disks of candidates: plan first, then erase under the approved identity."""
+    disks = _disks(stage, slots)
     devices = sorted(disks)
     path = stage.path("/storage-transition")
     dry = stage.task(path, {"devices": devices, "apply": False})
@@ -94,15 +96,15 @@ def transition(stage: Stage) -> Evidence:
     }
 
 
-def approve(stage: Stage) -> Evidence:
-    """Approve two bundles from a fresh discovery, as the operator; they stay disabled."""
+def approve(stage: Stage, slots: Sequence[int] = SLOTS) -> Evidence:
+    """Approve candidates from a fresh discovery, as the operator; they stay disabled."""
     stage.task(stage.path("/slice-topology/discovery"))
-    bundles = [_bundles(stage)[index] for index in SLOTS]
+    bundles = [_bundles(stage)[index] for index in slots]
     body = {"slots": bundles, "reason": "demo: approved from discovery"}
-    slots = stage.api().post(stage.path("/resource-slots"), body)["items"]
-    if {slot["status"] for slot in slots} != {"disabled"}:
-        raise LabError(f"approved slots must stay disabled; found {slots}")
-    return {"approved": bundles, "status": [slot["status"] for slot in slots]}
+    rows = stage.api().post(stage.path("/resource-slots"), body)["items"]
+    if {row["status"] for row in rows} != {"disabled"}:
+        raise LabError(f"approved slots must stay disabled; found {rows}")
+    return {"approved": bundles, "status": [row["status"] for row in rows]}
 
 
 def bind(stage: Stage) -> Evidence:
@@ -160,6 +162,6 @@ def _bundles(stage: Stage) -> list[dict[str, Any]]:
     return [candidate["bundle"] for candidate in _document(stage)["candidates"]]
 
 
-def _disks(stage: Stage) -> dict[str, dict[str, Any]]:
-    devices = {_bundles(stage)[index]["nvme_device"] for index in SLOTS}
+def _disks(stage: Stage, slots: Sequence[int]) -> dict[str, dict[str, Any]]:
+    devices = {_bundles(stage)[index]["nvme_device"] for index in slots}
     return {disk["by_id"]: disk for disk in _document(stage)["nvme"] if disk["by_id"] in devices}

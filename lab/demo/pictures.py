@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from lab.command import LabError
 from lab.demo.stage import NODE, Stage
@@ -49,24 +50,37 @@ def after(stage: Stage, step: str) -> list[str]:
     if step not in PAGES:
         return []
     viewer, pages = PAGES[step](stage)
+    with browser(stage, viewer) as (page, console):
+        for name, path in pages.items():
+            answer = page.goto(f"{console}{path}")
+            if answer is None or answer.status != 200:
+                raise LabError(f"/console{path}: expected 200; found {answer and answer.status}")
+            page.screenshot(path=stage.folder / f"{name}.png", full_page=True)
+    return [f"{name}.png" for name in pages]
+
+
+@contextmanager
+def browser(stage: Stage, viewer: str) -> Iterator[tuple[Page, str]]:
+    """Log in to the console in a browser.
+
+    Yields:
+        Its page, and the console's address.
+    """
     program = shutil.which("chromium")
     if program is None:
         raise LabError("pictures need chromium: `scripts/setup --demo` installs it")
     if stage.service is None:
         raise LabError("the reconciler is not started")
     console = f"{stage.service.url}/console"
-    with sync_playwright() as playwright:
-        # Root has no sandbox.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    # Root has no sandbox.
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=program, args=["--no-sandbox"]) as chromium,
+        chromium.new_context(viewport={"width": WIDTH, "height": HEIGHT}) as context,
+    ):
+        page = context.new_page()
         page.goto(f"{console}/login")
         page.get_by_label("Token").fill(stage.secrets[viewer])
         page.get_by_role("button", name="Log in").click()
         page.wait_for_url(re.compile(r"/console/(fleet|projects)"))
-        for name, path in pages.items():
-            answer = page.goto(f"{console}{path}")
-            if answer is None or answer.status != 200:
-                raise LabError(f"/console{path}: expected 200; found {answer and answer.status}")
-            page.screenshot(path=stage.folder / f"{name}.png", full_page=True)
-        browser.close()
-    return [f"{name}.png" for name in pages]
+        yield page, console

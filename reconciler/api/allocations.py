@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Self
 
@@ -47,7 +46,6 @@ from reconciler.lifecycle import launch as launching
 from reconciler.model import cloud_config
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.hardware import Offer
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import (
     AllocationState,
@@ -58,7 +56,7 @@ from reconciler.model.states import (
     Role,
     TaskState,
 )
-from reconciler.profiles import profile_offers, ready_minimum_s, sku_prices
+from reconciler.profiles import profile_offers, profile_skus, ready_minimum_s, sku_prices
 from reconciler.records import allocations, leasing, queue, timeline
 from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, gateway_hosts
@@ -382,7 +380,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             gpu_count=body.gpu_count or 0,
             parameters=body.parameters.model_dump(exclude_none=True)
             | ({"terminal": True} if body.terminal else {}),
-            catalogue=_catalogue(offers, body.capacity_shape),
+            catalogue=profile_skus(context.settings.profiles_dir, body.capacity_shape),
             prices=sku_prices(context.settings.profiles_dir),
             currency=context.settings.currency,
             offers=offers if body.capacity_shape is CapacityShape.GPU_SLICE else {},
@@ -552,11 +550,3 @@ def _redact(problem: Problem, role: str) -> Problem:
     if isinstance(explanation, dict) and role != Role.PLATFORM_ADMIN:
         problem.detail["explanation"] = public(explanation)
     return problem
-
-
-def _catalogue(offers: Mapping[str, Offer], shape: CapacityShape) -> Mapping[str, str]:
-    """SKU by hardware profile: slices under the profile's SKU, whole machines under the name of
-    their hardware.
-    """
-    slices = shape is CapacityShape.GPU_SLICE
-    return {name: offer.sku if slices else name for name, offer in offers.items()}

@@ -33,14 +33,16 @@ _COUNTS = (1, 2, 4, 8)
 
 
 class Sku(Answer):
-    """An offer. A launch names it by `name`; its sizes are for each GPU."""
+    """An offer. A launch names it by `name`; its sizes are for each GPU. A whole machine has the
+    sizes of the machine.
+    """
 
     name: str
     title: str
     capacity_shape: CapacityShape
     gpu_counts: list[int] = Field(description="GPUs that one machine of this offer can have.")
-    vcpus_per_gpu: int
-    memory_mib_per_gpu: int
+    vcpus_per_gpu: int | None
+    memory_mib_per_gpu: int | None
     gpu_hour_price: str | None = Field(
         description="Decimal, in the catalogue's currency; null without a price."
     )
@@ -188,7 +190,7 @@ def availability(
 @router.get("/machines")
 def machines(context: Holder) -> Machines:
     """Whole machines by SKU and region. Names no machine."""
-    skus = profile_skus(context.settings.profiles_dir)
+    skus = profile_skus(context.settings.profiles_dir, CapacityShape.BAREMETAL)
 
     def judge(conn: Connection) -> Machines:
         total: dict[tuple[str, str], int] = {}
@@ -206,25 +208,42 @@ def machines(context: Holder) -> Machines:
 
 
 def _skus(folder: Path) -> list[Sku]:
-    """Offers by SKU. Of profiles with the same SKU the first describes it."""
-    skus: dict[str, Sku] = {}
-    prices = sku_prices(folder)
+    """Offers by SKU: slices, then whole machines. Of profiles with the same SKU the first describes
+    it.
+    """
+    slices: dict[str, Sku] = {}
+    machines: list[Sku] = []
+    prices = {key: str(price) for key, price in sku_prices(folder).items()}
+
     for name, offer in profile_offers(folder).items():
-        if not offer.sku or offer.sku in skus:
-            continue
         profile = hardware_profile(folder, name)
         vm = profile.get("vm") or {}
         most = int((profile.get("gpu") or {}).get("expected") or 1)
-        skus[offer.sku] = Sku(
+        title = str(profile.get("sku_title") or offer.sku or name)
+        machines.append(
+            Sku(
+                name=name,
+                title=title,
+                capacity_shape=CapacityShape.BAREMETAL,
+                gpu_counts=[most],
+                vcpus_per_gpu=None,
+                memory_mib_per_gpu=None,
+                gpu_hour_price=prices.get((CapacityShape.BAREMETAL, name)),
+            )
+        )
+        if not offer.sku or offer.sku in slices:
+            continue
+        counts = [count for count in _COUNTS if count <= most and not offer.refusal(count)]
+        slices[offer.sku] = Sku(
             name=offer.sku,
-            title=str(profile.get("sku_title") or offer.sku),
+            title=title,
             capacity_shape=CapacityShape.GPU_SLICE,
-            gpu_counts=[count for count in _COUNTS if count <= most and not offer.refusal(count)],
+            gpu_counts=counts,
             vcpus_per_gpu=int(vm.get("vcpus_per_gpu") or 0),
             memory_mib_per_gpu=int(vm.get("memory_mib_per_gpu") or 0),
-            gpu_hour_price=str(prices[offer.sku]) if offer.sku in prices else None,
+            gpu_hour_price=prices.get((CapacityShape.GPU_SLICE, offer.sku)),
         )
-    return list(skus.values())
+    return [*slices.values(), *machines]
 
 
 def _regions(conn: Connection, planned: Collection[str]) -> list[Region]:

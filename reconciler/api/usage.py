@@ -53,9 +53,9 @@ _CENT = Decimal("0.01")
 
 @dataclass(frozen=True)
 class Prices:
-    """Present price of a GPU hour by SKU, for allocations that are older than their price."""
+    """Present price of a GPU hour by shape and SKU, for allocations older than their price."""
 
-    by_sku: Mapping[str, Decimal]
+    by_sku: Mapping[tuple[str, str], Decimal]
     currency: str
 
     @classmethod
@@ -68,7 +68,8 @@ class Prices:
         once.
         """
         kept = row["currency"] is not None
-        price = row["price"] if kept else str(self.by_sku.get(row["sku"], ""))
+        sold = row["capacity_shape"], row["sku"]
+        price = row["price"] if kept else str(self.by_sku.get(sold, ""))
         exact = gpu_ms * Decimal(price or 0) / _HOUR_MS
         return {
             "price": price or None,

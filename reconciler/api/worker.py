@@ -166,13 +166,14 @@ class Turn(Body):
 
 
 class ClaimedJob(Answer):
-    """A job for the worker to run."""
+    """A job for the worker to run. lost: how many workers have lost it; if any, it runs alone."""
 
     id: str
     token: str
     model: str
     input: Document
     timeout_s: int
+    lost: int
 
 
 class Turned(Answer):

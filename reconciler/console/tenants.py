@@ -147,7 +147,7 @@ async def ssh(visit: Visit) -> Response:
 async def catalog(visit: Visit) -> Response:
     """Offers with what is free of each, and the images."""
     offers = await visit.get("/catalog")
-    free = {sku["name"]: await _availability(visit, 1, sku["name"]) for sku in offers["skus"]}
+    free = await _free(visit, offers)
     images = (await visit.get("/images", limit=1000))["items"]
     machines = await _unless_busy(visit, "/catalog/machines")
     return visit.page("catalog.html", catalog=offers, free=free, machines=machines, images=images)
@@ -159,14 +159,14 @@ async def launch(visit: Visit) -> Response:
     values = _chosen(visit)
     catalog = await visit.get("/catalog")
     images = (await visit.get("/images", limit=1000))["items"]
-    sku = next((sku for sku in catalog["skus"] if sku["name"] == values["sku"]), None)
+    of_shape = [sku for sku in catalog["skus"] if sku["capacity_shape"] == values["capacity_shape"]]
+    sku = next((sku for sku in of_shape if sku["name"] == values["sku"]), None)
     step = _step(visit, values)
     free: dict[str, Document | None] = {}
     machines: Document | None = None
     if step == "shape":
         machines = await _unless_busy(visit, "/catalog/machines")
-        for each in catalog["skus"]:
-            free[each["name"]] = await _availability(visit, 1, each["name"])
+        free = await _free(visit, catalog)
     elif step == "region" and values["capacity_shape"] == "gpu_slice":
         for name in ("", *(region["name"] for region in catalog["regions"])):
             gpus = values["gpu_count"] or 1
@@ -200,9 +200,9 @@ def _chosen(visit: Visit) -> dict[str, str]:
         values[name] = sent[field][-1] if field in sent else query.get(name, "")
     # One choice decides shape, SKU and number of GPUs.
     shape, _, count = query.get("offer", "").rpartition("*")
-    if shape == "baremetal":
-        values |= dict.fromkeys(("sku", "gpu_count", "image_id", "terminal", "worker_pool"), "")
-        values["capacity_shape"] = "baremetal"
+    if shape and count == "all":
+        values |= dict.fromkeys(("gpu_count", "image_id", "terminal", "worker_pool"), "")
+        values |= {"capacity_shape": "baremetal", "sku": shape}
     elif count.isdigit():
         values |= {"capacity_shape": "gpu_slice", "sku": shape, "gpu_count": count}
     return values
@@ -222,6 +222,12 @@ def _step(visit: Visit, values: dict[str, str]) -> str:
         "access": all(values[name] for name in ("hostname", "username", "ssh_keys")),
     }
     return next((step for step in STEPS[:last] if not complete[step]), STEPS[last])
+
+
+async def _free(visit: Visit, catalog: Document) -> dict[str, Document | None]:
+    """How much is free of the slices of each SKU."""
+    skus = [sku for sku in catalog["skus"] if sku["capacity_shape"] == "gpu_slice"]
+    return {sku["name"]: await _availability(visit, 1, sku["name"]) for sku in skus}
 
 
 async def _availability(

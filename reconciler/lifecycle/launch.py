@@ -37,9 +37,9 @@ class Launch:
 
     A slice names its image by id, or by name with an optional version. catalogue: the SKU of each
     hardware profile, by profile name. A requested SKU must be in the catalogue. prices: of a GPU
-    hour by SKU, in a currency. offers: what slices each hardware profile sells. user_data: the
-    tenant's own cloud-config, parsed. worker_pool: id or name of the project's pool whose workers
-    the slice runs. api: addresses of the API for them.
+    hour by shape and SKU, in a currency. offers: what slices each hardware profile sells.
+    user_data: the tenant's own cloud-config, parsed. worker_pool: id or name of the project's pool
+    whose workers the slice runs. api: addresses of the API for them.
     """
 
     project_id: str
@@ -58,7 +58,7 @@ class Launch:
     node_id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     catalogue: Mapping[str, str] = field(default_factory=dict)
-    prices: Mapping[str, Decimal] = field(default_factory=dict)
+    prices: Mapping[tuple[str, str], Decimal] = field(default_factory=dict)
     currency: str = ""
     offers: Mapping[str, Offer] = field(default_factory=dict)
     user_data: Mapping[str, Any] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def _record(
         # Billing uses these values, so they come from the node and not from the request. The price
         # is the one that the tenant saw, also when it changes before the machine is there.
         sku=sku,
-        price=str(launch.prices.get(sku, "")),
+        price=str(launch.prices.get((launch.capacity_shape, sku), "")),
         currency=launch.currency,
         region=node["region"],
         pool=node["pool"],

@@ -12,6 +12,7 @@ from typing import Any
 from reconciler.model import fabric as fabric_model
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Refusal, Want
+from reconciler.model.states import CapacityShape
 
 _MACHINE = ("vendor", "product", "serial")
 # Serial numbers of firmware in which none was set, beside a single repeated character.
@@ -32,8 +33,11 @@ NEVER = ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3")
 TWICE = "find out which record is of this machine, and retire or correct the other"
 # Field of the node's record to key of the profile's `fabric` section.
 NODE_FIELDS = {"fabric_interface": "interface", "fabric_address": "site_address"}
-# Key of the profile with the price of a GPU hour.
-PRICE = "gpu_hour_price"
+# Keys of the profile with the price of a GPU hour, by what is sold.
+PRICES = {
+    CapacityShape.GPU_SLICE: "gpu_hour_price",
+    CapacityShape.BAREMETAL: "machine_gpu_hour_price",
+}
 _PRICE_FORM = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
@@ -68,7 +72,7 @@ def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, 
     a new price must not stop a run that has begun.
     """
     values = {name: node[field] for field, name in NODE_FIELDS.items() if node.get(field)}
-    profile = {name: value for name, value in profile.items() if name != PRICE}
+    profile = {name: value for name, value in profile.items() if name not in PRICES.values()}
     return {**profile, "fabric": {**profile["fabric"], **values}} if values else profile
 
 
@@ -85,11 +89,12 @@ def maas_tags(tags: list[str] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Offer:
-    """Slices that a hardware profile sells.
+    """What a hardware profile sells: slices under an SKU, and whole machines under its own name.
 
     counts: allowed numbers of GPUs in a slice, () for any. nvlink: use of the board's NVSwitches by
     slices, "" for a board without them. spans_numa: whether a slice may span NUMA nodes.
-    runtime: what an image must contain. price: of a GPU hour, None when nothing is asked.
+    runtime: what an image must contain. price, machine_price: of a GPU hour in a slice and in a
+    whole machine, None when nothing is asked.
     memory_mib: of a guest, for each GPU. allowed, denied: private networks that guests reach, and
     public ones that they do not.
     """
@@ -101,6 +106,7 @@ class Offer:
     ready_minimum_s: int = 0
     runtime: tuple[str, ...] = ()
     price: Decimal | None = None
+    machine_price: Decimal | None = None
     memory_mib: int = 0
     allowed: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
@@ -115,7 +121,8 @@ class Offer:
             spans_numa=bool((profile.get("vm") or {}).get("span_numa")),
             ready_minimum_s=int(deadlines.get("ready_minimum", deadlines.get("ready", 0))),
             runtime=baked_runtime(profile),
-            price=price(profile),
+            price=_price(profile, CapacityShape.GPU_SLICE),
+            machine_price=_price(profile, CapacityShape.BAREMETAL),
             memory_mib=int((profile.get("vm") or {}).get("memory_mib_per_gpu") or 0),
             allowed=tuple((profile.get("network") or {}).get("allowed_networks") or ()),
             denied=tuple((profile.get("network") or {}).get("denied_networks") or ()),
@@ -173,12 +180,12 @@ def nvlink(profile: Mapping[str, Any]) -> str:
     return str(gpu.get("nvlink") or (NVLINK_UNSUPPORTED if gpu.get("nvswitch_ids") else ""))
 
 
-def price(profile: Mapping[str, Any]) -> Decimal | None:
+def _price(profile: Mapping[str, Any], shape: CapacityShape) -> Decimal | None:
     """Price of a GPU hour. Only text, because a number in YAML is binary and no sum of money.
 
     `gpuaas doctor` names a price of another form; nothing is calculated with it.
     """
-    text = profile.get(PRICE)
+    text = profile.get(PRICES[shape])
     if not isinstance(text, str) or not _PRICE_FORM.fullmatch(text):
         return None
     return Decimal(text)

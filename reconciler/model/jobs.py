@@ -9,9 +9,10 @@ from typing import Any
 
 from reconciler.model.states import Described
 
-# Leases of a job that may expire before it is a dead letter. More than its attempts, because a
-# worker that is killed takes innocent jobs along.
-LOST_LIMIT = 10
+# Leases of a job that may expire before it is a dead letter. A worker that is killed takes innocent
+# jobs along, so a job that was lost once is claimed alone: each loss after the first is its own.
+# Fewer than the ends of workers after which their pool is given up (`pools.ENDS_LIMIT`).
+LOST_LIMIT = 5
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 300.0
 
@@ -40,13 +41,17 @@ ENDED = (JobStatus.DONE, JobStatus.DEAD_LETTER, JobStatus.CANCELED)
 
 @dataclass(frozen=True)
 class Call:
-    """A job as a worker holds it: the call of a model, and the token of the lease."""
+    """A job as a worker holds it: the call of a model, and the token of the lease.
+
+    lost: leases that expired. A worker that holds such a job holds no other.
+    """
 
     id: str
     token: str
     model: str
     input: Mapping[str, Any]
     timeout_s: int
+    lost: int = 0
 
 
 @dataclass(frozen=True)

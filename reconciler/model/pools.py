@@ -16,7 +16,7 @@ APART = (REMOTE, GUEST)
 WARN_SHARE = 0.85
 ACT_SHARE = 0.90
 # Workers of a pool that may end by themselves in this time before the pool is given up.
-ENDS_LIMIT = 5
+ENDS_LIMIT = 8
 ENDS_S = 600.0
 
 

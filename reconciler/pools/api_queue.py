@@ -79,7 +79,7 @@ class ApiQueue:
             raise _strange(answer) from error
         return self._id
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, _alone: bool = True) -> Turn:
         counted = 0
         parts = _parts(ended)
         for part in parts[:-1]:
@@ -135,10 +135,10 @@ class ApiQueue:
         return Turn(counted, calls)
 
     def _call(self, job: Mapping[str, Any]) -> Call:
-        given, seconds = job["input"], job["timeout_s"]
+        given, numbers = job["input"], (int(job["timeout_s"]), int(job.get("lost", 0)))
         if job["model"] not in self._models or not isinstance(given, dict):
             raise ValueError(job["model"])
-        return Call(str(job["id"]), str(job["token"]), job["model"], given, int(seconds))
+        return Call(str(job["id"]), str(job["token"]), job["model"], given, *numbers)
 
     def _look(self, wait_s: int) -> bool:
         self._asked = time.monotonic()

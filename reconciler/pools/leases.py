@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -43,7 +44,7 @@ _WAITING = sa.select(projects.c.id).where(
 # A range of the leases and no GROUP BY, because SQLite would read the index of all jobs.
 _HOLDERS = sa.select(jobs.c.project_id).where(control.RUNNING, jobs.c.lease_expires_at > 0)
 _FIRST = (
-    sa.select(jobs.c.id)
+    sa.select(jobs.c.id, jobs.c.lost)
     .where(_DUE, jobs.c.project_id == sa.bindparam("of_project"), _MODEL)
     .order_by(jobs.c.priority, jobs.c.enqueued_at)
     .limit(sa.bindparam("share", type_=sa.Integer()))
@@ -179,10 +180,12 @@ def claim(
     limit: int,
     lease_s: float = LEASE_S,
     token: str = "",
+    alone: bool = True,
 ) -> list[Call]:
     """Take due jobs, fairly among the projects, under a token that they share, "" for a new one.
 
-    None during maintenance.
+    None during maintenance. alone: the worker holds no other job. Only then it gets one that was
+    lost before, and no other with it: should the job end this worker too, none else is to blame.
     """
     if not control.is_normal(conn):
         return []
@@ -195,7 +198,12 @@ def claim(
     ids: list[str] = []
     for (project_id, model), share in rules.shares(waiting, running, limit).items():
         queue = {"of_project": project_id, "of_model": model, "share": share}
-        ids += conn.execute(_FIRST, queue).scalars()
+        first = conn.execute(_FIRST, queue).all()
+        if not ids and first and first[0].lost:
+            # A worker that is not alone takes nothing, so that it soon is.
+            ids = [first[0].id] if alone else []
+            break
+        ids += [job.id for job in takewhile(lambda job: not job.lost, first)]
     if not ids:
         return []
     values = {"ids": [{"id": id} for id in ids], "by": worker.id, "lease_s": lease_s}

@@ -56,8 +56,10 @@ class JobQueue(Protocol):
     def serve(self, digests: Mapping[str, str]) -> str:
         """The worker's id, from when its models are loaded. digests: of their files, by name."""
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
-        """Record outcomes, give jobs back and claim others, together."""
+    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True) -> Turn:
+        """Record outcomes, give jobs back and claim others, together. alone: the worker then holds
+        no others.
+        """
 
     def is_idle(self) -> bool:
         """Whether nothing is due. Quicker than a claim, and disturbs no writer."""
@@ -123,7 +125,7 @@ class DatabaseQueue:
         self._me = self._write(serve)
         return self._me.id
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True) -> Turn:
         again = self._claim
         if limit:
             self._claim = again or rows.new_id()
@@ -134,7 +136,11 @@ class DatabaseQueue:
                 calls = leases.claimed(conn, self._me, again, lease_s=self.lease_s)
             if limit and not calls:
                 calls = leases.claim(
-                    conn, self._me, limit=limit, lease_s=self.lease_s, token=self._claim
+                    *(conn, self._me),
+                    limit=limit,
+                    lease_s=self.lease_s,
+                    token=self._claim,
+                    alone=alone,
                 )
             leases.give_back(conn, returned if limit else [*returned, *calls])
             return leases.finish(conn, ended), calls if limit else []

@@ -120,17 +120,19 @@ def turn(
     """Record outcomes of jobs that the worker holds, queue others again, and claim new ones."""
     worker = _member(conn, pool, worker_id)
     mine = sa.and_(control.RUNNING, jobs.c.worker == worker.id)
-    query = sa.select(jobs.c.id, jobs.c.token).where(mine)
-    held = {tuple(row) for row in conn.execute(query)}
+    query = sa.select(jobs.c.id, jobs.c.token, jobs.c.lost).where(mine)
+    held = {(id, token): lost for id, token, lost in conn.execute(query)}
     own = [(call, outcome) for call, outcome in ended if (call.id, call.token) in held]
     counted = leases.finish(conn, own)
-    leases.give_back(conn, [call for call in returned if (call.id, call.token) in held])
+    back = {(call.id, call.token): call for call in returned if (call.id, call.token) in held}
+    leases.give_back(conn, list(back.values()))
+    rest = [lost for key, lost in held.items() if key[0] not in counted and key not in back]
     claimed: list[Call] = []
     if claim is not None:
         claimed = leases.claimed(conn, worker, claim.token)
-        room = min(claim.limit, HELD - len(held) + len(counted))
+        room = 0 if any(rest) else min(claim.limit, HELD - len(rest))
         if not claimed and room > 0:
-            claimed = leases.claim(conn, worker, limit=room, token=claim.token)
+            claimed = leases.claim(conn, worker, limit=room, token=claim.token, alone=not rest)
     return Turn(len(counted), claimed, pool.state in SERVING_POOLS)
 
 

@@ -104,14 +104,16 @@ class Worker:
 
     def _turn(self, ended: list[tuple[Call, Outcome]]) -> None:
         """Record outcomes and claim jobs, together."""
-        room = self._limit - len(self._runner)
+        first = self._runner.first()
+        # A job that was lost before runs alone.
+        room = 0 if first is not None and first.lost else self._limit - len(self._runner)
         if not ended and (room <= 0 or self._queue.is_idle()):
             return
 
         def turn() -> Turn:
             began, others = time.monotonic(), len(self._runner)
             limit = 0 if self._stopping.is_set() else max(room, 0)
-            done = self._queue.turn(ended, (), limit)
+            done = self._queue.turn(ended, (), limit, not others)
             if done.calls and not others:
                 self._leased_until = began + self._queue.lease_s
             return done

@@ -21,7 +21,6 @@ from typing import Any
 import ansible_runner
 
 from reconciler.runs import contract, lock
-from reconciler.runs.awx import job
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.spec import BY_HAND
@@ -80,7 +79,7 @@ def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
     if manifest is None:
         raise FileNotFoundError(paths.manifest)
     started = datetime.now(UTC).isoformat()
-    play = job.play if "awx" in manifest else _play
+    play = _play_in_awx if "awx" in manifest else _play
     verdict = play(paths, manifest, stop_requested)
     if verdict is None:
         return
@@ -142,6 +141,15 @@ def _play(
     if verdict["unreachable"] and not verdict["touched"] and _CUT_SHORT in verdict["problem"]:
         verdict["problem"] = f"unreachable: {_ssh_message(paths, manifest) or _BACK}"
     return verdict
+
+
+def _play_in_awx(
+    paths: RunPaths, manifest: dict[str, Any], stop_requested: Callable[[], bool]
+) -> dict[str, Any] | None:
+    # Its HTTP client and settings take longer to load than all that other runs need.
+    from reconciler.runs.awx import job  # noqa: PLC0415
+
+    return job.play(paths, manifest, stop_requested)
 
 
 def _ssh_message(paths: RunPaths, manifest: dict[str, Any]) -> str:

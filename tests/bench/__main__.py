@@ -2,8 +2,9 @@
 
 provision: seconds from the API call to an active allocation, against tests/bench/script.sh, which
 does the same steps by hand. overhead_s is without the clone and without the wait for the guest.
-ssh_round_trips are the modules that ran on the host meanwhile, as its journal has them: with
-Ansible's pipelining each is one command over SSH.
+ssh_round_trips are the modules of the launch that ran on the host, as its journal has them: with
+Ansible's pipelining each is one command over SSH. Other tasks of the host meanwhile, such as a
+verification after the release before, do not count.
 clone: image_clone against dd of the same bytes to the same disk, both measured inside these runs.
 parity: the playbook in wall time, against the same questions as single Ansible tasks. Both sides
 leave out the questions that the profile calls not applicable.
@@ -81,7 +82,7 @@ def provision(stage: Stage) -> dict[str, Any]:
         ours.append(time.monotonic() - began)
         waits = float(evidence["image"]["seconds"]) + float(evidence["readiness"]["seconds"])
         overhead.append(ours[-1] - waits)
-        trips.append(modules_run(stage, since))
+        trips.append(modules_run(stage, since, stage.facts["allocation"]["task_ids"][0]))
         clone.append(size / float(evidence["image"]["seconds"]))
         plan.update(evidence["plan"])
         slice_steps.release(stage)
@@ -114,11 +115,12 @@ def provision(stage: Stage) -> dict[str, Any]:
     }
 
 
-def modules_run(stage: Stage, since: str) -> int:
-    """Count the modules that Ansible ran on the host since then (seconds of its own clock)."""
+def modules_run(stage: Stage, since: str, task_id: str) -> int:
+    """Count the modules of a task that ran on the host since then (seconds of its own clock)."""
     journal = stage.on_host("journalctl", "-q", "-o", "cat", f"--since=@{since}")
-    # A module writes this line when it starts.
-    return journal.count("Invoked with ")
+    # A module writes a line when it starts, with the tag of its run (`RunSpec.log_tag`).
+    started = (line for line in journal.splitlines() if "Invoked with " in line)
+    return sum(f"run={task_id}-" in line for line in started)
 
 
 def by_hand(stage: Stage, plan: dict[str, Any]) -> tuple[float, float]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from tests.unit.plugins.module_utils.network import frames, rig
 from tests.unit.plugins.module_utils.network.frames import Attack
 
 REMOTE = Path(__file__).parent / "remote"
-PAUSE_S = 0.02
+# After each frame. The lab host has one emulated processor for both guests and the listener.
+PAUSE_S = 0.05
 # The first round is sent again and again; each other round is sent once, with tokens of its own.
 ROUNDS = 5
 # Interfaces of the host, and addresses, by the place that is behind them.
@@ -34,10 +34,9 @@ OUTSIDE = {"world": "world0", "mgmt": "bmc0"}
 OUTSIDERS = {"world": "11.0.0.1", "mgmt": rig.BMC}
 OUTSIDE_MAC = "02:00:00:00:00:aa"
 _FOLDER, _GUEST_FOLDER = "/run/lab-attacks", "/var/lib/attack"
-_SEEN_LIMIT_S = 45
+_SEEN_LIMIT_S, _ORDER_LIMIT_S = 45, 180
 
-_NETWORKS = f"""set -e
-ip netns delete lab-world 2> /dev/null || true
+_NETWORKS = f"""ip netns delete lab-world 2> /dev/null || true
 ip netns delete lab-mgmt 2> /dev/null || true
 wire() {{
   ip netns add "lab-$1"
@@ -80,14 +79,8 @@ cat > /etc/systemd/system/attack.service <<'DATA'
 systemctl daemon-reload
 systemctl -q enable --now attack.service
 sync
-"""
-# Run on the host. UDP may lose an order, and a sender ignores the same order again.
-_ORDER = """import socket, sys, time
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-    for _ in range(5):
-        for address in sys.argv[2:]:
-            handle.sendto(sys.argv[1].encode(), (address, 4999))
-        time.sleep(0.3)
+test -d /sys/firmware/efi && echo uefi || echo bios
+id -u
 """
 
 
@@ -144,53 +137,65 @@ class Attacks:
         self.attacks: dict[str, Attack] = {}
         self._rounds: list[set[str]] = [set() for _ in range(ROUNDS)]
         self._texts: dict[str, str] = {}
-        self._next = 0
+        self._next = self._orders = 0
+        self._gateway = self._log = ""
         self._open = False
 
-    def install(self) -> None:
-        """Let root in both guests install the attack, which waits for orders."""
-        gateway = self._mac("ovsbr0")
+    def install(self) -> list[list[str]]:
+        """Let root in both guests install the attack, which waits for orders.
+
+        Returns firmware and user of each guest.
+        """
+        self._gateway = gateway = self._mac()
         for place, table in self._tables().items():
             self._texts[place] = self._build(table, OUTSIDE_MAC if place in OUTSIDE else gateway)
         sender = base64.encodebytes((REMOTE / "sender.py").read_bytes()).decode()
 
-        def run(each: Slice) -> None:
+        def run(each: Slice) -> list[str]:
             unit = _UNIT.format(folder=_GUEST_FOLDER, mac=each.guest.guard.mac, pause=PAUSE_S)
             rounds = base64.encodebytes(gzip.compress(self._texts[each.place].encode())).decode()
             script = _GUEST.format(folder=_GUEST_FOLDER, sender=sender, rounds=rounds, unit=unit)
-            slice_steps.in_guest(self.stage, "sudo sh -s", script, allocation=each.allocation)
+            said = slice_steps.in_guest(
+                self.stage, "sudo sh -s", script, allocation=each.allocation
+            )
+            return said.split()
 
         with ThreadPoolExecutor() as pool:
-            list(pool.map(run, self.slices))
+            return list(pool.map(run, self.slices))
 
     def lay_out(self) -> None:
-        """Connect the two networks to the host, and start their senders and the listener."""
-        self._open = True
-        self.stage.on_host("sh", "-s", stdin=_NETWORKS)
-        for name in ("sender.py", "listener.py"):
-            self._put(name, (REMOTE / name).read_text())
-        self._put("order.py", _ORDER)
-        log = f"StandardOutput=append:{_FOLDER}/seen"
-        listener = ("python3", f"{_FOLDER}/listener.py", str(frames.PORT))
-        self.stage.on_host("systemd-run", "--unit=lab-listener", "-p", log, *listener)
-        for place in OUTSIDE:
-            self._put(place, self._texts[place])
-            words = ("python3", f"{_FOLDER}/sender.py", "eth0", str(PAUSE_S), f"{_FOLDER}/{place}")
-            inside = ("ip", "netns", "exec", f"lab-{place}")
-            unit = f"--unit=lab-attack-{place}"
-            self.stage.on_host("systemd-run", unit, *inside, *words, _FOLDER)
+        """Connect the two networks to the host, and start their senders and the listener.
 
-    def await_guards(self) -> None:
-        """Wait until the guards know the host's newest addresses."""
+        Guards that are loaded know the host's new addresses afterwards.
+        """
+        files = {path.name: path.read_text() for path in REMOTE.glob("*.py")}
+        files |= {place: self._texts[place] for place in OUTSIDE}
+        lines = [f"set -e\nmkdir -p {_FOLDER}\n: > {_FOLDER}/seen\n{_NETWORKS}"]
+        for name, text in files.items():
+            lines.append(f"cat > {_FOLDER}/{name} <<'DATA'\n{text}DATA\n")
+        lines.append(
+            f"systemd-run -q --unit=lab-listener -p StandardOutput=append:{_FOLDER}/seen"
+            f" python3 {_FOLDER}/listener.py {frames.PORT}\n"
+        )
+        for place in OUTSIDE:
+            lines.append(
+                f"systemd-run -q --unit=lab-attack-{place} ip netns exec lab-{place} python3"
+                f" {_FOLDER}/sender.py eth0 {PAUSE_S} {_FOLDER}/{place} {_FOLDER}\n"
+            )
         for each in self.slices:
             flows = f"ovs-ofctl dump-flows ovsbr0 cookie={each.guest.guard.cookie}/-1"
-            loop = f"until {flows} | grep -q nw_dst={rig.UPLINK}; do sleep 0.5; done"
-            self.stage.on_host("timeout", "90", "sh", "-c", f"'{loop}'")
+            lines.append(
+                f"until ! flows=$({flows} | grep cookie=0x) || "
+                f'echo "$flows" | grep -q nw_dst={rig.UPLINK}; do sleep 0.5; done\n'
+            )
+        self._open, self._log = True, ""
+        self.stage.on_host("sh", "-s", stdin="".join(lines))
+        # Frames of an earlier boot are addressed to it, and guests keep it for minutes.
+        assert self._mac() == self._gateway, "the gateway has another hardware address"
 
     def order(self, order: str) -> None:
-        """Give guests and outsiders an order: `loop` or `stop`."""
-        addresses = [each.guest.guard.ip for each in self.slices] + list(OUTSIDERS.values())
-        self.stage.on_host("python3", f"{_FOLDER}/order.py", order, *addresses)
+        """Give guests and outsiders an order, which each confirms: `loop`, `stop` or a round."""
+        self._watch(order=order)
 
     def one_round(self) -> list[str]:
         """Violations of a round, in which every frame comes where it should and nowhere else.
@@ -199,16 +204,15 @@ class Attacks:
         """
         self._next += 1
         tokens = self._rounds[self._next]
+        groups = [
+            [f"{interface} {direction} {token}"]
+            for token in sorted(tokens)
+            for interface, direction in self._way(self.attacks[token])
+        ]
         for _attempt in range(3):
-            self.order(str(self._next))
-            end = time.monotonic() + _SEEN_LIMIT_S
-            while self.violations(tokens) and time.monotonic() < end:
-                time.sleep(1)
+            self._watch(order=str(self._next), groups=groups)
             if not self.violations(tokens):
                 break
-            self.order("stop")
-        # A frame that goes astray may come a little later.
-        time.sleep(1)
         return self.violations(tokens)
 
     def close(self) -> None:
@@ -217,23 +221,21 @@ class Attacks:
             return
         self._open = False
         units = [f"lab-attack-{place}.service" for place in OUTSIDE]
-        self.stage.on_host("systemctl", "stop", *units, "lab-listener.service")
-        lost = [event.token for event in self.events() if event.direction == "lost"]
-        self.stage.on_host("rm", "-r", _FOLDER)
-        for place in OUTSIDE:
-            self.stage.on_host("ip", "netns", "delete", f"lab-{place}")
-        assert lost == ["0"], lost
+        delete = [f"ip netns delete lab-{place}\n" for place in OUTSIDE]
+        last = self.stage.on_host("sh", "-s", stdin=(
+            f"set -e\nsystemctl stop {' '.join(units)} lab-listener.service\n"
+            f"grep ' lost ' {_FOLDER}/seen\nrm -r {_FOLDER}\n{''.join(delete)}"
+        ))  # fmt: skip
+        assert last.split()[-2:] == ["lost", "0"], last
 
     def events(self) -> list[Event]:
-        lines = self.stage.on_host("cat", f"{_FOLDER}/seen").splitlines()
-        return [
-            Event(float(at), interface, direction, token)
-            for at, interface, direction, token in (line.split() for line in lines)
-        ]
+        """Tokens on the host's interfaces since the networks were laid out, up to now."""
+        self._watch()
+        return self._seen_so_far()
 
     def strays(self) -> list[str]:
         """Frames that were seen, at any time, where they must not be."""
-        seen = self._seen(self.events())
+        seen = self._places(self.events())
         return [
             f"{attack.place}: {attack.name}: {sorted(places - attack.seen)}"
             for token, attack in self.attacks.items()
@@ -242,8 +244,8 @@ class Attacks:
 
     def violations(self, tokens: set[str]) -> list[str]:
         """Frames of a round that were not sent, or not seen exactly where they should be."""
-        events = self.events()
-        seen, sent = self._seen(events), {event.token for event in self.departures(events)}
+        events = self._seen_so_far()
+        seen, sent = self._places(events), {event.token for event in self.departures(events)}
         return [
             f"{attack.place}: {attack.name}: {sorted(seen.get(token, ()))}, sent: {token in sent}"
             for token, attack in self.attacks.items()
@@ -252,32 +254,70 @@ class Attacks:
 
     def departures(self, events: list[Event]) -> list[Event]:
         """Frames as they leave their senders, before the switch or the host has seen them."""
-        cables = {each.port: each.place for each in self.slices}
-        cables |= {interface: place for place, interface in OUTSIDE.items()}
         return [
             event
             for event in events
             if event.direction == "in"
             and event.token in self.attacks
-            and cables.get(event.interface) == self.attacks[event.token].place
+            and event.interface == self._cable(self.attacks[event.token].place)
         ]
 
     def await_world(self, after: float = 0, limit_s: float = 300) -> None:
         """Wait until frames of both slices reach the public server again."""
-        end = time.monotonic() + limit_s
-        missing = {each.place for each in self.slices}
-        while missing:
-            assert time.monotonic() < end, f"nothing of {missing} reaches the public server"
-            time.sleep(1)
-            missing -= {
-                self.attacks[event.token].place
-                for event in self.events()
-                if event.at > after
-                and event.token in self.attacks
-                and self._place(event) == "world"
-            }
+        groups = [
+            [
+                f"{OUTSIDE['world']} out {token}"
+                for token, attack in self.attacks.items()
+                if attack.place == each.place and "world" in attack.seen
+            ]
+            for each in self.slices
+        ]
+        self._watch(groups=groups, after=after, limit_s=limit_s)
+        seen = {
+            self.attacks[event.token].place
+            for event in self._seen_so_far()
+            if event.at >= after and event.token in self.attacks and self._place(event) == "world"
+        }
+        missing = {each.place for each in self.slices} - seen
+        sent = {self.attacks[e.token].place for e in self.departures(self._seen_so_far())}
+        assert not missing, f"nothing of {missing} reaches the public server; {sent} have sent"
 
-    def _seen(self, events: list[Event]) -> dict[str, set[str]]:
+    def _watch(
+        self,
+        *,
+        order: str = "",
+        groups: Iterable[list[str]] = (),
+        after: float = 0,
+        limit_s: float = _SEEN_LIMIT_S,
+    ) -> None:
+        """Give an order, wait for a line of each group, and read what the listener has written.
+
+        A connection to an emulated host takes seconds of its processor, so this is a single one.
+        """
+        if order:
+            self._orders += 1
+        addresses = [each.guest.guard.ip for each in self.slices] + list(OUTSIDERS.values())
+        task = {
+            "file": f"{_FOLDER}/seen",
+            "offset": len(self._log),
+            "order": f"{self._orders} {order}" if order else "",
+            "addresses": addresses,
+            "order_limit_s": _ORDER_LIMIT_S,
+            "groups": list(groups),
+            "after": after,
+            "limit_s": limit_s,
+        }
+        words = ("python3", f"{_FOLDER}/watch.py")
+        limit = _ORDER_LIMIT_S + limit_s + 120
+        self._log += self.stage.on_host(*words, stdin=json.dumps(task), limit_s=limit)
+
+    def _seen_so_far(self) -> list[Event]:
+        return [
+            Event(float(at), interface, direction, token)
+            for at, interface, direction, token in map(str.split, self._log.splitlines())
+        ]
+
+    def _places(self, events: list[Event]) -> dict[str, set[str]]:
         """Places by token, without its sender, which sees its frame again in an error message."""
         seen: dict[str, set[str]] = {}
         for event in events:
@@ -293,9 +333,21 @@ class Attacks:
             return name if event.direction == "in" else ""
         if event.direction != "out":
             return ""
-        places = {each.port: each.place for each in self.slices}
-        places |= {interface: place for place, interface in OUTSIDE.items()}
+        places = {self._cable(place): place for place in self._cables()}
         return places.get(event.interface, event.interface)
+
+    def _way(self, attack: Attack) -> list[tuple[str, str]]:
+        """Interface and direction where a frame leaves its sender, and where each place sees it."""
+        ways = {"host": ("ovsbr0", "in"), "service": ("service", "in")}
+        seen = [ways.get(place) or (self._cable(place), "out") for place in sorted(attack.seen)]
+        return [(self._cable(attack.place), "in"), *seen]
+
+    def _cable(self, place: str) -> str:
+        """The host's interface to a slice or a network."""
+        return self._cables()[place]
+
+    def _cables(self) -> Mapping[str, str]:
+        return {**OUTSIDE, **{each.place: each.port for each in self.slices}}
 
     def _tables(self) -> dict[str, list[Attack]]:
         """Attacks by the place of the sender; both guests are attacked from outside."""
@@ -318,9 +370,5 @@ class Attacks:
             lines.append(json.dumps(line) + "\n")
         return "".join(lines)
 
-    def _mac(self, interface: str) -> str:
-        return self.stage.on_host("cat", f"/sys/class/net/{interface}/address").strip()
-
-    def _put(self, name: str, text: str) -> None:
-        command = f"'mkdir -p {_FOLDER}; cat > {_FOLDER}/{name}'"
-        self.stage.on_host("sh", "-c", command, stdin=text)
+    def _mac(self) -> str:
+        return self.stage.on_host("cat", "/sys/class/net/ovsbr0/address").strip()

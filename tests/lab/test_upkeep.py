@@ -1,6 +1,6 @@
 """Slice host over time: drift is repaired, a second run changes nothing, a reboot is survived.
 
-Plays on the host that test_main_path.py left: two slots, bound and available.
+Plays on the host that test_main_path.py left: three slots, bound and available.
 """
 
 from __future__ import annotations
@@ -8,21 +8,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Page, expect
 
-from lab.demo import slice_steps
+from lab.demo import pictures, slice_steps
 from lab.demo.stage import NODE, Stage
 from tests.lab import scenario
 from tests.lab.byhand import hanging_guardian, parity, reboot, token
 from tests.lab.conftest import Chapter
 from tests.lab.proof import prove_again
+
+# Both sides of the guest's SSH are emulated twice. In seconds; a page's limits are milliseconds.
+CLIENT_S, PAGE_MS = 600, 300_000
+CUT_S = 3.0
 
 
 @pytest.mark.covers("HOST-4", "HOST-6")
@@ -109,40 +116,78 @@ def test_a_tenant_logs_in_and_copies_through_the_gateway(
 
 
 def _client(*words: str) -> str:
-    # Both sides of the guest's SSH are emulated twice.
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=CLIENT_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@dataclass
+class Sessions:
+    """A tenant's open sessions: SSH clients, and a page with a terminal."""
+
+    clients: list[subprocess.Popen[str]]
+    page: Page
+
+    def cut(self) -> None:
+        """The sessions end within three seconds of the request to release."""
+        began = time.time()
+        codes = [client.wait(max(0.1, began + CUT_S - time.time())) for client in self.clients]
+        assert codes == [255] * len(self.clients)
+        expect(self.page.get_by_text("Closed. The machine was released.")).to_be_visible()
+        # By the page's own record, because the test may see the page late on a busy machine.
+        assert self.page.evaluate("window.closedAt") - 1000 * began < 1000 * CUT_S
+
+
 @contextmanager
-def _sessions(stage: Stage) -> Iterator[list[subprocess.Popen[str]]]:
-    """A tenant's jump and terminal through the gateway, both open when the block begins. The guest
-    then loses the authority for terminals, and the gateway says so.
+def _sessions(stage: Stage) -> Iterator[Sessions]:
+    """A tenant's jump and terminal through the gateway, and a terminal in the browser, all open
+    when the block begins. The guest then loses the authority for terminals, which the gateway and
+    the page say.
     """
     assert stage.service is not None
     id, config = stage.facts["allocation"]["id"], str(slice_steps.gateway_settings(stage))
     words = ["ssh", "-F", config, "-o", "BatchMode=yes"]
     terminal = f"gateway-{id}"
+    path = f"/projects/{stage.facts['project']}/allocations/{id}/terminal"
     clients: list[subprocess.Popen[str]] = []
-    with stage.service.gateway():
+    with stage.service.gateway(), pictures.browser(stage, "tenant") as (page, console):
         try:
             for host in (id, terminal):
                 line = [*words, host, "echo in; exec sleep 900"]
                 clients.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
                 assert clients[-1].stdout is not None
                 assert clients[-1].stdout.readline() == "in\n", host
+            assert _opened(page, f"{console}{path}") == "Connected."
+            page.keyboard.type("echo $((40 + 2))-shown\n")
+            expect(page.locator(".xterm-rows")).to_contain_text("42-shown", timeout=PAGE_MS)
+            page.evaluate(WATCH)
             slice_steps.in_guest(stage, "sudo rm /etc/ssh/gpuaas-terminal-ca.pub")
             closed = subprocess.run(
                 [*words, terminal, "id"], capture_output=True, text=True, timeout=300, check=False
             )
             assert closed.returncode == 255
             assert "certificate authority for terminals was removed" in closed.stderr
-            yield clients
+            refused = _opened(page.context.new_page(), f"{console}{path}")
+            assert "certificate authority for terminals was removed" in refused
+            assert _status(page) == "Connected."
+            yield Sessions(clients, page)
         finally:
             for client in clients:
                 client.kill()
                 client.communicate()
+
+
+def _opened(page: Page, address: str) -> str:
+    """Ask for a terminal in this page; return what the page says then."""
+    page.goto(address)
+    page.get_by_role("button", name="Open a terminal").click()
+    ended = re.compile(r"^(Connected|Closed)\.")
+    expect(page.locator("#terminal-status")).to_have_text(ended, timeout=PAGE_MS)
+    return _status(page)
+
+
+def _status(page: Page) -> str:
+    return page.locator("#terminal-status").inner_text()
 
 
 @pytest.mark.covers("SLICE-9", "HOST-6")
@@ -234,19 +279,13 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     assert slice_steps.in_guest(stage, "sudo cat /root/kept").strip() == "kept"
     assert _differences(stage) == set()
     # The host's reboot left the gateway's way, and the guest's key. The release cuts both.
-    with _sessions(stage) as clients:
-        released = slice_steps.release(stage, lambda _task: _cut(clients))
+    with _sessions(stage) as sessions:
+        released = slice_steps.release(stage, lambda _task: sessions.cut())
     assert released["slot"] == "available"
     assert stage.on_host("cat", "/etc/ssh/gpuaas_principals/gpuaas-relay").strip() == ""
     assert _differences(stage) == set()
     # The card assigns new MAC addresses at every boot; guests are identified by these.
     assert _functions(stage) == functions
-
-
-def _cut(clients: list[subprocess.Popen[str]]) -> None:
-    """The sessions end within three seconds of the request to release."""
-    end = time.monotonic() + 3
-    assert [client.wait(max(0.1, end - time.monotonic())) for client in clients] == [255, 255]
 
 
 @pytest.mark.covers("HOST-13")
@@ -266,6 +305,11 @@ def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
     stage.task(stage.path("/slice-topology/discovery"))
 
 
+# Run in a page with an open terminal: keeps the time of its end.
+WATCH = """
+() => new MutationObserver(() => { window.closedAt ??= Date.now(); })
+  .observe(document.getElementById("terminal-status"), { childList: true })
+"""
 BROKEN = """set -e
 systemctl stop gpuaas-slice-network-baseline.service
 iptables -t nat -D POSTROUTING -s 10.100.0.0/24 -j MASQUERADE

@@ -19,28 +19,24 @@ _RCVBUFFORCE, _SOL_PACKET, _STATISTICS = 33, 263, 6
 
 
 def report(interface: str, direction: str, word: str) -> None:
-    print(
-        f"{time.clock_gettime(time.CLOCK_BOOTTIME):.2f} {interface} {direction} {word}", flush=True
-    )
+    print(f"{time.clock_gettime(time.CLOCK_BOOTTIME):.2f} {interface} {direction} {word}")
 
 
 packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 packets.setsockopt(socket.SOL_SOCKET, _RCVBUFFORCE, 1 << 25)
+packets.setblocking(False)
 service = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 service.bind(("0.0.0.0", PORT))
+service.setblocking(False)
 
 
-def end(*_signal: object) -> None:
-    statistics = packets.getsockopt(_SOL_PACKET, _STATISTICS, 8)
-    report("-", "lost", str(struct.unpack("II", statistics)[1]))
-    sys.exit()
-
-
-signal.signal(signal.SIGTERM, end)
-report("-", "listens", "-")
-while True:
-    for handle in select.select([packets, service], [], [])[0]:
-        data, sender = handle.recvfrom(4096)
+def take(handle: socket.socket) -> None:
+    """Report the tokens of what has arrived."""
+    for _frame in range(1000):
+        try:
+            data, sender = handle.recvfrom(4096)
+        except BlockingIOError:
+            return
         if handle is service:
             interface, direction = "service", "in"
         else:
@@ -48,3 +44,16 @@ while True:
             direction = "out" if sender[2] == socket.PACKET_OUTGOING else "in"
         for token in set(re.findall(rb"<[0-9]{6}>", data)):
             report(interface, direction, token.decode())
+
+
+# Raises SystemExit.
+signal.signal(signal.SIGTERM, lambda *_signal: sys.exit())
+report("-", "listens", "-")
+try:
+    while True:
+        sys.stdout.flush()
+        for handle in select.select([packets, service], [], [])[0]:
+            take(handle)
+finally:
+    statistics = packets.getsockopt(_SOL_PACKET, _STATISTICS, 8)
+    report("-", "lost", str(struct.unpack("II", statistics)[1]))

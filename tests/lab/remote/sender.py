@@ -2,8 +2,9 @@
 
 Arguments: a network interface or its MAC, the pause after a frame in seconds, a file with one round
 of frames in each line, and a path. Where that path exists, it waits for an order by UDP from the
-host: the number of a line to send once, `loop` for the first line again and again, or `stop`.
-Elsewhere, as in a guest that was booted again, it loops as soon as the interface is up.
+host: a serial number, and the number of a line to send once, `loop` for the first line again and
+again, or `stop`. It confirms each order. Elsewhere, as in a guest that was booted again, it loops
+as soon as the interface is up, with longer pauses, which leave the guest's processor for the boot.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 ORDERS = 4999
+# Pauses after a boot, as a multiple.
+BOOTING = 5
 # ioctl and flag of an interface that is up; group of changes of interfaces (rtnetlink).
 _GET_FLAGS, _UP, _LINKS = 0x8913, 1, 1
 
@@ -45,16 +48,28 @@ def await_link(named: str) -> str:
             changes.recv(65536)
 
 
-def await_order(orders: socket.socket, current: str) -> str:
-    """The next order, each of which comes several times; a loop goes on without one."""
-    while True:
-        orders.setblocking(current != "loop")
+class Orders:
+    """Orders of the host. Each comes until it is confirmed, and counts once."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.bind(("0.0.0.0", ORDERS))
+        self.last = 0
+
+    def take(self, *, wait: bool) -> str:
+        """The next order; "" without a new one."""
+        self.socket.setblocking(wait)
         try:
-            order = orders.recv(100).decode()
+            order, host = self.socket.recvfrom(100)
         except BlockingIOError:
-            return current
-        if order != current:
-            return order
+            return ""
+        with contextlib.suppress(OSError):
+            self.socket.sendto(order, host)
+        serial, word = order.decode().split()
+        if int(serial) <= self.last:
+            return ""
+        self.last = int(serial)
+        return word
 
 
 def main(named: str, pause: str, file: str, waits: str) -> None:
@@ -62,20 +77,24 @@ def main(named: str, pause: str, file: str, waits: str) -> None:
         [bytes.fromhex(frame) for frame in json.loads(line)]
         for line in Path(file).read_text().splitlines()
     ]
-    orders = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    orders.bind(("0.0.0.0", ORDERS))
+    orders = Orders()
     packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
     packets.bind((await_link(named), 0))
-    order = "stop" if Path(waits).exists() else "loop"
+    order, pause_s = "stop", float(pause)
+    if not Path(waits).exists():
+        order, pause_s = "loop", float(pause) * BOOTING
+    queue: list[bytes] = []
     while True:
-        order = await_order(orders, order)
-        if order == "stop":
-            continue
-        for frame in rounds[0 if order == "loop" else int(order)]:
+        if new := orders.take(wait=order != "loop" and not queue):
+            order, pause_s = new, float(pause)
+            queue = list(rounds[int(new)]) if new.isdigit() else []
+        if order == "loop" and not queue:
+            queue = list(rounds[0])
+        if queue:
             # With a full queue, or without a link, the frame is not sent.
             with contextlib.suppress(OSError):
-                packets.send(frame)
-            time.sleep(float(pause))
+                packets.send(queue.pop(0))
+            time.sleep(pause_s)
 
 
 main(*sys.argv[1:])

@@ -129,8 +129,9 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
 ) -> None:
     """The stand-in of a launch takes no time; what the host waited for is taken off."""
     host: Any = Host(tmp_path)
-    line = "[node=h] Invoked with slot={...}"
-    journal = f"{line}\nsshd: Accepted publickey\n{line}\n"
+    line = "[run=t-1-1 correlation_id=c] Invoked with slot={...}"
+    other = line.replace("t-1-1", "t-2-1")
+    journal = f"{line}\nsshd: Accepted publickey for run=t-1-1\n{other}\n{line}\n"
     answers = {"date": "1700000000\n", "journalctl": journal}
     asked: list[tuple[str, ...]] = []
 
@@ -139,6 +140,7 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
         return answers.get(words[0], "dd_seconds 4.0\nready\n")
 
     host.on_host = on_host
+    host.facts = {**host.facts, "allocation": {"task_ids": ["t-1"]}}
     evidence = {"image": {"seconds": 3.0}, "readiness": {"seconds": 100.0}, "plan": PLAN}
     monkeypatch.setattr(slice_steps, "provision", lambda _stage: evidence)
     monkeypatch.setattr(slice_steps, "release", lambda _stage: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from reconciler.lifecycle import baremetal, host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.records import nodes, queue, tokens
 from reconciler.trust import ca
+from reconciler.work.handler import open_work
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack, discovery
+from tests.unit.reconciler.api.test_usage import priced
 
 PATH = "projects/demo/allocations"
 ADMIN = "admin/nodes/metal"
@@ -86,9 +89,31 @@ def test_the_catalogue_counts_free_machines_by_sku_and_region(metal: Stack) -> N
     def counts() -> Any:
         return member.get("catalog/machines").json()["counts"]
 
-    assert counts() == [{"sku": "lab-edu-slice", "region": "north", "free": 1}]
+    assert counts() == [{"sku": "lab", "region": "north", "free": 1}]
     assert launch(metal).status_code == 201
-    assert counts() == [{"sku": "lab-edu-slice", "region": "north", "free": 0}]
+    assert counts() == [{"sku": "lab", "region": "north", "free": 0}]
+
+
+@pytest.mark.covers("CTRL-14")
+def test_a_whole_machine_has_an_sku_and_a_price_of_its_own(metal: Stack, tmp_path: Path) -> None:
+    metal.settings = priced(metal, tmp_path, "2.49", machine_gpu_hour_price="1.99")
+    member = metal.client("member")
+    offers = member.get("catalog").json()["skus"]
+    names = ("capacity_shape", "name", "gpu_hour_price")
+    assert [tuple(offer[name] for name in names) for offer in offers] == [
+        ("gpu_slice", "lab-edu-slice", "2.49"),
+        ("baremetal", "lab", "1.99"),
+    ]
+    refused = launch(metal, sku="lab-edu-slice")
+    assert (refused.status_code, refused.json()["code"]) == (422, "sku_unknown")
+    let_in(metal, launch(metal, sku="lab").json()["id"])
+    usage = member.get("projects/demo/usage").json()
+    for row in (*usage["items"], *usage["totals"]):
+        assert (row["sku"], row["price"]) == ("lab", "1.99")
+        assert row["cost"] is not None
+    with transaction(metal.engine) as conn:
+        profile = open_work(conn, metal.settings, queue.every(conn)[0]).profile
+    assert not {name for name in profile if "price" in name}, "a host needs no price"
 
 
 def test_with_a_gateway_the_machine_is_behind_it(metal: Stack) -> None:

@@ -178,8 +178,8 @@ def test_what_is_older_than_its_price_has_the_present_one(
 )
 def test_money_is_decimal(price: str, hours: str, cost: str) -> None:
     """Rounded once, and half a hundredth up."""
-    prices = usage_routes.Prices({"sku": Decimal(price)}, "EUR")
-    row = {"sku": "sku", "price": "", "currency": None}
+    prices = usage_routes.Prices({("gpu_slice", "sku"): Decimal(price)}, "EUR")
+    row = {"capacity_shape": "gpu_slice", "sku": "sku", "price": "", "currency": None}
     assert prices.charge(row, int(Decimal(hours) * 3_600_000))["cost"] == cost
 
 
@@ -199,10 +199,11 @@ def test_a_price_of_another_form_counts_for_nothing(
     assert (profile["sku"], "gpu_hour_price" in profile) == ("lab-edu-slice", False)
 
 
-def priced(stack: Stack, folder: Path, price: object) -> Settings:
-    """Settings with a folder of profiles in which the lab's SKU has a price."""
+def priced(stack: Stack, folder: Path, price: object, **more: object) -> Settings:
+    """Settings with a folder of profiles in which slices of the lab's hardware have a price."""
     file = stack.settings.profiles_dir / "lab.yml"
-    document = yaml.safe_load(file.read_text(encoding="utf-8")) | {"gpu_hour_price": price}
+    document = yaml.safe_load(file.read_text(encoding="utf-8")) | more
+    document["gpu_hour_price"] = price
     profiles = folder / "priced"
     profiles.mkdir(parents=True)
     (profiles / "lab.yml").write_text(yaml.safe_dump(document), encoding="utf-8")

@@ -175,6 +175,19 @@ def test_a_worker_holds_no_more_than_its_limit_and_no_job_for_ever(
     assert worker.ask("renew", tokens=[held[0]["token"]]).json()["held"] == []
 
 
+def test_a_worker_that_has_a_job_which_was_lost_has_no_other(new: Stack, worker: Worker) -> None:
+    lost, *_ = enqueue(new, 4)
+    held = worker.claim()
+    change(new, Job, lease_expires_at=1.0)
+    tend_remote_workers(new.engine, Settings())
+    assert [(job["id"], job["lost"]) for job in worker.claim(9)] == [(lost, 1)]
+    assert worker.claim(9) == [], "it cannot have others to blame"
+    assert worker.finish(*held, result={}) == 0
+    (again,) = worker.claim(9, read(new, lost).token)
+    assert worker.finish(again, result={}) == 1
+    assert len(worker.claim(9)) == 3
+
+
 def test_a_pool_has_a_seat_for_each_worker(new: Stack, worker: Worker) -> None:
     body = {"host": "x", "pid": 1, "models": ["m"]}
     full = refused(new, lambda: worker.client.post("worker/register", json=body))

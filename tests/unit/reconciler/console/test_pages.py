@@ -254,13 +254,24 @@ def test_cost_is_shown_where_the_site_has_prices(
     activate(selling, launch(selling).json()["id"])
     member, page = browse("member"), "/console/projects/demo/usage"
     assert "Cost" not in member.get(page).text
-    selling.settings = console.state.settings = priced(selling, tmp_path, "2.49")
+    settings = priced(selling, tmp_path, "2.49", machine_gpu_hour_price="1.99")
+    selling.settings = console.state.settings = settings
     activate(selling, launch(selling, "priced").json()["id"])
     shown = member.get(page).text
     assert shown.count("2.49 EUR") == 2, "sums and machines"
     assert "at present" not in shown
-    assert "2.49 EUR an hour" in member.get("/console/catalog").text
-    assert "2.49 EUR for a GPU" in member.get("/console/projects/demo/launch").text
+    offers = member.get("/console/catalog").text
+    assert "2.49 EUR an hour" in offers
+    assert "1.99 EUR for a GPU and hour" in offers
+    wizard = "/console/projects/demo/launch"
+    shapes = member.get(wizard).text
+    assert "2.49 EUR for a GPU" in shapes
+    assert "1.99 EUR for a GPU" in shapes
+    step = {"hostname": "it", "username": "tenant", "ssh_keys": KEY, "step": "review"}
+    review = member.get(wizard, params={"offer": "lab*all", **step}).text
+    assert "whole machine, lab" in review
+    assert "1.99 EUR for a GPU" in review
+    assert "2.49 EUR" not in review
 
 
 def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> None:

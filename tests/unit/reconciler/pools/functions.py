@@ -40,6 +40,9 @@ def misbehave(call: Input) -> Any:
         os._exit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "kill_worker":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if how == "eat":
         return {"size": len(bytearray(1 << 30))}
     if how == "hang":

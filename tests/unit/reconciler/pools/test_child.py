@@ -138,7 +138,9 @@ def test_a_worker_holds_what_ends_in_a_tenth_of_a_second(
     limits: list[int] = []
 
     class Endless(DatabaseQueue):
-        def turn(self, ended: Ended, returned: Sequence[Call], limit: int) -> Turn:
+        def turn(
+            self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True
+        ) -> Turn:
             limits.append(limit)
             if len(limits) > 20:
                 stopping.set()

@@ -20,6 +20,7 @@ from reconciler.db.engine import open_engine, reading, retrying
 from reconciler.db.migrations import migrate
 from reconciler.db.schema import PoolWorker
 from reconciler.db.schema import jobs as table
+from reconciler.model.jobs import LOST_LIMIT
 from reconciler.pools.hints import Hints
 from tests import postgresql
 from tests.redis_server import RedisServer
@@ -81,7 +82,7 @@ def test_every_job_ends_once(
             running.append(workers.start())
     if asleep:
         os.kill(asleep, signal.SIGCONT)
-    until(lambda: not left(workers), 300 if jobs > 300 else 60)
+    until(lambda: not workers.queue.open(), 300 if jobs > 300 else 60)
     with reading(workers.queue.engine) as conn:
         ended = conn.execute(sa.select(table)).all()
     assert Counter(job.status for job in ended) == {"done": jobs}
@@ -92,11 +93,23 @@ def test_every_job_ends_once(
     assert sum(ran.values()) - jobs <= sum(job.lost for job in ended), "no more than were lost"
 
 
-def left(workers: Workers) -> int:
-    query = sa.select(sa.func.count()).select_from(table)
+@pytest.mark.covers("I19", "ORCH-2")
+def test_a_job_that_kills_its_workers_is_buried_alone(workers: Workers) -> None:
+    calls = [{"file": str(workers.note), "number": number, "how": "list"} for number in range(201)]
+    calls[100]["how"] = "kill_worker"
+    poison = workers.queue.submit(calls)[100]
+    for _ in range(LOST_LIMIT):
+        worker = workers.start(function="misbehave")
+        workers.ended(worker)
+        expire(workers, worker, lambda: None)
+    workers.start(function="misbehave")
+    until(lambda: not workers.queue.open())
     with reading(workers.queue.engine) as conn:
-        open_jobs = query.where(table.c.status.in_(("pending", "running")))
-        return int(conn.execute(open_jobs).scalar_one())
+        ended = {job.id: job for job in conn.execute(sa.select(table))}
+    assert ended.pop(poison).error["code"] == "worker_lost"
+    assert {(job.attempts, job.error["code"]) for job in ended.values()} == {(1, "result_invalid")}
+    assert max(job.lost for job in ended.values()) <= 1
+    assert workers.ran().count(100) == LOST_LIMIT
 
 
 def expire(workers: Workers, pid: int, end: Callable[[], None]) -> None:
@@ -127,11 +140,11 @@ def test_a_full_disk_delays_outcomes_and_repeats_no_call(
     # As a full disk, for the worker only. Its log is beyond the limit as well.
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (1, most))
     stuck = -1
-    while stuck != (stuck := left(workers)):
+    while stuck != (stuck := workers.queue.open()):
         time.sleep(0.5)
     assert stuck > 0
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (room, most))
-    until(lambda: not left(workers))
+    until(lambda: not workers.queue.open())
     with reading(workers.queue.engine) as conn:
         ended = conn.execute(sa.select(table)).all()
     assert {(job.status, job.attempts, job.lost) for job in ended} == {("done", 1, 0)}
@@ -154,7 +167,7 @@ def test_a_killed_database_loses_no_job(forge: subprocess.Popen[str], tmp_path: 
             server.stop()
             engine.dispose()
             server.start()
-        until(lambda: not left(workers), 120)
+        until(lambda: not workers.queue.open(), 120)
         with reading(engine) as conn:
             ended = conn.execute(sa.select(table)).all()
         assert {(job.status, job.attempts) for job in ended} == {("done", 1)}

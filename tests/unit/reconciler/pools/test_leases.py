@@ -55,6 +55,12 @@ class Queue:
         with transaction(self.engine) as conn:
             return jobs.enqueue(conn, project, new, ADMIN)
 
+    def open(self) -> int:
+        """How many jobs have not ended."""
+        query = sa.select(sa.func.count()).where(table.c.status.in_(("pending", "running")))
+        with reading(self.engine) as conn:
+            return int(conn.execute(query).scalar_one())
+
     def claim(self, limit: int = 1, **options: Any) -> list[Job]:
         with transaction(self.engine) as conn:
             ids = [call.id for call in leases.claim(conn, self.worker, limit=limit, **options)]
@@ -289,7 +295,7 @@ def clock_jumps(queue: Queue, hours: int) -> None:
                 assert leases.renew(conn, queue.worker, [living[0].token]) == {alive}
             assert queue.tend().reclaimed == (0 if hours > 0 else 1)
         assert queue.finish(living, Outcome({})) == {alive: JobStatus.DONE}
-        again = {job.id: job for job in queue.claim(9)}
+        again = {job.id: job for _ in range(2) for job in queue.claim(9)}
         assert again.keys() == ({dead, delayed} if hours > 0 else {dead})
         assert (again[dead].lost, again[dead].attempts) == (1, 0)
 
@@ -331,6 +337,37 @@ def test_a_job_that_kills_every_worker_is_buried(queue: Queue) -> None:
         queue.tend()
     job = queue.read(id)
     assert (job.status, job.error["code"]) == ("dead_letter", "worker_lost")
+
+
+def test_a_job_that_kills_its_workers_does_not_bury_its_neighbours(queue: Queue) -> None:
+    ids = queue.add(200)
+    poison = ids[100]
+    kills = 0
+    while queue.open():
+        held = queue.claim(64)
+        if poison in {job.id for job in held}:
+            queue.change(*(job.id for job in held), lease_expires_at=1.0)
+            queue.tend()
+            kills += 1
+        else:
+            queue.finish(held, Outcome({}))
+    ends = {id: queue.read(id) for id in ids}
+    assert (ends[poison].lost, kills) == (LOST_LIMIT, LOST_LIMIT)
+    assert ends.pop(poison).error["code"] == "worker_lost"
+    assert {job.status for job in ends.values()} == {"done"}
+    assert Counter(job.lost for job in ends.values()) == {0: 136, 1: 63}
+
+
+def test_a_job_that_was_lost_waits_for_a_worker_that_holds_no_other(queue: Queue) -> None:
+    lost, _ = queue.add(2)
+    urgent, late = queue.add(1, priority=0)[0], queue.add(1, priority=9)[0]
+    queue.change(lost, lost=1)
+    assert [job.id for job in queue.claim(9)] == [urgent], "those before it come first"
+    assert queue.claim(9, alone=False) == [], "the worker gets nothing until it is alone"
+    (other,) = queue.add(1, "p2")
+    assert [job.id for job in queue.claim(9, alone=False)] == [other], "of p1, a job runs"
+    assert [job.id for job in queue.claim(9)] == [lost]
+    assert [job.id for job in queue.claim(9)][-1] == late
 
 
 def test_jobs_given_back_cost_nothing(queue: Queue) -> None:

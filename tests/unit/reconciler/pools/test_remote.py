@@ -28,7 +28,7 @@ from reconciler.pools.queue import Away, Dismissed
 from reconciler.pools.worker import Worker
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers, pieces
-from tests.unit.reconciler.pools.test_faults import expire, left
+from tests.unit.reconciler.pools.test_faults import expire
 from tests.unit.reconciler.service.service import Service, pauses, serving, until
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-2")
@@ -79,7 +79,7 @@ def test_every_job_ends_once_although_workers_and_the_api_are_killed(
             expire(workers, victim, partial(workers.kill, victim))
             silence(workers, victim)
             running.append(start(workers, service))
-    until(lambda: left(workers) == 1, 300 if jobs > 300 else 60)
+    until(lambda: workers.queue.open() == 1, 300 if jobs > 300 else 60)
     assert workers.queue.read(others[0], "p2").status == "pending", "of another project"
     with reading(workers.queue.engine) as conn:
         ended = conn.execute(sa.select(table).where(table.c.project_id == "p1")).all()

@@ -207,6 +207,15 @@ def test_canceled_before_it_began_it_never_begins(
     assert (outcome.status, outcome.problem) == ("canceled", "never_began")
 
 
+def test_the_process_of_a_run_loads_neither_http_client_nor_settings() -> None:
+    """Both take longer to load than all the rest, and each run would wait for them."""
+    names = "('httpx', 'reconciler.settings')"
+    code = f"import sys, reconciler.runs.process; print([n for n in {names} if n in sys.modules])"
+    words = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stdout == "[]\n"
+
+
 def _nothing_runs(run_dir: Path) -> None:
     """The process itself takes a moment to go after its last word."""
     until(lambda: not lock.held(RunPaths(run_dir).lock))
