@@ -16,12 +16,12 @@ from reconciler.model.states import CapacityShape
 
 _MACHINE = ("vendor", "product", "serial")
 # Serial numbers of firmware in which none was set, beside a single repeated character.
-_NO_SERIALS = frozenset(
-    "unknown,none,n/a,na,null,not specified,not available,not applicable,not provided,empty,oem,"
-    "to be filled by o.e.m.,to be filled by oem,default string,invalid,undefined,serial number,"
-    "system serial number,chassis serial number,base board serial number,0123456789,123456789,"
-    "1234567890".split(",")
-)
+_NO_SERIALS = frozenset((
+    "unknown", "none", "n/a", "na", "null", "not specified", "not available", "not applicable",
+    "not provided", "empty", "oem", "to be filled by o.e.m.", "to be filled by oem", "undefined",
+    "default string", "invalid", "serial number", "system serial number", "chassis serial number",
+    "base board serial number", "0123456789", "123456789", "1234567890",
+))  # fmt: skip
 # Networks that guests reach if the profile allows them, and those that they never reach, as in
 # `network/_flows.py` of the collection.
 PRIVATE = (
