@@ -39,7 +39,7 @@ class Lab:
         return process_start(self.pid) == self.pid_started
 
     def save(self) -> None:
-        """Write lab.json in one atomic step."""
+        """Write lab.json atomically."""
         path = Path(self.folder) / FILE
         half = path.with_suffix(".partial")
         half.write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -58,7 +58,7 @@ class Machine:
     ssh_port: int
     cpus_per_node: int = 2
     memory_mib: int = 6144
-    # Whether one thread emulates all processors.
+    # Whether a single thread emulates all processors.
     one_thread: bool = False
     extra: list[str] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""In-memory importer for code that is sent to a machine as one text.
+"""In-memory importer for code that is sent to a machine as a single text.
 
 The text of this file comes first, the sources follow, and `install` and `run` end it. The programs
 of `scripts/standalone.py` and the harness of `benchmark/capture.py` are made so. It runs on the

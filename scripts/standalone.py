@@ -24,6 +24,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,7 @@ def _put(script: Script, target: Path) -> None:
     part.replace(target)
 
 
+@cache
 def _refuse_foreign(name: str, text: str) -> None:
     """Refuse any import that is neither a module util nor standard library."""
     for node in ast.walk(ast.parse(text)):

@@ -47,12 +47,12 @@ def enrol(stage: Stage) -> Evidence:
     if answer.exit_code != 0:
         raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
     node = api.get(stage.path())
-    said = "gpuaas-enrol: "
+    mark = "gpuaas-enrol: "
     return {
         "state": node["state"],
         "machine_id": node["machine_id"],
         "host_said": [
-            line.removeprefix(said) for line in answer.output.splitlines() if line.startswith(said)
+            line.removeprefix(mark) for line in answer.output.splitlines() if line.startswith(mark)
         ],
         "token_expires_at": token["expires_at"],
     }
@@ -113,7 +113,7 @@ def bind(stage: Stage) -> Evidence:
 
 
 def parity(stage: Stage) -> Evidence:
-    """Rediscover the host and run parity in one pass. Only a pass makes the slots available."""
+    """Rediscover the host and run parity. Only passed checks make the slots available."""
     stage.task(stage.path("/slice-topology/discovery"))
     result = stage.task(stage.path("/parity"))
     report = stage.api().get(stage.path("/parity"))["document"]

@@ -169,7 +169,7 @@ def recover(stage: Stage) -> Evidence:
 
 
 def launch(stage: Stage, **changes: Any) -> dict[str, Any]:
-    """Launch a VM with one GPU as the tenant, with the tenant's own key."""
+    """Launch a VM with a GPU as the tenant, with the tenant's own key."""
     key = stage.folder / "tenant_key"
     if not key.exists():
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "tenant", "-f", str(key)]
@@ -192,7 +192,7 @@ def launch(stage: Stage, **changes: Any) -> dict[str, Any]:
 
 
 def wait_for(stage: Stage, allocation_id: str, states: set[str]) -> dict[str, Any]:
-    """Wait until the allocation is in one of `states`, and show the progress of its task."""
+    """Wait for any of these states of the allocation, and show the progress of its task."""
     end = time.monotonic() + TASK_DEADLINE_S
     while time.monotonic() < end:
         allocation: dict[str, Any] = stage.api().get(f"/admin/allocations/{allocation_id}")

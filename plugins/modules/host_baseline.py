@@ -181,7 +181,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 
 
 def subject() -> _change.Subject:
-    """Subject of one run. A damaged record is reported also after its removal."""
+    """Subject of a run. A damaged record is reported also after its removal."""
     broken: list[str] = []
 
     def look(params: _change.Params) -> State:

@@ -170,7 +170,7 @@ def facts(_params: _change.Params, state: State) -> dict[str, Any]:
 
 
 def _locked(params: _change.Params) -> AbstractContextManager[None]:
-    """Lock: one run at a time works on an image. Volatile files of a host lie under /run."""
+    """Lock: a single run at a time works on an image. Volatile files of a host lie under /run."""
     name = _image_cache.hexadecimal(params["digest"])
     # The other run may fetch the same image.
     return _host.locked(f"/run/gpuaas/images/{name}", mode=0o700, wait_s=_FETCH_S)

@@ -383,7 +383,7 @@ def _listening(rule: _ingress.Rule) -> bool:
 
 
 def _connections(action: str, guard: _flows.Guard, rule: _ingress.Rule | None) -> int:
-    """List or delete the connections that were let in, of one rule or of all."""
+    """List or delete the connections that were let in, of a rule or of all."""
     words = ["conntrack", action, "--dst-nat", guard.ip]
     if rule is not None:
         words += ["-p", rule.protocol, "--orig-dst", rule.public_address]

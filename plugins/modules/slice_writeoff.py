@@ -86,7 +86,7 @@ _DOMAINS = ("/etc/libvirt/qemu", "/run/libvirt/qemu")
 class State:
     """held: slots of each allocation, given or not. plans: resources promised to it.
 
-    machines: the domains that are there, for allocations that have one.
+    machines: the existing domains, by allocation.
     """
 
     entries: dict[str, _ledger.Entry]

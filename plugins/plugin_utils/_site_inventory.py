@@ -40,7 +40,7 @@ class Fields:
         self._record, self._code, self._subject = record, code, subject
 
     def text(self, name: str, pattern: str = r"[^\x00-\x1f\x7f]{0,1000}") -> str:
-        """A text; null counts as an empty one."""
+        """A text; null counts as empty."""
         value = self._record.get(name)
         value = "" if value is None else value
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
@@ -95,7 +95,7 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
         raise NotImplementedError
 
     def host(self, record: Record) -> tuple[str, Record]:
-        """Name and variables of the record's host; the name is "" for a record without one."""
+        """Name and variables of the record's host; the name is "" for a record without a host."""
         raise NotImplementedError
 
     def groups_of(self, variables: Record) -> list[str]:  # noqa: ARG002
@@ -124,7 +124,7 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
             raise AnsibleParserError(f"{path}: {problem}") from None
 
     def credential(self, option: str) -> str:
-        """The one word in a file."""
+        """The only word in a file."""
         return credential(self.get_option(option), self.SERVICE)
 
     def _records(self, key: str, cache: bool) -> list[Record]:

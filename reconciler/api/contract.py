@@ -26,7 +26,7 @@ Document = dict[str, Any]
 CONTRACT = PROJECT / "contracts" / "openapi.yaml"
 # Only the file has these.
 _FILE_ONLY = ("info", "tags", "servers", "externalDocs")
-# Collections up to this many characters are written on one line.
+# Collections up to this many characters are written on a line.
 _LINE = 88
 _WIDTH = 110
 
@@ -130,7 +130,7 @@ def _in_order(written: Any, running: Any) -> Any:
 
 
 def _places(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a document under its place; a list of plain values is one value."""
+    """Every value of a document under its place; a list of plain values counts as a value."""
     if isinstance(part, list) and any(isinstance(item, dict) for item in part):
         part = dict(enumerate(part))
     if not isinstance(part, dict) or not part:

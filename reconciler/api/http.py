@@ -39,7 +39,7 @@ def correlation_id(request: Request) -> str:
 # -- Paging -------------------------------------------------------------------------------------
 
 DEFAULT_LIMIT = 100
-# A page is read in one transaction and held in memory as a whole.
+# A page is read in a transaction and held in memory as a whole.
 LIMIT = 1000
 _LONGEST_CURSOR = 1024
 # Both databases store integers below this limit.
@@ -47,7 +47,7 @@ _INTEGER_LIMIT = 1 << 63
 
 
 class PageOf(Answer, Generic[T]):
-    """One page of a list."""
+    """A page of a list."""
 
     items: list[T]
     next: str | None = Field(description="The `cursor` of the next page; null on the last.")

@@ -68,8 +68,8 @@ def _drill(name: str) -> Iterator[_Drill]:
         try:
             yield drill
         except Problem as problem:
-            found = f"{problem.code}: expected {problem.expected}; found {problem.found}"
-            drill.check("the drill came to its end", False, found)
+            evidence = f"{problem.code}: expected {problem.expected}; found {problem.found}"
+            drill.check("the drill came to its end", False, evidence)
     passed = all(row["holds"] for row in drill.evidence)
     verdict = "passed" if passed else "failed"
     seconds = round(time.monotonic() - began, 1)
@@ -124,8 +124,8 @@ def _drained(drill: _Drill, jobs: _Jobs, patience: int) -> None:
         drill.check("a new job is refused", expected, f"{problem.code}, again after {retry} s")
     _until(patience, lambda: client().get(_MAINTENANCE)["mode"] == "drained")
     state = client().get(_MAINTENANCE)
-    found = f"{state['mode']} after {time.monotonic() - began:.1f} s, {state['running']} run"
-    drill.check("no job runs", (state["mode"], state["running"]) == ("drained", 0), found)
+    evidence = f"{state['mode']} after {time.monotonic() - began:.1f} s, {state['running']} run"
+    drill.check("no job runs", (state["mode"], state["running"]) == ("drained", 0), evidence)
     health = client().get("/health")
     drill.check("the site is alive", health["status"] == "ok", health["processes"])
 
@@ -164,9 +164,9 @@ def leader(reason: str = "drill") -> None:
         took = f"term {after['epoch']} after {time.monotonic() - began:.1f} s"
         live = after["live"] and after["epoch"] > before["epoch"]
         drill.check("a process leads again", live, f"{took}; before: term {before['epoch']}")
-        found = f"{after['holder']} after {before['holder']}, of {candidates} candidates"
+        evidence = f"{after['holder']} after {before['holder']}, of {candidates} candidates"
         other = after["holder"] != before["holder"] or candidates < 2
-        drill.check("another process leads, if there is one", other, found)
+        drill.check("another process leads, if there is one", other, evidence)
         health = client().get("/health")
         drill.check("the site is alive", health["status"] == "ok", health["processes"])
 
@@ -188,8 +188,8 @@ def evict(project: Project, memory: Memory = 256) -> None:
         began = time.monotonic()
         _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
         pool = client().get(path)
-        found = f"{pool['state']} after {time.monotonic() - began:.1f} s"
-        drill.check("it is evicted", pool["state"] == "evicted", found)
+        evidence = f"{pool['state']} after {time.monotonic() - began:.1f} s"
+        drill.check("it is evicted", pool["state"] == "evicted", evidence)
         hosts = {host["id"]: host["name"] for host in client().get("/pools/hosts")["hosts"]}
         if hosts.get(pool["host_id"]) == socket.gethostname():
             alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -202,8 +202,8 @@ def evict(project: Project, memory: Memory = 256) -> None:
         with drill.worker("wait", _MODEL):
             jobs.reach(lambda states: states == ["done"], _RECLAIM_S)
         (row,) = jobs.read()
-        found = f"{row['status']}, {row['attempts']} attempts, lost {row['lost']} times"
-        drill.check("its job ended once", (row["status"], row["attempts"]) == ("done", 1), found)
+        evidence = f"{row['status']}, {row['attempts']} attempts, lost {row['lost']} times"
+        drill.check("its job ended once", (row["status"], row["attempts"]) == ("done", 1), evidence)
 
 
 @app.command()
@@ -216,8 +216,9 @@ def oom(project: Project, memory: Memory = 256) -> None:
         hosts = client().get("/pools/hosts")["hosts"]
         kinds = {host["id"]: host["isolation"] for host in hosts}
         kernel = [id for id, kind in kinds.items() if kind.startswith("cgroup")]
-        found = ", ".join(f"{host['name']}: {host['isolation']}" for host in hosts) or "no machine"
-        if not drill.check("the kernel keeps the memory limits of a machine", kernel, found):
+        named = [f"{host['name']}: {host['isolation']}" for host in hosts]
+        evidence = ", ".join(named) or "no machine"
+        if not drill.check("the kernel keeps the memory limits of a machine", kernel, evidence):
             return
         jobs = _Jobs(drill, project, _MODEL)
         with _pool(drill, project, memory, kernel[0]) as (path, pids):
@@ -339,8 +340,8 @@ class _Jobs:
     def reach(self, goal: Callable[[list[str]], bool], seconds: float) -> None:
         """Wait for states. Evidence if they do not come."""
         if not _until(seconds, lambda: goal(self.states())):
-            found = f"{self.states()} after {seconds:.0f} s"
-            self._drill.check("the jobs go on", False, found)
+            evidence = f"{self.states()} after {seconds:.0f} s"
+            self._drill.check("the jobs go on", False, evidence)
 
     def cancel(self) -> None:
         for id in self._ids:

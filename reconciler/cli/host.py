@@ -204,7 +204,7 @@ def prepare(profile: Profile = "", **ssh: Any) -> None:
 
 
 def parity_lines(report: Mapping[str, Any]) -> list[str]:
-    """One line per check and the summary, as the host printed them.
+    """A line per check and the summary, as the host printed them.
 
     Problem `report_inconsistent` when lines and checks disagree. A host can lie about itself; but
     it cannot print control characters, or lines that claim more than its checks.

@@ -56,9 +56,9 @@ def show(pool: PoolKey) -> None:
 @app.command()
 def hosts(*, direct: Direct = False) -> None:
     """List machines that can run pools, with their models, devices and memory."""
-    found = _read_hosts() if direct else client().get("/pools/hosts")["hosts"]
+    machines = _read_hosts() if direct else client().get("/pools/hosts")["hosts"]
     columns = ("id", "name", "isolation", "models", "devices", "memory_bytes", "memory_used_bytes")
-    output.rows(found, *columns, "seen_at")
+    output.rows(machines, *columns, "seen_at")
 
 
 @app.command()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Reason, with_options
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -55,11 +57,24 @@ def list_projects() -> None:
 
 _DEFAULTS = "/admin/settings/default-quota"
 Limit = Annotated[int | None, typer.Option(min=0)]
-
-
 SomeProject = Annotated[
     str, typer.Argument(callback=project_id, help="Left out: the site's limits for all projects.")
 ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a project, as the options of `set-quota`."""
+
+    gpus: Limit = None
+    machines: Limit = None
+    open_requests: Limit = None
+    launches_per_hour: Limit = None
+    failures_per_hour: Limit = None
+    jobs_open: Limit = None
+    jobs_kept: Limit = None
+    jobs_mib: Limit = None
+    jobs_per_hour: Limit = None
 
 
 @app.command()
@@ -69,32 +84,9 @@ def quota(project: SomeProject = "") -> None:
 
 
 @app.command("set-quota")
-def set_quota(
-    project: SomeProject = "",
-    *,
-    gpus: Limit = None,
-    machines: Limit = None,
-    open_requests: Limit = None,
-    launches_per_hour: Limit = None,
-    failures_per_hour: Limit = None,
-    jobs_open: Limit = None,
-    jobs_kept: Limit = None,
-    jobs_mib: Limit = None,
-    jobs_per_hour: Limit = None,
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
-) -> None:
-    """Replace the limits of a project; one that is left out is the site's, or none."""
-    limits = {
-        "gpus": gpus,
-        "machines": machines,
-        "open_requests": open_requests,
-        "launches_per_hour": launches_per_hour,
-        "failures_per_hour": failures_per_hour,
-        "jobs_open": jobs_open,
-        "jobs_kept": jobs_kept,
-        "jobs_mib": jobs_mib,
-        "jobs_per_hour": jobs_per_hour,
-    }
+@with_options(Limits)
+def set_quota(project: SomeProject = "", *, reason: Reason = "", **limits: Any) -> None:
+    """Replace the limits of a project. An omitted limit is the site's, or none."""
     path = f"/admin/projects/{project}/quota" if project else _DEFAULTS
     _show_quota(client().put(path, limits | {"reason": reason}))
 

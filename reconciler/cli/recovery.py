@@ -177,7 +177,7 @@ _LONGEST = 300
 
 
 def lines(step: str, evidence: Record) -> Iterator[str]:
-    """A summary of a step's evidence, one line each; the whole is in the document at the end."""
+    """Summary lines of a step's evidence. The document at the end has all of it."""
     summary = _SUMMARIES.get(step.removesuffix("_after"))
     for line in summary(evidence) if summary else [json.dumps(evidence)]:
         yield " ".join(line.split())[:_LONGEST]

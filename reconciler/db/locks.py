@@ -1,4 +1,4 @@
-"""Row locks as scopes, in the one order in which every transaction takes them:
+"""Row locks as scopes, in the order in which every transaction takes them:
 
     allocation, node, slots by their id, task.
 
@@ -132,7 +132,7 @@ _SCOPES: dict[str, Callable[[sa.Connection, str], AbstractContextManager[object]
 def require_generation(
     conn: sa.Connection, entity: str, key: str, generations: Collection[int]
 ) -> None:
-    """Lock the record until the transaction ends; refuse unless it is at one of these."""
+    """Lock the record until the transaction ends; refuse any other generation."""
     scope = _SCOPES[entity](conn, key) if entity in _SCOPES else nullcontext()
     with scope:
         generation = rows.get(conn, ENTITIES[entity].kind, key, lock=True).generation

@@ -290,11 +290,16 @@ def get(conn: sa.Connection, kind: type[R], key: str, *, lock: bool = False) -> 
     rows that refer to this row: otherwise a launch would wait for the transaction that locked its
     node, which in turn may wait for the launch's slots.
     """
-    query = sa.select(kind.TABLE).where(kind.TABLE.c.id == key)
-    row = first(conn, query.with_for_update(key_share=True) if lock else query, kind)
+    row = conn.execute(_by_id(kind.TABLE, lock=lock), {"key": key}).mappings().first()
     if row is None:
         raise not_found(kind.ENTITY, key)
-    return row
+    return kind(**row)
+
+
+@cache
+def _by_id(table: sa.Table, *, lock: bool) -> sa.Select[Any]:
+    query = sa.select(table).where(table.c.id == sa.bindparam("key"))
+    return query.with_for_update(key_share=True) if lock else query
 
 
 def of_project(

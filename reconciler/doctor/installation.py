@@ -191,7 +191,7 @@ def collection(settings: Settings) -> Iterator[Finding]:
 
 
 def _collection_version(folder: Path) -> str:
-    """Version of a collection, as installed from its archive or as a checkout; "" without one."""
+    """Version of a collection, as installed from its archive or as a checkout, or ""."""
     try:
         manifest = folder / "MANIFEST.json"
         if manifest.exists():

@@ -33,7 +33,7 @@ _NEEDED = {
     **{VRFS: {"add"}, INTERFACES: {"add", "change", "delete"}, MACS: {"add"}, ADDRESSES: {"add"}},
     PREFIXES: set(),
 }
-# Rights for these belong to no token of ours: whoever has them can change tags, users or sites.
+# Rights for these belong to no token of ours: they allow changes of tags, users and sites.
 _FOREIGN = ("/dcim/sites/", "/extras/tags/", "/extras/custom-fields/", "/users/permissions/")
 
 

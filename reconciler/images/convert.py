@@ -129,8 +129,8 @@ def _virtual_size(head: bytes) -> int:
             remedy="where both files are, run: qemu-img convert -O qcow2 OLD NEW",
         )
     if version not in (2, 3) or encrypted or features & ~READABLE:
-        found = f"version {version}, encryption {encrypted}, incompatible features {features:#x}"
-        raise bounds.invalid("qcow2 of version 2 or 3, consistent and not encrypted", found)
+        header = f"version {version}, encryption {encrypted}, incompatible features {features:#x}"
+        raise bounds.invalid("qcow2 of version 2 or 3, consistent and not encrypted", header)
     return int(size)
 
 

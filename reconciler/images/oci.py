@@ -63,8 +63,8 @@ def extract(source: Path, target: Path, limit_bytes: int, manifest_digest: str =
             if search.through(layer):
                 break
     except (OSError, EOFError, ValueError, RecursionError, zlib.error, tarfile.TarError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise bounds.invalid("an OCI image that can be read", found[:300]) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise bounds.invalid("an OCI image that can be read", reason[:300]) from error
     if not target.exists():
         expected = f"a disk in the folder /{FOLDER} of the image's layers"
         raise bounds.invalid(expected, "none; a root file system without a disk boots nothing")
@@ -173,8 +173,8 @@ class _Search:
             return
         if not entry.isreg() or name.count("/") != 1 or self._target.exists():
             expected = f"a single plain file in the folder /{FOLDER} of a layer"
-            found = "a further file" if self._target.exists() else f"type {entry.type!r}"
-            raise bounds.invalid(expected, f"{name[:100]!r}: {found}")
+            reason = "a further file" if self._target.exists() else f"type {entry.type!r}"
+            raise bounds.invalid(expected, f"{name[:100]!r}: {reason}")
         bounds.copy_sparse(archive, self._target, self._limit_bytes)
 
 

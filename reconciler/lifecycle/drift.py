@@ -72,7 +72,7 @@ _CLOCK_S = 60.0
 def expected_state(
     conn: sa.Connection, node_id: str, holdings: Mapping[str, Any], *, since: float
 ) -> Records:
-    """Expected state of one node: its approved slots, locked until the transaction ends, and the
+    """Expected state of a node: its approved slots, locked until the transaction ends, and the
     allocations that hold them or that the host names.
 
     since: when the snapshot of the host began. Records touched by an operation since then are not
@@ -162,7 +162,7 @@ def _named(
     names = sorted({name for name in _names(holdings) if name not in known})[:_NAMES]
     if not names:
         return []
-    # One query with a range of the primary key for each name, because a host may invent any names.
+    # A query with a range of the primary key for each name, because a host may invent any names.
     ranges = [allocations.c.id.between(_dashed(name), f"{_dashed(name)}g") for name in names]
     query = sa.select(allocations).where(sa.or_(*ranges))
     return rows.every(conn, query.limit(2 * len(names)), Allocation)
@@ -299,7 +299,7 @@ def overdue_nodes(conn: sa.Connection) -> float:
 
 
 def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
-    """Queue drift detection for one host, at a lower priority than requested work."""
+    """Queue drift detection for a host, at a lower priority than requested work."""
     item = queue.Enqueue(
         kind=TaskKind.SLICE_DRIFT_RECONCILE, node_id=node_id, deadline_s=600, priority=-1
     )

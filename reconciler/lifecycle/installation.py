@@ -25,7 +25,7 @@ _OUT_OF_USE = (NodeState.ENROLLING, NodeState.MAINTENANCE, NodeState.UNREACHABLE
 
 
 def queue(conn: sa.Connection, node_id: str, kind: TaskKind, act: Act, *, series: str = "") -> Task:
-    """Queue the deployment or the release of the node's machine; return the one that is open."""
+    """Queue the deployment or the release of the node's machine; return the open task."""
     with locks.node(conn, node_id) as node:
         require_free(conn, node, kind)
         for task in task_queue.open_of_node(conn, node_id):

@@ -78,8 +78,8 @@ def stream(conn: sa.Connection, query: sa.Select[Any]) -> Iterator[Record]:
 def beside(
     conn: sa.Connection, *queries: sa.Select[Any]
 ) -> Iterator[tuple[str, tuple[list[Record], ...]]]:
-    """Merge sorted queries by their first column, so that memory holds the rows of one key."""
-    streams = (_in_order(conn, number, query) for number, query in enumerate(queries))
+    """Merge queries that are `in_order`, so that memory holds the rows of a single key."""
+    streams = (_numbered(conn, number, query) for number, query in enumerate(queries))
     for key, rows_of in groupby(heapq.merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
         parts: tuple[list[Record], ...] = tuple([] for _ in queries)
         for _, number, row in rows_of:
@@ -87,21 +87,28 @@ def beside(
         yield key, parts
 
 
-def _in_order(
+def _numbered(
     conn: sa.Connection, number: int, query: sa.Select[Any]
 ) -> Iterator[tuple[str, int, Record]]:
-    key = query.selected_columns[0]
-    # Order as Python compares, because the database's collation may be that of a language.
-    order = sa.collate(key, "C" if conn.dialect.name == "postgresql" else "BINARY")
-    for row in stream(conn, query.order_by(order)):
-        yield row[key.name], number, row
+    key = query.selected_columns[0].name
+    for row in stream(conn, query):
+        yield row[key], number, row
+
+
+def in_order(dialect: str, *queries: sa.Select[Any]) -> tuple[sa.Select[Any], ...]:
+    """The queries by their first column as Python compares it: the database's collation may be that
+    of a language.
+    """
+    collation = "C" if dialect == "postgresql" else "BINARY"
+    return tuple(
+        query.order_by(sa.collate(query.selected_columns[0], collation)) for query in queries
+    )
 
 
 def history_told(conn: sa.Connection) -> Found:
     """I20: every state has its history, without a gap."""
-    for entity, where in ENTITIES.items():
-        states = sa.select(where.table.c.id, where.table.c[where.state].label("state"))
-        for key, (now, written) in beside(conn, states, _gaps_and_ends(entity)):
+    for entity in ENTITIES:
+        for key, (now, written) in beside(conn, *_histories(conn.dialect.name, entity)):
             # The initial mode of a node is in the history of the node, not of its mode.
             last = now[0]["state"] if now and entity == "node_mode" else None
             for row in written:
@@ -116,8 +123,13 @@ def history_told(conn: sa.Connection) -> Found:
                 yield Violation("I20", f"{entity} {key}", problem)
 
 
-def _gaps_and_ends(entity: str) -> sa.Select[Any]:
-    """Per history: the last row, and each row whose source differs from the target before it."""
+@cache
+def _histories(dialect: str, entity: str) -> tuple[sa.Select[Any], ...]:
+    """States of an entity; and per history the last row, and each row whose source differs from the
+    target before it.
+    """
+    where = ENTITIES[entity]
+    states = sa.select(where.table.c.id, where.table.c[where.state].label("state"))
     whose, when = history.c.entity_id, history.c.id
     before = sa.func.lag(history.c.target).over(partition_by=whose, order_by=when)
     after = sa.func.lead(when).over(partition_by=whose, order_by=when)
@@ -126,21 +138,12 @@ def _gaps_and_ends(entity: str) -> sa.Select[Any]:
     chain = query.where(history.c.entity == entity).subquery()
     gap = sa.and_(chain.c.before.is_not(None), chain.c.before != chain.c.source)
     ends_and_gaps = sa.select(chain, gap.label("gap"))
-    return ends_and_gaps.where(sa.or_(gap, chain.c.after.is_(None)))
+    return in_order(dialect, states, ends_and_gaps.where(sa.or_(gap, chain.c.after.is_(None))))
 
 
 def usage_counted(conn: sa.Connection) -> Found:
     """CTRL-14: each use has one usage record, from activation to the end of its last claim."""
-    active = sa.select(history.c.entity_id).where(
-        history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
-    )
-    used = sa.or_(allocations.c.activated_at.is_not(None), allocations.c.id.in_(active))
-    first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
-    ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
-    recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
-    sold = (claims.c[name] for name in SOLD)
-    held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
-    for key, (began, records, claimed) in beside(conn, first, recorded, held):
+    for key, (began, records, claimed) in beside(conn, *_uses(conn.dialect.name)):
         if len(records) != len(began):
             problem = f"{len(records)} usage records, {'ever' if began else 'never'} active"
             yield Violation("CTRL-14", f"allocation {key}", problem)
@@ -159,6 +162,21 @@ def usage_counted(conn: sa.Connection) -> Found:
             if seen != expected:
                 problem = f"usage record with {name} {seen}, from allocation and claims {expected}"
                 yield Violation("CTRL-14", f"allocation {key}", problem)
+
+
+@cache
+def _uses(dialect: str) -> tuple[sa.Select[Any], ...]:
+    """Allocations that were ever active, usage records, and claims."""
+    active = sa.select(history.c.entity_id).where(
+        history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
+    )
+    used = sa.or_(allocations.c.activated_at.is_not(None), allocations.c.id.in_(active))
+    first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
+    ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
+    recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
+    sold = (claims.c[name] for name in SOLD)
+    held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
+    return in_order(dialect, first, recorded, held)
 
 
 def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
@@ -186,7 +204,7 @@ _HELD = (SlotState.RESERVED, SlotState.PROVISIONING, SlotState.ACTIVE, SlotState
 
 
 def check(conn: sa.Connection) -> list[Violation]:
-    """Every violation. Call it in a reading transaction, so that all checks see one snapshot."""
+    """Every violation. In a reading transaction, all checks see the same snapshot."""
     return [violation for ask in CHECKS for violation in ask(conn)]
 
 
@@ -292,15 +310,20 @@ def fenced(conn: sa.Connection) -> Found:
 def in_time(conn: sa.Connection) -> Found:
     """I12: no entity stays in an unstable state past its deadline."""
     now = clock.read(conn)
-    for entity, where in ENTITIES.items():
-        state, deadline = where.table.c[where.state], where.table.c[where.deadline]
-        rules = {name: rule for (of, name), rule in transitions.DEADLINES.items() if of == entity}
-        unstable = sa.select(where.table.c.id, state, deadline).where(state.in_(rules))
-        for key, value, at in conn.execute(unstable):
+    for entity in ENTITIES:
+        for key, value, at in conn.execute(_unstable(entity)):
             if at is None:
                 yield Violation("I12", f"{entity} {key}", f"{value} without a deadline")
-            elif rules[value].event and at < now - UNSEEN_S:
+            elif transitions.DEADLINES[entity, value].event and at < now - UNSEEN_S:
                 yield Violation("I12", f"{entity} {key}", f"{value} past {clock.iso(at)}, unseen")
+
+
+@cache
+def _unstable(entity: str) -> sa.Select[Any]:
+    where = ENTITIES[entity]
+    state, deadline = where.table.c[where.state], where.table.c[where.deadline]
+    unstable = [name for of, name in transitions.DEADLINES if of == entity]
+    return sa.select(where.table.c.id, state, deadline).where(state.in_(unstable))
 
 
 def recovered_by_proof(conn: sa.Connection) -> Found:
@@ -404,18 +427,21 @@ def _pairs(conn: sa.Connection, key: sa.Column[Any], value: sa.Column[Any]) -> d
     return {row[0]: row[1] for row in conn.execute(sa.select(key, value))}
 
 
+_LIVE = sa.select(claims).where(claims.c.state.in_(LIVE_CLAIMS))
+_ON_SALE = sa.select(slots).where(slots.c.status == SlotState.AVAILABLE)
+_IN_USE = sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
+
+
 def _live(conn: sa.Connection, kind: ClaimKind | None = None) -> list[Claim]:
-    query = sa.select(claims).where(claims.c.state.in_(LIVE_CLAIMS))
-    return rows.every(conn, rows.where(query, claims, kind=kind), Claim)
+    return [claim for claim in rows.every(conn, _LIVE, Claim) if kind in (None, claim.kind)]
 
 
 def _on_sale(conn: sa.Connection) -> list[Slot]:
-    return rows.every(conn, sa.select(slots).where(slots.c.status == SlotState.AVAILABLE), Slot)
+    return rows.every(conn, _ON_SALE, Slot)
 
 
 def _proofs_in_use(conn: sa.Connection) -> dict[str, Proof]:
-    query = sa.select(proof_table).join(slots, slots.c.available_proof_id == proof_table.c.id)
-    return {proof.id: proof for proof in rows.every(conn, query, Proof)}
+    return {proof.id: proof for proof in rows.every(conn, _IN_USE, Proof)}
 
 
 def _says_clean(slot: Slot, proof: Proof) -> bool:

@@ -95,7 +95,7 @@ class Launch:
 
 
 def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
-    """Place, claim and record the allocation and queue its work, in one transaction (I3)."""
+    """Place, claim and record the allocation and queue its work, atomically (I3)."""
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
@@ -206,7 +206,7 @@ def _record(
 
 
 def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
-    """Release an allocation for its tenant. One whose work never started ends at once."""
+    """Release an allocation for its tenant. It ends at once if its work never started."""
     allocation = rows.get(conn, Allocation, id, lock=True)
     state = allocation.state
     queued = queue.open_of_allocation(conn, id)

@@ -89,7 +89,7 @@ def contended() -> Problem:
 def refusal(conn: sa.Connection, want: Want) -> Problem | None:
     """Why the request cannot be placed; None when it fits by now.
 
-    This judges one snapshot. `reserve` reads two, between which a node may get its first slice.
+    `reserve` reads two snapshots, and this only one: a node may get its first slice in between.
     """
     placement, explanation = judge(conn, want)
     if placement is not None:
@@ -307,7 +307,7 @@ def _read(
 
 @cache
 def _picture() -> sa.Select[Any]:
-    """Query for one row per slot with its node's columns. The database computes the flags."""
+    """Query for a row per slot with its node's columns. The database computes the flags."""
     node_columns = ("region", "pool", "profile", "mode", "state", "health_state", "reboot_required")
     columns = ("id", "node_id", "slot_index", "status", "numa_node", "fabric_vf_pci_address")
     exclusive = slots.c.sharing_mechanism == SharingMechanism.EXCLUSIVE_DEVICE
@@ -405,7 +405,7 @@ def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
 
 
 def _busy() -> sa.Select[tuple[str]]:
-    """Nodes with a slice, one row for each busy slot."""
+    """Nodes with a slice, a row for each busy slot."""
     other = slots.alias("busy")
     return sa.select(other.c.node_id).where(
         other.c.retired_at.is_(None),

@@ -14,10 +14,10 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import AllocationState
 
 HOUR_S = 3_600
-# Limits of what a project holds at one time, and limits of what it does in an hour.
+# Limits of what a project holds at a time, and limits of what it does in an hour.
 HELD = ("gpus", "machines", "open_requests")
 HOURLY = ("launches_per_hour", "failures_per_hour")
-# Rows that a project can add in an hour, whoever of its members adds them. People need a few.
+# Rows that all members of a project together can add in an hour. People need a few.
 KEYS_PER_HOUR, RULES_PER_HOUR = 60, 120
 _DEFAULTS = "default_quota"
 # Limits of a site that has set none. They bound the slots that one project can keep off sale with

@@ -189,7 +189,7 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
 
 
 def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
-    """Queue the clean-up of one blocked slot (verify, wipe, prove) and return its task."""
+    """Queue the clean-up of a blocked slot (verify, wipe, prove) and return its task."""
     slot = rows.get(conn, Slot, slot_id, lock=True)
     if slot.status != SlotState.CLEANUP_BLOCKED:
         raise Problem(

@@ -36,7 +36,7 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class BlockedAllocation:
-    """Blocked slots of one allocation that the policy still handles, and its next move.
+    """Blocked slots of an allocation that the policy still handles, and its next move.
 
     by_tenant: its launch failed by its tenant's doing, and the policy recovers such.
     """

@@ -85,7 +85,7 @@ def recordings(conn: sa.Connection) -> int:
 
 
 def tokens(conn: sa.Connection) -> int:
-    """Delete tokens that somebody made for themselves, 30 days after their end.
+    """Delete tokens that people made for themselves, 30 days after their end.
 
     One that made others, registered a key or has a session stays as long as these.
     """

@@ -194,7 +194,7 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
             )
 
 
-# Holds that a host accepts in one conversion. Earlier conversions have given up the older holds.
+# Holds that a host accepts in a conversion. Earlier conversions have given up the older holds.
 _LEASES = 256
 
 
@@ -229,7 +229,7 @@ def write_off(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
 
 
 def require_claim_ended(conn: sa.Connection, slot_id: str) -> str:
-    """The allocation with the last claim on a slot, "" without one. Refused while it is live."""
+    """The allocation with the last claim on a slot, or "". Refused while the claim is live."""
     holder = last_holder(conn, slot_id)
     claimed = [claim for claim in of_allocation(conn, holder) if claim.slot_id == slot_id]
     if any(claim.state in LIVE_CLAIMS for claim in claimed):

@@ -82,7 +82,7 @@ def authorise_member(
 
 
 def require_slice(conn: sa.Connection, allocation: Allocation) -> Grant:
-    """The way to an active slice whose host keys are known, for nobody yet; or a Problem."""
+    """The way to an active slice with known host keys, without a user yet; or a Problem."""
     grant = _grant(conn, allocation)
     require_terminal(replace(grant, terminal=bool(grant.address)))
     return grant

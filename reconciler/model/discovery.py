@@ -49,7 +49,7 @@ def section(document: Document, *names: str) -> Sequence[Document]:
 
 
 def blockers_of(device: Document) -> tuple[Blocker, ...]:
-    """The blockers that the host reported for one device or section."""
+    """The blockers that the host reported for a device or section."""
     return tuple(
         Blocker(str(row.get("code", "")), str(row.get("detail", "")))
         for row in section(device, "blockers")

@@ -246,7 +246,7 @@ def _unwell(machines: list[dict[str, Any]]) -> Iterator[tuple[str, HealthState, 
 def _ingress(
     holdings: Mapping[str, Any], allocation: ExpectedAllocation
 ) -> Iterator[tuple[str, HealthState, str]]:
-    """Rules of public ingress that a running tenant lacks, or that nobody has requested."""
+    """Rules of public ingress that a running tenant lacks, or has without a request."""
     if not holdings["ingress"]["known"]:
         return
     rows = _rows(holdings, "ingress")

@@ -43,7 +43,7 @@ def merged(host: Mapping[str, Any], redfish: Mapping[str, Any]) -> dict[str, dic
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], sections: tuple[str, ...] = HOST + REDFISH
 ) -> list[dict[str, str]]:
-    """Differences by section and name. What was not read on either side is one of them."""
+    """Differences by section and name. A value that a side has not read counts as different."""
     rows = [
         row
         for section in sections

@@ -15,29 +15,13 @@ from reconciler.model.scheduler.snapshot import Refusal, Want
 from reconciler.model.states import CapacityShape
 
 _MACHINE = ("vendor", "product", "serial")
-# Serial numbers that a firmware shows where nobody has set any, beside a single repeated character.
-_NO_SERIALS = frozenset(
-    {
-        *(
-            "unknown",
-            "none",
-            "n/a",
-            "na",
-            "null",
-            "not specified",
-            "not available",
-            "not applicable",
-        ),
-        *(
-            "default string",
-            "to be filled by o.e.m.",
-            "to be filled by oem",
-            "system serial number",
-        ),
-        *("chassis serial number", "base board serial number", "serial number", "invalid", "oem"),
-        *("0123456789", "123456789", "1234567890", "empty", "undefined", "not provided"),
-    }
-)
+# Serial numbers of firmware in which none was set, beside a single repeated character.
+_NO_SERIALS = frozenset((
+    "unknown", "none", "n/a", "na", "null", "not specified", "not available", "not applicable",
+    "not provided", "empty", "oem", "to be filled by o.e.m.", "to be filled by oem", "undefined",
+    "default string", "invalid", "serial number", "system serial number", "chassis serial number",
+    "base board serial number", "0123456789", "123456789", "1234567890",
+))  # fmt: skip
 # Networks that guests reach if the profile allows them, and those that they never reach, as in
 # `network/_flows.py` of the collection.
 PRIVATE = (
@@ -70,7 +54,7 @@ def machine_of(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def serial_of(hardware: Mapping[str, Any] | None) -> str:
-    """Serial number of a node's machine; "" if its host did not report one."""
+    """Serial number of a node's machine; "" if its host reported none."""
     return serial_number((hardware or {}).get("serial"))
 
 

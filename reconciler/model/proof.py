@@ -103,7 +103,7 @@ def check_gpu(evidence: object, *, address: str, link: Mapping[str, Any]) -> Non
 
 
 def _amount(link: object, name: str) -> float:
-    """The number that a speed (`32.0 GT/s PCIe`) or a width (`16`) begins with; 0 without one."""
+    """The number at the start of a speed (`32.0 GT/s PCIe`) or a width (`16`), or 0."""
     text = str(link.get(name) or "") if isinstance(link, Mapping) else ""
     match = re.match(r"\d{1,4}(\.\d{1,4})?", text)
     return float(match.group()) if match else 0.0

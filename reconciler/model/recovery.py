@@ -100,7 +100,7 @@ class Blocked:
     kept: why a person keeps the slots blocked, "" without such a hold. case: the state of its open
     recovery case, "" without a case. tried: the policy has opened a case for it before. busy: a
     task of the allocation is open. reason: why its slots are blocked. node_begun, site_begun: cases
-    that the policy opened within the last hour. by_tenant: it is one of the `tenant_failures`.
+    that the policy opened within the last hour. by_tenant: it is among the `tenant_failures`.
     """
 
     reason: str

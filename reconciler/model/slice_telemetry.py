@@ -20,7 +20,7 @@ Load = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Values(BaseModel):
-    """Values of one source. An unknown name is left out, a wrong value refuses all of them."""
+    """Values of a source. An unknown name is left out, a wrong value refuses all of them."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -97,7 +97,7 @@ class GuestValues(Values):
 
 
 class SliceValues(Values):
-    """The part of a snapshot about one slice."""
+    """The part of a snapshot about a slice."""
 
     allocation_id: Annotated[str, Field(max_length=64)]
     host: HostValues

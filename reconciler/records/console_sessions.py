@@ -18,7 +18,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.records import tokens
 
-# A working day. A stolen cookie opens nothing on the next one.
+# A working day. A stolen cookie opens nothing on the next day.
 LIFETIME_S = 12 * 3600.0
 # A person of the provider: for how long the groups of a login are believed, and the age at which a
 # page asks the provider again.
@@ -26,7 +26,7 @@ PROVIDER_S, ASK_S = 4 * 3600.0, 600.0
 # A login at the provider must end within this time.
 LOGIN_S = 600.0
 _LONGEST = 200
-# Logins of a token in this time. Each is a row, and one in the audit log.
+# Logins of a token in this time. Each is a row here and in the audit log.
 PACE, PACE_S = 30, 60.0
 ORDER = Order(console_sessions, ("created_at", "id"), descending=True)
 
@@ -126,7 +126,7 @@ def claims_of(conn: sa.Connection, secret: str) -> dict[str, Any] | None:
 
 
 def end(conn: sa.Connection, secret: str, act: Act) -> None:
-    """End a session. An unknown one has ended already."""
+    """End a session. An unknown session has ended already."""
     over = sa.update(console_sessions).where(*_open(secret)).values(expires_at=clock.now())
     session = conn.execute(over.returning(console_sessions.c.id)).scalar()
     if session is not None:

@@ -251,7 +251,7 @@ FIRMWARE_CHANGED = "firmware_changed"
 
 
 def firmware_blocker(node: Node) -> str:
-    """Code of the reason why the machine's firmware keeps it from being sold; "" without one."""
+    """Code of the reason why the machine's firmware keeps it from being sold, or ""."""
     if node.firmware_before is None or node.tenant_machine_ids:
         return ""
     return FIRMWARE_CHANGED if node.firmware_differences else FIRMWARE_UNVERIFIED

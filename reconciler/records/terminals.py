@@ -27,7 +27,7 @@ from reconciler.records.tokens import digest
 TICKET_S = 30.0
 # Unused tickets of a member.
 TICKETS = 32
-# Bytes of recordings of one person in a project; the service deletes the oldest.
+# Bytes of a person's recordings in a project; the service deletes the oldest.
 PERSON_LIMIT = 64 << 20
 _SWITCHED = "project.terminal_recording"
 # Recordings of the service, which a gateway cannot invent.

@@ -35,7 +35,7 @@ ENROLMENT_MAX_S = 900
 # A ticket is useless without the machine's address, and lasts for an installation.
 TICKET_S = 4 * 3600
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
-# Tokens that somebody may have made for themselves and that are valid, or were made in this time.
+# Tokens that a person may have made for themselves and that are valid, or were made in this time.
 OWN, OWN_S = 32, 3600.0
 
 
@@ -94,7 +94,7 @@ def issue_own(
     project_id: str | None,
     ttl_s: float,
 ) -> tuple[ApiToken, str]:
-    """Issue a token that somebody makes for themselves, as `issue` does. It ends with its parent.
+    """Issue a token that a person makes for themselves, as `issue` does. It ends with its parent.
 
     owner: as in the record. until: the end of what the caller has authenticated with.
     """

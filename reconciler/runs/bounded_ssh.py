@@ -80,7 +80,7 @@ def _pass_on(readers: dict[int, int], child: int) -> bool:
 
 
 def _has_ended(child: int) -> bool:
-    """Whether the process has ended; its status stays for the one who waits."""
+    """Whether the process has ended; its status stays for a later wait."""
     ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return ended is not None
 

@@ -63,7 +63,7 @@ class Recorder:
         self.unreachable = False
         self.unreachable_reason = ""
         self.over = False
-        # Nodes that modules named as the one they ran on; a host may name any, so few are kept.
+        # Nodes on which modules say that they ran; a host may name any, so few are kept.
         self.answered_by: set[str] = set()
         self._answered = False
         self._begun: set[str] = set()
@@ -162,7 +162,7 @@ def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> di
         problem = f"{error.code}: {error.field}: {error.expected[:300]}"
         return verdict | {"status": "failed", "problem": problem}
     if result["ok"] != (status == "successful"):
-        # Ansible died after it sent the document, or the document is not the final one.
+        # Ansible died after it sent the document, or the document is not final.
         return verdict | {"status": "failed", "problem": "result_contradicts_run"}
     return verdict | {"result": result}
 

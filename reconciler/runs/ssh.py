@@ -156,7 +156,7 @@ def arguments(settings: Mapping[str, str]) -> list[str]:
 def sharing(path: str) -> list[str]:
     """Arguments of SSH for a connection that the tasks of a node share.
 
-    The path is given here, because Ansible would take it from a variable. Whoever chooses that
+    The path is given here, because Ansible would take it from a variable. The author of that
     variable chooses the host that answers, and SSH checks no host key on a shared connection.
     """
     settings = ["ControlMaster=auto", "ControlPersist=60s", f'ControlPath="{path}"']

@@ -159,15 +159,15 @@ def clock_identity(trust: Trust) -> Identity:
 
 
 def relay_certificate(trust: Trust, key: str, allocation_id: str) -> str:
-    """Certificate of the gateway for one connection to the host of a slice, for five minutes.
+    """Certificate of the gateway for a connection to the host of a slice, for five minutes.
 
-    The host accepts its principal only while the slice lives, and for one address.
+    The host accepts its principal only while the slice lives, and for its address.
     """
     return _gateway_login(trust, key, f"slice:{allocation_id}", b"permit-port-forwarding")
 
 
 def terminal_certificate(trust: Trust, key: str, allocation_id: str) -> str:
-    """Certificate of the gateway for one terminal in a slice, for five minutes.
+    """Certificate of the gateway for a terminal in a slice, for five minutes.
 
     The guest accepts its principal only if it was launched with a terminal.
     """

@@ -1,4 +1,4 @@
-"""Links with which a host may fetch one image, and the files behind them."""
+"""Links with which a host may fetch an image, and the files behind them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reconciler.settings import Settings
 # A host downloads at the start of its run; with AWX the run may wait before it starts.
 LINK_S = 86_400
 _ZSTD = b"\x28\xb5\x2f\xfd"
-# Hashing a large image takes minutes and one of the API's 40 threads.
+# Hashing a large image takes minutes and a thread of the API's 40.
 _hashing = threading.BoundedSemaphore(2)
 
 

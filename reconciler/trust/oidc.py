@@ -144,7 +144,7 @@ class Verifier:
     def login(self, form: Mapping[str, str], nonce: str) -> Claims:
         """Exchange a code at the provider; the claims of the ID token that it gives for this login.
 
-        One of INVALID for every other answer. The login page shows its text.
+        An exception of INVALID for every other answer. The login page shows its text.
         """
         endpoint = self.endpoint("token_endpoint")
         try:
@@ -242,7 +242,7 @@ class Verifier:
         return float("inf") if moment is None else self._now() - moment
 
     def read(self) -> dict[str, jwt.PyJWK]:
-        """Fetch the provider's keys, by their id; raises one of UNREADABLE."""
+        """Fetch the provider's keys, by their id; raises an exception of UNREADABLE."""
         issuer = self._provider.issuer
         configuration = self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
         if configuration["issuer"] != issuer:

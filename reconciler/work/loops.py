@@ -79,7 +79,7 @@ _AT_ONCE = 200
 
 @contextmanager
 def _isolated(log: logging.Logger, message: str, *arguments: str) -> Iterator[None]:
-    """Log the failure of one record, which must not block the others. A lost term ends the loop."""
+    """Log the failure of a record, which must not block the others. A lost term ends the loop."""
     try:
         yield
     except Deposed:
@@ -273,7 +273,7 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
 
 def tend_sessions(engine: Engine, _settings: Settings) -> None:
     """Loop that closes sessions of processes that have ended, and deletes recordings of terminals
-    that are old, or too many of one person.
+    that are old, or too many of a person.
     """
     retrying(engine, ssh_sessions.close_silent)
     for _ in range(_TRANSACTIONS):

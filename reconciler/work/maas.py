@@ -168,7 +168,7 @@ def _request(kind: TaskKind, node: Node, machine: Machine, memory: Memory) -> Ve
         return "deploy"
     failed = status in _FAILED and memory.phase in ("", "unlock")
     if failed or status in (Status.DEPLOYED, Status.ALLOCATED):
-        # After its return to MAAS, somebody else may have had it with the same user.
+        # After its return to MAAS, another client may have had it with the same user.
         returned = (node.maas or {}).get("returned") and not installation.is_installed(node)
         if status == Status.DEPLOYED and (not node.machine_id or (returned and not memory.phase)):
             remedy = "enrol it (`gpuaas nodes userdata`), or release it in MAAS by hand"
@@ -214,7 +214,7 @@ def _sources(node: Node, machine: Machine) -> list[str]:
 
 
 def _require_machine(node: Node, machine: Machine) -> None:
-    """Refuse a machine that is not the one bound to the node, or not the one its host is."""
+    """Refuse a machine that is not bound to the node, or is not that of its host."""
     bound = str((node.maas or {}).get("system_id"))
     changed = bound if bound != machine.system_id else differing(node, machine)
     if changed:
@@ -277,7 +277,7 @@ def _finish(engine: Engine, task: Task, machine: Machine, memory: Memory) -> Non
         tokens.end_tickets(conn, task.node_id)
         node = nodes.get(conn, task.node_id)
         if not memory.phase:
-            # Somebody else has returned it.
+            # Another client has returned it.
             installation.begin(conn, node, TaskKind(task.kind), act)
         _remember(conn, task, locked=False, returned=task.kind == TaskKind.NODE_RELEASE)
         if task.kind == TaskKind.NODE_DEPLOY and node.mode == NodeMode.BAREMETAL:

@@ -232,7 +232,7 @@ def _compare(
 def _leave(
     ufm: Client, partitions: Partitions, guids: Collection[str], keys: Iterable[int]
 ) -> frozenset[str]:
-    """Remove the GUIDs from these partitions; returns those that were in one."""
+    """Remove the GUIDs from these partitions; returns those that were in any."""
     removed: frozenset[str] = frozenset()
     for key in keys:
         members = partitions.get(key, _EMPTY).members.keys() & set(guids)

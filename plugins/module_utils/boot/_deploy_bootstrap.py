@@ -92,7 +92,7 @@ _NETWORK = _change.Subject(_ovs_nat.observe, _ovs_nat.plan, _ovs_nat.apply, _ovs
 
 @dataclass(frozen=True)
 class Part:
-    """One step: its name, a subject and the subject's parameters."""
+    """A step: its name, a subject and the subject's parameters."""
 
     name: str
     subject: _change.Subject
@@ -187,7 +187,7 @@ def forecast(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _order(plays: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The roles that the playbook includes and the modules that it runs, one after another."""
+    """The roles that the playbook includes and the modules that it runs, in order."""
     for task in itertools.chain(*(outer.get("block", []) for outer in plays[0]["tasks"])):
         if "ansible.builtin.include_role" in task:
             yield str(task["ansible.builtin.include_role"]["name"])
@@ -296,7 +296,7 @@ def _free() -> bool:
 
 
 def _done(part: Part, *, check: bool) -> bool:
-    """Run one part and report its result."""
+    """Run a part and report its result."""
     try:
         outcome = _change.drive(part.subject, part.params, check_mode=check)
     except (Refusal, OSError, ValueError, LookupError) as problem:

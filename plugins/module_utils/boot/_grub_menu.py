@@ -78,7 +78,7 @@ def chosen(menu: Menu, environment: dict[str, str]) -> Entry:
     """The entry that GRUB chooses: the single `grub-reboot` entry, else the default; the first if
     in doubt.
 
-    A menu without entries is treated as one entry with all its kernels.
+    A menu without entries is treated as a single entry with all its kernels.
     """
     path = next((word for word in menu.defaults[::-1] if word != _ONCE), "0")
     if path == "${saved_entry}":

@@ -1,4 +1,4 @@
-"""Packages of a slice host: one query to dpkg, and apt only for missing packages.
+"""Packages of a slice host: a single query to dpkg, and apt only for missing packages.
 
 Optional packages are installed if apt offers them, and reported if not. An optional package that
 apt offers but cannot install is a warning and stops nothing.

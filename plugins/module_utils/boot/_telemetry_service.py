@@ -1,7 +1,7 @@
 """Telemetry of a slice host: its boot service, and the account that prints the snapshot over SSH.
 
 The account has no rights, no password and no shell of its own: a certificate with its principal
-runs the one command of its principals file, and sshd's `restrict` denies everything else.
+runs the only command of its principals file, and sshd's `restrict` denies everything else.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def plan_removal(unit: Unit, installed: Installed) -> list[_change.Step]:
 
 
 def apply(unit: Unit, step: _change.Step) -> None:
-    """Do one of STEPS."""
+    """Do a step of STEPS."""
     if step.name == "install_service":
         install(unit)
         _command.run(["systemctl", "daemon-reload"])

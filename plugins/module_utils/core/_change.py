@@ -27,7 +27,7 @@ _BY_HAND = "by-hand"
 
 @dataclass(frozen=True)
 class Step:
-    """One action of a plan.
+    """An action of a plan.
 
     name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice. subject: the
     object of the action; the key of its entry in the diff. before, after: JSON values for the diff.
@@ -130,7 +130,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the subjects that a module brings to their states in order.
+    """A subject that a module brings to its state, in the order of its parts.
 
     name: stable verb_noun, by which its failure is reported. params: its own parameters, from those
     of the module and the facts of the parts before it.

@@ -54,7 +54,7 @@ def forget_steps(subject: str, snapshot: Mapping[str, Any] | None) -> list[_chan
 
 
 def apply(step: _change.Step) -> None:
-    """Do one of STEPS."""
+    """Do a step of STEPS."""
     if step.name == REMEMBER:
         _host.write(step.subject, json.dumps(step.after, indent=2, sort_keys=True) + "\n")
     else:

@@ -306,7 +306,7 @@ def standing_gpu(slot_id: str, address: str) -> dict[str, Any] | None:
 
 
 def locked() -> AbstractContextManager[None]:
-    """One writer of the ledger at a time on this host."""
+    """The lock of the ledger: a single writer at a time on this host."""
     return _host.locked(DIRECTORY, mode=0o700)
 
 

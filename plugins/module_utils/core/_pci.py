@@ -116,7 +116,7 @@ def group(address: str) -> list[Device]:
 
 
 def group_blockers(address: str) -> list[str]:
-    """Reasons why a guest cannot get the group of `address`, one sentence each; [] when it can."""
+    """Reasons why a guest cannot get the group of `address`, a sentence each; [] when it can."""
     members = group(address)
     if not members:
         return [f"{address} is in no IOMMU group"]

@@ -1,4 +1,4 @@
-"""Machine-readable report lines: a marker and `key=value` words, always exactly one line."""
+"""Machine-readable report lines: a marker and `key=value` words, never a line break."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + "_@%+:,./-")
 
 
 def report_line(marker: str, **fields: str) -> str:
-    """`<marker> key=value …`, each value one shell word."""
+    """`<marker> key=value …`, each value a single shell word."""
     return " ".join([marker, *(f"{key}={quoted(value)}" for key, value in fields.items())])
 
 
 def quoted(text: str) -> str:
-    """`text` as one shell word; characters outside printable ASCII appear as escapes, never raw."""
+    """`text` as a shell word; characters outside printable ASCII appear as escapes, never raw."""
     shown = "".join(
         c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text
     )

@@ -27,7 +27,7 @@ def refuse(code: str, expected: str, found: object, remedy: str) -> Refusal:
 
 
 def credential(path: object, name: str) -> str:
-    """The one word in a file. name: of the service, for the refusal."""
+    """The only word in a file. name: of the service, for the refusal."""
     try:
         with Path(str(path)).open(encoding="ascii") as file:
             text = file.read(4096).strip()
@@ -131,10 +131,10 @@ class Service:
         if isinstance(document, dict) and all(
             isinstance(document.get(p), str) for p in Refusal.PARTS
         ):
-            code, expected, found, remedy = (_line(document[part]) for part in Refusal.PARTS)
-            return Refusal(code, expected=expected, found=found, remedy=remedy)
-        expected, found = f"{self._name} to accept {request}", f"HTTP {error.code}"
-        return refuse(f"{self._name}_refused", expected, found, f"check {self._remedy}")
+            code, *parts = (_line(document[part]) for part in Refusal.PARTS)
+            return refuse(code, *parts)
+        expected, answer = f"{self._name} to accept {request}", f"HTTP {error.code}"
+        return refuse(f"{self._name}_refused", expected, answer, f"check {self._remedy}")
 
     def _failed(self, request: str, found: str) -> Refusal:
         expected = f"{self._name} to answer {request}"

@@ -214,7 +214,7 @@ def node(name: str) -> Path:
 
 
 def pci_addresses(disk: Disk) -> list[str]:
-    """The disk's PCI functions: one, or several behind a multipath name."""
+    """The disk's PCI function, or several behind a multipath name."""
     parent = _host.path(f"/sys/class/block/{disk.kernel_name}/device").resolve()
     controllers = [parent] if (parent / "address").is_file() else sorted(parent.glob("nvme*"))
     files = (controller / "address" for controller in controllers if controller.is_dir())

@@ -40,7 +40,7 @@ def record(disk: _disk.Disk, approved: Mapping[str, Any]) -> None:
 
 
 def _standing_proof(disk: _disk.Disk) -> str:
-    """Digest of the disk's proof, "" without one."""
+    """Digest of the disk's proof, "" without a proof."""
     return str((_proof.standing(disk.disk_identity) or {}).get("digest", ""))
 
 

@@ -145,7 +145,7 @@ def forget(path: str) -> None:
 
 
 def measure(descriptor: int, size: int) -> tuple[str, tuple[str, ...]]:
-    """The sha256 of a file and those of its chunks, reading one chunk ahead."""
+    """The sha256 of a file and those of its chunks, reading a chunk ahead."""
     whole, chunks = hashlib.sha256(), []
     buffers = [mmap.mmap(-1, CHUNK) for _side in range(2)]
     with ThreadPoolExecutor(1) as reader:

@@ -48,7 +48,7 @@ def obstacle(descriptor: int, disk: Disk, attempts: str) -> Refusal | None:
 
 
 def _reserved(report: bytes) -> str:
-    """Type and number of registered hosts of a reservation; "" without one."""
+    """Type and number of registered hosts of a reservation; "" without a reservation."""
     kind, registered = struct.unpack_from("<BH", report, 4) if len(report) >= 24 else (0, 0)
     return f"a reservation of type {kind} with {registered} registered hosts" if kind else ""
 

@@ -124,7 +124,7 @@ def command(
     data: ctypes.Array[ctypes.c_char] | None = None,
     timeout_ms: int = 0,
 ) -> int:
-    """Send a command by one of the kernel's ioctls; returns its NVMe status."""
+    """Send a command by an ioctl of the kernel; returns its NVMe status."""
     address, length = (ctypes.addressof(data), len(data)) if data is not None else (0, 0)
     # opcode, flags, reserved, nsid, cdw2-3, metadata, address, lengths, cdw10-15, timeout, result
     words = struct.pack(

@@ -400,7 +400,7 @@ def _own_devices() -> set[str]:
 
 
 def _on(path: str, points: Collection[str]) -> bool:
-    """Whether a file lies on one of the mounts."""
+    """Whether a file lies on any of the mounts."""
     return path.startswith(tuple(f"{point}/" for point in points))
 
 

@@ -5,7 +5,7 @@ MAC and without trust, its driver gets neither another MAC nor a VLAN of its own
 
 The VLANs of an allocation are kept in a file, so that the boot service sets them again before a
 guest can start. A function without a kept guard belongs to the idle VLAN, in which there is no
-tenant, so a guest that is started without a guard reaches nobody.
+tenant, so a guest that is started without a guard has no peer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fabric functions of one allocation: given to its tenant's network, and taken back.
+"""Fabric functions of an allocation: given to its tenant's network, and taken back.
 
 On Ethernet the tenant's network is a VLAN that the card enforces. On InfiniBand it is a partition,
 which only the subnet manager can set; here the function's GUIDs and link state are verified.
@@ -151,7 +151,7 @@ def _unfit(params: Params, state: State) -> list[Refusal]:
 
 
 def _not_the_tenants(params: Params, state: State) -> list[Refusal]:
-    """Reasons why the VLAN would isolate nobody."""
+    """Reasons why the VLAN would isolate no tenant."""
     if all(function.guard is None for function in state.functions):
         return []
     vlan, idle = params["vlan"], state.idle_vlan

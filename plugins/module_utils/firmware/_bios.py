@@ -144,7 +144,7 @@ def job_ids(text: str) -> list[str]:
 
 
 def plan(wish: Wish, state: State) -> Plan:
-    """Stage missing values, commit them with one job and a power cycle, or finish that job."""
+    """Stage missing values, commit them with a job and a power cycle, or finish that job."""
     blockers = _unusable(wish, state)
     present = {name: state.attributes[name] for name in wish.attributes if name in state.attributes}
     differing = {n: a for n, a in present.items() if a.current != wish.attributes[n]}

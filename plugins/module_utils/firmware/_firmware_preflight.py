@@ -134,7 +134,7 @@ class Facts:
 
 
 def report(request: Request) -> dict[str, Any]:
-    """The report: checks, counts, and `lines`, one per setting, job, device and check."""
+    """The report: checks, counts, and `lines`, a line per setting, job, device and check."""
     facts = Facts(request)
     outcomes = _check.evaluate(CHECKS, facts, intent="slice", not_applicable=request.not_applicable)
     failures = sum(outcome["status"] == _check.FAIL for outcome in outcomes)

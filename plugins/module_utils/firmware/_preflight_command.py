@@ -1,4 +1,4 @@
-"""Firmware preflight program for MAAS commissioning: one line per finding on stdout.
+"""Firmware preflight program for MAAS commissioning: a line per finding on stdout.
 
 It only reads, unless GPUAAS_SLICE_APPLY_BIOS=1. With it, the program stages the differences,
 creates the BIOS job with its power cycle, and follows the job. The power cycle ends the program.

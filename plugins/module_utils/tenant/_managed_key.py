@@ -123,7 +123,7 @@ def read(at: int, home: str, uid: int) -> Found:
 
 
 def write(at: int, content: bytes, *, uid: int, gid: int, mode: int) -> None:
-    """Replace the file with the content in one step, with the tenant as owner."""
+    """Replace the file with the content atomically, with the tenant as owner."""
     name = f".{FILE}.gpuaas-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -1,4 +1,4 @@
-"""Whole machine of one tenant: its entries in the host's ledger.
+"""Whole machine of a tenant: its entries in the host's ledger.
 
 The ledger has an entry for the machine and an entry for each of the tenant's disks, all under the
 fence of the node's claim. The machine's entry is marked dirty last, when everything is ready. From
@@ -69,7 +69,7 @@ def slice_mode() -> list[Refusal]:
 
 
 def stale(fence: int, held: Mapping[str, _ledger.Entry]) -> list[Refusal]:
-    """The refusal of a fence lower than the highest seen for the machine or one of its disks."""
+    """The refusal of a fence lower than the highest seen for the machine or any of its disks."""
     blockers = []
     for name, entry in held.items():
         if fence < entry.fence:

@@ -107,7 +107,7 @@ def boot_order(data: Mapping[str, bytes]) -> Iterator[tuple[str, LoadOption]]:
 
 
 def load_option(data: bytes) -> LoadOption | None:
-    """The entry in a Boot#### variable; None when it is not one."""
+    """The entry in a Boot#### variable; None when it is no entry."""
     if len(data) < 8:
         return None
     attributes, length = struct.unpack_from("<IH", data)

@@ -162,7 +162,7 @@ def _flat(info: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]
 
 def _by_driver(address: str) -> Section:
     function = _host.path(f"{_pci.DEVICES}/{address}")
-    # A virtio function has its interface one level below.
+    # A virtio function has its interface a level below.
     for interface in sorted(
         path.name for at in ("net/*", "virtio*/net/*") for path in function.glob(at)
     ):

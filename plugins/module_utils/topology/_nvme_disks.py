@@ -40,7 +40,7 @@ def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _usages(present: Sequence[_block.Disk]) -> dict[str, _block.Usage]:
-    """The use of every disk from one scan of the host; a disk that cannot be read is omitted."""
+    """The use of every disk from a scan of the host; a disk that cannot be read is omitted."""
     try:
         return _block.usages(present)
     except OSError:

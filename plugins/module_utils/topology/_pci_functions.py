@@ -127,7 +127,7 @@ def _physical(
 
 
 def _identity(shown: str) -> str:
-    """The MAC or GUID of a function; "" for two different GUIDs, or for one that is not set."""
+    """The MAC or GUID of a function; "" for two different GUIDs, or for an unset GUID."""
     return shown if _NAME.fullmatch(shown) and set(shown) - set("0:") else ""
 
 

@@ -47,7 +47,7 @@ class ApiToken(Row):
     """An API token; its secret is stored as a hash.
 
     parent_id: the token that it was made with, and with which it ends. owner: of a token that
-    somebody made for themselves, the id of the first token of its line, or of the person of the
+    a person made for themselves, the id of the first token of its line, or of the person of the
     OpenID provider; null for a token of an operator.
     """
 

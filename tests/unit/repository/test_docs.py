@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, and each `gpuaas` command is one of the program's."""
+"""Pages: links lead somewhere, each `gpuaas` command exists, and the architecture is short."""
 
 from __future__ import annotations
 
@@ -133,6 +133,22 @@ def test_each_page_is_in_the_navigation_once() -> None:
 
     listed = [*files(config["nav"]), *config["not_in_nav"].split()]
     assert sorted(listed) == sorted(TEXTS), "list each page of docs/ in scripts/docs_site.yml"
+
+
+def test_the_architecture_leads_to_few_files_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = re.compile(r"^\| (?!folder|to change)(.+?) \| (.+) \|$", re.MULTILINE)
+    folders = rows.findall(text.partition("## Map")[2])
+    entries = rows.findall(text.partition("## To change X, open Y")[2])
+    assert len(folders) - len(entries) == 10, "the map has ten lines"
+    wrong = []
+    for subject, places in entries:
+        named = [name for name in re.findall(r"`([^`]+)`", places) if re.search(r"/|\.py$", name)]
+        if not 1 <= len(named) <= 3:
+            wrong.append(f"{subject}: {len(named)} places")
+        roots = (ROOT, ROOT / "reconciler", ROOT / "plugins" / "module_utils")
+        wrong += [name for name in named if not any(any(root.glob(name)) for root in roots)]
+    assert wrong == []
 
 
 def _anchors(text: str) -> Iterator[str]:

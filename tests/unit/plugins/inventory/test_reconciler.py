@@ -63,14 +63,11 @@ def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:
     groups = {"sellable": "gpuaas_scheduling"}
     with answering() as service:
         service.answers = {case: answer for case, (answer, _) in REFUSED.items()}
-        done = inventory(
-            *(
-                source(
-                    tmp_path, "reconciler", case, url=service.url(case), timeout=1, groups=groups
-                )
-                for case in REFUSED
-            )
-        )
+        sources = []
+        for case in REFUSED:
+            options = {"url": service.url(case), "timeout": 1 if case == "drip" else 20}
+            sources.append(source(tmp_path, "reconciler", case, **options, groups=groups))
+        done = inventory(*sources)
     assert hosts(done) == {}
     for case, (_, code) in REFUSED.items():
         lines = [line for line in done.stderr.splitlines() if f"{case}.reconciler.yml: " in line]

@@ -34,6 +34,13 @@ def engine(postgres_database: PostgresDatabase) -> sa.Engine:
     return postgres_database.restore()
 
 
+@pytest.fixture
+def sold(engine: sa.Engine, site: Site) -> Site:
+    """Node n1 with two slots on sale, for other modules too."""
+    site.node()
+    return site
+
+
 @pytest.mark.covers("CTRL-2")
 def test_one_history_and_the_whole_life(engine: sa.Engine, site: Site) -> None:
     assert migrate(engine) == HEAD

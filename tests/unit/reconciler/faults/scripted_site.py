@@ -269,6 +269,11 @@ def scripted_site(
     site = Site.__new__(Site)
     site.engine, site.project = engine, "p1"
     settings = Settings(state_dir=folder, poll_s=0.01)
+    # All scenarios have the same keys, because ssh-keygen makes them for the first only.
+    keys = database.path.with_name("trust")
+    keys.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    (folder / "trust").symlink_to(keys)
     number = 1 if kind.__name__ == "Whole" else 0
     runner = Runner(host.copied(), folder, site.document(number))
     monkeypatch.setattr(worker, "launch", runner.launch)

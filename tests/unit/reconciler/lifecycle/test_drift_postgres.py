@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import sqlalchemy as sa
 
-from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.lifecycle.test_drift import (
     TestDue,
@@ -35,11 +31,4 @@ __all__ = [
     "test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up",
 ]
 pytestmark = pytest.mark.postgres
-engine = test_postgres.engine
-
-
-@pytest.fixture
-def sold(engine: sa.Engine, site: Site) -> Any:
-    """Node n1 with two slots on sale."""
-    site.node()
-    return site
+engine, sold = test_postgres.engine, test_postgres.sold

@@ -15,7 +15,7 @@ from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Allocation, AppInstance, Node, Slot, Task
-from reconciler.lifecycle import apps, host, invariants, launch, placement, quota
+from reconciler.lifecycle import apps, host, launch, placement, quota
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import TaskKind
@@ -25,23 +25,14 @@ from reconciler.work.handler import Work
 from reconciler.work.kinds import slices as slice_kinds
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.db import test_postgres
+from tests.unit.reconciler.lifecycle import test_task_failures
 
 pytestmark = pytest.mark.postgres
-engine = test_postgres.engine
+engine, sold = test_postgres.engine, test_task_failures.sold
 # Whoever must not wait is given so long, and whoever must wait has not come by then.
 SOON_S = 20
 A_WHILE_S = 0.5
 Beside = Callable[[Callable[[], Any]], Future[Any]]
-
-
-@pytest.fixture
-def sold(engine: sa.Engine) -> Iterator[Site]:
-    """Node n1 with two slots on sale; at the end nothing that must always hold is broken."""
-    site = Site(engine)
-    site.node()
-    yield site
-    with reading(engine) as conn:
-        assert invariants.check(conn) == []
 
 
 @pytest.fixture

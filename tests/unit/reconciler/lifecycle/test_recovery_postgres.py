@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
 from reconciler.db.engine import reading
 from reconciler.lifecycle import invariants
@@ -21,7 +20,7 @@ from tests.unit.reconciler.lifecycle import test_slots
 from tests.unit.reconciler.lifecycle import test_slots_write_off as test_writeoff
 
 pytestmark = pytest.mark.postgres
-engine = test_postgres.engine
+engine, sold = test_postgres.engine, test_postgres.sold
 
 STORIES: dict[str, Callable[[Any], None]] = {
     "discovery": partial(
@@ -37,13 +36,6 @@ STORIES: dict[str, Callable[[Any], None]] = {
     "restore": test_orphans.test_after_a_restore_no_proof_of_before_stands,
     "evidence": test_orphans.test_evidence_from_before_a_restore_frees_no_blocked_slot,
 }
-
-
-@pytest.fixture
-def sold(engine: sa.Engine, site: Site) -> Any:
-    """Two slots on sale."""
-    site.node()
-    return site
 
 
 @pytest.mark.covers("CTRL-2", "CTRL-7", "I4", "I12", "I16")

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import sqlalchemy as sa
 
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.records import test_usage
 
 pytestmark = pytest.mark.postgres
-engine = test_postgres.engine
-
-
-@pytest.fixture
-def sold(engine: sa.Engine, site: Site) -> Any:
-    """Two slots on sale."""
-    site.node()
-    return site
+engine, sold = test_postgres.engine, test_postgres.sold
 
 
 def test_the_same_sums_and_refusals(sold: Site) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
@@ -32,12 +31,11 @@ def wanted(sold: Site, kind: TaskKind = TaskKind.NODE_PARITY) -> None:
 
 
 def pause(sold: Site, task: Task) -> int:
-    """Until the next attempt, which comes now."""
+    """Seconds to the next attempt, which comes now."""
     with transaction(sold.engine) as conn:
-        left = round(task.not_before - clock.read(conn))
         assert leasing.lease(conn, "worker") == [], "not at once"
         conn.execute(sa.update(tables.tasks).values(not_before=None))
-    return left
+    return round(task.not_before - task.state_since)
 
 
 def test_another_run_of_its_own_a_few_times_and_later_each_time(
