@@ -76,9 +76,15 @@ def report(conn: sa.Connection, open_now: Mapping[str, Traffic]) -> None:
 
 
 def close_silent(conn: sa.Connection) -> None:
-    """Close the sessions whose process has ended. A gateway closes no terminal of a browser."""
-    silent = ssh_sessions.c.seen_at < clock.now() - SILENT_S
-    _close(conn, silent, "gateway_lost", {"closed_at": ssh_sessions.c.seen_at})
+    """Close the sessions whose process has ended. A gateway closes no terminal of a browser, and
+    one that is taken over holds nobody up with a row that it locks.
+    """
+    columns = ssh_sessions.c
+    silent = sa.select(columns.id).where(
+        columns.closed_at.is_(None), columns.seen_at < clock.now() - SILENT_S
+    )
+    which = columns.id.in_(silent.with_for_update(skip_locked=True))
+    _close(conn, which, "gateway_lost", {"closed_at": columns.seen_at})
 
 
 def count_open(

@@ -275,14 +275,17 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
         assert conn.execute("SELECT name FROM settings").fetchall() == [("ssh_authorities",)]
         # Nor does it hold up the start of the service, or a terminal in a browser.
         conn.execute(own.format("gateway", -1e6))
+        conn.execute("UPDATE ssh_sessions SET seen_at = 1 WHERE id = 'terminal1'")
         conn.execute("BEGIN")
         conn.execute("SELECT id FROM service_processes FOR UPDATE")
+        conn.execute("SELECT id FROM ssh_sessions FOR UPDATE")
         conn.execute("SELECT pg_advisory_xact_lock(7325011)")
         conn.execute("SELECT pg_advisory_xact_lock(hashtextextended('gpuaas sessions demo', 0))")
         assert migrate(engine) == head()
         with transaction(engine) as service:
             service.exec_driver_sql("SET LOCAL lock_timeout = '1s'")
             ssh_sessions.take_turn(service, "demo")
+            ssh_sessions.report(service, {browser: (1, 1)})
             leader.record_process(service, "next", ["api"], host="", pid=1, version="")
     beats.stop()
 
