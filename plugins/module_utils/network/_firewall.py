@@ -189,11 +189,12 @@ def remove() -> None:
 def _refusal(kind: str, guests: Collection[_flows.Guard]) -> str:
     """Chain that counts for the guest, and drops whoever sent it."""
     field = KINDS[kind]
-    keys = [
-        (_object_names.check_mac(each.mac) if field.startswith("ether") else _ip(each), each.port)
+    # A guard that an earlier slice left has the addresses of the one that runs.
+    ports = {
+        _object_names.check_mac(each.mac) if field.startswith("ether") else _ip(each): each.port
         for each in guests
-    ]
-    counters = ", ".join(f'{key} : "{kind}_{port}"' for key, port in keys)
+    }
+    counters = ", ".join(f'{key} : "{kind}_{port}"' for key, port in ports.items())
     return (
         f"  chain refuse_{kind} {{\n    counter name {field} map {{ {counters} }}\n    drop\n  }}\n"
     )

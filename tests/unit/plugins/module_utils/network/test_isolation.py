@@ -826,6 +826,34 @@ def test_a_domain_does_not_start_without_its_guard(
     rig.restore()
 
 
+def test_a_guard_that_an_earlier_slice_left_stands_in_nobodys_way(rig: Rig) -> None:
+    """The next slice of the slot has the same addresses, and the firewall a key for each."""
+    old = replace(A.guard, allocation_id=str(uuid.uuid4()))
+    _guards.save(old)
+    try:
+        assert rig.restore() == ["load_firewall firewall of the guests"]
+        assert lease(rig, A) == A.guard.ip
+    finally:
+        _guards.forget(old.allocation_id)
+        rig.restore()
+
+
+def test_packets_to_many_places_are_few_flows_of_the_switch(rig: Rig) -> None:
+    """Each flow is made by the switch's one daemon, for which all guests wait."""
+    rig.ask_switch("revalidator/purge")
+    with Places(rig) as places:
+        for number in range(1000):
+            target = f"{20 + number % 150}.{number % 251}.{number % 241}.{number % 239}"
+            ports = {"sport": 1024 + number * 37, "dport": 1024 + number * 41}
+            frame = frames.datagram(target, **ports)(places.macs[A.place], b"<000000>")
+            places.sockets[A.place].send(frame)
+            # The switch in user space loses frames that come faster than it reads.
+            time.sleep(0.01 if number % 50 == 0 else 0)
+        time.sleep(SETTLE_S)
+    assert 0 < rig.ask_switch("dpctl/dump-flows").count("recirc_id") < 300
+    _flows.forget_connections(rig.number(A))
+
+
 def test_a_port_without_a_guard_carries_nothing(rig: Rig) -> None:
     _guards.forget(B.guard.allocation_id)
     try:
