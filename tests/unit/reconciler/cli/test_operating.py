@@ -1,13 +1,16 @@
-"""`gpuaas explain`, `recovery-policy` and `usage`."""
+"""`gpuaas explain`, `recovery-policy`, `projects set-quota` and `usage`."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+from dataclasses import fields
 
 import pytest
 
+from reconciler.api.projects import Limits
+from reconciler.cli import projects
 from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -36,6 +39,15 @@ def test_the_switch_of_the_site_is_shown(selling: Stack, gpuaas: Gpuaas) -> None
         gpuaas.at(selling)("scheduling", switch, "--reason", "why", "--output", "json")
         assert json.loads(gpuaas.out) == {"enabled": enabled}
     assert json.loads(gpuaas("scheduling", "--output", "json")) == {"enabled": False}
+
+
+def test_every_limit_of_a_project_is_an_option(selling: Stack, gpuaas: Gpuaas) -> None:
+    names = [field.name for field in fields(projects.Limits)]
+    assert {*names, "reason"} == set(Limits.model_fields)
+    values = {name: number for number, name in enumerate(names, 1)}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    shown = gpuaas.at(selling)("projects", "set-quota", "demo", *words, "--output", "json")
+    assert json.loads(shown)["own"] == values
 
 
 @pytest.mark.covers("CTRL-14")
