@@ -67,6 +67,7 @@ ROUTERS = (
     terminals.router,
     terminals.admin_router,
     jobs.router,
+    jobs.own_router,
     jobs.admin_router,
     worker.router,
     apps.router,

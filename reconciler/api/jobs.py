@@ -23,15 +23,17 @@ from reconciler.api.models import (
     Reasoned,
     StrictFlag,
 )
-from reconciler.api.security import Admin, Context, Member
+from reconciler.api.security import Admin, Context, Holder, Member
 from reconciler.db import schema
 from reconciler.db.rows import Record
 from reconciler.model.act import Act
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import JobStatus
 from reconciler.model.states import Role
 from reconciler.pools import hints, jobs
 
 router = APIRouter(prefix="/projects/{project_id}/jobs", tags=["jobs"])
+own_router = APIRouter(prefix="/jobs", tags=["jobs"])
 admin_router = APIRouter(prefix="/admin/jobs", tags=["jobs"])
 
 _DAY_S = 86_400
@@ -150,6 +152,21 @@ def create(project_id: Id, body: NewJob, context: Member) -> JSONResponse:
         return JobSummary.of_job(jobs.get(conn, project_id, id), context)
 
     return _announced(context, work, body)
+
+
+@own_router.post("", status_code=201, response_model=JobSummary)
+def create_own(body: NewJob, context: Holder) -> JSONResponse:
+    """Queue a call of a model for the project of the token, which must have exactly one."""
+    projects = sorted(context.caller.projects)
+    if len(projects) != 1:
+        raise Problem(
+            "project_required",
+            422,
+            expected="a token of exactly one project",
+            found=f"one of {', '.join(projects)}" if projects else "one of none",
+            remedy="send it to /projects/{project_id}/jobs",
+        )
+    return create(projects[0], body, context)
 
 
 @router.post("/batch", status_code=201, response_model=JobIds)

@@ -84,6 +84,18 @@ class NewPool(Reasoned):
         return self
 
 
+class Eviction(Reasoned):
+    """The reason is required for a lost host."""
+
+    host_lost: Annotated[
+        StrictFlag,
+        Field(
+            description="The pool's host, silent for ten minutes, does not come back: the pool is"
+            " `evicted` and its GPUs are free without proof that its processes have ended."
+        ),
+    ] = False
+
+
 class NewToken(Reasoned):
     """ttl_s: how long the token is valid, unless its pool ends or gets another one before."""
 
@@ -282,13 +294,12 @@ def stop(pool_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
 
 
 @router.post("/pools/{pool_id}/evict", response_model=Pool)
-def evict(pool_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
+def evict(pool_id: Id, body: Eviction, context: Admin) -> JSONResponse:
     """End a pool without waiting for its jobs: SIGTERM, and SIGKILL after grace_s. Its jobs go to
     other workers.
     """
-    return context.write(
-        lambda conn, act: Pool.of_pool(conn, pools.evict(conn, pool_id, act)), body=body
-    )
+    evict = pools.evict_lost if body.host_lost else pools.evict
+    return context.write(lambda conn, act: Pool.of_pool(conn, evict(conn, pool_id, act)), body=body)
 
 
 @router.post("/pools/{pool_id}/token", status_code=201, response_model=IssuedToken)

@@ -162,15 +162,27 @@ def stop(
 
 @app.command()
 def evict(
-    pool: PoolKey, *, direct: Direct = False, reason: Reason = "", wait: Wait = False
+    pool: PoolKey,
+    *,
+    host_lost: Annotated[
+        bool,
+        typer.Option(
+            "--host-lost", help="Its host does not come back: end it without proof. Needs a reason."
+        ),
+    ] = False,
+    direct: Direct = False,
+    reason: Reason = "",
+    wait: Wait = False,
 ) -> None:
     """End a pool at once: SIGTERM, then SIGKILL. Jobs that it holds go to other workers."""
     if direct:
         from reconciler.pools import pools
 
-        evicted = _directly(lambda conn, act: [pools.evict(conn, pool, act)], reason)
+        evict = pools.evict_lost if host_lost else pools.evict
+        evicted = _directly(lambda conn, act: [evict(conn, pool, act)], reason)
     else:
-        evicted = _followed([client().post(f"/pools/{pool}/evict", {"reason": reason})], wait)
+        body = {"reason": reason, "host_lost": host_lost}
+        evicted = _followed([client().post(f"/pools/{pool}/evict", body)], wait)
     _print(evicted)
 
 

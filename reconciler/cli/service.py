@@ -218,6 +218,7 @@ def check() -> None:
     from reconciler.backup import refuse_unfinished_restore
     from reconciler.db.engine import open_existing, reading
     from reconciler.lifecycle import invariants
+    from reconciler.pools import counts
     from reconciler.settings import Settings
 
     settings = Settings()
@@ -226,8 +227,11 @@ def check() -> None:
         revision = require_current(engine)
         with reading(engine) as conn:
             violations = invariants.check(conn)
+            for id, lack in counts.missing(conn).items():
+                found = f"counts of its jobs lack {lack}"
+                violations.append(invariants.Violation("ORCH-2", f"project {id}", found))
     output.rows([vars(row) for row in violations], "invariant", "subject", "found")
-    count = len(invariants.CHECKS)
+    count = len(invariants.CHECKS) + 1
     output.line(f"database at {revision}: {count} checks, {len(violations)} violations")
     if violations:
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.schema import job_counts
+from reconciler.db.schema import job_counts, jobs
 from reconciler.model.jobs import OPEN, JobStatus
 
 HOUR_S = 3_600.0
@@ -57,6 +57,41 @@ def read(conn: sa.Connection, project_id: str | None = None) -> dict[str, dict[s
     query = sa.select(job_counts.c.project_id, *columns).group_by(job_counts.c.project_id)
     query = rows.where(query.order_by(job_counts.c.project_id), job_counts, project_id=project_id)
     return {id: dict(zip(_ADDED, sums, strict=True)) for id, *sums in conn.execute(query)}
+
+
+def missing(conn: sa.Connection, project_id: str | None = None) -> dict[str, dict[str, int]]:
+    """By project, what its counts lack of its jobs; {} if they are right. A process of an older
+    version does not count what it changes.
+
+    One statement, so that jobs and counts are of the same moment, whatever goes on meanwhile.
+    """
+    real: dict[str, sa.ColumnElement[Any]] = {
+        name: sa.case((jobs.c.status == name, 1), else_=0) for name in _KINDS
+    }
+    real |= {_OPEN: sa.case((jobs.c.status.in_(OPEN), 1), else_=0), "size": jobs.c.size}
+    jobs_of = rows.where(
+        sa.select(jobs.c.project_id, *(real[name].label(name) for name in _ADDED)),
+        jobs,
+        project_id=project_id,
+    )
+    counted = rows.where(
+        sa.select(job_counts.c.project_id, *(-job_counts.c[name] for name in _ADDED)),
+        job_counts,
+        project_id=project_id,
+    )
+    both = sa.union_all(jobs_of, counted).subquery()
+    sums = [sa.cast(sa.func.sum(both.c[name]), sa.BigInteger()) for name in _ADDED]
+    query = sa.select(both.c.project_id, *sums).group_by(both.c.project_id)
+    query = query.having(sa.or_(*(each != 0 for each in sums))).order_by(both.c.project_id)
+    return {id: dict(zip(_ADDED, lack, strict=True)) for id, *lack in conn.execute(query)}
+
+
+def mend(conn: sa.Connection, project_id: str) -> dict[str, int]:
+    """Add what the counts of a project lack; returns it."""
+    lack = missing(conn, project_id).get(project_id, {})
+    if lack:
+        conn.execute(sa.insert(job_counts), [_row(project_id, Counter(lack))])
+    return lack
 
 
 def fold(conn: sa.Connection, project_id: str, rate: int | None, spend: int) -> Count:

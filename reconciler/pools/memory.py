@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from reconciler.runs import lock
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MIB = 1 << 20
 _SMI_S = 10
+# The last nvidia-smi. A driver that hangs does not even let it be killed, and would keep whoever
+# waits for its end.
+_smi: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
@@ -164,16 +168,25 @@ def of_host(own: Group | None) -> tuple[int, int]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """GPUs with their memory, by nvidia-smi; none without it."""
-    if shutil.which("nvidia-smi") is None:
+    """GPUs with their memory, by nvidia-smi; none without it, or while it hangs."""
+    if any(process.poll() is None for process in _smi) or shutil.which("nvidia-smi") is None:
         return []
+    _smi.clear()
     fields = "uuid,memory.total,memory.used"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SMI_S, check=True
-        ).stdout
-    except (OSError, ValueError, subprocess.SubprocessError):
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
+            _smi.append(process)
+            code = process.wait(_SMI_S)
+            output.seek(0)
+            text = output.read()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return []
+        except (OSError, ValueError):
+            return []
+    if code:
         return []
     # A GPU whose memory cannot be read ("[N/A]") is not given to a pool.
     parts = [[word.strip() for word in line.split(",")] for line in text.splitlines()]

@@ -14,11 +14,10 @@ from reconciler.db.journal import Overdue, advance
 from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import DeviceLease, Pool, PoolHost, Project, device_leases, pool_hosts
 from reconciler.db.schema import pools as table
-from reconciler.model.act import Act
+from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.pools import APART, LIVE_POOLS, SERVING_POOLS, PoolState
-from reconciler.pools import control
-from reconciler.pools.workers import conclude
+from reconciler.pools import control, workers
 
 log = logging.getLogger("gpuaas.pools")
 
@@ -26,6 +25,8 @@ ORDER = Order(table, ("created_at", "id"), descending=True)
 LEASE_ORDER = Order(device_leases, ("since", "id"), descending=True)
 # A host that has not reported itself for longer takes no new pool.
 SILENT_S = 30.0
+# After so long an operator may declare that it does not come back.
+LOST_S = 600.0
 _MIB = 1 << 20
 _LIVE = table.c.state.in_(LIVE_POOLS)
 
@@ -141,7 +142,7 @@ def stop(conn: sa.Connection, key: str, act: Act) -> Pool:
     """Let a pool finish the jobs that it holds, then end it. One that ends stays as it is."""
     pool = get(conn, key, lock=True)
     if pool.state == PoolState.REQUESTED:
-        pool = conclude(conn, pool, act, PoolState.STOPPED)
+        pool = workers.conclude(conn, pool, act, PoolState.STOPPED)
     elif pool.state in SERVING_POOLS:
         limit = clock.now() + pool.drain_s
         pool = advance(conn, Pool, pool.id, "drain", act, columns={"deadline_at": limit}, held=pool)
@@ -166,7 +167,7 @@ def evict(
         return pool
     values = {"ends_as": PoolState.EVICTED.value, "failure": dict(failure or {})}
     if pool.state == PoolState.REQUESTED:
-        pool = conclude(conn, pool, act, PoolState.EVICTED)
+        pool = workers.conclude(conn, pool, act, PoolState.EVICTED)
     elif pool.state != PoolState.STOPPING:
         pool = end(conn, pool, act, values)
     else:
@@ -175,6 +176,33 @@ def evict(
     log.warning("Pool eviction: %s (%s), %s", pool.name, pool.id, act.why)
     _audit(conn, pool, act, "evicted", failure)
     control.count(conn, worker_pool_evictions=1)
+    return pool
+
+
+def evict_lost(conn: sa.Connection, key: str, act: Act) -> Pool:
+    """End a pool whose host does not come back, by the word of an operator in place of proof that
+    no process of it is left. Should its host come back, it kills them before it offers its GPUs.
+    """
+    pool = get(conn, key, lock=True)
+    if pool.state not in LIVE_POOLS:
+        return pool
+    require_reason(act, "say how you know that the host does not come back")
+    host = rows.get(conn, PoolHost, pool.host_id)
+    silent_s = clock.read(conn) - host.seen_at
+    if host.id in APART or silent_s < LOST_S:
+        raise Problem(
+            "pool_host_present",
+            expected=f"a pool of a machine that has not reported itself for {LOST_S:.0f} s",
+            found=f"pool {pool.name} of host {host.name}"
+            + ("" if host.id in APART else f", which did {max(silent_s, 0):.0f} s ago"),
+            remedy="evict it without --host-lost: its host ends its processes",
+        )
+    pool = evict(conn, pool.id, act)
+    if pool.state in LIVE_POOLS:
+        for worker in workers.living(conn, [pool.id])[pool.id]:
+            workers.end(conn, worker, "its host is lost")
+        pool = workers.conclude(conn, pool, act, PoolState(pool.ends_as))
+    _audit(conn, pool, act, "host_lost", {"host": host.name, "seen_at": host.seen_at})
     return pool
 
 
@@ -202,7 +230,7 @@ def expire(conn: sa.Connection, overdue: Overdue, act: Act) -> None:
         "remedy": "read the log of the service on its host, then start it again",
     }
     if pool.state == PoolState.REQUESTED:
-        conclude(conn, pool, act, PoolState.FAILED, {"failure": failure})
+        workers.conclude(conn, pool, act, PoolState.FAILED, {"failure": failure})
     else:
         end(conn, pool, act, {"ends_as": PoolState.FAILED.value, "failure": failure})
 

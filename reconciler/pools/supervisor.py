@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -153,8 +153,7 @@ class Supervisor:
                 # A pool that fails must not keep the others from being tended.
                 log.exception("pool %s is left as it is; tried again", pool.name)
         if self.only is None:
-            self._end_strays(seen)
-            self._report(sizes)
+            self._report(sizes, strays=self._end_strays(seen))
             self._relieve([pool for pool, _ in recorded], loads, now)
 
     def _tend(self, pool: Pool, living: list[_Worker]) -> None:
@@ -258,12 +257,17 @@ class Supervisor:
         log.info("worker %s has ended: %s", worker.row.id, ending)
         return killed
 
-    def _end_strays(self, seen: dict[str, list[Process]]) -> None:
-        """Kill processes of workers that are recorded as ended, or not at all."""
+    def _end_strays(self, seen: dict[str, list[Process]]) -> bool:
+        """Kill processes of workers that are recorded as ended, or not at all; whether there are
+        any. Their pool may have been ended while this machine was cut off.
+        """
         for worker_id, left in seen.items():
-            if worker_id not in self._children:
-                log.warning("processes of worker %s, which has ended, are killed", worker_id)
-                processes.send(self.host_id, worker_id, left, signal.SIGKILL)
+            log.warning("processes of worker %s, which has ended, are killed", worker_id)
+            processes.send(self.host_id, worker_id, left, signal.SIGKILL)
+            if child := self._children.pop(worker_id, None):
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=1)
+        return bool(seen)
 
     def _terminate(self, worker: _Worker) -> None:
         """Ask a worker once to end; it ends its child itself. A second signal could kill it."""
@@ -339,7 +343,7 @@ class Supervisor:
     def _is_due(self, name: str) -> bool:
         return time.monotonic() >= self._due.get(name, 0.0)
 
-    def _report(self, sizes: dict[str, tuple[int, int]]) -> None:
+    def _report(self, sizes: dict[str, tuple[int, int]], *, strays: bool) -> None:
         if not self._is_due("report"):
             return
         if self._is_due("gpus"):
@@ -354,10 +358,11 @@ class Supervisor:
             "memory_used_bytes": used,
             "isolation": f"cgroup{self._parent.version}" if self._parent else "process",
             "models": sorted(processes.models(processes.models_folder(self.settings))),
-            "devices": self._gpus,
+            # A process without a pool may still use any of them.
+            "devices": [] if strays else self._gpus,
         }
         retrying(self.engine, partial(workers.report, host=host, loads=sizes))
-        self._due["report"] = time.monotonic() + REPORT_S
+        self._due["report"] = 0.0 if strays else time.monotonic() + REPORT_S
 
     def _relieve(self, recorded: list[Pool], loads: list[Load], now: float) -> None:
         """Evict the largest pool that must end for memory, one after the other."""

@@ -7,6 +7,7 @@ as soon as this process is no longer the leader (`db.leader`), so it need not ch
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import sqlalchemy as sa
 from sqlalchemy import Connection, Engine
 
 from reconciler.db import clock, journal
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.journal import Overdue
 from reconciler.db.leader import Deposed, Lease, led_by, require
+from reconciler.db.schema import projects
 from reconciler.lifecycle import (
     app_operations,
     drift,
@@ -37,7 +40,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Mode
 from reconciler.model.recovery import Move
-from reconciler.pools import control, hints, jobs, leases, pools, remote
+from reconciler.pools import control, counts, hints, jobs, leases, pools, remote
 from reconciler.records import queue, ssh_sessions
 from reconciler.runs import collect
 from reconciler.runs.paths import runner_id, runs_directory
@@ -53,6 +56,7 @@ _INGRESS_LOG = logging.getLogger("gpuaas.ingress")
 _RECOVERY_LOG = logging.getLogger("gpuaas.recovery")
 _MAINTENANCE_LOG = logging.getLogger("gpuaas.maintenance")
 _POOLS_LOG = logging.getLogger("gpuaas.pools")
+_JOBS_LOG = logging.getLogger("gpuaas.jobs")
 _RETENTION_LOG = logging.getLogger("gpuaas.retention")
 _DRIFT_ACT = Act("reconciler", "compared every so often")
 _INGRESS_ACT = Act("reconciler", "looked at every so often")
@@ -271,6 +275,18 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
     return gone
 
 
+def mend_job_counts(engine: Engine, _settings: Settings) -> None:
+    """Loop for the counts of jobs: those of some projects are compared with their jobs."""
+    with reading(engine) as conn:
+        ids = conn.execute(sa.select(projects.c.id)).scalars().all()
+    # Any of them, so that each has its turn on a site with many, and none takes long.
+    for id in random.sample(ids, min(len(ids), _TRANSACTIONS)):
+        with reading(engine) as conn:
+            right = not counts.missing(conn, id)
+        if not right and (lack := retrying(engine, partial(counts.mend, project_id=id))):
+            _JOBS_LOG.warning("job counts of project %s lacked %s and are mended", id, lack)
+
+
 def tend_sessions(engine: Engine, _settings: Settings) -> None:
     """Loop that closes sessions of processes that have ended, and deletes recordings of terminals
     that are old, or too many of a person.
@@ -357,6 +373,7 @@ LOOPS: tuple[Loop, ...] = (
     Loop("maintenance", 1.0, follow_drain),
     Loop("remote_workers", 1.0, tend_remote_workers),
     Loop("retention", 600.0, forget),
+    Loop("job_counts", 3600.0, mend_job_counts),
     # Sooner: while a person has too many, its next terminal is refused.
     Loop("sessions", 30.0, tend_sessions),
 )

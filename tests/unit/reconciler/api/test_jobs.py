@@ -67,6 +67,13 @@ def test_a_job_is_queued_followed_and_answered(site: Stack) -> None:
     assert (ended["status"], ended["code"]) == (409, "job_ended")
 
 
+def test_a_token_of_one_project_need_not_name_it(site: Stack) -> None:
+    job = site.client("member").post("jobs", json=BODY).json()
+    assert (job["project_id"], job["status"]) == ("demo", "pending")
+    unnamed = refused(site, lambda: site.client("admin").post("jobs", json=BODY))
+    assert (unnamed["status"], unnamed["code"]) == (422, "project_required")
+
+
 def test_no_repetition_keeps_a_copy_of_an_input(site: Stack) -> None:
     """A member may repeat a request with new keys, each of whose answers is remembered for days."""
     member, large = site.client("member"), BODY | {"input": {"x": "y" * 60_000}}

@@ -116,7 +116,7 @@ def test_the_contract_names_who_may_use_what() -> None:
         # Of a project's own, which projects the caller has, and what can be launched.
         own = path.startswith("/api/v1/projects/{project_id}")
         shared = own or path in ("/api/v1/projects", "/api/v1/images") or "/catalog" in path
-        shared = shared or path.startswith("/api/v1/tokens")
+        shared = shared or path == "/api/v1/jobs" or path.startswith("/api/v1/tokens")
         members = {"project-member"} if shared else set()
         wanted = {"platform-admin"} | members
         assert roles(operation) == wanted, path

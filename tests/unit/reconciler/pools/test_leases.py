@@ -23,6 +23,8 @@ from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
 from reconciler.pools import counts, jobs, leases
 from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.records import projects
+from reconciler.settings import Settings
+from reconciler.work import loops
 from tests.unit.reconciler.conftest import ADMIN
 
 pytestmark = pytest.mark.covers("ORCH-2")
@@ -550,6 +552,23 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
     for plan in plans:
         index = "INDEX ix_orchestrator_jobs_(due|delayed|running|dead|reprocessed)"
         assert re.search(f"{index}|autoindex.*id=", plan), plan
+
+
+def test_counts_that_an_older_process_left_wrong_are_mended(queue: Queue) -> None:
+    queue.bury(2)
+    done, gone, _ = queue.add(3)
+    queue.add(1, "p2")
+    size = queue.read(done).size
+    queue.change(done, status="done", size=size + 90)
+    with transaction(queue.engine) as conn:
+        conn.execute(sa.delete(table).where(table.c.id == gone))
+    with reading(queue.engine) as conn:
+        lack = {"open_jobs": -2, "done": 1, "dead_letter": 0, "canceled": 0, "size": 90 - size}
+        assert counts.missing(conn) == {"p1": lack}
+    loops.mend_job_counts(queue.engine, Settings())
+    with reading(queue.engine) as conn:
+        assert counts.missing(conn) == {}
+    check_counts(queue.engine)
 
 
 def test_the_depth_of_a_queue_is_counted_back(queue: Queue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from reconciler.db import clock, journal
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Pool, PoolWorker, audit_log, device_leases, pool_hosts
 from reconciler.db.schema import pools as table
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.model.jobs import Outcome
 from reconciler.model.pools import Load, PoolState, victim
 from reconciler.pools import jobs, leases, memory, pools, workers
 from reconciler.pools.pools import NewPool
@@ -126,6 +129,38 @@ def test_an_ended_pool_frees_name_seat_memory_and_devices(engine: sa.Engine) -> 
     assert (again.id != pool.id, again.seat) == (True, 1)
     with transaction(engine) as conn, pytest.raises(Problem, match="pool_not_found"):
         pools.get(conn, "b")
+
+
+def test_a_pool_whose_host_is_lost_ends_by_an_operator_s_word(engine: sa.Engine) -> None:
+    queue = Queue(engine)
+    host(engine)
+    pool, worker = begun(engine, start(engine, devices=["GPU-0"]))
+    queue.add()
+    word = ADMIN.because("its board has burnt out")
+
+    def evict(act: Act = word) -> Pool:
+        return retrying(engine, lambda conn: pools.evict_lost(conn, "a", act))
+
+    with transaction(engine) as conn:
+        (job,) = leases.claim(conn, worker, limit=1)
+    with pytest.raises(Problem, match="pool_host_present"):
+        evict()
+    with transaction(engine) as conn:
+        conn.execute(sa.update(pool_hosts).values(seen_at=clock.now() - pools.LOST_S - 1))
+        pools.stop(conn, "a", ADMIN)
+    with pytest.raises(Problem, match="reason_required"):
+        evict(replace(ADMIN, reason=""))
+    assert evict().state == "evicted"
+    assert held(engine) == []
+    with transaction(engine) as conn:
+        assert workers.living(conn, [pool.id]) == {pool.id: []}
+        assert leases.finish(conn, [(job, Outcome({}))]) == {}, "should it live after all"
+        assert leases.claim(conn, worker, limit=1) == []
+        detail = sa.select(audit_log.c.detail).where(audit_log.c.action == "pool.host_lost")
+        assert conn.execute(detail).scalar_one()["host"] == "control"
+    assert queue.read(job.id).status == "pending"
+    host(engine)
+    assert start(engine, most=1, devices=["GPU-0"]).seat == 1
 
 
 def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:

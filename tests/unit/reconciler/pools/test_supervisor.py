@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.schema import Job, Pool, PoolWorker, device_leases, pool_workers
+from reconciler.db.schema import Job, Pool, PoolWorker, device_leases, pool_hosts, pool_workers
 from reconciler.db.schema import pools as table
 from reconciler.pools import jobs, memory, pools, processes, supervisor, workers
 from reconciler.pools.supervisor import Supervisor
@@ -283,6 +283,25 @@ def test_a_process_without_a_record_is_killed(control: Control) -> None:
         other.kill()
 
 
+def test_a_host_that_comes_back_kills_what_was_given_up(control: Control) -> None:
+    """Before that, nobody gets its GPUs."""
+    pool = control.running(devices=["GPU-0"])
+    with transaction(control.engine) as conn:
+        conn.execute(sa.update(pool_hosts).values(seen_at=1.0))
+        pools.evict_lost(conn, pool.id, ADMIN.because("its power is cut"))
+
+    def offered() -> list[str]:
+        control.supervisor.tend()
+        with reading(control.engine) as conn:
+            devices = conn.execute(sa.select(pool_hosts.c.devices)).scalars()
+            return [device["id"] for each in devices for device in each]
+
+    control.supervisor._due["report"] = 0.0
+    assert offered() == []
+    until(lambda: offered() == ["GPU-0"])
+    assert control.left() == {}
+
+
 @pytest.mark.covers("ORCH-8")
 def test_the_kernel_counts_what_it_kills(control: Control) -> None:
     """A drill: the counter of the kernel's memory controller, not ours."""
@@ -359,3 +378,13 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
     assert gpus("echo 'No devices were found'") == []
     monkeypatch.setattr(memory, "_SMI_S", 0.2)
     assert gpus("exec sleep 60") == []
+    until(lambda: len(gpus(read)) == 1)
+    note = tmp_path / "note"
+    with monkeypatch.context() as patch:
+        # As a driver does that hangs.
+        patch.setattr(subprocess.Popen, "kill", lambda _: None)
+        hangs = f"echo >> {note}; exec sleep 60"
+        assert [gpus(hangs), gpus(hangs)] == [[], []]
+    assert note.read_text() == "\n", "no other is started while the first hangs"
+    memory._smi[0].kill()
+    memory._smi[0].wait()
