@@ -46,11 +46,12 @@ class MaasFinding(Answer):
 
 class MaasReading(Answer):
     """A comparison with MAAS. applied: what has an action was done, and only the others are left in
-    `findings`. counts: all findings by code; `findings` has the first 500.
+    `findings`. request_number: of the newest request that it serves, with all before. counts: all
+    findings by code; `findings` has the first 500.
     """
 
     at: Moment
-    request_id: str
+    request_number: int = 0
     applied: bool
     complete: bool
     error: ReadingFailure | None

@@ -1,4 +1,4 @@
-"""NetBox: the last comparison with it, and the wish for another one."""
+"""NetBox: the last comparison with it, and requests for another one."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class ReadingFailure(Answer):
 
 class NetboxReading(Answer):
     """A comparison with NetBox. applied: differences with an action were written, and only the
-    others are left in `findings`. counts: all findings by code; `findings` has the first 500.
+    others are left in `findings`. request_number: of the newest request that it serves, with all
+    before. counts: all findings by code; `findings` has the first 500.
     """
 
     at: Moment
-    request_id: str
+    request_number: int = 0
     applied: bool
     complete: bool
     error: ReadingFailure | None
@@ -59,9 +60,9 @@ class NetboxReading(Answer):
 
 
 class ReadingRequest(Answer):
-    """The id that the reading will have."""
+    """The number of the request. A reading with this number or a higher one serves it."""
 
-    request_id: str
+    request_number: int
 
 
 @router.get("")
@@ -82,10 +83,10 @@ def synchronise(context: Admin, body: Reasoned | None = None) -> JSONResponse:
     return ask_for(context, body, partial(sync.ask, apply=True))
 
 
-def ask_for(context: Context, body: Reasoned | None, ask: Callable[..., str]) -> JSONResponse:
-    """202 with the id that the reading of a comparison will have."""
+def ask_for(context: Context, body: Reasoned | None, ask: Callable[..., int]) -> JSONResponse:
+    """202 with the number of the request for a comparison."""
     return context.write(
-        lambda conn, act: ReadingRequest(request_id=ask(conn, context.settings, act)),
+        lambda conn, act: ReadingRequest(request_number=ask(conn, context.settings, act)),
         body=body,
         status=202,
     )
