@@ -19,17 +19,6 @@ router = APIRouter(prefix="/admin/netbox", tags=["netbox"])
 Counts = Annotated[dict[str, int], Field(description="Numbers by name.")]
 
 
-class NetboxFinding(Answer):
-    """A difference. action: how a sync ends it, empty if a person must."""
-
-    code: str
-    subject: str
-    expected: str
-    found: str
-    remedy: str
-    action: Literal["", "add_node", "write", "create", "delete"]
-
-
 class ReadingFailure(Answer):
     """Why the comparison did not come to its end."""
 
@@ -39,11 +28,24 @@ class ReadingFailure(Answer):
     remedy: str
 
 
-class NetboxReading(Answer):
-    """A comparison with NetBox. applied: differences with an action were written, and only the
-    others are left in `findings`. request_number: of the newest request that it serves, with all
-    before. counts: all findings by code; `findings` has the first 500.
-    """
+class Finding(Answer):
+    """A difference."""
+
+    code: str
+    subject: str
+    expected: str
+    found: str
+    remedy: str
+
+
+class NetboxFinding(Finding):
+    """A difference. action: how a sync ends it, empty if a person must."""
+
+    action: Literal["", "add_node", "write", "create", "delete"]
+
+
+class Reading(Answer):
+    """A comparison with a service of the site."""
 
     at: Moment
     request_number: int = 0
@@ -51,11 +53,19 @@ class NetboxReading(Answer):
     complete: bool
     error: ReadingFailure | None
     nodes: int
-    devices: int
     machines: int
-    requests: int
     counts: Counts
     done: Counts
+
+
+class NetboxReading(Reading):
+    """A comparison with NetBox. applied: differences with an action were written, and only the
+    others are left in `findings`. request_number: of the newest request that it serves, with all
+    before. counts: all findings by code; `findings` has the first 500.
+    """
+
+    devices: int
+    requests: int
     findings: list[NetboxFinding]
 
 

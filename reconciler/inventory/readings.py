@@ -51,9 +51,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Due:
-    """Reasons for a comparison now. request_number: of the newest request. last: the last one, empty
-    before the first. asked, apply: by people, since the last one. changed: state, since the last
-    one. over: the time that the last one is good for.
+    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: by
+    people, since the last one. changed: state, since the last one. over: the time that the last one
+    is good for.
     """
 
     at: float

@@ -87,6 +87,8 @@ def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxRe
             try:
                 comparison = _compare(engine, settings, netbox, document)
                 if document.applied:
+                    # A slow reading leaves as much time for writes as a fast one.
+                    netbox.begin()
                     Writer(engine, netbox, comparison, document.done, document.at).write()
             finally:
                 document.requests = netbox.requests
