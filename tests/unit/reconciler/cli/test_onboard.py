@@ -197,6 +197,7 @@ def test_it_writes_the_enrolment_script_and_waits_until_it_has_run(
     new: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "enrol.sh"
+
     def run_it(_seconds: float) -> None:
         assert script.read_text().startswith("#!/bin/sh")
         with transaction(new.engine) as conn:
