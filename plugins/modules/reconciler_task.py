@@ -303,8 +303,8 @@ def _approve(reconciler: Reconciler, path: str, discovery: int | None, reason: s
 
 
 def _compare(reconciler: Reconciler, path: str, verb: str, reason: str) -> Record:
-    request = reconciler.post(f"{path}/{verb}", {"reason": reason})["request_id"]
-    reading = reconciler.until(path, lambda document: document.get("request_id") == request)
+    number = reconciler.post(f"{path}/{verb}", {"reason": reason})["request_number"]
+    reading = reconciler.until(path, lambda document: document.get("request_number", 0) >= number)
     if reading["error"]:
         raise Refusal(**{part: str(reading["error"][part]) for part in Refusal.PARTS})
     return reading

@@ -11,8 +11,8 @@ from pydantic import Field, StringConstraints
 from sqlalchemy import Connection
 
 from reconciler.api.http import IfMatch
-from reconciler.api.models import Answer, Id, Moment, Reasoned
-from reconciler.api.netbox import Counts, ReadingFailure, ReadingRequest, ask_for
+from reconciler.api.models import Id, Reasoned
+from reconciler.api.netbox import Finding, Reading, ReadingRequest, ask_for
 from reconciler.api.nodes import Node
 from reconciler.api.security import Admin, Context
 from reconciler.api.tasks import Task
@@ -33,31 +33,18 @@ class Deployment(Reasoned):
     series: Annotated[str, StringConstraints(pattern=r"^([a-z0-9][a-z0-9./-]{0,63})?$")] = ""
 
 
-class MaasFinding(Answer):
+class MaasFinding(Finding):
     """A difference. action: what a sync does about it, empty if a person must act."""
 
-    code: str
-    subject: str
-    expected: str
-    found: str
-    remedy: str
     action: Literal["", "add_node", "upload"]
 
 
-class MaasReading(Answer):
+class MaasReading(Reading):
     """A comparison with MAAS. applied: what has an action was done, and only the others are left in
-    `findings`. counts: all findings by code; `findings` has the first 500.
+    `findings`. request_number: of the newest request that it serves, with all before. counts: all
+    findings by code; `findings` has the first 500.
     """
 
-    at: Moment
-    request_id: str
-    applied: bool
-    complete: bool
-    error: ReadingFailure | None
-    nodes: int
-    machines: int
-    counts: Counts
-    done: Counts
     findings: Annotated[list[MaasFinding], Field(max_length=500)]
 
 

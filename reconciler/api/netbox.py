@@ -1,4 +1,4 @@
-"""NetBox: the last comparison with it, and the wish for another one."""
+"""NetBox: the last comparison with it, and requests for another one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ router = APIRouter(prefix="/admin/netbox", tags=["netbox"])
 Counts = Annotated[dict[str, int], Field(description="Numbers by name.")]
 
 
-class NetboxFinding(Answer):
-    """A difference. action: how a sync ends it, empty if a person must."""
-
-    code: str
-    subject: str
-    expected: str
-    found: str
-    remedy: str
-    action: Literal["", "add_node", "write", "create", "delete"]
-
-
 class ReadingFailure(Answer):
     """Why the comparison did not come to its end."""
 
@@ -39,29 +28,51 @@ class ReadingFailure(Answer):
     remedy: str
 
 
-class NetboxReading(Answer):
-    """A comparison with NetBox. applied: differences with an action were written, and only the
-    others are left in `findings`. counts: all findings by code; `findings` has the first 500.
-    """
+class Finding(Answer):
+    """A difference."""
+
+    code: str
+    subject: str
+    expected: str
+    found: str
+    remedy: str
+
+
+class NetboxFinding(Finding):
+    """A difference. action: how a sync ends it, empty if a person must."""
+
+    action: Literal["", "add_node", "write", "create", "delete"]
+
+
+class Reading(Answer):
+    """A comparison with a service of the site."""
 
     at: Moment
-    request_id: str
+    request_number: int = 0
     applied: bool
     complete: bool
     error: ReadingFailure | None
     nodes: int
-    devices: int
     machines: int
-    requests: int
     counts: Counts
     done: Counts
+
+
+class NetboxReading(Reading):
+    """A comparison with NetBox. applied: differences with an action were written, and only the
+    others are left in `findings`. request_number: of the newest request that it serves, with all
+    before. counts: all findings by code; `findings` has the first 500.
+    """
+
+    devices: int
+    requests: int
     findings: list[NetboxFinding]
 
 
 class ReadingRequest(Answer):
-    """The id that the reading will have."""
+    """The number of the request. A reading with this number or a higher one serves it."""
 
-    request_id: str
+    request_number: int
 
 
 @router.get("")
@@ -82,10 +93,10 @@ def synchronise(context: Admin, body: Reasoned | None = None) -> JSONResponse:
     return ask_for(context, body, partial(sync.ask, apply=True))
 
 
-def ask_for(context: Context, body: Reasoned | None, ask: Callable[..., str]) -> JSONResponse:
-    """202 with the id that the reading of a comparison will have."""
+def ask_for(context: Context, body: Reasoned | None, ask: Callable[..., int]) -> JSONResponse:
+    """202 with the number of the request for a comparison."""
     return context.write(
-        lambda conn, act: ReadingRequest(request_id=ask(conn, context.settings, act)),
+        lambda conn, act: ReadingRequest(request_number=ask(conn, context.settings, act)),
         body=body,
         status=202,
     )

@@ -14,8 +14,8 @@ from reconciler.model.errors import Problem
 app = typer.Typer(
     no_args_is_help=True, help="NetBox, whose tagged devices are the site's machines."
 )
-# A pass ends within a minute, and begins within seconds if a process leads.
-_WAIT_S = 90.0
+# A pass ends within two minutes, and begins within seconds if a process leads.
+_WAIT_S = 150.0
 
 
 @app.command()
@@ -38,12 +38,12 @@ def show() -> None:
 
 def asked(service: str, verb: str, reason: str) -> output.Record:
     """Ask for a comparison with a service, and wait for its reading."""
-    request_id = client().post(f"/admin/{service}/{verb}", {"reason": reason})["request_id"]
+    number = client().post(f"/admin/{service}/{verb}", {"reason": reason})["request_number"]
     ends = time.monotonic() + _WAIT_S
     while True:
         try:
             reading: output.Record = client().get(f"/admin/{service}")
-            if reading["request_id"] == request_id:
+            if reading["request_number"] >= number:
                 return reading
         except Problem as problem:
             if problem.code != f"{service}_reading_not_found":

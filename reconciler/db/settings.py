@@ -19,9 +19,10 @@ ISSUER = "oidc_issuer"
 RESTORED = "restored_at"
 
 
-def read(conn: sa.Connection, name: str, default: Any = None) -> Any:
-    """Value of a setting; the default when it was never set."""
-    value = conn.execute(sa.select(column(name))).scalar_one_or_none()
+def read(conn: sa.Connection, name: str, default: Any = None, *, lock: bool = False) -> Any:
+    """Value of a setting; the default when it was never set. lock: for a value that follows it."""
+    query = sa.select(settings.c.value).where(settings.c.name == name)
+    value = conn.execute(query.with_for_update() if lock else query).scalar_one_or_none()
     return default if value is None else value
 
 

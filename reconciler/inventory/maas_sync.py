@@ -63,8 +63,8 @@ class Pass(Client):
     DEADLINE_S = 60.0
 
 
-def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> str:
-    """Record the wish for a pass; returns the id that its reading will have."""
+def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> int:
+    """Record a request for a pass; returns its number."""
     maas_access(settings)
     return READINGS.ask(conn, act, apply=apply)
 
@@ -75,7 +75,7 @@ def tend(engine: Engine, settings: Settings) -> None:
         return
     due = READINGS.due(engine)
     if due.asked or (due.changed and not due.failed) or due.over:
-        run(engine, settings, Reading(due.at, due.event_id, due.request_id, due.apply))
+        run(engine, settings, Reading(due.at, due.event_id, due.request_number, due.apply))
 
 
 def run(engine: Engine, settings: Settings, document: Reading) -> Reading:

@@ -232,7 +232,9 @@ def netbox_access(settings: Settings) -> NetboxAccess:
 
 
 class Client(Conversation):
-    """A pass over NetBox's objects. The next pass does what is left at the deadline."""
+    """A pass over NetBox's objects: it reads until a deadline, and writes until another. The next
+    pass does what is left.
+    """
 
     TITLE = "NetBox"
     DEADLINE_S, REQUEST_S = 60.0, 15.0
@@ -290,6 +292,36 @@ class Client(Conversation):
         path = f"{_PATHS[kind]}{item.id}/"
         document, _ = self._request("PATCH", path, json=dict(changes), headers=match)
         return self._parse(kind, document, f"a request to {_PATHS[kind]}")
+
+    def patch_all(self, changes: Sequence[tuple[O, Mapping[str, Any]]]) -> dict[int, O]:
+        """Change objects of a kind that are all still as they were read, or none (`Conflict`).
+
+        For each object of the list, NetBox locks its row and requires its ETag among those of the
+        header (`perform_update` of 4.6.0 to 4.6.8). A change since then has a later one.
+        """
+        kind = type(changes[0][0])
+        path = _PATHS[kind]
+        match = {"If-Match": ", ".join(self._version(item) for item, _ in changes)}
+        body = [{"id": item.id, **patch} for item, patch in changes]
+        rows, _ = self._request("PATCH", path, json=body, headers=match)
+        if not isinstance(rows, list):
+            raise self.silent(f"PATCH {path}", "an answer that is no list")
+        items = [self._parse(kind, row, f"a request to {path}") for row in rows]
+        return {item.id: item for item in items}
+
+    def compares_lists(self, item: Tracked) -> bool:
+        """Whether `patch_all` is safe, which NetBox does not document: a change of nothing, with an
+        ETag that no object has, must be refused.
+        """
+        body, match = [{"id": item.id}], {"If-Match": 'W/"none"'}
+        try:
+            self._request("PATCH", _PATHS[type(item)], json=body, headers=match)
+        except Conflict:
+            return True
+        except RunError as refusal:
+            if is_fatal(refusal):
+                raise
+        return False
 
     def delete(self, item: Tracked) -> None:
         """Delete an object that is still as it was read; `Conflict` if it is not."""

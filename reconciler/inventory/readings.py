@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,13 +31,14 @@ _REPORTS = ("node.drift", "node.discovered", "node.parity", "allocation.absence"
 
 @dataclass
 class Reading:
-    """A comparison. event_id: the newest event before it. error: the four parts of the refusal that
-    ended it. counts: all findings, by code. done: what was written, by kind.
+    """A comparison. event_id: the newest event before it. request_number: of the newest request
+    that it serves, with all before. error: the four parts of the refusal that ended it. counts: all
+    findings, by code. done: what was written, by kind.
     """
 
     at: float
     event_id: int = 0
-    request_id: str = ""
+    request_number: int = 0
     applied: bool = False
     complete: bool = False
     error: Mapping[str, Any] | None = None
@@ -51,13 +51,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Due:
-    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: by a
-    person. changed: state, since the last one. over: the time that the last one is good for.
+    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: by
+    people, since the last one. changed: state, since the last one. over: the time that the last one
+    is good for.
     """
 
     at: float
     event_id: int
-    request_id: str
+    request_number: int
     last: Mapping[str, Any]
     asked: bool
     apply: bool
@@ -86,13 +87,19 @@ class Readings:
     title: str
     key: str
 
-    def ask(self, conn: Connection, act: Act, *, apply: bool) -> str:
-        """Record the wish for a comparison; returns the id that it will have."""
-        request_id = str(uuid.uuid4())
-        site.store(conn, self._request, {"id": request_id, "apply": apply})
+    def ask(self, conn: Connection, act: Act, *, apply: bool) -> int:
+        """Record a request for a comparison; returns its number.
+
+        Requests are only counted, so that one comparison serves all that wait, and writes if one of
+        them says so.
+        """
+        last = site.read(conn, self._request, {}, lock=True)
+        number = int(last.get("number", 0)) + 1
+        apply_number = number if apply else last.get("apply_number", 0)
+        site.store(conn, self._request, {"number": number, "apply_number": apply_number})
         action = f"admin.{self.name}.{'sync' if apply else 'diff'}"
-        journal.audit(conn, act, action, "site", self.name, detail={"request_id": request_id})
-        return request_id
+        journal.audit(conn, act, action, "site", self.name, detail={"request_number": number})
+        return number
 
     def latest(self, conn: Connection) -> dict[str, Any] | None:
         """The last comparison."""
@@ -116,13 +123,12 @@ class Readings:
         """Reasons for a comparison now."""
         with reading(engine) as conn:
             last = self.latest(conn) or {}
-            request = site.read(conn, self._request) or {}
+            request = site.read(conn, self._request, {})
             event_id = _newest_event(conn, int(last.get("event_id", 0)))
             now = clock.read(conn)
-        request_id = request.get("id", "")
-        asked = request_id != last.get("request_id", "")
-        apply = asked and bool(request.get("apply"))
-        return Due(now, event_id, request_id, last, asked, apply)
+        number, served = int(request.get("number", 0)), int(last.get("request_number", 0))
+        apply = int(request.get("apply_number", 0)) > served
+        return Due(now, event_id, number, last, number > served, apply)
 
     def keep(
         self, engine: Engine, document: Reading, findings: Sequence[Finding], log: logging.Logger

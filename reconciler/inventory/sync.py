@@ -59,8 +59,8 @@ class NetboxReading(Reading):
     requests: int = 0
 
 
-def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> str:
-    """Record the wish for a pass; returns the id that its reading will have."""
+def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> int:
+    """Record a request for a pass; returns its number."""
     netbox_access(settings)
     return READINGS.ask(conn, act, apply=apply)
 
@@ -75,8 +75,8 @@ def tend(engine: Engine, settings: Settings) -> None:
     applied, complete = due.last.get("applied"), due.last.get("complete")
     unfinished = bool(applied and not complete and not due.failed)
     if due.asked or prompt or due.over or unfinished:
-        apply = settings.netbox_sync or due.apply or (unfinished and not due.asked)
-        run(engine, settings, NetboxReading(due.at, due.event_id, due.request_id, apply))
+        apply = settings.netbox_sync or due.apply or unfinished
+        run(engine, settings, NetboxReading(due.at, due.event_id, due.request_number, apply))
 
 
 def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxReading:
@@ -87,6 +87,8 @@ def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxRe
             try:
                 comparison = _compare(engine, settings, netbox, document)
                 if document.applied:
+                    # A slow reading leaves as much time for writes as a fast one.
+                    netbox.begin()
                     Writer(engine, netbox, comparison, document.done, document.at).write()
             finally:
                 document.requests = netbox.requests

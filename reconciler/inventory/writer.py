@@ -1,7 +1,8 @@
-"""Writes of a pass into NetBox, and nodes that it adds: one object after the other.
+"""Writes of a pass into NetBox, and nodes that it adds.
 
-Never inside of a transaction. Before each write the leader's term is required, so a process that no
-longer leads stops writing.
+Objects of a kind are written together, under the condition that all are as they were read; if
+NetBox refuses that, one after the other. Never inside of a transaction. Before each write the
+leader's term is required, so a process that no longer leads stops writing.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ _DEVICE, _MACHINE = "dcim.device", "virtualization.virtualmachine"
 # The setting that holds journal entries until NetBox has them, and the most that it holds.
 _JOURNAL, _MOST_PENDING = "netbox_journal", 1000
 _ACT = Act("reconciler", "device in NetBox")
+# The change of an object as it is, {} for none; and names of values that somebody else has changed.
+Decide = Callable[[Any], tuple[dict[str, Any], list[str]]]
+# An object, its name in findings, and the decision.
+Write = tuple[Any, str, Decide]
 
 
 class Writer:
@@ -84,6 +89,8 @@ class Writer:
         # request can be lost. seal: of the values that an entry is about.
         self._pending: dict[str, dict[str, Any]] = {}
         self._stored: dict[str, dict[str, Any]] = {}
+        # Whether NetBox compares the ETags of a list; None before the first.
+        self._lists: bool | None = None
 
     def write(self) -> None:
         work = self._comparison
@@ -100,11 +107,9 @@ class Writer:
         for expected, device in work.devices:
             self._expect(expected, device)
         self._store()
-        for expected, device in work.devices:
-            written = False
-            with self._refusable(f"device {device_name(device)}"):
-                written = self._write_device(expected, device)
-            if not written:
+        written = self._write_all([self._device(*row) for row in work.devices], "devices written")
+        for _, device in work.devices:
+            if device.id not in written:
                 self._pending.pop(self._key(device), None)
         self._write_journal()
         documents = [machine_document(expected, device) for expected, device in work.created]
@@ -113,10 +118,11 @@ class Writer:
             slice_.allocation_id: machine
             for (slice_, _), machine in zip(work.created, made, strict=True)
         }
-        for slice_, machine, device in work.changed:
-            patch = partial(_slice_patch, slice_, device)
-            with self._refusable(slice_.name):
-                self._write_object(machine, patch, "virtual machines changed")
+        changed: list[Write] = [
+            (machine, slice_.name, partial(_slice_patch, slice_, device))
+            for slice_, machine, device in work.changed
+        ]
+        self._write_all(changed, "virtual machines changed")
         for parts in work.deleted:
             with self._refusable(parts.slice.name):
                 self._delete(parts, "virtual machines deleted", whole=True)
@@ -136,9 +142,14 @@ class Writer:
             work = [parts for parts in work if parts.interface is not None]
             self._create_parts(work, "mac", MacAddress, mac_document)
             self._create_parts(work, "address", IpAddress, address_document)
-            for parts in work:
-                self._refer(parts.interface, "primary_mac_address", parts.mac)
-                self._refer(parts.machine, "primary_ip4", parts.address)
+            macs = [
+                _refer(row.interface, "primary_mac_address", row.mac) for row in work if row.mac
+            ]
+            self._write_all(macs, "references set")
+            primary = [
+                _refer(row.machine, "primary_ip4", row.address) for row in work if row.address
+            ]
+            self._write_all(primary, "references set")
         except RunError as refusal:
             if refusal.code != "netbox_forbidden":
                 raise
@@ -160,17 +171,7 @@ class Writer:
         for parts, item in zip(lacking, made, strict=True):
             setattr(parts, name, item)
 
-    def _refer(self, item: Any, name: str, part: Any) -> None:
-        """Make a part the primary of its owner, if nobody has chosen one."""
-
-        def patch(item: Any) -> tuple[dict[str, Any], list[str]]:
-            return ({} if getattr(item, name) else {name: part.id}), []
-
-        if part is not None:
-            with self._refusable(f"{type(item).__name__} {item.id}"):
-                self._write_object(item, patch, "references set")
-
-    def _write_device(self, expected: ExpectedNode, device: Device) -> bool:
+    def _device(self, expected: ExpectedNode, device: Device) -> Write:
         def patch(device: Device) -> tuple[dict[str, Any], list[str]]:
             if not purpose_of(device):
                 return {}, ["tags"]
@@ -181,11 +182,43 @@ class Writer:
                 self._store()
             return changes, foreign
 
-        return self._write_object(device, patch, "devices written")
+        return device, f"device {device_name(device)}", patch
 
-    def _write_object(
-        self, item: Any, decide: Callable[[Any], tuple[dict[str, Any], list[str]]], counted: str
-    ) -> bool:
+    def _write_all(self, work: Sequence[Write], counted: str) -> set[int]:
+        """Write objects of a kind; returns the ids of those that were written."""
+        written: set[int] = set()
+        for some in chunks(work):
+            written |= self._write_list(some, counted)
+            for item, subject, decide in some:
+                with self._refusable(subject):
+                    if item.id not in written and self._write_object(item, decide, counted):
+                        written.add(item.id)
+        return written
+
+    def _write_list(self, work: Sequence[Write], counted: str) -> set[int]:
+        """Write objects together; what was not written is for a request of its own."""
+        rows = [(item, decide(item), decide) for item, _, decide in work]
+        changes = [(item, patch) for item, (patch, foreign), _ in rows if patch and not foreign]
+        if len(changes) < 2:
+            return set()
+        self._require_term()
+        if self._lists is None:
+            self._lists = self._netbox.compares_lists(changes[0][0])
+        if not self._lists:
+            return set()
+        try:
+            after = self._netbox.patch_all(changes)
+        except (RunError, Problem) as refusal:
+            if is_fatal(refusal):
+                raise
+            return set()
+        taken = [item for item, _, decide in rows
+                 if item.id in after and decide(after[item.id]) == ({}, [])]  # fmt: skip
+        if taken:
+            self._count(counted, len(taken))
+        return {item.id for item in taken}
+
+    def _write_object(self, item: Any, decide: Decide, counted: str) -> bool:
         """Write what `decide` says about the object as it is; whether something was written."""
         for _ in range(_ATTEMPTS):
             patch, foreign = decide(item)
@@ -355,6 +388,15 @@ class Writer:
 
 
 _CHECK = "look for rules or scripts in NetBox that change these fields"
+
+
+def _refer(item: Any, name: str, part: Any) -> Write:
+    """Make a part the primary of its owner, if nobody has chosen one."""
+
+    def patch(item: Any) -> tuple[dict[str, Any], list[str]]:
+        return ({} if getattr(item, name) else {name: part.id}), []
+
+    return item, f"{type(item).__name__} {item.id}", patch
 
 
 def _slice_patch(

@@ -6,10 +6,12 @@ import json
 import re
 import ssl
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+import httpcore
 import httpx
 from pydantic import BaseModel, ValidationError
 
@@ -21,6 +23,79 @@ LATER = frozenset({408, 425, 429})
 LONGEST_FOUND = 300
 _TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
 T = TypeVar("T", bound=BaseModel)
+
+
+@dataclass
+class Deadline:
+    """End of a request, or of several, by the monotonic clock."""
+
+    ends: float
+
+    @property
+    def left_s(self) -> float:
+        return self.ends - time.monotonic()
+
+    def within(self, timeout: float | None) -> float:
+        """The time that a step may take; `httpcore.TimeoutException` after the deadline."""
+        left = self.left_s
+        if left <= 0:
+            raise httpcore.TimeoutException("an answer that does not end")
+        return left if timeout is None else min(left, timeout)
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection that is not used after the deadline. A timeout of the transport starts anew with
+    each byte, in headers as in a body.
+    """
+
+    def __init__(self, stream: httpcore.NetworkStream, deadline: Deadline) -> None:
+        self._stream, self._deadline = stream, deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._deadline.within(timeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._deadline.within(timeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        within = self._deadline.within(timeout)
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, within), self._deadline)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Backend(httpcore.SyncBackend):
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        within = self._deadline.within(timeout)
+        stream = super().connect_tcp(host, port, within, local_address, socket_options)
+        return _Stream(stream, self._deadline)
+
+
+class _Transport(httpx.HTTPTransport):
+    """httpx's own, with connections that end at a deadline."""
+
+    def __init__(self, context: ssl.SSLContext, deadline: Deadline) -> None:
+        super().__init__(verify=context, trust_env=False)
+        self._pool = httpcore.ConnectionPool(context, network_backend=_Backend(deadline))
 
 
 @dataclass(frozen=True)
@@ -48,9 +123,9 @@ class ServiceAccess:
             raise self._no_token("none, or more than one line")
         return text
 
-    def open(self, *, timeout: float | None = None) -> httpx.Client:
-        """A client for the service. The user's proxy and .netrc settings are ignored, and redirects
-        are not followed, so that the token goes to no other host.
+    def open(self, deadline: Deadline) -> httpx.Client:
+        """A client for the service, until the deadline. The user's proxy and .netrc settings are
+        ignored, and redirects are not followed, so that the token goes to no other host.
         """
         cafile = str(self.ca_file) if self.ca_file else None
         try:
@@ -62,7 +137,8 @@ class ServiceAccess:
                 unreadable,
                 f"correct GPUAAS_{self.NAME}_CA_FILE",
             ) from unreadable
-        return httpx.Client(base_url=self.url, verify=context, trust_env=False, timeout=timeout)
+        transport = _Transport(context, deadline)
+        return httpx.Client(base_url=self.url, transport=transport, trust_env=False)
 
     def require_trust(self, lost: Exception) -> None:
         """RunError `<name>_untrusted` when the request ended because of the certificate."""
@@ -87,42 +163,26 @@ class ServiceAccess:
         return self.refuse("token_unreadable", expected, found, self.REMEDY)
 
 
-class Endless(Exception):
-    """An answer is larger, or takes longer, than it may."""
-
-
-def bounded(answer: httpx.Response, largest: int, ends: float) -> bytes:
-    """The body of a streamed answer, up to the bytes and the time (monotonic) that it may take.
-
-    A timeout of the transport starts anew with each byte.
-    """
-    parts, size = [], 0
-    for part in answer.iter_bytes():
-        parts.append(part)
-        size += len(part)
-        if size > largest:
-            raise Endless(f"more than {largest} bytes")
-        if time.monotonic() > ends:
-            raise Endless("an answer that does not end")
-    return b"".join(parts)
-
-
 class Conversation:
-    """Requests to a service that end together at a deadline, whatever the service does.
+    """Requests to a service that end at a deadline, whatever the service does.
 
-    TITLE: the service's name for people. DEADLINE_S, REQUEST_S: of all requests, and of the silence
-    in each. LARGEST: bytes of an answer.
+    TITLE: the service's name for people. DEADLINE_S, REQUEST_S: of all requests since `begin`, and
+    of the silence in each. LARGEST: bytes of an answer. SILENT, NOT_SENT: of requests without an
+    answer, and without a connection.
     """
 
     TITLE: ClassVar[str]
     DEADLINE_S: ClassVar[float]
     REQUEST_S: ClassVar[float]
     LARGEST: ClassVar[int]
+    SILENT: ClassVar[type[LauncherAway]] = LauncherAway
+    NOT_SENT: ClassVar[type[LauncherAway]] = LauncherAway
 
     def __init__(self, access: ServiceAccess) -> None:
         self._access = access
-        self._ends = time.monotonic() + self.DEADLINE_S
-        self._http = access.open()
+        self._deadline = Deadline(0.0)
+        self.begin()
+        self._http = access.open(self._deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -130,15 +190,19 @@ class Conversation:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
+    def begin(self) -> None:
+        """Begin the time of the requests that follow."""
+        self._deadline.ends = time.monotonic() + self.DEADLINE_S
+
     @property
     def left_s(self) -> float:
         """Seconds until the deadline."""
-        return self._ends - time.monotonic()
+        return self._deadline.left_s
 
-    def silent(self, request: str, found: str) -> LauncherAway:
-        """No reliable answer: it is not known whether the service carried out the request."""
-        title = self.TITLE
-        return LauncherAway(
+    def silent(self, request: str, found: str, *, sent: bool = True) -> LauncherAway:
+        """No reliable answer. sent: it is not known whether the service carried out the request."""
+        title, kind = self.TITLE, self.SILENT if sent else self.NOT_SENT
+        return kind(
             f"{self._access.NAME.lower()}_silent",
             expected=f"{title} to answer {request}",
             found=found[:LONGEST_FOUND],
@@ -152,15 +216,19 @@ class Conversation:
         arguments["timeout"] = min(self.REQUEST_S, max(self.left_s, 0.01))
         try:
             with self._http.stream(method, path, **arguments) as answer:
-                body = bounded(answer, self.LARGEST, self._ends)
-        except Endless as endless:
-            raise self.silent(request, str(endless)) from endless
+                parts, size = [], 0
+                for part in answer.iter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > self.LARGEST:
+                        raise self.silent(request, f"more than {self.LARGEST} bytes")
         except httpx.HTTPError as lost:
             self._access.require_trust(lost)
-            raise self.silent(request, f"{type(lost).__name__}: {lost}") from lost
+            sent = not isinstance(lost, httpx.ConnectError | httpx.ConnectTimeout)
+            raise self.silent(request, f"{type(lost).__name__}: {lost}", sent=sent) from lost
         if answer.status_code >= 500 or answer.status_code in LATER:
             raise self.silent(request, f"HTTP {answer.status_code}")
-        return answer, body
+        return answer, b"".join(parts)
 
     def _document(self, body: bytes, request: str) -> Any:
         """An answer that must be JSON."""

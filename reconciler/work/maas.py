@@ -75,6 +75,11 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
         parts = {part: contract.storable_text(text) for part, text in silent.to_dict().items()}
         with transaction(engine) as conn:
             reason = contract.storable_text(str(silent))
+            memory = Memory.of(queue.get(conn, task.id).progress)
+            # The time of a task runs also where MAAS has never answered.
+            began_at = memory.began_at or clock.read(conn)
+            memory = replace(memory, task=reason, began_at=began_at)
+            queue.progress(conn, task.id, task.lease_token, asdict(memory))
             queue.wait_for_host(conn, task.id, task.lease_token, reason, act=act, error=parts)
     except (Problem, RunError) as refusal:
         if refusal.code == "stale_lease":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -230,3 +231,37 @@ def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import
     specs = {survey["url"]: survey["spec"] for survey in after["surveys"]}
     assert specs[named(after["job_templates"], "gpuaas operate node")["url"]]
     assert after["teams_of"] == before["teams_of"]
+
+
+def test_the_same_data_has_the_shape_of_infra_aap_configuration(tmp_path: Path) -> None:
+    """Its roles drop without a word what they do not read (recorded from their tasks)."""
+    record = json.loads((ROOT / "tests/data/awx/aap-configuration-3.0.0.json").read_text())
+    text = (ROOT / "awx" / "controller.yml").read_text()
+    ours = re.findall(r"^((?:controller|aap)_\w+):", text, re.MULTILINE)
+    (tmp_path / "reconciler-token").write_text(SECRET)
+    site = {"gpuaas_awx_contracts": str(ROOT / "contracts/runs"), "gpuaas_awx_webhook": WEBHOOK}
+    content = "{{ {" + ", ".join(f"'{name}': {name}" for name in ours) + "} | to_json }}"
+    files = [str(ROOT / "awx" / name) for name in ("job_templates.yml", "controller.yml")]
+    task = {
+        "ansible.builtin.copy": {"content": content, "dest": f"{tmp_path}/data", "mode": "0600"}
+    }
+    play = {"hosts": "localhost", "connection": "local", "gather_facts": False}
+    (tmp_path / "play.yml").write_text(
+        yaml.safe_dump([{**play, "vars_files": files, "tasks": [task]}])
+    )
+    words = ["-i", "localhost,", "-e", json.dumps(site), str(tmp_path / "play.yml")]
+    subprocess.run(
+        [str(BIN / "ansible-playbook"), *words],
+        env={**os.environ, "GPUAAS_TOKEN_FILE": str(tmp_path / "reconciler-token")},
+        check=True,
+    )
+    data = json.loads((tmp_path / "data").read_text())
+    page = (ROOT / "docs" / "awx.md").read_text()
+    for variable, items in data.items():
+        role = record["variables"].get(variable)
+        assert role, f"no role reads {variable}"
+        assert items and all(set(item) <= set(role["fields"]) for item in items), variable
+        assert role["dispatched"] or f"infra.aap_configuration.{role['role']}" in page
+    for workflow in data["controller_workflows"]:
+        for node in workflow["simplified_workflow_nodes"]:
+            assert set(node) <= set(record["variables"]["controller_workflows"]["nodes"])

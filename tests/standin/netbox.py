@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from jsonschema import Draft202012Validator
 
-from tests.standin.service import ROOT, serve
+from tests.standin.service import ROOT, Dripping, serve
 
 API = json.loads((ROOT / "tests/data/netbox/openapi-4.6.json").read_text())
 DEVICES, MACHINES = "/api/dcim/devices/", "/api/virtualization/virtual-machines/"
@@ -66,7 +66,20 @@ _ANSWERS = {
 }
 # What NetBox shows of a field without a value.
 _BLANK = {"string": "", "array": [], "integer": 0, "boolean": False, "object": {}}
-_BODIES = {name: Draft202012Validator(schema) for name, schema in API["bodies"].items()}
+
+
+def _with_number(schema: dict[str, Any]) -> dict[str, Any]:
+    """The body of a list of changes. The description has their fields again, with `id` required."""
+    fields = {"id": {"type": "integer"}, **schema["properties"]}
+    item = {**schema, "properties": fields, "required": ["id"]}
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+_LISTS = {name.removesuffix("{id}/"): _with_number(schema)
+          for name, schema in API["bodies"].items() if name.startswith("PATCH ")}  # fmt: skip
+_BODIES = {
+    name: Draft202012Validator(schema) for name, schema in {**API["bodies"], **_LISTS}.items()
+}
 
 
 @dataclass
@@ -79,7 +92,9 @@ class Faults:
     invalid: names of objects that no write is accepted for. edits: changes by somebody else, by
     name of the object, each just before the next write to it. deaf: methods without effect. page:
     the largest page. added: paths and objects that somebody adds just before an object of this name
-    is read. body: text of each answer to GET. drip_s: pause before each byte.
+    is read. blind: the ETags for a list of changes are not compared. unchecked: nothing is held
+    against the description, for measurements. body: text of each answer to GET. drip_s: pause
+    before each byte, in the headers as well.
     """
 
     token: str = TOKEN
@@ -96,6 +111,8 @@ class Faults:
     edits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     deaf: list[str] = field(default_factory=list)
     page: int = 1000
+    blind: bool = False
+    unchecked: bool = False
     body: str = ""
     added: dict[str, list[list[Any]]] = field(default_factory=dict)
     drip_s: float = 0.0
@@ -114,6 +131,7 @@ class Netbox(ThreadingHTTPServer):
         self.record: list[str] = []
         self.violations: list[str] = []
         self.clock = _START
+        self.groups: dict[str, tuple[Any, dict[int, list[dict[str, Any]]]]] = {}
         self.objects: dict[str, dict[int, dict[str, Any]]] = {
             path: {} for path in (DEVICES, MACHINES, JOURNAL, *_NETWORK, *_EMPTY)
         }
@@ -152,24 +170,37 @@ class Netbox(ThreadingHTTPServer):
 
     def refusal(self, path: str, row: dict[str, Any]) -> dict[str, Any] | None:
         """Body of the answer to an object that contradicts others."""
-        others = [each for each in self.objects[path].values() if each["id"] != row.get("id")]
-        names = {each.get("name") for each in others}
-        if path == MACHINES and (row["name"] in names | set(self.faults.invalid)):
+
+        def others(*names: str) -> Iterator[dict[str, Any]]:
+            for each in self.objects[path].values():
+                if each["id"] != row.get("id") and all(each[n] == row[n] for n in names):
+                    yield each
+
+        if path == MACHINES and (row["name"] in self.faults.invalid or any(others("name"))):
             return {"__all__": ["Virtual machine name must be unique."]}
         if path == INTERFACES:
-            pairs = {(each["virtual_machine"], each["name"]) for each in others}
-            if (row["virtual_machine"], row["name"]) in pairs:
+            if any(others("virtual_machine", "name")):
                 return {"non_field_errors": ["The fields virtual_machine, name must be unique."]}
             mac = self.objects[MACS].get(row.get("primary_mac_address") or 0)
             if mac and mac["assigned_object_id"] != row["id"]:
                 return {"primary_mac_address": ["MAC address is not assigned to this interface."]}
         vrf = self.objects[VRFS].get(row.get("vrf") or 0) if path == ADDRESSES else None
         host = row.get("address", "").partition("/")[0]
-        if vrf and vrf["enforce_unique"]:
-            same = [row for row in others if row["vrf"] == vrf["id"]]
-            if host in {each["address"].partition("/")[0] for each in same}:
-                return {"address": [f"Duplicate IP address found in VRF {vrf['name']}: {host}"]}
+        same = others("vrf") if vrf and vrf["enforce_unique"] else ()
+        if host in {each["address"].partition("/")[0] for each in same}:
+            return {"address": [f"Duplicate IP address found in VRF {vrf['name']}: {host}"]}
         return None
+
+    def owned(self, path: str, key: int) -> list[dict[str, Any]]:
+        """Objects of a kind that belong to one. Grouped anew only after a change."""
+        state = (self.clock, len(self.objects[path]))
+        if self.groups.get(path, ((), {}))[0] != state:
+            owner = "virtual_machine" if path == INTERFACES else "assigned_object_id"
+            groups: dict[int, list[dict[str, Any]]] = {}
+            for row in self.objects[path].values():
+                groups.setdefault(row[owner], []).append({"id": row["id"]})
+            self.groups[path] = (state, groups)
+        return list(self.groups[path][1].get(key, []))
 
     def touch(self, row: dict[str, Any]) -> None:
         self.clock += timedelta(seconds=1, microseconds=7)
@@ -237,6 +268,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, self._page(path, query))
 
     def _violation(self, path: str, key: str | None, query: Any, body: Any) -> str:
+        if self.server.faults.unchecked:
+            return ""
         where = f"{path}{{id}}/" if key else path
         if self.command == "GET":
             unknown = sorted(query.keys() - set(API["queries"].get(where, ())))
@@ -283,15 +316,10 @@ class Handler(BaseHTTPRequestHandler):
             address = self.server.objects[ADDRESSES].get(row["primary_ip4"]["id"], {})
             row["primary_ip4"]["address"] = address.get("address", "")
         if path == MACHINES:
-            rows = self.server.objects[INTERFACES].values()
-            row["interface_count"] = sum(r["virtual_machine"] == row["id"] for r in rows)
+            row["interface_count"] = len(self.server.owned(INTERFACES, row["id"]))
         if path == INTERFACES:
-            mine = {
-                kind: [{"id": r["id"]} for r in self.server.objects[kind].values()
-                       if r["assigned_object_id"] == row["id"]]
-                for kind in (MACS, ADDRESSES)
-            }  # fmt: skip
-            row |= {"mac_addresses": mine[MACS], "count_ipaddresses": len(mine[ADDRESSES])}
+            row["mac_addresses"] = self.server.owned(MACS, row["id"])
+            row["count_ipaddresses"] = len(self.server.owned(ADDRESSES, row["id"]))
         if path == JOURNAL:
             row["kind"] = {"value": row["kind"], "label": row["kind"].title()}
         if path == ADDRESSES:
@@ -302,7 +330,7 @@ class Handler(BaseHTTPRequestHandler):
         if names != [""]:
             fields = API["answers"].get(path, {})
             row = {name: row.get(name, _blank(fields.get(name, {}))) for name in names}
-        if path in _ANSWERS:
+        if path in _ANSWERS and not self.server.faults.unchecked:
             wrong = (f"{e.json_path}: {e.message}" for e in _ANSWERS[path].iter_errors(row))
             self.server.violations += [f"answer of {path}: {text}" for text in wrong]
         return row
@@ -312,6 +340,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _write(self, path: str, key: str | None, body: Any) -> None:
         netbox = self.server
+        if key is None and self.command == "PATCH":
+            self._write_list(path, body)
+            return
         if key is None:
             refusals = [netbox.refusal(path, {**_DEFAULTS.get(path, {}), **row}) for row in body]
             if any(refusals):
@@ -340,6 +371,32 @@ class Handler(BaseHTTPRequestHandler):
             netbox.touch(row)
             self._one(200, path, row, {})
 
+    def _write_list(self, path: str, body: list[dict[str, Any]]) -> None:
+        """Changes of several objects, all or none. Each must have one of the ETags of the header
+        (`bulk_update` and `perform_update` in netbox/api/viewsets).
+        """
+        netbox = self.server
+        pairs = [(netbox.objects[path][row["id"]], row) for row in body]
+        etags = [text.strip() for text in self.headers.get("If-Match", "*").split(",")]
+        for row, _ in pairs:
+            if edits := netbox.faults.edits.get(row.get("name", "")):
+                _change(row, edits.pop(0))
+                netbox.touch(row)
+        for row, change in pairs:
+            refusal = netbox.refusal(path, {**row, **change})
+            if row.get("name") in netbox.faults.invalid:
+                refusal = {"gpuaas_slots": ["Value must be valid for the schema."]}
+            if not netbox.faults.blind and "*" not in etags and _etag(row) not in etags:
+                self._send(412, {"detail": "Precondition failed."}, etag=_etag(row))
+                return
+            if refusal:
+                self._send(400, refusal)
+                return
+        for row, change in pairs:
+            _change(row, {name: value for name, value in change.items() if name != "id"})
+            netbox.touch(row)
+        self._send(200, [self._shown(path, row, {}) for row, _ in pairs])
+
     def _send(self, status: int, answer: Any, etag: str = "") -> None:
         faults, inside = self.server.faults, self.path.startswith("/standin/")
         content = b"" if status == 204 else json.dumps(answer).encode()
@@ -351,6 +408,9 @@ class Handler(BaseHTTPRequestHandler):
         if status < 300 and not inside and faults.lost.get(f"{self.command} {path}", 0) > 0:
             faults.lost[f"{self.command} {path}"] -= 1
             status, content = 504, b"<html>504 Gateway Time-out</html>"
+        whole = self.wfile
+        if faults.drip_s and not inside:
+            self.wfile = Dripping(whole, faults.drip_s)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("API-Version", faults.version)
@@ -359,12 +419,8 @@ class Handler(BaseHTTPRequestHandler):
         if status != 204:
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if not faults.drip_s or inside:
-            self.wfile.write(content)
-            return
-        for byte in content:
-            self.wfile.write(bytes([byte]))
-            time.sleep(faults.drip_s)
+        self.wfile.write(content)
+        self.wfile = whole
 
 
 def _blank(field: dict[str, Any]) -> Any:

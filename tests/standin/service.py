@@ -6,16 +6,18 @@ Requests below /standin/ are the test's: POST resets it with faults, GET answers
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tests.standin.bmc import authority
 
@@ -59,6 +61,20 @@ class Manager:
             return answer
         finally:
             connection.close()
+
+
+class Dripping(io.BufferedIOBase):
+    """A stream that writes a byte after each pause; without a pause, all at once."""
+
+    def __init__(self, whole: BinaryIO | io.BufferedIOBase, pause_s: float) -> None:
+        self._whole, self._pause_s = whole, pause_s
+
+    def write(self, content: Any) -> int:
+        step = 1 if self._pause_s else len(content)
+        for begin in range(0, len(content), step or 1):
+            self._whole.write(content[begin : begin + step])
+            time.sleep(self._pause_s)
+        return len(content)
 
 
 @contextmanager

@@ -10,12 +10,11 @@ that show only later, and partitions that disappear with their last GUID. UFM it
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.standin.service import serve
+from tests.standin.service import Dripping, serve
 
 API = "/ufmRestV3/resources/pkeys"
 # Canary: no record or log of a test may contain it.
@@ -132,12 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         pause = 0 if self.path.startswith("/standin/") else self.server.faults.drip_s
-        if not pause:
-            self.wfile.write(content)
-            return
-        for byte in content:
-            self.wfile.write(bytes([byte]))
-            time.sleep(pause)
+        Dripping(self.wfile, pause).write(content)
 
 
 def main() -> None:

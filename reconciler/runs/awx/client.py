@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from reconciler.runs.service_access import (
-    LATER,
-    LONGEST_FOUND,
-    Endless,
-    ServiceAccess,
-    bounded,
-    shown,
-)
-from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.runs.service_access import Conversation, ServiceAccess, shown
+from reconciler.runs.spec import LauncherAway
 from reconciler.settings import Settings
 
 API = "/api/v2"
 # AWX's own limit for a page.
 PAGE_SIZE = 200
-# Between two bytes, not for a whole answer. Too low, and a busy AWX counts as silent; too high, and
-# a launch holds its worker for longer than the lease of the task.
-_TIMEOUT_S = 8.0
-# Of an answer, and pages of a list.
-_LONGEST_S, _LARGEST, _MOST_PAGES = 30.0, 32 << 20, 500
+# Of a list.
+_MOST_PAGES = 500
 _NAMES = {
-    401: ("awx_unauthorized", "a valid token", "put a new token into the token file"),
-    403: ("awx_forbidden", "the right to do this", "give the token's user execute on the template"),
-    404: ("awx_not_found", "an object that the token's user may see", "look at it in AWX"),
+    401: ("unauthorized", "a valid token", "put a new token into the token file"),
+    403: ("forbidden", "the right to do this", "give the token's user execute on the template"),
+    404: ("not_found", "an object that the token's user may see", "look at it in AWX"),
 }
 
 
@@ -95,18 +81,15 @@ def awx_access(settings: Settings) -> AwxAccess:
     )
 
 
-class Client:
-    """Not thread-safe; a single connection at a time."""
+class Client(Conversation):
+    """Each request has its own deadline. Not thread-safe; a single connection at a time."""
 
-    def __init__(self, access: AwxAccess) -> None:
-        self._access = access
-        self._http = access.open(timeout=_TIMEOUT_S)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
+    TITLE = "AWX"
+    # Silence of a request. Too low, and a busy AWX counts as silent; too high, and a launch holds
+    # its worker for longer than the lease of the task.
+    DEADLINE_S, REQUEST_S = 30.0, 8.0
+    LARGEST = 32 << 20
+    SILENT, NOT_SENT = Silent, NotSent
 
     def get(self, path: str, **query: str | int) -> dict[str, Any]:
         return self._request("GET", path, params=query)
@@ -124,64 +107,32 @@ class Client:
             yield from objects
             more = bool(answer.get("next"))
             if more and (not objects or page >= _MOST_PAGES):
-                raise _away(Silent, f"GET {API}{path}", f"a list that does not end, page {page}")
+                raise self.silent(f"GET {API}{path}", f"a list that does not end, page {page}")
 
     def _request(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._access.token()}"}
         request = f"{method} {API}{path}"
-        try:
-            ends = time.monotonic() + _LONGEST_S
-            with self._http.stream(method, f"{API}{path}", headers=headers, **arguments) as answer:
-                body = bounded(answer, _LARGEST, ends)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as lost:
-            self._access.require_trust(lost)
-            raise _away(NotSent, request, lost) from lost
-        except (httpx.HTTPError, Endless) as lost:
-            raise _away(Silent, request, lost) from lost
-        return _document(answer, body, request)
+        self.begin()
+        answer, body = self._ask(method, f"{API}{path}", request, headers=headers, **arguments)
+        if not answer.is_success:
+            default = ("refused", "AWX to accept the request", "read AWX's answer")
+            code, expected, remedy = _NAMES.get(answer.status_code, default)
+            text = shown(answer, body)
+            raise self._access.refuse(code, f"{expected} for {request}", text, remedy)
+        document = self._document(body, request) if body else {}
+        if not isinstance(document, dict):
+            raise self.silent(request, "an answer that is no document")
+        return document
 
 
 def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
     """The objects of a page."""
     objects = answer.get("results")
     if not isinstance(objects, list):
-        raise _away(Silent, "a list", "an answer without results")
+        raise Silent(
+            "awx_silent",
+            expected="AWX to answer a list",
+            found="an answer without results",
+            remedy="look at AWX's answer, and at the proxy before it",
+        )
     return [item for item in objects if isinstance(item, dict)]
-
-
-def _document(answer: httpx.Response, body: bytes, request: str) -> dict[str, Any]:
-    status = answer.status_code
-    if status >= 500 or status in LATER:
-        raise _away(Silent, request, f"HTTP {status}")
-    if not answer.is_success:
-        raise _refused(answer, body, request)
-    if not body:
-        return {}
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as broken:
-        raise _away(Silent, request, "an answer that is not JSON") from broken
-    if not isinstance(document, dict):
-        raise _away(Silent, request, "an answer that is no document")
-    return document
-
-
-def _refused(answer: httpx.Response, body: bytes, request: str) -> RunError:
-    default = ("awx_refused", "AWX to accept the request", "read AWX's answer")
-    code, expected, remedy = _NAMES.get(answer.status_code, default)
-    return RunError(
-        code,
-        expected=f"{expected} for {request}",
-        found=shown(answer, body)[:LONGEST_FOUND],
-        remedy=remedy,
-    )
-
-
-def _away(kind: type[Silent], request: str, found: object) -> Silent:
-    text = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else str(found)
-    return kind(
-        "awx_silent",
-        expected=f"AWX to answer {request}",
-        found=text[:LONGEST_FOUND],
-        remedy="none if AWX comes back; else check AWX and the connection to it",
-    )

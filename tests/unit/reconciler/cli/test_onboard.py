@@ -160,11 +160,13 @@ def test_a_word_is_for_the_plan_that_was_shown_and_no_other(
     gpuaas.at(prepared).ending(prepared, machine)
     gpuaas(*ONBOARD)
     shown = plan(gpuaas)
-    machine.mounts = ["/srv/data"]
+    forged = f"plan sha256:{'f' * 64}"
+    machine.mounts = ["/srv/data", f"/srv\n{forged}\n"]
     gpuaas(*ONBOARD, "--yes-to", shown)
     assert plan(gpuaas) != shown
     assert "plan_unapproved" in gpuaas.err
     assert "mounted on /srv/data" in gpuaas.err
+    assert forged not in gpuaas.err.splitlines()
     assert "node.storage_transition.apply" not in kinds(prepared)
 
 

@@ -12,6 +12,7 @@ from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Slot, slots
 from reconciler.inventory import readings, sync
+from reconciler.inventory.netbox import Client, Unfinished
 from reconciler.service import process
 from reconciler.settings import Settings
 from tests.standin.netbox import DEVICES
@@ -101,10 +102,45 @@ def test_a_request_is_served_once_and_as_it_was_made(turn: Loop, netbox: Pass) -
     turn()
     for apply, writes in ((False, 0), (True, 1)):
         with transaction(turn.engine) as conn:
-            request_id = sync.ask(conn, netbox.settings, ADMIN, apply=apply)
+            number = sync.ask(conn, netbox.settings, ADMIN, apply=apply)
         assert turn() == (4, writes)
-        assert turn.latest()["request_id"] == request_id
+        assert turn.latest()["request_number"] == number
         assert turn() == (0, 0)
+
+
+def test_of_several_requests_none_waits_in_vain(turn: Loop, netbox: Pass) -> None:
+    def ask(*, apply: bool) -> int:
+        with transaction(turn.engine) as conn:
+            return sync.ask(conn, netbox.settings, ADMIN, apply=apply)
+
+    first, second = ask(apply=True), ask(apply=False)
+    assert turn() == (4, 1), "the request that came later takes nothing from the earlier one"
+    assert turn.latest()["request_number"] == second > first
+    assert turn() == (0, 0)
+
+    # One that comes during a pass is served by the next, and the first stays served.
+    due = sync.READINGS.due(turn.engine)
+    third = ask(apply=False)
+    reading_ = sync.NetboxReading(due.at, due.event_id, due.request_number)
+    assert sync.run(turn.engine, netbox.settings, reading_).request_number == second
+    assert turn() == (4, 0)
+    assert turn.latest()["request_number"] == third
+
+
+def test_a_comparison_ends_no_sync_that_goes_on(
+    turn: Loop, netbox: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_time(_client: Client) -> None:
+        raise Unfinished("netbox_unfinished", expected="time", found="none", remedy="none")
+
+    with transaction(turn.engine) as conn:
+        sync.ask(conn, netbox.settings, ADMIN, apply=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "require_time", without_time)
+        assert turn() == (4, 0)
+    with transaction(turn.engine) as conn:
+        sync.ask(conn, netbox.settings, ADMIN, apply=False)
+    assert turn() == (4, 1)
 
 
 def test_a_site_without_netbox(turn: Loop) -> None:

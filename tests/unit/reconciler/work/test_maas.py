@@ -333,6 +333,38 @@ def test_without_its_enrolment_the_installation_ends_late(
     assert maas.node().tenant_machine_ids
 
 
+SILENCES: list[dict[str, Any]] = [
+    {"body": "<html>502 Bad Gateway</html>"},
+    {"body": "[]"},
+    {"body": '{"username": "gpuaas", "is_superuser": "perhaps"}'},
+    {"status": {"whoami": 504}},
+    {"status": {"whoami": 429}},
+]
+
+
+@pytest.mark.parametrize("fault", SILENCES)
+def test_a_maas_that_gives_no_readable_answer_ends_the_task_late(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+) -> None:
+    maas.maintain()
+    maas.queue(RELEASE)
+    maas.begin(**fault)
+    task = maas.step()
+    assert task and (task.state, task.error["code"]) == ("waiting", "maas_silent")
+    began_at = task.progress["began_at"]
+    task = maas.step()
+    assert task and task.progress["began_at"] == began_at
+    monkeypatch.setattr(maas_tasks, "_LONGEST_S", -1.0)
+    task = maas.step()
+    assert task and (task.state, task.error["code"]) == ("failed", "maas_late")
+    assert "maas_silent" in task.error["found"]
+    assert maas.asked() == []
+    # The node is free for another task.
+    monkeypatch.undo()
+    maas.begin()
+    assert maas.queue(RELEASE).id != task.id
+
+
 def test_no_other_task_begins_on_a_machine_that_maas_installs(maas: Maas) -> None:
     maas.tenancy()
     maas.step()

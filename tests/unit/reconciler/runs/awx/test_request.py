@@ -66,7 +66,7 @@ PAGE = {"next": "/again", "results": [{"id": 1, "name": "gpuaas.slice.discover"}
 def test_an_answer_without_an_end_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object, found: str
 ) -> None:
-    monkeypatch.setattr(client, "_LARGEST", 1_000_000)
+    monkeypatch.setattr(client.Client, "LARGEST", 1_000_000)
     monkeypatch.setattr(client, "_MOST_PAGES", 3)
     token = tmp_path / "token"
     token.write_text("t" * 20)

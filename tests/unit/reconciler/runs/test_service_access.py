@@ -1,0 +1,167 @@
+"""Services that answer nothing, too much or too slowly, or send our token elsewhere."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reconciler.inventory import maas, netbox
+from reconciler.runs.awx import client as awx
+from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.work import ufm
+
+pytestmark = pytest.mark.covers("ECO-2", "ECO-3", "ECO-4", "CTRL-14")
+
+DEADLINE_S = 1.0
+# Canary: no refusal may contain it.
+TOKEN = "consumer:token:canary-secret-do-not-print"
+Speaker = Callable[[socket.socket], object]
+
+
+@contextmanager
+def listening(speak: Speaker) -> Iterator[tuple[int, list[bytes]]]:
+    """A port, and what was sent to it first. speak: the answer to each connection."""
+    requests: list[bytes] = []
+
+    def answer(connection: socket.socket) -> None:
+        # The client hangs up on what it does not want.
+        with connection, ExitStack() as quietly:
+            quietly.push(lambda kind, *_: kind is not None and issubclass(kind, OSError))
+            requests.append(connection.recv(65536))
+            speak(connection)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield server.getsockname()[1], requests
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def netbox_asks(url: str, token: Path) -> None:
+    with netbox.Client(netbox.NetboxAccess(url, token)) as client:
+        list(client.every(netbox.Device))
+
+
+def maas_asks(url: str, token: Path) -> None:
+    with maas.Client(maas.MaasAccess(url, token)) as client:
+        client.machines("tag")
+
+
+def ufm_asks(url: str, token: Path) -> None:
+    with ufm.Client(ufm.UfmAccess(url, token)) as client:
+        client.partitions()
+
+
+def awx_asks(url: str, token: Path) -> None:
+    with awx.Client(awx.AwxAccess(url, token)) as client:
+        list(client.every("/job_templates/"))
+
+
+CLIENTS = [netbox_asks, maas_asks, ufm_asks, awx_asks]
+
+
+@pytest.fixture(params=CLIENTS, ids=lambda ask: ask.__name__)
+def ask(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """A request to a service."""
+    for kind in (netbox.Client, maas.Client, ufm.Client, awx.Client):
+        monkeypatch.setattr(kind, "DEADLINE_S", DEADLINE_S)
+        monkeypatch.setattr(kind, "LARGEST", 1_000_000)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    return lambda url: request.param(url, token)
+
+
+def slowly(content: bytes, pause_s: float = 0.05) -> Speaker:
+    def speak(connection: socket.socket) -> None:
+        for byte in content:
+            connection.sendall(bytes([byte]))
+            time.sleep(pause_s)
+
+    return speak
+
+
+def endlessly(head: bytes, part: bytes, pause_s: float = 0.0) -> Speaker:
+    def speak(connection: socket.socket) -> None:
+        connection.sendall(head)
+        while True:
+            connection.sendall(part)
+            time.sleep(pause_s)
+
+    return speak
+
+
+def once(content: bytes) -> Speaker:
+    return lambda connection: connection.sendall(content)
+
+
+OK = b"HTTP/1.1 200 OK\r\nAPI-Version: 4.6\r\nContent-Type: application/json\r\n"
+BOMB = gzip.compress(b" " * 50_000_000)
+SILENCES: dict[str, Speaker] = {
+    "no byte": lambda connection: connection.recv(1),
+    "hangs up": lambda _: None,
+    "headers byte by byte": slowly(b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 1000),
+    "headers without end": endlessly(OK, b"X-A: b\r\n" * 100),
+    "only informational answers": endlessly(b"", b"HTTP/1.1 102 Processing\r\n\r\n", 0.02),
+    "body byte by byte": slowly(OK + b"Content-Length: 9999\r\n\r\n" + b" " * 9999, 0.02),
+    "body without end": endlessly(OK + b"\r\n", b" " * 100_000),
+    "chunks without end": endlessly(
+        OK + b"Transfer-Encoding: chunked\r\n\r\n", b"4000\r\n" + b" " * 0x4000 + b"\r\n"
+    ),
+    "a body that inflates": once(
+        OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB
+    ),
+    "a body cut short": once(OK + b"Content-Length: 500\r\n\r\n{"),
+    "no gzip": once(OK + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}"),
+    "another protocol": once(b"SSH-2.0-OpenSSH_9.2p1\r\n"),
+    "a page": once(OK + b"Content-Length: 14\r\n\r\n<html>Sign in "),
+    "too deep": once(OK + b"\r\n" + b"[" * 200_000),
+    "a long number": once(OK + b"\r\n" + b"9" * 200_000),
+    "gateway timeout": once(b"HTTP/1.1 504 Gateway Time-out\r\nContent-Length: 0\r\n\r\n"),
+    "later": once(b"HTTP/1.1 429 Later\r\nRetry-After: 99999\r\nContent-Length: 0\r\n\r\n"),
+    "a number": once(OK + b"Content-Length: 1\r\n\r\n7"),
+}
+
+
+@pytest.mark.parametrize("silence", SILENCES)
+def test_a_service_without_a_reliable_answer_is_silent_in_time(
+    ask: Callable[[str], None], silence: str
+) -> None:
+    began = time.monotonic()
+    with listening(SILENCES[silence]) as (port, requests), pytest.raises(LauncherAway) as away:
+        ask(f"http://127.0.0.1:{port}")
+    # Each answer would last for minutes; the machine that plays this may be slow.
+    assert time.monotonic() - began < 30 * DEADLINE_S
+    assert len(requests) == 1, "nothing is asked again"
+    parts: dict[str, Any] = away.value.to_dict()
+    assert parts["code"].endswith("_silent") and all(parts.values())
+    assert "canary" not in str(parts)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_takes_the_token_nowhere(ask: Callable[[str], None], status: int) -> None:
+    with listening(once(OK + b"Content-Length: 2\r\n\r\n{}")) as (elsewhere, stolen):
+        location = f"Location: http://127.0.0.1:{elsewhere}/\r\nContent-Length: 0\r\n\r\n"
+        answer = f"HTTP/1.1 {status} Elsewhere\r\n{location}".encode()
+        with listening(once(answer)) as (port, _), pytest.raises(RunError) as refusal:
+            ask(f"http://127.0.0.1:{port}")
+    assert not stolen
+    assert refusal.value.code.endswith("_refused")
