@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0048"
+revision = "0047"
 down_revision = "0046"
 
 
