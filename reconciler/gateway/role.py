@@ -26,6 +26,11 @@ _PRESENT = f"abs({{}} - {_NOW}) < 60"
 # A session, and its last report: the digest of a recording comes after the end. Terminals in the
 # browser are the service's own.
 _OPEN = f"way <> 'web' AND (closed_at IS NULL OR seen_at > {_NOW} - 900)"
+# Readers of a session take no other values, and the rows of sessions are kept.
+_SOUND = (
+    "way IN ('jump', 'terminal') AND bytes_in >= 0 AND bytes_out >= 0"
+    " AND octet_length(concat(address, actor, owner, fingerprint, reason)) < 4096"
+)
 _OWN = """roles = '["gateway"]'::jsonb"""
 
 
@@ -69,9 +74,13 @@ _TABLES = {
         rules={
             "INSERT": (
                 "",
-                f"way <> 'web' AND {_PRESENT.format('opened_at')} AND {_PRESENT.format('seen_at')}",
+                f"{_SOUND} AND {_PRESENT.format('opened_at')} AND {_PRESENT.format('seen_at')}",
             ),
-            "UPDATE": (_OPEN, f"seen_at < {_NOW} + 60"),
+            "UPDATE": (
+                _OPEN,
+                f"{_SOUND} AND seen_at BETWEEN opened_at AND {_NOW} + 60"
+                f" AND (closed_at IS NULL OR closed_at BETWEEN opened_at AND {_NOW} + 60)",
+            ),
         },
     ),
     # Neither their content nor their end: the service deletes them.

@@ -249,8 +249,8 @@ class Client(Conversation):
         if self.left_s < self.REQUEST_S:
             raise Unfinished(
                 "netbox_unfinished",
-                expected=f"all writes within {self.DEADLINE_S:.0f} seconds",
-                found=f"{self.requests} requests in this time",
+                expected=f"all writes within {self.DEADLINE_S - self.REQUEST_S:.0f} seconds",
+                found=f"more to write after {self.requests} requests of this pass",
                 remedy="none: the next pass goes on",
             )
 

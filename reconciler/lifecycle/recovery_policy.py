@@ -121,9 +121,8 @@ def failed_by_tenant(conn: sa.Connection, allocation_id: str) -> bool:
     """Whether a launch failed by its tenant's own doing.
 
     When another project's launch failed alike since the slot had its last running machine, the
-    host may be the cause, such as a GPU that does not compute. That is for people. A project whose
-    launches fail on other slots, too, says nothing about this one: a person who has two projects
-    would keep slot after slot off sale.
+    host may be the cause, which is for people. Two projects that both fail on other slots, too, say
+    nothing about this one: a person who has both would keep slot after slot off sale.
     """
     allocation = rows.get(conn, Allocation, allocation_id)
     if not quota.by_tenant(allocation):
@@ -149,7 +148,7 @@ def failed_by_tenant(conn: sa.Connection, allocation_id: str) -> bool:
         last = rows.first(conn, query, Allocation)
         if last is not None and quota.by_tenant(last):
             slot_id = str(claim.slot_id)
-            if not any(_fails_elsewhere(conn, each, slot_id) for each in (allocation, last)):
+            if not all(_fails_elsewhere(conn, each, slot_id) for each in (allocation, last)):
                 return False
     return True
 

@@ -14,6 +14,8 @@ from reconciler.model.act import Act
 ORDER = Order(ssh_sessions, ("opened_at", "id"), descending=True)
 # A gateway reports its sessions more often than this; a silent session's gateway has ended.
 SILENT_S = 120.0
+# Sessions that a call of `close_silent` closes.
+SILENT_AT_ONCE = 200
 WEB = "web"
 # Bytes from and to the client.
 Traffic = tuple[int, int]
@@ -66,25 +68,29 @@ def close(conn: sa.Connection, id: str, reason: str, traffic: Traffic) -> None:
 
 
 def report(conn: sa.Connection, open_now: Mapping[str, Traffic]) -> None:
-    """Report the open sessions of a gateway, and close those whose process has ended."""
+    """Report the open sessions of a gateway or of the service."""
     for id, traffic in open_now.items():
         update = sa.update(ssh_sessions).where(
             ssh_sessions.c.id == id, ssh_sessions.c.closed_at.is_(None)
         )
         conn.execute(update.values(seen_at=clock.now(), **_bytes(traffic)))
-    close_silent(conn)
 
 
-def close_silent(conn: sa.Connection) -> None:
-    """Close the sessions whose process has ended. A gateway closes no terminal of a browser, and
-    one that is taken over holds nobody up with a row that it locks.
+def close_silent(conn: sa.Connection) -> int:
+    """Close sessions whose process has ended, the longest silent first; returns how many.
+
+    A gateway closes no terminal of a browser. One that is taken over may invent any number of
+    sessions and lock their rows, so a call closes SILENT_AT_ONCE and waits for no lock.
     """
     columns = ssh_sessions.c
-    silent = sa.select(columns.id).where(
-        columns.closed_at.is_(None), columns.seen_at < clock.now() - SILENT_S
+    silent = (
+        sa.select(columns.id)
+        .where(columns.closed_at.is_(None), columns.seen_at < clock.now() - SILENT_S)
+        .order_by(columns.seen_at)
+        .limit(SILENT_AT_ONCE)
     )
     which = columns.id.in_(silent.with_for_update(skip_locked=True))
-    _close(conn, which, "gateway_lost", {"closed_at": columns.seen_at})
+    return _close(conn, which, "gateway_lost", {"closed_at": columns.seen_at})
 
 
 def count_open(
@@ -126,17 +132,18 @@ def _close(
     which: sa.ColumnElement[bool],
     reason: str,
     values: Mapping[str, object],
-) -> None:
+) -> int:
     update = (
         sa.update(ssh_sessions)
         .where(which, ssh_sessions.c.closed_at.is_(None))
         .values(reason=reason, **values)
         .returning(ssh_sessions)
     )
-    for row in conn.execute(update).mappings().all():
-        session = SshSession(**row)
+    closed = [SshSession(**row) for row in conn.execute(update).mappings()]
+    for session in closed:
         act = Act(session.actor, reason)
         journal.audit_of(conn, act, "gateway.closed", session, _detail(session))
+    return len(closed)
 
 
 def _bytes(traffic: Traffic) -> dict[str, int]:

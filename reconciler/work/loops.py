@@ -288,13 +288,16 @@ def mend_job_counts(engine: Engine, _settings: Settings) -> None:
 
 
 def tend_sessions(engine: Engine, _settings: Settings) -> None:
-    """Loop that closes sessions of processes that have ended, and deletes recordings of terminals
-    that are old, or too many of a person.
+    """Loop that deletes recordings of terminals that are old, or too many of a person, and closes
+    sessions of processes that have ended.
     """
-    retrying(engine, ssh_sessions.close_silent)
-    for _ in range(_TRANSACTIONS):
-        if retrying(engine, retention.recordings) < retention.AT_ONCE:
-            return
+    for work, at_once in (
+        (retention.recordings, retention.AT_ONCE),
+        (ssh_sessions.close_silent, ssh_sessions.SILENT_AT_ONCE),
+    ):
+        for _ in range(_TRANSACTIONS):
+            if retrying(engine, work) < at_once:
+                break
 
 
 def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[str]:
