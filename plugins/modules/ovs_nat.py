@@ -17,8 +17,7 @@ description:
     the host's firewall (table C(inet gpuaas_slice)) both hold that.
   - C(gpuaas-slice-network-baseline.service) keeps running, compares the bridge's fail mode, every
     flow and the firewall with the guards of the slices, and restores them within seconds. It
-    brings back the bridge, its address, forwarding, NAT and the rate limits of the slices within
-    ten seconds. C(gpuaas-slice-upkeep.service) of M(gpuaas.slice.slice_mode) restores dnsmasq.
+    brings back the bridge, its address, forwarding, NAT and dnsmasq within ten seconds.
   - docker and ufw drop what they do not forward themselves. Three rules with the comment
     C(gpuaas-slice) in iptables' C(INPUT) and C(FORWARD) let guests pass, behind all rules of the
     site and before its policy. No other rule is flushed or moved, by repairs neither.

@@ -83,8 +83,11 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _qos
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_holdings, _slots
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _qos,
+    _slice_holdings,
+    _slots,
+)
 
 _NEEDED = ("slot_id", "nvme_device", "gpu_pci_address")
 

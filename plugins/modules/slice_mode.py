@@ -12,21 +12,12 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Keeps C(/etc/gpuaas/slice-mode.json). Without it no device is bound to vfio-pci, now or at a
     boot, and with it no tenant of the whole machine is let in.
-  - Installs C(gpuaas-slice-upkeep.service). It compares dnsmasq's configuration and service, the
-    GPU services and the other guardians three times a minute, and restores what differs. It asks
-    neither Open vSwitch nor libvirt. The network's guardian starts it in turn. Both record their
-    repairs for M(gpuaas.slice.slice_upkeep).
   - Refuses with C(machine_leased) while such a tenant has the machine, and with C(file_unreadable).
     O(state=absent) removes the mark even then, because a tenant cannot be released while it exists.
 options:
   profile:
     description: Name of the hardware profile. Required with O(state=present).
     type: str
-  gpu_services:
-    description: Units that stay quiesced, as with M(gpuaas.slice.gpu_services).
-    type: list
-    elements: str
-    default: []
   state:
     description: Whether the host is for slices.
     type: str
@@ -41,7 +32,6 @@ EXAMPLES = r"""
 - name: Mark a slice host
   gpuaas.slice.slice_mode:
     profile: xe9680l-h200
-    gpu_services: [nvidia-persistenced.service]
 
 - name: Remove the mark
   gpuaas.slice.slice_mode:
@@ -54,12 +44,7 @@ done:
   returned: always
   type: list
   elements: str
-  sample: [write_file, install_service, start_service]
-part:
-  description: The part that failed, C(mark_host) or C(keep_host).
-  returned: failure
-  type: str
-  sample: keep_host
+  sample: [write_file]
 """
 
 from ansible.module_utils.basic import AnsibleModule
@@ -71,13 +56,12 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "profile": {"type": "str"},
-            "gpu_services": {"type": "list", "elements": "str", "default": []},
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
         },
         required_if=[("state", "present", ["profile"])],
         supports_check_mode=True,
     )
-    _change.run_parts(module, _slice_mode.parts(module.params))
+    _change.run(module, _slice_mode.SUBJECT)
 
 
 if __name__ == "__main__":

@@ -240,9 +240,7 @@ def _telemetry(_profile: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _mode(profile: Mapping[str, Any]) -> Iterator[Part]:
-    mode = {"profile": profile["name"], "gpu_services": profile["gpu_services"]}
-    yield Part("slice_mode", _slice_mode.SUBJECT, mode)
-    yield Part("upkeep", _slice_mode.SERVICE, mode)
+    yield Part("slice_mode", _slice_mode.SUBJECT, {"profile": profile["name"]})
 
 
 # By the name of the role or module in the playbook, in its order.

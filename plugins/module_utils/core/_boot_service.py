@@ -17,14 +17,13 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
-    _boot_units,
     _change,
     _command,
     _file_edits,
@@ -39,8 +38,6 @@ SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
-# A part of a guardian's round: gets the settings and the round's number, and returns its steps.
-Keep = Callable[[dict[str, Any], int], list[str]]
 # Interval at which a guardian compares its subject with the host.
 PERIOD_S = 2.0
 
@@ -50,15 +47,11 @@ _NOTIFY: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Service:
-    """systemd's state of a unit; started_at: seconds since the epoch, 0 when it does not run.
-
-    stopped: it neither runs nor is about to.
-    """
+    """systemd's state of a unit; started_at: seconds since the epoch, 0 when it does not run."""
 
     active: bool
     enabled: bool
     started_at: int
-    stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,63 +199,33 @@ def boot(
 
 def watch(
     settings_path: str,
-    parts: Sequence[Keep],
+    restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
     *,
     trouble: str,
-    period_s: float = PERIOD_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Body of a guardian after its boot: restore what differs, every `period_s` seconds, for ever.
+    """Body of a guardian after its boot: restore what differs, every PERIOD_S seconds, for ever.
 
-    A part that fails stops no other. trouble: what a failure means, for the journal.
+    restore: gets the settings and the number of the round, and gives the steps of each part once it
+    is done. trouble: what a failure means, for the journal.
     """
-    problems, turn = [""] * len(parts), 0
+    silent, turn = "", 0
     while True:
-        for number, part in enumerate(parts):
-            problem = ""
-            try:
-                done = part(json.loads(_host.read(settings_path) or "{}"), turn)
+        try:
+            settings = json.loads(_host.read(settings_path) or "{}")
+            for done in restore(settings, turn):
                 if done:
                     log(f"restored: {', '.join(done)}")
                     _repairs.note(done)
-            except (Refusal, OSError, ValueError, KeyError) as broken:
-                problem = str(broken)
-                # The same problem is logged once.
-                if problem != problems[number]:
-                    log(f"{trouble}: {problem}")
-            problems[number] = problem
-            notify("WATCHDOG=1")
-        sleep(period_s)
+            silent = ""
+        except (Refusal, OSError, ValueError, KeyError) as broken:
+            # The same problem is logged once.
+            if str(broken) != silent:
+                silent = str(broken)
+                log(f"{trouble}: {silent}")
+        notify("WATCHDOG=1")
+        sleep(PERIOD_S)
         turn += 1
-
-
-def stopped_guardians(*, enabled: bool) -> list[Unit]:
-    """Installed guardians of a slice host that were stopped. systemd itself starts those again that
-    fail or hang. enabled: without those that are disabled, which may be about to be removed.
-    """
-    units = [
-        unit
-        for unit in _boot_units.GUARDIANS
-        if slice_mode()
-        and _host.path(unit.path).exists()
-        # A part of the network may have been taken away.
-        and _host.path(unit.settings_path).exists()
-    ]
-    states = services([unit.service for unit in units]) if units else {}
-    return [
-        unit
-        for unit in units
-        if states[unit.service].stopped and (states[unit.service].enabled or not enabled)
-    ]
-
-
-def start_guardians(_settings: Mapping[str, Any] | None = None, _turn: int = 0) -> list[str]:
-    """Part of a guardian: start the others that were stopped."""
-    units = stopped_guardians(enabled=True)
-    for unit in units:
-        # Not waited for: at boot the other may wait for this one.
-        _command.run(["systemctl", "--no-block", "start", unit.service])
-    return [f"start_service {unit.service}" for unit in units]
 
 
 def _attempt(
@@ -368,13 +331,11 @@ def _pairs(block: str) -> list[tuple[str, str]]:
 
 def _service(block: Mapping[str, str]) -> Service:
     stamp = block.get("ActiveEnterTimestamp", "").removeprefix("@")
-    state = block.get("ActiveState")
-    active = state in ("active", "reloading")
+    active = block.get("ActiveState") in ("active", "reloading")
     return Service(
         active=active,
         enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
         started_at=int(stamp) if active and stamp.isdigit() else 0,
-        stopped=state in ("inactive", "failed"),
     )
 
 

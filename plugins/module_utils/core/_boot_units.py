@@ -73,14 +73,3 @@ TELEMETRY = Unit(
     patient=True,
     guardian=True,
 )
-# Asks neither Open vSwitch nor libvirt, so that one that hangs does not stop it.
-UPKEEP = Unit(
-    name="gpuaas-slice-upkeep",
-    description="Upkeep of this slice host: DHCP, GPU services, services that were stopped",
-    module="boot._upkeep_service",
-    settings_path="/etc/gpuaas/upkeep.json",
-    order=("After=gpuaas-slice-network-baseline.service",),
-    patient=True,
-    guardian=True,
-)
-GUARDIANS = (NETWORK, FABRIC, TELEMETRY, UPKEEP)

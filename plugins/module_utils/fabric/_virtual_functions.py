@@ -288,16 +288,17 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     """Body of the boot service after the boot: restore the guards for ever."""
     cards: list[str] = []
 
-    def restore(settings: Params, turn: int) -> list[str]:
+    def restore(settings: Params, turn: int) -> Iterator[list[str]]:
         nonlocal cards
         # A look at every device of the host costs many times a look at its cards.
         if turn % _SELDOM == 0:
             cards = [card.address for card in observe(settings).cards]
         with _function_guards.exclusive():
-            return _restore_guards(settings, filter(_pci.present, cards))
+            restored = _restore_guards(settings, filter(_pci.present, cards))
+        yield restored
 
     trouble = "cannot compare the guards"
-    return _boot_service.watch(settings_path, [restore], trouble=trouble, sleep=sleep)
+    return _boot_service.watch(settings_path, restore, trouble=trouble, sleep=sleep)
 
 
 def _restore_guards(settings: Params, cards: Iterable[str]) -> list[str]:

@@ -33,6 +33,7 @@ TMFIFO = "tmfifo_net0"
 TMFIFO_ADDRESS = "192.168.100.1/30"
 TMFIFO_PEER = "192.168.100.2"
 
+DHCP = "dnsmasq.service"
 _DATABASE = "/run/openvswitch/db.sock"
 _FORWARDING = "/proc/sys/net/ipv4/ip_forward"
 # The kernel's table of connections, for the whole host. A guest's connection to another machine has
@@ -235,10 +236,20 @@ def boot(settings_path: str) -> int:
 
 
 def restore(params: Params) -> list[str]:
-    """Bring back what carries the guests' traffic: bridge, address, forwarding, NAT, filter.
+    """Bring back what carries the guests' traffic: bridge, address, forwarding, NAT, filter, DHCP.
 
     Returns the steps that were needed.
     """
+    done = restore_live(params)
+    service = _boot_service.services([DHCP])[DHCP]
+    if service.enabled and not service.active:
+        # Not waited for, because at boot dnsmasq waits for this service.
+        _command.run(["systemctl", "--no-block", "start", DHCP])
+        done.append(f"start {DHCP}")
+    return done
+
+
+def restore_live(params: Params) -> list[str]:
     planned = plan(params, observe(params))
     for blocker in planned.blockers:
         raise blocker

@@ -82,8 +82,7 @@ class Egress:
 class Guard:
     """A guarded port with its own addresses.
 
-    address: the bridge's own address with its prefix length, `10.100.0.1/24`. rate_kbps, burst_kb:
-    limit of the port, 0 without one.
+    address: the bridge's own address with its prefix length, `10.100.0.1/24`.
     """
 
     allocation_id: str
@@ -91,8 +90,6 @@ class Guard:
     mac: str
     ip: str
     address: str
-    rate_kbps: int = 0
-    burst_kb: int = 0
 
     @property
     def port(self) -> str:

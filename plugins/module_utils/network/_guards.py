@@ -14,7 +14,7 @@ import dataclasses
 import ipaddress
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +35,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _ingress,
     _packet_limit,
     _port_filter,
-    _qos,
     _slice_network,
 )
 
@@ -336,17 +335,6 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
     return [f"{step.name} {step.subject}" for step in steps]
 
 
-def restore_limits() -> list[str]:
-    """Bring back lost rate limits of ports; returns the steps that were needed."""
-    limited = (guard for guard in load().values() if guard.rate_kbps)
-    return [
-        f"limit_port {guard.port}"
-        for guard in limited
-        if _flows.port_number(guard.port)
-        and _qos.restore(guard.allocation_id, _qos.Limit(guard.rate_kbps, guard.burst_kb))
-    ]
-
-
 def watch(
     settings_path: str,
     restore_network: Callable[[Params], list[str]],
@@ -358,22 +346,14 @@ def watch(
     restore_network: brings back the rest of the network, after the isolation; returns its steps.
     """
 
-    def isolation(settings: Params, turn: int) -> list[str]:
-        return restore(settings, with_firewall=turn % _SELDOM == 0)
-
-    def limits(_settings: Params, turn: int) -> list[str]:
-        return restore_limits() if turn % _SELDOM == 0 else []
-
-    def rest(settings: Params, turn: int) -> list[str]:
-        return restore_network(settings) if turn % _SELDOM == _SELDOM - 1 else []
-
-    def others(_settings: Params, turn: int) -> list[str]:
-        return _boot_service.start_guardians() if turn % _SELDOM == _SELDOM - 1 else []
+    def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
+        yield restore(settings, with_firewall=turn % _SELDOM == 0)
+        if turn % _SELDOM == _SELDOM - 1:
+            yield restore_network(settings)
 
     # The bridge fails closed until the switch answers.
     trouble = "cannot restore the network"
-    parts = (isolation, limits, rest, others)
-    return _boot_service.watch(settings_path, parts, trouble=trouble, sleep=sleep)
+    return _boot_service.watch(settings_path, rounds, trouble=trouble, sleep=sleep)
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:

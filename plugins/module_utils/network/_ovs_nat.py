@@ -1,4 +1,4 @@
-"""Network baseline of a slice host: DHCP, forwarding, the boot service.
+"""Network baseline of a slice host: dnsmasq's configuration, forwarding, the boot service.
 
 The live part is `_bridge`, which also runs at boot. The way back is `_ovs_nat_removal`.
 """
@@ -25,14 +25,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
-    _dhcp,
     _start_hook,
 )
 
+DNSMASQ, RESERVATIONS = _baseline_files.DNSMASQ, _baseline_files.RESERVATIONS
 SYSCTL = _baseline_files.SYSCTL
 
 RECORD = "network"
-SWITCH, RSHIM = "openvswitch-switch.service", "rshim.service"
+SWITCH, DHCP, RSHIM = "openvswitch-switch.service", _bridge.DHCP, "rshim.service"
 LIBVIRT = "libvirtd.service"
 
 _OLD_SERVICE = "gpuaas-slice-host-net-baseline"
@@ -47,6 +47,8 @@ _OLD_FILES = (
 )
 _COMMANDS = {
     "start_switch": ["systemctl", "enable", "--now", SWITCH],
+    "enable_dnsmasq": ["systemctl", "enable", DHCP],
+    "restart_dnsmasq": ["systemctl", "restart", DHCP],
     # Running guests are not touched.
     "restart_libvirt": ["systemctl", "try-restart", LIBVIRT],
 }
@@ -57,16 +59,20 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """sysctl: text of the file, None without it. before: host state recorded before its first
-    baseline; None without a record. hook_unnoticed: whether libvirt runs without having seen the
-    start hook.
+    """dnsmasq_changed: last change of its files, in seconds since the epoch.
+
+    before: host state recorded before its first baseline; None without a record. hook_unnoticed:
+    whether libvirt runs without having seen the start hook.
     """
 
     live: _bridge.State
     installed: _boot_service.Installed
-    dhcp: _dhcp.State
-    sysctl: str | None
+    files: Mapping[str, str | None]
+    reservations: bool
+    stale: tuple[str, ...]
     old: tuple[str, ...]
+    dnsmasq: _boot_service.Service
+    dnsmasq_changed: int
     switch: _boot_service.Service
     rshim: _boot_service.Service
     rshim_installed: bool
@@ -76,7 +82,7 @@ class State:
     @property
     def ours(self) -> bool:
         """Whether a managed baseline is on this host, completely or partly."""
-        return self.dhcp.text is not None or bool(self.installed.present)
+        return self.files[DNSMASQ] is not None or bool(self.installed.present)
 
 
 def unit(params: Params) -> _boot_service.Unit:
@@ -84,13 +90,19 @@ def unit(params: Params) -> _boot_service.Unit:
 
 
 def observe(params: Params) -> State:
-    services = _boot_service.services([SWITCH, RSHIM])
+    services = _boot_service.services([DHCP, SWITCH, RSHIM])
+    folder = _host.path("/etc/dnsmasq.d")
+    stale = folder.glob("gpuaas-gpuaas-slice-*.conf") if folder.is_dir() else ()
     return State(
         live=_bridge.observe(params),
         installed=_boot_service.observe(unit(params)),
-        dhcp=_dhcp.observe(params),
-        sysctl=_host.read(SYSCTL),
+        files={path: _host.read(path) for path in (DNSMASQ, SYSCTL)},
+        reservations=_host.path(RESERVATIONS).is_dir(),
+        stale=tuple(sorted(file.name for file in stale)),
         old=tuple(_old()),
+        dnsmasq=services[DHCP],
+        # Adding, removing or replacing a file changes the folder's time.
+        dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
         switch=services[SWITCH],
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
@@ -108,20 +120,21 @@ def plan(params: Params, state: State) -> _change.Plan:
     if state.before is None and not state.ours:
         steps += _host_snapshot.remember_steps(RECORD, None, _was(state))
     steps += outdated(state)
-    if not blockers:
-        steps += _dhcp.files(params, state.dhcp)
-    forwarding = _baseline_files.FORWARDING.strip()
-    if state.sysctl != forwarding:
-        steps.append(_change.Step("write_file", SYSCTL, state.sysctl, forwarding))
+    if not state.reservations:
+        steps.append(_change.Step("make_folder", RESERVATIONS, None, "folder"))
+    files = {} if blockers else _texts(params)
+    steps += [
+        _change.Step("write_file", path, state.files[path], text.strip())
+        for path, text in files.items()
+        if state.files[path] != text.strip()
+    ]
     if not (state.switch.active and state.switch.enabled):
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
     steps += [step for step in live.steps if not step.soft]
     steps += _boot_service.plan(unit(params), state.installed)
     if state.hook_unnoticed:
         steps.append(_change.Step("restart_libvirt", LIBVIRT, "without the start hook", "with it"))
-    # The boot service restarts dnsmasq and does not wait for it, so it is waited for here.
-    rewritten = {step.name for step in steps} & {*_dhcp.STEPS, "add_bridge", "start_service"}
-    steps += _dhcp.serve(state.dhcp, rewritten=bool(rewritten))
+    steps += _dnsmasq_steps(state, {step.name for step in steps})
     soft, doubts = [step for step in live.steps if step.soft], live.doubts
     if start_rshim:
         before = "active until the next boot" if state.rshim.active else "inactive"
@@ -139,9 +152,13 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         _boot_service.apply(unit(params), step)
     elif step.name == "remove_old_service":
         _remove_old(step.before)
-    elif step.name in _dhcp.STEPS:
-        _dhcp.apply(params, step)
+    elif step.name == "remove_stale_reservation":
+        _host.remove(step.subject)
+    elif step.name == "make_folder":
+        _host.path(RESERVATIONS).mkdir(parents=True, exist_ok=True)
     elif step.name == "write_file":
+        if step.subject == DNSMASQ:
+            _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
         _host.write(step.subject, f"{step.after}\n")
     elif step.name == "start_rshim":
         _start_rshim()
@@ -161,13 +178,17 @@ def facts(params: Params, state: State) -> dict[str, Any]:
             "nat": state.live.nat,
             "forwarding": state.live.forwarding,
             "uplink": state.live.uplink,
-            "dnsmasq": state.dhcp.service.active,
+            "dnsmasq": state.dnsmasq.active,
             "tmfifo": _bridge.link_shown(state.live) if with_tmfifo else "not asked for",
         }
     }
 
 
 SUBJECT = _change.Subject(observe, plan, apply, facts)
+
+
+def _texts(params: Params) -> dict[str, str]:
+    return {SYSCTL: _baseline_files.FORWARDING, DNSMASQ: _baseline_files.dnsmasq(params)}
 
 
 def outdated(state: State) -> list[_change.Step]:
@@ -177,7 +198,10 @@ def outdated(state: State) -> list[_change.Step]:
     steps = []
     if state.old:
         steps.append(_change.Step("remove_old_service", _OLD_SERVICE, list(state.old), []))
-    return [*steps, *_dhcp.outdated(state.dhcp)]
+    return steps + [
+        _change.Step("remove_stale_reservation", f"/etc/dnsmasq.d/{name}", "present", None)
+        for name in state.stale
+    ]
 
 
 def _old() -> list[str]:
@@ -205,7 +229,7 @@ def _was(state: State) -> dict[str, Any]:
     exist.
     """
     ours = _host_snapshot.recall(_host_snapshot.PACKAGES) or {}
-    services = (("dnsmasq", state.dhcp.service), ("openvswitch-switch", state.switch))
+    services = (("dnsmasq", state.dnsmasq), ("openvswitch-switch", state.switch))
     snapshot: dict[str, Any] = {
         package: {
             "active": service.active and package not in ours,
@@ -214,6 +238,20 @@ def _was(state: State) -> dict[str, Any]:
         for package, service in (*services, ("rshim", state.rshim))
     }
     return {"forwarding": state.live.forwarding, **snapshot}
+
+
+def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
+    steps = []
+    if not state.dnsmasq.enabled:
+        steps.append(_change.Step("enable_dnsmasq", "dnsmasq at boot", "disabled", "enabled"))
+    stale = state.dnsmasq.started_at < state.dnsmasq_changed
+    rewritten = planned & {"write_file", "remove_stale_reservation", "add_bridge"}
+    # The boot service restarts dnsmasq and does not wait for it, so it is waited for here.
+    restarting = "start_service" in planned
+    if not state.dnsmasq.active or stale or rewritten or restarting:
+        before = "old configuration" if state.dnsmasq.active else "inactive"
+        steps.append(_change.Step("restart_dnsmasq", DHCP, before, "restarted"))
+    return steps
 
 
 def _unsafe(params: Params) -> list[Refusal]:

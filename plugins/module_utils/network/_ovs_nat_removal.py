@@ -20,7 +20,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
-    _dhcp,
     _firewall,
     _host_filter,
     _ovs_nat,
@@ -29,7 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 
 _OFF = {"active": False, "enabled": False}
 _SERVICES = {
-    "dnsmasq": _dhcp.SERVICE,
+    "dnsmasq": _ovs_nat.DHCP,
     "openvswitch-switch": _ovs_nat.SWITCH,
     "rshim": _ovs_nat.RSHIM,
 }
@@ -60,7 +59,7 @@ def observe(params: Params) -> State:
     baseline = _ovs_nat.observe(params)
     bridge = params["bridge"]
     there = _bridge.ports(bridge) if bridge in baseline.live.bridges else []
-    folder = _host.path(_dhcp.RESERVATIONS)
+    folder = _host.path(_ovs_nat.RESERVATIONS)
     files = folder.iterdir() if folder.is_dir() else ()
     reserved = tuple(sorted(file.name for file in files))
     firewall, admitted = _firewall.installed() is not None, tuple(_host_filter.installed())
@@ -74,11 +73,11 @@ def plan(params: Params, state: State) -> _change.Plan:
     steps += _boot_service.plan_removal(_ovs_nat.unit(params), baseline.installed)
     steps += [
         _change.Step("remove_file", path, text, None)
-        for path, text in ((_dhcp.FILE, baseline.dhcp.text), (_ovs_nat.SYSCTL, baseline.sysctl))
+        for path, text in baseline.files.items()
         if text is not None
     ]
-    if baseline.dhcp.reservations:
-        steps.append(_change.Step("remove_folder", _dhcp.RESERVATIONS, "folder", None))
+    if baseline.reservations:
+        steps.append(_change.Step("remove_folder", _ovs_nat.RESERVATIONS, "folder", None))
     if baseline.live.nat:
         rule = _bridge.nat_rule(params["subnet"])
         steps.append(_change.Step("remove_nat", "nat rule", rule, None))
@@ -144,7 +143,7 @@ def _services(baseline: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step
     """
     steps = []
     now = {
-        "dnsmasq": baseline.dhcp.service,
+        "dnsmasq": baseline.dnsmasq,
         "openvswitch-switch": baseline.switch,
         "rshim": baseline.rshim,
     }

@@ -334,7 +334,6 @@ def _baseline(facts: Facts) -> Iterator[Item]:
     yield _given_back("network_service", "network")
     yield from _service(facts, "network_service", _boot_units.NETWORK.service)
     yield _gone("network_service", _boot_units.TELEMETRY.path)
-    yield _gone("network_service", _boot_units.UPKEEP.path)
     yield _gone("network_service", _telemetry_service.PRINCIPALS)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _gpu_services
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
+    _boot_units,
     _change,
     _host,
     _repairs,
@@ -115,10 +116,18 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
 
 
 def _start_guardians(done: list[str]) -> None:
-    for unit in _boot_service.stopped_guardians(enabled=False):
-        step = _change.Step("start_service", unit.service, "inactive", "active")
-        _boot_service.apply(unit, step)
-        done.append(f"{step.name} {step.subject}")
+    """Start the guardians that were stopped; systemd itself restarts those that fail or hang."""
+    units = [
+        unit
+        for unit in (_boot_units.NETWORK, _boot_units.FABRIC)
+        if _host.path(unit.path).exists() and _host.path(unit.settings_path).exists()
+    ]
+    states = _boot_service.services([unit.service for unit in units]) if units else {}
+    for unit in units:
+        if not states[unit.service].active:
+            step = _change.Step("start_service", unit.service, "inactive", "active")
+            _boot_service.apply(unit, step)
+            done.append(f"{step.name} {step.subject}")
 
 
 def _restore_network(network: Params, recorded: Params, done: list[str]) -> None:

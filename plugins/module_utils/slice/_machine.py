@@ -16,8 +16,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards, _qos
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt, _slots
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _domain,
+    _libvirt,
+    _qos,
+    _slots,
+)
 
 _STUCK = {
     "crashed": ("domain_crashed", "remove the VM (state=absent) after reading its QEMU log"),
@@ -192,12 +197,12 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("stop_domain", f"{name} power", state.life.name, "off"))
     elif state.pids:
         blockers.append(_orphan(name, state.pids))
-    if state.port is not None:
-        steps.append(_change.Step("remove_port", port, state.port, None))
-    # After the port, because limit and guard of a port that is there would be restored. A limit
-    # outlives the port and would limit a later VM of this allocation.
+    # It outlives the port and would limit a later VM of this allocation.
     if state.qos.rows:
         steps.append(_change.Step("remove_limit", f"{port} QoS", state.qos.document(), {}))
+    if state.port is not None:
+        steps.append(_change.Step("remove_port", port, state.port, None))
+    # After the port, because the guard of a port that is there would be restored.
     if state.flows:
         flows = sorted(flow.text() for flow in state.flows)
         steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
@@ -311,7 +316,6 @@ def _spec(params: _change.Params) -> _domain.Domain:
 
 
 def _guard(params: _change.Params) -> _flows.Guard:
-    limit = _qos.limit(params["spec"].get("mgmt_qos"))
     return _flows.check(
         _flows.Guard(
             allocation_id=params["allocation_id"],
@@ -319,7 +323,6 @@ def _guard(params: _change.Params) -> _flows.Guard:
             mac=params["spec"]["mac"],
             ip=params["ip"],
             address=params["bridge_address"],
-            **(limit.document() if limit else {}),
         )
     )
 

@@ -15,11 +15,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _guards, _qos, _refusals
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _guards, _refusals
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _domain,
     _libvirt,
+    _qos,
     _slots,
     _traces,
 )

@@ -66,7 +66,7 @@ class Collector:
     def __init__(self) -> None:
         self._channels: dict[str, _guest_values.Channel] = {}
 
-    def round(self, settings: Mapping[str, Any], turn: int) -> list[str]:
+    def round(self, settings: Mapping[str, Any], turn: int) -> Iterable[list[str]]:
         """One round of the service. It restores nothing, so it has no steps."""
         for channel in self._channels.values():
             channel.read()
@@ -75,7 +75,7 @@ class Collector:
             slices = measure(settings, problems)
             self._follow({key for key, values in slices.items() if values["state"] == "running"})
             self._write(slices, problems)
-        return []
+        return ()
 
     def _follow(self, running: set[str]) -> None:
         """Read the channels of these slices and no others."""
@@ -190,4 +190,4 @@ def boot(settings_path: str) -> int:
     os.chown(folder, 0, pwd.getpwnam(ACCOUNT).pw_gid)
     collector = Collector()
     _boot_service.notify("READY=1")
-    return _boot_service.watch(settings_path, [collector.round], trouble="no telemetry")
+    return _boot_service.watch(settings_path, collector.round, trouble="no telemetry")

@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows, _qos
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _libvirt, _relay
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _dnsmasq,
+    _libvirt,
+    _qos,
+    _relay,
+)
 
 # A port's name has room for 12 digits of the id, a cookie for 16. Fewer identify nothing.
 _LEAST_DIGITS = 12

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _qos
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slice_holdings
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos, _slice_holdings
 from ansible_collections.gpuaas.slice.plugins.modules import slice_holdings as module
 
 pytestmark = pytest.mark.covers("SLICE-8")

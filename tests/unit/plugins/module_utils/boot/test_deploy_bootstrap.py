@@ -76,7 +76,7 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
     parts = {part.name: part.params for part in _deploy_bootstrap.parts(server)}
     assert list(parts) == [
         "packages", "tuning", "gpu_services", "kernel", "libvirt", "fabric", "ipoib", "network",
-        "telemetry", "slice_mode", "upkeep",
+        "telemetry", "slice_mode",
     ]  # fmt: skip
     assert parts["packages"]["packages"] == [*_host_packages.REQUIRED, *server["packages"]]
     # Not every distribution has this package, and a host works without it.
@@ -473,6 +473,6 @@ def test_the_generated_file_stands_alone(tmp_path: Path) -> None:
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     steps = [words[2] for words in lines]
     assert steps[:3] == ["step=packages", "step=tuning", "step=gpu_services"]
-    assert steps[-2:] == ["step=slice_mode", "step=upkeep"]
+    assert steps[-1] == "step=slice_mode"
     assert {words[1] for words in lines} <= {"status=PASS", "status=PLANNED", "status=FAIL"}
     assert done.returncode == int(any("status=FAIL" in words for words in lines))

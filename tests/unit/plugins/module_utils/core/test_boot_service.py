@@ -225,7 +225,7 @@ def test_services_are_read_in_one_call(tree: Path, script: Any) -> None:
     script.on(*SHOW, "a.service", "b.service", out=answer)
     assert _boot_service.services(["a.service", "b.service"]) == {
         "a.service": _boot_service.Service(active=True, enabled=True, started_at=1700000000),
-        "b.service": _boot_service.Service(False, enabled=False, started_at=0, stopped=True),
+        "b.service": _boot_service.Service(active=False, enabled=False, started_at=0),
     }
     script.on(*SHOW, "c.service", "d.service", out=block("active", "enabled"))
     with pytest.raises(Refusal) as refused:

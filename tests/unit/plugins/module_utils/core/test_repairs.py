@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ class Over(Exception):
 def guard(*rounds: list[str]) -> None:
     """A guardian that needs these steps in its rounds."""
 
-    def restore(_settings: dict[str, Any], turn: int) -> list[str]:
+    def restore(_settings: dict[str, Any], turn: int) -> Iterator[list[str]]:
         if turn == len(rounds):
             raise Over
-        return rounds[turn]
+        yield rounds[turn]
 
     with pytest.raises(Over):
-        _boot_service.watch("/settings", [restore], trouble="", sleep=lambda _s: None)
+        _boot_service.watch("/settings", restore, trouble="", sleep=lambda _s: None)
 
 
 def test_a_guardians_repairs_are_counted_with_their_times(tree: Path) -> None:

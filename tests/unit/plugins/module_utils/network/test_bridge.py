@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
-    _boot_units,
     _change,
     _command,
     _host,
@@ -21,7 +19,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
     _guards,
-    _qos,
 )
 
 from tests.standin.switch import FEATURES, METER_FEATURES
@@ -53,7 +50,7 @@ class Network:
         self.switch = FakeSwitch()
         self.addresses: dict[str, list[str]] = {}
         self.rules = ["-P POSTROUTING ACCEPT"]
-        self.started: list[str] = []
+        self.dnsmasq = True
         self.write("proc/sys/net/ipv4/ip_forward", "0")
         self.write("run/openvswitch/db.sock", "")
         monkeypatch.setattr(_command, "run", self.run)
@@ -91,9 +88,10 @@ class Network:
             case ["sysctl", "-q", "-w", setting] if setting.startswith("net.netfilter."):
                 self.write(TABLE, setting.partition("=")[2])
             case ["systemctl", "show", *_]:
-                return _command.Result(0, "ActiveState=inactive\nUnitFileState=enabled\n", "")
-            case ["systemctl", "--no-block", "start", name]:
-                self.started.append(name)
+                active = "active" if self.dnsmasq else "inactive"
+                return _command.Result(0, f"ActiveState={active}\nUnitFileState=enabled\n", "")
+            case ["systemctl", "--no-block", "start", "dnsmasq.service"]:
+                self.dnsmasq = True
             case _:
                 raise AssertionError(f"unscripted command: {argv}")
         return _command.Result(0, "", "")
@@ -307,49 +305,6 @@ def test_the_watch_restores_what_is_lost_and_survives_a_switch_that_is_away(
     assert "database connection failed" in silent
 
 
-@pytest.mark.covers("SLICE-8")
-def test_the_watch_starts_the_upkeep_that_was_stopped_also_without_a_switch(
-    network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
-    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
-    for path in (_boot_units.UPKEEP.path, _boot_units.UPKEEP.settings_path):
-        _host.write(path, "{}")
-
-    def lose_switch() -> None:
-        monkeypatch.setattr(network.switch, "answer", lambda *_: (1, "", "no connection"))
-
-    boot(monkeypatch, lose_switch, *[lambda: None] * 4)
-    assert network.started == [_boot_units.UPKEEP.service]
-
-
-@pytest.mark.covers("HOST-7", "SLICE-8")
-def test_the_watch_restores_a_lost_rate_limit(
-    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of a port which is there, and only where the guard has one."""
-    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
-    limited = replace(GUARD, rate_kbps=1000, burst_kb=100)
-    held: dict[str, _qos.Limit] = {}
-
-    def restore(allocation: str, limit: _qos.Limit) -> bool:
-        return held.get(allocation) != held.setdefault(allocation, limit)
-
-    monkeypatch.setattr(_qos, "restore", restore)
-    _guards.save(limited)
-    _guards.save(replace(GUARD, allocation_id=ALLOCATION.replace("2", "3")))
-    boot(monkeypatch)
-    assert held == {}, "the guest is off"
-    monkeypatch.setattr(_flows, "port_number", lambda port: 7 * (port == GUARD.port))
-    monkeypatch.setattr(_guards, "restore", lambda *_args, **_options: [])
-    boot(monkeypatch, *[held.clear] * 5)
-    assert held == {ALLOCATION: _qos.Limit(1000, 100)}
-    assert capsys.readouterr().out.count(f"restored: limit_port {GUARD.port}") == 2
-    _guards.save(GUARD)
-    held.clear()
-    assert _guards.restore_limits() == []
-
-
 @pytest.mark.covers("HOST-7")
 def test_the_watch_loads_the_firewall_again_within_five_rounds(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -363,20 +318,22 @@ def test_the_watch_loads_the_firewall_again_within_five_rounds(
 def test_the_watch_brings_back_the_way_out_within_five_rounds(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NAT flushed, forwarding off, the bridge's address gone: nobody looks."""
+    """NAT flushed, forwarding off, the bridge's address gone, dnsmasq stopped: nobody looks."""
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
 
     def lose_all() -> None:
         network.rules.clear()
         network.addresses.clear()
         network.write("proc/sys/net/ipv4/ip_forward", "0")
+        network.dnsmasq = False
 
     boot(monkeypatch, lose_all, *[lambda: None] * 4)
-    assert network.rules == [RULE]
+    assert (network.rules, network.dnsmasq) == ([RULE], True)
     assert network.addresses == {"ovsbr0": ["10.100.0.1/24"]}
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
-        "restored: address_interface ovsbr0, forward_ipv4 net.ipv4.ip_forward, add_nat nat rule"
+        "restored: address_interface ovsbr0, forward_ipv4 net.ipv4.ip_forward, add_nat nat rule, "
+        "start dnsmasq.service"
     ]
 
 
@@ -395,7 +352,7 @@ def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
 
     monkeypatch.setattr(_boot_service, "boot", late)
     boot(monkeypatch)
-    assert {("READY=1", True), ("WATCHDOG=1", True)} == {*there}
+    assert there == [("READY=1", True), ("WATCHDOG=1", True)]
     assert network.addresses["tmfifo_net0"] == ["192.168.100.1/30"]
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"done: {', '.join(BUILT)}"

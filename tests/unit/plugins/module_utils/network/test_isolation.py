@@ -339,7 +339,7 @@ def test_a_host_that_lost_the_way_out_gets_it_back(rig: Rig) -> None:
     rig.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
     rig.run(["ip", "address", "flush", "dev", "ovsbr0"])
     rig.read_kernel()
-    done = [text.split()[0] for text in _bridge.restore(rigs.NETWORK)]
+    done = [text.split()[0] for text in _bridge.restore_live(rigs.NETWORK)]
     # The guards name the host's addresses, so they follow the bridge's.
     assert [name for name in done if name != "guard_port"] == [
         "address_interface", "forward_ipv4", "add_nat",

@@ -124,7 +124,7 @@ def theirs(rig: Rig) -> list[str]:
 def guardian(rig: Rig) -> list[str]:
     """Steps of the guardian's round that restores the network."""
     rig.read_kernel()
-    return [step.split()[0] for step in _bridge.restore(NETWORK)]
+    return [step.split()[0] for step in _bridge.restore_live(NETWORK)]
 
 
 def reaches(rig: Rig, place: str, server: tuple[str, str, int], address: tuple[str, int]) -> bool:

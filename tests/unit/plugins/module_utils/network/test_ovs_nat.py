@@ -18,7 +18,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
-    _dhcp,
     _guards,
     _ovs_nat,
     _start_hook,
@@ -73,7 +72,7 @@ class Systemd:
             self.active[argv[-1]] = self.clock
         if argv == ["systemctl", "restart", UNIT]:
             # As its ExecStartPost does, without waiting.
-            self.active.pop(_dhcp.SERVICE, None)
+            self.active.pop(_ovs_nat.DHCP, None)
         return _command.Result(0, "", "")
 
     def _shown(self, name: str) -> str:
@@ -112,7 +111,7 @@ def test_installs_everything_once(systemd: Systemd) -> None:
     outcome = drive()
     assert outcome.failure is None
     assert outcome.done == [
-        "remember_before", "make_folder", "write_configuration", "write_file", "install_service",
+        "remember_before", "make_folder", "write_file", "write_file", "install_service",
         "start_service", "enable_dnsmasq", "restart_dnsmasq",
     ]  # fmt: skip
     assert _host.read(_ovs_nat.SYSCTL) == "net.ipv4.ip_forward = 1"
@@ -144,8 +143,8 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
 def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:
     systemd.accepts = False
     outcome = drive()
-    assert outcome.failed_step == "write_configuration"
-    assert _host.read(_dhcp.FILE) is None
+    assert outcome.failed_step == "write_file"
+    assert _host.read(_ovs_nat.DNSMASQ) is None
 
 
 def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
@@ -158,16 +157,16 @@ def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
 def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
     """Its file returns with every upgrade; dnsmasq does not start with both words."""
     drive()
-    assert "bind-dynamic" in (_host.read(_dhcp.FILE) or "").splitlines()
+    assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
     _host.write("/etc/dnsmasq.d/libvirt-daemon", "bind-interfaces\nexcept-interface=virbr0\n")
     assert drive().changed
-    lines = (_host.read(_dhcp.FILE) or "").splitlines()
+    lines = (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
     assert "bind-interfaces" in lines and "bind-dynamic" not in lines
     assert not drive().changed
     _host.write("/etc/dnsmasq.d/libvirt-daemon", "# bind-interfaces\n")
     _host.write("/etc/dnsmasq.d/site.conf.dpkg-old", "bind-interfaces\n")
     drive()
-    assert "bind-dynamic" in (_host.read(_dhcp.FILE) or "").splitlines()
+    assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
 
 
 def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> None:
@@ -177,6 +176,8 @@ def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> N
     texts = dict(_boot_service.sources("network._bridge"))
     # The unit itself, which is data here: what `unit` above is.
     assert unit.order == _boot_units.NETWORK.order and texts.pop("core._boot_units")
+    # The watch starts it again, without waiting.
+    assert '["systemctl", "--no-block", "start", DHCP]' in texts.pop("network._bridge")
     assert all("dnsmasq.service" not in text for text in texts.values())
 
 

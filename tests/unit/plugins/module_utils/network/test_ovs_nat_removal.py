@@ -17,7 +17,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
-    _dhcp,
     _host_filter,
     _ovs_nat,
     _ovs_nat_removal,
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.covers("HOST-15", "HOST-6")
 PARAMS = {
     "bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24", "tmfifo": False,
 }  # fmt: skip
-SWITCH, DHCP = _ovs_nat.SWITCH, _dhcp.SERVICE
+SWITCH, DHCP = _ovs_nat.SWITCH, _ovs_nat.DHCP
 RULE = _bridge.nat_rule("10.100.0.0/24")
 
 
@@ -221,7 +220,7 @@ def test_a_host_that_never_had_a_baseline_keeps_its_services(host: Host, tree: P
 def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> None:
     establish()
     host.bridges["ovsbr0"] = {"gs0f8fad5bd9cb": 1}
-    host.write(f"{_dhcp.RESERVATIONS}/0f8f".lstrip("/"), "52:54:00:00:00:01,10.100.0.10\n")
+    host.write(f"{_ovs_nat.RESERVATIONS}/0f8f".lstrip("/"), "52:54:00:00:00:01,10.100.0.10\n")
     host.calls.clear()
     failure = remove().failure
     assert failure is not None and failure.code == "network_in_use"

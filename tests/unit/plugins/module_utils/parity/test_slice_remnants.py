@@ -29,13 +29,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _pref
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _host_filter,
-    _qos,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_remnants,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos, _traces
 from ansible_collections.gpuaas.slice.plugins.modules import slice_remnants
 
 bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]

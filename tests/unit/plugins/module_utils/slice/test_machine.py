@@ -20,10 +20,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
     _guards,
-    _qos,
     _start_hook,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt, _machine
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _domain,
+    _libvirt,
+    _machine,
+    _qos,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm_info
 
@@ -132,18 +136,14 @@ def test_a_limit_holds_before_the_guest_runs_and_is_kept() -> None:
     assert steps(NOTHING, spec=spec)[1:] == [*START[:2], "limit_port", "resume_domain"]
     # The limit that an earlier VM left behind does not apply to the port of this VM.
     assert "limit_port" in steps(replace(NOTHING, qos=LIMITED), spec=spec)
-    kept = replace(RUNNING, kept=replace(GUARD, rate_kbps=1000, burst_kb=100))
-    assert steps(replace(kept, qos=LIMITED), spec=spec) == []
-    assert steps(kept, spec=spec) == ["limit_port"]
-    # The network's guardian restores the limit that is kept with the guard.
-    assert steps(replace(RUNNING, qos=LIMITED), spec=spec) == ["guard_port"]
+    assert steps(replace(RUNNING, qos=LIMITED), spec=spec) == []
+    assert steps(RUNNING, spec=spec) == ["limit_port"]
     assert steps(replace(RUNNING, qos=LIMITED)) == ["limit_port"]
 
 
 @pytest.mark.covers("HOST-7")
-def test_a_limit_goes_after_its_port_and_without_it() -> None:
-    """Before, the network's guardian would restore it."""
-    both = ["stop_domain", "remove_port", "remove_limit", "remove_flows"]
+def test_a_limit_goes_before_its_port_and_without_it() -> None:
+    both = ["stop_domain", "remove_limit", "remove_port", "remove_flows"]
     assert steps(replace(RUNNING, qos=LIMITED), state="stopped") == both
     assert steps(replace(NOTHING, qos=_qos.State(rows=("row",))), state="absent") == [
         "remove_limit"
@@ -267,9 +267,7 @@ class Host:
     def resume(self, _name: str) -> None:
         self.acts.append("resume")
         assert self.flows, "a guest must not run before its port is guarded"
-        kept = _guards.saved(ONE)
-        unlimited = replace(kept, rate_kbps=0, burst_kb=0) if kept else None
-        assert unlimited == GUARD, "a guard that no restart of the switch outlives"
+        assert _guards.saved(ONE) == GUARD, "a guard that no restart of the switch outlives"
         firewall = _firewall.installed() or ""
         assert GUARD.mac in firewall, "a guest that the firewall lets have no address"
         self.life = Life("running")

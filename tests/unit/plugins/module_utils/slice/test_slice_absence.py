@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows, _qos
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _libvirt,
+    _qos,
     _slice_absence,
     _slots,
 )

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _qos
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _qos
 
-pytestmark = [pytest.mark.covers("HOST-7"), pytest.mark.usefixtures("tree")]
+pytestmark = pytest.mark.covers("HOST-7")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 PORT = _object_names.port_name(ONE)
@@ -134,20 +134,3 @@ def test_rows_of_slices_are_listed_with_their_allocation(script: Any) -> None:
     text = json.dumps({"data": data, "headings": ["_uuid", "external_ids"]}) + "\n"
     script.on(*argv, "list", "QoS", out=text)
     assert _qos.rows() == {"row-1": "23bd713b-6073-4ef7-8a51-2897e902365d"}
-
-
-def test_only_a_lost_limit_is_set_again(script: Any) -> None:
-    script.on(*LOOK, out=f"{port(1000, 100, ROW)}\n{rows((ROW, ONE))}\n")
-    assert not _qos.restore(ONE, LIMIT)
-    assert len(script.calls) == 1
-    script.answers.clear()
-    script.on(*LOOK, out=f"{port()}\n{rows()}\n")
-    script.on(
-        "ovs-vsctl", "--timeout=30",
-        "--", "set", "Interface", PORT, "ingress_policing_rate=1000", "ingress_policing_burst=100",
-        "--", "--if-exists", "clear", "Port", PORT, "qos",
-        "--", "--id=@limit", "create", "QoS", "type=linux-htb",
-        "other_config:max-rate=1000000", f"external_ids:gpuaas-allocation={ONE}",
-        "--", "set", "Port", PORT, "qos=@limit",
-    )  # fmt: skip
-    assert _qos.restore(ONE, LIMIT)

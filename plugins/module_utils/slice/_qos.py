@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _command,
-    _host,
-    _object_names,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 
 LABEL = "gpuaas-allocation"
 _SHAPER = "linux-htb"
@@ -125,25 +120,6 @@ def rows() -> dict[str, str]:
 
 def install(allocation_id: str, requested: Limit | None) -> None:
     """Set or remove the port's limit in one transaction of the switch's database."""
-    with _one_writer():
-        _install(allocation_id, requested)
-
-
-def restore(allocation_id: str, limit: Limit) -> bool:
-    """Set the port's limit again if it differs; whether it did."""
-    with _one_writer():
-        if observe(allocation_id).holds(limit):
-            return False
-        _install(allocation_id, limit)
-        return True
-
-
-def _one_writer() -> AbstractContextManager[None]:
-    """One process at a time replaces rows, so that no second row of an allocation is left."""
-    return _host.locked("/run/gpuaas/limits", mode=0o700)
-
-
-def _install(allocation_id: str, requested: Limit | None) -> None:
     port = _object_names.port_name(allocation_id)
     argv = ["ovs-vsctl", "--timeout=30"]
     if requested is None:
