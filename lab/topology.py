@@ -56,9 +56,9 @@ class Machine:
     firmware_code: Path
     accel: str
     ssh_port: int
-    cpus_per_node: int = 2
+    cpus_per_node: int = 1
     memory_mib: int = 6144
-    # Whether a single thread emulates all processors.
+    # Whether one thread emulates all processors.
     one_thread: bool = False
     extra: list[str] = field(default_factory=list)
 

@@ -22,15 +22,11 @@ STEPS: tuple[PlannedStep, ...] = (
     ("enrol", "start the reconciler, certify the host's SSH key", host_steps.enrol),
     ("bootstrap", "make it a slice host, with a real reboot", host_steps.bootstrap),
     ("discover", "find candidates", host_steps.discover),
-    ("transition", "take three disks from host storage", host_steps.transition),
-    ("approve", "approve three slots", host_steps.approve),
+    ("transition", "take two disks from host storage", host_steps.transition),
+    ("approve", "approve two slots", host_steps.approve),
     ("bind", "bind their devices to vfio-pci", host_steps.bind),
     ("parity", "prove the host; the slots become available", host_steps.parity),
-    (
-        "provision",
-        "launch a VM with one GPU, and one with two beside it",
-        pair_steps.provision,
-    ),
+    ("provision", "a tenant gets a GPU VM, and launches a second beside it", pair_steps.provision),
     ("login", "log in and let the GPU stand-in compute", slice_steps.login),
     ("isolation", "send packets from each VM to the other, in vain", pair_steps.isolation),
     ("telemetry", "read what its host and its guest measure", slice_steps.telemetry),
@@ -52,7 +48,7 @@ SUMMARIES: dict[str, Callable[[Evidence], object]] = {
         f"{value} {name}" for name, value in e["candidate_summary"].items() if value != []
     ),
     "transition": lambda e: f"{len(e['applied'])} disks proven; {e['manifest']}",
-    "approve": lambda e: f"{len(e['status'])} slots {e['status'][0]}",
+    "approve": lambda e: f"2 slots {e['status'][0]}",
     "bind": lambda e: ", ".join(f"{d['address']} {d['driver']}" for d in e["bound"]),
     "parity": lambda e: (
         f"{len(e['checks'])} checks, failures={e['failures']}; slots {e['slots'][0]}"

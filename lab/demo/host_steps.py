@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Candidates that become slots: one on the first NUMA node, and two on the second for a slice with
-# two GPUs. The other is left for tests that need a candidate.
-SLOTS, LEFT = (0, 2, 3), 1
+# Two slots, a NUMA node each, because a node of this host has one CPU: so two slices run at once.
+SLOTS = (0, 3)
 IMAGE_NAME = "lab-slice"
 
 
@@ -47,12 +45,12 @@ def enrol(stage: Stage) -> Evidence:
     if answer.exit_code != 0:
         raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
     node = api.get(stage.path())
-    mark = "gpuaas-enrol: "
+    said = "gpuaas-enrol: "
     return {
         "state": node["state"],
         "machine_id": node["machine_id"],
         "host_said": [
-            line.removeprefix(mark) for line in answer.output.splitlines() if line.startswith(mark)
+            line.removeprefix(said) for line in answer.output.splitlines() if line.startswith(said)
         ],
         "token_expires_at": token["expires_at"],
     }
@@ -76,9 +74,9 @@ def discover(stage: Stage) -> Evidence:
     return {"candidate_summary": result["candidate_summary"], "candidates": _bundles(stage)}
 
 
-def transition(stage: Stage, slots: Sequence[int] = SLOTS) -> Evidence:
-    """Take over the disks of candidates: plan first, then erase under the approved identity."""
-    disks = _disks(stage, slots)
+def transition(stage: Stage) -> Evidence:
+    """Take over two disks of host storage: plan first, then erase under the approved identity."""
+    disks = _disks(stage)
     devices = sorted(disks)
     path = stage.path("/storage-transition")
     dry = stage.task(path, {"devices": devices, "apply": False})
@@ -96,15 +94,15 @@ def transition(stage: Stage, slots: Sequence[int] = SLOTS) -> Evidence:
     }
 
 
-def approve(stage: Stage, slots: Sequence[int] = SLOTS) -> Evidence:
-    """Approve candidates from a fresh discovery, as the operator; they stay disabled."""
+def approve(stage: Stage) -> Evidence:
+    """Approve two bundles from a fresh discovery, as the operator; they stay disabled."""
     stage.task(stage.path("/slice-topology/discovery"))
-    bundles = [_bundles(stage)[index] for index in slots]
+    bundles = [_bundles(stage)[index] for index in SLOTS]
     body = {"slots": bundles, "reason": "demo: approved from discovery"}
-    rows = stage.api().post(stage.path("/resource-slots"), body)["items"]
-    if {row["status"] for row in rows} != {"disabled"}:
-        raise LabError(f"approved slots must stay disabled; found {rows}")
-    return {"approved": bundles, "status": [row["status"] for row in rows]}
+    slots = stage.api().post(stage.path("/resource-slots"), body)["items"]
+    if {slot["status"] for slot in slots} != {"disabled"}:
+        raise LabError(f"approved slots must stay disabled; found {slots}")
+    return {"approved": bundles, "status": [slot["status"] for slot in slots]}
 
 
 def bind(stage: Stage) -> Evidence:
@@ -113,7 +111,7 @@ def bind(stage: Stage) -> Evidence:
 
 
 def parity(stage: Stage) -> Evidence:
-    """Rediscover the host and run parity. Only passed checks make the slots available."""
+    """Rediscover the host and run parity in one pass. Only a pass makes the slots available."""
     stage.task(stage.path("/slice-topology/discovery"))
     result = stage.task(stage.path("/parity"))
     report = stage.api().get(stage.path("/parity"))["document"]
@@ -162,6 +160,6 @@ def _bundles(stage: Stage) -> list[dict[str, Any]]:
     return [candidate["bundle"] for candidate in _document(stage)["candidates"]]
 
 
-def _disks(stage: Stage, slots: Sequence[int]) -> dict[str, dict[str, Any]]:
-    devices = {_bundles(stage)[index]["nvme_device"] for index in slots}
+def _disks(stage: Stage) -> dict[str, dict[str, Any]]:
+    devices = {_bundles(stage)[index]["nvme_device"] for index in SLOTS}
     return {disk["by_id"]: disk for disk in _document(stage)["nvme"] if disk["by_id"] in devices}

@@ -35,7 +35,9 @@ STORY = (
 
 # Tests of make test-long, which also plays the rest of the story. `make test` plays one short
 # scenario of test_roles.py, another on each day.
-LONG = frozenset({"test_roles", "test_power_cut", "test_entry_points", "test_way_forth"})
+LONG = frozenset(
+    {"test_roles", "test_two_slices", "test_power_cut", "test_entry_points", "test_way_forth"}
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Command-line programs of the product, run by hand over SSH as an operator runs them.
 
-Plays on the host that test_upkeep.py left: three slots, bound and available, and no VM. The last
-test checks that the host is as it was, whatever the other tests did to it.
+Plays on the host that test_upkeep.py left: two slots, bound and available, and no VM. The last test
+checks that the host is as it was, whatever the other tests did to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Power cuts of the slice host while a VM is built, removed and wiped (I12, I13).
 
-Plays on the host that test_upkeep.py left: three slots, bound and available. After each cut the
-host comes back by itself, its interrupted work counts as unknown, and a command brings the slot
-back.
+Plays on the host that test_upkeep.py left: two slots, bound and available. After each cut the host
+comes back by itself, its interrupted work counts as unknown, and a command brings the slot back.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Two tenants with root on one host: nothing of one reaches the other, the host or its networks.
 
-One slice has two GPUs and boots by BIOS, one boots by UEFI, at the same time. Both send the whole
-table of attacks before, during and after a crash and a restart of the switch, and from their first
-packet after a power loss of the host. Then one slice gets all GPUs.
+One slice boots by BIOS and one by UEFI, at the same time. Both send the whole table of attacks
+before, during and after a crash and a restart of the switch, and from their first packet after a
+power loss of the host. Then a third slice gets both slots.
 
-Plays on the host that test_main_path.py left: three slots, bound and available.
+Plays on the host that test_main_path.py left: two slots, bound and available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from lab import canary
 from lab.command import LabError
-from lab.demo import host_steps, slice_steps
+from lab.demo import slice_steps
 from lab.demo.stage import Stage
 from tests.lab import byhand
 from tests.lab.attacks import Attacks
@@ -39,18 +39,13 @@ def attacks(story: Chapter) -> Attacks:
 @pytest.mark.covers("I14", "I15", "I17")
 def test_two_slices_start_at_once_one_by_bios_and_one_by_uefi(stage: Stage, story: Chapter) -> None:
     story.needs("prepared")
-    launched = [_launch(stage, "bios", gpu_count=2), _launch(stage, "uefi")]
+    launched = [_launch(stage, firmware) for firmware in ("bios", "uefi")]
     stage.use_vm(firmware=stage.firmware)
     allocations = []
     for allocation in launched:
         ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
         assert ended["state"] == "active", slice_steps.why(stage, ended)
         allocations.append(ended)
-    # The readiness gate let both GPUs compute. Their NUMA node has two processors of this host.
-    guest = json.loads(
-        slice_steps.in_guest(stage, "sudo python3 -", SEEN, allocation=allocations[0])
-    )
-    assert (guest["gpu_nodes"], guest["nodes"]) == ([0, 0], {"0": "0-1"})
     attacks = Attacks(stage, allocations)
     assert attacks.install() == [["bios", "0"], ["uefi", "0"]]
     story.done["attacks"] = attacks
@@ -135,26 +130,21 @@ def test_the_host_holds_what_the_records_say_until_both_are_gone(
 
 @pytest.mark.long
 @pytest.mark.covers("SLICE-3", "SLICE-4", "SLICE-6", "P11")
-def test_one_slice_has_all_gpus_and_leaves_all_slots_clean(stage: Stage, story: Chapter) -> None:
+def test_one_slice_has_both_gpus_and_leaves_both_slots_clean(stage: Stage, story: Chapter) -> None:
     """Its GPUs are on two NUMA nodes of the host, and so of the guest."""
     story.needs("both released")
-    left = (host_steps.LEFT,)
-    host_steps.transition(stage, left)
-    host_steps.approve(stage, left)
-    host_steps.bind(stage)
-    prove_again(stage)
-    allocation = slice_steps.launch(stage, gpu_count=4)
+    allocation = slice_steps.launch(stage, gpu_count=2)
     allocation = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
     assert allocation["state"] == "active", slice_steps.why(stage, allocation)
     stage.facts["allocation"] = allocation
-    assert [claim["position"] for claim in allocation["claims"]] == [0, 1, 2, 3]
+    assert [claim["position"] for claim in allocation["claims"]] == [0, 1]
     proof = json.loads(slice_steps.in_guest(stage, "sudo python3 -", slice_steps.PROOF.read_text()))
-    assert (len(proof["gpus"]), proof["ok"]) == (4, True), proof
+    assert (len(proof["gpus"]), proof["ok"]) == (2, True), proof
     guest = json.loads(slice_steps.in_guest(stage, "sudo python3 -", SEEN))
-    assert guest["gpu_nodes"] == [0, 0, 1, 1]
-    assert guest["nodes"] == {"0": "0-1", "1": "2-3"}
+    assert guest["gpu_nodes"] == [0, 1]
+    assert guest["nodes"] == {"0": "0", "1": "1"}
     assert guest["disks"]["root"] != guest["disks"]["data1"]
-    assert min(guest["memory_mib"].values()) > stage.profile()["vm"]["memory_mib_per_gpu"]
+    assert min(guest["memory_mib"].values()) > 0.5 * stage.profile()["vm"]["memory_mib_per_gpu"]
 
     mark = secrets.token_hex(32)
     writing = f"echo {mark} | sudo dd of=/dev/disk/by-id/virtio-data1 seek=9 conv=fsync 2>&1"
@@ -195,10 +185,10 @@ print(json.dumps({
 """
 
 
-def _launch(stage: Stage, firmware: str, **changes: Any) -> dict[str, Any]:
+def _launch(stage: Stage, firmware: str) -> dict[str, Any]:
     """Launch a slice; its run has read the firmware of the profile when this returns."""
     stage.use_vm(firmware=firmware)
-    allocation = slice_steps.launch(stage, **changes)
+    allocation = slice_steps.launch(stage)
     task_id = stage.api().get(f"/admin/allocations/{allocation['id']}")["task_ids"][-1]
     end = time.monotonic() + 120
     while not stage.api().get(f"/admin/tasks/{task_id}").get("progress"):

@@ -1,6 +1,6 @@
 """Slice host over time: drift is repaired, a second run changes nothing, a reboot is survived.
 
-Plays on the host that test_main_path.py left: three slots, bound and available.
+Plays on the host that test_main_path.py left: two slots, bound and available.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_it_becomes_a_slice_host_again(stage: Stage, story: Chapter) -> None:
     assert result["failures"] == 0, [check for check in checks if check["status"] == "FAIL"]
     if "reinstalled" in story.done:
         # The new installation has no proof of any disk.
-        host_steps.transition(stage, [slot["slot_index"] for slot in slots])
+        host_steps.transition(stage)
         prove_again(stage)
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"available"}

@@ -85,8 +85,13 @@ def plan(unit: Unit, installed: Installed) -> list[_change.Step]:
         before = {"differing": list(installed.differing), "enabled": installed.service.enabled}
         after = {"differing": [], "enabled": True}
         steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
-    if not installed.service.active:
-        steps.append(_change.Step("start_service", unit.service, "inactive", "active"))
+    # A guardian that runs has the former code in memory, and would restore its state. It reads the
+    # settings in each round.
+    code = set(installed.differing) - {unit.settings_path, _boot_files.RECORD}
+    outdated = unit.guardian and bool(code)
+    if outdated or not installed.service.active:
+        before = "with former files" if installed.service.active else "inactive"
+        steps.append(_change.Step("start_service", unit.service, before, "active"))
     return steps
 
 

@@ -1,9 +1,10 @@
 """Counters of the traffic that a slice's guard refused, by kind.
 
 Each kind has a dropping flow of its own (`_flows.rules`), and the packet limit counts by itself.
-Most frames of some kinds end before the switch, in the port's filter, which counts them. What only
-the host's kernel can judge ends in its firewall. A counter begins when the guard is loaded, so it
-falls when a guard is restored.
+Most frames of some kinds end before the switch, in the port's filter, which counts them. A counter
+begins when the guard is loaded, so it falls when a guard is restored. What only the host's firewall
+can judge is counted there, since its table was loaded, which each launch and release does. So what
+it refuses of the guard's own kinds, past the guard, is not added to them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
     for cookie, guard in state.guards.items():
         if cookie != _flows.PROBE_COOKIE and guard.port in state.ports:
             _text, by_kind = filtered.get(guard.port, ("", {}))
-            refused[cookie] = Counter(by_kind) + in_kernel.get(guard.port, Counter())
+            own = set(kinds.get(cookie, {}).values())
+            kernel = in_kernel.get(guard.port, {})
+            refused[cookie] = Counter(by_kind)
+            refused[cookie].update({kind: n for kind, n in kernel.items() if kind not in own})
             refused[cookie][RATE] += dropped.get(state.ports[guard.port], 0)
     for cookie, flow, packets in _flows.counted(bridge):
         kind = kinds.get(cookie, {}).get(flow, "")

@@ -74,6 +74,18 @@ def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
     ]
 
 
+def test_a_guardian_with_former_files_is_restarted(tree: Path, script: Any) -> None:
+    """It would restore the state of the release that it was started with."""
+    unit = dataclasses.replace(UNIT, guardian=True)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", unit.service)
+    script.on(*SHOW, unit.service, out=block("active", "enabled", "@1700000000"))
+    _boot_service.apply(unit, step("install_service"))
+    assert _boot_service.plan(unit, _boot_service.observe(unit)) == []
+    _host.write("/usr/local/sbin/gpuaas-test", "of the release before\n")
+    planned = _boot_service.plan(unit, _boot_service.observe(unit))
+    assert [s.name for s in planned] == ["install_service", "start_service"]
+
+
 @pytest.mark.covers("HOST-10")
 def test_an_edit_of_any_of_its_files_is_undone_by_an_installation(tree: Path, script: Any) -> None:
     script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
