@@ -38,6 +38,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory, package: Path) -> Iterator
     with booted(folder / "machine", {package.parent: "/opt/package"}) as machine:
         # A container image forbids packages to start services; a server does not.
         machine.run("rm", "-f", "/usr/sbin/policy-rc.d")
+        # It shows this machine's files, on which modules of the collection may have run.
+        machine.run("rm", "-rf", "/var/lib/gpuaas", "/etc/gpuaas", "/run/gpuaas")
         yield machine
 
 

@@ -153,6 +153,7 @@ def infer(stack: Stack, member: Watch) -> None:
         (at, JOB),
         (f"{at}/batch", {"jobs": [JOB]}),
         (at, JOB | {"model": "none"}),
+        ("jobs", JOB),
         (f"{at}/dlq/reprocess", {"sample": 1}),
     ):
         member.ask("POST", path, json=body)

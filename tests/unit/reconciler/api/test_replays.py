@@ -68,6 +68,7 @@ OTHER = {
     "allocations_create": {"hostname": "other"},
     "apps_create": {"name": "other"},
     "jobs_create": {"priority": 9},
+    "jobs_create_own": {"priority": 9},
     "jobs_create_together": {"jobs": [JOB, JOB]},
 }
 
@@ -309,6 +310,7 @@ ROWS = {
     "node_state_retire": _after("drain", "maintain"),
     "jobs_cancel": _job({}, queued=True),
     "jobs_create": _job(JOB),
+    "jobs_create_own": _job(JOB),
     "jobs_create_together": _job({"jobs": [JOB]}),
     "jobs_reprocess": _job({"sample": 1}, dead=True),
     "node_work_bind": on(),

@@ -50,6 +50,7 @@ NOT_OFFERED = {
     "POST /nodes/{}/enrol": "hosts call it",
     "POST /admin/ssh-sessions/{}/replay": "its answer is a file, which `gpuaas ssh-replay` writes",
     "POST /projects/{}/jobs": "programs send jobs, and `gpuaas jobs`",
+    "POST /jobs": "as above",
     "POST /projects/{}/jobs/batch": "as above",
     "POST /projects/{}/jobs/{}/cancel": "as above",
     "POST /nodes/{}/userdata": "machines that MAAS installs call it",

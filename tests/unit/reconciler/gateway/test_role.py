@@ -275,7 +275,13 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
         assert conn.execute("SELECT name FROM settings").fetchall() == [("ssh_authorities",)]
         # Nor does it hold up the start of the service, or a terminal in a browser.
         conn.execute(own.format("gateway", -1e6))
-        conn.execute("UPDATE ssh_sessions SET seen_at = 1 WHERE id = 'terminal1'")
+        # Values that no reader of a session takes, and a session that fell silent long ago.
+        update = "UPDATE ssh_sessions SET {} WHERE id = 'terminal1'"
+        for change in ("seen_at = 1", "closed_at = 'infinity'", "bytes_in = -1"):
+            assert "row-level security" in tried(conn, update.format(change)), change
+        assert "row-level security" in tried(conn, session.format("x", 1))
+        with transaction(engine) as service:
+            service.exec_driver_sql(update.format("seen_at = 1"))
         conn.execute("BEGIN")
         conn.execute("SELECT id FROM service_processes FOR UPDATE")
         conn.execute("SELECT id FROM ssh_sessions FOR UPDATE")
@@ -286,6 +292,7 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
             service.exec_driver_sql("SET LOCAL lock_timeout = '1s'")
             ssh_sessions.take_turn(service, "demo")
             ssh_sessions.report(service, {browser: (1, 1)})
+            assert ssh_sessions.close_silent(service) == 0
             leader.record_process(service, "next", ["api"], host="", pid=1, version="")
     beats.stop()
 
