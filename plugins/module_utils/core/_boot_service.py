@@ -90,8 +90,8 @@ def plan(unit: Unit, installed: Installed) -> list[_change.Step]:
     code = set(installed.differing) - {unit.settings_path, _boot_files.RECORD}
     outdated = unit.guardian and bool(code)
     if outdated or not installed.service.active:
-        before = "with former files" if installed.service.active else "inactive"
-        steps.append(_change.Step("start_service", unit.service, before, "active"))
+        state = "with former files" if installed.service.active else "inactive"
+        steps.append(_change.Step("start_service", unit.service, state, "active"))
     return steps
 
 

@@ -38,9 +38,10 @@ def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
         if cookie != _flows.PROBE_COOKIE and guard.port in state.ports:
             _text, by_kind = filtered.get(guard.port, ("", {}))
             own = set(kinds.get(cookie, {}).values())
-            kernel = in_kernel.get(guard.port, {})
             refused[cookie] = Counter(by_kind)
-            refused[cookie].update({kind: n for kind, n in kernel.items() if kind not in own})
+            for kind, packets in in_kernel.get(guard.port, Counter()).items():
+                if kind not in own:
+                    refused[cookie][kind] += packets
             refused[cookie][RATE] += dropped.get(state.ports[guard.port], 0)
     for cookie, flow, packets in _flows.counted(bridge):
         kind = kinds.get(cookie, {}).get(flow, "")
