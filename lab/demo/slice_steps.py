@@ -90,9 +90,9 @@ def telemetry(stage: Stage) -> Evidence:
     """
     path = f"/projects/{stage.facts['project']}/allocations/{stage.facts['allocation']['id']}"
     end = time.monotonic() + TELEMETRY_S
+    counters = ("sent_bytes", "disk_read_bytes")
     while True:
         latest = stage.api().get(f"{path}/telemetry")["latest"]
-        counters = ("sent_bytes", "disk_read_bytes")
         if latest and latest["guest"] and all(latest["host"][name] for name in counters):
             evidence: Evidence = latest
             return evidence

@@ -527,7 +527,7 @@ def extend_deadlines(conn: sa.Connection, task: Task) -> None:
 def _extend(
     conn: sa.Connection, table: sa.Table, until: float, *only: sa.ColumnElement[bool]
 ) -> None:
-    # States without a limit have no deadline, and the condition leaves them without a deadline.
+    # The condition is never true of a state without a limit, which has no deadline.
     later = sa.update(table).where(*only, table.c.deadline_at < until)
     conn.execute(later.values(deadline_at=until))
 
