@@ -23,6 +23,8 @@ import pytest
 
 LAB = "tests/lab/"
 MARK = "SLICE_TEST_SESSION"
+# Set in the workers of pytest-xdist; their reports reach this plugin in the controller.
+PYTEST_WORKER = "PYTEST_XDIST_WORKER"
 # For a server that writes something down before it ends.
 _GRACE_S = 5.0
 
@@ -30,6 +32,12 @@ _GRACE_S = 5.0
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ[MARK] = str(uuid.uuid4())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure when it happens: a session that is cut off has no summary."""
+    if report.failed and PYTEST_WORKER not in os.environ:
+        print(f"\n{report.nodeid}: {report.longreprtext}", flush=True)
 
 
 @pytest.hookimpl(optionalhook=True)

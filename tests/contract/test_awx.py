@@ -152,6 +152,7 @@ def test_schedules_start_what_they_name(imported: Import) -> None:
     assert netbox["extra_data"]["gpuaas_action"] == "netbox_diff"
 
 
+@pytest.mark.long
 def test_a_site_with_netbox_and_without_a_webhook(tmp_path: Path) -> None:
     with importing(tmp_path) as site:
         site("-e", "gpuaas_awx_netbox=true")

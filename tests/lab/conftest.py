@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,13 @@ def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
             story.done |= prepared.open_on(stage)
             story.done["prepared"] = True
         yield stage
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the chapters of the story for which a slow machine has no time."""
+    end = float(os.environ.get("SLICE_TEST_LAB_ENDS", "inf"))
+    if _is_ours(item) and time.time() > end:
+        pytest.skip("not begun: SLICE_TEST_LAB_ENDS, the time for lab tests, is over")
 
 
 @pytest.hookimpl(trylast=True)

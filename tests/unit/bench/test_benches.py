@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Far more than they take: a bench that hangs must not hang the tests.
 LIMIT_S = 600
 
-pytestmark = [pytest.mark.postgres, pytest.mark.slow]
+pytestmark = [pytest.mark.postgres, pytest.mark.long]
 
 
 def bench(output: Path, name: str, *words: str) -> dict[str, Any]:
@@ -50,7 +50,6 @@ def test_tasks(tmp_path: Path) -> None:
     assert sum(parts.values()) == pytest.approx(found["runner_p50_s"], abs=0.05)
 
 
-@pytest.mark.long
 def test_claims(tmp_path: Path) -> None:
     words = ("--small", "4", "--large", "8", "--claims", "12", "--no-peer")
     counts = ("--profile", "4", "--pgbench-s", "1")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.covers("ORCH-7")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_soak_loses_no_job_and_leaves_a_line_per_second_and_a_picture(
     tmp_path: Path,
 ) -> None:

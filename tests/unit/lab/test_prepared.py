@@ -72,7 +72,7 @@ def _copy(name: str, *, replace: bool, extras: dict[str, Path], notes: dict[str,
     (folder / saved.FACTS).write_text(json.dumps(facts))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_later_session_goes_on_with_the_same_reconciler(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
     assert {panel["datasource"]["uid"] for panel in board["panels"]} == {data["uid"]}
 
 
+@pytest.mark.long
 def test_the_execution_environment_is_one_of_ansible_builder(tmp_path: Path) -> None:
     key = tmp_path / "host_ca.pub"
     key.write_text(f"{CA} gpuaas host authority\n")

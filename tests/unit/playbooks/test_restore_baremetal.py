@@ -112,6 +112,7 @@ def _changed(text: str) -> str:
     return match[1]
 
 
+@pytest.mark.long
 def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path) -> None:
     environment = {
         "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",

@@ -25,6 +25,7 @@ ls /etc/dnsmasq.d; cat /run/machine/nat; stat -c %a /var/lib/libvirt
 """
 
 
+@pytest.mark.long
 def test_drift_is_repaired_by_parity_and_by_prepare(tmp_path: Path) -> None:
     """A failure beyond repair (a reboot, an enrolment) stays a failed check with its reason."""
     profile = yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text())

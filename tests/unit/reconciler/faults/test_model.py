@@ -70,7 +70,7 @@ from tests.unit.reconciler.faults.site_model import BLOCKED, BUILDING, IDLE, MAC
 from tests.unit.reconciler.whole_machines import Machines
 
 # A story takes a second of processor time: 500 stories take 9 minutes.
-STORIES, STEPS = 48, 50
+STORIES, STEPS = 24, 50
 COVERED = ("CTRL-4", "I1", "I2", "I3", "I4", "I6", "I10", "I12", "I13", "I16")
 OPEN = (TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING)
 LOOKS = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
