@@ -25,10 +25,13 @@ from reconciler.db.schema import (
 )
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
-from reconciler.model.pools import ENDS_S, LIVE_POOLS, SERVING_POOLS, PoolState
+from reconciler.model.pools import ENDS_OF_A_PROJECT, ENDS_S, LIVE_POOLS, SERVING_POOLS, PoolState
 from reconciler.pools import control, leases
 
 log = logging.getLogger("gpuaas.pools")
+
+# In place of a project: the worker held jobs of several.
+_SEVERAL = "*"
 
 
 def report(
@@ -120,23 +123,38 @@ def holding(conn: sa.Connection, worker_ids: Sequence[str]) -> dict[str, int]:
 
 def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
     """Record that no process of a worker is left. Its jobs are queued again."""
+    held = sa.and_(jobs.c.worker == worker.id, control.RUNNING)
+    query = sa.select(jobs.c.project_id).where(held).distinct().limit(2)
+    projects = conn.execute(query).scalars().all()
     ended = sa.update(pool_workers).where(
         pool_workers.c.id == worker.id, pool_workers.c.ended_at.is_(None)
     )
-    conn.execute(ended.values(ended_at=clock.now(), ending=ending, memory_bytes=0))
-    held = sa.update(jobs).where(jobs.c.worker == worker.id, control.RUNNING)
-    if conn.execute(held.values(lease_expires_at=clock.now() - 1)).rowcount:
+    ended_with = _SEVERAL if len(projects) > 1 else "".join(projects)
+    values = {"ended_at": clock.now(), "ending": ending, "ended_with": ended_with}
+    conn.execute(ended.values(**values, memory_bytes=0))
+    lost = sa.update(jobs).where(held)
+    if conn.execute(lost.values(lease_expires_at=clock.now() - 1)).rowcount:
         leases.tend(conn)
 
 
 def recent_ends(conn: sa.Connection, pool: Pool) -> int:
-    """Workers of a serving pool that have ended lately, all of them by themselves."""
-    query = sa.select(sa.func.count()).where(
+    """Workers of a serving pool that have ended lately, all of them by themselves.
+
+    In a pool of all projects, an end with jobs of several does not count: one of these jobs has
+    killed the worker or will kill the next, alone. Of a single project's ends a few count.
+    """
+    query = sa.select(pool_workers.c.ended_with, sa.func.count()).where(
         pool_workers.c.pool_id == pool.id,
         # Not those of before the clock was set back.
         pool_workers.c.ended_at.between(clock.now() - ENDS_S, clock.now()),
     )
-    return int(conn.execute(query).scalar_one())
+    counted = conn.execute(query.group_by("ended_with"))
+    ends = {ended_with: int(number) for ended_with, number in counted}
+    if pool.project_id is not None:
+        return sum(ends.values())
+    ends.pop(_SEVERAL, None)
+    alone = ends.pop("", 0)
+    return alone + sum(min(number, ENDS_OF_A_PROJECT) for number in ends.values())
 
 
 def conclude(

@@ -31,8 +31,9 @@ _PASSES = 4
 
 
 def cpu_deadline_s(request: Request) -> float:
-    # For a core ten times slower than the reference of the default size.
-    return 30 + 3 * (request.repetitions + 1) * request.cpu_steps / 800_000
+    # For a core ten times slower than the reference of the default size, and the start of the probe
+    # on one that is emulated.
+    return 120 + 3 * (request.repetitions + 1) * request.cpu_steps / 800_000
 
 
 def measure_cpu(request: Request) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def measure_cpu(request: Request) -> dict[str, Any]:
 
 def memory_deadline_s(request: Request) -> float:
     # For 0.5 GB/s per CPU on a shared slow memory; the preparation writes the buffers once.
-    return 30 + 2 * (request.repetitions + 2) * _PASSES * request.memory_bytes / 5e8
+    return 120 + 2 * (request.repetitions + 2) * _PASSES * request.memory_bytes / 5e8
 
 
 def measure_memory(request: Request) -> dict[str, Any]:

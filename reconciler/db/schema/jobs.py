@@ -134,6 +134,8 @@ class PoolWorker(Row):
     oom_kills: Number
     # How it ended.
     ending: Text
+    # The project whose jobs it held when it ended; "" without jobs, "*" with those of several.
+    ended_with: Text
     started_at: float
     beat_at: float
     ended_at: float | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, journal
+from reconciler.db import clock, journal, rows
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Pool, PoolWorker, audit_log, device_leases, pool_hosts
+from reconciler.db.schema import jobs as queued
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -195,6 +197,34 @@ def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:
         pools.get(conn, "b")
     with transaction(engine) as conn:
         assert len(pools.stop_all(conn, ADMIN)) == 1, "living pools only"
+
+
+def end_worker(engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = ()) -> int:
+    """Let a new worker end with a job of each of these projects; returns the ends that count."""
+    with transaction(engine) as conn:
+        conn.execute(sa.delete(queued))
+        for project in holding:
+            jobs.enqueue(conn, project, [jobs.NewJob("m", {})], ADMIN)
+        worker = workers.add(conn, pool, rows.new_id(), host="control", boot_id="b", cgroup="")
+        assert worker is not None
+        leases.enter(conn, worker.id, pid=7, start_ticks=1)
+        serving = leases.serve(conn, worker.id, ["m"], {})
+        assert len(leases.claim(conn, serving, limit=9)) == len(holding)
+        workers.end(conn, worker, "signal 9")
+        return workers.recent_ends(conn, pool)
+
+
+def test_jobs_of_one_project_do_not_end_a_pool_of_all(engine: sa.Engine) -> None:
+    Queue(engine)
+    host(engine)
+    pool, _ = begun(engine, start(engine))
+    both = end_worker(engine, pool, holding=["p1", "p2"])
+    assert both == 0, "whose job it was shows at the next end"
+    assert [end_worker(engine, pool, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 3, 3]
+    assert [end_worker(engine, pool) for _ in range(2)] == [4, 5]
+    assert end_worker(engine, pool, holding=["p2"]) == 6
+    own, _ = begun(engine, start(engine, "own", project_id="p1"))
+    assert [end_worker(engine, own, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
 def test_every_living_state_ends_in_time(engine: sa.Engine, tmp_path: Path) -> None:

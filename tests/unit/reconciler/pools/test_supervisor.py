@@ -233,7 +233,7 @@ def test_the_process_of_another_is_neither_adopted_nor_killed(control: Control) 
                 worker = {"id": f"w{number}", "host": "control", "boot_id": boot, "models": ["m"]}
                 times = dict.fromkeys(("started_at", "beat_at"), clock.now())
                 values = {"pool_id": pool.id, "pid": other.pid, "start_ticks": 1, "cgroup": ""}
-                rest = {"memory_bytes": 0, "oom_kills": 0, "ending": ""}
+                rest = {"memory_bytes": 0, "oom_kills": 0, "ending": "", "ended_with": ""}
                 conn.execute(sa.insert(pool_workers).values(**worker, **values, **times, **rest))
         assert control.until(pool, "stopped").failure == {}
         assert other.poll() is None
