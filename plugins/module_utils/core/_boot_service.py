@@ -104,13 +104,14 @@ def apply(unit: Unit, step: _change.Step) -> None:
     """Do a step of STEPS."""
     if step.name == "install_service":
         install(unit)
+        # One reload for both: it takes systemd a second, or fifteen on an emulated host.
+        _command.run(["systemctl", "enable", "--no-reload", unit.service])
         _command.run(["systemctl", "daemon-reload"])
-        _command.run(["systemctl", "enable", unit.service])
     elif step.name == "start_service":
         # restart, not start: a failed or partial earlier start must not count as the current start.
         _command.run(["systemctl", "restart", unit.service], timeout=200)
     elif step.name == "remove_service":
-        _command.run(["systemctl", "disable", "--now", unit.service], ok=(0, 1, 5))
+        _command.run(["systemctl", "disable", "--now", "--no-reload", unit.service], ok=(0, 1, 5))
         for absolute in _unit_files(unit):
             _host.remove(absolute)
         _remove_folders(unit)

@@ -60,7 +60,7 @@ def test_installed_once_and_taken_back(
     for argv in (
         ADD, ("userdel", "--", NAME), ("systemctl", "daemon-reload"),
         *(("systemctl", *words, UNIT.service) for words in (
-            ("enable",), ("restart",), ("disable", "--now"))),
+            ("enable", "--no-reload"), ("restart",), ("disable", "--now", "--no-reload"))),
     ):  # fmt: skip
         script.on(*argv)
     _host.write("/etc/passwd", f"{ROOT}\n")

@@ -52,7 +52,7 @@ def test_a_fresh_host_gets_files_and_a_start(tree: Path, script: Any) -> None:
         "install_service",
         "start_service",
     ]
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
     script.on("systemctl", "restart", UNIT.service)
     _boot_service.apply(UNIT, step("install_service"))
     _boot_service.apply(UNIT, step("start_service"))
@@ -64,7 +64,7 @@ def test_a_fresh_host_gets_files_and_a_start(tree: Path, script: Any) -> None:
 
 
 def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
     script.on(*SHOW, UNIT.service, out=block("active", "enabled", "@1700000000"))
     _boot_service.apply(UNIT, step("install_service"))
     assert _boot_service.plan(UNIT, _boot_service.observe(UNIT)) == []
@@ -77,7 +77,7 @@ def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
 def test_a_guardian_with_former_files_is_restarted(tree: Path, script: Any) -> None:
     """It would restore the state of the release that it was started with."""
     unit = dataclasses.replace(UNIT, guardian=True)
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", unit.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", unit.service)
     script.on(*SHOW, unit.service, out=block("active", "enabled", "@1700000000"))
     _boot_service.apply(unit, step("install_service"))
     assert _boot_service.plan(unit, _boot_service.observe(unit)) == []
@@ -88,7 +88,7 @@ def test_a_guardian_with_former_files_is_restarted(tree: Path, script: Any) -> N
 
 @pytest.mark.covers("HOST-10")
 def test_an_edit_of_any_of_its_files_is_undone_by_an_installation(tree: Path, script: Any) -> None:
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
     script.on(*SHOW, UNIT.service, out=block("active", "enabled"))
     override = f"/etc/systemd/system/{UNIT.service}.d/override.conf"
     library = f"{_boot_service.LIBRARY}/{_boot_service.PACKAGE.replace('.', '/')}"
@@ -120,9 +120,11 @@ def test_an_edit_of_any_of_its_files_is_undone_by_an_installation(tree: Path, sc
 @pytest.mark.covers("HOST-15")
 def test_removal_takes_what_changes_the_unit_and_its_record(tree: Path, script: Any) -> None:
     other = dataclasses.replace(UNIT, name="gpuaas-other", settings_path="/etc/gpuaas/other.json")
-    script.on("systemctl", "daemon-reload").on("systemctl", "disable", "--now", UNIT.service)
+    script.on("systemctl", "daemon-reload").on(
+        "systemctl", "disable", "--now", "--no-reload", UNIT.service
+    )
     script.on(*SHOW, UNIT.service, out=block("inactive", ""))
-    script.on("systemctl", "disable", "--now", other.service)
+    script.on("systemctl", "disable", "--now", "--no-reload", other.service)
     _boot_service.install(UNIT)
     _boot_service.install(other)
     for path in _boot_service.observe(UNIT).present:
@@ -146,8 +148,8 @@ def test_removal_takes_the_units_own_files_and_the_last_one_the_library(
 ) -> None:
     other = "/etc/systemd/system/gpuaas-other.service"
     _host.write(other, "[Unit]\n")
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
-    script.on("systemctl", "disable", "--now", UNIT.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
+    script.on("systemctl", "disable", "--now", "--no-reload", UNIT.service)
     script.on(*SHOW, UNIT.service, out=block("active", "enabled"))
     _boot_service.apply(UNIT, step("install_service"))
     assert [s.name for s in _boot_service.plan_removal(UNIT, _boot_service.observe(UNIT))] == [
@@ -168,8 +170,8 @@ def test_the_start_hook_goes_with_its_unit(tree: Path, script: Any, site: tuple[
     unit = dataclasses.replace(UNIT, start_hook="network._start_hook")
     for path in ("/etc/libvirt/qemu.conf", *site):
         _host.write(path, "\n")
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
-    script.on("systemctl", "disable", "--now", UNIT.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
+    script.on("systemctl", "disable", "--now", "--no-reload", UNIT.service)
     _boot_service.apply(unit, step("install_service"))
     assert _host.path(_boot_files.HOOK).stat().st_mode & 0o777 == 0o755
     _host.write(_boot_files.HOOK, "#!/bin/sh\n", 0o755)
@@ -181,7 +183,7 @@ def test_the_start_hook_goes_with_its_unit(tree: Path, script: Any, site: tuple[
 
 
 def test_the_installed_script_runs_on_the_copied_sources_alone(tree: Path, script: Any) -> None:
-    script.on("systemctl", "daemon-reload").on("systemctl", "enable", UNIT.service)
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
     _boot_service.apply(UNIT, step("install_service"))
     program = _host.path("/usr/local/sbin/gpuaas-test")
     assert program.stat().st_mode & 0o111
@@ -414,7 +416,9 @@ def test_what_the_system_says_before_the_unit_is_up_is_no_success(tree: Path) ->
 def test_a_removal_that_broke_off_is_ended(
     tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    script.on("systemctl", "daemon-reload").on("systemctl", "disable", "--now", UNIT.service)
+    script.on("systemctl", "daemon-reload").on(
+        "systemctl", "disable", "--now", "--no-reload", UNIT.service
+    )
     script.on(*SHOW, UNIT.service, out=block("inactive", ""))
     _boot_service.install(UNIT)
 
