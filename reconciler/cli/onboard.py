@@ -20,6 +20,7 @@ from reconciler.cli import nodes, output, slots, tasks
 from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
+from reconciler.runs.paths import write_text
 
 Record = dict[str, Any]
 
@@ -79,8 +80,8 @@ class _Walk:
         row = client().get(self.path)
         if row["state"] == "enrolling" and userdata:
             answer = client().post(f"{self.path}/enrollment-token")
-            userdata.touch(mode=0o600)
-            userdata.write_text(answer["userdata"])
+            # It replaces what is there: a link is not followed, and an open file is not kept open.
+            write_text(userdata, answer["userdata"])
             output.line(f"run {userdata} on the machine as root; good until {answer['expires_at']}")
             ends = time.monotonic() + _ENROL_S
             while row["state"] == "enrolling" and time.monotonic() < ends:

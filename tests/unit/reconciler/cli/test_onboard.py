@@ -196,7 +196,9 @@ def test_a_node_out_of_use_is_refused(prepared: Stack, gpuaas: Gpuaas) -> None:
 def test_it_writes_the_enrolment_script_and_waits_until_it_has_run(
     new: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "enrol.sh"
+    script, other = tmp_path / "enrol.sh", tmp_path / "open-to-all"
+    other.write_text("")
+    script.symlink_to(other)
 
     def run_it(_seconds: float) -> None:
         assert script.read_text().startswith("#!/bin/sh")
@@ -206,4 +208,5 @@ def test_it_writes_the_enrolment_script_and_waits_until_it_has_run(
     monkeypatch.setattr("reconciler.cli.onboard.time.sleep", run_it)
     gpuaas.at(new).ending(new, Host())(*ONBOARD, "--userdata", str(script))
     assert "to be made a slice host" in gpuaas.err
-    assert script.stat().st_mode & 0o777 == 0o600
+    assert script.lstat().st_mode & 0o777 == 0o600
+    assert other.read_text() == ""
