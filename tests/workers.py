@@ -23,8 +23,6 @@ import pytest
 
 LAB = "tests/lab/"
 MARK = "SLICE_TEST_SESSION"
-# Set in the workers of pytest-xdist; their reports reach this plugin in the controller.
-PYTEST_WORKER = "PYTEST_XDIST_WORKER"
 # For a server that writes something down before it ends.
 _GRACE_S = 5.0
 
@@ -32,12 +30,20 @@ _GRACE_S = 5.0
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ[MARK] = str(uuid.uuid4())
+        config.pluginmanager.register(Failures(config))
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print a failure when it happens: a session that is cut off has no summary."""
-    if report.failed and PYTEST_WORKER not in os.environ:
-        print(f"\n{report.nodeid}: {report.longreprtext}", flush=True)
+class Failures:
+    """Prints each failure when it happens: a session that is cut off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal: Any = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal:
+            terminal.write_line(f"\n{report.nodeid}\n{report.longreprtext}")
 
 
 @pytest.hookimpl(optionalhook=True)
