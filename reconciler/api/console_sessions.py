@@ -12,7 +12,7 @@ from reconciler.api.models import Answer, Moment, Reasoned, RequiredText
 from reconciler.api.security import Admin, Caller, person
 from reconciler.db import schema
 from reconciler.lifecycle import ssh_access
-from reconciler.model.act import Act
+from reconciler.model.act import Act, roles_of
 from reconciler.records import console_sessions, tokens
 from reconciler.settings import Settings
 
@@ -73,7 +73,7 @@ def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
     def work(conn: Connection, act: Act) -> Ended:
         sessions = console_sessions.every(conn)
         actors = _actors(conn, context.settings, sessions)
-        theirs = [session for session in sessions if actors[session.id] == body.actor]
+        theirs = [session for session in sessions if actors[session.id] in roles_of(body.actor)]
         console_sessions.end_some(conn, theirs, act)
         keys = ssh_access.end_person(conn, body.actor, act)
         own = tokens.end_person(conn, body.actor, act)

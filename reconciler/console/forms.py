@@ -7,6 +7,7 @@ A field's name says how its text becomes JSON: `reason` is text, `gpu_count:int`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from reconciler.model.errors import Problem
 
 _METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_PATH = re.compile(r"/[!-~]*")
 # Fields that control the call, and are not part of its body.
 _CONTROL = "_"
 
@@ -43,7 +45,7 @@ async def read(request: Request) -> Form:
     """The form in the request's body."""
     values = await fields(request)
     method, _, path = _last(values, "_call").partition(" ")
-    if method not in _METHODS or not path.startswith("/"):
+    if method not in _METHODS or not _PATH.fullmatch(path):
         raise _invalid("a form of the console", "a form without a known call")
     return Form(
         method=method,

@@ -57,13 +57,21 @@ def require_same_origin(method: str, headers: Headers) -> None:
     if site is not None:
         allowed = site in ("same-origin", "none")
     elif origin is not None:
-        allowed = urlsplit(origin).netloc == headers.get("Host")
+        allowed = _host(origin) == headers.get("Host")
     else:
         allowed = "Cookie" not in headers
     if not allowed:
         raise _refused(
             f"a request of {origin or 'an unknown page'} ({site or 'no Sec-Fetch-Site'})"
         )
+
+
+def _host(origin: str) -> str:
+    """Host and port of a header Origin; "" for one that no browser sends."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _refused(found: str) -> Problem:

@@ -58,6 +58,7 @@ class Machine:
         self._lock = asyncio.Lock()
         self._ends: list[End] = []
         self.forsaken = self._openings = 0
+        self._closed = False
 
     async def connect(self, end: End) -> None:
         """Connect an end to the machine's SSH server, or raise a Problem."""
@@ -145,9 +146,17 @@ class Machine:
 
     async def _logged_in(self) -> asyncssh.SSHClientConnection:
         async with self._lock:
+            self._require_open()
             if self._host is None or self._host.is_closed():
                 self._host, self.forsaken = await self._login(), 0
+                self._require_open()
         return self._host
+
+    def _require_open(self) -> None:
+        """What is still being opened when its client goes is closed as well."""
+        if self._closed:
+            self.close()
+            raise ConnectionError("the client has gone")
 
     async def _login(self) -> asyncssh.SSHClientConnection:
         grant = self._grant
@@ -184,6 +193,7 @@ class Machine:
                 remedy="use `gpuaas ssh`, or write the files again: `gpuaas ssh-terminal`",
             ) from None
         self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
+        self._require_open()
         return guest
 
     async def _met(
@@ -219,6 +229,7 @@ class Machine:
         return key, asyncssh.import_certificate(line)
 
     def close(self) -> None:
+        self._closed = True
         for guest in self._guests:
             guest.abort()
         if self._host is not None:

@@ -29,7 +29,7 @@ _OPEN = f"way <> 'web' AND (closed_at IS NULL OR seen_at > {_NOW} - 900)"
 # Readers of a session take no other values, and the rows of sessions are kept.
 _SOUND = (
     "way IN ('jump', 'terminal') AND bytes_in >= 0 AND bytes_out >= 0"
-    " AND octet_length(concat(address, actor, owner, fingerprint, reason)) < 4096"
+    " AND octet_length(concat(address, actor, owner, fingerprint, reason, recording_digest)) < 4096"
 )
 _OWN = """roles = '["gateway"]'::jsonb"""
 
@@ -103,7 +103,10 @@ _TABLES = {
             "INSERT": (
                 "",
                 f"{_PRESENT.format('at')} AND role = ''"
-                " AND action IN ('gateway.opened', 'gateway.closed', 'gateway.refused')",
+                " AND action IN ('gateway.opened', 'gateway.closed', 'gateway.refused')"
+                " AND jsonb_typeof(detail) = 'object' AND octet_length(detail::text) < 8192"
+                " AND octet_length(concat(actor, subject_kind, subject_id, project_id, reason,"
+                " correlation_id)) < 4096",
             )
         },
     ),
@@ -111,7 +114,14 @@ _TABLES = {
         read="id roles seen_at",
         insert="id roles host pid version started_at seen_at",
         update="roles seen_at",
-        rules={"ALL": (_OWN, f"{_OWN} AND seen_at < {_NOW} + 60")},
+        rules={
+            "ALL": (
+                _OWN,
+                f"{_OWN} AND seen_at BETWEEN 0 AND {_NOW} + 60"
+                f" AND started_at BETWEEN 0 AND {_NOW} + 60"
+                " AND octet_length(concat(id, host, version)) < 1024",
+            )
+        },
     ),
 }
 # Numbers of rows; the role can take the next one, and set none.

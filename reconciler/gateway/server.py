@@ -242,7 +242,7 @@ class Client(Session, asyncssh.SSHServer):
         """A shell or command of the machine, in a terminal or without one."""
         self._require_room()
         shell = Shell(self._run)
-        self._terminals = [*(other for other in self._terminals if not other.over), shell]
+        self._terminals = [*(other for other in self._terminals if not other.gone), shell]
         return shell
 
     async def _run(self, shell: Shell) -> None:
@@ -271,7 +271,8 @@ class Client(Session, asyncssh.SSHServer):
 
     def _require_room(self) -> None:
         live = sum(not near.lost for near, _ in self._ends) + self._opening
-        live += sum(not shell.over for shell in self._terminals)
+        # A channel that its client never closes stays in memory.
+        live += sum(not shell.gone for shell in self._terminals)
         live += self._machine.forsaken if self._machine else 0
         if live >= self.gateway.limits.channels:
             raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many channels")

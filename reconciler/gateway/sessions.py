@@ -82,6 +82,12 @@ class Sessions:
         self._judges = ThreadPoolExecutor(_JUDGES, "gpuaas-sessions")
         self._judged: dict[Hashable, str] = {}
         self._judging: set[Hashable] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    def ensure_watch(self) -> None:
+        """Watch the open sessions until none is left. One watch does, however many come and go."""
+        if self._watching is None or self._watching.done():
+            self._watching = keep(self.watch(while_open=True))
 
     async def watch(self, *, while_open: bool = False) -> None:
         """Authorise the open sessions again and again, and report them. while_open: until none is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import asyncssh
 
@@ -16,16 +17,24 @@ from reconciler.records.ssh_sessions import Traffic
 
 
 class Shell(asyncssh.SSHServerProcess[bytes]):
-    """The channel of a client. Size and signals pass through at once: nothing of them waits."""
+    """The channel of a client. Size and signals pass through at once: nothing of them waits.
+
+    over: nothing runs in it any more. gone: the client has closed it, too.
+    """
 
     def __init__(self, run: Callable[[Shell], Awaitable[None]]) -> None:
         super().__init__(lambda _process: run(self), None, 0, False)
-        self.over = False
+        self.over = self.gone = False
         self._began = asyncio.get_running_loop().time()
         self._terminal: Terminal | None = None
         self._holds: set[str] = set()
         self._free = asyncio.Event()
         self._free.set()
+
+    def connection_made(self, chan: Any) -> None:
+        # asyncssh keeps each variable that a client sends, without a limit; the gateway uses none.
+        chan._process_env_request = lambda _packet: False
+        super().connection_made(chan)
 
     async def run(self, session: Session, machine: Machine, grant: Grant) -> None:
         """Run the shell to its end, or raise a Problem."""
@@ -80,6 +89,7 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.gone = True
         self._free.set()
         self._stop()
         super().connection_lost(exc)

@@ -128,7 +128,10 @@ def _of_this_site(socket: WebSocket) -> bool:
     origin = socket.headers.get("Origin")
     if origin is None:
         return SESSION not in socket.scope
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
     secure = socket.url.scheme == "wss"
     return parts.netloc == socket.headers.get("Host") and parts.scheme == (
         "https" if secure else "http"
@@ -151,10 +154,8 @@ class Browser(Session):
     async def serve(self) -> None:
         """Serve the socket to its end."""
         await self._socket.accept(PROTOCOL)
-        first = not self.gateway.clients
         self.gateway.clients.add(self)
-        if first:
-            keep(self.gateway.watch(while_open=True))
+        self.gateway.ensure_watch()
         # A socket that says nothing holds a place, too, and all of them may come from one proxy.
         browsers = [each for each in self.gateway.clients if isinstance(each, Browser)]
         alike = [each for each in browsers if each._caller.owner == self._caller.owner]
@@ -243,6 +244,9 @@ class Browser(Session):
         names = (ticket.project_id, ticket.allocation_id, ticket.actor, self._caller.owner)
         grant = await self.gateway.ask(lambda conn: ssh_access.authorise_member(conn, *names))
         self.grant = grant
+        # Not by the answer when the socket was opened: much may have happened since.
+        if why := await self.gateway.ask(self.reason):
+            raise _End(why)
         ssh_access.require_terminal(grant)
         self.gateway.require_room(self)
         self.since = asyncio.get_running_loop().time()

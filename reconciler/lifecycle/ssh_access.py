@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, rows
 from reconciler.db.schema import Allocation, SshKey, allocations, claims, nodes
 from reconciler.db.schema import ssh_keys as ssh_key_table
-from reconciler.model.act import Act
+from reconciler.model.act import Act, roles_of
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import AllocationState, CapacityShape
 from reconciler.records import ssh_keys, tokens
@@ -177,16 +177,18 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
     """
     if not _of_provider(actor):
         return 0
-    keys = {(key.project_id, key.public_key) for key in ssh_keys.of_person(conn, actor)}
+    actors = roles_of(actor)
+    registered = ssh_keys.of_person(conn, actors)
+    keys = {(key.project_id, key.public_key): key.registered_by for key in registered}
     recent = sa.select(allocations).where(
-        allocations.c.requested_by == actor, allocations.c.created_at > clock.now() - PROVIDER_S
+        allocations.c.requested_by.in_(actors), allocations.c.created_at > clock.now() - PROVIDER_S
     )
     for allocation in rows.every(conn, recent, Allocation):
         for line in allocation.ssh_keys:
             if ssh_keys.find(conn, allocation.project_id, line) is None:
-                keys.add((allocation.project_id, ssh_keys.bare(line)))
-    for project_id, line in keys:
-        ssh_keys.end(conn, project_id, line, actor, act)
+                keys[allocation.project_id, ssh_keys.bare(line)] = allocation.requested_by
+    for (project_id, line), holder in keys.items():
+        ssh_keys.end(conn, project_id, line, holder, act)
     return len(keys)
 
 

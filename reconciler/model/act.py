@@ -36,6 +36,14 @@ class Act:
         )
 
 
+def roles_of(actor: str) -> list[str]:
+    """The names of a person of the OpenID provider in both roles: groups change, and what was made
+    before stays. Any other actor has one.
+    """
+    _, _, name = actor.partition(":")
+    return [f"admin:{name}", f"member:{name}"] if name.startswith("oidc:") else [actor]
+
+
 def require_reason(act: Act, remedy: str) -> None:
     """Problem `reason_required` for an act that needs a reason and has none."""
     if not act.reason.strip():

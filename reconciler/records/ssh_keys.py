@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -65,10 +65,10 @@ def revoke(conn: sa.Connection, project_id: str, line: str, act: Act) -> SshKey:
     return _store(conn, project_id, line, key, act, "ssh_key.revoked", values)
 
 
-def of_person(conn: sa.Connection, actor: str) -> list[SshKey]:
+def of_person(conn: sa.Connection, actors: Sequence[str]) -> list[SshKey]:
     """Keys that a person registered and that would open something later."""
     query = sa.select(ssh_keys).where(
-        ssh_keys.c.registered_by == actor,
+        ssh_keys.c.registered_by.in_(actors),
         ssh_keys.c.revoked_at.is_(None),
         ssh_keys.c.expires_at > clock.now(),
     )

@@ -24,7 +24,7 @@ from reconciler.db.schema import (
     enrolment_tokens,
     node_certificates,
 )
-from reconciler.model.act import Act
+from reconciler.model.act import Act, roles_of
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 
@@ -189,9 +189,8 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
 
     Also those of another role: the person may have been in the group of admins meanwhile.
     """
-    _, _, name = actor.partition(":")
     query = sa.select(api_tokens.c.id).where(
-        api_tokens.c.issued_by.in_([f"admin:{name}", f"member:{name}"]),
+        api_tokens.c.issued_by.in_(roles_of(actor)),
         api_tokens.c.owner.is_not(None),
         api_tokens.c.parent_id.is_(None),
     )

@@ -46,6 +46,8 @@ STALE_S = 86_400.0
 # flood it.
 QUIET_S = 10.0
 _TIMEOUT_S = 5.0
+# How long a request waits for the first keys, which another one fetches.
+_PATIENCE_S = 2.0
 # Of a whole answer. The limit above starts again with every byte.
 _DEADLINE_S = 10.0
 _LONGEST_TOKEN = 16_384
@@ -221,8 +223,13 @@ class Verifier:
         return old and self._age(self._tried_at) >= QUIET_S
 
     def _refresh_once(self, kid: str | None, *, blocking: bool) -> None:
-        # A single thread asks the provider. The others use the cached keys, if there are any.
-        if self._lock.acquire(blocking=blocking):
+        # A single thread asks the provider. The others use the cached keys; without any they wait,
+        # but not as long as a name server that hangs, or they would be all threads of the service.
+        patience_s = 0.0
+        if blocking:
+            since = 0.0 if self._tried_at is None else self._age(self._tried_at)
+            patience_s = max(0.0, _PATIENCE_S - since)
+        if self._lock.acquire(timeout=patience_s):
             try:
                 if self._due(kid):
                     self._refresh()
@@ -237,6 +244,9 @@ class Verifier:
         except UNREADABLE as error:
             self._failure = type(error).__name__
             log.warning("keys of %s: %s", self._provider.issuer, error)
+        finally:
+            # Those who waited for this answer do not ask again.
+            self._tried_at = self._now()
 
     def _age(self, moment: float | None) -> float:
         return float("inf") if moment is None else self._now() - moment

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -240,6 +241,29 @@ def test_open_sessions_do_not_wait_for_the_provider(provider: Provider, clock: C
     assert verifier.identity(token, patient=False)
     released.set()
     until(lambda: not verifier.identity(token, patient=False))
+
+
+def test_a_name_server_that_hangs_keeps_few_requests_waiting(
+    provider: Provider, clock: Clock
+) -> None:
+    """Each that waits is a thread of the service."""
+    asked, released = [], threading.Event()
+
+    def fetch(url: str) -> Any:
+        asked.append(url)
+        released.wait(60)
+        raise OSError("no such name")
+
+    verifier = Verifier(oidc.Provider(provider.url, AUDIENCE), fetch=fetch, now=clock)
+    token = provider.token()
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(verifier.identity, token) for _ in range(20)]
+        until(lambda: sum(answer.done() for answer in answers) == 19)
+        clock.now += 2 * QUIET_S
+        released.set()
+        codes = [getattr(answer.exception(60), "code", "") for answer in answers]
+    assert codes == ["identity_provider_unavailable"] * 20
+    assert len(asked) == 1
 
 
 def test_a_provider_that_calls_itself_something_else_is_not_believed(

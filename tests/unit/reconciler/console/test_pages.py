@@ -127,7 +127,8 @@ def test_a_member_cannot_make_the_call_of_an_operator(selling: Stack, browse: Br
     answer = member.client.post(page, data=form, headers={"Sec-Fetch-Site": "same-origin"})
     assert answer.status_code == 403
     assert "role_required" in answer.text
-    for call in ("GET /admin/nodes", "POST //evil.example/x", "POST admin", "PUT /../console", ""):
+    wrong = ("GET /admin/nodes", "POST //evil.example/x", "POST admin", "PUT /../console", "")
+    for call in (*wrong, "POST /%00\x00", "POST /a b", "POST /\n"):
         sent = member.client.post(
             page, data={"_call": call}, headers={"Sec-Fetch-Site": "same-origin"}
         )

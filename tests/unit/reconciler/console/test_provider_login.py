@@ -28,6 +28,7 @@ pytestmark = pytest.mark.covers("CTRL-13", "CTRL-10")
 Browse = Callable[[str], Browser]
 FLEET = "/console/fleet"
 ADMIN, MEMBER = ["gpuaas-admins"], ["gpuaas-project-demo"]
+OTHER_KEY = KEY.replace("8rLa", "8rLb")
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +204,14 @@ def test_a_provider_that_is_away_ends_nobody(
 def test_an_operator_ends_a_persons_sessions_and_keys(
     site: Stack, browse: Browse, provider: Provider
 ) -> None:
+    person, former, operator = browse(""), browse(""), browse("admin")
+    # What was made in another role is theirs, too.
+    provider.set(login=provider.order(groups=ADMIN, sub="u-9"))
+    log_in(former)
+    form = former.open("/console/projects/demo/ssh").form("POST /projects/demo/ssh-keys")
+    other = {"public_key": OTHER_KEY}
+    assert former.send("/console/projects/demo/ssh", form, **other).status_code == 303
     provider.set(login=provider.order(groups=MEMBER, sub="u-9"))
-    person, operator = browse(""), browse("admin")
     log_in(person)
     log_in(person)
     key = {"public_key": KEY}
@@ -218,15 +225,17 @@ def test_an_operator_ends_a_persons_sessions_and_keys(
     ends = [form for form in page.forms if dict(form.fields).get("actor") == named]
     assert operator.send("/console/tokens", ends[0], reason="left").status_code == 303
     assert person.get("/console/projects/demo").status_code == 303
+    assert former.get("/console/projects/demo").status_code == 303
     listed = site.client("admin").get("admin/tokens").json()["items"]
     (script,) = [row for row in listed if row["name"] == "script"]
     assert (script["issued_by"], script["valid"]) == (named, False)
     latest = datetime.now(UTC) + timedelta(seconds=console_records.PROVIDER_S)
     assert script["expires_at"] <= latest.isoformat(), "the end of its session"
-    (known,) = site.client("admin").get("projects/demo/ssh-keys").json()["items"]
-    assert known["registered_by"] == named and known["expires_at"] < in_an_hour()
-    (row,) = site.client("admin").get("admin/audit?action=ssh_key.ended").json()["items"]
-    assert row["reason"] == "left"
+    known = site.client("admin").get("projects/demo/ssh-keys").json()["items"]
+    assert {key["registered_by"] for key in known} == {named, "admin:oidc:u-9"}
+    assert all(key["expires_at"] < in_an_hour() for key in known)
+    ended = site.client("admin").get("admin/audit?action=ssh_key.ended").json()["items"]
+    assert [row["reason"] for row in ended] == ["left", "left"]
 
 
 def test_a_login_starts_one_session(site: Stack, browse: Browse) -> None:

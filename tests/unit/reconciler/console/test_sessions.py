@@ -126,6 +126,7 @@ OTHERS: list[dict[str, str]] = [
     {"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:9999"},
     {"Origin": "http://localhost:9999"},
     {"Origin": "null"},
+    {"Origin": "http://["},
     {},
 ]
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import threading
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -621,6 +623,64 @@ def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
     taken, whole = world.on_loop(read_nothing())
     assert taken < AMOUNT / 4 and whole == AMOUNT
     flood.close()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_client_that_hangs_up_leaves_no_login_at_the_host(
+    world: World, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No limit counts what its session has left behind."""
+    real, begun, going = machine.Machine._login, threading.Event(), threading.Event()
+    logins: list[asyncssh.SSHClientConnection] = []
+
+    async def log_in(self: machine.Machine) -> asyncssh.SSHClientConnection:
+        begun.set()
+        await asyncio.to_thread(going.wait, 60)
+        logins.append(await real(self))
+        return logins[-1]
+
+    monkeypatch.setattr(machine.Machine, "_login", log_in)
+    host = f"gateway-{world.allocation}" if terminal else ""
+    line = world.ssh("sleep 60", host=host)
+    with subprocess.Popen(line, start_new_session=True) as client:
+        assert begun.wait(20)
+        # With the client of the jump.
+        os.killpg(client.pid, signal.SIGKILL)
+    until(lambda: not world.gateway.clients)
+    going.set()
+    until(lambda: logins and logins[0].is_closed())
+
+
+class Deaf(asyncssh.SSHClientSession[str]):
+    """It never closes its channel, which the server has closed."""
+
+    def connection_made(self, chan: Any) -> None:
+        closed = asyncssh.constants.MSG_CHANNEL_CLOSE
+        chan._packet_handlers = {**chan._packet_handlers, closed: lambda *_: None}
+
+
+@pytest.mark.parametrize("terminal", [True])
+def test_channels_that_their_client_never_closes_are_bounded(world: World, terminal: bool) -> None:
+    """So are the variables that it sends: the gateway keeps none."""
+
+    async def fill() -> tuple[int, int]:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client)
+        opened, variables = 0, {f"name{number}": "x" * 10_000 for number in range(50)}
+        with suppress(asyncssh.ChannelOpenError):
+            while opened < 2 * world.gateway.limits.channels:
+                await client.create_session(Deaf, "true", env=variables)
+                opened += 1
+        kept = [shell.channel.get_environment() for shell in session._terminals]
+        client.abort()
+        return opened, sum(map(len, kept))
+
+    assert terminal
+    assert world.on_loop(fill()) == (world.gateway.limits.channels, 0)
 
 
 def _send(flood: socket.socket, amount: int) -> None:

@@ -235,10 +235,10 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
     beats.start()
     audit = "INSERT INTO audit_log (at, actor, role, action, subject_kind, subject_id, project_id,"
     audit += " reason, detail, correlation_id) VALUES ({}, 'admin:a', '{}', '{}', '', '', '', '',"
-    audit += " '{{}}', '')"
+    audit += " '{}', '')"
     now = "extract(epoch FROM clock_timestamp())"
     own = "INSERT INTO service_processes (id, roles, host, pid, version, started_at, seen_at)"
-    own += f" VALUES ('x', '[\"{{}}\"]', '', 1, '', {now}, {now} + {{}})"
+    own += f" VALUES ('x', '[\"{{}}\"]', '', 1, '', {{}}, {now} + {{}})"
     part = "INSERT INTO terminal_recordings (session_id, project_id, at, size, lines)"
     part += f" VALUES ('{{}}', 'demo', {now}, 1, 'x')"
     session = "INSERT INTO ssh_sessions (id, way, allocation_id, project_id, actor, owner,"
@@ -247,16 +247,20 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
     session += f" VALUES ('{{0}}{{1}}', '{{0}}', '{world.allocation}', 'demo', 'member:a', 'a', '',"
     session += f" '192.0.2.1', {now}, {now}, '', 0, 0, '')"
     with psycopg.connect(plain(records), autocommit=True) as conn:
-        assert not tried(conn, audit.format(now, "", "gateway.refused"))
+        assert not tried(conn, audit.format(now, "", "gateway.refused", "{}"))
         for words in (
-            (now, "", "project.terminal_recording"),
-            (now, "platform-admin", "gateway.refused"),
-            ("1", "", "gateway.refused"),
+            (now, "", "project.terminal_recording", "{}"),
+            (now, "platform-admin", "gateway.refused", "{}"),
+            ("1", "", "gateway.refused", "{}"),
+            # No reader of the log could show such rows, and nobody may delete them.
+            (now, "", "gateway.refused", "null"),
+            (now, "", "gateway.refused", "[]"),
+            (now, "", "gateway.refused", f'{{"words": "{"x" * 10_000}"}}'),
         ):
             assert "row-level security" in tried(conn, audit.format(*words)), words
-        assert not tried(conn, own.format("gateway", 0))
-        assert "row-level security" in tried(conn, own.format("worker", 0))
-        assert "row-level security" in tried(conn, own.format("gateway", 1e6))
+        assert not tried(conn, own.format("gateway", now, 0))
+        for given in (("worker", now, 0), ("gateway", now, 1e6), ("gateway", "'-infinity'", 0)):
+            assert "row-level security" in tried(conn, own.format(*given)), given
         for id in (old, browser):
             assert "row-level security" in tried(conn, part.format(id))
         for statement in (
@@ -274,10 +278,11 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
         assert not tried(conn, part.format("terminal1"))
         assert conn.execute("SELECT name FROM settings").fetchall() == [("ssh_authorities",)]
         # Nor does it hold up the start of the service, or a terminal in a browser.
-        conn.execute(own.format("gateway", -1e6))
+        conn.execute(own.format("gateway", now, -1e6))
         # Values that no reader of a session takes, and a session that fell silent long ago.
         update = "UPDATE ssh_sessions SET {} WHERE id = 'terminal1'"
-        for change in ("seen_at = 1", "closed_at = 'infinity'", "bytes_in = -1"):
+        long = "recording_digest = repeat('x', 5000)"
+        for change in ("seen_at = 1", "closed_at = 'infinity'", "bytes_in = -1", long):
             assert "row-level security" in tried(conn, update.format(change)), change
         assert "row-level security" in tried(conn, session.format("x", 1))
         with transaction(engine) as service:

@@ -337,7 +337,8 @@ def test_tickets_are_few_and_only_for_terminals_that_can_open(world: World, site
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://127.0.0.1:9", "https://SELF", None, ""]
+    "origin",
+    ["https://evil.example", "null", "http://127.0.0.1:9", "https://SELF", None, "", "http://["],
 )
 def test_pages_of_other_origins_open_nothing(site: Site, origin: str | None) -> None:
     given = {"Origin": origin.replace("SELF", site.base[7:])} if origin is not None else {}
@@ -531,6 +532,40 @@ def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: S
         assert Web(other).end()[0] == "ticket_refused"
     codes = sorted(row["detail"]["code"] for row in world.audit("gateway.refused"))
     assert codes == ["ticket_refused", "too_many_connections"]
+
+
+def test_many_sockets_one_after_the_other_are_watched_once(
+    world: World, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[float] = []
+    real = web.Sessions._check
+
+    async def check(self: web.Sessions, now: float) -> None:
+        # The gateway of this world has a watch of its own.
+        if self in site.app.state.terminals:
+            checks.append(now)
+        await real(self, now)
+
+    monkeypatch.setattr(web.Sessions, "_check", check)
+    for _ in range(20):
+        with site.dial():
+            pass
+    with site.dial():
+        until(lambda: site.live)
+        checks.clear()
+        time.sleep(1)
+        assert len(checks) <= 1 / QUICK.check_s + 1
+
+
+def test_a_token_that_ends_before_the_first_frame_opens_nothing(world: World, site: Site) -> None:
+    ticket = site.ticket()["ticket"]
+    with site.dial() as client:
+        until(lambda: site.live)
+        end_token(world)
+        client.send(json.dumps({"event": "open", "ticket": ticket, "columns": 80, "rows": 24}))
+        assert Web(client).end()[0] == "token_ended"
+    sessions = world.stack.client("admin").get("projects/demo/ssh-sessions")
+    assert sessions.json()["items"] == []
 
 
 def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: Site) -> None:
