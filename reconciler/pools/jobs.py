@@ -133,6 +133,8 @@ def cancel(conn: sa.Connection, project_id: str, id: str) -> Job:
             remedy="read its result with GET",
         )
     values = {**_FRESH, "attempts": job.attempts, "lost": job.lost, "status": JobStatus.CANCELED}
+    if job.status == JobStatus.RUNNING:
+        values["taken_from"] = job.worker
     conn.execute(_changed(values).where(jobs.c.id == id))
     counts.add(conn, [(project_id, job.status, JobStatus.CANCELED, 0)])
     return get(conn, project_id, id)

@@ -374,6 +374,7 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
         .values(
             **_FREE,
             lost=jobs.c.lost + 1,
+            taken_from=jobs.c.worker,
             updated_at=now,
             status=sa.case((often, JobStatus.DEAD_LETTER.value), else_=JobStatus.PENDING.value),
             error=LOST,

@@ -19,7 +19,7 @@ from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Outcome
-from reconciler.model.pools import Load, PoolState, victim
+from reconciler.model.pools import ENDS_OF_A_PROJECT, ENDS_S, Load, PoolState, victim
 from reconciler.pools import jobs, leases, memory, pools, workers
 from reconciler.pools.pools import NewPool
 from reconciler.settings import Settings
@@ -199,8 +199,13 @@ def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:
         assert len(pools.stop_all(conn, ADMIN)) == 1, "living pools only"
 
 
-def end_worker(engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = ()) -> int:
-    """Let a new worker end with a job of each of these projects; returns the ends that count."""
+def end_worker(
+    engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = (), taken: str = ""
+) -> int:
+    """Let a new worker end with a job of each of these projects; returns the ends that count.
+
+    taken: how the jobs were taken from it before.
+    """
     with transaction(engine) as conn:
         conn.execute(sa.delete(queued))
         for project in holding:
@@ -209,7 +214,17 @@ def end_worker(engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = ()) ->
         assert worker is not None
         leases.enter(conn, worker.id, pid=7, start_ticks=1)
         serving = leases.serve(conn, worker.id, ["m"], {})
-        assert len(leases.claim(conn, serving, limit=9)) == len(holding)
+        claimed = leases.claim(conn, serving, limit=9)
+        assert len(claimed) == len(holding)
+        if taken == "canceled":
+            for job, project in zip(claimed, holding, strict=True):
+                jobs.cancel(conn, project, job.id)
+        elif taken:
+            conn.execute(sa.update(queued).values(lease_expires_at=clock.now() - 1))
+            leases.tend(conn)
+        if taken == "claimed again":
+            other = leases.register(conn, host="other", pid=1, models=["m"])
+            assert leases.claim(conn, other, limit=1)
         workers.end(conn, worker, "signal 9")
         return workers.recent_ends(conn, pool)
 
@@ -225,6 +240,42 @@ def test_jobs_of_one_project_do_not_end_a_pool_of_all(engine: sa.Engine) -> None
     assert end_worker(engine, pool, holding=["p2"]) == 6
     own, _ = begun(engine, start(engine, "own", project_id="p1"))
     assert [end_worker(engine, own, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("taken", ["canceled", "reclaimed", "claimed again"])
+def test_jobs_that_were_taken_from_a_worker_count_as_held(engine: sa.Engine, taken: str) -> None:
+    Queue(engine)
+    host(engine)
+    pool, _ = begun(engine, start(engine))
+    ends = [end_worker(engine, pool, holding=["p1"], taken=taken) for _ in range(5)]
+    assert ends == [1, 2, 3, 3, 3]
+    with transaction(engine) as conn:
+        worker = workers.living(conn, [pool.id])[pool.id][0]
+        long_ago = clock.now() - ENDS_S - 1
+        conn.execute(sa.update(queued).values(taken_from=worker.id, updated_at=long_ago))
+        workers.end(conn, worker, "signal 9")
+        assert workers.recent_ends(conn, pool) == 4, "alone"
+
+
+def test_ends_that_do_not_count_put_off_the_next_worker(engine: sa.Engine) -> None:
+    Queue(engine)
+    host(engine)
+    pool, _ = begun(engine, start(engine))
+
+    def pause() -> float:
+        with reading(engine) as conn:
+            return workers.pause(conn, pool)
+
+    assert pause() <= 0
+    for _ in range(ENDS_OF_A_PROJECT):
+        end_worker(engine, pool, holding=["p1"])
+    assert pause() <= 0, "these end the pool soon"
+    for _ in range(5):
+        end_worker(engine, pool, holding=["p1"])
+    assert pause() == pytest.approx(5, abs=1)
+    for _ in range(30):
+        end_worker(engine, pool, holding=["p1", "p2"])
+    assert pause() == pytest.approx(30, abs=1)
 
 
 def test_every_living_state_ends_in_time(engine: sa.Engine, tmp_path: Path) -> None:
