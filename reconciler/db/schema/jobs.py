@@ -116,7 +116,10 @@ class JobCount(Row):
 
 
 @table(
-    "pool_workers", "worker", partial("ix_pool_workers_live", "pool_id", where="ended_at IS NULL")
+    "pool_workers",
+    "worker",
+    partial("ix_pool_workers_live", "pool_id", where="ended_at IS NULL"),
+    partial("ix_pool_workers_ended", "pool_id", where="ended_at IS NOT NULL"),
 )
 class PoolWorker(Row):
     """A process that runs jobs, or did."""

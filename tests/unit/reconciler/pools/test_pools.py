@@ -13,14 +13,21 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.schema import Pool, PoolWorker, audit_log, device_leases, pool_hosts
+from reconciler.db.schema import (
+    Pool,
+    PoolWorker,
+    audit_log,
+    device_leases,
+    pool_hosts,
+    pool_workers,
+)
 from reconciler.db.schema import jobs as queued
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Outcome
 from reconciler.model.pools import ENDS_OF_A_PROJECT, ENDS_S, Load, PoolState, victim
-from reconciler.pools import jobs, leases, memory, pools, workers
+from reconciler.pools import jobs, leases, memory, pools, remote, workers
 from reconciler.pools.pools import NewPool
 from reconciler.settings import Settings
 from reconciler.work import loops
@@ -276,6 +283,26 @@ def test_ends_that_do_not_count_put_off_the_next_worker(engine: sa.Engine) -> No
     for _ in range(30):
         end_worker(engine, pool, holding=["p1", "p2"])
     assert pause() == pytest.approx(30, abs=1)
+
+
+def test_a_pool_keeps_few_of_its_ended_workers(engine: sa.Engine) -> None:
+    """A guest that has the token may register and leave without end."""
+    Queue(engine)
+    pool = start(engine, target="remote", project_id="p1", models=["theirs"], replicas=2)
+    with transaction(engine) as conn:
+        for number in range(100):
+            worker = remote.register(conn, pool, host="x", pid=number, models=["theirs"])
+            remote.leave(conn, pool, worker.id)
+        kept = conn.execute(sa.select(pool_workers.c.pid).where(pool_workers.c.pool_id == pool.id))
+        pids = kept.scalars().all()
+        assert 8 <= len(pids) <= 16
+        assert min(pids) > 70, "the newest"
+        assert jobs.enqueue(conn, "p1", [jobs.NewJob("theirs", {})], ADMIN), "served lately"
+        with pytest.raises(Problem, match="model_unknown") as refused:
+            jobs.enqueue(conn, "p1", [jobs.NewJob("none", {})], ADMIN)
+        assert "m, theirs" in refused.value.expected
+        with pytest.raises(Problem, match="model_unknown"):
+            jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {})], ADMIN)
 
 
 def test_every_living_state_ends_in_time(engine: sa.Engine, tmp_path: Path) -> None:
