@@ -133,7 +133,7 @@ def turn(
     rest = [lost for key, lost in held.items() if key[0] not in counted and key not in back]
     claimed: list[Call] = []
     if claim is not None:
-        claimed = leases.claimed(conn, worker, claim.token)
+        claimed = leases.claimed(conn, worker, claim.token, extra_s=_EXTRA_S)
         room = 0 if any(rest) else min(claim.limit, HELD - len(rest))
         if not claimed and room > 0:
             claimed = leases.claim(conn, worker, limit=room, token=claim.token, alone=not rest)

@@ -305,6 +305,25 @@ def test_a_pool_keeps_few_of_its_ended_workers(engine: sa.Engine) -> None:
             jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {})], ADMIN)
 
 
+def test_a_repeated_claim_renews_no_job_that_has_had_its_time(engine: sa.Engine) -> None:
+    queue = Queue(engine)
+    pool = start(engine, target="remote", project_id="p1")
+    claim = remote.Claim(rows.new_id(), 1)
+    with transaction(engine) as conn:
+        worker = remote.register(conn, pool, host="x", pid=1, models=["m"])
+
+    def repeat() -> list[str]:
+        with transaction(engine) as conn:
+            return [job.id for job in remote.turn(conn, pool, worker.id, claim=claim).jobs]
+
+    (id,) = queue.add()
+    assert repeat() == repeat() == [id]
+    queue.change(id, started_at=clock.now() - 3600, lease_expires_at=clock.now() - 1)
+    assert repeat() == []
+    queue.tend()
+    assert (queue.read(id).status, queue.read(id).lost) == ("pending", 1)
+
+
 def test_every_living_state_ends_in_time(engine: sa.Engine, tmp_path: Path) -> None:
     host(engine)
     waiting = start(engine, devices=["GPU-0"])
