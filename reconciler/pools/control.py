@@ -96,6 +96,7 @@ def follow(conn: sa.Connection) -> str:
         canceled = sa.update(jobs).where(RUNNING)
         free: dict[str, Any] = {"token": "", "lease_expires_at": None, "error": _CANCELED}
         free |= {"status": JobStatus.CANCELED, "updated_at": clock.now()}
+        free["taken_from"] = jobs.c.worker
         canceled = canceled.values(free).returning(jobs.c.project_id)
         ended = conn.execute(canceled).scalars().all()
         counts.add(conn, [(id, JobStatus.RUNNING, JobStatus.CANCELED, 0) for id in ended])

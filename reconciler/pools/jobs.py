@@ -133,6 +133,8 @@ def cancel(conn: sa.Connection, project_id: str, id: str) -> Job:
             remedy="read its result with GET",
         )
     values = {**_FRESH, "attempts": job.attempts, "lost": job.lost, "status": JobStatus.CANCELED}
+    if job.status == JobStatus.RUNNING:
+        values["taken_from"] = job.worker
     conn.execute(_changed(values).where(jobs.c.id == id))
     counts.add(conn, [(project_id, job.status, JobStatus.CANCELED, 0)])
     return get(conn, project_id, id)
@@ -237,12 +239,17 @@ def depth(conn: sa.Connection, project_id: str | None = None) -> Depth:
 
 
 def forget(conn: sa.Connection, *, age_s: float, limit: int) -> int:
-    """Delete jobs that ended, and workers that were last seen, longer ago than age_s."""
+    """Delete jobs that ended, and workers that were last seen, longer ago than age_s: at most limit
+    of each. Returns the larger number.
+    """
     old = clock.now() - age_s
     ended = sa.select(jobs.c.id).where(_ENDED, jobs.c.updated_at < old)
     count = len(_delete(conn, ended.limit(limit)))
-    conn.execute(sa.delete(pool_workers).where(pool_workers.c.beat_at < old))
-    return count
+    silent = sa.select(pool_workers.c.id).where(pool_workers.c.beat_at < old).limit(limit)
+    # A worker that registers deletes some of these, too, in another order.
+    silent = silent.with_for_update(skip_locked=True)
+    gone = conn.execute(sa.delete(pool_workers).where(pool_workers.c.id.in_(silent)))
+    return max(count, gone.rowcount)
 
 
 def _delete(conn: sa.Connection, ids: sa.Select[tuple[str]]) -> list[counts.Move]:
@@ -285,17 +292,20 @@ def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> No
     served: set[str] = set()
     joined = pool_workers.outerjoin(pools, pools.c.id == pool_workers.c.pool_id)
     mine = sa.or_(pools.c.project_id.is_(None), pools.c.project_id == project_id)
-    query = sa.select(pool_workers.c.models).select_from(joined).where(mine)
-    for models in conn.execute(query).scalars():
-        served |= set(models)
-    if unknown := sorted(names - served):
-        raise Problem(
-            "model_unknown",
-            422,
-            expected=f"one of the models {', '.join(sorted(served))}" if served else "a model",
-            found=f"{unknown[0]!r}, which no worker serves",
-            remedy="correct the name, or ask the operators to start a worker of the model",
-        )
+    query = sa.select(pool_workers.c.models).distinct().select_from(joined).where(mine)
+    # Workers that have ended are read only for a model that none serves at present.
+    for state in (pool_workers.c.ended_at.is_(None), pool_workers.c.ended_at.is_not(None)):
+        for models in conn.execute(query.where(state)).scalars():
+            served |= set(models)
+        if names <= served:
+            return
+    raise Problem(
+        "model_unknown",
+        422,
+        expected=f"one of the models {', '.join(sorted(served))}" if served else "a model",
+        found=f"{min(names - served)!r}, which no worker serves",
+        remedy="correct the name, or ask the operators to start a worker of the model",
+    )
 
 
 def _require_room(conn: sa.Connection, project_id: str, count: int, size: int) -> None:

@@ -214,12 +214,19 @@ def claim(
 
 
 def claimed(
-    conn: sa.Connection, worker: PoolWorker, token: str, *, lease_s: float = LEASE_S
+    conn: sa.Connection,
+    worker: PoolWorker,
+    token: str,
+    *,
+    lease_s: float = LEASE_S,
+    extra_s: float | None = None,
 ) -> list[Call]:
     """The jobs that a claim got under this token, should its answer have been lost. Their lease
-    begins anew.
+    begins anew. extra_s: as in `renew`.
     """
-    mine = sa.and_(control.RUNNING, jobs.c.worker == worker.id, jobs.c.token == token)
+    mine = sa.and_(
+        control.RUNNING, jobs.c.worker == worker.id, jobs.c.token == token, _in_time(extra_s)
+    )
     again = sa.update(jobs).where(mine).values(lease_expires_at=clock.now() + lease_s)
     return [Call(*row) for row in conn.execute(again.returning(*_CALL))]
 
@@ -262,14 +269,18 @@ def renew(
     beat = sa.update(pool_workers).where(pool_workers.c.id == worker.id)
     conn.execute(beat.values(beat_at=clock.now()))
     held = sa.select(jobs.c.id).where(
-        jobs.c.token.in_(tokens), control.RUNNING, jobs.c.worker == worker.id
+        jobs.c.token.in_(tokens), control.RUNNING, jobs.c.worker == worker.id, _in_time(extra_s)
     )
-    if extra_s is not None:
-        held = held.where(jobs.c.started_at + jobs.c.timeout_s > clock.now() - extra_s)
     locked = held.order_by(jobs.c.id).with_for_update().cte("held")
     update = sa.update(jobs).where(jobs.c.id == locked.c.id)
     update = update.values(lease_expires_at=clock.now() + lease_s)
     return set(conn.execute(update.returning(jobs.c.id)).scalars())
+
+
+def _in_time(extra_s: float | None) -> sa.ColumnElement[bool]:
+    if extra_s is None:
+        return sa.true()
+    return jobs.c.started_at + jobs.c.timeout_s > clock.now() - extra_s
 
 
 def finish(
@@ -374,6 +385,7 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
         .values(
             **_FREE,
             lost=jobs.c.lost + 1,
+            taken_from=jobs.c.worker,
             updated_at=now,
             status=sa.case((often, JobStatus.DEAD_LETTER.value), else_=JobStatus.PENDING.value),
             error=LOST,

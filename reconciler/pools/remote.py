@@ -30,6 +30,9 @@ HELD = 64
 SILENT_S = leases.LEASE_S
 # Then it is recorded as ended.
 _GONE_S = 600.0
+# Workers that are kept for each seat of a pool, with the one that has it: as many as may end before
+# a pool of the service's own machines is given up.
+_KEPT = 8
 # A job is renewed for its own time and this, in which models are loaded again.
 _EXTRA_S = 360.0
 # A pool that is ended by force has no use of its token any more.
@@ -102,6 +105,7 @@ def register(
             remedy="correct --model, or start a pool with it",
         )
     _require_seat(conn, pool)
+    _forget_ended(conn, pool)
     # A guest is believed nothing of where it is.
     where = pool.allocation_id if pool.host_id == GUEST and pool.allocation_id else host
     values = {"id": rows.new_id(), "pool_id": pool.id, "host": where, "pid": pid}
@@ -129,7 +133,7 @@ def turn(
     rest = [lost for key, lost in held.items() if key[0] not in counted and key not in back]
     claimed: list[Call] = []
     if claim is not None:
-        claimed = leases.claimed(conn, worker, claim.token)
+        claimed = leases.claimed(conn, worker, claim.token, extra_s=_EXTRA_S)
         room = 0 if any(rest) else min(claim.limit, HELD - len(rest))
         if not claimed and room > 0:
             claimed = leases.claim(conn, worker, limit=room, token=claim.token, alone=not rest)
@@ -219,6 +223,15 @@ def _member(conn: sa.Connection, pool: Pool, worker_id: str) -> PoolWorker:
         # Its seat may have gone to another worker.
         _require_seat(conn, rows.get(conn, Pool, pool.id, lock=True), worker_id)
     return worker
+
+
+def _forget_ended(conn: sa.Connection, pool: Pool) -> None:
+    """Delete the oldest of a pool's ended workers: a guest may register and leave without end."""
+    ended = sa.select(pool_workers.c.id).where(
+        pool_workers.c.pool_id == pool.id, pool_workers.c.ended_at.is_not(None)
+    )
+    old = ended.order_by(pool_workers.c.ended_at.desc()).offset((_KEPT - 1) * pool.replicas)
+    conn.execute(sa.delete(pool_workers).where(pool_workers.c.id.in_(old)))
 
 
 def _require_seat(conn: sa.Connection, pool: Pool, worker_id: str = "") -> None:

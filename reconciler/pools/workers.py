@@ -32,6 +32,7 @@ log = logging.getLogger("gpuaas.pools")
 
 # In place of a project: the worker held jobs of several.
 _SEVERAL = "*"
+_PAUSE_S = 30
 
 
 def report(
@@ -124,8 +125,10 @@ def holding(conn: sa.Connection, worker_ids: Sequence[str]) -> dict[str, int]:
 def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
     """Record that no process of a worker is left. Its jobs are queued again."""
     held = sa.and_(jobs.c.worker == worker.id, control.RUNNING)
-    query = sa.select(jobs.c.project_id).where(held).distinct().limit(2)
-    projects = conn.execute(query).scalars().all()
+    # Also those that it may have died of after they were canceled, or given to another worker.
+    taken = sa.and_(jobs.c.taken_from == worker.id, jobs.c.updated_at > clock.now() - ENDS_S)
+    blamed = [sa.select(jobs.c.project_id).where(each) for each in (held, taken)]
+    projects = conn.execute(sa.union(*blamed).limit(2)).scalars().all()
     ended = sa.update(pool_workers).where(
         pool_workers.c.id == worker.id, pool_workers.c.ended_at.is_(None)
     )
@@ -143,11 +146,7 @@ def recent_ends(conn: sa.Connection, pool: Pool) -> int:
     In a pool of all projects, an end with jobs of several does not count: one of these jobs has
     killed the worker or will kill the next, alone. Of a single project's ends a few count.
     """
-    query = sa.select(pool_workers.c.ended_with, sa.func.count()).where(
-        pool_workers.c.pool_id == pool.id,
-        # Not those of before the clock was set back.
-        pool_workers.c.ended_at.between(clock.now() - ENDS_S, clock.now()),
-    )
+    query = sa.select(pool_workers.c.ended_with, sa.func.count()).where(_lately(pool))
     counted = conn.execute(query.group_by("ended_with"))
     ends = {ended_with: int(number) for ended_with, number in counted}
     if pool.project_id is not None:
@@ -155,6 +154,21 @@ def recent_ends(conn: sa.Connection, pool: Pool) -> int:
     ends.pop(_SEVERAL, None)
     alone = ends.pop("", 0)
     return alone + sum(min(number, ENDS_OF_A_PROJECT) for number in ends.values())
+
+
+def pause(conn: sa.Connection, pool: Pool) -> float:
+    """Seconds until a worker is replaced: after the last end, one for each recent end that does not
+    count. These never end the pool, so its host would start workers without a pause.
+    """
+    since = clock.now() - sa.func.max(pool_workers.c.ended_at)
+    number, since_s = conn.execute(sa.select(sa.func.count(), since).where(_lately(pool))).one()
+    return min(number - recent_ends(conn, pool), _PAUSE_S) - (since_s or 0.0)
+
+
+def _lately(pool: Pool) -> sa.ColumnElement[bool]:
+    # Not those of before the clock was set back.
+    recent = pool_workers.c.ended_at.between(clock.now() - ENDS_S, clock.now())
+    return sa.and_(pool_workers.c.pool_id == pool.id, recent)
 
 
 def conclude(

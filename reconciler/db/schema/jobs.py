@@ -52,6 +52,8 @@ from reconciler.model.jobs import JobStatus, Mode
         "updated_at",
         where="status IN ('done', 'dead_letter', 'canceled')",
     ),
+    # A job that no worker has lost is not in it.
+    partial("ix_orchestrator_jobs_taken", "taken_from", where="taken_from IS NOT NULL"),
 )
 class Job(Row):
     """A call of a model with an input. Its history is this row: attempts, losses, last error."""
@@ -75,6 +77,8 @@ class Job(Row):
     token: Text
     # Id of the last worker.
     worker: Text
+    # Id of the last worker that held it when it was canceled, or when its lease expired.
+    taken_from: str | None
     lease_expires_at: float | None
     result: dict[str, Any] | None
     # {} or the last failure: code, expected, found, remedy, and detail for operators.
@@ -112,7 +116,10 @@ class JobCount(Row):
 
 
 @table(
-    "pool_workers", "worker", partial("ix_pool_workers_live", "pool_id", where="ended_at IS NULL")
+    "pool_workers",
+    "worker",
+    partial("ix_pool_workers_live", "pool_id", where="ended_at IS NULL"),
+    partial("ix_pool_workers_ended", "pool_id", where="ended_at IS NOT NULL"),
 )
 class PoolWorker(Row):
     """A process that runs jobs, or did."""
@@ -134,7 +141,8 @@ class PoolWorker(Row):
     oom_kills: Number
     # How it ended.
     ending: Text
-    # The project whose jobs it held when it ended; "" without jobs, "*" with those of several.
+    # The project whose jobs it held when it ended, or shortly before; "" without jobs, "*" with
+    # those of several.
     ended_with: Text
     started_at: float
     beat_at: float

@@ -517,8 +517,11 @@ def test_jobs_and_workers_are_kept_for_their_time(queue: Queue) -> None:
     with transaction(queue.engine) as conn:
         assert jobs.forget(conn, age_s=60, limit=10) == 1
         assert [job["id"] for job in jobs.every(conn, "p1")] == [live]
+        for number in range(24):
+            leases.register(conn, host="here", pid=number, models=["m"])
         conn.execute(sa.update(PoolWorker.TABLE).values(beat_at=1.0))
-        jobs.forget(conn, age_s=60, limit=10)
+        deleted = [jobs.forget(conn, age_s=60, limit=10) for _ in range(3)]
+    assert deleted == [10, 10, 5], "by its result, the loop knows whether more are left"
     with pytest.raises(Problem, match="model_unknown"):
         queue.add()
 

@@ -13,14 +13,21 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.schema import Pool, PoolWorker, audit_log, device_leases, pool_hosts
+from reconciler.db.schema import (
+    Pool,
+    PoolWorker,
+    audit_log,
+    device_leases,
+    pool_hosts,
+    pool_workers,
+)
 from reconciler.db.schema import jobs as queued
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Outcome
-from reconciler.model.pools import Load, PoolState, victim
-from reconciler.pools import jobs, leases, memory, pools, workers
+from reconciler.model.pools import ENDS_OF_A_PROJECT, ENDS_S, Load, PoolState, victim
+from reconciler.pools import jobs, leases, memory, pools, remote, workers
 from reconciler.pools.pools import NewPool
 from reconciler.settings import Settings
 from reconciler.work import loops
@@ -199,8 +206,13 @@ def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:
         assert len(pools.stop_all(conn, ADMIN)) == 1, "living pools only"
 
 
-def end_worker(engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = ()) -> int:
-    """Let a new worker end with a job of each of these projects; returns the ends that count."""
+def end_worker(
+    engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = (), taken: str = ""
+) -> int:
+    """Let a new worker end with a job of each of these projects; returns the ends that count.
+
+    taken: how the jobs were taken from it before.
+    """
     with transaction(engine) as conn:
         conn.execute(sa.delete(queued))
         for project in holding:
@@ -209,7 +221,17 @@ def end_worker(engine: sa.Engine, pool: Pool, *, holding: Sequence[str] = ()) ->
         assert worker is not None
         leases.enter(conn, worker.id, pid=7, start_ticks=1)
         serving = leases.serve(conn, worker.id, ["m"], {})
-        assert len(leases.claim(conn, serving, limit=9)) == len(holding)
+        claimed = leases.claim(conn, serving, limit=9)
+        assert len(claimed) == len(holding)
+        if taken == "canceled":
+            for job, project in zip(claimed, holding, strict=True):
+                jobs.cancel(conn, project, job.id)
+        elif taken:
+            conn.execute(sa.update(queued).values(lease_expires_at=clock.now() - 1))
+            leases.tend(conn)
+        if taken == "claimed again":
+            other = leases.register(conn, host="other", pid=1, models=["m"])
+            assert leases.claim(conn, other, limit=1)
         workers.end(conn, worker, "signal 9")
         return workers.recent_ends(conn, pool)
 
@@ -225,6 +247,81 @@ def test_jobs_of_one_project_do_not_end_a_pool_of_all(engine: sa.Engine) -> None
     assert end_worker(engine, pool, holding=["p2"]) == 6
     own, _ = begun(engine, start(engine, "own", project_id="p1"))
     assert [end_worker(engine, own, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("taken", ["canceled", "reclaimed", "claimed again"])
+def test_jobs_that_were_taken_from_a_worker_count_as_held(engine: sa.Engine, taken: str) -> None:
+    Queue(engine)
+    host(engine)
+    pool, _ = begun(engine, start(engine))
+    ends = [end_worker(engine, pool, holding=["p1"], taken=taken) for _ in range(5)]
+    assert ends == [1, 2, 3, 3, 3]
+    with transaction(engine) as conn:
+        worker = workers.living(conn, [pool.id])[pool.id][0]
+        long_ago = clock.now() - ENDS_S - 1
+        conn.execute(sa.update(queued).values(taken_from=worker.id, updated_at=long_ago))
+        workers.end(conn, worker, "signal 9")
+        assert workers.recent_ends(conn, pool) == 4, "alone"
+
+
+def test_ends_that_do_not_count_put_off_the_next_worker(engine: sa.Engine) -> None:
+    Queue(engine)
+    host(engine)
+    pool, _ = begun(engine, start(engine))
+
+    def pause() -> float:
+        with reading(engine) as conn:
+            return workers.pause(conn, pool)
+
+    assert pause() <= 0
+    for _ in range(ENDS_OF_A_PROJECT):
+        end_worker(engine, pool, holding=["p1"])
+    assert pause() <= 0, "these end the pool soon"
+    for _ in range(5):
+        end_worker(engine, pool, holding=["p1"])
+    assert pause() == pytest.approx(5, abs=1)
+    for _ in range(30):
+        end_worker(engine, pool, holding=["p1", "p2"])
+    assert pause() == pytest.approx(30, abs=1)
+
+
+def test_a_pool_keeps_few_of_its_ended_workers(engine: sa.Engine) -> None:
+    """A guest that has the token may register and leave without end."""
+    Queue(engine)
+    pool = start(engine, target="remote", project_id="p1", models=["theirs"], replicas=2)
+    with transaction(engine) as conn:
+        for number in range(100):
+            worker = remote.register(conn, pool, host="x", pid=number, models=["theirs"])
+            remote.leave(conn, pool, worker.id)
+        kept = conn.execute(sa.select(pool_workers.c.pid).where(pool_workers.c.pool_id == pool.id))
+        pids = kept.scalars().all()
+        assert 8 <= len(pids) <= 16
+        assert min(pids) > 70, "the newest"
+        assert jobs.enqueue(conn, "p1", [jobs.NewJob("theirs", {})], ADMIN), "served lately"
+        with pytest.raises(Problem, match="model_unknown") as refused:
+            jobs.enqueue(conn, "p1", [jobs.NewJob("none", {})], ADMIN)
+        assert "m, theirs" in refused.value.expected
+        with pytest.raises(Problem, match="model_unknown"):
+            jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {})], ADMIN)
+
+
+def test_a_repeated_claim_renews_no_job_that_has_had_its_time(engine: sa.Engine) -> None:
+    queue = Queue(engine)
+    pool = start(engine, target="remote", project_id="p1")
+    claim = remote.Claim(rows.new_id(), 1)
+    with transaction(engine) as conn:
+        worker = remote.register(conn, pool, host="x", pid=1, models=["m"])
+
+    def repeat() -> list[str]:
+        with transaction(engine) as conn:
+            return [job.id for job in remote.turn(conn, pool, worker.id, claim=claim).jobs]
+
+    (id,) = queue.add()
+    assert repeat() == repeat() == [id]
+    queue.change(id, started_at=clock.now() - 3600, lease_expires_at=clock.now() - 1)
+    assert repeat() == []
+    queue.tend()
+    assert (queue.read(id).status, queue.read(id).lost) == ("pending", 1)
 
 
 def test_every_living_state_ends_in_time(engine: sa.Engine, tmp_path: Path) -> None:

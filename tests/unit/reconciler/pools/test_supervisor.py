@@ -251,6 +251,20 @@ def test_a_pool_whose_workers_always_end_is_given_up(
     assert [worker.ending for worker in control.workers(pool)] == ["exit status 1"]
 
 
+def test_a_worker_is_replaced_after_the_pause(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = [1.0, 0.0]
+    monkeypatch.setattr(workers, "pause", lambda *_: pauses.pop(0))
+    pool = control.start()
+    control.supervisor.tend()
+    assert control.read(pool).state == "starting"
+    control.supervisor.tend()
+    assert control.workers(pool) == []
+    control.supervisor.tend()
+    assert len(control.workers(pool)) == 1
+
+
 def test_a_pool_runs_the_files_that_it_began_with(
     control: Control, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
