@@ -55,6 +55,7 @@ MAAS_SCRIPTS = {
     "release": SCRIPTS / "maas/release/60-gpuaas-slice-disks.sh",
 }
 _ACT = Act("reconciler", "machines of MAAS")
+_UNBOUND = "admin.maas.unbound"
 
 
 class Pass(Client):
@@ -115,7 +116,7 @@ def unbind(conn: Connection, node_id: str, act: Act) -> Node:
     """Forget which machine of MAAS the node is. A lock in MAAS stays."""
     with locks.node(conn, node_id) as node:
         node_records.update(conn, node_id, maas=None)
-        journal.audit(conn, act, "admin.maas.unbound", "node", node_id, detail={"was": node.maas})
+        journal.audit(conn, act, _UNBOUND, "node", node_id, detail={"was": node.maas})
     return node_records.get(conn, node_id)
 
 
@@ -181,10 +182,20 @@ def _bind(conn: Connection, node: Node, machine: Machine) -> int:
     with locks.node(conn, node.id) as current:
         if current.maas or current.name != node.name or current.address != node.address:
             return 0
-        values = {"maas": binding(machine), "maas_tags": tags_of(machine)}
+        bound = {**binding(machine), **_returned(conn, node.id, machine)}
+        values = {"maas": bound, "maas_tags": tags_of(machine)}
         node_records.update(conn, node.id, **values)
         journal.audit(conn, _ACT, "node.maas.bound", "node", node.id, detail=values)
         return 1
+
+
+def _returned(conn: Connection, node_id: str, machine: Machine) -> dict[str, bool]:
+    """The mark of a machine that MAAS may have given to others, from before it was unbound."""
+    for row in journal.audit_rows(conn, action=_UNBOUND, subject_id=node_id):
+        was = row.detail["was"] or {}
+        if was.get("system_id") == machine.system_id:
+            return {"returned": True} if was.get("returned") else {}
+    return {}
 
 
 def _add(conn: Connection, new: NewNode) -> int:

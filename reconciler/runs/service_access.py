@@ -138,7 +138,10 @@ class ServiceAccess:
                 f"correct GPUAAS_{self.NAME}_CA_FILE",
             ) from unreadable
         transport = _Transport(context, deadline)
-        return httpx.Client(base_url=self.url, transport=transport, trust_env=False)
+        headers = {"Accept-Encoding": "identity"}
+        return httpx.Client(
+            base_url=self.url, transport=transport, trust_env=False, headers=headers
+        )
 
     def require_trust(self, lost: Exception) -> None:
         """RunError `<name>_untrusted` when the request ended because of the certificate."""
@@ -217,7 +220,12 @@ class Conversation:
         try:
             with self._http.stream(method, path, **arguments) as answer:
                 parts, size = [], 0
-                for part in answer.iter_bytes():
+                # httpx decodes a piece before its size can be looked at, and stacked encodings
+                # make gigabytes of a few hundred bytes.
+                encoding = answer.headers.get("Content-Encoding", "identity")
+                if encoding.lower() != "identity":
+                    raise self.silent(request, f"an answer in the encoding {scrub(encoding)}")
+                for part in answer.iter_raw():
                     parts.append(part)
                     size += len(part)
                     if size > self.LARGEST:

@@ -331,15 +331,20 @@ def _converse(
 
 async def _ask(ca_file: Path | None, method: str, url: str, form: dict[str, str] | None) -> Any:
     verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
-    headers = {"Accept": "application/json"}
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     async with (
         asyncio.timeout(_DEADLINE_S),
         httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=False, verify=verify) as client,
         client.stream(method, url, headers=headers, data=form) as answer,
     ):
         answer.raise_for_status()
+        # httpx decodes a piece before its size can be looked at, and stacked encodings make
+        # gigabytes of a few hundred bytes.
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ValueError(f"an answer in the encoding {encoding[:100]}")
         body = b""
-        async for part in answer.aiter_bytes():
+        async for part in answer.aiter_raw():
             body += part
             if len(body) > _LONGEST_ANSWER:
                 raise ValueError(f"an answer of more than {_LONGEST_ANSWER} bytes")

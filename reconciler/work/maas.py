@@ -124,9 +124,11 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             try:
                 _ask(maas, task, machine, verb, userdata, script)
             except RunError as refusal:
-                if verb == "unlock" and refusal.code == FORBIDDEN:
-                    with transaction(engine) as conn:
+                with transaction(engine) as conn:
+                    if verb == "unlock" and refusal.code == FORBIDDEN:
                         _remember(conn, task, locked=True)
+                    if verb == "release" and _is_definite(refusal):
+                        _remember(conn, task, returned=_is_returned(node))
                 raise
             _give_back(engine, task, replace(memory, answered=True), asdict(memory))
 
@@ -173,15 +175,25 @@ def _request(kind: TaskKind, node: Node, machine: Machine, memory: Memory) -> Ve
         return "deploy"
     failed = status in _FAILED and memory.phase in ("", "unlock")
     if failed or status in (Status.DEPLOYED, Status.ALLOCATED):
-        # After its return to MAAS, another client may have had it with the same user.
-        returned = (node.maas or {}).get("returned") and not installation.is_installed(node)
-        if status == Status.DEPLOYED and (not node.machine_id or (returned and not memory.phase)):
+        returned = _is_returned(node) and not memory.phase
+        if status == Status.DEPLOYED and (not node.machine_id or returned):
             remedy = "enrol it (`gpuaas nodes userdata`), or release it in MAAS by hand"
-            raise _refused("occupied", node, "an installation that never enrolled here", remedy)
+            lack = "has not enrolled since its release" if returned else "never enrolled here"
+            raise _refused("occupied", node, f"an installation that {lack}", remedy)
         return "release"
     text = f"{machine.system_id}: {machine.status_name}. {machine.status_message}"
     remedy = "repair the machine in MAAS, then ask again"
     raise _refused("failed" if status in _FAILED else "state", node, text, remedy)
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether another client may have had the machine with the same user, since its release."""
+    return bool((node.maas or {}).get("returned")) and not installation.is_installed(node)
+
+
+def _is_definite(refusal: RunError) -> bool:
+    """Whether the request certainly had no effect."""
+    return not isinstance(refusal, LauncherAway) and refusal.code != "maas_wrong_machine"
 
 
 def _asking(memory: Memory, verb: Verb, now: float) -> Memory:
@@ -196,8 +208,12 @@ def _begin(engine: Engine, settings: Settings, task: Task, machine: Machine, mem
         _require_machine(node, machine)
         installation.begin(conn, node, TaskKind(task.kind), act)
         queue.progress(conn, task.id, task.lease_token, asdict(memory))
+        # Before the request, because the task may end in any way after it: MAAS has the machine
+        # from its release until it has accepted a deployment of ours.
+        remembered: dict[str, Any] = {"returned": memory.phase != "unlock" or _is_returned(node)}
         if memory.phase == "unlock":
-            nodes.update(conn, node.id, maas={**(node.maas or {}), "locked": UNSURE})
+            remembered["locked"] = UNSURE
+        nodes.update(conn, node.id, maas={**(node.maas or {}), **remembered})
         if memory.phase != "deploy":
             return ""
         secret = tokens.issue_ticket(conn, node.id, machine.system_id, _sources(node, machine), act)
@@ -268,6 +284,9 @@ def _give_back(engine: Engine, task: Task, memory: Memory, recorded: Mapping[str
     with transaction(engine) as conn:
         if asdict(memory) != dict(recorded):
             queue.progress(conn, task.id, task.lease_token, asdict(memory))
+            if memory.phase == "deploy" and memory.answered:
+                # What is installed from now on is ours, also if it never enrols.
+                _remember(conn, task, returned=False)
         if memory.phase == "unlock" and memory.answered:
             _remember(conn, task, locked=False)
         act = act_of(task).because(memory.task)

@@ -86,6 +86,9 @@ class Client(Conversation):
             except (ValueError, TypeError, AttributeError, KeyError) as broken:
                 text = f"partition {name!r:.40}: {type(broken).__name__}"
                 raise self.silent("GET /resources/pkeys", text) from broken
+        if DEFAULT not in partitions:
+            # Every fabric has it. Without it, this is no list of a fabric's partitions.
+            raise self.silent("GET /resources/pkeys", "no default partition")
         return partitions
 
     def add(self, key: int, guids: Collection[str]) -> None:
@@ -121,8 +124,11 @@ class Client(Conversation):
 
 
 def _partition(document: Mapping[str, Any]) -> Partition:
-    members = {}
-    for row in document.get("guids") or []:
+    members, rows = {}, document["guids"]
+    if not isinstance(rows, list):
+        # A partition without a list of members must not pass for an empty one.
+        raise TypeError(type(rows))
+    for row in rows:
         membership = str(row["membership"]).lower()
         if membership not in _MEMBERSHIPS:
             raise ValueError(membership)

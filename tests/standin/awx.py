@@ -63,7 +63,8 @@ class Faults:
     hosts, groups: of the inventory. page_size: the most that a list gives at a time. status:
     `METHOD path` to [status, times], answered instead of the normal status. cut: `METHOD path` to
     how often the connection is cut instead of an answer, after the act. drop: the same, before the
-    act. later_s: delay until a cut launch is carried out. drip_s: pause before each answer. steps:
+    act. strange: `METHOD path` to documents, each answered once instead; None: an empty answer.
+    later_s: delay until a cut launch is carried out. drip_s: pause before each answer. steps:
     number of reads of a job until it moves on. events: of each job. late: counters that are saved
     after the end. never: counters never saved. twice: each page repeats its events, and older ones.
     ends: final state of the job. artifacts, explanation, traceback: of the job. unit: the id of
@@ -88,6 +89,7 @@ class Faults:
     status: dict[str, list[int]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     drop: dict[str, int] = field(default_factory=dict)
+    strange: dict[str, list[Any]] = field(default_factory=dict)
     later_s: float = 0
     drip_s: float = 0
     steps: int = 2
@@ -334,7 +336,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         content = json.dumps(answer).encode() if status != 202 else b"{}"
-        content = b"" if status == 204 else content
+        content = b"" if status == 204 or answer is None else content
         self.send_response(status)
         # The collection awx.awx compares them with its own.
         self.send_header("X-API-Product-Name", "AWX")
@@ -375,6 +377,8 @@ class Handler(BaseHTTPRequestHandler):
             if instead[1]:
                 instead[1] -= 1
                 return instead[0], {"detail": "made to fail"}
+            if awx.faults.strange.get(asked):
+                return 200, awx.faults.strange[asked].pop(0)
             if not _due(awx.faults.cut, asked):
                 return self._act(path.removeprefix(API), body)
             if not awx.faults.later_s:

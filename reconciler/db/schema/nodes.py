@@ -39,7 +39,8 @@ class Node(StateRow):
     # Tags of the machine in MAAS. Null: unknown, or the site has no MAAS; []: MAAS has no tags.
     maas_tags: list[Any] | None
     # The machine in MAAS that is this node: `system_id`, `identity` of its hardware, `purpose` that
-    # was last agreed by its tags, `locked` by this service, `series` last deployed. Null: none.
+    # was last agreed by its tags, `locked` by this service, `series` last deployed, `returned` from
+    # the request of a release to a deployment of ours. Null: none.
     maas: dict[str, Any] | None
     # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
     # the installation is the tenant's. Null: not discovered yet.

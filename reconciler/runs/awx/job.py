@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.runs.awx import request
-from reconciler.runs.awx.client import PAGE_SIZE, AwxAccess, Client, NotSent, Silent, results
+from reconciler.runs.awx.client import API, PAGE_SIZE, AwxAccess, Client, NotSent, Silent, results
 from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json
@@ -240,8 +240,8 @@ class Job:
 
     def _poll(self, feed: Feed) -> dict[str, Any] | None:
         """Read the job and its new events; the verdict once the job is over."""
-        job = self._client.get(self._path)
-        if job.get("limit") != self._node_id:
+        job = self._get_job()
+        if job["limit"] != self._node_id:
             # The template was changed during the launch, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
         self._read(feed)
@@ -256,6 +256,15 @@ class Job:
             return None
         feed.take([], last=True)
         return self._verdict(job, feed)
+
+    def _get_job(self) -> dict[str, Any]:
+        """Our job. Any other answer is silence, because the empty one of a proxy would look like a
+        job for another host, which is canceled.
+        """
+        job = self._client.get(self._path)
+        if job.get("id") != self._record.job or not isinstance(job.get("limit"), str):
+            raise self._client.silent(f"GET {API}{self._path}", "an answer without this job")
+        return job
 
     def _read(self, feed: Feed) -> None:
         since, more = feed.counter, True
@@ -286,7 +295,7 @@ class Job:
             self._client.post(f"{self._path}cancel/", {})
         except RunError as refusal:
             # AWX refuses to cancel a job that has ended: 403, to a superuser 405.
-            job = {} if isinstance(refusal, Silent) else self._client.get(self._path)
+            job = {} if isinstance(refusal, Silent) else self._get_job()
             if job.get("status") not in _OVER:
                 raise
 

@@ -9,6 +9,7 @@ of `login`, for an authorization code that is exchanged once, by its PKCE verifi
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import hmac
 import json
@@ -52,7 +53,8 @@ class State:
         self.device: list[dict[str, Any]] = []
         self.login: dict[str, Any] = {}
         self.codes: dict[str, dict[str, str]] = {}
-        # How the token endpoint answers a code: "", "drips", "nonsense", "nested", "endless".
+        # How the token endpoint answers a code: "", "drips", "nonsense", "nested", "endless",
+        # "inflates".
         self.manner = ""
 
     def jwks(self) -> dict[str, Any]:
@@ -179,8 +181,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _misbehave(self, manner: str) -> None:
         self.send_response(200)
+        if manner == "inflates":
+            self.send_header("Content-Encoding", "gzip, gzip")
         self.end_headers()
         try:
+            if manner == "inflates":
+                self.wfile.write(gzip.compress(gzip.compress(bytes(64 << 20))))
             if manner == "nonsense":
                 self.wfile.write(b'["no", "token"]')
             if manner == "nested":
@@ -198,6 +204,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.dumps(document).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body)
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

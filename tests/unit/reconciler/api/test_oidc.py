@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,7 +36,7 @@ def process() -> Iterator[Provider]:
 def provider(process: Provider) -> Iterator[Provider]:
     oidc.verifier.cache_clear()
     yield process
-    process.set(published=PUBLISHED, down=False, issuer="")
+    process.set(published=PUBLISHED, down=False, issuer="", manner="")
 
 
 @pytest.fixture
@@ -272,6 +273,18 @@ def test_a_provider_that_calls_itself_something_else_is_not_believed(
     provider.set(issuer="https://elsewhere.example")
     with pytest.raises(Problem):
         verifier.identity(provider.token())
+
+
+def test_an_answer_that_inflates_takes_no_memory(provider: Provider) -> None:
+    provider.set(manner="inflates")
+    form = {"client_id": AUDIENCE, "grant_type": "authorization_code"}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="gzip, gzip"):
+            oidc._converse(None, "POST", f"{provider.url}/token", form)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_keys_come_over_tls_or_from_this_machine(clock: Clock) -> None:

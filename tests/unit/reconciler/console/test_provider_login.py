@@ -292,7 +292,7 @@ def test_another_token_starts_no_session(
     refused(browser, log_in(browser), "login_failed", "an ID token of the provider for this login")
 
 
-@pytest.mark.parametrize("manner", ["drips", "endless", "nonsense", "nested"])
+@pytest.mark.parametrize("manner", ["drips", "endless", "nonsense", "nested", "inflates"])
 def test_a_provider_that_does_not_answer_a_code(
     site: Stack, browse: Browse, provider: Provider, monkeypatch: pytest.MonkeyPatch, manner: str
 ) -> None:

@@ -6,6 +6,7 @@ import gzip
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -154,6 +155,21 @@ def test_a_service_without_a_reliable_answer_is_silent_in_time(
     parts: dict[str, Any] = away.value.to_dict()
     assert parts["code"].endswith("_silent") and all(parts.values())
     assert "canary" not in str(parts)
+
+
+def test_an_answer_that_inflates_takes_no_memory(ask: Callable[[str], None]) -> None:
+    """A limit on the size would be looked at too late: each encoding makes a thousand of a byte."""
+    twice = gzip.compress(BOMB)
+    head = b"Content-Encoding: gzip, gzip\r\nContent-Length: %d\r\n\r\n" % len(twice)
+    tracemalloc.start()
+    try:
+        away = pytest.raises(LauncherAway, match="gzip, gzip")
+        with listening(once(OK + head + twice)) as (port, requests), away:
+            ask(f"http://127.0.0.1:{port}")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert b"\r\naccept-encoding: identity\r\n" in requests[0].lower()
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

@@ -195,15 +195,21 @@ def test_answers_that_are_lost_are_read_and_not_asked_again(maas: Maas) -> None:
     assert maas.asked() == ["release", "deploy"]
 
 
-def test_a_request_without_effect_is_repeated_and_then_given_up(
-    maas: Maas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_without_effect_is_repeated_and_then_given_up(maas: Maas) -> None:
     maas.maintain()
     maas.queue()
     maas.begin(status={"release": 503})
     task = maas.play()
     assert (task.error["code"], maas.asked()) == ("maas_undone", ["release"] * maas_tasks.MOST)
-    # Not before the proxy's silence has shown its effect.
+    # MAAS may have released it later, for another client.
+    maas.queue()
+    assert maas.play().error["code"] == "maas_occupied"
+
+
+def test_a_request_is_not_repeated_before_the_proxys_silence_has_shown_its_effect(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maas.maintain()
     monkeypatch.setattr(maas_tasks, "REPEAT_S", 600.0)
     maas.begin(status={"release": 503})
     maas.queue()
@@ -309,7 +315,7 @@ def test_a_machine_lost_or_broken_in_the_middle_is_named(maas: Maas) -> None:
     maas.tenancy()
     maas.begin(vanish="abc123")
     assert maas.play(enrols=False).error["code"] == "maas_not_found"
-    maas.begin(failing={"9": 11})
+    maas.begin(machine(status=4, owner=""), failing={"9": 11})
     maas.queue()
     assert maas.play(enrols=False).error["code"] == "maas_failed"
     # The next request begins with the failed machine.
@@ -462,6 +468,76 @@ def test_a_returned_machine_that_somebody_deployed_keeps_its_installation(maas: 
     maas.queue(DEPLOY)
     maas.step()
     assert maas.asked()[-1] == "deploy"
+
+
+REFUSED = {"deploy": 400}
+
+
+@pytest.mark.parametrize("end", ["canceled", "refused", "late", "unbound", "free"])
+def test_a_machine_between_its_release_and_our_deployment_is_anybodys(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Its release was accepted, or it is free, and its task ends before a deployment of ours."""
+    maas.maintain()
+    task = maas.queue(DEPLOY)
+    if end in ("refused", "free"):
+        maas.begin(machine(status=4, owner="") if end == "free" else machine(), status=REFUSED)
+        assert maas.play().error["code"] == "maas_refused"
+    else:
+        maas.step()
+        assert maas.asked()[-1] == "release"
+    if end == "late":
+        with monkeypatch.context() as soon:
+            soon.setattr(maas_tasks, "_LONGEST_S", -1.0)
+            assert maas.play().error["code"] == "maas_late"
+    if end in ("canceled", "unbound"):
+        with transaction(maas.engine) as conn:
+            queue.cancel(conn, task.id, ADMIN)
+    # Another client with the same user deploys it.
+    maas.begin(machine())
+    if end == "unbound":
+        with transaction(maas.engine) as conn:
+            maas_sync.unbind(conn, "m1", ADMIN)
+        assert maas.compare().done["nodes bound"] == 1
+    for kind in (DEPLOY, RELEASE):
+        maas.queue(kind)
+        assert maas.play().error["code"] == "maas_occupied"
+    assert "release" not in maas.asked()
+
+
+def test_a_deployment_of_ours_that_never_enrolled_can_be_asked_for_again(maas: Maas) -> None:
+    maas.maintain()
+    task = maas.queue(DEPLOY)
+    for _ in range(9):
+        maas.step()
+    assert maas.asked()[-2:] == ["release", "deploy"]
+    with transaction(maas.engine) as conn:
+        queue.cancel(conn, task.id, ADMIN)
+    maas.queue(DEPLOY)
+    maas.step()
+    assert maas.asked()[-3:] == ["release", "deploy", "release"]
+
+
+def test_a_release_that_was_refused_leaves_the_installation_ours(maas: Maas) -> None:
+    maas.maintain()
+    for faults, expected, returned in (
+        ({"status": {"release": 409}}, "maas_conflict", False),
+        ({"other": {"release": "other9"}}, "maas_wrong_machine", True),
+        ({}, "maas_occupied", True),
+    ):
+        maas.queue(RELEASE)
+        maas.begin(machine(), machine("other9", serial="S9"), **faults)
+        assert maas.play().error["code"] == expected
+        assert (maas.node().maas or {})["returned"] is returned
+    # What has enrolled since is ours, and stays ours when its release is refused.
+    with transaction(maas.engine) as conn:
+        identity = {"machine_id": rows.new_id(), "host_key": f"ssh-ed25519 {rows.new_id()}"}
+        host.enrolled(conn, "m1", ADMIN, **identity)
+        host.maintain(conn, "m1", ADMIN)
+    maas.begin(status={"release": 409})
+    for _ in range(2):
+        maas.queue(RELEASE)
+        assert maas.play().error["code"] == "maas_conflict"
 
 
 def test_a_returned_machine_is_free_in_maas_and_unused_here(maas: Maas) -> None:

@@ -34,6 +34,15 @@ PROFILES = Path(__file__).parents[4] / "profiles"
 GUIDS = ["02:a4:79:e9:da:2a:a8:ac", "02:af:19:91:4e:3d:11:07"]
 BARE = [guid.replace(":", "") for guid in GUIDS]
 STRANGER = "b83fd20300aa0001"
+# Answers that show no members, although the partition has some, and an answer of a proxy.
+UNREADABLE = [
+    "{}",
+    '{"0x7fff": {"guids": []}, "0x10": {"partition": "api_pkey_0x10"}}',
+    '{"0x7fff": {"guids": []}, "0x10": {"guids": null}}',
+    '{"0x7fff": {"guids": []}, "0x10": {"guids": {}}}',
+    '{"0x7fff": {"membership": "limited"}}',
+    '{"0x10": {"guids": []}}',
+]
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +199,7 @@ def test_without_proof_of_isolation_no_machine_starts(
         {"body": '{"0x10": []}'},
         {"body": '{"0x10": {"guids": [{"guid": "1", "membership": "owner"}]}}'},
         {"body": '{"zz": {}}'},
+        *({"body": body} for body in UNREADABLE),
         {"body": "{" + " " * 4000 + "}", "drip_s": 0.01},
     ],
 )
@@ -271,6 +281,22 @@ def test_a_late_release_leaves_the_next_tenants_partition_alone(
     assert manager.record()["partitions"]["0x10"] == {BARE[0]: "full"}
 
 
+@pytest.mark.parametrize("body", UNREADABLE)
+def test_an_answer_without_members_proves_no_leaving(
+    sold: Site, runs: Runs, attend: Callable[[], Task], manager: Manager, body: str
+) -> None:
+    key = launch(sold, runs)
+    attend()
+    with transaction(sold.engine) as conn:
+        launching.release(conn, key, ADMIN)
+    runs.alive, launched = False, len(runs.launched)
+    manager.begin(partitions={"0x10": {BARE[0]: "full"}}, body=body)
+    task = attend()
+    assert (task.state, task.error["code"]) == ("waiting", "ufm_silent")
+    assert len(runs.launched) == launched
+    assert [action for action, _ in audited(sold)] == ["fabric.partition.joined"]
+
+
 def test_a_late_launch_enters_no_partition(
     sold: Site, runs: Runs, attend: Callable[[], Task], manager: Manager
 ) -> None:
@@ -294,6 +320,7 @@ def test_drift_takes_idle_functions_out_and_closes_what_it_cannot_prove(
         ({"partitions": {"0x900": {BARE[0]: "full"}}}, ["available", "disabled"], "0x900"),
         ({"default": "full"}, ["disabled", "disabled"], "default partition"),
         ({"status": {"GET": 500}}, ["disabled", "disabled"], "ufm_silent"),
+        *(({"body": body}, ["disabled", "disabled"], "ufm_silent") for body in UNREADABLE),
         ({}, ["available", "available"], ""),
     ):
         manager.begin(**faults)

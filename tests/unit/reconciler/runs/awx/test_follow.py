@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from reconciler.runs import collect
+from reconciler.runs.awx.client import Client
 from reconciler.runs.awx.job import Feed
 from reconciler.runs.paths import RunPaths
 from tests.standin.awx import REAPED_AT_START, REAPED_BY_PEER, REAPED_FROM_QUEUE
@@ -263,6 +264,59 @@ def test_canceling_is_repeated_until_the_job_has_ended(
     verdict = verdict_of(play)
     collect_later.join()
     assert (verdict["status"], verdict["result"]) == ("canceled", None)
+
+
+# The last one is the end of the job after ours.
+STRANGE = [
+    None,
+    {"status": "ok"},
+    {"id": 1, "status": "canceled", "limit": None},
+    {"id": 2, "status": "canceled", "limit": "node-2", "event_processing_finished": True},
+]
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=str)
+def test_an_answer_without_our_job_neither_ends_nor_cancels_it(
+    awx: Controller, prepared: RunPaths, play: Play, strange: object
+) -> None:
+    """An empty answer, or a proxy's, does not show that the template was changed."""
+    awx.change(strange={JOB: [strange]})
+    assert verdict_of(play)["result"] == RESULT
+    assert not prepared.cancel.exists()
+    assert CANCEL not in awx.record()["requests"]
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=str)
+def test_an_answer_without_our_job_excuses_no_refusal_to_cancel_it(
+    awx: Controller,
+    prepared: RunPaths,
+    play: Play,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    strange: object,
+) -> None:
+    awx.change(steps=1000, status={CANCEL: [403, 1]})
+    play(lambda: awx.jobs() != [])
+    collect.cancel(prepared.root)
+    post = Client.post
+
+    def then_strange(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
+        awx.change(strange={JOB: [strange]})
+        return post(client, path, document)
+
+    monkeypatch.setattr(Client, "post", then_strange)
+    assert verdict_of(play)["status"] == "canceled"
+    assert "awx_silent" in capfd.readouterr().err
+
+
+def test_a_job_for_another_host_is_canceled(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    awx.change(steps=1000)
+    play(lambda: any(job["status"] == "running" for job in awx.jobs()))
+    awx.change(strange={JOB: [{"id": 1, "status": "running", "limit": "node-2"}]})
+    assert verdict_of(play)["status"] == "canceled"
+    assert prepared.cancel.exists()
 
 
 def test_a_cancel_that_comes_too_late_changes_nothing(
