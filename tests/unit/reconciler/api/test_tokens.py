@@ -300,13 +300,13 @@ def test_another_issuer_ends_the_tokens_and_keys_of_all_persons(alice: Stack) ->
     # The same provider at the next start.
     adopt_issuer(alice.settings, alice.engine)
     with reading(alice.engine) as conn:
-        assert len(ssh_keys.of_person(conn, "member:oidc:bob")) == 1
+        assert len(ssh_keys.of_person(conn, ["member:oidc:bob"])) == 1
     assert [opens(alice, who) for who in names] == [200] * 4
     other = alice.settings.model_copy(update={"oidc_issuer": "https://login.example"})
     adopt_issuer(other, alice.engine)
     assert [opens(alice, who) for who in names] == [401, 401, 401, 200]
     with reading(alice.engine) as conn:
-        assert ssh_keys.of_person(conn, "member:oidc:bob") == []
+        assert ssh_keys.of_person(conn, ["member:oidc:bob"]) == []
 
 
 def test_the_limit_holds_for_all_tokens_of_a_person(

@@ -50,7 +50,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     finally:
         os.chdir(before)
     assert list(folder.iterdir()) == [], "the capture leaves no files"
-    assert progress[:2] == ["cpu: at most 30 s", "cpu: ok"]
+    assert progress[:2] == ["cpu: at most 120 s", "cpu: ok"]
     return result
 
 
