@@ -31,7 +31,7 @@ from reconciler.console.session import of_socket
 from reconciler.db.engine import transaction
 from reconciler.db.schema import terminal_recordings, terminal_tickets
 from reconciler.gateway import web
-from reconciler.gateway.sessions import Limits
+from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
 from reconciler.records import terminals
@@ -538,15 +538,15 @@ def test_many_sockets_one_after_the_other_are_watched_once(
     world: World, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks: list[float] = []
-    real = web.Sessions._check
+    real = Sessions._check
 
-    async def check(self: web.Sessions, now: float) -> None:
+    async def check(self: Sessions, now: float) -> None:
         # The gateway of this world has a watch of its own.
         if self in site.app.state.terminals:
             checks.append(now)
         await real(self, now)
 
-    monkeypatch.setattr(web.Sessions, "_check", check)
+    monkeypatch.setattr(Sessions, "_check", check)
     for _ in range(20):
         with site.dial():
             pass
