@@ -104,7 +104,8 @@ def apply(unit: Unit, step: _change.Step) -> None:
     """Do a step of STEPS."""
     if step.name == "install_service":
         install(unit)
-        # One reload for both: it takes systemd a second, or fifteen on an emulated host.
+        # One reload for both: it takes systemd a second, or fifteen on an emulated host. Without
+        # any, systemd shows the unit as disabled.
         _command.run(["systemctl", "enable", "--no-reload", unit.service])
         _command.run(["systemctl", "daemon-reload"])
     elif step.name == "start_service":

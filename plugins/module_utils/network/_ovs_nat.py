@@ -47,7 +47,7 @@ _OLD_FILES = (
 )
 _COMMANDS = {
     "start_switch": ["systemctl", "enable", "--now", SWITCH],
-    "enable_dnsmasq": ["systemctl", "enable", "--no-reload", DHCP],
+    "enable_dnsmasq": ["systemctl", "enable", DHCP],
     "restart_dnsmasq": ["systemctl", "restart", DHCP],
     # Running guests are not touched.
     "restart_libvirt": ["systemctl", "try-restart", LIBVIRT],
