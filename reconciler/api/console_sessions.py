@@ -73,7 +73,8 @@ def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
     def work(conn: Connection, act: Act) -> Ended:
         sessions = console_sessions.every(conn)
         actors = _actors(conn, context.settings, sessions)
-        theirs = [session for session in sessions if actors[session.id] in roles_of(body.actor)]
+        both = roles_of(body.actor)
+        theirs = [session for session in sessions if actors[session.id] in both]
         console_sessions.end_some(conn, theirs, act)
         keys = ssh_access.end_person(conn, body.actor, act)
         own = tokens.end_person(conn, body.actor, act)

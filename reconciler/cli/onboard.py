@@ -80,7 +80,7 @@ class _Walk:
         row = client().get(self.path)
         if row["state"] == "enrolling" and userdata:
             answer = client().post(f"{self.path}/enrollment-token")
-            # It replaces what is there: a link is not followed, and an open file is not kept open.
+            # The script holds a token. A new file replaces a link, or one that others may read.
             write_text(userdata, answer["userdata"])
             output.line(f"run {userdata} on the machine as root; good until {answer['expires_at']}")
             ends = time.monotonic() + _ENROL_S

@@ -190,12 +190,13 @@ class Supervisor:
         if missing > 0:
             with reading(self.engine) as conn:
                 ends = workers.recent_ends(conn, pool)
-                pause = workers.pause(conn, pool)
+                pause = workers.pause(conn, pool, ends)
             if ends >= ENDS_LIMIT:
                 self._give_up(pool, ends)
                 return
-            for _ in range(missing if pause <= 0 else 0):
-                self._add(pool)
+            if pause <= 0:
+                for _ in range(missing):
+                    self._add(pool)
         elif pool.state == PoolState.STARTING and all(worker.row.models for worker in living):
             self._move(pool, "ready")
 

@@ -156,13 +156,15 @@ def recent_ends(conn: sa.Connection, pool: Pool) -> int:
     return alone + sum(min(number, ENDS_OF_A_PROJECT) for number in ends.values())
 
 
-def pause(conn: sa.Connection, pool: Pool) -> float:
+def pause(conn: sa.Connection, pool: Pool, ends: int) -> float:
     """Seconds until a worker is replaced: after the last end, one for each recent end that does not
     count. These never end the pool, so its host would start workers without a pause.
+
+    ends: answer of `recent_ends`.
     """
     since = clock.now() - sa.func.max(pool_workers.c.ended_at)
     number, since_s = conn.execute(sa.select(sa.func.count(), since).where(_lately(pool))).one()
-    return min(number - recent_ends(conn, pool), _PAUSE_S) - (since_s or 0.0)
+    return min(number - ends, _PAUSE_S) - (since_s or 0.0)
 
 
 def _lately(pool: Pool) -> sa.ColumnElement[bool]:

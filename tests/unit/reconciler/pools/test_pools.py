@@ -271,7 +271,7 @@ def test_ends_that_do_not_count_put_off_the_next_worker(engine: sa.Engine) -> No
 
     def pause() -> float:
         with reading(engine) as conn:
-            return workers.pause(conn, pool)
+            return workers.pause(conn, pool, workers.recent_ends(conn, pool))
 
     assert pause() <= 0
     for _ in range(ENDS_OF_A_PROJECT):
