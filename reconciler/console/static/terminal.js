@@ -40,6 +40,8 @@
     const message = JSON.parse(data);
     if (message.event === "session_ready") {
       ready = true;
+      // The window may have changed while the terminal was opened.
+      tell("resize");
       status.textContent = message.recorded ? "Connected. What it shows is recorded." : "Connected.";
       terminal.focus();
     } else if (message.event === "closed") {

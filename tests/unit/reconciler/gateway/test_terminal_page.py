@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, WebSocketRoute, expect
 
 from tests.unit.reconciler.console.test_browser import (
     DESKTOP,
@@ -27,6 +27,8 @@ from tests.unit.reconciler.service.service import until
 __all__ = ["chromium", "site"]
 pytestmark = [pytest.mark.covers("SLICE-10", "CTRL-13"), pytest.mark.slow]
 Open = Callable[..., AbstractContextManager[Watched]]
+# Rows and columns, as `stty size` shows them.
+SIZE = re.compile(r"\b(\d{2,3}) (\d{2,3})\b")
 
 
 @pytest.fixture
@@ -58,19 +60,14 @@ def test_type_resize_and_be_cut_by_a_release(world: World, window: Open) -> None
         screen = page.locator(".xterm-rows")
         page.keyboard.type("echo $((40 + 2))-shown; stty size\n")
         expect(screen).to_contain_text("42-shown")
+        # The shell answers one command after the other.
+        expect(screen).to_contain_text(SIZE)
         wide = columns(page)
         assert judge(page, STANDARDS) == []
         SHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SHOTS / "member-terminal-open-desktop-dark.png", full_page=True)
         page.set_viewport_size(PHONE)
-
-        def narrower() -> bool:
-            # The new size may reach the shell after what is typed.
-            page.keyboard.type("clear; stty size\n")
-            page.wait_for_timeout(1_000)
-            return 20 < columns(page) < wide
-
-        until(narrower, 90)
+        until(lambda: 20 < shown_columns(page) < wide, 90)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         page.screenshot(path=SHOTS / "member-terminal-open-phone-dark.png", full_page=True)
         page.keyboard.press("Control+F6")
@@ -80,9 +77,42 @@ def test_type_resize_and_be_cut_by_a_release(world: World, window: Open) -> None
         expect(page.get_by_role("button", name="Open another terminal")).to_be_visible()
 
 
+def test_a_window_that_changes_while_it_opens(window: Open) -> None:
+    held: list[tuple[WebSocketRoute, str | bytes]] = []
+
+    def hold(socket: WebSocketRoute) -> None:
+        def pass_on(message: str | bytes) -> None:
+            if isinstance(message, str) and "session_ready" in message:
+                held.append((socket, message))
+            else:
+                socket.send(message)
+
+        socket.connect_to_server().on_message(pass_on)
+
+    with window() as watched:
+        page = watched.page
+        page.route_web_socket(re.compile("/terminal$"), hold)
+        page.get_by_role("button", name="Open a terminal").click()
+        # Playwright hands the frames over while it waits for the page.
+        until(lambda: page.wait_for_timeout(100) or bool(held), 60)
+        page.set_viewport_size(PHONE)
+        page.wait_for_timeout(500)
+        socket, message = held[0]
+        socket.send(message)
+        expect(page.get_by_text("Connected.")).to_be_visible()
+        until(lambda: 20 < shown_columns(page) < 60, 30)
+
+
+def shown_columns(page: Page) -> int:
+    """Ask the shell for its size, which may reach it after what is typed."""
+    page.keyboard.type("clear; stty size\n")
+    page.wait_for_timeout(1_000)
+    return columns(page)
+
+
 def columns(page: Page) -> int:
     """The columns that the guest's terminal has, by the newest answer on the screen."""
-    sizes = re.findall(r"\b(\d{2,3}) (\d{2,3})\b", page.locator(".xterm-rows").inner_text())
+    sizes = SIZE.findall(page.locator(".xterm-rows").inner_text())
     return int(sizes[-1][1]) if sizes else 0
 
 
