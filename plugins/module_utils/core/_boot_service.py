@@ -38,7 +38,7 @@ SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
-# Interval at which a guardian compares its subject with the host.
+# Interval at which a guardian usually compares its subject with the host.
 PERIOD_S = 2.0
 
 # Address of systemd's notification socket, taken from the environment at the first use.
@@ -209,9 +209,10 @@ def watch(
     restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
     *,
     trouble: str,
+    period_s: float = PERIOD_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Body of a guardian after its boot: restore what differs, every PERIOD_S seconds, for ever.
+    """Body of a guardian after its boot: restore what differs, every period_s seconds, for ever.
 
     restore: gets the settings and the number of the round, and gives the steps of each part once it
     is done. trouble: what a failure means, for the journal.
@@ -231,7 +232,7 @@ def watch(
                 silent = str(broken)
                 log(f"{trouble}: {silent}")
         notify("WATCHDOG=1")
-        sleep(PERIOD_S)
+        sleep(period_s)
         turn += 1
 
 

@@ -35,8 +35,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _functi
 
 SETTINGS = "/etc/gpuaas/fabric.json"
 RECORD = "fabric"
+# A look at the guards starts `ip` for each card. Only root of the host can change them.
+_PERIOD_S = 5.0
 # Rounds of the guardian between two looks for cards that came: a minute.
-_SELDOM = 30
+_SELDOM = 12
 _UP = 0x1  # IFF_UP
 _AND = " and "
 # Link states in iproute2's spelling. A following function's port is up when the card's port is.
@@ -298,7 +300,9 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
         yield restored
 
     trouble = "cannot compare the guards"
-    return _boot_service.watch(settings_path, restore, trouble=trouble, sleep=sleep)
+    return _boot_service.watch(
+        settings_path, restore, trouble=trouble, period_s=_PERIOD_S, sleep=sleep
+    )
 
 
 def _restore_guards(settings: Params, cards: Iterable[str]) -> list[str]:

@@ -421,10 +421,10 @@ def test_the_service_reads_the_hosts_other_devices_once_a_minute(
         rounds += 1
         card.identities[0]["trust"] = True
 
-    boot(*[disturb] * 60, lambda: None)
+    boot(*[disturb] * 24, lambda: None)
     assert guards() == [guarded(3000)]
-    assert capsys.readouterr().out.count("restored: ") == 60
-    assert [turn for turn in looks if turn] == [30, 60]
+    assert capsys.readouterr().out.count("restored: ") == 24
+    assert [turn for turn in looks if turn] == [12, 24]
 
 
 @pytest.mark.covers("SLICE-9")
