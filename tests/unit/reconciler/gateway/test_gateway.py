@@ -35,9 +35,10 @@ from reconciler.doctor import Finding, services
 from reconciler.gateway import machine, sessions
 from reconciler.gateway.machine import probe
 from reconciler.gateway.server import Client, Gateway
+from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
-from reconciler.records import tokens
+from reconciler.records import ssh_keys, tokens
 from reconciler.service import process
 from reconciler.trust import ca
 from reconciler.trust.certificates import Signature, certify
@@ -51,7 +52,7 @@ from tests.unit.reconciler.service.service import until
 AMOUNT = 128 << 20
 ROOMY = replace(
     replace(QUICK, machine_s=120, login_s=120, unknown_s=120),
-    **dict.fromkeys(("of_allocation", "of_address", "strangers_of_address"), 300),
+    **dict.fromkeys(("of_allocation", "of_address", "of_member", "strangers_of_address"), 300),
 )
 pytestmark = pytest.mark.covers("SLICE-10")
 
@@ -723,7 +724,7 @@ def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
     assert client._why == "allocation_ended"
 
 
-@pytest.mark.parametrize("limit", ["of_address", "of_allocation", "connections"])
+@pytest.mark.parametrize("limit", ["of_address", "of_member", "of_allocation", "connections"])
 def test_limits_of_connections(world: World, limit: str) -> None:
     world.gateway.limits = replace(world.gateway.limits, **{limit: 1})
     with subprocess.Popen(
@@ -760,6 +761,31 @@ def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
     assert connect("2001:db8:0:2::1") and connect("fe80::1%eth0")
     assert [connect(f"192.0.2.{number}") for number in (1, 2, 3)] == [True] * 3
     assert [connect(name) for name in ("::ffff:192.0.2.1", "192.0.2.1")] == [True, False]
+
+
+def test_a_member_with_many_machines_and_networks_leaves_room_for_others(world: World) -> None:
+    limits = replace(QUICK, connections=4, of_member=2)
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", limits)
+    with transaction(world.stack.engine) as conn:
+        public = world.key.with_name("tenant.pub").read_text()
+        grant = ssh_access.authorise(conn, world.allocation, ssh_keys.bare(public))
+    networks = itertools.count(1)
+
+    def connect(owner: str) -> bool:
+        client = Client(gateway)
+        client.address, client.since = f"192.0.2.{next(networks)}", 1.0
+        client.grant = replace(grant, owner=owner, allocation_id=client.address)
+        try:
+            gateway.require_room(client)
+        except Problem as problem:
+            assert problem.code == "too_many_connections"
+            assert "2 connections of one member" in problem.expected
+            return False
+        gateway.clients.add(client)
+        return True
+
+    assert [connect(grant.owner) for _ in range(4)] == [True, True, False, False]
+    assert connect("another")
 
 
 def test_an_idle_login_and_a_flood_of_refusals_leave_little(world: World) -> None:

@@ -749,7 +749,12 @@ def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "limits", [replace(QUICK, machine_s=120, of_allocation=300, of_address=300, terminals=300)]
+    "limits",
+    [
+        replace(
+            QUICK, machine_s=120, of_allocation=300, of_address=300, of_member=300, terminals=300
+        )
+    ],
 )
 def test_60_terminals_at_once(world: World, site: Site) -> None:
     async def one(number: int) -> str:
