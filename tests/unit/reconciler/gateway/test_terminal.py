@@ -145,6 +145,12 @@ class Web:
 
 @pytest.fixture
 def site(world: World, limits: Limits) -> Iterator[Site]:
+    with serving(world, limits) as site:
+        yield site
+
+
+@contextmanager
+def serving(world: World, limits: Limits) -> Iterator[Site]:
     settings, engine = world.stack.settings, world.stack.engine
     app = web.mount(mount(create_app(settings, engine)), of_socket, limits)
     options = {"ws_max_size": web.FRAME, "ws_per_message_deflate": False}
@@ -612,6 +618,44 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
         conn.execute(sa.update(terminal_recordings).values(at=1))
         assert retention.recordings(conn) >= 2
     assert admin.post(replay, json={"reason": "again"}).status_code == 404
+
+
+@pytest.mark.parametrize("words", ["", "yes"], ids=["silent", "busy"])
+def test_a_service_that_stops_ends_its_terminals_with_a_record(
+    world: World, limits: Limits, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """Their recordings are complete, and a client's own close frame is no stop."""
+    append = terminals.append
+
+    def slowly(*part: Any) -> None:
+        time.sleep(0.5)
+        append(*part)
+
+    monkeypatch.setattr(terminals, "append", slowly)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    with ExitStack() as opened:
+        with serving(world, limits) as site:
+            with site.open() as first:
+                first.ready()
+                first.client.close(1012)
+            until(lambda: not site.live)
+            terminal = opened.enter_context(site.open())
+            event = terminal.ready()
+            terminal.client.send(f"echo shown-$((40 + 2)); {words}\r".encode())
+            terminal.until(b"shown-42")
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                terminal.client.recv(20)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+    rows = {row["id"]: row for row in world.sessions()}
+    mine = rows.pop(event["session_id"])
+    assert mine["reason"] == "gateway_stopped"
+    assert [row["reason"] for row in rows.values()] == ["closed"]
+    admin, path = world.stack.client("admin"), f"admin/ssh-sessions/{mine['id']}/replay"
+    answer = admin.post(path, json={"reason": "incident 7"}).json()
+    assert "shown-42" in answer["cast"]
+    assert hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
 
 
 def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
