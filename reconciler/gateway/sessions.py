@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from ipaddress import IPv6Address, ip_address, ip_network
+from ipaddress import ip_network
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -21,6 +21,7 @@ from reconciler.db import journal
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
+from reconciler.model.client_network import client_network
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_sessions
 from reconciler.trust.ca import Trust
@@ -311,14 +312,8 @@ class Session(ABC):
 
     @cached_property
     def network(self) -> str:
-        """The client's address, or its network of 64 bits, all of which one machine may have."""
-        try:
-            address = ip_address(self.address.partition("%")[0])
-        except ValueError:
-            return self.address
-        if not isinstance(address, IPv6Address):
-            return str(address)
-        return str(address.ipv4_mapped or ip_network((address, 64), strict=False))
+        """The client's network, by which it is counted."""
+        return client_network(self.address)
 
     @property
     def grant_id(self) -> str:
