@@ -29,13 +29,14 @@ from reconciler.api.app import create_app
 from reconciler.console.app import mount
 from reconciler.console.session import of_socket
 from reconciler.db.engine import transaction
-from reconciler.db.schema import terminal_recordings, terminal_tickets
-from reconciler.gateway import web
+from reconciler.db.schema import allocations, terminal_recordings, terminal_tickets
+from reconciler.gateway import sessions, web
 from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
 from reconciler.records import terminals
 from reconciler.work import loops
+from tests.unit.reconciler.api.provider import AUDIENCE, running
 from tests.unit.reconciler.api.stack import ACT, listening
 from tests.unit.reconciler.benchmark.sshd import USER
 from tests.unit.reconciler.gateway.conftest import QUICK, Mute, World, seed
@@ -203,6 +204,12 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
     assert "terminal_refused_by_guest" in shell(world, "id").stderr
     principals.write_text(right)
     assert shell(world, "id").returncode == 0
+    with transaction(world.stack.engine) as conn:
+        another = {"username": USER, "host_keys": [world.host.key]}
+        conn.execute(sa.update(allocations).values(connection=another))
+    assert "guest_not_proven" in shell(world, "id").stderr
+    codes = {row["detail"]["code"] for row in until(lambda: world.audit("gateway.refused"))}
+    assert codes == {"terminal_refused_by_guest", "guest_not_proven"}
 
 
 @pytest.mark.parametrize("terminal", [False])
@@ -293,6 +300,57 @@ def test_what_ends_cuts_the_terminal(world: World, site: Site, end: Callable[[Wo
         assert time.monotonic() - since < 30
     (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
     assert session["reason"] == code
+
+
+def test_a_person_who_leaves_the_project_loses_the_terminal(world: World, limits: Limits) -> None:
+    """The console's session goes on: it asks the provider again, and has other groups."""
+    with running() as provider:
+        values = {"oidc_issuer": provider.url, "oidc_audience": AUDIENCE}
+        values |= {"oidc_admin_group": "admins", "oidc_project_prefix": "project-"}
+        world.stack.settings = world.stack.settings.model_copy(update=values)
+        with serving(world, limits) as site, httpx.Client(base_url=site.base, timeout=60) as person:
+
+            def log_in(*groups: str) -> str:
+                provider.set(login=provider.order(groups=groups))
+                asked = person.get("/console/login/provider").headers["Location"]
+                answer = person.get(httpx.get(asked).headers["Location"])
+                assert answer.status_code == 303, answer.text
+                return person.cookies["gpuaas"]
+
+            cookie = log_in("project-demo")
+            headers = {"Cookie": f"gpuaas={cookie}", "Origin": site.base}
+            page = f"/console/projects/demo/allocations/{world.allocation}/terminal"
+            ticket = ticket_of_page(site, page, headers)
+            with site.open(ticket, headers=headers) as terminal:
+                terminal.ready()
+                assert log_in("project-other") == cookie
+                assert terminal.end()[:2] == ("membership_ended", 4004)
+    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    assert (session["reason"], session["actor"]) == ("membership_ended", "member:oidc:u-1")
+
+
+def test_a_machine_that_dies_and_a_database_that_is_away_are_named(
+    world: World, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site.open() as terminal:
+        terminal.ready()
+        # The guest's side of the connection.
+        terminal.client.send(b"kill -9 $PPID\r")
+        assert terminal.end()[:2] == ("machine_closed", 4013)
+
+    def away(_engine: object) -> None:
+        raise ConnectionError("the database is away")
+
+    with site.open() as terminal:
+        terminal.ready()
+        (hall,) = site.app.state.terminals
+        hall.limits = replace(hall.limits, unknown_s=0)
+        monkeypatch.setattr(sessions, "reading", away)
+        assert terminal.end()[:2] == ("authorisation_unavailable", 4012)
+        monkeypatch.undo()
+    until(lambda: all(each["closed_at"] for each in world.sessions()))
+    reasons = {each["reason"] for each in world.sessions()}
+    assert reasons == {"machine_closed", "authorisation_unavailable"}
 
 
 def ticket_of_page(site: Site, page: str, cookie: dict[str, str]) -> str:
