@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,12 +49,24 @@ class Sku(Answer):
 
 
 class Region(Answer):
-    """A region with machines, or one to come. `enabled`: something of it can be launched."""
+    """A region with machines, or one to come. `enabled`: a slice or a whole machine fits now."""
 
     name: str
     enabled: bool
     planned: bool = Field(description="It has no machine yet.")
     reason: str
+
+    @classmethod
+    def present(cls, name: str, *, enabled: bool) -> Region:
+        """A region with machines."""
+        reason = "" if enabled else "nothing is free here now"
+        return cls(name=name, enabled=enabled, planned=False, reason=reason)
+
+    @classmethod
+    def to_come(cls, name: str) -> Region:
+        """A region without machines."""
+        reason = "this region is to come"
+        return cls(name=name, enabled=False, planned=True, reason=reason)
 
 
 class Catalog(Answer):
@@ -106,6 +118,8 @@ class Judged:
         self._busy: set[str] = set()
         self._moment: tuple[object, float] = (None, 0.0)
         self._answers: dict[Hashable, Any] = {}
+        self._sharing = threading.Lock()
+        self._earlier: dict[Hashable, Any] = {}
 
     def get(
         self,
@@ -115,17 +129,37 @@ class Judged:
         judge: Callable[[Connection], T],
     ) -> T:
         """The answer to a question; Problem `rate_exceeded` while the caller's last is judged."""
-        # Every change of a slot has a row in the history, and one of a switch in the audit log.
-        # Rows with an earlier number may be committed later, so a moment also has an age.
-        latest = timeline.latest(conn)
-        if self._moment[0] != latest or time.monotonic() - self._moment[1] > self.FRESH_S:
-            self._moment, self._answers = (latest, time.monotonic()), {}
-        answers = self._answers
+        answers = self._current(conn)
         if question not in answers:
             with self._place(caller):
                 answers[question] = judge(conn)
         answer: T = answers[question]
         return answer
+
+    def share(self, conn: Connection, question: Hashable, judge: Callable[[Connection], T]) -> T:
+        """The answer to a question that all callers ask alike, so that none of them is refused.
+        While one request judges it, the others get the answer of the moment before.
+        """
+        answers = self._current(conn)
+        if question not in answers:
+            if not self._sharing.acquire(blocking=question not in self._earlier):
+                earlier: T = self._earlier[question]
+                return earlier
+            try:
+                if question not in answers:
+                    answers[question] = self._earlier[question] = judge(conn)
+            finally:
+                self._sharing.release()
+        answer: T = answers[question]
+        return answer
+
+    def _current(self, conn: Connection) -> dict[Hashable, Any]:
+        # Every change of a slot has a row in the history, and one of a switch in the audit log.
+        # Rows with an earlier number may be committed later, so a moment also has an age.
+        latest = timeline.latest(conn)
+        if self._moment[0] != latest or time.monotonic() - self._moment[1] > self.FRESH_S:
+            self._moment, self._answers = (latest, time.monotonic()), {}
+        return self._answers
 
     @contextmanager
     def _place(self, caller: str) -> Iterator[None]:
@@ -151,9 +185,18 @@ class Judged:
 def show(context: Holder) -> Catalog:
     """Offers and regions."""
     settings = context.settings
-    regions = context.read(partial(_regions, planned=settings.regions_to_come))
-    skus = _skus(settings.profiles_dir)
-    return Catalog(skus=skus, regions=regions, currency=settings.currency)
+    offers = profile_offers(settings.profiles_dir)
+    judged: Judged = context.request.app.state.judged
+    judge = partial(_regions, offers=offers)
+    rooms = context.read(lambda conn: judged.share(conn, ("regions", *offers.items()), judge))
+    return Catalog(
+        skus=_skus(settings.profiles_dir),
+        regions=[
+            *(Region.present(name, enabled=enabled) for name, enabled in sorted(rooms.items())),
+            *(Region.to_come(name) for name in sorted(set(settings.regions_to_come) - set(rooms))),
+        ],
+        currency=settings.currency,
+    )
 
 
 @router.get("/availability")
@@ -246,21 +289,13 @@ def _skus(folder: Path) -> list[Sku]:
     return [*slices.values(), *machines]
 
 
-def _regions(conn: Connection, planned: Collection[str]) -> list[Region]:
-    free: dict[str, int] = {}
-    for row in fleet.sums(conn).slots:
-        free.setdefault(row["region"], 0)
-        free[row["region"]] += row["count"] if row["status"] == "available" else 0
-    regions = [
-        Region(
-            name=name,
-            enabled=count > 0,
-            planned=False,
-            reason="" if count else "nothing is free here now",
-        )
-        for name, count in sorted(free.items())
-    ]
-    return regions + [
-        Region(name=name, enabled=False, planned=True, reason="this region is to come")
-        for name in sorted(set(planned) - set(free))
-    ]
+def _regions(conn: Connection, offers: Mapping[str, hardware.Offer]) -> dict[str, bool]:
+    """Regions of all nodes that are not retired, and whether a slice of the smallest size on sale,
+    or a whole machine, fits there now.
+    """
+    # A profile may sell no slice of a single GPU.
+    sizes = {min(offer.counts, default=1) for offer in offers.values()}
+    wants = [hardware.want(offers, size) for size in sorted(sizes)]
+    with_room = placement.regions(conn, wants)
+    with_room |= {region for (_, region), count in baremetal.free(conn).items() if count}
+    return {name: name in with_room for name in fleet.regions(conn)}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
 import re
 import secrets
 import threading
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
 from urllib.parse import quote, unquote, urlsplit
@@ -22,6 +26,7 @@ from starlette.responses import RedirectResponse, Response
 from reconciler.api.security import cookie_name, provider
 from reconciler.console import forms, guard, pages, session
 from reconciler.console.visit import is_page
+from reconciler.model.client_network import client_network
 from reconciler.model.errors import Problem
 from reconciler.records.console_sessions import LOGIN_S
 from reconciler.settings import Settings
@@ -31,9 +36,47 @@ START = "/console/"
 _COOKIE = "gpuaas-login"
 # Of the page after a login. A longer address does not fit into the cookie.
 _LONGEST = 2000
-# Each exchange holds a thread until the provider answers. Others must not wait for one that hangs.
-_EXCHANGES = threading.BoundedSemaphore(8)
+# How long a login waits for a place, and how often it asks for one, in seconds.
+_WAIT_S, _ASK_S = 2.0, 0.05
 _ERROR = re.compile(r"[a-z_]{1,64}")
+
+
+class _Places:
+    """Places of exchanges. Each holds a thread until the provider answers, and others must not wait
+    for one that hangs. Nobody needs an account to begin one, so a network has few of them.
+    """
+
+    def __init__(self, count: int, of_network: int) -> None:
+        self._count = count
+        self._of_network = of_network
+        self._lock = threading.Lock()
+        self._taken: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def take(self, network: str) -> AsyncIterator[None]:
+        """Wait for a place and hold it; Problem `login_failed` when none becomes free."""
+        ends = time.monotonic() + _WAIT_S
+        while not self._enter(network):
+            if time.monotonic() > ends:
+                raise _failed("the provider to answer others first", "too many logins at once", 503)
+            await asyncio.sleep(_ASK_S)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[network] -= 1
+                # Without those that are gone.
+                self._taken = +self._taken
+
+    def _enter(self, network: str) -> bool:
+        with self._lock:
+            if self._taken.total() >= self._count or self._taken[network] >= self._of_network:
+                return False
+            self._taken[network] += 1
+            return True
+
+
+_PLACES = _Places(8, of_network=2)
 
 
 async def by_token(api: FastAPI, request: Request) -> Response:
@@ -112,8 +155,10 @@ async def from_provider(api: FastAPI, request: Request) -> Response:
     after = START
     try:
         login, after = _begun(request)
+        await run_in_threadpool(_require_answer, request, api, settings)
         work = partial(_exchange, request, api, settings, login)
-        secret = await run_in_threadpool(work)
+        async with _PLACES.take(client_network(request.client.host if request.client else "")):
+            secret = await run_in_threadpool(work)
     except Problem as problem:
         answer = _page(api, after, problem)
     else:
@@ -138,8 +183,8 @@ def _begun(request: Request) -> tuple[str, str]:
     return login, after if is_page(after) else START
 
 
-def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) -> str:
-    """Exchange the code for an ID token, and start the session of its holder."""
+def _require_answer(request: Request, api: FastAPI, settings: Settings) -> None:
+    """Problem `login_failed` when the provider has not logged the person in."""
     answer = request.query_params
     if answer.get("iss", settings.oidc_issuer) != settings.oidc_issuer:
         raise _failed(f"an answer of {settings.oidc_issuer}", "an answer of another provider")
@@ -147,15 +192,17 @@ def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) ->
         session.end_persons(request, api.state)
         found = error if _ERROR.fullmatch(error) else "another error"
         raise _failed("the provider to log you in", found)
+
+
+def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) -> str:
+    """Exchange the code for an ID token, and start the session of its holder."""
     form = {
         "grant_type": "authorization_code",
-        "code": answer.get("code", ""),
+        "code": request.query_params.get("code", ""),
         "redirect_uri": _callback(request),
         "client_id": settings.oidc_audience,
         "code_verifier": _derived(login, "verifier"),
     }
-    if not _EXCHANGES.acquire(blocking=False):
-        raise _failed("the provider to answer others first", "too many logins at once", 503)
     try:
         verifier = oidc.verifier(provider(settings))
         claims = verifier.login(form, _derived(login, "nonce"))
@@ -167,8 +214,6 @@ def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) ->
             raise
     except oidc.INVALID as refused:
         raise _failed("an ID token of the provider for this login", str(refused)[:200]) from refused
-    finally:
-        _EXCHANGES.release()
 
 
 def _derived(login: str, purpose: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from ipaddress import IPv6Address, ip_address, ip_network
+from ipaddress import ip_network
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -21,6 +21,7 @@ from reconciler.db import journal
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
+from reconciler.model.client_network import client_network
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_sessions
 from reconciler.trust.ca import Trust
@@ -33,12 +34,12 @@ _JUDGES = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """connections: at once, of all clients, of one network, and of one allocation. strangers:
-    connections that have not logged in yet, which count apart, and those of one network. channels
-    and keys: of one connection. Times are in seconds; unknown_s: how long open sessions outlast a
-    database that does not answer. refusals: audit rows in `report_s`, of strangers and of members
-    each; refusals_of_one: of one member or one network. terminals: of one member; typed_s: how long
-    a terminal lives without input, terminal_s: how long at all.
+    """connections: at once, of all clients, of one network, of one member, and of one allocation.
+    strangers: connections that have not logged in yet, which count apart, and those of one network.
+    channels and keys: of one connection. Times are in seconds; unknown_s: how long open sessions
+    outlast a database that does not answer. refusals: audit rows in `report_s`, of strangers and of
+    members each; refusals_of_one: of one member or one network. terminals: of one member; typed_s:
+    how long a terminal lives without input, terminal_s: how long at all.
 
     of_allocation and terminals count the sessions of all processes; those of the browser count no
     others.
@@ -46,6 +47,7 @@ class Limits:
 
     connections: int = 1000
     of_address: int = 200
+    of_member: int = 200
     of_allocation: int = 64
     strangers: int = 300
     strangers_of_address: int = 60
@@ -114,14 +116,17 @@ class Sessions:
     def require_room(self, session: Session) -> None:
         """Problem `too_many_connections` unless the session may be let in to this process."""
         others = [other for other in self.clients if other.since and other is not session]
-        alike = sum(other.network == session.network for other in others)
         limits = self.limits
-        if len(others) >= limits.connections or alike >= limits.of_address:
-            raise too_many(
-                f"fewer than {limits.connections} connections, and {limits.of_address} from one"
-                " address",
-                f"{len(others)} and {alike}",
-            )
+        near = sum(other.network == session.network for other in others)
+        # A member with many machines may come from many networks.
+        mine = sum(bool(other.owner) and other.owner == session.owner for other in others)
+        for count, limit, kind in (
+            (len(others), limits.connections, "in all"),
+            (near, limits.of_address, "from one address"),
+            (mine, limits.of_member, "of one member"),
+        ):
+            if count >= limit:
+                raise too_many(f"fewer than {limit} connections {kind}", f"{count}")
 
     def crowded_out(self, newcomer: Session) -> Session | None:
         """The stranger that must go, because this one has come, which is among the clients.
@@ -307,18 +312,17 @@ class Session(ABC):
 
     @cached_property
     def network(self) -> str:
-        """The client's address, or its network of 64 bits, all of which one machine may have."""
-        try:
-            address = ip_address(self.address.partition("%")[0])
-        except ValueError:
-            return self.address
-        if not isinstance(address, IPv6Address):
-            return str(address)
-        return str(address.ipv4_mapped or ip_network((address, 64), strict=False))
+        """The client's network, by which it is counted."""
+        return client_network(self.address)
 
     @property
     def grant_id(self) -> str:
         return self.grant.allocation_id if self.grant else ""
+
+    @property
+    def owner(self) -> str:
+        """The member by whom the session is counted; "" before its grant."""
+        return self.grant.owner if self.grant else ""
 
     async def begin(self, grant: Grant, way: str) -> None:
         """Record the session with its first use of the machine."""

@@ -45,6 +45,8 @@ _OPEN_S = 10.0
 # Frames that wait until the machine takes them.
 _HEARD = 16
 _CLOSE_S = 2.0
+# By which the server closes its sockets at its end.
+_RESTART = 1012
 # Codes of the WebSocket and words for each end; another refusal has the words of its Problem.
 _REFUSED = 4000
 ENDS: dict[str, tuple[int, str]] = {
@@ -66,7 +68,7 @@ ENDS: dict[str, tuple[int, str]] = {
     ),
     "recording_full": (4011, "The recording is full. Open another terminal."),
     "authorisation_unavailable": (4012, "The service cannot tell whether you may go on."),
-    "gateway_stopped": (1012, "The service restarts. Open another terminal."),
+    "gateway_stopped": (_RESTART, "The service restarts. Open another terminal."),
     "machine_closed": (4013, "The machine has closed the connection."),
 }
 
@@ -172,7 +174,10 @@ class Browser(Session):
             await self._work
         except asyncio.CancelledError:
             # Of the work, by `cut`; or of this task, at the end of the process.
-            if not self._work.cancelled() or self._why == "closed":
+            ends = self._why == "closed"
+            if ends:
+                self._why = "gateway_stopped"
+            if ends or not self._work.cancelled():
                 raise
         except WebSocketDisconnect:
             pass
@@ -186,9 +191,15 @@ class Browser(Session):
             log.error("terminal of %s: %s: %s", self._caller.actor, type(failure).__name__, failure)
         finally:
             self._work.cancel()
-            await self.finish()
+            await asyncio.shield(keep(self._complete()))
         if self._why != "closed":
             await self._goodbye(words)
+
+    async def _complete(self) -> None:
+        # The process may end after this, and would take the rest of a recording with it.
+        if self._terminal:
+            await self._terminal.close()
+        await self.finish()
 
     async def _goodbye(self, words: str) -> None:
         code, usual = ENDS.get(self._why, (_REFUSED, "The terminal cannot be opened now."))
@@ -237,8 +248,6 @@ class Browser(Session):
             await _until_failure(self._type(self._terminal, heard), self._show(self._terminal))
         finally:
             machine.close()
-            if self._terminal:
-                keep(self._terminal.close())
 
     async def _let_in(self, ticket: TerminalTicket) -> Grant:
         names = (ticket.project_id, ticket.allocation_id, ticket.actor, self._caller.owner)
@@ -254,7 +263,12 @@ class Browser(Session):
 
     async def _show(self, terminal: Terminal) -> None:
         while data := await terminal.read(terminal.process.stdout):
-            await self._socket.send_bytes(data)
+            try:
+                await self._socket.send_bytes(data)
+            except WebSocketDisconnect:
+                # Why, the frame says that is being heard.
+                await asyncio.sleep(_CLOSE_S)
+                raise
         if terminal.process.exit_status is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
@@ -328,6 +342,9 @@ async def _until_failure(*works: Coroutine[Any, Any, None]) -> None:
 def _frame(message: Mapping[str, Any], event: str) -> _Frame | bytes:
     """A frame of the client: an event, or bytes."""
     if message["type"] == "websocket.disconnect":
+        # A client that closes with this code gives a reason, if only an empty one.
+        if message.get("code") == _RESTART and message.get("reason") is None:
+            raise _End("gateway_stopped")
         raise WebSocketDisconnect(message.get("code", 1006))
     data, text = message.get("bytes"), message.get("text")
     if len(data or text or "") > FRAME:

@@ -104,6 +104,19 @@ def judge(conn: sa.Connection, want: Want) -> tuple[Placement | None, Explanatio
     return place(everything, want), explain(everything, want)
 
 
+def regions(conn: sa.Connection, wants: Sequence[Want]) -> set[str]:
+    """Regions where at least one of the requests can be placed now. Nothing is reserved."""
+    of_region: dict[str, list[NodeView]] = defaultdict(list)
+    for node in snapshot(conn).nodes:
+        of_region[node.region].append(node)
+    pictures = {region: Snapshot.of(views) for region, views in of_region.items()}
+    return {
+        region
+        for region, picture in pictures.items()
+        if any(place(picture, want) is not None for want in wants)
+    }
+
+
 def _search(
     conn: sa.Connection, want: Want, passed: set[str], *, sliced: bool
 ) -> tuple[str, list[Slot]] | None:

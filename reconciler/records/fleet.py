@@ -42,6 +42,13 @@ def sums(conn: sa.Connection) -> Sums:
     return Sums(by_state, [dict(row) for row in conn.execute(by_place).mappings()])
 
 
+def regions(conn: sa.Connection) -> list[str]:
+    """Names of the regions that have a node which is not retired, in alphabetical order."""
+    region = nodes.c.region
+    living = sa.select(region).where(nodes.c.state != NodeState.RETIRED)
+    return list(conn.execute(living.distinct().order_by(region)).scalars())
+
+
 def nodes_with_slots(
     conn: sa.Connection,
     *,

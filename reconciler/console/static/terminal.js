@@ -48,9 +48,11 @@
       words = message.reason;
     }
   };
-  socket.onclose = () => {
+  socket.onclose = ({ code }) => {
     ready = false;
     terminal.options.disableStdin = true;
+    // A server that ends closes the socket without an event.
+    if (code === 1012) words ||= "The service restarts. Open another terminal.";
     status.textContent = `Closed. ${words || "The connection was lost, or this page may not open it."}`;
     document.getElementById("terminal-again").hidden = false;
   };

@@ -84,14 +84,23 @@ def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: Stack
 def test_the_catalogue_counts_free_machines_by_sku_and_region(metal: Stack) -> None:
     with transaction(metal.engine) as conn:
         conn.execute(sa.update(node_table).values(region="north"))
+    # A region with whole machines only is one, and not to come.
+    metal.settings = metal.settings.model_copy(update={"planned_regions": "north"})
     member = metal.client("member")
 
     def counts() -> Any:
         return member.get("catalog/machines").json()["counts"]
 
+    def regions() -> Any:
+        names = ("name", "enabled", "planned")
+        rows = member.get("catalog").json()["regions"]
+        return [tuple(row[name] for name in names) for row in rows]
+
     assert counts() == [{"sku": "lab", "region": "north", "free": 1}]
+    assert regions() == [("north", True, False)]
     assert launch(metal).status_code == 201
     assert counts() == [{"sku": "lab", "region": "north", "free": 0}]
+    assert regions() == [("north", False, False)]
 
 
 @pytest.mark.covers("CTRL-14")

@@ -49,6 +49,59 @@ def test_regions_to_come_are_named_and_disabled(selling: Stack) -> None:
             Settings(planned_regions=wrong)
 
 
+@pytest.mark.parametrize("off", ["drained", "node", "site", "taken"])
+def test_a_region_is_enabled_while_something_fits(selling: Stack, off: str) -> None:
+    """By the judgement of the availability. A free slot of a drained node is not for sale."""
+    admin, member = selling.client("admin"), selling.client("member")
+    because = {"reason": "maintenance"}
+    if off == "drained":
+        answer = admin.post(f"admin/nodes/{NODE}/drain", json=because)
+    elif off == "taken":
+        launch(selling)
+        answer = launch(selling, key="second")
+    else:
+        path = (
+            f"admin/nodes/{NODE}/scheduling" if off == "node" else "admin/settings/slice-scheduling"
+        )
+        answer = admin.put(path, json={"enabled": False, **because})
+    assert answer.status_code in (200, 201), answer.text
+    assert member.get("catalog/availability", params={"gpus": 1}).json()["fits"] is False
+    (region,) = member.get("catalog").json()["regions"]
+    assert region == {
+        "name": "",
+        "enabled": False,
+        "planned": False,
+        "reason": "nothing is free here now",
+    }
+
+
+def test_one_judgement_of_the_regions_serves_all_and_refuses_nobody(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, judged, regions = threading.Event(), [], placement.regions
+
+    def slowly(conn: Connection, wants: Any) -> set[str]:
+        judged.append(1)
+        assert len(judged) == 1 or gate.wait(30)
+        return regions(conn, wants)
+
+    monkeypatch.setattr(placement, "regions", slowly)
+
+    def enabled(who: str = "member") -> list[bool]:
+        return [row["enabled"] for row in selling.client(who).get("catalog").json()["regions"]]
+
+    assert (enabled(), enabled("stranger"), len(judged)) == ([True], [True], 1)
+    launch(selling)
+    launch(selling, key="second")
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(enabled)
+        until(lambda: len(judged) == 2)
+        assert (enabled(), enabled("stranger")) == ([True], [True]), "as it was a moment ago"
+        gate.set()
+        assert slow.result() == [False]
+    assert enabled() == [False]
+
+
 def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> None:
     planted, member = canaries(selling), selling.client("member")
 

@@ -25,10 +25,14 @@ from reconciler.work.loops import play_recovery_cases, recover_blocked
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler.api.test_baremetal import BODY as MACHINE
+from tests.unit.reconciler.api.test_baremetal import launch as launch_machine
+from tests.unit.reconciler.api.test_baremetal import metal
 from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_addresses
 from tests.unit.reconciler.api.test_launches import BODY, activate, launch
 from tests.unit.reconciler.api.test_security import app_instance, operations, roles
 
+__all__ = ["metal"]
 pytestmark = pytest.mark.covers("CTRL-10", "CTRL-11", "P4")
 
 # The attacker's token is of the project `other`, the victim's of `demo`.
@@ -161,6 +165,8 @@ def test_the_rate_of_one_project_is_not_that_of_another(selling: Stack) -> None:
     answer = refused(selling, lambda: grab(selling))
     assert (answer["status"], answer["code"]) == (429, "rate_exceeded")
     assert "demo" not in str(answer)
+    # Until the first of the two is an hour old.
+    assert 3000 < int(grab(selling).headers["Retry-After"]) <= 3601
     assert launch(selling).status_code == 201
 
 
@@ -208,16 +214,20 @@ def test_keys_and_rules_are_added_at_the_pace_of_people(
     assert more["code"] == "rate_exceeded" and int(more["retry_after_s"]) > 3000
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(
+    "wish",
+    [{"gpu_count": 1}, {"gpu_count": 2}, {"user_data": "#cloud-config\nruncmd: [poweroff]\n"}],
+    ids=["one", "two", "user-data"],
+)
 def test_launches_that_fail_by_their_tenant_take_no_slot_off_sale(
-    selling: Stack, gpus: int
+    selling: Stack, wish: dict[str, Any]
 ) -> None:
-    """Images that never answer, on a site that has set nothing: each slot is wiped and sold again
-    without a person, and its project soon has to pause.
+    """Images and user data that never answer, on a site that has set nothing: each slot is wiped
+    and sold again without a person, and its project soon has to pause.
     """
     as_shipped(selling)
     for number in range(quota.SHIPPED["failures_per_hour"]):
-        made = grab(selling, gpu_count=gpus)
+        made = grab(selling, **wish)
         assert made.status_code == 201, (number, made.text)
         fail(selling, made.json()["id"])
         recover(selling)
@@ -225,6 +235,59 @@ def test_launches_that_fail_by_their_tenant_take_no_slot_off_sale(
     assert (answer["code"], answer["limit"]) == ("rate_exceeded", "failures_per_hour")
     for number in range(2):
         assert launch(selling, f"k{number}").status_code == 201
+
+
+def test_a_release_while_a_launch_begins_changes_nothing(selling: Stack) -> None:
+    """Its slots are wiped after the next release, and then anybody's."""
+    theirs = grab(selling, gpu_count=2).json()["id"]
+    path = f"projects/other/allocations/{theirs}/release"
+    task = selling.lease()
+
+    def release() -> None:
+        answer = refused(selling, lambda: attack(selling, "POST", path))
+        assert (answer["status"], answer["code"]) == (409, "allocation_not_releasable")
+
+    release()
+    with transaction(selling.engine) as conn:
+        slices.provision_started(conn, theirs, ACT)
+    for _ in range(5):
+        release()
+    with transaction(selling.engine) as conn:
+        slices.provision_succeeded(conn, theirs, ACT, connection={"username": "tenant"})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
+    assert attack(selling, "POST", path).json()["state"] == "releasing"
+    release()
+    with transaction(selling.engine) as conn:
+        evidence = {"proofs": wipes.proofs(conn, theirs), "absence": {"absent": True, "checks": {}}}
+        assert slices.release_succeeded(conn, theirs, ACT, **evidence)
+    release()
+    for number in range(2):
+        assert launch(selling, f"k{number}").status_code == 201
+
+
+def test_whole_machines_take_no_slot(selling: Stack) -> None:
+    """A slice host without a slice is a whole machine, but nobody's request makes it one."""
+    wish = {**MACHINE, "ssh_keys": [OWN_KEY]}
+    for _ in range(5):
+        answer = refused(
+            selling, lambda: attack(selling, "POST", "projects/other/allocations", json=wish)
+        )
+        assert answer["code"] == "no_capacity"
+    for number in range(2):
+        assert launch(selling, f"k{number}").status_code == 201
+
+
+def test_whole_machines_that_are_given_back_are_free_at_once(metal: Stack) -> None:
+    wish = {**MACHINE, "ssh_keys": [OWN_KEY]}
+    for _ in range(12):
+        theirs = attack(metal, "POST", "projects/other/allocations", json=wish)
+        assert theirs.status_code == 201, theirs.text
+        path = f"projects/other/allocations/{theirs.json()['id']}/release"
+        assert attack(metal, "POST", path).json()["state"] == "released"
+    own = launch_machine(metal)
+    assert own.status_code == 201, own.text
+    answer = refused(metal, lambda: attack(metal, "POST", "projects/other/allocations", json=wish))
+    assert answer["code"] == "no_capacity" and own.json()["id"] not in str(answer)
 
 
 def test_requests_of_one_project_that_wait_are_limited_as_shipped(selling: Stack) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from itertools import cycle
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 from reconciler.console import login
 from reconciler.db.engine import transaction
@@ -22,6 +24,7 @@ from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
 from tests.unit.reconciler.api.stack import KEY, Stack
 from tests.unit.reconciler.console.browser import SAME, Browser
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("CTRL-13", "CTRL-10")
 
@@ -304,9 +307,44 @@ def test_a_provider_that_does_not_answer_a_code(
     refused(browser, browser.get(answer), "no ID token of the provider")
     assert time.monotonic() - began < 60
     # While others hang, the threads of the service stay free.
-    monkeypatch.setattr(login, "_EXCHANGES", threading.BoundedSemaphore(1))
-    login._EXCHANGES.acquire()
+    monkeypatch.setattr(login, "_PLACES", login._Places(0, 2))
+    monkeypatch.setattr(login, "_WAIT_S", 0.1)
     refused(browser, browser.get(back(to_provider(browser))), "too many logins")
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [(("192.0.2.1",), "192.0.2.2"), (("2001:db8::1", "2001:db8::ffff:2"), "2001:db8:0:1::1")],
+)
+def test_a_stranger_does_not_close_the_login(
+    site: Stack, console: FastAPI, provider: Provider, monkeypatch: pytest.MonkeyPatch,
+    near: tuple[str, ...], far: str,
+) -> None:  # fmt: skip
+    """Anybody can make a state with its cookie, and any code holds a place until an answer."""
+
+    def begin(address: str) -> tuple[Browser, str]:
+        browser = Browser(console)
+        where = {"base_url": "http://localhost", "follow_redirects": False}
+        browser.client = TestClient(console, client=(address, 1), **where)
+        return browser, back(to_provider(browser))
+
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 4)
+    monkeypatch.setattr(login, "_WAIT_S", 1)
+    strangers = [begin(address) for address, _ in zip(cycle(near), range(8), strict=False)]
+    neighbour, other = begin(near[0]), begin(far)
+    provider.set(manner="drips")
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(browser.get, address) for browser, address in strangers]
+        until(lambda: sum(answer.done() for answer in answers) == 6)
+        late = [answer.result() for answer in answers if answer.done()]
+        assert [answer.status_code for answer in late] == [503] * 6
+        assert "too many logins" in late[0].text
+        assert not all(answer.done() for answer in answers)
+        provider.set(manner="")
+        assert other[0].get(other[1]).headers["Location"] == "/console/"
+        # One of the same network waits for its place.
+        monkeypatch.setattr(login, "_WAIT_S", 30)
+        assert neighbour[0].get(neighbour[1]).headers["Location"] == "/console/"
 
 
 NO_PROVIDER: list[dict[str, Any]] = [

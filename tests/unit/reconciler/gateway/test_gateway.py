@@ -35,9 +35,11 @@ from reconciler.doctor import Finding, services
 from reconciler.gateway import machine, sessions
 from reconciler.gateway.machine import probe
 from reconciler.gateway.server import Client, Gateway
+from reconciler.gateway.sessions import Limits
+from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
-from reconciler.records import tokens
+from reconciler.records import ssh_keys, tokens
 from reconciler.service import process
 from reconciler.trust import ca
 from reconciler.trust.certificates import Signature, certify
@@ -51,9 +53,14 @@ from tests.unit.reconciler.service.service import until
 AMOUNT = 128 << 20
 ROOMY = replace(
     replace(QUICK, machine_s=120, login_s=120, unknown_s=120),
-    **dict.fromkeys(("of_allocation", "of_address", "strangers_of_address"), 300),
+    **dict.fromkeys(("of_allocation", "of_address", "of_member", "strangers_of_address"), 300),
 )
 pytestmark = pytest.mark.covers("SLICE-10")
+
+
+def test_open_sessions_are_authorised_every_two_seconds() -> None:
+    """A release cuts within three, so a round has one second for its answers."""
+    assert Limits().check_s <= 2
 
 
 def test_a_tenant_reaches_the_slice(world: World) -> None:
@@ -219,6 +226,9 @@ def test_the_gateway_itself_offers_nothing_else(world: World, words: list[str]) 
     )
     assert done.returncode != 0 and "uid=" not in done.stdout, done.stderr
     assert world.sessions() == []
+    if words[0] == "-W":
+        (row,) = until(lambda: world.audit("gateway.refused"))
+        assert row["detail"]["code"] == "destination_refused"
 
 
 def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
@@ -538,9 +548,22 @@ def test_a_user_of_the_provider_has_half_a_day(world: World) -> None:
     assert world.run("id").returncode == 0
     _set(world, allocations, created_at=time.time() - 13 * 3600)
     assert world.run("id").returncode == 255
+    codes = {row["detail"]["code"] for row in until(lambda: world.audit("gateway.refused"))}
+    assert codes == {"ssh_key_expired"}
 
 
-def test_hosts_that_hang_and_hosts_with_another_key_are_named(world: World) -> None:
+def test_hosts_that_hang_and_hosts_with_another_key_are_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_way(world)
+    withheld = world.run("id")
+    # The host leads there, and no server listens.
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(machine, "SSH_PORT", 1)
+        elsewhere.setattr(_relay, "PORT", 1)
+        open_way(world, world.allocation)
+        closed = world.run("id")
+    open_way(world, world.allocation)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -560,6 +583,8 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(world: World) -> N
     world.dial(1)
     away = world.run("id")
     for done, code in (
+        (withheld, "relay_refused"),
+        (closed, "machine_refused"),
         (hanging, "machine_silent"),
         # A server without a certificate may end the connection first.
         (foreign, "host_"),
@@ -569,7 +594,8 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(world: World) -> N
         assert done.returncode == 255 and code in done.stderr, done.stderr
     assert "publickey" not in other.log + false.log, "nothing was offered to them"
     codes = {row["detail"]["code"] for row in world.audit("gateway.refused")}
-    assert codes == {"machine_silent", "host_not_proven", "host_unreachable"}
+    ways = {"relay_refused", "machine_refused", "machine_silent"}
+    assert codes == {*ways, "host_not_proven", "host_unreachable"}
     assert world.sessions() == []
 
 
@@ -588,6 +614,24 @@ def test_another_guest_and_another_gateway_are_not_believed(world: World) -> Non
     # The server may have closed the connection before the client has sent why it does not go on.
     with pytest.raises((asyncssh.Error, ConnectionError)):
         world.on_loop(probe(trust, "127.0.0.1", world.guest.port))
+
+
+def test_a_client_that_tries_many_keys_is_cut(world: World) -> None:
+    world.gateway.limits = replace(world.gateway.limits, keys=2)
+    names = [str(world.tree / f"key{number}") for number in range(3)]
+    for name in names:
+        new_key(Path(name))
+
+    async def connect(*keys: str) -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[*keys], known_hosts=None, config=None,
+        ):  # fmt: skip
+            pass
+
+    world.on_loop(connect(names[0], str(world.key)))
+    with pytest.raises(asyncssh.DisconnectError, match="too_many_keys"):
+        world.on_loop(connect(*names, str(world.key)))
 
 
 def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
@@ -706,6 +750,9 @@ def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
         assert client.poll() is None
         world.gateway.limits = replace(world.gateway.limits, unknown_s=0)
         assert client.wait(30) == 255
+    monkeypatch.undo()
+    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    assert session["reason"] == "authorisation_unavailable"
 
 
 def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
@@ -723,7 +770,7 @@ def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
     assert client._why == "allocation_ended"
 
 
-@pytest.mark.parametrize("limit", ["of_address", "of_allocation", "connections"])
+@pytest.mark.parametrize("limit", ["of_address", "of_member", "of_allocation", "connections"])
 def test_limits_of_connections(world: World, limit: str) -> None:
     world.gateway.limits = replace(world.gateway.limits, **{limit: 1})
     with subprocess.Popen(
@@ -737,6 +784,46 @@ def test_limits_of_connections(world: World, limit: str) -> None:
     (row,) = world.audit("gateway.refused")
     assert row["detail"]["code"] == "too_many_connections"
     assert row["actor"].startswith("member:member#")
+
+
+def test_two_gateways_share_the_limit_of_a_machine_and_its_release(world: World) -> None:
+    """Each is a process of its own, which knows of the other by the records only."""
+    other = Gateway(world.gateway.engine, world.gateway.trust, NAME, QUICK)
+    acceptor = world.on_loop(other.listen(NAME, 0))
+    running = asyncio.run_coroutine_threadsafe(other.run(acceptor), world.loop)
+    config, there = world.config(), world.tree / "other_config"
+    with (world.tree / "known_hosts").open("a+") as file:
+        file.seek(0)
+        port = str(acceptor.get_port())
+        file.write(file.read().replace(str(world.port), port))
+    there.write_text(config.read_text().replace(f"Port {world.port}", f"Port {port}"))
+    words = "echo in; exec sleep 60"
+
+    def connect(config: Path) -> subprocess.Popen[str]:
+        line = world.ssh(words, config=config)
+        client = opened.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
+        opened.callback(client.kill)
+        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        return client
+
+    try:
+        with ExitStack() as opened:
+            other.limits = replace(QUICK, of_allocation=1)
+            clients = [connect(config)]
+            refused = world.run("id", config=there)
+            assert "too_many_connections" in refused.stderr, refused.stderr
+            other.limits = QUICK
+            clients.append(connect(there))
+            assert [len(each.clients) for each in (world.gateway, other)] == [1, 1]
+            end_allocation(world)
+            assert [client.wait(20) for client in clients] == [255, 255]
+        until(lambda: all(session["closed_at"] for session in _sessions(world)))
+        reasons = [session["reason"] for session in _sessions(world)]
+        assert reasons == ["allocation_not_active"] * 2
+    finally:
+        running.cancel()
+        world.loop.call_soon_threadsafe(acceptor.close)
+        world.on_loop(other.stop())
 
 
 def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
@@ -760,6 +847,31 @@ def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
     assert connect("2001:db8:0:2::1") and connect("fe80::1%eth0")
     assert [connect(f"192.0.2.{number}") for number in (1, 2, 3)] == [True] * 3
     assert [connect(name) for name in ("::ffff:192.0.2.1", "192.0.2.1")] == [True, False]
+
+
+def test_a_member_with_many_machines_and_networks_leaves_room_for_others(world: World) -> None:
+    limits = replace(QUICK, connections=4, of_member=2)
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", limits)
+    with transaction(world.stack.engine) as conn:
+        public = world.key.with_name("tenant.pub").read_text()
+        grant = ssh_access.authorise(conn, world.allocation, ssh_keys.bare(public))
+    networks = itertools.count(1)
+
+    def connect(owner: str) -> bool:
+        client = Client(gateway)
+        client.address, client.since = f"192.0.2.{next(networks)}", 1.0
+        client.grant = replace(grant, owner=owner, allocation_id=client.address)
+        try:
+            gateway.require_room(client)
+        except Problem as problem:
+            assert problem.code == "too_many_connections"
+            assert "2 connections of one member" in problem.expected
+            return False
+        gateway.clients.add(client)
+        return True
+
+    assert [connect(grant.owner) for _ in range(4)] == [True, True, False, False]
+    assert connect("another")
 
 
 def test_an_idle_login_and_a_flood_of_refusals_leave_little(world: World) -> None:

@@ -29,13 +29,14 @@ from reconciler.api.app import create_app
 from reconciler.console.app import mount
 from reconciler.console.session import of_socket
 from reconciler.db.engine import transaction
-from reconciler.db.schema import terminal_recordings, terminal_tickets
-from reconciler.gateway import web
+from reconciler.db.schema import allocations, terminal_recordings, terminal_tickets
+from reconciler.gateway import sessions, web
 from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
 from reconciler.records import terminals
 from reconciler.work import loops
+from tests.unit.reconciler.api.provider import AUDIENCE, running
 from tests.unit.reconciler.api.stack import ACT, listening
 from tests.unit.reconciler.benchmark.sshd import USER
 from tests.unit.reconciler.gateway.conftest import QUICK, Mute, World, seed
@@ -145,6 +146,12 @@ class Web:
 
 @pytest.fixture
 def site(world: World, limits: Limits) -> Iterator[Site]:
+    with serving(world, limits) as site:
+        yield site
+
+
+@contextmanager
+def serving(world: World, limits: Limits) -> Iterator[Site]:
     settings, engine = world.stack.settings, world.stack.engine
     app = web.mount(mount(create_app(settings, engine)), of_socket, limits)
     options = {"ws_max_size": web.FRAME, "ws_per_message_deflate": False}
@@ -197,6 +204,12 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
     assert "terminal_refused_by_guest" in shell(world, "id").stderr
     principals.write_text(right)
     assert shell(world, "id").returncode == 0
+    with transaction(world.stack.engine) as conn:
+        another = {"username": USER, "host_keys": [world.host.key]}
+        conn.execute(sa.update(allocations).values(connection=another))
+    assert "guest_not_proven" in shell(world, "id").stderr
+    codes = {row["detail"]["code"] for row in until(lambda: world.audit("gateway.refused"))}
+    assert codes == {"terminal_refused_by_guest", "guest_not_proven"}
 
 
 @pytest.mark.parametrize("terminal", [False])
@@ -287,6 +300,57 @@ def test_what_ends_cuts_the_terminal(world: World, site: Site, end: Callable[[Wo
         assert time.monotonic() - since < 30
     (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
     assert session["reason"] == code
+
+
+def test_a_person_who_leaves_the_project_loses_the_terminal(world: World, limits: Limits) -> None:
+    """The console's session goes on: it asks the provider again, and has other groups."""
+    with running() as provider:
+        values = {"oidc_issuer": provider.url, "oidc_audience": AUDIENCE}
+        values |= {"oidc_admin_group": "admins", "oidc_project_prefix": "project-"}
+        world.stack.settings = world.stack.settings.model_copy(update=values)
+        with serving(world, limits) as site, httpx.Client(base_url=site.base, timeout=60) as person:
+
+            def log_in(*groups: str) -> str:
+                provider.set(login=provider.order(groups=groups))
+                asked = person.get("/console/login/provider").headers["Location"]
+                answer = person.get(httpx.get(asked).headers["Location"])
+                assert answer.status_code == 303, answer.text
+                return person.cookies["gpuaas"]
+
+            cookie = log_in("project-demo")
+            headers = {"Cookie": f"gpuaas={cookie}", "Origin": site.base}
+            page = f"/console/projects/demo/allocations/{world.allocation}/terminal"
+            ticket = ticket_of_page(site, page, headers)
+            with site.open(ticket, headers=headers) as terminal:
+                terminal.ready()
+                assert log_in("project-other") == cookie
+                assert terminal.end()[:2] == ("membership_ended", 4004)
+    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    assert (session["reason"], session["actor"]) == ("membership_ended", "member:oidc:u-1")
+
+
+def test_a_machine_that_dies_and_a_database_that_is_away_are_named(
+    world: World, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site.open() as terminal:
+        terminal.ready()
+        # The guest's side of the connection.
+        terminal.client.send(b"kill -9 $PPID\r")
+        assert terminal.end()[:2] == ("machine_closed", 4013)
+
+    def away(_engine: object) -> None:
+        raise ConnectionError("the database is away")
+
+    with site.open() as terminal:
+        terminal.ready()
+        (hall,) = site.app.state.terminals
+        hall.limits = replace(hall.limits, unknown_s=0)
+        monkeypatch.setattr(sessions, "reading", away)
+        assert terminal.end()[:2] == ("authorisation_unavailable", 4012)
+        monkeypatch.undo()
+    until(lambda: all(each["closed_at"] for each in world.sessions()))
+    reasons = {each["reason"] for each in world.sessions()}
+    assert reasons == {"machine_closed", "authorisation_unavailable"}
 
 
 def ticket_of_page(site: Site, page: str, cookie: dict[str, str]) -> str:
@@ -614,6 +678,44 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
     assert admin.post(replay, json={"reason": "again"}).status_code == 404
 
 
+@pytest.mark.parametrize("words", ["", "yes"], ids=["silent", "busy"])
+def test_a_service_that_stops_ends_its_terminals_with_a_record(
+    world: World, limits: Limits, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """Their recordings are complete, and a client's own close frame is no stop."""
+    append = terminals.append
+
+    def slowly(*part: Any) -> None:
+        time.sleep(0.5)
+        append(*part)
+
+    monkeypatch.setattr(terminals, "append", slowly)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    with ExitStack() as opened:
+        with serving(world, limits) as site:
+            with site.open() as first:
+                first.ready()
+                first.client.close(1012)
+            until(lambda: not site.live)
+            terminal = opened.enter_context(site.open())
+            event = terminal.ready()
+            terminal.client.send(f"echo shown-$((40 + 2)); {words}\r".encode())
+            terminal.until(b"shown-42")
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                terminal.client.recv(20)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+    rows = {row["id"]: row for row in world.sessions()}
+    mine = rows.pop(event["session_id"])
+    assert mine["reason"] == "gateway_stopped"
+    assert [row["reason"] for row in rows.values()] == ["closed"]
+    admin, path = world.stack.client("admin"), f"admin/ssh-sessions/{mine['id']}/replay"
+    answer = admin.post(path, json={"reason": "incident 7"}).json()
+    assert "shown-42" in answer["cast"]
+    assert hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
+
+
 def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recording, "LIMIT", 20_000)
     with transaction(world.stack.engine) as conn:
@@ -749,7 +851,12 @@ def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "limits", [replace(QUICK, machine_s=120, of_allocation=300, of_address=300, terminals=300)]
+    "limits",
+    [
+        replace(
+            QUICK, machine_s=120, of_allocation=300, of_address=300, of_member=300, terminals=300
+        )
+    ],
 )
 def test_60_terminals_at_once(world: World, site: Site) -> None:
     async def one(number: int) -> str:

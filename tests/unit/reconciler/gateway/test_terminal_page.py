@@ -132,6 +132,15 @@ def test_the_page_says_why_it_cannot(world: World, site: Site, window: Open) -> 
         watched.faults = [each for each in watched.faults if "409" not in each]
 
 
+def test_the_page_says_that_the_service_restarts(window: Open) -> None:
+    """The server closes the socket without an event."""
+    with window() as watched:
+        page = watched.page
+        page.route_web_socket(re.compile("/terminal$"), lambda socket: socket.close(code=1012))
+        page.get_by_role("button", name="Open a terminal").click()
+        expect(page.get_by_text("Closed. The service restarts.")).to_be_visible()
+
+
 def test_without_scripts_the_page_names_another_way(world: World, window: Open) -> None:
     with window(java_script_enabled=False) as watched:
         expect(watched.page.get_by_text(f"gpuaas ssh {world.allocation}")).to_be_visible()

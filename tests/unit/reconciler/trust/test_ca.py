@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
 
 from reconciler.trust import ca, keygen
 from reconciler.trust.certificates import read_certificate
@@ -109,3 +111,22 @@ def test_the_operator_has_a_short_certificate_that_is_renewed_in_time(trust: ca.
     read = read_certificate(later.certificate.read_text())
     assert read.valid_before - datetime.now(UTC) > timedelta(seconds=7200)
     assert later.key == first.key
+
+
+@pytest.mark.parametrize("of", [ca.relay_certificate, ca.terminal_certificate])
+def test_a_login_of_the_gateway_is_short_and_for_one_slice(
+    trust: ca.Trust, host_key: str, of: Callable[[ca.Trust, str, str], str]
+) -> None:
+    # The authority is made at its first use.
+    ca.gateway_ca(trust)
+    line = of(trust, host_key, "slice-1")
+    read = read_certificate(line)
+    way = "slice" if of is ca.relay_certificate else "terminal"
+    assert (read.kind, read.principals) == ("user", (f"{way}:slice-1",))
+    assert 290 < (read.valid_before - datetime.now(UTC)).total_seconds() <= 300
+    assert read.valid_after < datetime.now(UTC)
+    certificate = load_ssh_public_identity(line.encode())
+    assert isinstance(certificate, SSHCertificate)
+    permits = {"slice": b"permit-port-forwarding", "terminal": b"permit-pty"}
+    assert certificate.extensions == {permits[way]: b""}
+    assert certificate.critical_options == {}
