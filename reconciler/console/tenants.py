@@ -172,10 +172,12 @@ async def launch(visit: Visit) -> Response:
             gpus = values["gpu_count"] or 1
             free[name] = await _availability(visit, gpus, values["sku"], name)
     body = _body(values)
+    quota = await visit.get(f"/projects/{project}/quota")
     return visit.page(
         "launch.html",
         project=project,
-        quota=await visit.get(f"/projects/{project}/quota"),
+        quota=quota,
+        left=_left(quota),
         step=step,
         steps=STEPS,
         values=values,
@@ -222,6 +224,14 @@ def _step(visit: Visit, values: dict[str, str]) -> str:
         "access": all(values[name] for name in ("hostname", "username", "ssh_keys")),
     }
     return next((step for step in STEPS[:last] if not complete[step]), STEPS[last])
+
+
+def _left(quota: Document) -> dict[str, int]:
+    """What the project may still hold, by the name of each limit that it has."""
+    limits, used = quota["limits"], quota["used"]
+    return {
+        name: max(0, limits[name] - used[name]) for name in ("gpus", "machines") if name in limits
+    }
 
 
 async def _free(visit: Visit, catalog: Document) -> dict[str, Document | None]:

@@ -27,12 +27,13 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import api_tokens, nodes, pool_workers, service_processes
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
+from reconciler.lifecycle import host
 from reconciler.model.states import NodeMode
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
 from reconciler.records import ssh_sessions
 from reconciler.settings import PROJECT
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
@@ -158,6 +159,14 @@ def test_no_page_of_a_member_tells_of_a_host(selling: Stack, browse: Browse) -> 
         assert leaked == set()
 
 
+def option(text: str, value: str) -> str:
+    """The choice of the launch wizard with this value, up to the end of its label."""
+    (found,) = re.findall(
+        rf'<label class="option[^>]*><input [^>]*value="{re.escape(value)}".*?</label>', text, re.S
+    )
+    return str(found)
+
+
 CHOSEN = {
     "capacity_shape": "gpu_slice",
     "gpu_count": "1",
@@ -168,22 +177,32 @@ CHOSEN = {
 }
 
 
-def test_launch_to_release_without_scripts(selling: Stack, browse: Browse) -> None:
+@pytest.mark.parametrize("profile", ["lab", "xe9680l-h200"])
+def test_launch_to_release_without_scripts(selling: Stack, browse: Browse, profile: str) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(profile=profile))
+    sku = {"lab": "lab-edu-slice", "xe9680l-h200": "h200-sxm-slice"}[profile]
     member = browse("member")
     page = "/console/projects/demo/launch"
     shape = member.get(page).text
-    assert "2 free" in shape
-    # Four do not fit: the choice is there, disabled, with its reason.
-    disabled = re.search(r'value="lab-edu-slice\*4" required disabled.*?</label>', shape, re.S)
-    assert disabled
-    assert "2 free, too few" in disabled[0]
+    assert "disabled" not in option(shape, f"{sku}*1")
+    if profile == "lab":
+        # Four do not fit: the choice is there, disabled, with its reason.
+        assert "required disabled" in option(shape, f"{sku}*4")
+        assert "2 free, too few" in option(shape, f"{sku}*4")
+    else:
+        # NVSwitches join the board's GPUs, so that nothing else of it is for sale.
+        assert f"{sku}*2" not in shape
+        assert "24 vCPU, 64 GiB of memory" in option(shape, f"{sku}*1")
     image = re.search(
         r'name="image_id" value="([^"]+)"',
-        member.get(page, params={"offer": "lab-edu-slice*1", "step": "image"}).text,
+        member.get(page, params={"offer": f"{sku}*1", "step": "image"}).text,
     )
     assert image
-    values = CHOSEN | {"image_id": image[1]}
+    values = CHOSEN | {"image_id": image[1], "sku": sku}
     answer = member.get(page, params={**values, "step": "review"})
+    for fact in ("the NVMe disk of its GPU", "the image needs 1 B", "a private one of the slice"):
+        assert fact in answer.text
     form = Page(answer.text).form("POST /projects/demo/allocations")
     launched = member.send(page, form)
     assert launched.status_code == 303
@@ -220,6 +239,65 @@ def test_a_request_that_does_not_fit_shows_the_nearest_that_does(
     text = browse("member").get("/console/projects/demo/launch", params=params).text
     assert text.count("Nearest that fits: 2 GPUs.") == 1, "anywhere"
     assert text.count("Nearest that fits: 2 GPUs in north.") == 1
+
+
+def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
+    selling: Stack, browse: Browse
+) -> None:
+    member, page = browse("member"), "/console/projects/demo/launch"
+    assert "left in the project's quota" not in member.get(page).text, "without a limit"
+    launch(selling)
+    admin = selling.client("admin")
+    admin.put("admin/projects/demo/quota", json={"gpus": 2, "machines": 3})
+    shape = member.get(page).text
+    assert "1 of 2 GPUs, 2 of 3 machines left in the project's quota." in shape
+    assert "disabled" not in option(shape, "lab-edu-slice*1")
+    assert "required disabled" in option(shape, "lab-edu-slice*2")
+    assert "1 GPU is left in the project's quota." in option(shape, "lab-edu-slice*2")
+    assert "1 GPU is left in the project's quota." in option(shape, "lab*all")
+    admin.put("admin/projects/demo/quota", json={"machines": 1})
+    shape = member.get(page).text
+    assert "0 of 1 machines left in the project's quota." in shape
+    assert "No machine is left in the project's quota." in option(shape, "lab-edu-slice*1")
+
+
+def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
+    member, page = browse("member"), "/console/projects/demo/launch"
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "The site has none yet" in option(shape, "lab*all")
+    fields = {"address": "192.0.2.9", "profile": "lab", "region": "north"}
+    with transaction(selling.engine) as conn:
+        node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "0 free in north" in option(shape, "lab*all")
+    document = discovery()
+    identity = document["identity"] | {"machine_id": "0" * 32}
+    with transaction(selling.engine) as conn:
+        host.enrolled(conn, "metal", ACT, **identity)
+        host.bootstrapped(conn, "metal", ACT, identity=identity)
+        host.record_discovery(conn, "metal", document | {"identity": identity}, ACT)
+        metal = sa.update(nodes).where(nodes.c.id == "metal")
+        conn.execute(metal.values(tenant_address="203.0.113.9"))
+    shape = member.get(page).text
+    assert "1 free in north" in option(shape, "lab*all")
+    assert "disabled" not in option(shape, "lab*all")
+
+
+def test_a_region_to_come_is_disabled_with_its_reason(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    settings = selling.settings.model_copy(update={"planned_regions": "south, west"})
+    selling.settings = console.state.settings = settings
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(region="north"))
+    params = {"offer": "lab-edu-slice*1", "step": "region"}
+    text = browse("member").get("/console/projects/demo/launch", params=params).text
+    assert "disabled" not in option(text, "north")
+    for name in ("south", "west"):
+        assert " disabled>" in option(text, name)
+        assert "this region is to come" in option(text, name)
 
 
 def test_what_is_free_is_unknown_while_the_visitor_asks_elsewhere(
