@@ -167,7 +167,9 @@ async def launch(visit: Visit) -> Response:
     if step == "shape":
         machines = await _unless_busy(visit, "/catalog/machines")
         free = await _free(visit, catalog)
-    elif step == "region" and values["capacity_shape"] == "gpu_slice":
+    elif step == "region" and values["capacity_shape"] == "baremetal":
+        machines = await _unless_busy(visit, "/catalog/machines")
+    elif step == "region":
         for name in ("", *(region["name"] for region in catalog["regions"])):
             gpus = values["gpu_count"] or 1
             free[name] = await _availability(visit, gpus, values["sku"], name)
