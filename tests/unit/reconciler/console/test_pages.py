@@ -246,18 +246,20 @@ def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
 ) -> None:
     member, page = browse("member"), "/console/projects/demo/launch"
     assert "left in the project's quota" not in member.get(page).text, "without a limit"
-    launch(selling)
     admin = selling.client("admin")
-    admin.put("admin/projects/demo/quota", json={"gpus": 2, "machines": 3})
+    admin.put("admin/projects/demo/quota", json={"gpus": 1, "machines": 3})
     shape = member.get(page).text
-    assert "1 of 2 GPUs, 2 of 3 machines left in the project's quota." in shape
+    assert "1 of 1 GPUs, 3 of 3 machines left in the project's quota." in shape
     assert "disabled" not in option(shape, "lab-edu-slice*1")
+    # Two are free, so only the quota is against them.
     assert "required disabled" in option(shape, "lab-edu-slice*2")
     assert "1 GPU is left in the project's quota." in option(shape, "lab-edu-slice*2")
     assert "1 GPU is left in the project's quota." in option(shape, "lab*all")
+    launch(selling)
     admin.put("admin/projects/demo/quota", json={"machines": 1})
     shape = member.get(page).text
     assert "0 of 1 machines left in the project's quota." in shape
+    assert "required disabled" in option(shape, "lab-edu-slice*1")
     assert "No machine is left in the project's quota." in option(shape, "lab-edu-slice*1")
 
 
@@ -283,6 +285,11 @@ def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Br
     shape = member.get(page).text
     assert "1 free in north" in option(shape, "lab*all")
     assert "disabled" not in option(shape, "lab*all")
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(region="north"))
+    region = member.get(page, params={"offer": "lab*all", "step": "region"}).text
+    assert "disabled" not in option(region, "north")
+    assert "1 such machine is free" in option(region, "north")
 
 
 def test_a_region_to_come_is_disabled_with_its_reason(
@@ -292,12 +299,17 @@ def test_a_region_to_come_is_disabled_with_its_reason(
     selling.settings = console.state.settings = settings
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(nodes).values(region="north"))
-    params = {"offer": "lab-edu-slice*1", "step": "region"}
-    text = browse("member").get("/console/projects/demo/launch", params=params).text
-    assert "disabled" not in option(text, "north")
-    for name in ("south", "west"):
-        assert " disabled>" in option(text, name)
-        assert "this region is to come" in option(text, name)
+    for offer in ("lab-edu-slice*1", "lab*all"):
+        params = {"offer": offer, "step": "region"}
+        text = browse("member").get("/console/projects/demo/launch", params=params).text
+        for name in ("south", "west"):
+            assert " disabled>" in option(text, name)
+            assert "this region is to come" in option(text, name)
+        north = option(text, "north")
+        if offer == "lab*all":
+            assert " disabled>" in north and "No such machine is free" in north
+        else:
+            assert "disabled" not in north and "2 GPUs free" in north
 
 
 def test_what_is_free_is_unknown_while_the_visitor_asks_elsewhere(
@@ -456,6 +468,70 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     shown = admin.get(page).text
     assert "opened" in shown
     assert Page(shown).form(form.call).disabled
+
+
+def offers(browser: Browser, path: str) -> dict[str, bool]:
+    """Whether each action of a page can be sent now, by the last part of its call."""
+    forms = browser.open(path).forms
+    return {form.call.rsplit("/", 1)[1]: not form.disabled for form in forms if form.call}
+
+
+def test_an_allocation_is_ended_by_force_only_when_the_service_would(
+    selling: Stack, browse: Browse
+) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    admin, page = browse("admin"), f"/console/allocations/{mine}"
+    assert offers(admin, page) == {
+        "verify-absent": True,
+        "force-release": False,
+        "force-cleanup": False,
+    }
+    text = admin.get(page).text
+    assert "An active allocation: its tenant may be using it" in text
+    assert "Node ready: release it" in text
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="unreachable"))
+    assert offers(admin, page)["force-release"]
+    form = admin.open(page).form(f"POST /admin/allocations/{mine}/force-release")
+    assert admin.send(page, form, reason="the host is gone").headers["Location"] == page
+    assert not any(offers(admin, page)[name] for name in ("force-release", "force-cleanup"))
+    assert "It is released: there is no use to end." in admin.get(page).text
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="ready"))
+    stuck = launch(selling, "stuck").json()["id"]
+    fail(selling, stuck)
+    page = f"/console/allocations/{stuck}"
+    assert offers(admin, page)["force-cleanup"]
+    form = admin.open(page).form(f"POST /admin/allocations/{stuck}/force-cleanup")
+    assert admin.send(page, form, reason="seen").headers["Location"] == page
+
+
+def test_a_slot_offers_what_its_state_allows(selling: Stack, browse: Browse) -> None:
+    admin = browse("admin")
+    rows = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    slots = [row["id"] for row in rows]
+    page = f"/console/nodes/{NODE}/slots/{slots[0]}"
+    call = f"POST /admin/nodes/{NODE}/resource-slots/{slots[0]}"
+    on_sale = {"enable": False, "disable": True, "withdraw": False, "remove-orphan": False}
+    assert offers(admin, page) == on_sale
+    text = admin.get(page).text
+    assert "It is on sale." in text and "take it off first" in text
+    admin.send(page, admin.open(page).form(f"{call}/disable"))
+    assert offers(admin, page) == dict.fromkeys(on_sale, True) | {"disable": False}
+    assert "It is off sale." in admin.get(page).text
+    admin.send(page, admin.open(page).form(f"{call}/enable"))
+    assert offers(admin, page) == on_sale
+    launch(selling)
+    pages = [f"/console/nodes/{NODE}/slots/{slot}" for slot in slots]
+    (taken,) = [path for path in pages if "It is in use" in admin.get(path).text]
+    assert offers(admin, taken) == on_sale
+    (page,) = {*pages} - {taken}
+    call = f"POST /admin/nodes/{NODE}/resource-slots/{page.rsplit('/', 1)[1]}"
+    admin.send(page, admin.open(page).form(f"{call}/disable"))
+    admin.send(page, admin.open(page).form(f"{call}/withdraw"), reason="sold")
+    assert not any(offers(admin, page).values())
+    assert "The slot has ended." in admin.get(page).text
 
 
 def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -> None:
