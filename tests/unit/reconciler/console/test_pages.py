@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import logging
 import re
 import socket
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -28,13 +30,15 @@ from reconciler.db.schema import api_tokens, nodes, pool_workers, service_proces
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
 from reconciler.lifecycle import host
-from reconciler.model.states import NodeMode
+from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
-from reconciler.records import ssh_sessions
+from reconciler.records import queue, ssh_sessions
 from reconciler.settings import PROJECT
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, discovery
+from tests.unit.reconciler import wipes
+from tests.unit.reconciler.api.stack import ACT, FREE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
+from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
@@ -377,6 +381,39 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
 
 
+def test_a_port_is_opened_and_removed_on_the_page(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    console.state.settings = with_addresses(selling).settings
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    member, page = browse("member"), f"/console/projects/demo/allocations/{mine}"
+    call = f"POST /projects/demo/allocations/{mine}/ingress"
+    until = datetime.now(UTC) + timedelta(hours=1)
+    typed = {
+        "public_address": ADDRESS,
+        "public_port__int": "443",
+        "guest_port__int": "8443",
+        # As browsers send a field of the kind datetime-local, and the lines of a text.
+        "expires_at__utc": until.strftime("%Y-%m-%dT%H:%M"),
+        "sources__lines": "198.51.100.0/24\r\n\r\n203.0.113.7/32",
+    }
+    form = member.open(page).form(call)
+    refused = member.send(page, form, **typed | {"public_port__int": "many"})
+    assert refused.status_code == 422 and "body.public_port" in refused.text
+    assert member.send(page, form, _key="another", **typed).headers["Location"] == page
+    (rule,) = selling.client("member").get(f"{PATH}/{mine}/ingress").json()["items"]
+    assert rule["sources"] == ["198.51.100.0/24", "203.0.113.7/32"]
+    assert datetime.fromisoformat(rule["expires_at"]) == until.replace(second=0, microsecond=0)
+    shown = member.get(page).text
+    assert f"{ADDRESS}:443" in shown and "198.51.100.0/24, 203.0.113.7/32" in shown
+    remove = f"DELETE /projects/demo/allocations/{mine}/ingress/{rule['id']}"
+    assert member.send(page, Page(shown).form(remove)).headers["Location"] == page
+    assert not [form for form in member.open(page).forms if form.call == remove]
+    (rule,) = selling.client("member").get(f"{PATH}/{mine}/ingress").json()["items"]
+    assert rule["state"] in ("removing", "removed")
+
+
 def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: Browse) -> None:
     values = CHOSEN | {"image_id": "some-image", "hostname": "it"}
     answer = browse("member").get(
@@ -456,6 +493,32 @@ def test_approval_names_every_reason_against_a_candidate(selling: Stack, browse:
     assert text.count('class="state good">approved') == 2
 
 
+def test_a_chosen_candidate_is_approved_by_the_form(selling: Stack, browse: Browse) -> None:
+    api = selling.client("admin")
+    slots = f"admin/nodes/{NODE}/resource-slots"
+    (slot, *_) = api.get(slots).json()["items"]
+    for action in ("disable", "withdraw"):
+        api.post(f"{slots}/{slot['id']}/{action}", json={"reason": "again"})
+    # The host was recorded before its card had functions; they are there now.
+    document = discovery()
+    document["candidates"][slot["slot_index"]]["blockers"] = []
+    with transaction(selling.engine) as conn:
+        host.record_discovery(conn, NODE, document, ACT)
+    admin, page = browse("admin"), f"/console/nodes/{NODE}/discovery"
+    text = admin.get(page).text
+    assert text.count('class="state good">approved') == 1
+    (candidate,) = re.findall(r'name="slots:jsons" value="([^"]+)">', text)
+    form = Page(text).form(f"POST /{slots}")
+    assert not form.disabled
+    none = admin.send(page, form, reason="new")
+    assert none.status_code == 422 and "body.slots" in none.text
+    typed = {"slots__jsons": [html.unescape(candidate)], "reason": "new", "_key": "another"}
+    assert admin.send(page, form, **typed).headers["Location"] == f"/console/nodes/{NODE}"
+    shown = admin.open(page).form(f"POST /{slots}")
+    assert shown.disabled, "nothing is left to approve"
+    assert [row["slot_index"] for row in api.get(slots).json()["items"]] == list(FREE)
+
+
 def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> None:
     known = names(selling)
     fail(selling, known["allocation"])
@@ -468,6 +531,119 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     shown = admin.get(page).text
     assert "opened" in shown
     assert Page(shown).form(form.call).disabled
+
+
+def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
+    selling: Stack, browse: Browse
+) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(region="north"))
+    fail(selling, launch(selling).json()["id"])
+    api = selling.client("admin")
+    parity = f"admin/nodes/{NODE}/parity"
+    api.post(parity)
+    selling.lease()
+    # The second of a node waits for the first.
+    api.post(parity)
+    rows = api.get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    (slot,) = [row for row in rows if row["status"] == "cleanup_blocked"]
+    text = browse("admin").get("/console/fleet").text
+    parts = [text.index(f'id="{name}"') for name in ("blocked", "nodes", "waits", "capacity")]
+    assert parts == sorted(parts)
+    assert f"slots/{slot['id']}" in text[parts[0] : parts[1]]
+    (row,) = re.findall(r"<tr><td>north</td><td>lab-edu-slice</td>(.*?)</tr>", text)
+    assert re.findall(r">(\d+)</td>", row) == ["1", "0", "1", "0", "2"]
+    (queued,) = api.get("admin/tasks", params={"state": "queued"}).json()["items"]
+    assert queued["waits_for"]["detail"]
+    assert html.escape(queued["waits_for"]["detail"], quote=True) in text[parts[2] : parts[3]]
+
+
+def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse: Browse) -> None:
+    check = {"status": "FAIL", "check": "iommu", "detail": "off <b>", "remediation": "turn it on"}
+    passed = {"status": "PASS", "check": "bridge", "detail": "is there", "remediation": "none"}
+    report = {"failures": 1, "warnings": 0, **wipes.proven(discovery()), "checks": [passed, check]}
+    row = {"section": "bios", "name": "SriovGlobal", "change": "changed"}
+    differences = [row | {"before": "Enabled", "after": "Disabled"}]
+    drift = {"severity": "failed", "code": "domain_unknown", "found": "gpuaas-slice-<1>"}
+    selling.client("admin").post(f"admin/nodes/{NODE}/drift")
+    task = selling.lease()
+    assert task.kind == "slice.drift_reconcile"
+    admin, page = browse("admin"), f"/console/nodes/{NODE}"
+    assert "Not compared yet." in admin.get(page).text
+    with transaction(selling.engine) as conn:
+        result = {"differences": [drift]}
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT, result=result)
+        host.record_parity(conn, NODE, report, ACT)
+        values = {"firmware_differences": differences}
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**values))
+    parity = admin.get(f"{page}/parity").text
+    assert "1 failures, 0 warnings of 2 checks" in parity
+    assert parity.index("off &lt;b&gt;") < parity.index("is there"), "what failed comes first"
+    assert "turn it on" in parity and ">none<" not in parity
+    text = admin.get(page).text
+    (shown,) = re.findall(r"<tr>(.*?domain_unknown.*?)</tr>", text)
+    assert "failed" in shown and "gpuaas-slice-&lt;1&gt;" in shown
+    assert "<dt>bios SriovGlobal</dt><dd>changed: Enabled → Disabled</dd>" in text
+
+
+def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
+    with transaction(selling.engine) as conn:
+        fields = {"address": "192.0.2.9", "profile": "lab"}
+        node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
+    admin = browse("admin")
+    forms = {
+        node: admin.open(f"/console/nodes/{node}").form(f"POST /admin/nodes/{node}/conversion")
+        for node in (NODE, "metal")
+    }
+    targets = {node: dict(form.fields)["to"] for node, form in forms.items()}
+    assert targets == {NODE: "baremetal", "metal": "slice"}
+    assert [form.button for form in forms.values()] == [
+        "Convert to bare metal",
+        "Convert to a slice host",
+    ]
+    answer = admin.send(f"/console/nodes/{NODE}", forms[NODE], reason="a tenant needs all of it")
+    assert answer.headers["Location"].startswith("/console/tasks/")
+    assert "node.convert" in admin.get(answer.headers["Location"]).text
+    with reading(selling.engine) as conn:
+        mode = conn.execute(sa.select(nodes.c.mode).where(nodes.c.id == NODE)).scalar()
+    assert mode == NodeMode.CONVERTING_TO_BAREMETAL
+
+
+def test_what_a_form_changed_is_in_the_audit_and_in_its_trace(
+    selling: Stack, browse: Browse
+) -> None:
+    admin = browse("admin")
+    image = {
+        "name": "rocky",
+        "version": "9",
+        "digest": f"sha256:{'1' * 64}",
+        "size_bytes__int": "1024",
+        "url": "https://images.example/rocky.raw",
+        "runtime__words": "rdma, worker-kit",
+        "reason": "asked for by demo",
+    }
+    limits = {"gpus__int": "8", "machines__int": "", "reason": "they pay"}
+    forms = (
+        ("/console/images", "POST /admin/images", image),
+        ("/console/projects/demo", "PUT /admin/projects/demo/quota", limits),
+    )
+    for page, call, typed in forms:
+        form = admin.open(page).form(call)
+        assert admin.send(page, form, **typed).headers["Location"] == page
+    shown = admin.get("/console/images").text
+    assert "rocky 9" in shown and "rdma, worker-kit" in shown and "1 KiB" in shown
+    assert "0 used of 8" in admin.get("/console/projects/demo").text
+    assert selling.client("admin").get("projects/demo/quota").json()["own"] == {"gpus": 8}
+    audit = admin.get("/console/audit").text
+    for action, reason in (
+        ("admin.image.registered", "asked for by demo"),
+        ("admin.project.quota", "they pay"),
+    ):
+        (row,) = [row for row in audit.split("<tr>") if reason in row]
+        assert f"<code>{action}</code>" in row
+        (link,) = Page(row).links
+        trace = admin.get(link).text
+        assert action in trace and reason in trace
 
 
 def offers(browser: Browser, path: str) -> dict[str, bool]:
