@@ -68,10 +68,10 @@ async def allocation(visit: Visit) -> Response:
 
 
 async def _why_not(visit: Visit, row: Document) -> dict[str, str]:
-    """Why an allocation cannot be ended by force now, by action; empty where it can."""
+    """Why an allocation cannot be ended by force, or recovered, now; "" for what is possible."""
     shape, state, node_id = row["capacity_shape"], row["state"], row["node_id"]
     if not node_id:
-        return dict.fromkeys(("verify", "release", "clean"), "It has never had a node.")
+        return dict.fromkeys(("verify", "release", "clean", "recover"), "It has never had a node.")
     node = await visit.get(f"/admin/nodes/{node_id}")
     slots = await visit.get(f"/admin/nodes/{node_id}/resource-slots")
     held = {claim["slot_id"] for claim in row["claims"]}
@@ -84,8 +84,11 @@ async def _why_not(visit: Visit, row: Document) -> dict[str, str]:
             state, node["state"], unclean=node["unclean_allocation_id"] == row["id"]
         )
 
-    def clean() -> None:
+    def recover() -> None:
         forced_end.require_stuck(shape, state, releasing=releasing)
+
+    def clean() -> None:
+        recover()
         forced_end.require_healthy_node(state, node["state"], node["health_state"])
 
     possible = target("allocation", state, "force_release") is not None
@@ -93,6 +96,7 @@ async def _why_not(visit: Visit, row: Document) -> dict[str, str]:
         "verify": _refusal(lambda: forced_end.require_slices(shape)),
         "release": _refusal(release) if possible else f"It is {state}: there is no use to end.",
         "clean": _refusal(clean),
+        "recover": _refusal(recover),
     }
 
 
@@ -112,7 +116,15 @@ async def recovery(visit: Visit) -> Response:
     case = await visit.get_or_none(f"{path}/recovery")
     policy = await visit.get("/admin/settings/recovery-policy")
     move = next((row for row in policy["cases"] if row["allocation_id"] == detail["id"]), None)
-    return visit.page("recovery.html", allocation=detail, case=case, move=move, path=path)
+    reasons = await _why_not(visit, detail)
+    return visit.page(
+        "recovery.html",
+        allocation=detail,
+        case=case,
+        move=move,
+        path=path,
+        why_not=reasons["recover"],
+    )
 
 
 async def list_tasks(visit: Visit) -> Response:

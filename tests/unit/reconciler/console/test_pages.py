@@ -253,6 +253,7 @@ def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
     admin = selling.client("admin")
     admin.put("admin/projects/demo/quota", json={"gpus": 1, "machines": 3})
     shape = member.get(page).text
+    assert '<button class="primary">Continue' in shape
     assert "1 of 1 GPUs, 3 of 3 machines left in the project's quota." in shape
     assert "disabled" not in option(shape, "lab-edu-slice*1")
     # Two are free, so only the quota is against them.
@@ -265,6 +266,8 @@ def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
     assert "0 of 1 machines left in the project's quota." in shape
     assert "required disabled" in option(shape, "lab-edu-slice*1")
     assert "No machine is left in the project's quota." in option(shape, "lab-edu-slice*1")
+    assert "Nothing can be launched now" in shape
+    assert '<button class="primary" disabled>Continue' in shape
 
 
 def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
@@ -528,6 +531,11 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     form = admin.open(page).form(f"POST /admin/allocations/{known['allocation']}/recover")
     assert admin.send(page, form, reason="").status_code in (303, 422)
     admin.send(page, form, reason="the guest never answered", _key="another")
+    running = launch(selling, "running").json()["id"]
+    activate(selling, running)
+    other = admin.get(f"/console/allocations/{running}/recovery").text
+    assert Page(other).form(f"POST /admin/allocations/{running}/recover").disabled
+    assert "An active allocation: its tenant may be using it" in other
     shown = admin.get(page).text
     assert "opened" in shown
     assert Page(shown).form(form.call).disabled
