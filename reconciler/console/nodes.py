@@ -10,6 +10,7 @@ from starlette.responses import Response
 from reconciler.console import charts, operators
 from reconciler.console.visit import Document, Visit
 from reconciler.model.approval import approval_of
+from reconciler.model.states import UNUSED_SLOTS
 
 
 async def add(visit: Visit) -> Response:
@@ -100,7 +101,11 @@ async def slot(visit: Visit) -> Response:
     node = await visit.get(path)
     detail = await visit.get(f"{path}/resource-slots/{visit.named('slot')}")
     return visit.page(
-        "slot.html", node=node, slot=detail, path=f"{path}/resource-slots/{detail['id']}"
+        "slot.html",
+        node=node,
+        slot=detail,
+        unused=UNUSED_SLOTS,
+        path=f"{path}/resource-slots/{detail['id']}",
     )
 
 

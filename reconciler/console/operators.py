@@ -11,7 +11,10 @@ from starlette.responses import Response
 
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
+from reconciler.model import forced_end
 from reconciler.model.errors import Problem
+from reconciler.model.states import SlotState
+from reconciler.model.transitions import target
 
 _PAGE = 60
 _WAITING = 20
@@ -60,7 +63,50 @@ async def read_allocation(visit: Visit) -> Part:
 async def allocation(visit: Visit) -> Response:
     """One allocation with its claims, tasks and timeline."""
     part = await read_allocation(visit)
-    return visit.page(part.template, **part.values, ended=part.ended)
+    reasons = await _why_not(visit, part.values["allocation"])
+    return visit.page(part.template, **part.values, ended=part.ended, why_not=reasons)
+
+
+async def _why_not(visit: Visit, row: Document) -> dict[str, str]:
+    """Why an allocation cannot be ended by force, or recovered, now; "" for what is possible."""
+    shape, state, node_id = row["capacity_shape"], row["state"], row["node_id"]
+    if not node_id:
+        return dict.fromkeys(("verify", "release", "clean", "recover"), "It has never had a node.")
+    node = await visit.get(f"/admin/nodes/{node_id}")
+    slots = await visit.get(f"/admin/nodes/{node_id}/resource-slots")
+    held = {claim["slot_id"] for claim in row["claims"]}
+    releasing = any(
+        slot["id"] in held and slot["status"] == SlotState.RELEASING for slot in slots["items"]
+    )
+
+    def release() -> None:
+        forced_end.require_silence(
+            state, node["state"], unclean=node["unclean_allocation_id"] == row["id"]
+        )
+
+    def recover() -> None:
+        forced_end.require_stuck(shape, state, releasing=releasing)
+
+    def clean() -> None:
+        recover()
+        forced_end.require_healthy_node(state, node["state"], node["health_state"])
+
+    possible = target("allocation", state, "force_release") is not None
+    return {
+        "verify": _refusal(lambda: forced_end.require_slices(shape)),
+        "release": _refusal(release) if possible else f"It is {state}: there is no use to end.",
+        "clean": _refusal(clean),
+        "recover": _refusal(recover),
+    }
+
+
+def _refusal(require: Callable[[], None]) -> str:
+    """Why a requirement is not met, as the API would say it; "" when it is."""
+    try:
+        require()
+    except Problem as problem:
+        return f"{problem.found[:1].upper()}{problem.found[1:]}: {problem.remedy}."
+    return ""
 
 
 async def recovery(visit: Visit) -> Response:
@@ -70,7 +116,15 @@ async def recovery(visit: Visit) -> Response:
     case = await visit.get_or_none(f"{path}/recovery")
     policy = await visit.get("/admin/settings/recovery-policy")
     move = next((row for row in policy["cases"] if row["allocation_id"] == detail["id"]), None)
-    return visit.page("recovery.html", allocation=detail, case=case, move=move, path=path)
+    reasons = await _why_not(visit, detail)
+    return visit.page(
+        "recovery.html",
+        allocation=detail,
+        case=case,
+        move=move,
+        path=path,
+        why_not=reasons["recover"],
+    )
 
 
 async def list_tasks(visit: Visit) -> Response:

@@ -167,15 +167,19 @@ async def launch(visit: Visit) -> Response:
     if step == "shape":
         machines = await _unless_busy(visit, "/catalog/machines")
         free = await _free(visit, catalog)
-    elif step == "region" and values["capacity_shape"] == "gpu_slice":
+    elif step == "region" and values["capacity_shape"] == "baremetal":
+        machines = await _unless_busy(visit, "/catalog/machines")
+    elif step == "region":
         for name in ("", *(region["name"] for region in catalog["regions"])):
             gpus = values["gpu_count"] or 1
             free[name] = await _availability(visit, gpus, values["sku"], name)
     body = _body(values)
+    quota = await visit.get(f"/projects/{project}/quota")
     return visit.page(
         "launch.html",
         project=project,
-        quota=await visit.get(f"/projects/{project}/quota"),
+        quota=quota,
+        left=_left(quota),
         step=step,
         steps=STEPS,
         values=values,
@@ -222,6 +226,14 @@ def _step(visit: Visit, values: dict[str, str]) -> str:
         "access": all(values[name] for name in ("hostname", "username", "ssh_keys")),
     }
     return next((step for step in STEPS[:last] if not complete[step]), STEPS[last])
+
+
+def _left(quota: Document) -> dict[str, int]:
+    """What the project may still hold, by the name of each limit that it has."""
+    limits, used = quota["limits"], quota["used"]
+    return {
+        name: max(0, limits[name] - used[name]) for name in ("gpus", "machines") if name in limits
+    }
 
 
 async def _free(visit: Visit, catalog: Document) -> dict[str, Document | None]:

@@ -18,17 +18,16 @@ from reconciler.db.schema import slots as slot_table
 from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.slices import move_claims
+from reconciler.model import forced_end
 from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import run_bundle
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import (
-    ANSWERING_NODES,
     ENDED_ALLOCATIONS,
+    UNUSED_SLOTS,
     AllocationState,
     CapacityShape,
-    HealthState,
-    NodeState,
     ProofKind,
     SlotState,
     TaskKind,
@@ -40,15 +39,6 @@ from reconciler.records.claims import fence_off, held_slots, last_holder
 FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
 # Key of the recovery case that acted, in the evidence of an act and in its audit row.
 CASE = "recovery_case_id"
-DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
-# Remedy before a forced clean-up on an unhealthy node, by node state. The default is to drain it.
-_FIRST: dict[str, str] = {
-    NodeState.ENROLLING: "have its host enrol first (`gpuaas nodes userdata`)",
-    NodeState.BOOTSTRAPPING: "end its bootstrap first (`gpuaas nodes bootstrap`); one that cannot"
-    " be prepared goes into maintenance by itself after two hours, where this is possible too",
-    NodeState.RETIRED: "nothing to do: no slot of a retired node comes back",
-}
-_STUCK = "a failed, unfinished or stuck slice allocation"
 # States without anything to recover: the slot is back, or a clean-up is under way.
 SETTLED = (SlotState.AVAILABLE, SlotState.DISABLED, SlotState.CLEANUP)
 
@@ -64,7 +54,8 @@ def force_cleanup(
     with locks.allocation(conn, allocation_id) as allocation:
         held = held_slots(conn, allocation_id)
         refuse(allocation, held)
-        _require_healthy_node(conn, allocation)
+        node = rows.get(conn, Node, allocation.node_id)
+        forced_end.require_healthy_node(allocation.state, node.state, node.health_state)
         canceled = _cancel(conn, allocation_id, act)
         slot_act = slices.about(act, allocation_id)
         if allocation.state != AllocationState.FAILED:
@@ -108,70 +99,17 @@ def force_cleanup(
 
 def refuse(allocation: Allocation, held: list[Slot]) -> None:
     """Raise a Problem where a person must decide, before any task on the host."""
-    _require_slices(allocation)
-    state = allocation.state
     releasing = any(slot.status == SlotState.RELEASING for slot in held)
-    for wrong, code, finding, remedy in (
-        (
-            state == AllocationState.ACTIVE,
-            "allocation_active",
-            "an active allocation: its tenant may be using it",
-            "look into its runtime first; then release it, or force its release",
-        ),
-        (
-            state == AllocationState.RELEASING and releasing,
-            "allocation_releasing",
-            "a release that is under way",
-            "wait until it has ended",
-        ),
-    ):
-        if wrong:
-            raise Problem(code, expected=_STUCK, found=finding, remedy=remedy)
-
-
-def _require_slices(allocation: Allocation) -> None:
-    if allocation.capacity_shape == CapacityShape.BAREMETAL:
-        raise Problem(
-            "allocation_baremetal",
-            expected=_STUCK,
-            found="a bare-metal allocation",
-            remedy="release it; `gpuaas nodes clean-machine` cleans a machine that stays unclean",
-        )
-
-
-def _require_healthy_node(conn: sa.Connection, allocation: Allocation) -> None:
-    node = rows.get(conn, Node, allocation.node_id)
-    unhealthy = node.health_state == HealthState.FAILED and node.state not in DRAINED
-    unready = node.state not in ANSWERING_NODES
-    for wrong, code, finding, remedy in (
-        (
-            allocation.state == AllocationState.RELEASED,
-            "allocation_released",
-            "a released allocation",
-            "repair its slot, if one is blocked",
-        ),
-        (
-            node.state == NodeState.UNREACHABLE,
-            "node_unreachable",
-            "a node that does not answer",
-            "bring the node back first: what runs on it is unknown",
-        ),
-        (
-            unready or unhealthy,
-            "node_unhealthy",
-            f"node {node.state}, health {node.health_state}",
-            _FIRST.get(node.state, "drain the node first (`gpuaas nodes drain`)"),
-        ),
-    ):
-        if wrong:
-            expected = f"{_STUCK} on a healthy node"
-            raise Problem(code, expected=expected, found=finding, remedy=remedy)
+    forced_end.require_stuck(allocation.capacity_shape, allocation.state, releasing=releasing)
 
 
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
     """End the tenant's use and the billing while the host does not answer."""
     require_reason(act, "say why this is forced")
-    _require_silence(conn, rows.get(conn, Allocation, allocation_id, lock=True))
+    allocation = rows.get(conn, Allocation, allocation_id, lock=True)
+    node = rows.get(conn, Node, allocation.node_id, lock=True)
+    unclean = node.unclean_allocation_id == allocation.id
+    forced_end.require_silence(allocation.state, node.state, unclean=unclean)
     act = slices.about(act, allocation_id)
     columns = {"ended_at": clock.now(), "power_action": ""}
     allocation = advance(conn, Allocation, allocation_id, "force_release", act, columns=columns)
@@ -209,7 +147,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
 def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
     """Queue the absence check for an allocation on its host."""
     held = held_slots(conn, allocation_id)
-    _require_slices(rows.get(conn, Allocation, allocation_id))
+    forced_end.require_slices(rows.get(conn, Allocation, allocation_id).capacity_shape)
     kind, audited = TaskKind.SLICE_ABSENCE_VERIFY, bool(act.role)
     return queue_host_task(conn, kind, allocation_id, held, act, audited=audited)
 
@@ -288,23 +226,6 @@ def _expire_building(
     return slices.provision_failed(
         conn, allocation_id, act, step="deadline", error=error, untouched=untouched
     )
-
-
-def _require_silence(conn: sa.Connection, allocation: Allocation) -> None:
-    """Refuse a forced release while the host answers, because a normal release is possible then.
-
-    An exception is a whole machine whose release has failed: it stays blocked until it is clean.
-    """
-    node = rows.get(conn, Node, allocation.node_id, lock=True)
-    releasing = allocation.state == AllocationState.RELEASING
-    release_failed = releasing and node.unclean_allocation_id == allocation.id
-    if node.state != NodeState.UNREACHABLE and not release_failed:
-        raise Problem(
-            "node_reachable",
-            expected="an allocation whose host does not answer",
-            found=f"node {node.state}",
-            remedy="release it; force-cleanup ends the release of a slice that failed",
-        )
 
 
 def _cancel(conn: sa.Connection, allocation_id: str, act: Act) -> list[str]:
@@ -412,7 +333,7 @@ def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Ac
 def _remove_orphan(
     conn: sa.Connection, slot: Slot, allocation_id: str, allocation: Allocation | None, act: Act
 ) -> Task:
-    if slot.status not in (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED) or slot.retired_at:
+    if slot.status not in UNUSED_SLOTS or slot.retired_at:
         raise Problem(
             "slot_in_use",
             expected="a slot that is disabled or blocked",

@@ -67,6 +67,8 @@ class SlotState(Described):
 # No run is at work on it and no tenant has it; and what a tenant left is still to be proven gone.
 IDLE_SLOTS = (SlotState.AVAILABLE, SlotState.DISABLED)
 UNCLEAN_SLOTS = (SlotState.CLEANUP, SlotState.CLEANUP_BLOCKED)
+# Not for sale, and no tenant uses it: an operator may withdraw it, or have a machine removed.
+UNUSED_SLOTS = (SlotState.DISABLED, SlotState.CLEANUP_BLOCKED)
 
 
 class HealthState(Described):

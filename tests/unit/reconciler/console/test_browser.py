@@ -97,7 +97,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def window(chromium: Browser, site: str, selling: Stack) -> Iterator[Open]:
-    """Open a window that is logged in; it has met no fault when the test ends."""
+    """Open a window that is logged in, "" for none; it has met no fault when the test ends."""
     windows: list[Watched] = []
 
     @contextmanager
@@ -105,7 +105,8 @@ def window(chromium: Browser, site: str, selling: Stack) -> Iterator[Open]:
         with chromium.new_context(viewport=options.pop("viewport", DESKTOP), **options) as context:
             watched = Watched(context, site)
             windows.append(watched)
-            watched.log_in(selling.secrets[who])
+            if who:
+                watched.log_in(selling.secrets[who])
             yield watched
         assert watched.faults == []
 
@@ -117,6 +118,8 @@ def pages(selling: Stack) -> dict[str, dict[str, str]]:
     known = names(selling)
     activate(selling, known["allocation"])
     hour_of_samples(selling, known["allocation"])
+    mine = selling.client("admin").get(f"admin/allocations/{known['allocation']}").json()
+    known["correlation"] = mine["correlation_id"]
     stuck = launch(selling, "stuck").json()["id"]
     fail(selling, stuck)
     with transaction(selling.engine) as conn:
@@ -141,7 +144,8 @@ def pages(selling: Stack) -> dict[str, dict[str, str]]:
 
 def judge(page: Page, rules: dict[str, Any]) -> list[str]:
     """Violations of the rules on a page, as axe sees them."""
-    page.evaluate(AXE.read_text())
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE.read_text())
     result = page.evaluate("rules => axe.run({runOnly: rules})", rules)
     return [
         f"{page.url}: {each['id']}: {[node['html'][:160] for node in each['nodes'][:3]]}"
@@ -149,35 +153,81 @@ def judge(page: Page, rules: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open) -> None:
-    shown = pages(selling)
+def examine(page: Page, name: str, *, light: bool = True) -> list[str]:
+    """Judge a page, and keep its pictures in light and dark at desktop and phone width.
+
+    light: judge it in light, and then only its colours in the dark. Otherwise in the dark alone,
+    which takes half of the time and suffices for a page that another visitor sees in light.
+    """
+
+    def opened(state: str) -> None:
+        page.evaluate(f"{DETAILS}.forEach(each => each.open = {state})")
+
+    def keep(width: str, scheme: str) -> None:
+        # A picture of the whole page takes twice as long; its colours show in a part of it.
+        whole = scheme == "light"
+        page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=whole)
+
+    keep("desktop", "light")
+    # Forms behind a summary are judged, too, and must fit a phone.
+    opened("true")
+    found = judge(page, STANDARDS) if light else []
+    # In the dark the colours are all that differs.
+    page.emulate_media(color_scheme="dark")
+    found += judge(page, COLOURS if light else STANDARDS)
+    opened("false")
+    keep("desktop", "dark")
+    page.set_viewport_size(PHONE)
+    keep("phone", "dark")
+    page.emulate_media(color_scheme="light")
+    keep("phone", "light")
+    opened("true")
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    if wide > PHONE["width"]:
+        found.append(f"{page.url}: {wide} pixels wide on a phone")
+    page.set_viewport_size(DESKTOP)
+    return found
+
+
+# Colours change at once, so that no picture is taken between two of them.
+STILL = {"color_scheme": "light", "reduced_motion": "reduce"}
+LINKS = "[...document.querySelectorAll('a[href]')].map(each => each.href.split('#')[0])"
+
+
+@pytest.mark.parametrize("who", ["admin", "member"])
+def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open, who: str) -> None:
+    """And every link of them leads to a page without a fault."""
+    shown = pages(selling)[who]
     SHOTS.mkdir(parents=True, exist_ok=True)
     found: list[str] = []
-    for who, scheme in (("admin", "light"), ("member", "dark")):
-        with window(who, color_scheme=scheme) as watched:
-            for name, path in shown[who].items():
-                page = watched.open(path)
-                page.screenshot(path=SHOTS / f"{who}-{name}-desktop-{scheme}.png", full_page=True)
-                # Forms behind a summary are judged, too, and must fit a phone.
-                page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
-                found.extend(judge(page, STANDARDS))
-                if who == "admin":
-                    # In the dark its colours are all that differs; they change at once.
-                    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-                    found.extend(judge(page, COLOURS))
-                    page.emulate_media(color_scheme="light", reduced_motion="no-preference")
-                page.set_viewport_size(PHONE)
-                wide = page.evaluate("document.documentElement.scrollWidth")
-                if wide > PHONE["width"]:
-                    found.append(f"{path}: {wide} pixels wide on a phone")
-                page.evaluate(f"{DETAILS}.forEach(each => each.open = false)")
-                page.screenshot(path=SHOTS / f"{who}-{name}-phone-{scheme}.png", full_page=True)
-                page.set_viewport_size(DESKTOP)
-                # Buttons that only ask for another view.
-                harmless = page.locator("form[method=get] button")
-                for number in range(harmless.count()):
-                    watched.open(path)
-                    harmless.nth(number).click()
+    with window(who, **STILL) as watched:
+        links: set[str] = set()
+        for name, path in shown.items():
+            page = watched.open(path)
+            links |= set(page.evaluate(LINKS))
+            found += examine(page, f"{who}-{name}", light=who == "admin")
+            # Buttons that only ask for another view.
+            harmless = page.locator("form[method=get] button:enabled")
+            for number in range(harmless.count()):
+                watched.open(path)
+                harmless.nth(number).click()
+        rest = sorted(links - {f"{watched.site}{path}" for path in shown.values()})
+        assert rest
+        for address in rest:
+            watched.open(address.removeprefix(watched.site))
+    assert found == []
+
+
+def test_pages_without_a_session_are_accessible_and_fit_a_phone(window: Open) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with window("", **STILL) as watched:
+        found = examine(watched.open("/console/login"), "login")
+        unknown = "/console/nowhere"
+        found += examine(watched.open(unknown), "unknown")
+        # The answer itself, and the browser's line about it.
+        assert [fault for fault in watched.faults if "404" not in fault] == []
+        assert f"404 {watched.site}{unknown}" in watched.faults
+        watched.faults.clear()
     assert found == []
 
 
@@ -274,6 +324,24 @@ def test_recovery_with_and_without_scripts(selling: Stack, window: Open, scripts
         page.get_by_role("button", name="Recover").click()
         expect(page.get_by_role("button", name="Recover")).to_be_disabled()
         expect(page.get_by_text("the guest never answered")).to_be_visible()
+
+
+def test_recovery_by_keyboard_alone(selling: Stack, window: Open) -> None:
+    stuck = launch(selling).json()["id"]
+    fail(selling, stuck)
+    with window("admin") as watched:
+        page = watched.open("/console/fleet")
+        tab_to(page, "Recover")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name="Runbook")).to_be_visible()
+        tab_to_kind(page, "text")
+        page.keyboard.type("the guest never answered")
+        tab_to(page, "Recover")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="Recover")).to_be_disabled()
+        expect(page.get_by_text("the guest never answered")).to_be_visible()
+    case = selling.client("admin").get(f"admin/allocations/{stuck}/recovery").json()
+    assert case["reason"] == "the guest never answered"
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])

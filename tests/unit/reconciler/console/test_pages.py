@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import logging
 import re
 import socket
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -27,13 +29,16 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import api_tokens, nodes, pool_workers, service_processes
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
-from reconciler.model.states import NodeMode
+from reconciler.lifecycle import host
+from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
-from reconciler.records import ssh_sessions
+from reconciler.records import queue, ssh_sessions
 from reconciler.settings import PROJECT
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler import wipes
+from tests.unit.reconciler.api.stack import ACT, FREE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
+from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
@@ -158,6 +163,14 @@ def test_no_page_of_a_member_tells_of_a_host(selling: Stack, browse: Browse) -> 
         assert leaked == set()
 
 
+def option(text: str, value: str) -> str:
+    """The choice of the launch wizard with this value, up to the end of its label."""
+    (found,) = re.findall(
+        rf'<label class="option[^>]*><input [^>]*value="{re.escape(value)}".*?</label>', text, re.S
+    )
+    return str(found)
+
+
 CHOSEN = {
     "capacity_shape": "gpu_slice",
     "gpu_count": "1",
@@ -168,22 +181,32 @@ CHOSEN = {
 }
 
 
-def test_launch_to_release_without_scripts(selling: Stack, browse: Browse) -> None:
+@pytest.mark.parametrize("profile", ["lab", "xe9680l-h200"])
+def test_launch_to_release_without_scripts(selling: Stack, browse: Browse, profile: str) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(profile=profile))
+    sku = {"lab": "lab-edu-slice", "xe9680l-h200": "h200-sxm-slice"}[profile]
     member = browse("member")
     page = "/console/projects/demo/launch"
     shape = member.get(page).text
-    assert "2 free" in shape
-    # Four do not fit: the choice is there, disabled, with its reason.
-    disabled = re.search(r'value="lab-edu-slice\*4" required disabled.*?</label>', shape, re.S)
-    assert disabled
-    assert "2 free, too few" in disabled[0]
+    assert "disabled" not in option(shape, f"{sku}*1")
+    if profile == "lab":
+        # Four do not fit: the choice is there, disabled, with its reason.
+        assert "required disabled" in option(shape, f"{sku}*4")
+        assert "2 free, too few" in option(shape, f"{sku}*4")
+    else:
+        # NVSwitches join the board's GPUs, so that nothing else of it is for sale.
+        assert f"{sku}*2" not in shape
+        assert "24 vCPU, 64 GiB of memory" in option(shape, f"{sku}*1")
     image = re.search(
         r'name="image_id" value="([^"]+)"',
-        member.get(page, params={"offer": "lab-edu-slice*1", "step": "image"}).text,
+        member.get(page, params={"offer": f"{sku}*1", "step": "image"}).text,
     )
     assert image
-    values = CHOSEN | {"image_id": image[1]}
+    values = CHOSEN | {"image_id": image[1], "sku": sku}
     answer = member.get(page, params={**values, "step": "review"})
+    for fact in ("the NVMe disk of its GPU", "the image needs 1 B", "a private one of the slice"):
+        assert fact in answer.text
     form = Page(answer.text).form("POST /projects/demo/allocations")
     launched = member.send(page, form)
     assert launched.status_code == 303
@@ -220,6 +243,80 @@ def test_a_request_that_does_not_fit_shows_the_nearest_that_does(
     text = browse("member").get("/console/projects/demo/launch", params=params).text
     assert text.count("Nearest that fits: 2 GPUs.") == 1, "anywhere"
     assert text.count("Nearest that fits: 2 GPUs in north.") == 1
+
+
+def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
+    selling: Stack, browse: Browse
+) -> None:
+    member, page = browse("member"), "/console/projects/demo/launch"
+    assert "left in the project's quota" not in member.get(page).text, "without a limit"
+    admin = selling.client("admin")
+    admin.put("admin/projects/demo/quota", json={"gpus": 1, "machines": 3})
+    shape = member.get(page).text
+    assert '<button class="primary">Continue' in shape
+    assert "1 of 1 GPUs, 3 of 3 machines left in the project's quota." in shape
+    assert "disabled" not in option(shape, "lab-edu-slice*1")
+    # Two are free, so only the quota is against them.
+    assert "required disabled" in option(shape, "lab-edu-slice*2")
+    assert "1 GPU is left in the project's quota." in option(shape, "lab-edu-slice*2")
+    assert "1 GPU is left in the project's quota." in option(shape, "lab*all")
+    launch(selling)
+    admin.put("admin/projects/demo/quota", json={"machines": 1})
+    shape = member.get(page).text
+    assert "0 of 1 machines left in the project's quota." in shape
+    assert "required disabled" in option(shape, "lab-edu-slice*1")
+    assert "No machine is left in the project's quota." in option(shape, "lab-edu-slice*1")
+    assert "Nothing can be launched now" in shape
+    assert '<button class="primary" disabled>Continue' in shape
+
+
+def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
+    member, page = browse("member"), "/console/projects/demo/launch"
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "The site has none yet" in option(shape, "lab*all")
+    fields = {"address": "192.0.2.9", "profile": "lab", "region": "north"}
+    with transaction(selling.engine) as conn:
+        node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "0 free in north" in option(shape, "lab*all")
+    document = discovery()
+    identity = document["identity"] | {"machine_id": "0" * 32}
+    with transaction(selling.engine) as conn:
+        host.enrolled(conn, "metal", ACT, **identity)
+        host.bootstrapped(conn, "metal", ACT, identity=identity)
+        host.record_discovery(conn, "metal", document | {"identity": identity}, ACT)
+        metal = sa.update(nodes).where(nodes.c.id == "metal")
+        conn.execute(metal.values(tenant_address="203.0.113.9"))
+    shape = member.get(page).text
+    assert "1 free in north" in option(shape, "lab*all")
+    assert "disabled" not in option(shape, "lab*all")
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(region="north"))
+    region = member.get(page, params={"offer": "lab*all", "step": "region"}).text
+    assert "disabled" not in option(region, "north")
+    assert "1 such machine is free" in option(region, "north")
+
+
+def test_a_region_to_come_is_disabled_with_its_reason(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    settings = selling.settings.model_copy(update={"planned_regions": "south, west"})
+    selling.settings = console.state.settings = settings
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(region="north"))
+    for offer in ("lab-edu-slice*1", "lab*all"):
+        params = {"offer": offer, "step": "region"}
+        text = browse("member").get("/console/projects/demo/launch", params=params).text
+        for name in ("south", "west"):
+            assert " disabled>" in option(text, name)
+            assert "this region is to come" in option(text, name)
+        north = option(text, "north")
+        if offer == "lab*all":
+            assert " disabled>" in north and "No such machine is free" in north
+        else:
+            assert "disabled" not in north and "2 GPUs free" in north
 
 
 def test_what_is_free_is_unknown_while_the_visitor_asks_elsewhere(
@@ -285,6 +382,39 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
             ssh_sessions.open_session(conn, ACT, allocation_id=allocation, address=address, **names)
     page = browse("member").get(f"/console/projects/demo/allocations/{mine}").text
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
+
+
+def test_a_port_is_opened_and_removed_on_the_page(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    console.state.settings = with_addresses(selling).settings
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    member, page = browse("member"), f"/console/projects/demo/allocations/{mine}"
+    call = f"POST /projects/demo/allocations/{mine}/ingress"
+    until = datetime.now(UTC) + timedelta(hours=1)
+    typed = {
+        "public_address": ADDRESS,
+        "public_port__int": "443",
+        "guest_port__int": "8443",
+        # As browsers send a field of the kind datetime-local, and the lines of a text.
+        "expires_at__utc": until.strftime("%Y-%m-%dT%H:%M"),
+        "sources__lines": "198.51.100.0/24\r\n\r\n203.0.113.7/32",
+    }
+    form = member.open(page).form(call)
+    refused = member.send(page, form, **typed | {"public_port__int": "many"})
+    assert refused.status_code == 422 and "body.public_port" in refused.text
+    assert member.send(page, form, _key="another", **typed).headers["Location"] == page
+    (rule,) = selling.client("member").get(f"{PATH}/{mine}/ingress").json()["items"]
+    assert rule["sources"] == ["198.51.100.0/24", "203.0.113.7/32"]
+    assert datetime.fromisoformat(rule["expires_at"]) == until.replace(second=0, microsecond=0)
+    shown = member.get(page).text
+    assert f"{ADDRESS}:443" in shown and "198.51.100.0/24, 203.0.113.7/32" in shown
+    remove = f"DELETE /projects/demo/allocations/{mine}/ingress/{rule['id']}"
+    assert member.send(page, Page(shown).form(remove)).headers["Location"] == page
+    assert not [form for form in member.open(page).forms if form.call == remove]
+    (rule,) = selling.client("member").get(f"{PATH}/{mine}/ingress").json()["items"]
+    assert rule["state"] in ("removing", "removed")
 
 
 def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: Browse) -> None:
@@ -366,6 +496,32 @@ def test_approval_names_every_reason_against_a_candidate(selling: Stack, browse:
     assert text.count('class="state good">approved') == 2
 
 
+def test_a_chosen_candidate_is_approved_by_the_form(selling: Stack, browse: Browse) -> None:
+    api = selling.client("admin")
+    slots = f"admin/nodes/{NODE}/resource-slots"
+    (slot, *_) = api.get(slots).json()["items"]
+    for action in ("disable", "withdraw"):
+        api.post(f"{slots}/{slot['id']}/{action}", json={"reason": "again"})
+    # The host was recorded before its card had functions; they are there now.
+    document = discovery()
+    document["candidates"][slot["slot_index"]]["blockers"] = []
+    with transaction(selling.engine) as conn:
+        host.record_discovery(conn, NODE, document, ACT)
+    admin, page = browse("admin"), f"/console/nodes/{NODE}/discovery"
+    text = admin.get(page).text
+    assert text.count('class="state good">approved') == 1
+    (candidate,) = re.findall(r'name="slots:jsons" value="([^"]+)">', text)
+    form = Page(text).form(f"POST /{slots}")
+    assert not form.disabled
+    none = admin.send(page, form, reason="new")
+    assert none.status_code == 422 and "body.slots" in none.text
+    typed = {"slots__jsons": [html.unescape(candidate)], "reason": "new", "_key": "another"}
+    assert admin.send(page, form, **typed).headers["Location"] == f"/console/nodes/{NODE}"
+    shown = admin.open(page).form(f"POST /{slots}")
+    assert shown.disabled, "nothing is left to approve"
+    assert [row["slot_index"] for row in api.get(slots).json()["items"]] == list(FREE)
+
+
 def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> None:
     known = names(selling)
     fail(selling, known["allocation"])
@@ -375,9 +531,191 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     form = admin.open(page).form(f"POST /admin/allocations/{known['allocation']}/recover")
     assert admin.send(page, form, reason="").status_code in (303, 422)
     admin.send(page, form, reason="the guest never answered", _key="another")
+    running = launch(selling, "running").json()["id"]
+    activate(selling, running)
+    other = admin.get(f"/console/allocations/{running}/recovery").text
+    assert Page(other).form(f"POST /admin/allocations/{running}/recover").disabled
+    assert "An active allocation: its tenant may be using it" in other
     shown = admin.get(page).text
     assert "opened" in shown
     assert Page(shown).form(form.call).disabled
+
+
+def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
+    selling: Stack, browse: Browse
+) -> None:
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(region="north"))
+    fail(selling, launch(selling).json()["id"])
+    api = selling.client("admin")
+    parity = f"admin/nodes/{NODE}/parity"
+    api.post(parity)
+    selling.lease()
+    # The second of a node waits for the first.
+    api.post(parity)
+    rows = api.get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    (slot,) = [row for row in rows if row["status"] == "cleanup_blocked"]
+    text = browse("admin").get("/console/fleet").text
+    parts = [text.index(f'id="{name}"') for name in ("blocked", "nodes", "waits", "capacity")]
+    assert parts == sorted(parts)
+    assert f"slots/{slot['id']}" in text[parts[0] : parts[1]]
+    (row,) = re.findall(r"<tr><td>north</td><td>lab-edu-slice</td>(.*?)</tr>", text)
+    assert re.findall(r">(\d+)</td>", row) == ["1", "0", "1", "0", "2"]
+    (queued,) = api.get("admin/tasks", params={"state": "queued"}).json()["items"]
+    assert queued["waits_for"]["detail"]
+    assert html.escape(queued["waits_for"]["detail"], quote=True) in text[parts[2] : parts[3]]
+
+
+def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse: Browse) -> None:
+    check = {"status": "FAIL", "check": "iommu", "detail": "off <b>", "remediation": "turn it on"}
+    passed = {"status": "PASS", "check": "bridge", "detail": "is there", "remediation": "none"}
+    report = {"failures": 1, "warnings": 0, **wipes.proven(discovery()), "checks": [passed, check]}
+    row = {"section": "bios", "name": "SriovGlobal", "change": "changed"}
+    differences = [row | {"before": "Enabled", "after": "Disabled"}]
+    drift = {"severity": "failed", "code": "domain_unknown", "found": "gpuaas-slice-<1>"}
+    selling.client("admin").post(f"admin/nodes/{NODE}/drift")
+    task = selling.lease()
+    assert task.kind == "slice.drift_reconcile"
+    admin, page = browse("admin"), f"/console/nodes/{NODE}"
+    assert "Not compared yet." in admin.get(page).text
+    with transaction(selling.engine) as conn:
+        result = {"differences": [drift]}
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT, result=result)
+        host.record_parity(conn, NODE, report, ACT)
+        values = {"firmware_differences": differences}
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**values))
+    parity = admin.get(f"{page}/parity").text
+    assert "1 failures, 0 warnings of 2 checks" in parity
+    assert parity.index("off &lt;b&gt;") < parity.index("is there"), "what failed comes first"
+    assert "turn it on" in parity and ">none<" not in parity
+    text = admin.get(page).text
+    (shown,) = re.findall(r"<tr>(.*?domain_unknown.*?)</tr>", text)
+    assert "failed" in shown and "gpuaas-slice-&lt;1&gt;" in shown
+    assert "<dt>bios SriovGlobal</dt><dd>changed: Enabled → Disabled</dd>" in text
+
+
+def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
+    with transaction(selling.engine) as conn:
+        fields = {"address": "192.0.2.9", "profile": "lab"}
+        node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
+    admin = browse("admin")
+    forms = {
+        node: admin.open(f"/console/nodes/{node}").form(f"POST /admin/nodes/{node}/conversion")
+        for node in (NODE, "metal")
+    }
+    targets = {node: dict(form.fields)["to"] for node, form in forms.items()}
+    assert targets == {NODE: "baremetal", "metal": "slice"}
+    assert [form.button for form in forms.values()] == [
+        "Convert to bare metal",
+        "Convert to a slice host",
+    ]
+    answer = admin.send(f"/console/nodes/{NODE}", forms[NODE], reason="a tenant needs all of it")
+    assert answer.headers["Location"].startswith("/console/tasks/")
+    assert "node.convert" in admin.get(answer.headers["Location"]).text
+    with reading(selling.engine) as conn:
+        mode = conn.execute(sa.select(nodes.c.mode).where(nodes.c.id == NODE)).scalar()
+    assert mode == NodeMode.CONVERTING_TO_BAREMETAL
+
+
+def test_what_a_form_changed_is_in_the_audit_and_in_its_trace(
+    selling: Stack, browse: Browse
+) -> None:
+    admin = browse("admin")
+    image = {
+        "name": "rocky",
+        "version": "9",
+        "digest": f"sha256:{'1' * 64}",
+        "size_bytes__int": "1024",
+        "url": "https://images.example/rocky.raw",
+        "runtime__words": "rdma, worker-kit",
+        "reason": "asked for by demo",
+    }
+    limits = {"gpus__int": "8", "machines__int": "", "reason": "they pay"}
+    forms = (
+        ("/console/images", "POST /admin/images", image),
+        ("/console/projects/demo", "PUT /admin/projects/demo/quota", limits),
+    )
+    for page, call, typed in forms:
+        form = admin.open(page).form(call)
+        assert admin.send(page, form, **typed).headers["Location"] == page
+    shown = admin.get("/console/images").text
+    assert "rocky 9" in shown and "rdma, worker-kit" in shown and "1 KiB" in shown
+    assert "0 used of 8" in admin.get("/console/projects/demo").text
+    assert selling.client("admin").get("projects/demo/quota").json()["own"] == {"gpus": 8}
+    audit = admin.get("/console/audit").text
+    for action, reason in (
+        ("admin.image.registered", "asked for by demo"),
+        ("admin.project.quota", "they pay"),
+    ):
+        (row,) = [row for row in audit.split("<tr>") if reason in row]
+        assert f"<code>{action}</code>" in row
+        (link,) = Page(row).links
+        trace = admin.get(link).text
+        assert action in trace and reason in trace
+
+
+def offers(browser: Browser, path: str) -> dict[str, bool]:
+    """Whether each action of a page can be sent now, by the last part of its call."""
+    forms = browser.open(path).forms
+    return {form.call.rsplit("/", 1)[1]: not form.disabled for form in forms if form.call}
+
+
+def test_an_allocation_is_ended_by_force_only_when_the_service_would(
+    selling: Stack, browse: Browse
+) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    admin, page = browse("admin"), f"/console/allocations/{mine}"
+    assert offers(admin, page) == {
+        "verify-absent": True,
+        "force-release": False,
+        "force-cleanup": False,
+    }
+    text = admin.get(page).text
+    assert "An active allocation: its tenant may be using it" in text
+    assert "Node ready: release it" in text
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="unreachable"))
+    assert offers(admin, page)["force-release"]
+    form = admin.open(page).form(f"POST /admin/allocations/{mine}/force-release")
+    assert admin.send(page, form, reason="the host is gone").headers["Location"] == page
+    assert not any(offers(admin, page)[name] for name in ("force-release", "force-cleanup"))
+    assert "It is released: there is no use to end." in admin.get(page).text
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="ready"))
+    stuck = launch(selling, "stuck").json()["id"]
+    fail(selling, stuck)
+    page = f"/console/allocations/{stuck}"
+    assert offers(admin, page)["force-cleanup"]
+    form = admin.open(page).form(f"POST /admin/allocations/{stuck}/force-cleanup")
+    assert admin.send(page, form, reason="seen").headers["Location"] == page
+
+
+def test_a_slot_offers_what_its_state_allows(selling: Stack, browse: Browse) -> None:
+    admin = browse("admin")
+    rows = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
+    slots = [row["id"] for row in rows]
+    page = f"/console/nodes/{NODE}/slots/{slots[0]}"
+    call = f"POST /admin/nodes/{NODE}/resource-slots/{slots[0]}"
+    on_sale = {"enable": False, "disable": True, "withdraw": False, "remove-orphan": False}
+    assert offers(admin, page) == on_sale
+    text = admin.get(page).text
+    assert "It is on sale." in text and "take it off first" in text
+    admin.send(page, admin.open(page).form(f"{call}/disable"))
+    assert offers(admin, page) == dict.fromkeys(on_sale, True) | {"disable": False}
+    assert "It is off sale." in admin.get(page).text
+    admin.send(page, admin.open(page).form(f"{call}/enable"))
+    assert offers(admin, page) == on_sale
+    launch(selling)
+    pages = [f"/console/nodes/{NODE}/slots/{slot}" for slot in slots]
+    (taken,) = [path for path in pages if "It is in use" in admin.get(path).text]
+    assert offers(admin, taken) == on_sale
+    (page,) = {*pages} - {taken}
+    call = f"POST /admin/nodes/{NODE}/resource-slots/{page.rsplit('/', 1)[1]}"
+    admin.send(page, admin.open(page).form(f"{call}/disable"))
+    admin.send(page, admin.open(page).form(f"{call}/withdraw"), reason="sold")
+    assert not any(offers(admin, page).values())
+    assert "The slot has ended." in admin.get(page).text
 
 
 def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -> None:

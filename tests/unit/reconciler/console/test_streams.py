@@ -20,9 +20,10 @@ from reconciler.console.visit import Visit
 from reconciler.db.engine import transaction
 from reconciler.db.schema import console_sessions
 from reconciler.model.states import TaskState
+from reconciler.runs.paths import RunPaths
 from tests.unit.reconciler.api.stack import Stack, listening
 from tests.unit.reconciler.api.test_canaries import canaries
-from tests.unit.reconciler.api.test_follow import end, running, say
+from tests.unit.reconciler.api.test_follow import end, folder, running, say
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.console.browser import Browser
 from tests.unit.reconciler.console.test_pages import address, names
@@ -119,6 +120,20 @@ def test_a_task_is_followed_broken_off_and_resumed(
         assert (reader.event(), reader.event()) == ("over", "")
     # A browser that comes back after the end is told so at once.
     assert read(path, admin, again.place).event() == "over"
+
+
+def test_the_output_of_a_task_is_followed(selling: Stack, browse: Browse, read: Read) -> None:
+    task = running(selling)
+    reader = read(f"/console/tasks/{task.id}", browse("admin"))
+    assert "None on this machine." in reader.event()
+    output = RunPaths(folder(selling)).output
+    output.parent.mkdir(parents=True)
+    output.write_text("ok: [lab-host] <b>\n")
+    assert "ok: [lab-host] &lt;b&gt;" in reader.event()
+    with output.open("a") as file:
+        file.write("changed: [lab-host]\nAuthorization: Bearer planted-secret-token\n")
+    event = reader.event()
+    assert "changed: [lab-host]" in event and "planted" not in event
 
 
 @pytest.mark.parametrize("how", ["revoked", "logout", "expired"])
