@@ -114,6 +114,12 @@ _DONE = (
     )
     .returning(jobs.c.id, jobs.c.project_id)
 )
+# What `tend` mends: a delay that is over, a lease that has expired, and one that ends later than a
+# lease that begins now, with a second for the time between two readings of the clock.
+_DELAYED = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= clock.now())
+_EXPIRED = sa.and_(control.RUNNING, jobs.c.lease_expires_at < clock.now())
+_AHEAD = sa.and_(control.RUNNING, jobs.c.lease_expires_at > clock.now() + LEASE_S + 1)
+_TO_TEND = sa.select(sa.or_(*(sa.exists().where(each) for each in (_DELAYED, _EXPIRED, _AHEAD))))
 LOST: Mapping[str, str] = {
     "code": "worker_lost",
     "expected": "a heartbeat of the worker within its lease",
@@ -368,6 +374,11 @@ class Tended(NamedTuple):
     dead: list[str]
 
 
+def any_to_tend(conn: sa.Connection) -> bool:
+    """Whether `tend` has anything to do: a statement that reads indexes only, of these rows."""
+    return bool(conn.execute(_TO_TEND).scalar_one())
+
+
 def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     """Queue jobs whose delay is over, and those whose lease has expired, or bury the latter.
 
@@ -375,13 +386,11 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     """
     now = clock.now()
     _shorten(conn)
-    delayed = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= now)
-    ready = sa.update(jobs).where(delayed, jobs.c.id.in_(_some(delayed)))
-    expired = sa.and_(control.RUNNING, jobs.c.lease_expires_at < now)
+    ready = sa.update(jobs).where(_DELAYED, jobs.c.id.in_(_some(_DELAYED)))
     often = jobs.c.lost + 1 >= rules.LOST_LIMIT
     lost = (
         sa.update(jobs)
-        .where(expired, jobs.c.id.in_(_some(expired)))
+        .where(_EXPIRED, jobs.c.id.in_(_some(_EXPIRED)))
         .values(
             **_FREE,
             lost=jobs.c.lost + 1,
@@ -407,11 +416,8 @@ def _shorten(conn: sa.Connection) -> None:
 
     Such leases are from before the database's clock was set back. Who still holds one renews it.
     """
-    longest = clock.now() + LEASE_S
-    # With a second for the time between two readings of the clock.
-    ahead = sa.and_(control.RUNNING, jobs.c.lease_expires_at > longest + 1)
-    shorten = sa.update(jobs).where(ahead, jobs.c.id.in_(_some(ahead)))
-    conn.execute(shorten.values(lease_expires_at=longest))
+    shorten = sa.update(jobs).where(_AHEAD, jobs.c.id.in_(_some(_AHEAD)))
+    conn.execute(shorten.values(lease_expires_at=clock.now() + LEASE_S))
 
 
 def _log(job_id: str, status: str, error: Mapping[str, str]) -> None:

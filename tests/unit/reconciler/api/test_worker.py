@@ -21,7 +21,7 @@ from reconciler.model.errors import Problem
 from reconciler.pools import jobs, pools, remote
 from reconciler.records.tokens import digest
 from reconciler.settings import Settings
-from reconciler.work.loops import tend_remote_workers
+from reconciler.work.loops import tend_leases, tend_remote_workers
 from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
@@ -125,7 +125,7 @@ def test_a_repeated_claim_gets_the_same_jobs_and_a_lost_lease_nothing(
     assert worker.claim(1, token) == [held]
     assert read(new, held["id"]).lease_expires_at > clock_of(new) + 20
     change(new, Job, lease_expires_at=1.0)
-    tend_remote_workers(new.engine, Settings())
+    tend_leases(new.engine, Settings())
     assert worker.finish(held, result={}) == 0
     assert worker.ask("renew", tokens=[token]).json()["held"] == []
     row = read(new, held["id"])
@@ -180,7 +180,7 @@ def test_a_worker_that_has_a_job_which_was_lost_has_no_other(new: Stack, worker:
     lost, *_ = enqueue(new, 4)
     held = worker.claim()
     change(new, Job, lease_expires_at=1.0)
-    tend_remote_workers(new.engine, Settings())
+    tend_leases(new.engine, Settings())
     assert [(job["id"], job["lost"]) for job in worker.claim(9)] == [(lost, 1)]
     assert worker.claim(9) == [], "it cannot have others to blame"
     assert worker.finish(*held, result={}) == 0

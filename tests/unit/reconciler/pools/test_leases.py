@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, rows
-from reconciler.db.engine import reading, transaction
+from reconciler.db import clock, leader, rows
+from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, PoolWorker, audit_log
 from reconciler.db.schema import jobs as table
 from reconciler.lifecycle import quota
@@ -302,6 +302,33 @@ def clock_jumps(queue: Queue, hours: int) -> None:
         assert (again[dead].lost, again[dead].attempts) == (1, 0)
 
 
+def test_the_leader_takes_the_jobs_of_the_last_worker_back(queue: Queue) -> None:
+    """Without a worker and without a pool, so that an alert sees jobs wait and none run."""
+    lost, delayed, ahead = queue.add(3)
+    queue.claim()
+    queue.change(lost, lease_expires_at=1.0)
+    queue.change(delayed, not_before=1.0)
+    queue.change(ahead, status="running", lease_expires_at=clock.now() + 3600)
+    lease = retrying(queue.engine, lambda conn: leader.campaign(conn, leader.LOOPS, "p", 3600))
+    assert "leases" in loops.Loops(Settings(), queue.engine, lambda: lease).run_due()
+    assert (queue.read(lost).status, queue.read(lost).lost) == ("pending", 1)
+    assert queue.read(delayed).not_before is None
+    with clock_ahead(queue.engine, leases.LEASE_S + 2):
+        assert queue.tend().reclaimed == 1
+    statements: list[str] = []
+
+    def executed(_conn: sa.Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    queue.add()
+    queue.change(*queue.add(), not_before=clock.now() + 60)
+    queue.claim()
+    sa.event.listen(queue.engine, "after_cursor_execute", executed)
+    loops.tend_leases(queue.engine, Settings())
+    sa.event.remove(queue.engine, "after_cursor_execute", executed)
+    assert [statement.split()[0] for statement in statements if "jobs" in statement] == ["SELECT"]
+
+
 @contextmanager
 def clock_ahead(engine: sa.Engine, seconds: float) -> Iterator[None]:
     """The clock of the database, as every statement reads it, so many seconds ahead."""
@@ -545,6 +572,8 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         assert len(held) == 3
         assert len(queue.finish(held[:1], Outcome({}))) == 1
         assert len(queue.finish(held[1:], FAILED)) == 2
+        with reading(queue.engine) as conn:
+            assert leases.any_to_tend(conn)
         assert queue.tend().due == 2
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1
