@@ -139,6 +139,14 @@ class Hints:
                 raise
 
 
+def bury(url: str, codes: Mapping[str, str]) -> None:
+    """Tell watchers of a site's dead letters, which must be committed: error codes by id. Nothing
+    happens without Redis.
+    """
+    if codes and (streams := of(url)) is not None:
+        streams.bury(codes)
+
+
 @lru_cache(maxsize=4)
 def of(url: str) -> Hints | None:
     """The hints of a site; None for a site without Redis."""

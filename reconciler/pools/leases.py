@@ -9,7 +9,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -335,6 +335,18 @@ def finish(
     return counted
 
 
+def buried(
+    ended: Sequence[tuple[Call | Job, Outcome]], counted: Mapping[str, JobStatus]
+) -> dict[str, str]:
+    """Error codes by id, of the dead letters among the outcomes. counted: answer of `finish`."""
+    return {
+        call.id: (outcome.error or {}).get("code", "")
+        # The first outcome of a job counts.
+        for call, outcome in reversed(ended)
+        if counted.get(call.id) == JobStatus.DEAD_LETTER
+    }
+
+
 def _held(
     conn: sa.Connection, keys: Collection[tuple[str, str]]
 ) -> dict[tuple[str, str], sa.Row[Any]]:
@@ -409,6 +421,11 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     dead = [id for id, status, _ in reclaimed if status == JobStatus.DEAD_LETTER]
     control.count(conn, reclaimed=len(reclaimed), reclaimer_errors=errors)
     return Tended(due, len(reclaimed), dead)
+
+
+def codes_of(dead: Iterable[str]) -> dict[str, str]:
+    """Error codes by id, of jobs that `tend` has buried."""
+    return dict.fromkeys(dead, LOST["code"])
 
 
 def _shorten(conn: sa.Connection) -> None:

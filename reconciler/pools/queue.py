@@ -147,9 +147,7 @@ class DatabaseQueue:
 
         counted, calls = self._write(turn)
         self._claim = ""
-        dead = {id for id, status in counted.items() if status == JobStatus.DEAD_LETTER}
-        errors = {call.id: outcome.error or {} for call, outcome in ended if call.id in dead}
-        self._bury({id: error["code"] for id, error in errors.items()})
+        self._bury(leases.buried(ended, counted))
         return Turn(len(counted), calls)
 
     def is_idle(self) -> bool:
@@ -176,7 +174,7 @@ class DatabaseQueue:
             self._errors += 1
             raise
         self._errors = 0
-        self._bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
+        self._bury(leases.codes_of(swept.dead))
 
     def leave(self) -> None:
         if self._claim:

@@ -33,7 +33,7 @@ from reconciler.model.pools import (
     PoolState,
     victim,
 )
-from reconciler.pools import memory, pools, processes, workers
+from reconciler.pools import hints, leases, memory, pools, processes, workers
 from reconciler.pools.processes import Process
 from reconciler.pools.runner import DIGEST, MODEL_FILE
 from reconciler.runs import lock
@@ -251,7 +251,8 @@ class Supervisor:
         ending = "not there any more" if code is None else f"exit status {code}"
         if killed:
             ending += ", killed for its memory"
-        retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
+        dead = retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
+        hints.bury(self.settings.redis_url, leases.codes_of(dead))
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
         for times in (self._beats, self._ending):

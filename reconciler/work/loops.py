@@ -351,16 +351,17 @@ def tend_leases(engine: Engine, settings: Settings) -> None:
         if not leases.any_to_tend(conn):
             return
     swept = retrying(engine, leases.tend)
-    if streams := hints.of(settings.redis_url):
-        streams.bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
+    hints.bury(settings.redis_url, leases.codes_of(swept.dead))
 
 
-def tend_remote_workers(engine: Engine, _settings: Settings) -> None:
+def tend_remote_workers(engine: Engine, settings: Settings) -> None:
     """Loop for workers without the database: the ends of silent ones and of their pools."""
     with reading(engine) as conn:
         if not remote.any_pool(conn):
             return
-    for pool in retrying(engine, remote.tend):
+    tended = retrying(engine, remote.tend)
+    hints.bury(settings.redis_url, leases.codes_of(tended.dead))
+    for pool in tended.ended:
         _POOLS_LOG.info("pool %s is %s", pool.name, pool.state)
 
 

@@ -6,6 +6,8 @@ import json
 import threading
 import time
 import uuid
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,13 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Job, Pool, PoolWorker
 from reconciler.lifecycle import restore
 from reconciler.model.errors import Problem
-from reconciler.pools import jobs, pools, remote
+from reconciler.model.jobs import LOST_LIMIT
+from reconciler.pools import hints, jobs, pools, remote
+from reconciler.pools.hints import DEAD
 from reconciler.records.tokens import digest
 from reconciler.settings import Settings
 from reconciler.work.loops import tend_leases, tend_remote_workers
+from tests.redis_server import RedisServer
 from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
@@ -187,6 +192,32 @@ def test_a_worker_that_has_a_job_which_was_lost_has_no_other(new: Stack, worker:
     (again,) = worker.claim(9, read(new, lost).token)
     assert worker.finish(again, result={}) == 1
     assert len(worker.claim(9)) == 3
+
+
+def test_dead_letters_are_named_in_the_stream(new: Stack, worker: Worker, tmp_path: Path) -> None:
+    """Those of outcomes, of workers that leave or are silent, and none that is not committed."""
+    with closing(RedisServer(tmp_path)) as server:
+        server.start()
+        new.settings = new.settings.model_copy(update={"redis_url": server.url})
+        worker.client = new.client("remote-demo")
+        failed, left, silent = enqueue(new, 3)
+        (held,) = worker.claim()
+        assert worker.finish(held, error=FAILURE, permanent=True) == 1
+        assert worker.finish(held, error=FAILURE, permanent=True) == 0
+        change(new, Job, lost=LOST_LIMIT - 1)
+        assert [job["id"] for job in worker.claim()] == [left]
+        worker.ask("leave")
+        worker = Worker(new)
+        assert [job["id"] for job in worker.claim()] == [silent]
+        change(new, PoolWorker, beat_at=1.0)
+        tend_remote_workers(new.engine, new.settings)
+        letters = [fields for _, fields in server.client.xrange(DEAD)]
+        hints.of.cache_clear()
+    assert letters == [
+        {"job": failed, "code": "function_failed"},
+        {"job": left, "code": "worker_lost"},
+        {"job": silent, "code": "worker_lost"},
+    ]
 
 
 def test_a_pool_has_a_seat_for_each_worker(new: Stack, worker: Worker) -> None:

@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from reconciler.pools import hints
+from reconciler.model.jobs import LOST_LIMIT, Outcome
+from reconciler.pools import hints, supervisor
 from reconciler.pools.hints import DEAD, GROUP, STREAM, Hints
+from reconciler.pools.queue import DatabaseQueue
+from reconciler.pools.supervisor import Supervisor
+from reconciler.settings import Settings
+from reconciler.work import loops
 from tests.redis_server import RedisServer
+from tests.unit.reconciler.pools.test_leases import ERROR, Queue
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -28,6 +34,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServ
     server.start()
     yield server
     server.close()
+    hints.of.cache_clear()
 
 
 @pytest.fixture
@@ -82,9 +89,35 @@ def test_a_redis_that_is_away_or_hangs_delays_nobody(
     server.start()
     monkeypatch.setattr(streams, "_away_until", 0.0)
     streams.bury({"a": "timed_out"})
-    assert [fields for _, fields in server.client.xrange(DEAD)] == [
-        {"job": "a", "code": "timed_out"}
-    ]
+    assert letters(server) == [{"job": "a", "code": "timed_out"}]
+
+
+def letters(server: RedisServer) -> list[dict[str, str]]:
+    return [fields for _, fields in server.client.xrange(DEAD)]
+
+
+def test_dead_letters_of_workers_with_the_database_are_named(
+    queue: Queue, server: RedisServer, tmp_path: Path
+) -> None:
+    """Of an outcome, a lease that expires, the end of a pool's worker, and the leader."""
+    failed, expired, ended, swept = queue.add(4)
+    settings = Settings(state_dir=tmp_path, redis_url=server.url)
+    streams = hints.of(server.url)
+    database = DatabaseQueue(queue.engine, ["m"], hints=streams)
+    database.serve({})
+    (call,) = database.turn((), (), 1).calls
+    database.turn([(call, Outcome(error=ERROR, permanent=True))], (), 0)
+    assert letters(server) == [{"job": failed, "code": "function_failed"}]
+    queue.change(expired, ended, swept, lost=LOST_LIMIT - 1)
+    queue.claim(lease_s=-1)
+    database.tend()
+    queue.claim()
+    worker = supervisor._Worker(queue.worker, [])
+    Supervisor(settings, queue.engine)._end(worker)
+    queue.claim(lease_s=-1)
+    loops.tend_leases(queue.engine, settings)
+    lost = [{"job": id, "code": "worker_lost"} for id in (expired, ended, swept)]
+    assert letters(server)[1:] == lost
 
 
 @contextmanager
