@@ -234,8 +234,10 @@ def _member(conn: sa.Connection, pool: Pool, worker_id: str) -> PoolWorker:
     if worker is None:
         raise not_found("worker", worker_id)
     if worker.beat_at < clock.read(conn) - SILENT_S:
-        # Its seat may have gone to another worker.
+        # Its seat may have gone to another worker. If not, it has it again, and no other worker.
         _require_seat(conn, rows.get(conn, Pool, pool.id, lock=True), worker_id)
+        beat = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
+        conn.execute(beat.values(beat_at=clock.now()))
     return worker
 
 

@@ -238,6 +238,17 @@ def test_a_pool_has_a_seat_for_each_worker(new: Stack, worker: Worker) -> None:
     assert (unknown.status_code, unknown.json()["code"]) == (422, "model_unknown")
 
 
+def test_of_two_silent_workers_one_takes_the_seat_again(new: Stack, worker: Worker) -> None:
+    change(new, PoolWorker, beat_at=clock_of(new) - 31)
+    second = Worker(new)
+    change(new, PoolWorker, beat_at=clock_of(new) - 31)
+    enqueue(new, 2)
+    assert len(worker.claim()) == 1
+    late = second.ask("turn", claim={"token": str(uuid.uuid4()), "limit": 1})
+    assert (late.status_code, late.json()["code"]) == (409, "pool_full")
+    assert second.ask("renew", tokens=[]).json()["code"] == "pool_full"
+
+
 def test_a_clock_set_back_keeps_no_seat(new: Stack, worker: Worker) -> None:
     """A heartbeat of before would be from the future for as long as the clock went back."""
     body = {"host": "x", "pid": 1, "models": ["m"]}
