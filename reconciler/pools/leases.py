@@ -359,7 +359,7 @@ def _held(
 def _after(job: sa.Row[Any], outcome: Outcome) -> dict[str, Any]:
     """New values of a job that failed. pause: seconds until it is due; None for a dead letter."""
     attempts = job.attempts + 1
-    values = {"new_attempts": attempts, "new_error": dict(outcome.error or {})}
+    values = {"new_attempts": attempts, "new_error": rules.kept_error(outcome.error or {})}
     if rules.is_dead(attempts, job.max_attempts, outcome):
         return {**values, "new_status": JobStatus.DEAD_LETTER, "pause": None}
     pause = rules.pause(attempts, random.random())  # noqa: S311  # spreads retries

@@ -31,7 +31,7 @@ from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_pools import started
-from tests.unit.reconciler.pools.test_leases import clock_ahead
+from tests.unit.reconciler.pools.test_leases import check_counts, clock_ahead
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-2")
 
@@ -280,6 +280,25 @@ def test_an_outcome_that_cannot_be_kept_is_a_failure(
     row = read(new, id)
     assert (row.error["code"], row.result) == (code, None)
     assert "\0" not in row.error["found"]
+
+
+def test_the_texts_of_a_failure_are_cut(new: Stack, worker: Worker) -> None:
+    """They count against no limit of the project, and a job may fail again and again."""
+    (id,) = enqueue(new)
+    (held,) = worker.claim()
+    texts = dict.fromkeys(("expected", "found", "remedy"), "\U0001f600" * 2000)
+    worker.finish(held, error={**FAILURE, **texts, "detail": "\x01" * 1999 + "!"})
+    row = read(new, id)
+    assert len(json.dumps(row.error)) < 5_000
+    assert row.error["detail"].endswith("\x01!")
+    assert {len(row.error[name]) for name in texts} == {75}
+    change(new, Job, not_before=None)
+    (held,) = worker.claim()
+    worker.finish(held, error={**FAILURE, "found": "x" * 2000, "detail": "y" * 2000})
+    row = read(new, id)
+    assert (len(row.error["found"]), len(row.error["detail"])) == (300, 2000)
+    assert row.error["remedy"] == FAILURE["remedy"]
+    check_counts(new.engine)
 
 
 def keys(held: dict[str, Any]) -> dict[str, Any]:
