@@ -47,7 +47,8 @@ ENDED = (JobStatus.DONE, JobStatus.DEAD_LETTER, JobStatus.CANCELED)
 class Call:
     """A job as a worker holds it: the call of a model, and the token of the lease.
 
-    lost: leases that expired. A worker that holds such a job holds no other.
+    lost: leases that expired. A worker that holds such a job holds no other. project_id: "" for a
+    worker without the database, whose jobs are all of one project.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Call:
     input: Mapping[str, Any]
     timeout_s: int
     lost: int = 0
+    project_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -83,7 +83,14 @@ class ApiQueue:
         except (KeyError, TypeError, ValueError) as error:
             raise _strange(answer) from error
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, _alone: bool = True) -> Turn:
+    def turn(
+        self,
+        ended: Ended,
+        returned: Sequence[Call],
+        limit: int,
+        _alone: bool = True,
+        _behind: Collection[str] = (),
+    ) -> Turn:
         counted = 0
         parts = _parts(ended)
         for part in parts[:-1]:

@@ -187,15 +187,18 @@ def claim(
     lease_s: float = LEASE_S,
     token: str = "",
     alone: bool = True,
+    behind: Collection[str] = (),
 ) -> list[Call]:
     """Take due jobs, fairly among the projects, under a token that they share, "" for a new one.
 
     None during maintenance. alone: the worker holds no other job. Only then it gets one that was
     lost before, and no other with it: should the job end this worker too, none else is to blame.
+    behind: projects that get nothing while others wait.
     """
     if not control.is_normal(conn):
         return []
     waiting = _waiting(conn, worker)
+    waiting = [queue for queue in waiting if queue[0] not in behind] or waiting
     several = len({project_id for project_id, _ in waiting}) > 1
     running = Counter(conn.execute(_HOLDERS).scalars() if several else ())
     # Equal projects take turns by chance, because a claim remembers nothing of the one before.

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -56,9 +56,16 @@ class JobQueue(Protocol):
     def serve(self, digests: Mapping[str, str]) -> str:
         """The worker's id, from when its models are loaded. digests: of their files, by name."""
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True) -> Turn:
+    def turn(
+        self,
+        ended: Ended,
+        returned: Sequence[Call],
+        limit: int,
+        alone: bool = True,
+        behind: Collection[str] = (),
+    ) -> Turn:
         """Record outcomes, give jobs back and claim others, together. alone: the worker then holds
-        no others.
+        no others. behind: projects that get nothing while others wait.
         """
 
     def is_idle(self) -> bool:
@@ -125,7 +132,14 @@ class DatabaseQueue:
         self._me = self._write(serve)
         return self._me.id
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True) -> Turn:
+    def turn(
+        self,
+        ended: Ended,
+        returned: Sequence[Call],
+        limit: int,
+        alone: bool = True,
+        behind: Collection[str] = (),
+    ) -> Turn:
         again = self._claim
         if limit:
             self._claim = again or rows.new_id()
@@ -141,6 +155,7 @@ class DatabaseQueue:
                     lease_s=self.lease_s,
                     token=self._claim,
                     alone=alone,
+                    behind=behind,
                 )
             leases.give_back(conn, returned if limit else [*returned, *calls])
             return leases.finish(conn, ended), calls if limit else []

@@ -119,7 +119,7 @@ class Worker:
         def turn() -> Turn:
             began, others = time.monotonic(), len(self._runner)
             limit = 0 if self._stopping.is_set() else max(room, 0)
-            done = self._queue.turn(ended, (), limit, not others)
+            done = self._queue.turn(ended, (), limit, not others, self._runner.behind())
             if done.calls and not others:
                 self._leased_until = began + self._queue.lease_s
             return done

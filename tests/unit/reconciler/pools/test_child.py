@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db.engine import transaction
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools import child, remote, worker
+from reconciler.pools import child, leases, remote, worker
 from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
 from reconciler.pools.queue import DatabaseQueue, Ended, Turn
 from reconciler.pools.worker import Worker
 from tests.unit.reconciler.pools.conftest import FUNCTIONS
 from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -131,6 +133,49 @@ def test_outcomes_and_claims_share_transactions(
     assert len(claims) < len(ids) / 4
 
 
+def test_calls_that_cost_the_process_leave_others_as_much_time(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    """Each would have the models loaded again, and let its project have the next turn as well."""
+    file = tmp_path / "ran"
+    file.touch()
+    queue.submit([{"file": str(file), "number": 1, "seconds": 600}] * 3, "p1", timeout_s=1)
+    queue.submit([{"file": str(file), "number": 2, "seconds": 0.05}] * 300, "p2")
+    stopping = threading.Event()
+
+    def ran() -> str:
+        return "".join(file.read_text().split())
+
+    def watch() -> None:
+        until(lambda: ran().count("1") == 2)
+        stopping.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(DatabaseQueue(queue.engine, ["m"]), runner, stopping, drain_s=0).run()
+    watcher.join()
+    between = ran().split("1")[1]
+    assert len(between) > 12, "more than a second's"
+    assert runner.behind() == {"p1"}
+    assert queue.open() > 3, "others always waited"
+
+
+def test_a_project_whose_jobs_are_canceled_as_they_run_lets_others_go_first(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    file = tmp_path / "ran"
+    queue.submit([{"file": str(file), "number": 1, "seconds": 600}])
+    with transaction(queue.engine) as conn:
+        held = leases.claim(conn, queue.worker, limit=1)
+    runner.start()
+    runner.send(held)
+    until(file.exists)
+    assert runner.behind() == set()
+    runner.drop()
+    assert runner.behind() == {"p1"}
+    until(lambda: not runner.behind())
+
+
 def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
     monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
 ) -> None:
@@ -157,9 +202,7 @@ def test_a_worker_holds_what_ends_in_a_tenth_of_a_second(
     limits: list[int] = []
 
     class Endless(DatabaseQueue):
-        def turn(
-            self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True
-        ) -> Turn:
+        def turn(self, ended: Ended, _returned: object, limit: int, *_: object) -> Turn:
             limits.append(limit)
             if len(limits) > 20:
                 stopping.set()

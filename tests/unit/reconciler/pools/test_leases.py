@@ -227,6 +227,14 @@ def test_a_long_queue_does_not_delay_another_project(queue: Queue) -> None:
     assert queue.claim()[0].project_id == "p2", "of those that run, it has the fewest"
 
 
+def test_a_project_behind_others_gets_what_they_leave(queue: Queue) -> None:
+    queue.add(4)
+    queue.add(2, "p2")
+    behind = {"p1"}
+    assert [job.project_id for job in queue.claim(9, behind=behind)] == ["p2", "p2"]
+    assert [job.project_id for job in queue.claim(9, behind=behind)] == ["p1"] * 4
+
+
 def test_a_worker_takes_only_jobs_of_its_models(queue: Queue) -> None:
     with transaction(queue.engine) as conn:
         leases.register(conn, host="there", pid=2, models=["other"])
