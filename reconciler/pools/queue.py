@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -17,7 +18,7 @@ from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import PoolWorker
 from reconciler.model.jobs import Call, JobStatus, Outcome
 from reconciler.pools import leases
-from reconciler.pools.hints import Hints
+from reconciler.pools.hints import STALE, Hints
 from reconciler.runs import lock
 
 log = logging.getLogger("gpuaas.jobs")
@@ -110,6 +111,8 @@ class DatabaseQueue:
         # Of the claim that has had no answer yet, as when the connection dies at the commit. Its
         # repetition gets the same jobs, which otherwise would wait for the end of their lease.
         self._claim = ""
+        # The last hint has brought no job: it was of a job that is done, or of another model.
+        self._vain = False
         # Failures to reclaim jobs that are not counted in the database yet.
         self._errors = 0
 
@@ -162,6 +165,8 @@ class DatabaseQueue:
 
         counted, calls = self._write(turn)
         self._claim = ""
+        if calls:
+            self._vain = False
         self._bury(leases.buried(ended, counted))
         return Turn(len(counted), calls)
 
@@ -175,8 +180,19 @@ class DatabaseQueue:
             raise _away(failure) from failure
 
     def wait(self, stopping: threading.Event) -> None:
-        if self._hints is None or not self._hints.wait(self._me.id, TEND_S):
+        if self._hints is None:
             stopping.wait(self._poll_s)
+        elif self._vain:
+            # Or a stream that always has an entry would keep the worker asking without a pause.
+            stopping.wait(min(self._poll_s, TEND_S))
+            self._hints.wait(self._me.id, 0, STALE)
+            self._vain = False
+        else:
+            began = time.monotonic()
+            if self._hints.wait(self._me.id, TEND_S):
+                self._vain = time.monotonic() - began < TEND_S / 2
+            else:
+                stopping.wait(self._poll_s)
 
     def renew(self, tokens: Sequence[str]) -> set[str]:
         renew = partial(leases.renew, worker=self._me, tokens=tokens, lease_s=self.lease_s)

@@ -120,6 +120,38 @@ def test_dead_letters_of_workers_with_the_database_are_named(
     assert letters(server)[1:] == lost
 
 
+def test_hints_that_bring_no_job_let_no_worker_spin(queue: Queue, server: RedisServer) -> None:
+    database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
+    database.serve({})
+    stopping, streams = threading.Event(), Hints(server.url)
+
+    def waits(seconds: float) -> int:
+        end, count = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            streams.announce(["of another model"])
+            database.wait(stopping)
+            assert database.is_idle()
+            count += 1
+        return count
+
+    assert 5 < waits(1.0) <= 22
+    # Those that are left do not keep workers from hearing of new ones.
+    streams.announce(map(str, range(3 * hints.STALE)))
+    waits(0.7)
+    assert streams.lengths()[STREAM] < hints.STALE
+    # After a hint that has brought a job, the next one wakes the worker at once.
+    database._poll_s = 60.0
+    server.client.delete(STREAM)
+    database.wait(stopping)
+    streams.announce(queue.add(1))
+    database.wait(stopping)
+    assert database.turn((), (), 1).calls
+    streams.announce(queue.add(1))
+    began = time.monotonic()
+    database.wait(stopping)
+    assert time.monotonic() - began < 0.5
+
+
 @contextmanager
 def impostor(path: Path, act: Callable[[socket.socket], object]) -> Iterator[Hints]:
     """The hints of a server that answers each request in another way than Redis."""
