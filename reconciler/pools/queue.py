@@ -180,17 +180,20 @@ class DatabaseQueue:
             raise _away(failure) from failure
 
     def wait(self, stopping: threading.Event) -> None:
+        # Hints name no model, and one of this worker's jobs may have gone to another worker. So it
+        # looks as often as without them.
+        rest_s = min(self._poll_s, TEND_S)
         if self._hints is None:
             stopping.wait(self._poll_s)
         elif self._vain:
             # Or a stream that always has an entry would keep the worker asking without a pause.
-            stopping.wait(min(self._poll_s, TEND_S))
+            stopping.wait(rest_s)
             self._hints.wait(self._me.id, 0, STALE)
             self._vain = False
         else:
             began = time.monotonic()
-            if self._hints.wait(self._me.id, TEND_S):
-                self._vain = time.monotonic() - began < TEND_S / 2
+            if self._hints.wait(self._me.id, rest_s):
+                self._vain = time.monotonic() - began < rest_s / 2
             else:
                 stopping.wait(self._poll_s)
 

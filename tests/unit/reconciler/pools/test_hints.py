@@ -120,6 +120,21 @@ def test_dead_letters_of_workers_with_the_database_are_named(
     assert letters(server)[1:] == lost
 
 
+def test_a_hint_that_another_worker_takes_delays_a_job_by_a_poll_at_most(
+    queue: Queue, server: RedisServer
+) -> None:
+    database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
+    database.serve({})
+    streams = Hints(server.url)
+    streams.wait("another", 0.01)
+    streams.announce(queue.add(1))
+    streams.wait("another", 1)
+    began = time.monotonic()
+    database.wait(threading.Event())
+    assert time.monotonic() - began < 0.6, "not for the second that Redis may be asked"
+    assert not database.is_idle()
+
+
 def test_hints_that_bring_no_job_let_no_worker_spin(queue: Queue, server: RedisServer) -> None:
     database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
     database.serve({})
