@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
 from reconciler.pools.queue import DatabaseQueue, Ended, Turn
 from reconciler.pools.worker import Worker
+from tests.silent_proxy import SilentProxy
+from tests.unit.reconciler.conftest import PostgresDatabase
 from tests.unit.reconciler.pools.conftest import FUNCTIONS
 from tests.unit.reconciler.pools.test_leases import Queue
 from tests.unit.reconciler.service.service import until
@@ -184,13 +186,70 @@ def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
     monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
 
     class Hanging(DatabaseQueue):
+        def renew(self, _tokens: Sequence[str]) -> set[str]:
+            return set()
+
         def turn(self, *_: object) -> Turn:
+            ended.clear()
             assert ended.wait(60), "its heart goes on"
             stopping.set()
             return Turn(0, [])
 
     queue.add()
     Worker(Hanging(queue.engine, ["m"], beat_s=0.05), runner, stopping).run()
+    assert ended.is_set()
+
+
+@pytest.mark.postgres
+def test_a_worker_ends_whose_database_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    postgres_database: PostgresDatabase,
+    runner: Runner,
+    tmp_path: Path,
+) -> None:
+    """Its heartbeat waits as well, and nothing but a thread that asks nobody can see it."""
+    queue = Queue(postgres_database.restore())
+    queue.submit([{"file": str(tmp_path / "ran"), "number": 1, "seconds": 600}])
+    ended: list[int] = []
+    monkeypatch.setattr(worker, "_STUCK_S", 1.5)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    stopping = threading.Event()
+    proxy = SilentProxy(queue.engine.url)
+
+    def watch() -> None:
+        try:
+            until((tmp_path / "ran").exists)
+            proxy.fall_silent()
+            until(lambda: ended, 30)
+        finally:
+            stopping.set()
+            proxy.close()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(DatabaseQueue(proxy.engine, ["m"], beat_s=0.05), runner, stopping, drain_s=0).run()
+    watcher.join()
+    assert set(ended) == {1}
+
+
+def test_a_worker_ends_whose_heartbeat_hangs(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
+) -> None:
+    """Its jobs go to others meanwhile, and it would go on with them."""
+    ended, stopping = threading.Event(), threading.Event()
+    monkeypatch.setattr(worker, "_STUCK_S", 0.5)
+    monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
+
+    class Hanging(DatabaseQueue):
+        def renew(self, _tokens: Sequence[str]) -> set[str]:
+            ended.clear()  # The models may have taken as long to load.
+            try:
+                assert ended.wait(30)
+            finally:
+                stopping.set()
+            return set()
+
+    Worker(Hanging(queue.engine, ["m"], poll_s=0.01, beat_s=0.05), runner, stopping).run()
     assert ended.is_set()
 
 
