@@ -384,10 +384,10 @@ class Supervisor:
         """Evict the largest pool that must end for memory, one after the other."""
         total, used = memory.of_host(self._own)
         share = used / total
-        worst = max([share, *(load.share for load in loads)])
-        if recorded and worst >= WARN_SHARE and self._is_due("warn"):
+        fullest = max((load.share for load in loads), default=0.0)
+        if recorded and max(share, fullest) >= WARN_SHARE and self._is_due("warn"):
             log.warning(
-                "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, worst * 100
+                "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, fullest * 100
             )
             self._due["warn"] = time.monotonic() + _WARN_S
         ending = [pool for pool in recorded if pool.state == PoolState.STOPPING]
