@@ -22,7 +22,9 @@ from reconciler.pools.supervisor import Supervisor
 from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.redis_server import RedisServer
+from tests.unit.reconciler.pools.conftest import Workers
 from tests.unit.reconciler.pools.test_leases import ERROR, Queue
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -40,6 +42,25 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServ
 @pytest.fixture
 def streams(server: RedisServer) -> Hints:
     return Hints(server.url)
+
+
+def test_streams_have_the_names_that_other_programs_read() -> None:
+    names = [STREAM, GROUP, DEAD]
+    stream = "stream:orchestrator:inference_jobs"
+    assert names == [stream, "cg:inference", f"{stream}:dlq"]
+
+
+def test_a_hint_wakes_a_process_that_would_look_in_a_minute(
+    workers: Workers, server: RedisServer
+) -> None:
+    workers.environment |= {"GPUAAS_REDIS_URL": server.url, "GPUAAS_POLL_S": "60"}
+    workers.start()
+    workers.served("m")
+    for _ in range(2):
+        (id,) = workers.submit(1)
+        hints.Hints(server.url).announce([id])
+        until(lambda id=id: workers.queue.read(id).status == "done", 30)
+        until(lambda: server.client.xlen(STREAM) == 0, 30)
 
 
 def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: Hints) -> None:

@@ -252,9 +252,13 @@ def test_a_delayed_job_waits_for_its_time(queue: Queue) -> None:
     assert [job.id for job in queue.claim()] == [id]
 
 
-def test_a_failure_is_tried_again_later_until_its_attempts_end(queue: Queue) -> None:
+def test_a_failure_is_tried_again_later_until_its_attempts_end(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
     (id,) = queue.add(max_attempts=2)
     assert queue.finish(queue.claim(), FAILED) == {id: JobStatus.PENDING}
+    retried = f"Job retry: job {id}, function_failed, found b"
+    assert [record.getMessage() for record in caplog.records] == [retried], "as runbooks have it"
     job = queue.read(id)
     assert (job.attempts, job.error["code"]) == (1, "function_failed")
     assert job.not_before is not None and job.not_before > job.updated_at
@@ -559,6 +563,16 @@ def test_jobs_and_workers_are_kept_for_their_time(queue: Queue) -> None:
     assert deleted == [10, 10, 5], "by its result, the loop knows whether more are left"
     with pytest.raises(Problem, match="model_unknown"):
         queue.add()
+
+
+def test_the_leader_keeps_ended_jobs_for_a_week(queue: Queue) -> None:
+    old, young = queue.bury(2)
+    waiting = queue.add()[0]
+    queue.change(old, waiting, updated_at=clock.now() - 7.1 * loops.DAY_S)
+    queue.change(young, updated_at=clock.now() - 6.9 * loops.DAY_S)
+    assert loops.forget(queue.engine, Settings())["jobs"] == 1
+    with reading(queue.engine) as conn:
+        assert {job["id"] for job in jobs.every(conn, "p1")} == {young, waiting}
 
 
 def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
