@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from reconciler.db.schema import Pool
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.model.pools import SERVING_POOLS
-from reconciler.pools import leases, remote
+from reconciler.pools import hints, leases, remote
 from reconciler.pools.runner import checked
 from reconciler.runs.contract import storable_text
 
@@ -69,6 +69,10 @@ class Credential:
             return work(conn, _authenticate(conn, self.request), **given)
 
         return retrying(self.request.app.state.engine, done)
+
+    def bury(self, codes: Mapping[str, str]) -> None:
+        """Tell watchers of dead letters, once they are committed: error codes by id."""
+        hints.bury(self.request.app.state.settings.redis_url, codes)
 
     def read(self, work: Callable[[Connection, Pool], T]) -> T:
         with reading(self.request.app.state.engine) as conn:
@@ -242,6 +246,7 @@ def turn(body: Turn, worker: Worker) -> Turned:
         returned=[Call(each.id, each.token, "", {}, 0) for each in body.returned],
         claim=claim,
     )
+    worker.bury(done.dead)
     return Turned(
         counted=done.counted, jobs=[ClaimedJob.of(call) for call in done.jobs], serving=done.serving
     )
@@ -277,5 +282,6 @@ async def due(body: Wait, worker: Worker) -> Due:
 @router.post("/leave")
 def leave(body: Leaving, worker: Worker) -> Left:
     """Called by a worker that ends. Jobs that it holds are queued again."""
-    worker.write(remote.leave, worker_id=body.worker_id)
+    dead = worker.write(remote.leave, worker_id=body.worker_id)
+    worker.bury(leases.codes_of(dead))
     return Left()

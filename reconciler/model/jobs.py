@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from reconciler.model.states import Described
 # Fewer than the ends of workers after which their pool is given up (`pools.ENDS_LIMIT`).
 LOST_LIMIT = 5
 _FIRST_PAUSE_S = 1.0
+_TEXT = 300
+_TEXT_BYTES = 900
+_DETAIL_BYTES = 2_000
 _LONGEST_PAUSE_S = 300.0
 
 
@@ -43,7 +47,8 @@ ENDED = (JobStatus.DONE, JobStatus.DEAD_LETTER, JobStatus.CANCELED)
 class Call:
     """A job as a worker holds it: the call of a model, and the token of the lease.
 
-    lost: leases that expired. A worker that holds such a job holds no other.
+    lost: leases that expired. A worker that holds such a job holds no other. project_id: "" for a
+    worker without the database, whose jobs are all of one project.
     """
 
     id: str
@@ -52,6 +57,7 @@ class Call:
     input: Mapping[str, Any]
     timeout_s: int
     lost: int = 0
+    project_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,25 @@ def pause(attempts: int, jitter: float) -> float:
     """Seconds until the next attempt: twice as long each time, spread by a jitter from 0 to 1."""
     longest: float = min(_FIRST_PAUSE_S * 2 ** min(attempts, 20), _LONGEST_PAUSE_S)
     return longest * (0.5 + jitter / 2)
+
+
+def kept_error(error: Mapping[str, str]) -> dict[str, str]:
+    """An error as the records keep it: each text cut to 300 characters and 900 bytes, `detail` to
+    its last 2,000 bytes.
+
+    Bytes are those of JSON, where a character may have twelve. Errors do not count against the size
+    of a project's jobs, so that a worker must not make them large.
+    """
+    kept = {name: _cut(text[:_TEXT], _TEXT_BYTES) for name, text in error.items()}
+    if "detail" in error:
+        kept["detail"] = _cut(error["detail"][::-1], _DETAIL_BYTES)[::-1]
+    return kept
+
+
+def _cut(text: str, most: int) -> str:
+    while (size := len(json.dumps(text)) - len('""')) > most:
+        text = text[: len(text) * most // size]
+    return text
 
 
 def is_dead(attempts: int, max_attempts: int, outcome: Outcome) -> bool:

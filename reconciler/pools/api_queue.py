@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,6 +59,7 @@ class ApiQueue:
         private = url.startswith("https:")
         self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=private)
         self._id = ""
+        self._registering = threading.Lock()
         self._serving = True
         # Of the claim that has had no answer yet. Its repetition gets the same jobs.
         self._claim = ""
@@ -69,6 +70,10 @@ class ApiQueue:
         return True
 
     def serve(self, _digests: Mapping[str, str]) -> str:
+        self._register()
+        return self._id
+
+    def _register(self) -> None:
         body = {"host": socket.gethostname()[:64], "pid": os.getpid(), "models": self._models}
         answer = self._ask("register", body)
         try:
@@ -77,9 +82,15 @@ class ApiQueue:
             self.beat_s = min(max(float(answer["beat_s"]), 0.1), self.lease_s / 2)
         except (KeyError, TypeError, ValueError) as error:
             raise _strange(answer) from error
-        return self._id
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, _alone: bool = True) -> Turn:
+    def turn(
+        self,
+        ended: Ended,
+        returned: Sequence[Call],
+        limit: int,
+        _alone: bool = True,
+        _behind: Collection[str] = (),
+    ) -> Turn:
         counted = 0
         parts = _parts(ended)
         for part in parts[:-1]:
@@ -159,7 +170,20 @@ class ApiQueue:
         # A seat of the pool comes free within its lease.
         if status >= httpx.codes.INTERNAL_SERVER_ERROR or status in _PASSING or code == "pool_full":
             raise Away(f"the service refuses: {reason}")
+        if code == "worker_not_found" and not self._stopping.is_set():
+            self._return(str(body["worker_id"]))
+            raise Away("the service had recorded this worker as ended; it is registered again")
         raise Dismissed(reason)
+
+    def _return(self, ended_id: str) -> None:
+        """Register again after a silence for which the service has given this worker up.
+
+        Its jobs went to others then. The next heartbeat, under the new id, tells so.
+        """
+        with self._registering:
+            # Heartbeat and turn may both be told; the first of them registers.
+            if self._id == ended_id:
+                self._register()
 
     def _renewed(self) -> bool:
         """Whether the token has been replaced by another."""

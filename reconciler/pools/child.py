@@ -67,6 +67,9 @@ class Runner:
         # The first job has run since then at the most. lag_s: time from arrival to outcome.
         self._began = 0.0
         self.lag_s = 0.0
+        # How long the models took to load, and until when a project lets others go first.
+        self._load_s = 0.0
+        self._behind: dict[str, float] = {}
         self._buffer = bytearray(LONGEST)
 
     def __len__(self) -> int:
@@ -80,9 +83,20 @@ class Runner:
         """How long a job has waited for its turn behind the one that runs."""
         return time.monotonic() - self._jobs[1].came if len(self._jobs) > 1 else 0.0
 
+    def behind(self) -> set[str]:
+        """Projects that let others go first, because a call of theirs has cost the process.
+
+        It lasts as long as the call and the loading of the models that follows. So a project gets
+        half of the time of a worker at most in this way, however little time it allows its calls.
+        """
+        now = time.monotonic()
+        self._behind = {id: until for id, until in self._behind.items() if until > now}
+        return set(self._behind)
+
     def start(self) -> None:
         """Start the process and load its models; Problem `model_unusable` when that fails."""
         self.stop()
+        began = time.monotonic()
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._near, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         far = self._far.fileno()
@@ -121,6 +135,7 @@ class Runner:
                 remedy="correct --model, or install what the model needs: gpuaas-slice[worker]"
                 " brings onnxruntime",
             )
+        self._load_s = time.monotonic() - began
         # The next process gets the same files or none.
         self.digests = {name: digest for name, digest in ready["digests"].items() if digest}
 
@@ -154,6 +169,8 @@ class Runner:
 
     def drop(self) -> list[Call]:
         """Give up all jobs, the one that runs included."""
+        if self._sent:
+            self._blame(self._jobs[0].job)
         self.stop()
         dropped = [entry.job for entry in self._jobs]
         self._jobs.clear()
@@ -226,10 +243,18 @@ class Runner:
         """The outcome of a job that has hung or ended the process, which is ended in any case."""
         assert self._process is not None  # noqa: S101
         code = None if late else self._process.wait()
+        self._blame(self._jobs[0].job)
         error = _ended(self._jobs[0].job, code, late=late)
         ended = self._pop(Outcome(error=error))
         self.stop()
         return ended
+
+    def _blame(self, job: Call) -> None:
+        """Note what the call that runs has cost, with the loading of the models that follows."""
+        now = time.monotonic()
+        cost = now - self._began + self._load_s
+        # Counted from when the models are there again.
+        self._behind[job.project_id] = now + self._load_s + cost
 
 
 def _ended(job: Call, code: int | None, *, late: bool) -> dict[str, str]:

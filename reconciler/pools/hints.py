@@ -23,6 +23,8 @@ _LONGEST = 100_000
 _LONGEST_DEAD = 10_000
 # Hints that a worker takes at a time, and the age at which it takes over those of another worker.
 _COUNT = 32
+# That it takes at a time once they have brought it no job, so that old ones are soon gone.
+STALE = 1_000
 _IDLE_MS = 30_000
 # While Redis is away it is asked this rarely, so that it delays neither requests nor workers.
 _PAUSE_S = 5.0
@@ -55,10 +57,13 @@ class Hints:
             letters = ({"job": id, "code": code} for id, code in codes.items())
             self._add(DEAD, letters, _LONGEST_DEAD)
 
-    def wait(self, consumer: str, seconds: float) -> bool:
-        """Wait for a hint, or so long; False at once while Redis is away, or does not wait."""
+    def wait(self, consumer: str, seconds: float, most: int = _COUNT) -> bool:
+        """Wait for a hint, or so long; False at once while Redis is away, or does not wait.
+
+        most: hints to take at a time.
+        """
         woken: list[bool] = []
-        self._try(lambda: woken.append(self._read(consumer, seconds)))
+        self._try(lambda: woken.append(self._read(consumer, seconds, most)))
         return any(woken)
 
     def lengths(self) -> dict[str, int]:
@@ -75,13 +80,13 @@ class Hints:
             pipe.xadd(stream, values, maxlen=longest, approximate=True)
         self._try(pipe.execute)
 
-    def _read(self, consumer: str, seconds: float) -> bool:
+    def _read(self, consumer: str, seconds: float, most: int) -> bool:
         began = time.monotonic()
         block = max(1, int(min(seconds, _TIMEOUT_S / 2) * 1000))
         entries = self._reclaim(consumer)
         if not entries:
             streams = {STREAM: ">"}
-            answer = self._redis.xreadgroup(GROUP, consumer, streams, count=_COUNT, block=block)
+            answer = self._redis.xreadgroup(GROUP, consumer, streams, count=most, block=block)
             entries = [id for _, part in answer or () for id, _ in part]
         if entries:
             # The database says what is left to do, so a hint has served when it was read.
@@ -137,6 +142,14 @@ class Hints:
         except redis.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):  # Another worker was quicker.
                 raise
+
+
+def bury(url: str, codes: Mapping[str, str]) -> None:
+    """Tell watchers of a site's dead letters, which must be committed: error codes by id. Nothing
+    happens without Redis.
+    """
+    if codes and (streams := of(url)) is not None:
+        streams.bury(codes)
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -114,6 +114,12 @@ _DONE = (
     )
     .returning(jobs.c.id, jobs.c.project_id)
 )
+# What `tend` mends: a delay that is over, a lease that has expired, and one that ends later than a
+# lease that begins now, with a second for the time between two readings of the clock.
+_DELAYED = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= clock.now())
+_EXPIRED = sa.and_(control.RUNNING, jobs.c.lease_expires_at < clock.now())
+_AHEAD = sa.and_(control.RUNNING, jobs.c.lease_expires_at > clock.now() + LEASE_S + 1)
+_TO_TEND = sa.select(sa.or_(*(sa.exists().where(each) for each in (_DELAYED, _EXPIRED, _AHEAD))))
 LOST: Mapping[str, str] = {
     "code": "worker_lost",
     "expected": "a heartbeat of the worker within its lease",
@@ -181,15 +187,18 @@ def claim(
     lease_s: float = LEASE_S,
     token: str = "",
     alone: bool = True,
+    behind: Collection[str] = (),
 ) -> list[Call]:
     """Take due jobs, fairly among the projects, under a token that they share, "" for a new one.
 
     None during maintenance. alone: the worker holds no other job. Only then it gets one that was
     lost before, and no other with it: should the job end this worker too, none else is to blame.
+    behind: projects that get nothing while others wait.
     """
     if not control.is_normal(conn):
         return []
     waiting = _waiting(conn, worker)
+    waiting = [queue for queue in waiting if queue[0] not in behind] or waiting
     several = len({project_id for project_id, _ in waiting}) > 1
     running = Counter(conn.execute(_HOLDERS).scalars() if several else ())
     # Equal projects take turns by chance, because a claim remembers nothing of the one before.
@@ -329,6 +338,18 @@ def finish(
     return counted
 
 
+def buried(
+    ended: Sequence[tuple[Call | Job, Outcome]], counted: Mapping[str, JobStatus]
+) -> dict[str, str]:
+    """Error codes by id, of the dead letters among the outcomes. counted: answer of `finish`."""
+    return {
+        call.id: (outcome.error or {}).get("code", "")
+        # The first outcome of a job counts.
+        for call, outcome in reversed(ended)
+        if counted.get(call.id) == JobStatus.DEAD_LETTER
+    }
+
+
 def _held(
     conn: sa.Connection, keys: Collection[tuple[str, str]]
 ) -> dict[tuple[str, str], sa.Row[Any]]:
@@ -341,7 +362,7 @@ def _held(
 def _after(job: sa.Row[Any], outcome: Outcome) -> dict[str, Any]:
     """New values of a job that failed. pause: seconds until it is due; None for a dead letter."""
     attempts = job.attempts + 1
-    values = {"new_attempts": attempts, "new_error": dict(outcome.error or {})}
+    values = {"new_attempts": attempts, "new_error": rules.kept_error(outcome.error or {})}
     if rules.is_dead(attempts, job.max_attempts, outcome):
         return {**values, "new_status": JobStatus.DEAD_LETTER, "pause": None}
     pause = rules.pause(attempts, random.random())  # noqa: S311  # spreads retries
@@ -368,6 +389,11 @@ class Tended(NamedTuple):
     dead: list[str]
 
 
+def any_to_tend(conn: sa.Connection) -> bool:
+    """Whether `tend` has anything to do: a statement that reads indexes only, of these rows."""
+    return bool(conn.execute(_TO_TEND).scalar_one())
+
+
 def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     """Queue jobs whose delay is over, and those whose lease has expired, or bury the latter.
 
@@ -375,13 +401,11 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     """
     now = clock.now()
     _shorten(conn)
-    delayed = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= now)
-    ready = sa.update(jobs).where(delayed, jobs.c.id.in_(_some(delayed)))
-    expired = sa.and_(control.RUNNING, jobs.c.lease_expires_at < now)
+    ready = sa.update(jobs).where(_DELAYED, jobs.c.id.in_(_some(_DELAYED)))
     often = jobs.c.lost + 1 >= rules.LOST_LIMIT
     lost = (
         sa.update(jobs)
-        .where(expired, jobs.c.id.in_(_some(expired)))
+        .where(_EXPIRED, jobs.c.id.in_(_some(_EXPIRED)))
         .values(
             **_FREE,
             lost=jobs.c.lost + 1,
@@ -402,16 +426,18 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     return Tended(due, len(reclaimed), dead)
 
 
+def codes_of(dead: Iterable[str]) -> dict[str, str]:
+    """Error codes by id, of jobs that `tend` has buried."""
+    return dict.fromkeys(dead, LOST["code"])
+
+
 def _shorten(conn: sa.Connection) -> None:
     """Let no lease end later than one that begins now.
 
     Such leases are from before the database's clock was set back. Who still holds one renews it.
     """
-    longest = clock.now() + LEASE_S
-    # With a second for the time between two readings of the clock.
-    ahead = sa.and_(control.RUNNING, jobs.c.lease_expires_at > longest + 1)
-    shorten = sa.update(jobs).where(ahead, jobs.c.id.in_(_some(ahead)))
-    conn.execute(shorten.values(lease_expires_at=longest))
+    shorten = sa.update(jobs).where(_AHEAD, jobs.c.id.in_(_some(_AHEAD)))
+    conn.execute(shorten.values(lease_expires_at=clock.now() + LEASE_S))
 
 
 def _log(job_id: str, status: str, error: Mapping[str, str]) -> None:

@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import PoolWorker
 from reconciler.model.jobs import Call, JobStatus, Outcome
 from reconciler.pools import leases
-from reconciler.pools.hints import Hints
+from reconciler.pools.hints import STALE, Hints
 from reconciler.runs import lock
 
 log = logging.getLogger("gpuaas.jobs")
@@ -56,9 +57,16 @@ class JobQueue(Protocol):
     def serve(self, digests: Mapping[str, str]) -> str:
         """The worker's id, from when its models are loaded. digests: of their files, by name."""
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True) -> Turn:
+    def turn(
+        self,
+        ended: Ended,
+        returned: Sequence[Call],
+        limit: int,
+        alone: bool = True,
+        behind: Collection[str] = (),
+    ) -> Turn:
         """Record outcomes, give jobs back and claim others, together. alone: the worker then holds
-        no others.
+        no others. behind: projects that get nothing while others wait.
         """
 
     def is_idle(self) -> bool:
@@ -103,6 +111,8 @@ class DatabaseQueue:
         # Of the claim that has had no answer yet, as when the connection dies at the commit. Its
         # repetition gets the same jobs, which otherwise would wait for the end of their lease.
         self._claim = ""
+        # The last hint has brought no job: it was of a job that is done, or of another model.
+        self._vain = False
         # Failures to reclaim jobs that are not counted in the database yet.
         self._errors = 0
 
@@ -125,7 +135,14 @@ class DatabaseQueue:
         self._me = self._write(serve)
         return self._me.id
 
-    def turn(self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True) -> Turn:
+    def turn(
+        self,
+        ended: Ended,
+        returned: Sequence[Call],
+        limit: int,
+        alone: bool = True,
+        behind: Collection[str] = (),
+    ) -> Turn:
         again = self._claim
         if limit:
             self._claim = again or rows.new_id()
@@ -141,15 +158,16 @@ class DatabaseQueue:
                     lease_s=self.lease_s,
                     token=self._claim,
                     alone=alone,
+                    behind=behind,
                 )
             leases.give_back(conn, returned if limit else [*returned, *calls])
             return leases.finish(conn, ended), calls if limit else []
 
         counted, calls = self._write(turn)
         self._claim = ""
-        dead = {id for id, status in counted.items() if status == JobStatus.DEAD_LETTER}
-        errors = {call.id: outcome.error or {} for call, outcome in ended if call.id in dead}
-        self._bury({id: error["code"] for id, error in errors.items()})
+        if calls:
+            self._vain = False
+        self._bury(leases.buried(ended, counted))
         return Turn(len(counted), calls)
 
     def is_idle(self) -> bool:
@@ -162,8 +180,22 @@ class DatabaseQueue:
             raise _away(failure) from failure
 
     def wait(self, stopping: threading.Event) -> None:
-        if self._hints is None or not self._hints.wait(self._me.id, TEND_S):
+        # Hints name no model, and one of this worker's jobs may have gone to another worker. So it
+        # looks as often as without them.
+        rest_s = min(self._poll_s, TEND_S)
+        if self._hints is None:
             stopping.wait(self._poll_s)
+        elif self._vain:
+            # Or a stream that always has an entry would keep the worker asking without a pause.
+            stopping.wait(rest_s)
+            self._hints.wait(self._me.id, 0, STALE)
+            self._vain = False
+        else:
+            began = time.monotonic()
+            if self._hints.wait(self._me.id, rest_s):
+                self._vain = time.monotonic() - began < rest_s / 2
+            else:
+                stopping.wait(self._poll_s)
 
     def renew(self, tokens: Sequence[str]) -> set[str]:
         renew = partial(leases.renew, worker=self._me, tokens=tokens, lease_s=self.lease_s)
@@ -176,7 +208,7 @@ class DatabaseQueue:
             self._errors += 1
             raise
         self._errors = 0
-        self._bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
+        self._bury(leases.codes_of(swept.dead))
 
     def leave(self) -> None:
         if self._claim:

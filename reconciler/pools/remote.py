@@ -48,11 +48,21 @@ class Claim(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """counted: how many outcomes counted. serving: whether the pool gives out jobs."""
+    """counted: how many outcomes counted. serving: whether the pool gives out jobs. dead: error
+    codes of dead letters by id.
+    """
 
     counted: int
     jobs: list[Call]
     serving: bool
+    dead: dict[str, str]
+
+
+class Tended(NamedTuple):
+    """ended: pools of which nothing is left. dead: ids of jobs that were buried."""
+
+    ended: list[Pool]
+    dead: list[str]
 
 
 def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, str]:
@@ -137,7 +147,8 @@ def turn(
         room = 0 if any(rest) else min(claim.limit, HELD - len(rest))
         if not claimed and room > 0:
             claimed = leases.claim(conn, worker, limit=room, token=claim.token, alone=not rest)
-    return Turn(len(counted), claimed, pool.state in SERVING_POOLS)
+    dead = leases.buried(own, counted)
+    return Turn(len(counted), claimed, pool.state in SERVING_POOLS, dead)
 
 
 def renew(conn: sa.Connection, pool: Pool, worker_id: str, tokens: Sequence[str]) -> set[str]:
@@ -157,9 +168,11 @@ def is_due(conn: sa.Connection, pool: Pool, worker_id: str) -> bool:
     return control.read(conn).mode == Mode.NORMAL and not leases.is_idle(conn, worker)
 
 
-def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> None:
-    """Record the end of a worker. Jobs that it still holds are queued again."""
-    workers.end(conn, _member(conn, pool, worker_id), "left")
+def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> list[str]:
+    """Record the end of a worker. Jobs that it still holds are queued again; returns the ids of
+    those that are buried instead.
+    """
+    return workers.end(conn, _member(conn, pool, worker_id), "left")
 
 
 def any_pool(conn: sa.Connection) -> bool:
@@ -168,8 +181,8 @@ def any_pool(conn: sa.Connection) -> bool:
     return conn.execute(query.limit(1)).first() is not None
 
 
-def tend(conn: sa.Connection) -> list[Pool]:
-    """Record the ends of silent workers and of pools; returns these pools.
+def tend(conn: sa.Connection) -> Tended:
+    """Record the ends of silent workers and of pools.
 
     Their processes are beyond reach. Without the token, whatever is left of them has no effect.
     """
@@ -189,21 +202,22 @@ def tend(conn: sa.Connection) -> list[Pool]:
             sa.and_(table.c.host_id == GUEST, left),
         ),
     )
+    dead: list[str] = []
     for worker in rows.every(conn, silent, PoolWorker):
-        workers.end(conn, worker, "silent")
+        dead += workers.end(conn, worker, "silent")
     ending = sa.select(table).where(
         table.c.host_id.in_(APART), table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING))
     )
-    ended = []
+    ended: list[Pool] = []
     for pool in rows.every(conn, ending.with_for_update(), Pool):
         living = workers.living(conn, [pool.id])[pool.id]
         ids = [worker.id for worker in living]
         if pool.state == PoolState.STOPPING or not workers.holding(conn, ids):
             for worker in living:
-                workers.end(conn, worker, "dismissed")
+                dead += workers.end(conn, worker, "dismissed")
             act = _ACT.because("its token is revoked, and its workers hold no jobs")
             ended.append(workers.conclude(conn, pool, act, PoolState(pool.ends_as)))
-    return ended
+    return Tended(ended, dead)
 
 
 def _of(pool: Pool, worker_id: str) -> sa.Select[tuple[PoolWorker]]:
@@ -220,8 +234,10 @@ def _member(conn: sa.Connection, pool: Pool, worker_id: str) -> PoolWorker:
     if worker is None:
         raise not_found("worker", worker_id)
     if worker.beat_at < clock.read(conn) - SILENT_S:
-        # Its seat may have gone to another worker.
+        # Its seat may have gone to another worker. If not, it has it again, and no other worker.
         _require_seat(conn, rows.get(conn, Pool, pool.id, lock=True), worker_id)
+        beat = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
+        conn.execute(beat.values(beat_at=clock.now()))
     return worker
 
 

@@ -7,6 +7,7 @@ supervisor finds them by id, start time and mark. What is recorded as ended is p
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from reconciler.model.pools import (
     PoolState,
     victim,
 )
-from reconciler.pools import memory, pools, processes, workers
+from reconciler.pools import hints, leases, memory, pools, processes, watch, workers
 from reconciler.pools.processes import Process
 from reconciler.pools.runner import DIGEST, MODEL_FILE
 from reconciler.runs import lock
@@ -50,6 +51,9 @@ GPUS_S = 30.0
 _WARN_S = 60.0
 # A worker beats every 10 s. One that is silent for longer hangs, and is killed.
 SILENT_S = 60.0
+# A supervisor that does not come further for so long hangs. It keeps the lock of this machine, so
+# that no other process supervises its pools.
+_STUCK_S = 300.0
 _MIB = 1 << 20
 _ACT = Act("reconciler")
 
@@ -86,6 +90,8 @@ class Supervisor:
     # The last heartbeat of each worker, and since when it is known here: on the monotonic clock, as
     # above, because that of the database may jump.
     _beats: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # When the pass that goes on last came further; inf between two.
+    _moved: float = math.inf
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -95,9 +101,11 @@ class Supervisor:
         self._parent = memory.parent_group(self._own)
 
     def start(self) -> None:
-        """Supervise in a thread, as soon as no other process does."""
+        """Supervise in a thread, as soon as no other process does. Ends the process if it hangs."""
         self._thread = threading.Thread(target=self._run, name="pools", daemon=True)
         self._thread.start()
+        # systemd starts the service again, and the next supervisor adopts the workers.
+        watch.start(lambda: self._moved, _STUCK_S, self._stopping, "the supervisor of pools")
 
     def stop(self) -> None:
         """Leave the workers to the next supervisor."""
@@ -115,10 +123,13 @@ class Supervisor:
 
     def _pass(self) -> None:
         try:
+            self._moved = time.monotonic()
             self.tend()
         except Exception:
             self._beats.clear()  # Without the database, no worker is silent.
             log.exception("pools of this host are left as they are; tried again")
+        finally:
+            self._moved = math.inf
 
     def lock(self) -> AbstractContextManager[int | None]:
         """The lock of the supervisor; None while another process has it."""
@@ -138,6 +149,7 @@ class Supervisor:
         for pool, living in recorded:
             if self.only is not None and pool.id not in self.only:
                 continue
+            self._moved = time.monotonic()
             tracked = [
                 _Worker(row, seen.pop(row.id, []) if row.boot_id == boot else []) for row in living
             ]
@@ -152,6 +164,7 @@ class Supervisor:
             except Exception:
                 # A pool that fails must not keep the others from being tended.
                 log.exception("pool %s is left as it is; tried again", pool.name)
+        self._moved = time.monotonic()
         if self.only is None:
             self._report(sizes, strays=self._end_strays(seen))
             self._relieve([pool for pool, _ in recorded], loads, now)
@@ -251,7 +264,8 @@ class Supervisor:
         ending = "not there any more" if code is None else f"exit status {code}"
         if killed:
             ending += ", killed for its memory"
-        retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
+        dead = retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
+        hints.bury(self.settings.redis_url, leases.codes_of(dead))
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
         for times in (self._beats, self._ending):
@@ -370,10 +384,10 @@ class Supervisor:
         """Evict the largest pool that must end for memory, one after the other."""
         total, used = memory.of_host(self._own)
         share = used / total
-        worst = max([share, *(load.share for load in loads)])
-        if recorded and worst >= WARN_SHARE and self._is_due("warn"):
+        fullest = max((load.share for load in loads), default=0.0)
+        if recorded and max(share, fullest) >= WARN_SHARE and self._is_due("warn"):
             log.warning(
-                "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, worst * 100
+                "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, fullest * 100
             )
             self._due["warn"] = time.monotonic() + _WARN_S
         ending = [pool for pool in recorded if pool.state == PoolState.STOPPING]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from reconciler.model.jobs import Call, Outcome
+from reconciler.pools import watch
 from reconciler.pools.child import START_S, Runner
 from reconciler.pools.queue import TEND_S, Away, Dismissed, JobQueue, Turn
 
@@ -26,7 +27,8 @@ _QUICK_S = 0.1
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
 # A worker whose main thread does not move for so long hangs, as in waiting for a child that a
-# driver does not let end. Its heartbeats would keep its jobs from others.
+# driver does not let end. Its heartbeats would keep its jobs from others. So does one whose
+# heartbeat has no answer for so long.
 _STUCK_S = START_S + 60.0
 
 
@@ -52,10 +54,22 @@ class Worker:
         # The lease of each job lasts for at least so long, on the monotonic clock.
         self._leased_until = 0.0
         self._moved = time.monotonic()
+        # When the heartbeat began that has had no answer yet.
+        self._beats_since = math.inf
         self._ended = threading.Event()
+        self._left = threading.Event()
 
     def run(self) -> None:
-        """Run jobs until `stopping` is set."""
+        """Run jobs until `stopping` is set. Ends the process if a thread hangs."""
+        watch.start(
+            lambda: min(self._moved, self._beats_since), _STUCK_S, self._left, "this worker"
+        )
+        try:
+            self._run()
+        finally:
+            self._left.set()
+
+    def _run(self) -> None:
         if not self._persist(self._queue.enter):
             return
         self._runner.start()
@@ -119,7 +133,7 @@ class Worker:
         def turn() -> Turn:
             began, others = time.monotonic(), len(self._runner)
             limit = 0 if self._stopping.is_set() else max(room, 0)
-            done = self._queue.turn(ended, (), limit, not others)
+            done = self._queue.turn(ended, (), limit, not others, self._runner.behind())
             if done.calls and not others:
                 self._leased_until = began + self._queue.lease_s
             return done
@@ -177,9 +191,7 @@ class Worker:
         while not self._ended.wait(pause):
             pause = self._queue.beat_s
             began, held = time.monotonic(), set(self._held)
-            if began - self._moved > _STUCK_S:
-                log.critical("this worker hangs and ends: its jobs go to others")
-                os._exit(1)
+            self._beats_since = began
             try:
                 kept = self._queue.renew(sorted({token for _, token in held}))
             except Away as away:
@@ -191,6 +203,8 @@ class Worker:
             except Dismissed as reason:
                 self._dismiss(reason)
                 return
+            finally:
+                self._beats_since = math.inf
             self._leased_until = began + self._queue.lease_s
             # Jobs that have just been finished are not held any more either, and need no call.
             self._lost = {key for key in held if key[0] not in kept} & set(self._held)

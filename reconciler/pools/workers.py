@@ -122,8 +122,11 @@ def holding(conn: sa.Connection, worker_ids: Sequence[str]) -> dict[str, int]:
     return dict(conn.execute(held).all())
 
 
-def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
-    """Record that no process of a worker is left. Its jobs are queued again."""
+def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> list[str]:
+    """Record that no process of a worker is left. Its jobs are queued again.
+
+    Returns ids of jobs that are buried instead.
+    """
     held = sa.and_(jobs.c.worker == worker.id, control.RUNNING)
     # Also those that it may have died of after they were canceled, or given to another worker.
     taken = sa.and_(jobs.c.taken_from == worker.id, jobs.c.updated_at > clock.now() - ENDS_S)
@@ -137,7 +140,8 @@ def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
     conn.execute(ended.values(**values, memory_bytes=0))
     lost = sa.update(jobs).where(held)
     if conn.execute(lost.values(lease_expires_at=clock.now() - 1)).rowcount:
-        leases.tend(conn)
+        return leases.tend(conn).dead
+    return []
 
 
 def recent_ends(conn: sa.Connection, pool: Pool) -> int:

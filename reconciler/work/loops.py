@@ -209,8 +209,6 @@ def follow_drain(engine: Engine, _settings: Settings) -> None:
     with reading(engine) as conn:
         if control.read(conn).mode != Mode.DRAIN:
             return
-    # Jobs of dead workers go back to the queue, also when no worker is left that would do it.
-    retrying(engine, leases.tend)
     if line := retrying(engine, control.follow):
         _MAINTENANCE_LOG.info("%s", line)
 
@@ -343,15 +341,27 @@ def _discarded(folder: Path) -> bool:
     return True
 
 
+def tend_leases(engine: Engine, settings: Settings) -> None:
+    """Loop for the queue of jobs: delays that are over and leases that have expired.
+
+    Workers with the database do it too, and sooner. This is for the jobs of the last of them, which
+    would stay `running` for ever, and for sites whose workers have no database.
+    """
+    with reading(engine) as conn:
+        if not leases.any_to_tend(conn):
+            return
+    swept = retrying(engine, leases.tend)
+    hints.bury(settings.redis_url, leases.codes_of(swept.dead))
+
+
 def tend_remote_workers(engine: Engine, settings: Settings) -> None:
-    """Loop for workers without the database: their lost jobs, and the ends of their pools."""
+    """Loop for workers without the database: the ends of silent ones and of their pools."""
     with reading(engine) as conn:
         if not remote.any_pool(conn):
             return
-    swept = retrying(engine, leases.tend)
-    if streams := hints.of(settings.redis_url):
-        streams.bury(dict.fromkeys(swept.dead, leases.LOST["code"]))
-    for pool in retrying(engine, remote.tend):
+    tended = retrying(engine, remote.tend)
+    hints.bury(settings.redis_url, leases.codes_of(tended.dead))
+    for pool in tended.ended:
         _POOLS_LOG.info("pool %s is %s", pool.name, pool.state)
 
 
@@ -373,6 +383,8 @@ LOOPS: tuple[Loop, ...] = (
     Loop("certificates", 600.0, renew_certificates),
     Loop("apps", 30.0, tend_apps),
     Loop("ingress", 10.0, tend_ingress),
+    # Before maintenance, whose drain waits for the jobs of dead workers.
+    Loop("leases", 1.0, tend_leases),
     Loop("maintenance", 1.0, follow_drain),
     Loop("remote_workers", 1.0, tend_remote_workers),
     Loop("retention", 600.0, forget),

@@ -6,6 +6,8 @@ import json
 import threading
 import time
 import uuid
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +20,18 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Job, Pool, PoolWorker
 from reconciler.lifecycle import restore
 from reconciler.model.errors import Problem
-from reconciler.pools import jobs, pools, remote
+from reconciler.model.jobs import LOST_LIMIT
+from reconciler.pools import hints, jobs, pools, remote
+from reconciler.pools.hints import DEAD
 from reconciler.records.tokens import digest
 from reconciler.settings import Settings
-from reconciler.work.loops import tend_remote_workers
+from reconciler.work.loops import tend_leases, tend_remote_workers
+from tests.redis_server import RedisServer
 from tests.unit.reconciler.api.conformity import Client
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_pools import started
-from tests.unit.reconciler.pools.test_leases import clock_ahead
+from tests.unit.reconciler.pools.test_leases import check_counts, clock_ahead
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-2")
 
@@ -125,7 +130,7 @@ def test_a_repeated_claim_gets_the_same_jobs_and_a_lost_lease_nothing(
     assert worker.claim(1, token) == [held]
     assert read(new, held["id"]).lease_expires_at > clock_of(new) + 20
     change(new, Job, lease_expires_at=1.0)
-    tend_remote_workers(new.engine, Settings())
+    tend_leases(new.engine, Settings())
     assert worker.finish(held, result={}) == 0
     assert worker.ask("renew", tokens=[token]).json()["held"] == []
     row = read(new, held["id"])
@@ -180,13 +185,39 @@ def test_a_worker_that_has_a_job_which_was_lost_has_no_other(new: Stack, worker:
     lost, *_ = enqueue(new, 4)
     held = worker.claim()
     change(new, Job, lease_expires_at=1.0)
-    tend_remote_workers(new.engine, Settings())
+    tend_leases(new.engine, Settings())
     assert [(job["id"], job["lost"]) for job in worker.claim(9)] == [(lost, 1)]
     assert worker.claim(9) == [], "it cannot have others to blame"
     assert worker.finish(*held, result={}) == 0
     (again,) = worker.claim(9, read(new, lost).token)
     assert worker.finish(again, result={}) == 1
     assert len(worker.claim(9)) == 3
+
+
+def test_dead_letters_are_named_in_the_stream(new: Stack, worker: Worker, tmp_path: Path) -> None:
+    """Those of outcomes, of workers that leave or are silent, and none that is not committed."""
+    with closing(RedisServer(tmp_path)) as server:
+        server.start()
+        new.settings = new.settings.model_copy(update={"redis_url": server.url})
+        worker.client = new.client("remote-demo")
+        failed, left, silent = enqueue(new, 3)
+        (held,) = worker.claim()
+        assert worker.finish(held, error=FAILURE, permanent=True) == 1
+        assert worker.finish(held, error=FAILURE, permanent=True) == 0
+        change(new, Job, lost=LOST_LIMIT - 1)
+        assert [job["id"] for job in worker.claim()] == [left]
+        worker.ask("leave")
+        worker = Worker(new)
+        assert [job["id"] for job in worker.claim()] == [silent]
+        change(new, PoolWorker, beat_at=1.0)
+        tend_remote_workers(new.engine, new.settings)
+        letters = [fields for _, fields in server.client.xrange(DEAD)]
+        hints.of.cache_clear()
+    assert letters == [
+        {"job": failed, "code": "function_failed"},
+        {"job": left, "code": "worker_lost"},
+        {"job": silent, "code": "worker_lost"},
+    ]
 
 
 def test_a_pool_has_a_seat_for_each_worker(new: Stack, worker: Worker) -> None:
@@ -205,6 +236,17 @@ def test_a_pool_has_a_seat_for_each_worker(new: Stack, worker: Worker) -> None:
     assert worker.ask("renew", tokens=[]).json()["code"] == "worker_not_found"
     unknown = worker.client.post("worker/register", json=body | {"models": ["other"]})
     assert (unknown.status_code, unknown.json()["code"]) == (422, "model_unknown")
+
+
+def test_of_two_silent_workers_one_takes_the_seat_again(new: Stack, worker: Worker) -> None:
+    change(new, PoolWorker, beat_at=clock_of(new) - 31)
+    second = Worker(new)
+    change(new, PoolWorker, beat_at=clock_of(new) - 31)
+    enqueue(new, 2)
+    assert len(worker.claim()) == 1
+    late = second.ask("turn", claim={"token": str(uuid.uuid4()), "limit": 1})
+    assert (late.status_code, late.json()["code"]) == (409, "pool_full")
+    assert second.ask("renew", tokens=[]).json()["code"] == "pool_full"
 
 
 def test_a_clock_set_back_keeps_no_seat(new: Stack, worker: Worker) -> None:
@@ -238,6 +280,25 @@ def test_an_outcome_that_cannot_be_kept_is_a_failure(
     row = read(new, id)
     assert (row.error["code"], row.result) == (code, None)
     assert "\0" not in row.error["found"]
+
+
+def test_the_texts_of_a_failure_are_cut(new: Stack, worker: Worker) -> None:
+    """They count against no limit of the project, and a job may fail again and again."""
+    (id,) = enqueue(new)
+    (held,) = worker.claim()
+    texts = dict.fromkeys(("expected", "found", "remedy"), "\U0001f600" * 2000)
+    worker.finish(held, error={**FAILURE, **texts, "detail": "\x01" * 1999 + "!"})
+    row = read(new, id)
+    assert len(json.dumps(row.error)) < 5_000
+    assert row.error["detail"].endswith("\x01!")
+    assert {len(row.error[name]) for name in texts} == {75}
+    change(new, Job, not_before=None)
+    (held,) = worker.claim()
+    worker.finish(held, error={**FAILURE, "found": "x" * 2000, "detail": "y" * 2000})
+    row = read(new, id)
+    assert (len(row.error["found"]), len(row.error["detail"])) == (300, 2000)
+    assert row.error["remedy"] == FAILURE["remedy"]
+    check_counts(new.engine)
 
 
 def keys(held: dict[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db.engine import transaction
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools import child, remote, worker
+from reconciler.pools import child, leases, remote, worker
 from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
 from reconciler.pools.queue import DatabaseQueue, Ended, Turn
 from reconciler.pools.worker import Worker
+from tests.silent_proxy import SilentProxy
+from tests.unit.reconciler.conftest import PostgresDatabase
 from tests.unit.reconciler.pools.conftest import FUNCTIONS
 from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -131,6 +135,49 @@ def test_outcomes_and_claims_share_transactions(
     assert len(claims) < len(ids) / 4
 
 
+def test_calls_that_cost_the_process_leave_others_as_much_time(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    """Each would have the models loaded again, and let its project have the next turn as well."""
+    file = tmp_path / "ran"
+    file.touch()
+    queue.submit([{"file": str(file), "number": 1, "seconds": 600}] * 3, "p1", timeout_s=1)
+    queue.submit([{"file": str(file), "number": 2, "seconds": 0.05}] * 300, "p2")
+    stopping = threading.Event()
+
+    def ran() -> str:
+        return "".join(file.read_text().split())
+
+    def watch() -> None:
+        until(lambda: ran().count("1") == 2)
+        stopping.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(DatabaseQueue(queue.engine, ["m"]), runner, stopping, drain_s=0).run()
+    watcher.join()
+    between = ran().split("1")[1]
+    assert len(between) > 12, "more than a second's"
+    assert runner.behind() == {"p1"}
+    assert queue.open() > 3, "others always waited"
+
+
+def test_a_project_whose_jobs_are_canceled_as_they_run_lets_others_go_first(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    file = tmp_path / "ran"
+    queue.submit([{"file": str(file), "number": 1, "seconds": 600}])
+    with transaction(queue.engine) as conn:
+        held = leases.claim(conn, queue.worker, limit=1)
+    runner.start()
+    runner.send(held)
+    until(file.exists)
+    assert runner.behind() == set()
+    runner.drop()
+    assert runner.behind() == {"p1"}
+    until(lambda: not runner.behind())
+
+
 def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
     monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
 ) -> None:
@@ -139,13 +186,70 @@ def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
     monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
 
     class Hanging(DatabaseQueue):
+        def renew(self, _tokens: Sequence[str]) -> set[str]:
+            return set()
+
         def turn(self, *_: object) -> Turn:
+            ended.clear()
             assert ended.wait(60), "its heart goes on"
             stopping.set()
             return Turn(0, [])
 
     queue.add()
     Worker(Hanging(queue.engine, ["m"], beat_s=0.05), runner, stopping).run()
+    assert ended.is_set()
+
+
+@pytest.mark.postgres
+def test_a_worker_ends_whose_database_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    postgres_database: PostgresDatabase,
+    runner: Runner,
+    tmp_path: Path,
+) -> None:
+    """Its heartbeat waits as well, and nothing but a thread that asks nobody can see it."""
+    queue = Queue(postgres_database.restore())
+    queue.submit([{"file": str(tmp_path / "ran"), "number": 1, "seconds": 600}])
+    ended: list[int] = []
+    monkeypatch.setattr(worker, "_STUCK_S", 1.5)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    stopping = threading.Event()
+    proxy = SilentProxy(queue.engine.url)
+
+    def watch() -> None:
+        try:
+            until((tmp_path / "ran").exists)
+            proxy.fall_silent()
+            until(lambda: ended, 30)
+        finally:
+            stopping.set()
+            proxy.close()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(DatabaseQueue(proxy.engine, ["m"], beat_s=0.05), runner, stopping, drain_s=0).run()
+    watcher.join()
+    assert set(ended) == {1}
+
+
+def test_a_worker_ends_whose_heartbeat_hangs(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
+) -> None:
+    """Its jobs go to others meanwhile, and it would go on with them."""
+    ended, stopping = threading.Event(), threading.Event()
+    monkeypatch.setattr(worker, "_STUCK_S", 0.5)
+    monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
+
+    class Hanging(DatabaseQueue):
+        def renew(self, _tokens: Sequence[str]) -> set[str]:
+            ended.clear()  # The models may have taken as long to load.
+            try:
+                assert ended.wait(30)
+            finally:
+                stopping.set()
+            return set()
+
+    Worker(Hanging(queue.engine, ["m"], poll_s=0.01, beat_s=0.05), runner, stopping).run()
     assert ended.is_set()
 
 
@@ -157,9 +261,7 @@ def test_a_worker_holds_what_ends_in_a_tenth_of_a_second(
     limits: list[int] = []
 
     class Endless(DatabaseQueue):
-        def turn(
-            self, ended: Ended, returned: Sequence[Call], limit: int, alone: bool = True
-        ) -> Turn:
+        def turn(self, ended: Ended, _returned: object, limit: int, *_: object) -> Turn:
             limits.append(limit)
             if len(limits) > 20:
                 stopping.set()

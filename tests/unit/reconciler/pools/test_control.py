@@ -15,7 +15,7 @@ from reconciler.model.jobs import Outcome
 from reconciler.pools import control, leases
 from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.settings import Settings
-from reconciler.work.loops import follow_drain
+from reconciler.work.loops import follow_drain, tend_leases
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.pools.test_leases import FAILED, Queue, clock_ahead
 
@@ -34,7 +34,8 @@ def drain(queue: Queue, deadline_s: float = 600) -> None:
 
 def follow(queue: Queue) -> str:
     """The mode after another step of the leader."""
-    follow_drain(queue.engine, Settings())
+    for step in (tend_leases, follow_drain):
+        step(queue.engine, Settings())
     with reading(queue.engine) as conn:
         return control.read(conn).mode
 

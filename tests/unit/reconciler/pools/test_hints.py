@@ -14,9 +14,17 @@ from pathlib import Path
 import pytest
 import redis
 
-from reconciler.pools import hints
+from reconciler.model.jobs import LOST_LIMIT, Outcome
+from reconciler.pools import hints, supervisor
 from reconciler.pools.hints import DEAD, GROUP, STREAM, Hints
+from reconciler.pools.queue import DatabaseQueue
+from reconciler.pools.supervisor import Supervisor
+from reconciler.settings import Settings
+from reconciler.work import loops
 from tests.redis_server import RedisServer
+from tests.unit.reconciler.pools.conftest import Workers
+from tests.unit.reconciler.pools.test_leases import ERROR, Queue
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -28,11 +36,31 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServ
     server.start()
     yield server
     server.close()
+    hints.of.cache_clear()
 
 
 @pytest.fixture
 def streams(server: RedisServer) -> Hints:
     return Hints(server.url)
+
+
+def test_streams_have_the_names_that_other_programs_read() -> None:
+    names = [STREAM, GROUP, DEAD]
+    stream = "stream:orchestrator:inference_jobs"
+    assert names == [stream, "cg:inference", f"{stream}:dlq"]
+
+
+def test_a_hint_wakes_a_process_that_would_look_in_a_minute(
+    workers: Workers, server: RedisServer
+) -> None:
+    workers.environment |= {"GPUAAS_REDIS_URL": server.url, "GPUAAS_POLL_S": "60"}
+    workers.start()
+    workers.served("m")
+    for _ in range(2):
+        (id,) = workers.submit(1)
+        hints.Hints(server.url).announce([id])
+        until(lambda id=id: workers.queue.read(id).status == "done", 30)
+        until(lambda: server.client.xlen(STREAM) == 0, 30)
 
 
 def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: Hints) -> None:
@@ -82,9 +110,82 @@ def test_a_redis_that_is_away_or_hangs_delays_nobody(
     server.start()
     monkeypatch.setattr(streams, "_away_until", 0.0)
     streams.bury({"a": "timed_out"})
-    assert [fields for _, fields in server.client.xrange(DEAD)] == [
-        {"job": "a", "code": "timed_out"}
-    ]
+    assert letters(server) == [{"job": "a", "code": "timed_out"}]
+
+
+def letters(server: RedisServer) -> list[dict[str, str]]:
+    return [fields for _, fields in server.client.xrange(DEAD)]
+
+
+def test_dead_letters_of_workers_with_the_database_are_named(
+    queue: Queue, server: RedisServer, tmp_path: Path
+) -> None:
+    """Of an outcome, a lease that expires, the end of a pool's worker, and the leader."""
+    failed, expired, ended, swept = queue.add(4)
+    settings = Settings(state_dir=tmp_path, redis_url=server.url)
+    streams = hints.of(server.url)
+    database = DatabaseQueue(queue.engine, ["m"], hints=streams)
+    database.serve({})
+    (call,) = database.turn((), (), 1).calls
+    database.turn([(call, Outcome(error=ERROR, permanent=True))], (), 0)
+    assert letters(server) == [{"job": failed, "code": "function_failed"}]
+    queue.change(expired, ended, swept, lost=LOST_LIMIT - 1)
+    queue.claim(lease_s=-1)
+    database.tend()
+    queue.claim()
+    worker = supervisor._Worker(queue.worker, [])
+    Supervisor(settings, queue.engine)._end(worker)
+    queue.claim(lease_s=-1)
+    loops.tend_leases(queue.engine, settings)
+    lost = [{"job": id, "code": "worker_lost"} for id in (expired, ended, swept)]
+    assert letters(server)[1:] == lost
+
+
+def test_a_hint_that_another_worker_takes_delays_a_job_by_a_poll_at_most(
+    queue: Queue, server: RedisServer
+) -> None:
+    database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
+    database.serve({})
+    streams = Hints(server.url)
+    streams.wait("another", 0.01)
+    streams.announce(queue.add(1))
+    streams.wait("another", 1)
+    began = time.monotonic()
+    database.wait(threading.Event())
+    assert time.monotonic() - began < 0.6, "not for the second that Redis may be asked"
+    assert not database.is_idle()
+
+
+def test_hints_that_bring_no_job_let_no_worker_spin(queue: Queue, server: RedisServer) -> None:
+    database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
+    database.serve({})
+    stopping, streams = threading.Event(), Hints(server.url)
+
+    def waits(seconds: float) -> int:
+        end, count = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            streams.announce(["of another model"])
+            database.wait(stopping)
+            assert database.is_idle()
+            count += 1
+        return count
+
+    assert 5 < waits(1.0) <= 22
+    # Those that are left do not keep workers from hearing of new ones.
+    streams.announce(map(str, range(3 * hints.STALE)))
+    waits(0.7)
+    assert streams.lengths()[STREAM] < hints.STALE
+    # After a hint that has brought a job, the next one wakes the worker at once.
+    database._poll_s = 60.0
+    server.client.delete(STREAM)
+    database.wait(stopping)
+    streams.announce(queue.add(1))
+    database.wait(stopping)
+    assert database.turn((), (), 1).calls
+    streams.announce(queue.add(1))
+    began = time.monotonic()
+    database.wait(stopping)
+    assert time.monotonic() - began < 0.5
 
 
 @contextmanager

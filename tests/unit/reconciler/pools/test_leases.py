@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, rows
-from reconciler.db.engine import reading, transaction
+from reconciler.db import clock, leader, rows
+from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, PoolWorker, audit_log
 from reconciler.db.schema import jobs as table
 from reconciler.lifecycle import quota
@@ -227,6 +227,14 @@ def test_a_long_queue_does_not_delay_another_project(queue: Queue) -> None:
     assert queue.claim()[0].project_id == "p2", "of those that run, it has the fewest"
 
 
+def test_a_project_behind_others_gets_what_they_leave(queue: Queue) -> None:
+    queue.add(4)
+    queue.add(2, "p2")
+    behind = {"p1"}
+    assert [job.project_id for job in queue.claim(9, behind=behind)] == ["p2", "p2"]
+    assert [job.project_id for job in queue.claim(9, behind=behind)] == ["p1"] * 4
+
+
 def test_a_worker_takes_only_jobs_of_its_models(queue: Queue) -> None:
     with transaction(queue.engine) as conn:
         leases.register(conn, host="there", pid=2, models=["other"])
@@ -244,9 +252,13 @@ def test_a_delayed_job_waits_for_its_time(queue: Queue) -> None:
     assert [job.id for job in queue.claim()] == [id]
 
 
-def test_a_failure_is_tried_again_later_until_its_attempts_end(queue: Queue) -> None:
+def test_a_failure_is_tried_again_later_until_its_attempts_end(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
     (id,) = queue.add(max_attempts=2)
     assert queue.finish(queue.claim(), FAILED) == {id: JobStatus.PENDING}
+    retried = f"Job retry: job {id}, function_failed, found b"
+    assert [record.getMessage() for record in caplog.records] == [retried], "as runbooks have it"
     job = queue.read(id)
     assert (job.attempts, job.error["code"]) == (1, "function_failed")
     assert job.not_before is not None and job.not_before > job.updated_at
@@ -300,6 +312,33 @@ def clock_jumps(queue: Queue, hours: int) -> None:
         again = {job.id: job for _ in range(2) for job in queue.claim(9)}
         assert again.keys() == ({dead, delayed} if hours > 0 else {dead})
         assert (again[dead].lost, again[dead].attempts) == (1, 0)
+
+
+def test_the_leader_takes_the_jobs_of_the_last_worker_back(queue: Queue) -> None:
+    """Without a worker and without a pool, so that an alert sees jobs wait and none run."""
+    lost, delayed, ahead = queue.add(3)
+    queue.claim()
+    queue.change(lost, lease_expires_at=1.0)
+    queue.change(delayed, not_before=1.0)
+    queue.change(ahead, status="running", lease_expires_at=clock.now() + 3600)
+    lease = retrying(queue.engine, lambda conn: leader.campaign(conn, leader.LOOPS, "p", 3600))
+    assert "leases" in loops.Loops(Settings(), queue.engine, lambda: lease).run_due()
+    assert (queue.read(lost).status, queue.read(lost).lost) == ("pending", 1)
+    assert queue.read(delayed).not_before is None
+    with clock_ahead(queue.engine, leases.LEASE_S + 2):
+        assert queue.tend().reclaimed == 1
+    statements: list[str] = []
+
+    def executed(_conn: sa.Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    queue.add()
+    queue.change(*queue.add(), not_before=clock.now() + 60)
+    queue.claim()
+    sa.event.listen(queue.engine, "after_cursor_execute", executed)
+    loops.tend_leases(queue.engine, Settings())
+    sa.event.remove(queue.engine, "after_cursor_execute", executed)
+    assert [statement.split()[0] for statement in statements if "jobs" in statement] == ["SELECT"]
 
 
 @contextmanager
@@ -526,6 +565,16 @@ def test_jobs_and_workers_are_kept_for_their_time(queue: Queue) -> None:
         queue.add()
 
 
+def test_the_leader_keeps_ended_jobs_for_a_week(queue: Queue) -> None:
+    old, young = queue.bury(2)
+    waiting = queue.add()[0]
+    queue.change(old, waiting, updated_at=clock.now() - 7.1 * loops.DAY_S)
+    queue.change(young, updated_at=clock.now() - 6.9 * loops.DAY_S)
+    assert loops.forget(queue.engine, Settings())["jobs"] == 1
+    with reading(queue.engine) as conn:
+        assert {job["id"] for job in jobs.every(conn, "p1")} == {young, waiting}
+
+
 def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
     """With a million queued jobs, each statement uses one of the partial indexes, and so do those
     of requests with 50,000 jobs that are kept.
@@ -545,6 +594,8 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         assert len(held) == 3
         assert len(queue.finish(held[:1], Outcome({}))) == 1
         assert len(queue.finish(held[1:], FAILED)) == 2
+        with reading(queue.engine) as conn:
+            assert leases.any_to_tend(conn)
         assert queue.tend().due == 2
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 
 from reconciler.pools import child, onnx
@@ -28,6 +29,28 @@ def test_digits_are_read_even_with_a_wrong_segment() -> None:
     broken = [0, *lit[0][1:]]
     assert broken not in lit
     assert read({"segments": [broken]})["digit"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("available", "used"),
+    [
+        (["CPUExecutionProvider", "CUDAExecutionProvider"], ["CUDAExecutionProvider"]),
+        (["TensorrtExecutionProvider", "CPUExecutionProvider"], []),
+    ],
+)
+def test_a_gpu_is_used_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, available: list[str], used: list[str]
+) -> None:
+    session, given = onnxruntime.InferenceSession, []
+
+    def begin(file: str, providers: list[str]) -> Any:
+        given.append(providers)
+        return session(file, providers=["CPUExecutionProvider"])
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", begin)
+    onnx.load(str(FILE))
+    assert given == [[*used, "CPUExecutionProvider"]], "in the order in which they are preferred"
 
 
 @pytest.mark.parametrize(

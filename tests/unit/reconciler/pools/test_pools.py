@@ -27,8 +27,10 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Outcome
 from reconciler.model.pools import ENDS_OF_A_PROJECT, ENDS_S, Load, PoolState, victim
-from reconciler.pools import jobs, leases, memory, pools, remote, workers
+from reconciler.pools import jobs, leases, memory, pools, processes, remote, workers
 from reconciler.pools.pools import NewPool
+from reconciler.pools.processes import Process
+from reconciler.pools.supervisor import Supervisor
 from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase
@@ -354,6 +356,70 @@ def test_a_pool_of_a_project_runs_its_jobs_only(engine: sa.Engine) -> None:
             jobs.enqueue(conn, "p1", [jobs.NewJob("theirs", {})], ADMIN)
     with transaction(engine) as conn:
         assert [job.id for job in leases.claim(conn, worker, limit=9)] == ids
+
+
+def test_a_process_is_a_worker_s_own_by_id_and_time_of_its_start(engine: sa.Engine) -> None:
+    """Ids of processes are used again."""
+    worker = replace(Queue(engine).worker, pid=7, start_ticks=100)
+    assert processes.leads(worker, Process(7, 100))
+    assert not processes.leads(worker, Process(7, 101))
+    assert not processes.leads(worker, Process(8, 100))
+
+
+def test_a_pool_and_its_leases_end_together(
+    engine: sa.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(engine)
+    begun(engine, start(engine, devices=["GPU-0"]))
+    with transaction(engine) as conn:
+        pool = pools.evict(conn, "a", ADMIN)
+    assert pool.state == "stopping"
+    supervisor = Supervisor(Settings(state_dir=tmp_path), engine)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("as a full disk")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(workers, "advance", fail)
+        supervisor._conclude(pool)
+    assert (read(engine, pool).state, held(engine)) == ("stopping", ["GPU-0"])
+    supervisor._conclude(pool)
+    assert (read(engine, pool).state, held(engine)) == ("evicted", [])
+
+
+def test_the_memory_of_the_host_warns_and_evicts(
+    engine: sa.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    host(engine)
+    small, large, kept = (
+        begun(engine, start(engine, name, kill_on_oom=name != "kept"))[0]
+        for name in ("small", "large", "kept")
+    )
+    loads = [
+        Load(pool.id, size, 0.1, pool.kill_on_oom)
+        for pool, size in ((small, 1), (large, 2), (kept, 3))
+    ]
+    supervisor = Supervisor(Settings(state_dir=tmp_path), engine)
+
+    def states(used: int) -> list[str]:
+        monkeypatch.setattr(memory, "of_host", lambda _own: (100, used))
+        caplog.clear()
+        supervisor._due.clear()
+        with reading(engine) as conn:
+            now = clock.read(conn)
+        supervisor._relieve([read(engine, pool) for pool in (small, large, kept)], loads, now)
+        return [read(engine, pool).state for pool in (small, large, kept)]
+
+    assert states(84) == ["running"] * 3 and caplog.text == ""
+    assert states(86) == ["running"] * 3
+    assert "memory: 86 % of this host, 10 % of a worker" in caplog.text
+    assert states(91) == ["running", "stopping", "running"]
+    assert "Pool eviction" in caplog.text
+    assert read(engine, large).failure["code"] == "memory_exceeded"
+    assert states(91) == ["running", "stopping", "running"], "its memory comes free soon"
 
 
 def test_a_late_process_finds_no_place(engine: sa.Engine) -> None:

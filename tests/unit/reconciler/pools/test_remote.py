@@ -138,6 +138,36 @@ def states(workers: Workers) -> set[str]:
         return {pool.state for pool in pools.every(conn)}
 
 
+def test_a_worker_that_was_given_up_for_its_silence_registers_again(
+    workers: Workers, service: Service
+) -> None:
+    """As after a pause of its machine, or a jump of the database's clock."""
+    start(workers, service)
+    workers.wait(*workers.submit(1), "done")
+    give_up(workers)
+    workers.wait(*workers.submit(1), "done")
+    (held,) = workers.submit(1, seconds=600)
+    until(lambda: len(workers.ran()) == 3)
+    give_up(workers)
+    call = {"file": str(workers.note), "number": 9}
+    workers.queue.change(held, input=call)
+    job = workers.wait(held, "done")
+    assert (job.result, job.lost, job.attempts) == ({"twice": 18}, 1, 1)
+    row = PoolWorker.TABLE
+    with reading(workers.queue.engine) as conn:
+        known = conn.execute(sa.select(row.c.pid, row.c.ending).where(row.c.pool_id != "")).all()
+    assert Counter(known) == {(workers.pids[0], "silent"): 2, (workers.pids[0], ""): 1}
+
+
+def give_up(workers: Workers) -> None:
+    """The leader records the pool's worker as ended, as after ten minutes of silence."""
+    row = PoolWorker.TABLE
+    mine = sa.and_(row.c.pool_id != "", row.c.ended_at.is_(None))
+    with transaction(workers.queue.engine) as conn:
+        conn.execute(sa.update(row).where(mine).values(beat_at=1.0))
+        remote.tend(conn)
+
+
 @contextmanager
 def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
     """The address of a service that answers with documents, or bytes as they are, by path, and the
@@ -228,6 +258,43 @@ def test_a_job_is_given_up_when_its_lease_ends_without_the_service(tmp_path: Pat
         Worker(queue, runner, stopping).run()
         watcher.join()
     assert not [body for act, body in asked if act == "turn" and body["ended"]]
+
+
+def test_a_worker_that_is_always_unknown_does_not_register_without_a_pause() -> None:
+    """Nor does it when it ends anyway."""
+    answers: dict[str, Any] = {
+        "register": {"worker_id": "w", "lease_s": 30.0, "beat_s": 10.0},
+        **dict.fromkeys(("due", "turn", "renew", "leave"), (404, {"code": "worker_not_found"})),
+    }
+    stopping = threading.Event()
+    with scripted(answers) as (url, asked):
+        queue = ApiQueue(url, lambda: "secret", ["m"], stopping)
+        ender = threading.Timer(2.5, stopping.set)
+        ender.start()
+        Worker(queue, Runner({"m": f"{FUNCTIONS}:double"}, 256), stopping).run()
+        ender.join()
+        before = len(asked)
+        with pytest.raises(Dismissed):
+            queue.leave()
+    registered = [act for act, _ in asked].count("register")
+    assert 2 < registered < 7
+    assert [act for act, _ in asked[before:]] == ["leave"]
+
+
+def test_a_worker_comes_back_once_there_is_a_seat_and_while_its_pool_serves() -> None:
+    answers: dict[str, Any] = {
+        "register": {"worker_id": "w", "lease_s": 30.0, "beat_s": 10.0},
+        "renew": (404, {"code": "worker_not_found"}),
+    }
+    with scripted(answers) as (url, _):
+        queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
+        queue.serve({})
+        answers["register"] = (409, {"code": "pool_full"})
+        with pytest.raises(Away):
+            queue.renew([])
+        answers["register"] = (409, {"code": "pool_ended"})
+        with pytest.raises(Dismissed):
+            queue.renew([])
 
 
 def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from reconciler.pools import jobs, memory, pools, processes, supervisor, workers
 from reconciler.pools.supervisor import Supervisor
 from reconciler.runs import lock
 from reconciler.settings import Settings
-from tests.unit.reconciler.conftest import ADMIN
+from tests.silent_proxy import SilentProxy
+from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase
 from tests.unit.reconciler.pools.test_leases import Queue, clock_ahead
 from tests.unit.reconciler.service.service import until
 
@@ -197,6 +199,33 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
     assert control.left() == {}
     for child in first._children.values():
         child.wait(timeout=60)
+
+
+@pytest.mark.postgres
+def test_a_supervisor_whose_database_never_answers_ends_its_process(
+    postgres_database: PostgresDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would keep the lock of the machine for ever."""
+    ended: list[int] = []
+    monkeypatch.setattr(supervisor, "_STUCK_S", 1.0)
+    monkeypatch.setattr(supervisor, "EVERY_S", 2.0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(memory, "gpus", list)
+    proxy = SilentProxy(postgres_database.restore().url)
+    it = Supervisor(Settings(state_dir=tmp_path), proxy.engine)
+    it.start()
+    with closing(proxy):
+        with postgres_database.engine.connect() as conn:
+            hosts = sa.select(sa.func.count()).select_from(pool_hosts)
+            until(lambda: conn.execute(hosts).scalar_one())
+        time.sleep(2.5)
+        assert not ended, "a pause between two passes is no hang"
+        proxy.fall_silent()
+        until(lambda: ended, 30)
+    it.stop()
+    with it.lock() as held:
+        assert held is not None
+    assert set(ended) == {1}
 
 
 @pytest.mark.parametrize("hours", [1, -1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sqlite3
@@ -23,6 +24,7 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.leader import LOOPS, Deposed, campaign, led_by, resign
 from reconciler.db.migrations import migrate
+from reconciler.service import process
 from reconciler.service.process import Heartbeat
 from reconciler.settings import Settings
 from reconciler.work.loops import Loop, Loops
@@ -42,6 +44,25 @@ def leading(engine: sa.Engine) -> leader.Lease:
         lease = campaign(conn, LOOPS, "a", 30)
     assert lease is not None
     return lease
+
+
+def test_the_log_has_the_words_of_the_runbooks(
+    engine: sa.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "gpuaas.leader")
+    first, second = (Heartbeat(engine, lambda: [LOOPS]) for _ in range(2))
+    for heartbeat in (first, second, second):
+        heartbeat._beat()
+
+    def away(*_: object) -> None:
+        raise sa.exc.OperationalError("", {}, OSError("the database is away"))
+
+    monkeypatch.setattr(process, "retrying", away)
+    first._beat()
+    led, refused, lost = (record.getMessage() for record in caplog.records)
+    assert led == "leading, epoch 1"
+    assert refused.startswith("Failed to acquire leader lock")
+    assert lost.startswith("Leader DB connection lost")
 
 
 @pytest.mark.covers("I9")
