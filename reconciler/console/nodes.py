@@ -24,9 +24,12 @@ async def show(visit: Visit) -> Response:
     node = await visit.get(path)
     slots = await visit.get(f"{path}/resource-slots")
     tasks = await visit.get("/admin/tasks", node_id=node["id"], limit=12)
-    drift = await visit.get(
-        "/admin/tasks", node_id=node["id"], kind="slice.drift_reconcile", limit=1
+    looks = await visit.get(
+        "/admin/tasks", node_id=node["id"], kind="slice.drift_reconcile", limit=10
     )
+    # The last that has compared; one that waits, has failed or was skipped has not.
+    results = [(task, task["result"]) for task in looks["items"]]
+    drift = next((t for t, r in results if "differences" in r and not r.get("skipped")), None)
     live = await _live_allocations(visit, node["id"])
     # The other refreshed part of the page comes every few seconds, and needs neither.
     target = visit.request.headers.get("HX-Target", "")
@@ -37,7 +40,8 @@ async def show(visit: Visit) -> Response:
         node=node,
         slots=slots["items"],
         tasks=tasks["items"],
-        drift=drift["items"][0] if drift["items"] else None,
+        drift=drift,
+        latest_look=next(iter(looks["items"]), None),
         inventories=[
             (title, reading, _about(node, reading)) for _, title, reading in compared if reading
         ],

@@ -592,6 +592,10 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
     (shown,) = re.findall(r"<tr>(.*?domain_unknown.*?)</tr>", text)
     assert "failed" in shown and "gpuaas-slice-&lt;1&gt;" in shown
     assert "<dt>bios SriovGlobal</dt><dd>changed: Enabled → Disabled</dd>" in text
+    assert "The latest comparison" not in text
+    selling.client("admin").post(f"admin/nodes/{NODE}/drift")
+    text = admin.get(page).text
+    assert "domain_unknown" in text and "The latest comparison" in text
 
 
 def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
