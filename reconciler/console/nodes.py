@@ -24,24 +24,19 @@ async def show(visit: Visit) -> Response:
     node = await visit.get(path)
     slots = await visit.get(f"{path}/resource-slots")
     tasks = await visit.get("/admin/tasks", node_id=node["id"], limit=12)
-    looks = await visit.get(
-        "/admin/tasks", node_id=node["id"], kind="slice.drift_reconcile", limit=10
-    )
-    # The last that has compared; one that waits, has failed or was skipped has not.
-    results = [(task, task["result"]) for task in looks["items"]]
-    drift = next((t for t, r in results if "differences" in r and not r.get("skipped")), None)
     live = await _live_allocations(visit, node["id"])
-    # The other refreshed part of the page comes every few seconds, and needs neither.
+    # The other refreshed part of the page comes every few seconds, and needs none of these.
     target = visit.request.headers.get("HX-Target", "")
     measured = await _measured(visit, live) if not target or "telemetry" in target else None
     compared = [] if target else await operators.comparisons(visit)
+    looks = [] if target else await _looks_for_drift(visit, node["id"])
     return visit.page(
         "node.html",
         node=node,
         slots=slots["items"],
         tasks=tasks["items"],
-        drift=drift,
-        latest_look=next(iter(looks["items"]), None),
+        drift=next(filter(_has_compared, looks), None),
+        latest_look=next(iter(looks), None),
         inventories=[
             (title, reading, _about(node, reading)) for _, title, reading in compared if reading
         ],
@@ -120,6 +115,20 @@ async def _live_allocations(visit: Visit, node_id: str) -> list[Document]:
         page = await visit.get("/admin/allocations", node_id=node_id, state=state)
         live += page["items"]
     return live
+
+
+async def _looks_for_drift(visit: Visit, node_id: str) -> list[Document]:
+    """The latest comparisons of the host with the records, newest first."""
+    tasks = await visit.get("/admin/tasks", node_id=node_id, kind="slice.drift_reconcile", limit=10)
+    looks: list[Document] = tasks["items"]
+    return looks
+
+
+def _has_compared(look: Document) -> bool:
+    """Whether it has a finding, if only that nothing differs. One that waits, has failed or was
+    skipped has none.
+    """
+    return "differences" in look["result"] and not look["result"].get("skipped")
 
 
 async def _measured(visit: Visit, live: list[Document]) -> list[tuple[str, list[charts.Chart]]]:

@@ -9,7 +9,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -380,13 +380,13 @@ def give_back(conn: sa.Connection, held: Sequence[Call | Job]) -> None:
 
 
 class Tended(NamedTuple):
-    """due: jobs whose delay is over. reclaimed: jobs whose lease has expired. dead: those of them
-    that are buried.
+    """due: jobs whose delay is over. reclaimed: jobs whose lease has expired. dead: error codes by
+    id, of those that are buried.
     """
 
     due: int
     reclaimed: int
-    dead: list[str]
+    dead: dict[str, str]
 
 
 def any_to_tend(conn: sa.Connection) -> bool:
@@ -423,12 +423,7 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     counts.add(conn, [(owner, JobStatus.RUNNING, status, 0) for _, status, owner in reclaimed])
     dead = [id for id, status, _ in reclaimed if status == JobStatus.DEAD_LETTER]
     control.count(conn, reclaimed=len(reclaimed), reclaimer_errors=errors)
-    return Tended(due, len(reclaimed), dead)
-
-
-def codes_of(dead: Iterable[str]) -> dict[str, str]:
-    """Error codes by id, of jobs that `tend` has buried."""
-    return dict.fromkeys(dead, LOST["code"])
+    return Tended(due, len(reclaimed), dict.fromkeys(dead, LOST["code"]))
 
 
 def _shorten(conn: sa.Connection) -> None:

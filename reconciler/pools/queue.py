@@ -208,7 +208,7 @@ class DatabaseQueue:
             self._errors += 1
             raise
         self._errors = 0
-        self._bury(leases.codes_of(swept.dead))
+        self._bury(swept.dead)
 
     def leave(self) -> None:
         if self._claim:

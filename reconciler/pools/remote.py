@@ -59,10 +59,10 @@ class Turn(NamedTuple):
 
 
 class Tended(NamedTuple):
-    """ended: pools of which nothing is left. dead: ids of jobs that were buried."""
+    """ended: pools of which nothing is left. dead: error codes of dead letters by id."""
 
     ended: list[Pool]
-    dead: list[str]
+    dead: dict[str, str]
 
 
 def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, str]:
@@ -168,9 +168,9 @@ def is_due(conn: sa.Connection, pool: Pool, worker_id: str) -> bool:
     return control.read(conn).mode == Mode.NORMAL and not leases.is_idle(conn, worker)
 
 
-def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> list[str]:
-    """Record the end of a worker. Jobs that it still holds are queued again; returns the ids of
-    those that are buried instead.
+def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> dict[str, str]:
+    """Record the end of a worker. Jobs that it still holds are queued again; returns error codes by
+    id, of those that are buried instead.
     """
     return workers.end(conn, _member(conn, pool, worker_id), "left")
 
@@ -202,9 +202,9 @@ def tend(conn: sa.Connection) -> Tended:
             sa.and_(table.c.host_id == GUEST, left),
         ),
     )
-    dead: list[str] = []
+    dead: dict[str, str] = {}
     for worker in rows.every(conn, silent, PoolWorker):
-        dead += workers.end(conn, worker, "silent")
+        dead |= workers.end(conn, worker, "silent")
     ending = sa.select(table).where(
         table.c.host_id.in_(APART), table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING))
     )
@@ -214,7 +214,7 @@ def tend(conn: sa.Connection) -> Tended:
         ids = [worker.id for worker in living]
         if pool.state == PoolState.STOPPING or not workers.holding(conn, ids):
             for worker in living:
-                dead += workers.end(conn, worker, "dismissed")
+                dead |= workers.end(conn, worker, "dismissed")
             act = _ACT.because("its token is revoked, and its workers hold no jobs")
             ended.append(workers.conclude(conn, pool, act, PoolState(pool.ends_as)))
     return Tended(ended, dead)

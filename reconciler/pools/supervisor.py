@@ -34,7 +34,7 @@ from reconciler.model.pools import (
     PoolState,
     victim,
 )
-from reconciler.pools import hints, leases, memory, pools, processes, watch, workers
+from reconciler.pools import hints, memory, pools, processes, watch, workers
 from reconciler.pools.processes import Process
 from reconciler.pools.runner import DIGEST, MODEL_FILE
 from reconciler.runs import lock
@@ -265,7 +265,7 @@ class Supervisor:
         if killed:
             ending += ", killed for its memory"
         dead = retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
-        hints.bury(self.settings.redis_url, leases.codes_of(dead))
+        hints.bury(self.settings.redis_url, dead)
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
         for times in (self._beats, self._ending):

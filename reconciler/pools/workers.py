@@ -122,10 +122,10 @@ def holding(conn: sa.Connection, worker_ids: Sequence[str]) -> dict[str, int]:
     return dict(conn.execute(held).all())
 
 
-def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> list[str]:
+def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> dict[str, str]:
     """Record that no process of a worker is left. Its jobs are queued again.
 
-    Returns ids of jobs that are buried instead.
+    Returns error codes by id, of jobs that are buried instead.
     """
     held = sa.and_(jobs.c.worker == worker.id, control.RUNNING)
     # Also those that it may have died of after they were canceled, or given to another worker.
@@ -141,7 +141,7 @@ def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> list[str]:
     lost = sa.update(jobs).where(held)
     if conn.execute(lost.values(lease_expires_at=clock.now() - 1)).rowcount:
         return leases.tend(conn).dead
-    return []
+    return {}
 
 
 def recent_ends(conn: sa.Connection, pool: Pool) -> int:

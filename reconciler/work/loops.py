@@ -351,7 +351,7 @@ def tend_leases(engine: Engine, settings: Settings) -> None:
         if not leases.any_to_tend(conn):
             return
     swept = retrying(engine, leases.tend)
-    hints.bury(settings.redis_url, leases.codes_of(swept.dead))
+    hints.bury(settings.redis_url, swept.dead)
 
 
 def tend_remote_workers(engine: Engine, settings: Settings) -> None:
@@ -360,7 +360,7 @@ def tend_remote_workers(engine: Engine, settings: Settings) -> None:
         if not remote.any_pool(conn):
             return
     tended = retrying(engine, remote.tend)
-    hints.bury(settings.redis_url, leases.codes_of(tended.dead))
+    hints.bury(settings.redis_url, tended.dead)
     for pool in tended.ended:
         _POOLS_LOG.info("pool %s is %s", pool.name, pool.state)
 
