@@ -47,7 +47,7 @@ from reconciler.work.handler import Work
 from reconciler.work.kinds import slices
 from tests.unit.reconciler.api.stack import ACT, NODE
 from tests.unit.reconciler.benchmark.sshd import SSHD, USER, new_key
-from tests.unit.reconciler.gateway.conftest import NAME, QUICK, World, open_way
+from tests.unit.reconciler.gateway.conftest import IMPATIENT, NAME, QUICK, World, open_way
 from tests.unit.reconciler.service.service import until
 
 AMOUNT = 128 << 20
@@ -568,9 +568,11 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         world.dial(silent.getsockname()[1])
+        patient, world.gateway.limits = world.gateway.limits, IMPATIENT
         began = time.monotonic()
         hanging = world.run("id")
         assert time.monotonic() - began < 30
+        world.gateway.limits = patient
     other = world.boot("other", login=world.key.with_name("tenant.pub").read_text())
     world.dial(other.port)
     foreign = world.run("id")

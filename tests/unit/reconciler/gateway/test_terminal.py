@@ -39,7 +39,7 @@ from reconciler.work import loops
 from tests.unit.reconciler.api.provider import AUDIENCE, running
 from tests.unit.reconciler.api.stack import ACT, listening
 from tests.unit.reconciler.benchmark.sshd import USER
-from tests.unit.reconciler.gateway.conftest import QUICK, Mute, World, seed
+from tests.unit.reconciler.gateway.conftest import IMPATIENT, QUICK, Mute, World, seed
 from tests.unit.reconciler.gateway.test_gateway import end_allocation, end_token
 from tests.unit.reconciler.service.service import until
 
@@ -778,6 +778,7 @@ def test_changes_of_size_do_not_fill_the_memory(
     assert b"recording_full" in world.on_loop(resize())
 
 
+@pytest.mark.parametrize("limits", [IMPATIENT])
 @pytest.mark.parametrize("stage", ["channel", "pty"])
 def test_a_guest_that_is_silent_after_the_login_is_named(
     world: World, site: Site, mute: Mute, stage: str
@@ -829,6 +830,7 @@ def test_an_idle_terminal_ends_beside_a_jump(world: World) -> None:
     assert greeting.startswith(b"SSH-2.0") and b"idle" in words
 
 
+@pytest.mark.parametrize("limits", [IMPATIENT])
 def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -> None:
     """It may open them later, and send what nobody reads."""
     mute.host()
