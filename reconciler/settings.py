@@ -87,8 +87,9 @@ class Settings(BaseSettings):
     images_dir: Path = Path("/srv/images")
     """Folder of the image files that this service hands to hosts; nothing outside of it is served.
     It and the state folder may not contain each other."""
-    workers: int = Field(2, ge=0)
-    """Tasks that a process runs at the same time."""
+    workers: int = Field(3, ge=0)
+    """Tasks that a process runs at the same time. Of three or more, one project, or work on hosts,
+    has all but one at most."""
     task_lease_s: int = Field(30, ge=5)
     """Seconds after which the task of a silent worker is taken over."""
     poll_s: float = Field(0.5, gt=0)

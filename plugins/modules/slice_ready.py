@@ -140,7 +140,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
 
 _PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0
-_CONSOLE_LINES = 40
+_SCAN_SECONDS = 150.0
+# Of the console's end, which is the guest's to write: more would not fit into a result.
+_CONSOLE_LINES, _CONSOLE_CHARACTERS = 40, 300
 _KEY = re.compile(r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp\d{3}) [A-Za-z0-9+/]{40,1400}={0,2}")
 # After a guest with probes that are only reported is reachable.
 _REPORT_SECONDS = 120
@@ -182,11 +184,20 @@ def speaks_ssh(ip: str, port: int) -> bool:
 
 
 def host_keys(ip: str, port: int) -> list[str]:
-    """The keys with which the guest's SSH server proves itself, as type and base64."""
+    """The keys with which the guest's SSH server proves itself, as type and base64.
+
+    Without any the guest is not ready, whatever its server did to ssh-keyscan: it may send bytes
+    without end.
+    """
     # A guest that has just booted may answer slowly.
     scan = ["ssh-keyscan", "-T", "60", "-p", str(port), "-t", "ed25519,ecdsa", ip]
-    # A server without a key of either type makes ssh-keyscan exit with 1.
-    shown = _command.run(scan, ok=(0, 1), timeout=150).out.splitlines()
+    try:
+        # A server without a key of either type makes ssh-keyscan exit with 1.
+        shown = _command.run(scan, ok=(0, 1), timeout=_SCAN_SECONDS).out.splitlines()
+    except Refusal as refusal:
+        if refusal.code not in ("command_timeout", "command_failed"):
+            raise
+        return []
     keys = {" ".join(line.split()[1:3]) for line in shown if not line.startswith("#")}
     return sorted(key for key in keys if _KEY.fullmatch(key))
 
@@ -272,7 +283,7 @@ def verdict(params: _change.Params, readiness: dict[str, Any]) -> Refusal | None
 def console_tail(allocation_id: str) -> list[str]:
     text = _host.read(_object_names.console_path(allocation_id)) or ""
     lines = ("".join(c for c in line if c.isprintable()) for line in text.splitlines())
-    return [line for line in lines if line][-_CONSOLE_LINES:]
+    return [line[:_CONSOLE_CHARACTERS] for line in lines if line][-_CONSOLE_LINES:]
 
 
 def domain_state(allocation_id: str) -> str:

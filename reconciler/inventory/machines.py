@@ -148,14 +148,21 @@ def compare(
 
 
 def _drop_same_serial(result: Comparison, nodes: Sequence[ExpectedNode]) -> None:
-    """Nothing is done for nodes whose hosts report the same serial number."""
+    """Nothing is done for nodes whose hosts report the same serial number, but to keep the lock of
+    the machine to which MAAS gives it: a hostile host may name any.
+    """
     of_serial = by_serial((row.node.id, row.node.hardware) for row in nodes)
     same = {serial: ids for serial, ids in of_serial.items() if len(ids) > 1}
     for serial, ids in same.items():
         subject = f"serial number {serial}"
         result.note("serial_twice", subject, "the host of one node", ", ".join(sorted(ids)), TWICE)
     doubtful = {id for ids in same.values() for id in ids}
-    result.pairs = [row for row in result.pairs if row[0].node.id not in doubtful]
+    result.pairs = [
+        (row, machine)
+        for row, machine in result.pairs
+        if row.node.id not in doubtful
+        or (row.locked and machine.serial == serial_of(row.node.hardware))
+    ]
     result.bound = [row for row in result.bound if row[0].node.id not in doubtful]
 
 

@@ -30,6 +30,7 @@ def lease(
     seconds: float = 30,
     kinds: Sequence[TaskKind] | None = None,
     limit: int = 1,
+    share: int | None = None,
 ) -> list[Task]:
     """Lease tasks that are due and may run now, and tasks of this runner whose lease has expired.
 
@@ -38,12 +39,13 @@ def lease(
     second time.
 
     Of equal priority, the project with the fewest running tasks comes first. So no project keeps
-    the workers from the others, for example by machines that never answer.
+    the workers from the others, for example by machines that never answer. share: tasks of this
+    runner with which a project gets no more.
     """
     query = sa.select(tasks).where(sa.or_(_may_begin(runner), _left(runner)))
     if kinds is not None:
         query = query.where(tasks.c.kind.in_(kinds))
-    turn, joined = _turn()
+    turn, joined = _turn(runner, share)
     order = (tasks.c.priority.desc(), turn, tasks.c.created_at, tasks.c.id)
     taken: list[Task] = []
     locked: set[str] = set()
@@ -70,13 +72,20 @@ def lease(
     return taken
 
 
-def _turn() -> tuple[sa.ColumnElement[int], Callable[[sa.Select[Any]], sa.Select[Any]]]:
+def _turn(
+    runner: str, share: int | None
+) -> tuple[sa.ColumnElement[int], Callable[[sa.Select[Any]], sa.Select[Any]]]:
     """A task's turn among those of its project: 1 for the first of a project without a running
-    task. Also the join that it needs. Tasks without an allocation take turns as one project.
+    task. Also the join that it needs, without projects that have their share of the runner. Tasks
+    without an allocation take turns as one project.
     """
     project = sa.func.coalesce(allocations.c.project_id, "")
     busy = (
-        sa.select(project.label("project"), sa.func.count().label("tasks"))
+        sa.select(
+            project.label("project"),
+            sa.func.count().label("tasks"),
+            sa.func.sum(sa.case((tasks.c.runner == runner, 1), else_=0)).label("here"),
+        )
         .select_from(tasks.join(allocations, _OF, isouter=True))
         .where(tasks.c.state == TaskState.RUNNING)
         .group_by(project)
@@ -87,14 +96,16 @@ def _turn() -> tuple[sa.ColumnElement[int], Callable[[sa.Select[Any]], sa.Select
     )
 
     def joined(query: sa.Select[Any]) -> sa.Select[Any]:
-        return query.join(allocations, _OF, isouter=True).join(
+        query = query.join(allocations, _OF, isouter=True).join(
             busy, busy.c.project == project, isouter=True
         )
+        if share is None:
+            return query
+        return query.where(sa.or_(begun, sa.func.coalesce(busy.c.here, 0) < share))
 
     # A run that lost its worker is not begun but gone on with.
-    turn = sa.case(
-        (tasks.c.state == TaskState.RUNNING, 0), else_=number + sa.func.coalesce(busy.c.tasks, 0)
-    )
+    begun = tasks.c.state == TaskState.RUNNING
+    turn = sa.case((begun, 0), else_=number + sa.func.coalesce(busy.c.tasks, 0))
     return turn, joined
 
 

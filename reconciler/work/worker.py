@@ -171,14 +171,20 @@ class Worker:
             free = self._settings.workers - len(self._busy)
         if free <= 0:
             return
-        seconds, runner = self._settings.task_lease_s, self._runner
-        lease = partial(
-            leasing.lease, owner=self._owner, runner=runner, seconds=seconds, limit=free
-        )
-        for task in retrying(self._engine, lease):
-            with self._lock:
-                self._busy.add(task.id)
-            self._pool.submit(self._attend, task)
+        others = self._settings.workers - 1
+        # One place of three or more is for another project than the one that has all others, whose
+        # hosts or guests may hang until the deadlines of their runs.
+        places = [(free, None)] if others < 2 else [(free - 1, None), (1, others)]
+        for limit, share in places:
+            lease = partial(leasing.lease, owner=self._owner, limit=limit, share=share)
+            lease = partial(lease, runner=self._runner, seconds=self._settings.task_lease_s)
+            taken = retrying(self._engine, lease) if limit else []
+            for task in taken:
+                with self._lock:
+                    self._busy.add(task.id)
+                self._pool.submit(self._attend, task)
+            if len(taken) < limit:
+                break
 
     def _attend(self, task: Task) -> None:
         ended = False

@@ -7,10 +7,12 @@ blocker is a row of the discovery document.
 from __future__ import annotations
 
 Blocker = dict[str, str]
+# Of a blocker's detail, which may list what a tenant wrote on its disk.
+_LONGEST = 2_000
 
 
 def blocker(code: str, detail: str) -> Blocker:
-    return {"code": code, "detail": detail}
+    return {"code": code, "detail": detail[:_LONGEST]}
 
 
 class Refusal(Exception):

@@ -11,8 +11,8 @@ it.
 The table has its own chains. It drops, and never accepts for others: a site's own firewall decides
 after it. It is replaced as a whole in one transaction.
 
-All guests share the host's name server, which has a number of open queries and of connections. Each
-guest has its own part of both (`_baseline_files.QUERIES`).
+All guests share the host's name server, which has a number of open queries and of connections, and
+its DHCP server, which is the same process. Each guest has its own part of all three.
 
 Each kind of refused traffic has a counter for each guest. A kind of the same name as the guard's is
 what passed the guard.
@@ -43,12 +43,15 @@ KINDS = {
     "host_service": "ip saddr",
     "inbound": "ip daddr",
     "name_queries": "ip saddr",
+    "packet_rate": "ether saddr",
     "private_network": "ip saddr",
 }
 _COUNTER = re.compile(r"counter (\w+)_([a-z0-9]+) \{\s*packets ([0-9]+) bytes")
 
 # Connections of a guest to the name server at a time, which serves 20 in all.
 _TCP_QUERIES = 2
+# Messages of a guest to the DHCP server in a second. A client sends a few when it starts.
+DHCP_RATE = 10
 
 # Offsets in bits from the UDP header: relay address (giaddr) and hardware address (chaddr).
 _RELAY, _HARDWARE = "@th,256,32", "@th,288,48"
@@ -209,21 +212,22 @@ def _digits(guard: _flows.Guard) -> str:
 
 
 def _client(guard: _flows.Guard) -> str:
-    own = f"ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
-    return f"    udp dport 67 {own} return\n"
+    own = f"    udp dport 67 ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
+    return f"{own} {_over(DHCP_RATE)} goto refuse_packet_rate\n{own} return\n"
 
 
 def _queries(guard: _flows.Guard) -> str:
     """A guest's part of the name server. Also in open connections, which one port keeps for all."""
     of_guest = f"    ip saddr {_ip(guard)}"
-    rate = (
-        f"limit rate over {_baseline_files.QUERIES}/second burst {_baseline_files.QUERIES} packets"
-    )
     refuse = "goto refuse_name_queries\n"
     return (
-        f"{of_guest} udp dport 53 {rate} {refuse}"
+        f"{of_guest} udp dport 53 {_over(_baseline_files.QUERIES)} {refuse}"
         f"{of_guest} tcp dport 53 ct state new ct count over {_TCP_QUERIES} {refuse}"
     )
+
+
+def _over(rate: int) -> str:
+    return f"limit rate over {rate}/second burst {rate} packets"
 
 
 def _answer(guard: _flows.Guard) -> str:

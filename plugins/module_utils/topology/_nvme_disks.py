@@ -19,6 +19,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _disk, _signature
 
+# Of the paths to partitions, as in the contract. A tenant may make hundreds of partitions.
+_MOST_ALIASES = 512
+
 
 def disks(exclude_models: Sequence[str]) -> list[dict[str, Any]]:
     """Every whole NVMe namespace, by identity; namespaces that cannot identify themselves come
@@ -72,6 +75,7 @@ def _entry(
 
 
 def _use(usage: _block.Usage, names: Mapping[str, list[str]]) -> dict[str, Any]:
+    aliases = [alias for child in usage.children for alias in names.get(child, [])]
     return {
         "os_disk": usage.os_disk,
         "mounts": usage.mounts,
@@ -83,7 +87,7 @@ def _use(usage: _block.Usage, names: Mapping[str, list[str]]) -> dict[str, Any]:
         "dm": usage.dm,
         "holders": [*usage.holders, *usage.openers],
         "qemu_pids": usage.qemu_pids,
-        "partition_aliases": [alias for child in usage.children for alias in names.get(child, [])],
+        "partition_aliases": aliases[:_MOST_ALIASES],
         "blockers": use_blockers(usage),
     }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.runs.awx import request
-from reconciler.runs.awx.client import API, PAGE_SIZE, AwxAccess, Client, NotSent, Silent, results
+from reconciler.runs.awx.client import API, AwxAccess, Client, NotSent, Silent, results
 from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.events import Recorder, judge
 from reconciler.runs.paths import RunPaths, read_json
@@ -31,6 +31,9 @@ from reconciler.runs.spec import RunError
 
 _OVER = frozenset({"successful", "failed", "error", "canceled"})
 _LONGEST_REASON = 500
+# Events of a page. AWX keeps 700,000 bytes of a host's answer in each, and this process holds the
+# whole page, in which a host may have put objects of two bytes.
+_EVENTS = 20
 # Beginnings of the explanations of AWX's reaper. It writes `failed` for a job that AWX lost.
 _REAPED = ("Task was marked as running", "Job reaped")
 _TIMED_OUT = "Job terminated due to timeout"
@@ -244,10 +247,13 @@ class Job:
         if job["limit"] != self._node_id:
             # The template was changed during the launch, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
-        self._read(feed)
-        if job.get("status") not in _OVER:
+        over = job.get("status") in _OVER
+        if not over:
             self._ended = None
+            # Whether or not its events can be read.
             self._cancel_if_due()
+        self._read(feed)
+        if not over:
             return None
         self._ended = self._ended or time.monotonic()
         waited = time.monotonic() - self._ended > self._pace.saving
@@ -272,7 +278,7 @@ class Job:
             query: dict[str, str | int] = {
                 "counter__gt": since,
                 "order_by": "counter",
-                "page_size": PAGE_SIZE,
+                "page_size": _EVENTS,
             }
             page = results(self._client.get(f"{self._path}job_events/", **query))
             numbers = [n for event in page if isinstance(n := event.get("counter"), int)]

@@ -54,7 +54,7 @@ def test_a_container_starts_a_command_with_settings_that_exist(
     role = "gpuaas_gateway:" if name == "gateway" else "gpuaas:secret"
     assert read.database_url == f"postgresql+psycopg://{role}@postgres/gpuaas"
     assert read.url_for_hosts == "https://gpuaas.example"
-    assert read.workers == (4 if name == "worker" else 2)
+    assert read.workers == (4 if name == "worker" else 3)
 
 
 def test_what_a_container_mounts_is_in_the_folder() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.modules import slice_ready as module
 
+from reconciler.runs import contract
 from tests.unit.reconciler.benchmark.sshd import Boot, boot
 
 __all__ = ["boot"]
@@ -250,6 +253,26 @@ def test_the_consoles_end_is_shown_without_control_characters(guest: Guest) -> N
     assert "\x1b" not in "".join(tail)
 
 
+@pytest.mark.covers("I13")
+def test_a_guest_that_writes_long_lines_on_its_console_fails_by_its_tenant(guest: Guest) -> None:
+    """A result that is too large would be no result: its slots would wait for a person, and the
+    launch would not count for its project.
+    """
+    guest.put(_object_names.console_path(ONE), ("\U0001f980" * 50_000 + "\n") * 50)
+    module_run = Module(check_mode=False)
+    _change.attend(module_run, module.watch)
+    answer = module_run.answer
+    result = {
+        "schema": 1,
+        "playbook": "provision_slice",
+        "ok": False,
+        "step": "Wait until it is ready",
+        "error": answer["error"],
+        "evidence": {"readiness": answer["readiness"], "disk_written": True, "leftovers": True},
+    }
+    assert contract.check_result(result)["error"]["code"] == "readiness_failed"
+
+
 @pytest.mark.parametrize(("banner", "ready"), [(b"SSH-2.0-x\r\n", True), (b"HTTP/1.1\r\n", False)])
 def test_only_an_ssh_server_counts(banner: bytes, ready: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -274,6 +297,28 @@ def test_a_closed_port_is_not_ready() -> None:
 def test_the_guests_host_keys_are_read_over_its_port(boot: Boot) -> None:
     guest = boot("guest", login="none")
     assert module.host_keys("127.0.0.1", guest.port) == [guest.key]
+
+
+def test_a_guest_that_sends_its_keys_without_end_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh-keyscan waits as long as anything comes. No key is the tenant's doing, a program that
+    hangs would be the host's.
+    """
+    monkeypatch.setattr(module, "_SCAN_SECONDS", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                # A packet of which most is still to come.
+                connection.sendall(b"SSH-2.0-x\r\n" + (30_004).to_bytes(4, "big"))
+                while True:
+                    connection.sendall(b"\x04")
+                    time.sleep(0.2)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert module.host_keys("127.0.0.1", server.getsockname()[1]) == []
+        thread.join()
 
 
 def test_a_guest_without_ssh_has_no_keys() -> None:

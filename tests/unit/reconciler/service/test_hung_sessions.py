@@ -330,7 +330,7 @@ def _state(engine: sa.Engine, task: Task) -> str:
 
 
 def _lease(engine: sa.Engine) -> list[str]:
-    taken = retrying(engine, lambda conn: leasing.lease(conn, "w", limit=1))
+    taken = retrying(engine, lambda conn: leasing.lease(conn, "w", limit=1, share=2))
     return [task.id for task in taken]
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,35 @@ def test_it_takes_the_next_task_as_soon_as_it_has_a_place(
         until(lambda: succeeded() == 3)
     finally:
         worker.stop()
+
+
+@pytest.mark.covers("CTRL-8", "I12")
+def test_hosts_that_hang_leave_a_place_to_a_project(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their runs end at their deadlines, after an hour."""
+    over = threading.Event()
+    monkeypatch.setattr(module, "attend", lambda *_: over.wait(60))
+    worker = Worker(Settings(state_dir=tmp_path, workers=3), sold.engine)
+
+    def running() -> int:
+        worker._lease()
+        with transaction(sold.engine) as conn:
+            return len(queue.every(conn, state=TaskState.RUNNING))
+
+    try:
+        with transaction(sold.engine) as conn:
+            for number in range(3):
+                work = queue.Enqueue(TaskKind.NODE_IMAGE_CACHE, "n1", "image", str(number))
+                queue.enqueue(conn, work, ADMIN)
+        assert [running(), running()] == [2, 2]
+        with transaction(sold.engine) as conn:
+            work = queue.Enqueue(TaskKind.SLICE_VM_POWER, "n1", allocation_id=sold.active(conn))
+            queue.enqueue(conn, work, ADMIN)
+        assert running() == 3
+    finally:
+        over.set()
+        worker._pool.shutdown()
 
 
 def test_what_it_dropped_itself_goes_on(sold: Site, worker: Worker, tmp_path: Path) -> None:

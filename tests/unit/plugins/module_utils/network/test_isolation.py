@@ -517,6 +517,25 @@ def test_a_guest_that_asks_for_every_address_starves_nobody(rig: Rig) -> None:
     assert leased <= {(guest.guard.mac, guest.guard.ip) for guest in (A, B)}
 
 
+@pytest.mark.covers("P10")
+def test_a_guest_leaves_the_dhcp_server_to_its_neighbour(rig: Rig) -> None:
+    """Its own messages, too, are a part of what one process answers for all guests."""
+    log, mine = rig.folder / "dnsmasq.out", f"DHCPDISCOVER(ovsbr0) {A.guard.mac}"
+    served, cut = log.read_text().count(mine), refused(rig)["packet_rate"]
+    began = time.monotonic()
+    with rigs.packet_socket(rig.place(A.place), "eth0") as handle:
+        frame = client_frame(frames.dhcp(1, A.guard.mac, b""))
+        for number in range(300):
+            handle.send(frame)
+            # The switch in user space loses frames that come faster than it reads.
+            time.sleep(0.01 if number % 50 == 0 else 0)
+    assert lease(rig, B) == B.guard.ip
+    lasted = time.monotonic() - began
+    assert log.read_text().count(mine) - served <= _firewall.DHCP_RATE * (1 + lasted)
+    assert refused(rig)["packet_rate"] - cut > 100
+    assert refused(rig, B)["packet_rate"] == 0
+
+
 @pytest.mark.covers("P5", "P9")
 def test_a_guest_that_asks_for_a_broadcast_gets_its_answer_alone(rig: Rig) -> None:
     """Its client has no address yet, and an ordinary socket: only a broadcast reaches it."""

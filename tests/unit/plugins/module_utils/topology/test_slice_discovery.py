@@ -198,6 +198,24 @@ def test_a_used_disk_blocks_its_candidate_and_no_other(
     assert document["candidate_summary"]["candidate_slots"] == 1
 
 
+@pytest.mark.covers("I13")
+def test_a_tenant_with_many_partitions_does_not_hide_the_host(
+    machine: Any, script: Any, disk_usages: dict[str, _block.Usage]
+) -> None:
+    """A discovery that breaks its contract is none, and keeps every slot of the host off sale."""
+    fill(machine)
+    prepared(machine, script)
+    children = [f"nvme0n1p{number}" for number in range(1, 256)]
+    for name in children:
+        node = machine.file(f"/dev/{name}")
+        for kind in ("by-id", "by-partuuid"):
+            machine.link(f"/dev/disk/{kind}/{name}", node)
+    members = dict.fromkeys(children, "linux_raid_member")
+    disk_usages["nvme0n1"] = _block.Usage(children=children, filesystems=members)
+    document = checked(_slice_discovery.discover(PROFILE))
+    assert document["candidate_summary"]["candidate_slots"] == 1
+
+
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [

@@ -69,6 +69,34 @@ def test_nothing_that_breaks_on_the_way_changes_what_is_seen(
     assert collect.output(prepared.root) == LINES
 
 
+@pytest.mark.covers("I12")
+def test_answers_of_a_host_that_fill_each_event_are_read(
+    awx: Controller, prepared: RunPaths, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is too large is silence, and a run that AWX is silent about has no end for a day.
+    Sizes are a hundredth of the real ones.
+    """
+    monkeypatch.setattr(Client, "LARGEST", Client.LARGEST // 100)
+    tasks = [f"Task {number}" for number in range(60)]
+    answers = events(*tasks)
+    for event in answers:
+        if event["event"] == "runner_on_ok":
+            event["event_data"]["res"]["filled"] = "x" * 7_000
+    awx.begin(artifacts={"slice_result": RESULT}, events=answers, steps=1)
+    assert verdict_of(play, forsaken=-50)["result"] == RESULT
+    assert len(steps(prepared)) == 2 * len(tasks)
+
+
+def test_a_job_whose_events_cannot_be_read_is_canceled_as_asked(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    awx.change(steps=1000, status={EVENTS: [404, 10**6]})
+    play(lambda: any(job["status"] == "running" for job in awx.jobs()))
+    collect.cancel(prepared.root)
+    verdict_of(play, forsaken=-57)
+    assert [job["status"] for job in awx.jobs()] == ["canceled"]
+
+
 def test_an_event_that_never_comes_is_not_waited_for_for_ever(
     awx: Controller, prepared: RunPaths, play: Play
 ) -> None:
