@@ -115,6 +115,26 @@ def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped
         assert power.start_after_boot(conn, "n1", ADMIN) == []
 
 
+@pytest.mark.parametrize("earlier", [POWER, TaskKind.SLICE_INGRESS_APPLY])
+def test_work_that_waits_does_not_keep_a_slice_off(sold: Site, key: str, earlier: TaskKind) -> None:
+    """It was queued before the host lost power. The host would refuse a start of that boot."""
+    with transaction(sold.engine) as conn:
+        if earlier == POWER:
+            power.request(conn, key, PowerAction.RESTART, ADMIN)
+        else:
+            queue.add(conn, queue.Enqueue(earlier, "n1", allocation_id=key), ADMIN)
+        (before,) = queue.every(conn, allocation_id=key, kind=earlier)
+        boot_id = reboot(conn, sold)
+        prove(conn, sold, boot_id)
+        assert power.start_after_boot(conn, "n1", ADMIN) == [key]
+        assert power.start_after_boot(conn, "n1", ADMIN) == [], "its start is queued"
+        state = TaskState.CANCELED if earlier == POWER else TaskState.QUEUED
+        assert queue.get(conn, before.id).state == state
+        (start,) = [t for t in queue.open_of_allocation(conn, key) if t.kind == POWER]
+        assert start.parameters["boot_id"] == boot_id
+        assert allocations.get(conn, key).power_action == "start"
+
+
 def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.RESTART, ADMIN)
