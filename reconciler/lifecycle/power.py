@@ -86,13 +86,14 @@ def powered_off(
     """Record slices whose guests have powered themselves off; returns their allocations.
 
     They stay stopped until their projects start them, also over a restart of the host. A slice
-    whose start has failed is left alone: a run has shut it down. boot_id: leave slices alone that
-    were not started under this boot, "" for any.
+    whose start waits or has failed is left alone: a run has shut it down. boot_id: leave slices
+    alone that were not started under this boot, "" for any.
     """
     stopped = []
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
-        owed = allocation.error or boot_id not in ("", allocation.started_boot_id)
+        owed = allocation.power_action or allocation.error
+        owed = owed or boot_id not in ("", allocation.started_boot_id)
         if allocation.state == AllocationState.ACTIVE and not allocation.stopped and not owed:
             _set(conn, allocation, stopped=True)
             journal.audit(conn, act, "allocation.powered_off", "allocation", id)

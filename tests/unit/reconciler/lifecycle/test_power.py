@@ -135,6 +135,21 @@ def test_work_that_waits_does_not_keep_a_slice_off(sold: Site, key: str, earlier
         assert allocations.get(conn, key).power_action == "start"
 
 
+def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site, key: str) -> None:
+    """Its guest has obeyed the stop before, which libvirt does not tell from a power-off."""
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.STOP, ADMIN)
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id="")
+        power.request(conn, key, PowerAction.START, ADMIN)
+        boot_id = nodes.get(conn, "n1").boot_id
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == []
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id=boot_id)
+        assert not allocations.get(conn, key).stopped
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
+
+
 def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.RESTART, ADMIN)
