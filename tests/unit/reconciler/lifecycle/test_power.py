@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, power, task_failures
+from reconciler.lifecycle import host, power, slices, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import PowerAction, TaskKind, TaskState
@@ -172,6 +172,32 @@ def test_a_run_that_is_not_wanted_any_more_does_not_begin(sold: Site, key: str) 
         (task,) = queue.every(conn, allocation_id=key, kind=POWER)
         assert task.state == TaskState.CANCELED
         assert power.began(conn, key) == "allocation releasing"
+
+
+def test_a_later_start_keeps_the_firmware_and_waits_as_the_profile_says(
+    sold: Site, tmp_path: Path
+) -> None:
+    """A site may change its profile at any time; a guest's disk may not boot by other firmware."""
+    text = (Path("profiles") / "lab.yml").read_text()
+    profile = tmp_path / "lab.yml"
+    settings = Settings(state_dir=tmp_path, profiles_dir=tmp_path)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        key = sold.allocate(conn)
+        profile.write_text(text)
+        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.SLICE_VM_PROVISION])
+        slices.provision_started(conn, key, ADMIN)
+        work = open_work(conn, settings, task)
+        result = HANDLERS[task.kind].succeed(work, {"readiness": {}})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN, result=result)
+        changed = text.replace("firmware: bios", "firmware: uefi")
+        profile.write_text(changed.replace("ready: 1500", "ready: 1500, start: 300"))
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        (task,) = leasing.lease(conn, "worker", kinds=[POWER])
+        variables = HANDLERS[POWER].variables(open_work(conn, settings, task))
+    machine = variables["slice_vm"]
+    assert (machine["firmware"], machine["qemu_arguments"]) == ("bios", [])
+    assert variables["slice_ready_deadline"] == 300
 
 
 def test_the_variables_of_each_action(sold: Site, key: str, tmp_path: Path) -> None:
