@@ -87,7 +87,8 @@ def disks(mounts: str) -> tuple[int, int]:
 def gpus() -> list[Values]:
     """Every GPU by nvidia-smi; [] without a driver that answers."""
     query = ",".join(column for column, _name, _factor in GPU_COLUMNS)
-    code, out = _run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], _SMI_S)
+    argv = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    code, out = _run(argv, _SMI_S)
     return parse_gpus(out) if code == 0 else []
 
 
