@@ -128,5 +128,5 @@ def _require_no_slice_host(conn: sa.Connection, node: Node) -> None:
         "node_in_slice_mode",
         expected="a machine in bare-metal mode, or a slice host to be without approved slots",
         found=f"mode {node.mode}",
-        remedy=f"convert it first (`gpuaas nodes convert {node.id} --to baremetal`)",
+        remedy=f"convert it first (`gpuaas nodes convert {node.id} baremetal`)",
     )
