@@ -426,11 +426,11 @@ def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> No
     reverify(conn, rows.get(conn, Node, allocation.node_id), act)
 
 
-def reverify(conn: sa.Connection, node: Node, act: Act) -> None:
-    """Queue discovery for a host, and parity if it is a slice host."""
+def reverify(conn: sa.Connection, node: Node, act: Act, *, after_s: float = 0) -> None:
+    """Queue discovery for a host, and parity if it is a slice host; after_s: not before then."""
     node_id, sliced = node.id, NodeMode(node.mode).purpose == "slice"
     for kind in VERIFICATION if sliced else VERIFICATION[:1]:
-        task_queue.enqueue(conn, task_queue.Enqueue(kind, node_id), act)
+        task_queue.enqueue(conn, task_queue.Enqueue(kind, node_id, not_before_s=after_s), act)
 
 
 # Interval between attempts to renew a certificate. People repair the cause of a failed renewal, and
