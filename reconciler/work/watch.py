@@ -31,6 +31,9 @@ ACT = Act("reconciler", "the host answers again")
 # restart takes minutes, so probing faster gains nothing.
 FIRST_S = 5.0
 LONGEST_S = 120.0
+# Time after its last answer in which a host that is lost again is asked later each time. Each
+# answer starts the runs of its tasks, so a hostile host would keep this machine busy with them.
+FORGET_S = 600.0
 # Parallel probes, because a probe of a silent host takes long to time out.
 _AT_ONCE = 8
 
@@ -55,6 +58,8 @@ class Watch:
         self._clock = clock
         # Per node: time of the next probe, and the pause after it.
         self._plan: dict[str, tuple[float, float]] = {}
+        # Per node that answered lately: how often, and the last time.
+        self._answered: dict[str, tuple[int, float]] = {}
 
     def run(self, stopping: threading.Event, every_s: float = 1.0) -> None:
         """Probe the due hosts every `every_s` seconds until `stopping` is set."""
@@ -69,8 +74,12 @@ class Watch:
         with reading(self._engine) as conn:
             silent = {node.id: node for node in nodes.every(conn, state=NodeState.UNREACHABLE)}
         now = self._clock()
-        first = (now + FIRST_S, FIRST_S)
-        self._plan = {node_id: self._plan.get(node_id, first) for node_id in silent}
+        self._answered = {
+            node_id: row for node_id, row in self._answered.items() if now - row[1] < FORGET_S
+        }
+        self._plan = {
+            node_id: self._plan.get(node_id) or self._first(node_id, now) for node_id in silent
+        }
         turn = [silent[node_id] for node_id, (at, _) in self._plan.items() if at <= now]
         if not turn:
             return []
@@ -78,6 +87,11 @@ class Watch:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
             answers = list(pool.map(lambda node: self._probe(access, node), turn))
         return [node.id for node, answer in zip(turn, answers, strict=True) if answer]
+
+    def _first(self, node_id: str, now: float) -> tuple[float, float]:
+        times, _ = self._answered.get(node_id, (0, 0.0))
+        pause = min(FIRST_S * 2 ** min(times, 10), LONGEST_S)
+        return now + pause, pause
 
     def _probe(self, access: SshAccess, node: Node) -> bool:
         reason = ssh.probe(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
@@ -87,6 +101,10 @@ class Watch:
             log.info("node %s is still silent: %s", node.id, reason)
             return False
         retrying(self._engine, lambda conn: self._record(conn, node))
+        times, _ = self._answered.get(node.id, (0, 0.0))
+        self._answered[node.id] = (times + 1, self._clock())
+        # It may be lost again before the next look.
+        self._plan.pop(node.id, None)
         log.info("node %s answers again", node.id)
         return True
 

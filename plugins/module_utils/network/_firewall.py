@@ -50,8 +50,9 @@ _COUNTER = re.compile(r"counter (\w+)_([a-z0-9]+) \{\s*packets ([0-9]+) bytes")
 
 # Connections of a guest to the name server at a time, which serves 20 in all.
 _TCP_QUERIES = 2
-# Messages of a guest to the DHCP server in a second. A client sends a few when it starts.
-DHCP_RATE = 10
+# In a second: messages of a guest to the DHCP server, of which a client sends a few when it starts,
+# and its connections to the name server, which makes a process for each.
+RATE = 10
 
 # Offsets in bits from the UDP header: relay address (giaddr) and hardware address (chaddr).
 _RELAY, _HARDWARE = "@th,256,32", "@th,288,48"
@@ -213,7 +214,7 @@ def _digits(guard: _flows.Guard) -> str:
 
 def _client(guard: _flows.Guard) -> str:
     own = f"    udp dport 67 ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
-    return f"{own} {_over(DHCP_RATE)} goto refuse_packet_rate\n{own} return\n"
+    return f"{own} {_over(RATE)} goto refuse_packet_rate\n{own} return\n"
 
 
 def _queries(guard: _flows.Guard) -> str:
@@ -222,6 +223,7 @@ def _queries(guard: _flows.Guard) -> str:
     refuse = "goto refuse_name_queries\n"
     return (
         f"{of_guest} udp dport 53 {_over(_baseline_files.QUERIES)} {refuse}"
+        f"{of_guest} tcp dport 53 ct state new {_over(RATE)} {refuse}"
         f"{of_guest} tcp dport 53 ct state new ct count over {_TCP_QUERIES} {refuse}"
     )
 

@@ -24,7 +24,7 @@ from reconciler.runs.collect import Outcome
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.work import worker
-from reconciler.work.watch import FIRST_S, Watch
+from reconciler.work.watch import FIRST_S, FORGET_S, Watch
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next, launched
 
@@ -210,6 +210,29 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) 
         (looked,) = queue.open_of_node(conn, "n1")
         assert looked.kind == TaskKind.SLICE_DRIFT_RECONCILE
     assert watch.look() == []
+
+
+def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
+    sold: Site, asked: list[str]
+) -> None:
+    """It answers each question and refuses each run, of which every one costs seconds."""
+    now = [0.0]
+    nothing = Path("unused")
+    watch = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+
+    def until_answered() -> float:
+        with transaction(sold.engine) as conn:
+            host.record_silence(conn, "n1", ADMIN.because("no route"))
+        lost = now[0]
+        asked.append("")
+        while not watch.look():
+            now[0] += 1
+        return now[0] - lost
+
+    waits = [until_answered() for _ in range(7)]
+    assert waits == [FIRST_S, *(FIRST_S * 2**number for number in range(1, 5)), 120, 120]
+    now[0] += FORGET_S
+    assert until_answered() == FIRST_S, "a host that was well since is one that restarts"
 
 
 def test_each_task_says_what_it_waits_for(sold: Site) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -531,7 +532,7 @@ def test_a_guest_leaves_the_dhcp_server_to_its_neighbour(rig: Rig) -> None:
             time.sleep(0.01 if number % 50 == 0 else 0)
     assert lease(rig, B) == B.guard.ip
     lasted = time.monotonic() - began
-    assert log.read_text().count(mine) - served <= _firewall.DHCP_RATE * (1 + lasted)
+    assert log.read_text().count(mine) - served <= _firewall.RATE * (1 + lasted)
     assert refused(rig)["packet_rate"] - cut > 100
     assert refused(rig, B)["packet_rate"] == 0
 
@@ -621,6 +622,20 @@ def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
         rig.stop_dhcp()
         rig.start_dhcp()
         _flows.forget_connections(rig.number(A))
+
+
+def test_a_guest_cannot_make_a_process_of_the_host_for_each_packet(rig: Rig) -> None:
+    """The name server makes one for each connection, however short."""
+    opened, began = 0, time.monotonic()
+    for _ in range(60):
+        with rigs.inside(rig.place(A.place)), socket.socket() as handle:
+            # Closed by a reset, it does not count among the connections that are open.
+            handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            handle.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                handle.connect((rigs.GATEWAY, 53))
+                opened += 1
+    assert 0 < opened <= _firewall.RATE * (1 + time.monotonic() - began)
 
 
 def _udp(place: contextlib.AbstractContextManager[None]) -> socket.socket:
