@@ -250,12 +250,12 @@ def test_the_same_data_has_the_shape_of_infra_aap_configuration(tmp_path: Path) 
     (tmp_path / "play.yml").write_text(
         yaml.safe_dump([{**play, "vars_files": files, "tasks": [task]}])
     )
-    words = ["-i", "localhost,", "-e", json.dumps(site), str(tmp_path / "play.yml")]
-    subprocess.run(
-        [str(BIN / "ansible-playbook"), *words],
-        env={**os.environ, "GPUAAS_TOKEN_FILE": str(tmp_path / "reconciler-token")},
-        check=True,
-    )
+    words = [str(BIN / "ansible-playbook"), "-i", "localhost,", str(tmp_path / "play.yml"), "-e"]
+    env = {**os.environ, "GPUAAS_TOKEN_FILE": str(tmp_path / "reconciler-token")}
+    # A site's own playbook lies elsewhere: without the contracts there would be no template.
+    lost = subprocess.run([*words, "a=b"], env=env, check=False, capture_output=True, text=True)
+    assert lost.returncode and "set gpuaas_awx_contracts" in lost.stdout + lost.stderr
+    subprocess.run([*words, json.dumps(site)], env=env, check=True)
     data = json.loads((tmp_path / "data").read_text())
     page = (ROOT / "docs" / "awx.md").read_text()
     for variable, items in data.items():

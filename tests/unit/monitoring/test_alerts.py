@@ -169,11 +169,13 @@ CASES: dict[str, tuple[str, Samples, Samples]] = {
         {"gpuaas_host_certificate_seconds": "1296000-60x11"},
     ),
     **{
-        alert: ("15m", {metric: "0x15"}, {metric: "0x9 1 0x5"})
-        for alert, metric in (
-            ("NetBoxNotCompared", "gpuaas_netbox_complete"),
-            ("MaasNotCompared", "gpuaas_maas_complete"),
+        alert: (
+            "15m",
+            {f"gpuaas_{name}_complete": "0x15", f"gpuaas_{name}_seconds": "40x15"},
+            # The last of a site that has switched it off.
+            {f"gpuaas_{name}_complete": "0x15", f"gpuaas_{name}_seconds": "3300+60x15"},
         )
+        for alert, name in (("NetBoxNotCompared", "netbox"), ("MaasNotCompared", "maas"))
     },
     "HostCertificateExpired": (
         "1m",
