@@ -78,6 +78,23 @@ def test_a_tenant_reaches_the_slice(world: World) -> None:
     assert len(world.audit("gateway.closed")) == 1
 
 
+def test_strangers_ask_for_no_key_exchange_that_takes_long(world: World) -> None:
+    """Each of them would hold up the sessions of all tenants."""
+
+    async def meet(exchange: str) -> None:
+        await asyncssh.connect(
+            NAME, world.port, username=world.allocation, kex_algs=[exchange], known_hosts=None,
+            client_keys=None, agent_path=None, config=None,
+        )  # fmt: skip
+
+    for exchange in ("rsa2048-sha256", "diffie-hellman-group18-sha512"):
+        with pytest.raises(asyncssh.KeyExchangeFailed):
+            world.on_loop(meet(exchange))
+    for exchange in ("curve25519-sha256", "ecdh-sha2-nistp256", "mlkem768x25519-sha256"):
+        with pytest.raises(asyncssh.PermissionDenied):
+            world.on_loop(meet(exchange))
+
+
 @pytest.mark.parametrize("only", ["", "chacha20-poly1305@openssh.com"])
 def test_data_goes_in_few_packets_of_a_cheap_cipher(
     world: World, monkeypatch: pytest.MonkeyPatch, only: str
