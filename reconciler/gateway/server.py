@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine
 
 from reconciler.db import settings as site
 from reconciler.gateway.machine import PLAIN, Machine
-from reconciler.gateway.pipe import End, heed, pair
+from reconciler.gateway.pipe import End, heed, lean, pair
 from reconciler.gateway.sessions import Session, Sessions, keep, too_many
 from reconciler.gateway.shell import Shell
 from reconciler.gateway.terminal import WINDOW
@@ -156,6 +156,7 @@ class Client(Session, asyncssh.SSHServer):
 
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
         self._connection = conn
+        lean(conn)
         heed(conn, lambda: [*(far for _, far in self._ends), *self._terminals], "client")
         self.address = str((conn.get_extra_info("peername") or ("",))[0])
         self.gateway.clients.add(self)

@@ -352,10 +352,16 @@ def converse(
     return asyncio.run(_ask(ca_file, method, url, form))
 
 
+@lru_cache(maxsize=8)
+def _tls(ca_file: Path | None, _changed: int) -> ssl.SSLContext:
+    """Reading the public CAs takes 50 ms, which anybody can cause by an invented code."""
+    return ssl.create_default_context(cafile=ca_file) if ca_file else httpx.create_ssl_context()
+
+
 async def _ask(
     ca_file: Path | None, method: str, url: str, form: dict[str, str] | None
 ) -> httpx.Response:
-    verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
+    verify = _tls(ca_file, ca_file.stat().st_mtime_ns if ca_file else 0)
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     async with (
         asyncio.timeout(_DEADLINE_S),

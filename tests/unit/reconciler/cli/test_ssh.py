@@ -45,7 +45,8 @@ def test_settings_name_the_gateway_and_every_key(mine: str, gpuaas: Gpuaas, tmp_
     text = gpuaas("ssh-config", mine, *AT, "--key", "/keys/mine")
     known = tmp_path / "own/gpuaas/ssh" / f"{mine}.known_hosts"
     gateway, machine = text.split(f"Host {mine}\n")
-    for line in ("HostName ssh.example", "Port 2222", f"User {mine}", f'"{known}"'):
+    known_line = f'"{known}"'
+    for line in ("HostName ssh.example", "Port 2222", f"User {mine}", known_line, "Ciphers aes128"):
         assert line in gateway
     for line in ("HostName slice", f"ProxyJump gateway-{mine}", f"HostKeyAlias {mine}"):
         assert line in machine

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -27,6 +29,7 @@ import asyncssh
 import pytest
 import sqlalchemy as sa
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
+from asyncssh.constants import MSG_CHANNEL_DATA, MSG_IGNORE
 
 from reconciler.db import rows
 from reconciler.db.engine import transaction
@@ -73,6 +76,50 @@ def test_a_tenant_reaches_the_slice(world: World) -> None:
     assert session["bytes_in"] > 1000 and session["bytes_out"] > 1000
     assert [row["project_id"] for row in world.audit("gateway.opened")] == ["demo"]
     assert len(world.audit("gateway.closed")) == 1
+
+
+def test_strangers_ask_for_no_key_exchange_that_takes_long(world: World) -> None:
+    """Each of them would hold up the sessions of all tenants."""
+
+    async def meet(exchange: str) -> None:
+        await asyncssh.connect(
+            NAME, world.port, username=world.allocation, kex_algs=[exchange], known_hosts=None,
+            client_keys=None, agent_path=None, config=None,
+        )  # fmt: skip
+
+    for exchange in ("rsa2048-sha256", "diffie-hellman-group18-sha512"):
+        with pytest.raises(asyncssh.KeyExchangeFailed):
+            world.on_loop(meet(exchange))
+    for exchange in ("curve25519-sha256", "ecdh-sha2-nistp256", "mlkem768x25519-sha256"):
+        with pytest.raises(asyncssh.PermissionDenied):
+            world.on_loop(meet(exchange))
+
+
+@pytest.mark.parametrize("only", ["", "chacha20-poly1305@openssh.com"])
+def test_data_goes_in_few_packets_of_a_cheap_cipher(
+    world: World, monkeypatch: pytest.MonkeyPatch, only: str
+) -> None:
+    """By the settings of `gpuaas ssh-config`, or as a client insists."""
+    sent: Counter[int] = Counter()
+    ciphers: dict[bool, str] = {}
+    whole = asyncssh.SSHServerConnection.send_packet
+
+    def send_packet(self: Any, kind: int, *parts: bytes, **options: Any) -> None:
+        sent[kind] += 1
+        if kind == MSG_CHANNEL_DATA:
+            ciphers[self.is_server()] = self.get_extra_info("send_cipher")
+        whole(self, kind, *parts, **options)
+
+    monkeypatch.setattr(asyncssh.connection.SSHConnection, "send_packet", send_packet)
+    config = world.config()
+    if only:
+        config.write_text(re.sub("(?<=Ciphers ).*", only, config.read_text()))
+    done = world.run("head -c 1000000 /dev/zero", config=config)
+    assert len(done.stdout) == 1_000_000, done.stderr
+    cheap = "aes128-gcm@openssh.com"
+    assert ciphers == {True: only or cheap, False: cheap}
+    # A login has a few.
+    assert sent[MSG_IGNORE] < 10 < sent[MSG_CHANNEL_DATA]
 
 
 def test_files_and_ports_go_through_it(world: World) -> None:
