@@ -190,6 +190,8 @@ class Runner:
             if self._read(ended):
                 self._began = time.monotonic()
                 until = min(until, self._began + _GATHER_S)
+                if self._process is None:  # Recorded before the models load again.
+                    break
             elif events or limit < until:
                 ended.append(self._broken(late=not events))
                 break
