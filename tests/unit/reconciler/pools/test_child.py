@@ -200,6 +200,26 @@ def test_outcomes_and_claims_share_transactions(
     assert len(claims) < len(ids) / 4
 
 
+def test_jobs_go_back_when_the_models_do_not_load_again(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "replaced.py"
+    file.write_text(
+        "import os\nfrom pathlib import Path\ndef run(call):\n"
+        "    if call['number'] == 30:\n        Path(__file__).write_text('')\n"
+        "        os._exit(3)\n    return {}\n"
+    )
+    ids = queue.submit(calls(60, tmp_path / "ran"))
+    runner = Runner({"m": "replaced:run"}, 512)
+    with pytest.raises(Problem, match="model_changed"):
+        Worker(DatabaseQueue(queue.engine, ["m"]), runner, threading.Event()).run()
+    after = [queue.read(id) for id in ids]
+    assert [job.status for job in after] == ["done"] * 30 + ["pending"] * 30
+    assert [job.attempts for job in after[30:]] == [1] + [0] * 29
+    assert {job.lost for job in after} == {0}
+
+
 def test_calls_that_cost_the_process_leave_others_as_much_time(
     queue: Queue, runner: Runner, tmp_path: Path
 ) -> None:
