@@ -18,9 +18,9 @@ ACT_SHARE = 0.90
 # Workers of a pool that may end by themselves in this time before the pool is given up.
 ENDS_LIMIT = 8
 ENDS_S = 600.0
-# How many of those may be counted for the jobs of a single project, if the pool runs others' too:
-# a member whose jobs kill their workers must not end the pool for everybody.
-ENDS_OF_A_PROJECT = 3
+# How many of those count for jobs that they held, if the pool runs the jobs of all projects:
+# members whose jobs kill their workers must not end the pool for everybody.
+ENDS_WITH_JOBS = 3
 
 
 class PoolState(Described):

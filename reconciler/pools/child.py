@@ -190,6 +190,8 @@ class Runner:
             if self._read(ended):
                 self._began = time.monotonic()
                 until = min(until, self._began + _GATHER_S)
+                if self._process is None:  # Recorded before the models load again.
+                    break
             elif events or limit < until:
                 ended.append(self._broken(late=not events))
                 break
@@ -222,7 +224,11 @@ class Runner:
             if answer["number"] == self._jobs[0].number:
                 result = answer.get("result")
                 failure = None if "result" in answer else answer["error"]
+                if answer["ends"]:
+                    self._blame(self._jobs[0].job)
                 ended.append(self._pop(Outcome(result, failure, answer.get("permanent", False))))
+                if answer["ends"]:
+                    self.stop()  # The jobs behind it run in the next process.
         return any_answer
 
     def _receive(self, end: socket.socket) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +26,19 @@ _TYPES = {
 def load(file: str) -> Function:
     """The function of a model: {input: numbers} to {output: numbers}."""
     available = onnxruntime.get_available_providers()
+    if _PROVIDERS[0] in available:
+        onnxruntime.preload_dlls()  # Also finds CUDA where pip has put it.
     session = onnxruntime.InferenceSession(
         file, providers=[name for name in _PROVIDERS if name in available]
     )
+    provider = session.get_providers()[0]
+    sys.stderr.write(f"{file}: {provider}\n")
+    if provider != _PROVIDERS[0] and (devices := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        raise RuntimeError(
+            f"{file}: expected {_PROVIDERS[0]} for a pool with {devices}; found {provider}."
+            " Install onnxruntime-gpu[cuda,cudnn] in place of onnxruntime, or start the pool"
+            " without --device"
+        )
     inputs = {each.name: each for each in session.get_inputs()}
     outputs = [each.name for each in session.get_outputs()]
     for name, each in inputs.items():

@@ -201,7 +201,9 @@ def evict_lost(conn: sa.Connection, key: str, act: Act) -> Pool:
     if pool.state in LIVE_POOLS:
         for worker in workers.living(conn, [pool.id])[pool.id]:
             workers.end(conn, worker, "its host is lost")
-        pool = workers.conclude(conn, pool, act, PoolState(pool.ends_as))
+        failed = pool.ends_as == PoolState.FAILED
+        state = PoolState.FAILED if failed else PoolState.EVICTED
+        pool = workers.conclude(conn, pool, act, state)
     _audit(conn, pool, act, "host_lost", {"host": host.name, "seen_at": host.seen_at})
     return pool
 

@@ -54,6 +54,17 @@ def scan(host_id: str) -> dict[str, list[Process]]:
     return processes
 
 
+def is_left(process: Process) -> bool:
+    """Whether a process is there. While it ends it has no mark, and may have a GPU's memory."""
+    try:
+        words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    # Fields 3, 20 and 22. Threads may outlive the first one, which is a zombie then.
+    ended = words[0] in "ZX" and int(words[17]) < 2
+    return int(words[19]) == process.start_ticks and not ended
+
+
 def leads(worker: PoolWorker, process: Process) -> bool:
     """Whether it is the worker's own process, and not a child of it."""
     return (process.pid, process.start_ticks) == (worker.pid, worker.start_ticks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import resource
 import signal
 import socket
@@ -125,6 +126,32 @@ def checked(result: object) -> dict[str, Any]:
     return {"error": error, "permanent": True}
 
 
+def _gpu_is_lost() -> bool:
+    """Whether CUDA refuses all further work of this process, as after an index out of bounds."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1", os.RTLD_NOLOAD)
+    except OSError:  # No function has loaded it.
+        return False
+    devices, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if cuda.cuDeviceGetCount(ctypes.byref(devices)):  # Not initialized.
+        return False
+    for device in range(devices.value):
+        state = cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        if state or (active.value and _context_is_lost(cuda, device)):
+            return True
+    return False
+
+
+def _context_is_lost(cuda: ctypes.CDLL, device: int) -> bool:
+    context = ctypes.c_void_p()
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return True
+    lost = bool(cuda.cuCtxPushCurrent_v2(context) or cuda.cuCtxSynchronize())
+    cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+    cuda.cuDevicePrimaryCtxRelease_v2(device)
+    return lost
+
+
 def _error(code: str, expected: str, found: str, remedy: str) -> dict[str, str]:
     parts = {"code": code, "expected": expected, "found": found, "remedy": remedy}
     return {name: storable_text(text)[:_DETAIL] for name, text in parts.items()}
@@ -155,7 +182,12 @@ def main(words: Sequence[str]) -> None:
     while size := requests.recv_into(buffer):
         request = json.loads(buffer[:size])
         answered = {"number": request["number"], **answer(functions, request)}
-        requests.send(json.dumps(answered).encode())
+        # Every call after it would fail, whoever sent it.
+        ends = "error" in answered and not answered["permanent"] and _gpu_is_lost()
+        requests.send(json.dumps({**answered, "ends": ends}).encode())
+        if ends:
+            sys.stderr.write("CUDA refuses all further work of this process: replaced\n")
+            return
 
 
 if __name__ == "__main__":

@@ -86,6 +86,8 @@ class Supervisor:
     # Workers that have got SIGTERM, and when the grace period of a worker began.
     _asked: set[str] = field(default_factory=set)
     _ending: dict[str, float] = field(default_factory=dict)
+    # Processes of each worker that are there, some of them without their mark by now.
+    _known: dict[str, list[Process]] = field(default_factory=dict)
     _due: dict[str, float] = field(default_factory=dict)
     # The last heartbeat of each worker, and since when it is known here: on the monotonic clock, as
     # above, because that of the database may jump.
@@ -250,10 +252,12 @@ class Supervisor:
         log.info("pool %s: worker %s started", pool.name, id)
 
     def _is_gone(self, worker: _Worker) -> bool:
+        known = {*self._known.get(worker.row.id, ()), *worker.processes}
+        self._known[worker.row.id] = left = [each for each in known if processes.is_left(each)]
         child = self._children.get(worker.row.id)
-        if child is not None and child.poll() is None:
+        if left or (child is not None and child.poll() is None):
             return False
-        return not worker.processes and not memory.members(worker.row.cgroup)
+        return not memory.members(worker.row.cgroup)
 
     def _end(self, worker: _Worker) -> bool:
         """Record the end of a worker; whether the kernel has killed it for its memory."""
@@ -268,8 +272,8 @@ class Supervisor:
         hints.bury(self.settings.redis_url, dead)
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
-        for times in (self._beats, self._ending):
-            times.pop(worker.row.id, None)
+        for of_worker in (self._beats, self._ending, self._known):
+            of_worker.pop(worker.row.id, None)
         log.info("worker %s has ended: %s", worker.row.id, ending)
         return killed
 

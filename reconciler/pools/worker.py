@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.pools import watch
 from reconciler.pools.child import START_S, Runner
@@ -82,6 +83,9 @@ class Worker:
         heart.start()
         try:
             self._work()
+        except Problem:  # The models do not load again. None of these jobs has begun.
+            self._give_back(self._runner.recall())
+            raise
         finally:
             self._ended.set()
             self._runner.stop()

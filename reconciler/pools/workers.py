@@ -25,7 +25,7 @@ from reconciler.db.schema import (
 )
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
-from reconciler.model.pools import ENDS_OF_A_PROJECT, ENDS_S, LIVE_POOLS, SERVING_POOLS, PoolState
+from reconciler.model.pools import ENDS_S, ENDS_WITH_JOBS, LIVE_POOLS, SERVING_POOLS, PoolState
 from reconciler.pools import control, leases
 
 log = logging.getLogger("gpuaas.pools")
@@ -148,7 +148,7 @@ def recent_ends(conn: sa.Connection, pool: Pool) -> int:
     """Workers of a serving pool that have ended lately, all of them by themselves.
 
     In a pool of all projects, an end with jobs of several does not count: one of these jobs has
-    killed the worker or will kill the next, alone. Of a single project's ends a few count.
+    killed the worker or will kill the next, alone. Of the ends with jobs of one, a few count.
     """
     query = sa.select(pool_workers.c.ended_with, sa.func.count()).where(_lately(pool))
     counted = conn.execute(query.group_by("ended_with"))
@@ -157,7 +157,7 @@ def recent_ends(conn: sa.Connection, pool: Pool) -> int:
         return sum(ends.values())
     ends.pop(_SEVERAL, None)
     alone = ends.pop("", 0)
-    return alone + sum(min(number, ENDS_OF_A_PROJECT) for number in ends.values())
+    return alone + min(sum(ends.values()), ENDS_WITH_JOBS)
 
 
 def pause(conn: sa.Connection, pool: Pool, ends: int) -> float:

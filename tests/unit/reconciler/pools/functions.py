@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reconciler.pools import runner
 from reconciler.pools.runner import InputError
 
 Input = Mapping[str, Any]
@@ -49,6 +50,9 @@ def misbehave(call: Input) -> Any:
         time.sleep(600)
     if how == "huge":
         return {"text": "x" * (1 << 17)}
+    if how == "lose":
+        runner._gpu_is_lost = lambda: True  # As in a process with a CUDA error.
+        raise RuntimeError("device-side assert triggered")
     return {"nan": float("nan")} if how == "nan" else [how]
 
 

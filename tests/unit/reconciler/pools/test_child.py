@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -15,6 +17,7 @@ from reconciler.db.engine import transaction
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.pools import child, leases, remote, worker
+from reconciler.pools import runner as child_process
 from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
 from reconciler.pools.queue import DatabaseQueue, Ended, Turn
@@ -100,6 +103,68 @@ def test_jobs_behind_one_that_ends_the_process_run_in_the_next(
     assert (tmp_path / "ran").read_text().split() == ["0", "1", "2"]
 
 
+def test_a_call_that_costs_the_gpu_costs_no_other_call(queue: Queue, tmp_path: Path) -> None:
+    """After some errors CUDA refuses all further work of a process."""
+    runner = Runner({"m": f"{FUNCTIONS}:misbehave"}, 512)
+    ways = [{"file": str(tmp_path / "ran"), "number": n, "how": how}
+            for n, how in enumerate(("lose", "list", "raise", "list"))]  # fmt: skip
+    queue.submit(ways)
+    runner.send(queue.claim(4))
+    ended = runner.outcomes(30, 4)
+    assert (len(ended), runner._process) == (1, None), "recorded before the next process has loaded"
+    for _ in range(3):
+        ended += runner.outcomes(30, 1)
+    assert runner._process is not None
+    assert runner._process.poll() is None, "not ended by a call that fails otherwise"
+    runner.stop()
+    codes = [outcome.error["code"] for _, outcome in ended if outcome.error]
+    assert codes == ["function_failed", "result_invalid", "function_failed", "result_invalid"]
+    assert (tmp_path / "ran").read_text().split() == ["0", "1", "2", "3"]
+    assert runner.behind() == {"p1"}, "its project lets others go first"
+
+
+class Cuda:
+    """The driver's library with one GPU; names of functions with their answers."""
+
+    def __init__(self, **answers: int) -> None:
+        self._answers = answers
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*given: Any) -> int:
+            self.called.append(name)
+            if name == "cuDeviceGetCount":
+                given[0]._obj.value = 1
+            if name == "cuDevicePrimaryCtxGetState":
+                given[2]._obj.value = self._answers.get("active", 1)
+            return self._answers.get(name, 0)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost"),
+    [
+        ({}, False),
+        ({"cuCtxSynchronize": 710}, True),
+        ({"cuDevicePrimaryCtxRetain": 719}, True),
+        ({"cuDevicePrimaryCtxGetState": 999}, True),
+        # No function uses a GPU: not initialized, or without a context.
+        ({"cuDeviceGetCount": 3}, False),
+        ({"active": 0, "cuCtxSynchronize": 201}, False),
+    ],
+)
+def test_the_driver_says_whether_a_gpu_is_lost(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, int], lost: bool
+) -> None:
+    assert not child_process._gpu_is_lost(), "no process loads the library for this"
+    cuda = Cuda(**answers)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: cuda)
+    assert child_process._gpu_is_lost() is lost
+    popped, released = "cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"
+    assert cuda.called.count(popped) == cuda.called.count(released), "the context is as it was"
+
+
 def test_a_process_that_ended_between_jobs_costs_none(
     queue: Queue, runner: Runner, tmp_path: Path
 ) -> None:
@@ -133,6 +198,26 @@ def test_outcomes_and_claims_share_transactions(
     Worker(DatabaseQueue(queue.engine, ["m"]), runner, stopping).run()
     assert {queue.read(id).status for id in ids} == {"done"}
     assert len(claims) < len(ids) / 4
+
+
+def test_jobs_go_back_when_the_models_do_not_load_again(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "replaced.py"
+    file.write_text(
+        "import os\nfrom pathlib import Path\ndef run(call):\n"
+        "    if call['number'] == 30:\n        Path(__file__).write_text('')\n"
+        "        os._exit(3)\n    return {}\n"
+    )
+    ids = queue.submit(calls(60, tmp_path / "ran"))
+    runner = Runner({"m": "replaced:run"}, 512)
+    with pytest.raises(Problem, match="model_changed"):
+        Worker(DatabaseQueue(queue.engine, ["m"]), runner, threading.Event()).run()
+    after = [queue.read(id) for id in ids]
+    assert [job.status for job in after] == ["done"] * 30 + ["pending"] * 30
+    assert [job.attempts for job in after[30:]] == [1] + [0] * 29
+    assert {job.lost for job in after} == {0}
 
 
 def test_calls_that_cost_the_process_leave_others_as_much_time(

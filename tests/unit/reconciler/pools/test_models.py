@@ -49,8 +49,22 @@ def test_a_gpu_is_used_where_there_is_one(
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
     monkeypatch.setattr(onnxruntime, "InferenceSession", begin)
+    preloaded: list[str] = []
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: preloaded.append("CUDA"))
     onnx.load(str(FILE))
     assert given == [[*used, "CPUExecutionProvider"]], "in the order in which they are preferred"
+    assert len(preloaded) == len(used), "CUDA's libraries of pip are in no path"
+
+
+def test_a_pool_with_a_gpu_does_not_run_on_the_processor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
+    with pytest.raises(RuntimeError, match="pool with GPU-0; found CPUExecutionProvider"):
+        onnx.load(str(FILE))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # A pool without devices.
+    onnx.load(str(FILE))
+    assert capsys.readouterr().err.endswith("digits.onnx: CPUExecutionProvider\n")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -129,7 +130,7 @@ def control(
 
 
 def test_a_pool_runs_jobs_and_finishes_what_it_holds(control: Control) -> None:
-    pool = control.running(models=["m", "digits"], devices=["GPU-0"])
+    pool = control.running(models=["m"], devices=["GPU-0"])
     assert control.ended(control.submit()).result == {"devices": "GPU-0"}
     held = control.begun(seconds=1)
     with transaction(control.engine) as conn:
@@ -140,7 +141,7 @@ def test_a_pool_runs_jobs_and_finishes_what_it_holds(control: Control) -> None:
     assert control.queue.read(late).status == "pending"
     assert control.left() == {}
     (worker,) = control.workers(pool, ended=True)
-    assert (worker.ending, worker.models) == ("exit status 0", ["digits", "m"])
+    assert (worker.ending, worker.models) == ("exit status 0", ["m"])
     with reading(control.engine) as conn:
         until_ = conn.execute(sa.select(device_leases.c.until)).scalar_one()
     assert until_ == pytest.approx(pool.ended_at, abs=0.1)
@@ -250,6 +251,25 @@ def test_a_jump_of_the_database_s_clock_ends_no_worker(control: Control, hours: 
         assert worker.id in control.left(), "its grace begins with its signal"
     # Ended as at the present time.
     control.until(pool, "evicted")
+
+
+def test_a_process_that_ends_without_its_mark_keeps_its_gpu(control: Control) -> None:
+    """Its first thread is gone, and so is what /proc shows of it: as while a driver frees a GPU."""
+    pool = control.running(devices=["GPU-0"])
+    (worker,) = control.workers(pool)
+    hidden = "import ctypes, threading, time\n"
+    hidden += "threading.Thread(target=time.sleep, args=(6,)).start()\n"
+    hidden += "time.sleep(3)\nctypes.CDLL(None).syscall(60, 0)\n"
+    mark = {processes.MARK: f"{control.supervisor.host_id}/{worker.id}"}
+    with subprocess.Popen([sys.executable, "-c", hidden], env=mark) as process:
+        control.supervisor.tend()
+        assert [len(each) for each in control.left().values()] == [3], "with the worker's child"
+        os.kill(worker.pid, signal.SIGKILL)
+        until(lambda: not control.left())
+        with transaction(control.engine) as conn:
+            pools.evict(conn, "a", ADMIN)
+        control.until(pool, "evicted")
+        assert process.poll() is not None, "its last thread has ended"
 
 
 def test_the_process_of_another_is_neither_adopted_nor_killed(control: Control) -> None:
@@ -391,15 +411,12 @@ def test_without_the_controller_samples_keep_the_limit(control: Control) -> None
 def test_gpus_are_those_that_nvidia_smi_can_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With the words of a recorded H200, in the form in which the supervisor asks for them."""
-    text = (RECORDED / "machine.txt").read_text().splitlines()
-    header = next(number for number, line in enumerate(text) if line.startswith("index, uuid"))
-    names, values = (text[header + offset].split(", ") for offset in (0, 1))
-    row = {
-        name.split(" ")[0]: value.split(" ")[0] for name, value in zip(names, values, strict=True)
-    }
-    words = [row["uuid"], row["memory.total"], row["memory.used"]]
-    whole, dead = ", ".join(words), f"{words[0]}-2, [N/A], [Unknown Error]"
+    """With the recorded answers about an H200 whose pools began, worked, and held 100 GiB."""
+    text = (RECORDED / "pools-nvidia-smi.txt").read_text().splitlines()
+    asked = text[0].removeprefix("$ nvidia-smi ")
+    answers = [line for line in text if line.startswith("GPU-")]
+    uuid = answers[0].partition(",")[0]
+    dead = f"{uuid}-2, [N/A], [Unknown Error]"
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -408,20 +425,18 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
         program.chmod(0o755)
         return memory.gpus()
 
-    asked = "--query-gpu=uuid,memory.total,memory.used --format=csv,noheader,nounits"
-    read = f'[ "$*" = "{asked}" ] || exit 2\necho "{whole}"\necho "{dead}"'
-    assert gpus(read) == [
-        {
-            "id": words[0],
-            "memory_bytes": int(words[1]) << 20,
-            "memory_used_bytes": int(words[2]) << 20,
-        }
-    ]
+    def read(answer: str) -> list[dict[str, Any]]:
+        return gpus(f'[ "$*" = "{asked}" ] || exit 2\necho "{answer}"\necho "{dead}"')
+
+    found = [read(answer) for answer in answers]
+    assert {each["id"] for (each,) in found} == {uuid}
+    assert {each["memory_bytes"] >> 20 for (each,) in found} == {143_771}
+    assert [each["memory_used_bytes"] >> 20 for (each,) in found] == [0, 879, 621, 0, 103_019]
     assert gpus("echo 'No devices were found'; exit 6") == []
     assert gpus("echo 'No devices were found'") == []
     monkeypatch.setattr(memory, "_SMI_S", 0.2)
     assert gpus("exec sleep 60") == []
-    until(lambda: len(gpus(read)) == 1)
+    until(lambda: len(read(answers[0])) == 1)
     note = tmp_path / "note"
     with monkeypatch.context() as patch:
         # As a driver does that hangs.
