@@ -168,8 +168,8 @@ class Judged:
                 raise Problem(
                     "rate_exceeded",
                     429,
-                    expected="one availability of a caller at a time",
-                    found="another that is being judged",
+                    expected="one question about availability at a time",
+                    found="a second one before the first was answered",
                     remedy="ask again in a second",
                     detail={"retry_after_s": 1},
                 )
