@@ -84,8 +84,8 @@ class Stream(StreamingResponse):
                 "rate_exceeded",
                 429,
                 expected=f"at most {PER_PERSON} live pages of one person",
-                found="another one",
-                remedy="close some; this page asks for itself every 30 seconds",
+                found="one more",
+                remedy="close some of them; until then this page reloads every 30 seconds",
             )
 
 

@@ -77,7 +77,7 @@ class Launch:
                 422,
                 expected=", ".join(sorted({sku for sku in self.catalogue.values() if sku})),
                 found=self.sku,
-                remedy="ask for one of these, or for none in particular",
+                remedy="choose one of these SKUs, or leave `sku` out",
             )
         return profiles
 

@@ -142,9 +142,9 @@ def _begin(
     if not node.boot_id:
         raise Problem(
             "boot_unknown",
-            expected="a host whose present boot is known",
-            found="a restart, or a doubt, since its last discovery",
-            remedy=f"run `gpuaas nodes discover {node.id}`, then ask again",
+            expected="a host whose current boot is known",
+            found="the host has restarted, or may have, since its last discovery",
+            remedy=f"run `gpuaas nodes discover {node.id}`, then try again",
         )
     if node.state == NodeState.READY and _sells_slices(conn, node):
         host.drain(conn, node.id, act)

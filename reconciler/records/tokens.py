@@ -340,7 +340,7 @@ def _invalid_enrolment(node_id: str) -> Problem:
         "token_invalid",
         401,
         expected="an unused enrolment token of this node, at most 15 minutes old",
-        found="a token that is none of it",
+        found="a token that is unknown, used, expired or of another node",
         remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
     )
 
