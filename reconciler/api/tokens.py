@@ -1,4 +1,4 @@
-"""API tokens: an operator's of all holders, and everybody's own. A secret is shown once."""
+"""API tokens: of all holders for operators, and a caller's own. A secret is shown once."""
 
 from __future__ import annotations
 

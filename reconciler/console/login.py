@@ -42,8 +42,9 @@ _ERROR = re.compile(r"[a-z_]{1,64}")
 
 
 class _Places:
-    """Places of exchanges. Each holds a thread until the provider answers, and others must not wait
-    for one that hangs. Nobody needs an account to begin one, so a network has few of them.
+    """Places for exchanges with the provider. An exchange occupies a thread until the provider
+    answers, so a provider that hangs must not take them all. Exchanges need no account, so each
+    network has few places.
     """
 
     def __init__(self, count: int, of_network: int) -> None:
@@ -217,8 +218,8 @@ def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) ->
 
 
 def _derived(login: str, purpose: str) -> str:
-    """A value of a login for one purpose. The browser's cookie is the only copy of what it is
-    derived from, so that logins that are never finished leave nothing behind.
+    """A value of a login for one purpose, derived from a secret that only the browser's cookie has.
+    So a login that is never finished leaves nothing behind.
     """
     return _encoded(hmac.digest(login.encode(), purpose.encode(), "sha256"))
 

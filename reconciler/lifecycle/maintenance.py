@@ -82,7 +82,8 @@ def request_firmware(
 
 
 def began(conn: sa.Connection, task: Task) -> None:
-    """Refuse a restart of a node on which others are by now, and note that its slices stop.
+    """Refuse the restart of a node with allocations that were not named, and note that its slices
+    stop.
 
     A slice counts as stopped by the restart until it is started after the next proof, whether the
     host restarts or not.

@@ -43,7 +43,7 @@ class InputError(Exception):
 
 
 class ChangedError(Exception):
-    """A model's file is not the one that was registered: what was expected, and what was found."""
+    """The file of a model differs from the registered file: expected and found digest."""
 
 
 def load(target: str, digest: str = "") -> tuple[Function, str]:
@@ -133,7 +133,7 @@ def _error(code: str, expected: str, found: str, remedy: str) -> dict[str, str]:
 def main(words: Sequence[str]) -> None:
     """Serve requests until their socket ends."""
     number, memory, *models = words
-    # The parent may be killed at any time, and nobody would read the answer then.
+    # The parent may be killed at any time; then the answer has no reader.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = socket.socket(fileno=int(number))

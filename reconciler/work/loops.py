@@ -355,7 +355,7 @@ def tend_leases(engine: Engine, settings: Settings) -> None:
 
 
 def tend_remote_workers(engine: Engine, settings: Settings) -> None:
-    """Loop for workers without the database: the ends of silent ones and of their pools."""
+    """Loop for workers without the database: record the ends of silent workers and of pools."""
     with reading(engine) as conn:
         if not remote.any_pool(conn):
             return
