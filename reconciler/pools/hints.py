@@ -68,11 +68,11 @@ class Hints:
 
     def lengths(self) -> dict[str, int]:
         """Lengths of the streams; {} while Redis is away."""
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         self._try(
-            lambda: found.update({name: int(self._redis.xlen(name)) for name in (STREAM, DEAD)})
+            lambda: lengths.update({name: int(self._redis.xlen(name)) for name in (STREAM, DEAD)})
         )
-        return found
+        return lengths
 
     def _add(self, stream: str, fields: Iterable[Mapping[str, str]], longest: int) -> None:
         pipe = self._redis.pipeline(transaction=False)

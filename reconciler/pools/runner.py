@@ -60,13 +60,13 @@ def load(target: str, digest: str = "") -> tuple[Function, str]:
         return _function(target), ""
     before = _stamp(file)
     with file.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest not in ("", found):
-        raise ChangedError(f"{file}, SHA-256 {digest}", found)
+        actual = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest not in ("", actual):
+        raise ChangedError(f"{file}, SHA-256 {digest}", actual)
     function = _function(target)
     if _stamp(file) != before:
-        raise ChangedError(f"{file}, SHA-256 {found}", "a change while it was loaded")
-    return function, found
+        raise ChangedError(f"{file}, SHA-256 {actual}", "a change while it was loaded")
+    return function, actual
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from reconciler.api import telemetry
+from reconciler.api import metrics
 from reconciler.cli.main import app
 from reconciler.settings import Settings
 from tests.unit.packaging.machine import ROOT
@@ -68,7 +68,7 @@ def test_what_a_container_mounts_is_in_the_folder() -> None:
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
-    source = Path(telemetry.__file__).read_text()
+    source = Path(metrics.__file__).read_text()
     # A name may have a part that is filled in.
     exposed = re.sub(r"\{\w+\}", r"\\w+", "|".join(re.findall(r'"(gpuaas_[\w{}]+)"', source)))
     groups = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
