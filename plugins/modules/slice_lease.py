@@ -179,7 +179,7 @@ def observe(params: _change.Params) -> State:
         _same_boot(params["boot_id"])
     needed = {} if held else {"needed": ("slot_id", "fence")}
     slots = _slots.checked(params["slots"], **needed)
-    domain = _libvirt.states().get(name)
+    domain = _libvirt.state(name)
     entries = {str(slot["slot_id"]): _ledger.load(str(slot["slot_id"])) for slot in slots}
     state = State(
         entries=entries,

@@ -157,7 +157,7 @@ def observe(params: _change.Params) -> State:
     path = _object_names.seed_path(params["allocation_id"])
     digest = present(path)
     name = _object_names.domain_name(params["allocation_id"])
-    life = _libvirt.states().get(name) if params["state"] == "detached" else None
+    life = _libvirt.state(name) if params["state"] == "detached" else None
     if life is None:
         return State(digest)
     live = life.active and path in _domain.parse(_libvirt.definition(name, live=True))["seed"]

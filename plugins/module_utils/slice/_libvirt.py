@@ -52,18 +52,35 @@ class State:
         return self.name == "shut off" and self.reason == _SHUT_DOWN
 
 
+def state(name: str) -> State | None:
+    """A domain's state; None when libvirt has no domain of the name.
+
+    Asks for this domain alone, because a query of all waits for one that is being started.
+    """
+    done = _virsh("domstats", "--state", "--nowait", name, ok=(0, 1))
+    # virsh says neither by code nor by text whether the domain is absent or the query failed.
+    return states().get(name) if done.rc else _states(done.out)[name]
+
+
 def states() -> dict[str, State]:
     """Every domain of this host, defined or running, by name."""
+    return _states(_virsh("domstats", "--state", "--nowait").out)
+
+
+def _states(out: str) -> dict[str, State]:
     return {
         name: State(_word(values.get("state.state", 0)), values.get("state.reason", 0))
-        for name, values in statistics("--state").items()
+        for name, values in _numbers(out).items()
     }
 
 
 def statistics(*groups: str, timeout: float = 180) -> dict[str, dict[str, int]]:
     """libvirt's numbers of every domain, by name. groups: options of `virsh domstats`."""
     # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
-    out = _virsh("domstats", *groups, "--nowait", timeout=timeout).out
+    return _numbers(_virsh("domstats", *groups, "--nowait", timeout=timeout).out)
+
+
+def _numbers(out: str) -> dict[str, dict[str, int]]:
     by_name: dict[str, dict[str, int]] = {}
     values: dict[str, int] = {}
     for line in out.splitlines():
@@ -125,7 +142,7 @@ def shut_down(name: str, *, deadline: float) -> bool:
     end = time.monotonic() + deadline
     requested_at = 0.0
     while time.monotonic() < end:
-        if not states().get(name, State("shut off")).active:
+        if not _active(name):
             return True
         # A guest that is still booting ignores the first request.
         if requested_at == 0.0 or time.monotonic() - requested_at > _RESEND_SECONDS:
@@ -133,7 +150,7 @@ def shut_down(name: str, *, deadline: float) -> bool:
             _virsh("shutdown", name, ok=(0, 1))
             requested_at = time.monotonic()
         time.sleep(1)
-    return not states().get(name, State("shut off")).active
+    return not _active(name)
 
 
 def destroy(name: str, *, deadline: float = 60) -> None:
@@ -143,7 +160,7 @@ def destroy(name: str, *, deadline: float = 60) -> None:
     end = time.monotonic() + deadline
     while True:
         _virsh("destroy", name, ok=(0, 1))
-        if not states().get(name, State("shut off")).active:
+        if not _active(name):
             return
         if time.monotonic() > end:
             raise Refusal(
@@ -197,6 +214,11 @@ def disk_io() -> str:
     """
     off = (_host.read("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
     return "native" if off else "io_uring"
+
+
+def _active(name: str) -> bool:
+    found = state(name)
+    return found is not None and found.active
 
 
 def _alive(pid: int) -> bool:

@@ -61,7 +61,7 @@ def observe(params: _change.Params) -> State:
     allocation = params["allocation_id"]
     name = _object_names.domain_name(allocation)
     slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
-    life = _libvirt.states().get(name)
+    life = _libvirt.state(name)
     active = life is not None and life.active
     port = _flows.port_number(_object_names.port_name(allocation))
     flows: frozenset[_flows.Flow] = frozenset()
@@ -291,7 +291,7 @@ def _stop(name: str, state: str, deadline: float) -> dict[str, Any]:
 
 def _undefine(name: str) -> None:
     # A transient domain goes with its QEMU.
-    if name in _libvirt.states():
+    if _libvirt.state(name):
         _libvirt.undefine(name)
 
 

@@ -18,7 +18,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _domain,
     _libvirt,
     _pinning,
     _slots,
@@ -80,6 +79,7 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage())
     monkeypatch.setattr(_bridge, "bridges", lambda: ["ovsbr0"])
     monkeypatch.setattr(_libvirt, "states", dict)
+    monkeypatch.setattr(_libvirt, "state", lambda _name: None)
     monkeypatch.setattr(_pinning, "cores", lambda _node: [(0,), (1,)])
     monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 1024)
     return tree
@@ -123,7 +123,7 @@ def test_take_and_take_again(host: Path) -> None:
 def test_under_another_boot_nothing_is_done(
     host: Path, monkeypatch: pytest.MonkeyPatch, proven: str | None
 ) -> None:
-    monkeypatch.delattr(_libvirt, "states")  # no state is even read
+    monkeypatch.delattr(_libvirt, "state")  # no state is even read
     with pytest.raises(_change.Refusal) as refused:
         drive({**PARAMS, "boot_id": proven})
     assert (refused.value.code, refused.value.found) == ("boot_changed", f"boot {BOOT}")
@@ -452,8 +452,7 @@ def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_own_running_vm_is_no_obstacle(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive(PARAMS)
-    name = _domain.domain_name(ONE)
-    monkeypatch.setattr(_libvirt, "states", lambda: {name: _libvirt.State("running")})
+    monkeypatch.setattr(_libvirt, "state", lambda _name: _libvirt.State("running"))
     monkeypatch.setattr(_libvirt, "processes", lambda _marker: {9: "qemu-system-x86_64"})
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[9]))
     monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 0)
@@ -473,8 +472,7 @@ def test_nothing_is_given_back_while_a_domain_is_there(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drive(PARAMS)
-    name = _domain.domain_name(ONE)
-    monkeypatch.setattr(_libvirt, "states", lambda: {name: _libvirt.State("shut off")})
+    monkeypatch.setattr(_libvirt, "state", lambda _name: _libvirt.State("shut off"))
     assert code(drive(RELEASED)) == "domain_present"
     assert _ledger.load("slot-3").allocation_id == ONE
 

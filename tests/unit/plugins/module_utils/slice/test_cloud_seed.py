@@ -195,7 +195,7 @@ def domain_xml(*, seed: bool) -> str:
 def runs(script: Any, *, live: list[bool], state: int = 1) -> None:
     """A domain whose definition names the seed, and what its QEMU has at each look."""
     text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n"
-    script.on(*VIRSH, "domstats", "--state", "--nowait", out=text)
+    script.on(*VIRSH, "domstats", "--state", "--nowait", NAME, out=text)
     for seed in (True, False):
         script.on(*VIRSH, "dumpxml", "--inactive", NAME, out=domain_xml(seed=seed))
     for seed in live:

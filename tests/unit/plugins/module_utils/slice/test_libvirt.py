@@ -45,28 +45,43 @@ def test_the_reason_tells_a_pause_on_purpose_from_a_disk_error(script: Script) -
     assert states["broken"].reason not in _libvirt.PAUSED_ON_PURPOSE
 
 
+def test_a_domain_is_asked_for_alone(script: Script) -> None:
+    """A query of all waits while libvirt starts another one."""
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
+    assert _libvirt.state("a") == _libvirt.State("running", 1)
+    assert LOOK not in script.calls
+
+
+def test_a_domain_that_is_not_found_is_looked_for_in_all(script: Script) -> None:
+    script.on(*LOOK, "b", rc=1, err="error: failed to get domain 'b'")
+    script.on(*LOOK, out=stats(a=(1, 1))).on(*LOOK, rc=1, err="error: Disconnected")
+    assert _libvirt.state("b") is None
+    with pytest.raises(Refusal, match="command_failed"):
+        _libvirt.state("b")
+
+
 def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
-    script.on(*LOOK, out=stats(a=(1, 1))).on(*LOOK, out=stats(a=(5, 1)))
+    script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 1)))
     script.on(*VIRSH, "shutdown", "a")
     assert _libvirt.shut_down("a", deadline=30)
     assert script.calls.count((*VIRSH, "shutdown", "a")) == 1
 
 
 def test_a_guest_that_ignores_the_request_is_not(script: Script) -> None:
-    script.on(*LOOK, out=stats(a=(1, 1)))
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
     script.on(*VIRSH, "shutdown", "a")
     assert not _libvirt.shut_down("a", deadline=0.01)
 
 
 def test_power_is_taken_until_it_is_off(script: Script) -> None:
     script.on(*VIRSH, "destroy", "a", rc=1).on(*VIRSH, "destroy", "a")
-    script.on(*LOOK, out=stats(a=(1, 1))).on(*LOOK, out=stats(a=(5, 2)))
+    script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 2)))
     _libvirt.destroy("a")
 
 
 def test_power_that_cannot_be_taken_is_refused(script: Script) -> None:
     script.on(*VIRSH, "destroy", "a", rc=1)
-    script.on(*LOOK, out=stats(a=(4, 0)))
+    script.on(*LOOK, "a", out=stats(a=(4, 0)))
     with pytest.raises(Refusal, match="domain_not_stopped"):
         _libvirt.destroy("a", deadline=-1)
 

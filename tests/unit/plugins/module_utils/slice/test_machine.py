@@ -223,6 +223,7 @@ class Host:
         for name in ("define", "start_paused", "resume", "shut_down", "destroy", "undefine"):
             monkeypatch.setattr(_libvirt, name, getattr(self, name))
         monkeypatch.setattr(_libvirt, "states", lambda: {NAME: self.life} if self.life else {})
+        monkeypatch.setattr(_libvirt, "state", lambda _name: self.life)
         monkeypatch.setattr(_libvirt, "definition", lambda _name: self.xml)
         monkeypatch.setattr(_command, "run", self.run)
         monkeypatch.setattr(_qos, "observe", lambda _allocation: self.qos)
