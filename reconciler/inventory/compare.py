@@ -341,6 +341,11 @@ def _new_node(
     name, address, profile = device.name or "", _address(device), _profile(device)
     subject, before = f"device {device_name(device)}", len(result.findings)
     remedy = "correct the device in NetBox"
+    if written := device.custom_fields.get("gpuaas_node_id"):
+        result.note(
+            *("node_unknown", subject, "no gpuaas_node_id, or that of a node", written),
+            "leave it if another service has the machine; else empty the gpuaas fields in NetBox",
+        )
     if not _NODE_ID.fullmatch(name):
         result.note("name_invalid", subject, "a name of a-z, 0-9 and -", name or "none", remedy)
     if not _REGION.fullmatch(device.site.slug):
@@ -428,7 +433,7 @@ def _machines(
             *("machine_unknown", f"virtual machine {machine.name}"),
             f"an allocation of this site in {ALLOCATION}",
             machine.custom_fields.get(ALLOCATION) or "none",
-            f"remove the tag {MANAGED}, or delete it in NetBox; this service does not",
+            f"leave it if another service has the slice; else delete it, or remove {MANAGED}",
         )
     return shown, released
 

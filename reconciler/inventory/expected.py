@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
+from reconciler.db import settings as site_settings
 from reconciler.db.schema import Node, allocations, claims, nodes, parities, slots
 from reconciler.model.states import (
     LIVE_CLAIMS,
@@ -24,8 +25,9 @@ from reconciler.model.states import (
 )
 
 # Custom fields of a device, with their type in NetBox. `gpuaas_slots` is shown to many people, so
-# it has no addresses of devices. SEAL is made of the other values: a value that was changed by
-# somebody else no longer fits it, and is not overwritten.
+# it has no addresses of devices. SEAL is made of the other values and of the site: a value that was
+# changed by somebody else, or by the service of another site, no longer fits it, and is not
+# overwritten.
 SEAL = "gpuaas_written"
 DEVICE_FIELDS: Mapping[str, str] = {
     "gpuaas_node_id": "text",
@@ -56,11 +58,14 @@ _AT_ONCE = 500
 
 @dataclass(frozen=True)
 class ExpectedNode:
-    """A node. fields: the custom fields of its device. blocked: it has blocked slots."""
+    """A node. fields: the custom fields of its device. blocked: it has blocked slots. site: see
+    `seal`.
+    """
 
     node: Node
     fields: Mapping[str, Any]
     blocked: bool
+    site: str = ""
 
     @property
     def purpose(self) -> str:
@@ -70,7 +75,7 @@ class ExpectedNode:
 @dataclass(frozen=True)
 class ExpectedMachine:
     """The virtual machine of a slice. state: of its allocation. mac, address: of its interface, as
-    it is or was. holds: it has a slot.
+    it is or was. holds: it has a slot. site: see `seal`.
     """
 
     allocation_id: str
@@ -80,6 +85,7 @@ class ExpectedMachine:
     mac: str = ""
     address: str = ""
     holds: bool = False
+    site: str = ""
 
     @property
     def name(self) -> str:
@@ -96,10 +102,19 @@ def read_nodes(conn: sa.Connection) -> list[ExpectedNode]:
     latest = sa.select(parities.c.node_id, sa.func.max(parities.c.created_at))
     parity = {row[0]: row[1] for row in conn.execute(latest.group_by(parities.c.node_id))}
     all_nodes = rows.every(conn, sa.select(nodes).order_by(nodes.c.name), Node)
-    return [_node(node, of_node[node.id], parity.get(node.id)) for node in all_nodes]
+    site = _site(conn)
+    return [_node(node, of_node[node.id], parity.get(node.id), site) for node in all_nodes]
 
 
-def _node(node: Node, of_node: list[dict[str, Any]], parity_at: float | None) -> ExpectedNode:
+def _site(conn: sa.Connection) -> str:
+    """What no other site has; "" before the first start of its service."""
+    authorities = site_settings.read(conn, site_settings.AUTHORITIES, {})
+    return str(authorities.get("host_ca", ""))
+
+
+def _node(
+    node: Node, of_node: list[dict[str, Any]], parity_at: float | None, site: str
+) -> ExpectedNode:
     counts = Counter(slot["status"] for slot in of_node)
     values = {
         "gpuaas_node_id": node.id,
@@ -116,7 +131,7 @@ def _node(node: Node, of_node: list[dict[str, Any]], parity_at: float | None) ->
         if node.last_contact_at
         else None,
     }
-    return ExpectedNode(node, values, counts[SlotState.CLEANUP_BLOCKED] > 0)
+    return ExpectedNode(node, values, counts[SlotState.CLEANUP_BLOCKED] > 0, site)
 
 
 def read_machines(conn: sa.Connection, shown: Collection[str]) -> list[ExpectedMachine]:
@@ -143,10 +158,12 @@ def read_machines(conn: sa.Connection, shown: Collection[str]) -> list[ExpectedM
     for some in _chunks(sorted(by_id.keys() - interfaces.keys())):
         of_ended = of_slice.where(claims.c.allocation_id.in_(some))
         interfaces |= {key: (mac, ip, False) for key, mac, ip in conn.execute(of_ended)}
+    site = _site(conn)
     return [
         ExpectedMachine(
             *(row.id, row.node_id or "", row.state, _status(row.state, row.stopped)),
             *interfaces.get(row.id, ("", "", False)),
+            site,
         )
         for row in by_id.values()
     ]
@@ -166,7 +183,12 @@ def is_retired(node: Node) -> bool:
     return node.state == NodeState.RETIRED
 
 
-def seal(values: Mapping[str, Any]) -> str:
-    """Fingerprint of values as NetBox gives them back."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)
+def seal(values: Mapping[str, Any], site: str = "") -> str:
+    """Fingerprint of values as NetBox gives them back. site: whose service wrote them."""
+    text = site + json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def is_sealed(values: Mapping[str, Any], sealed: object, site: str) -> bool:
+    """Whether this service wrote the values, also in a version whose fingerprints had no site."""
+    return sealed in (seal(values, site), seal(values))

@@ -15,6 +15,7 @@ from reconciler.inventory.expected import (
     SEAL,
     ExpectedMachine,
     ExpectedNode,
+    is_sealed,
     seal,
 )
 from reconciler.inventory.netbox import Device, Machine, Tracked
@@ -36,7 +37,7 @@ def device_patch(expected: ExpectedNode, device: Device) -> tuple[dict[str, Any]
     somebody else has changed, which forbid every change.
     """
     actual, target = device_values(device), {**expected.fields, BLOCKED: expected.blocked}
-    changes, foreign = _changes(actual, target, device.custom_fields.get(SEAL))
+    changes, foreign = _changes(actual, target, device.custom_fields.get(SEAL), expected.site)
     if not changes or foreign:
         return {}, foreign
     patch: dict[str, Any] = {}
@@ -51,7 +52,7 @@ def machine_patch(
 ) -> tuple[dict[str, Any], list[str]]:
     """As `device_patch`, for the virtual machine of a slice."""
     actual, target = shown_machine(machine), machine_values(expected, device)
-    changes, foreign = _changes(actual, target, machine.custom_fields.get(SEAL))
+    changes, foreign = _changes(actual, target, machine.custom_fields.get(SEAL), expected.site)
     if not changes or foreign:
         return {}, foreign
     patch: dict[str, Any] = {"custom_fields": {SEAL: changes.pop(SEAL)}}
@@ -64,7 +65,7 @@ def machine_document(expected: ExpectedMachine, device: Device) -> dict[str, Any
     """A new virtual machine."""
     values = machine_values(expected, device)
     fields = {ALLOCATION: values.pop(ALLOCATION)}
-    fields[SEAL] = seal({**values, **fields})
+    fields[SEAL] = seal({**values, **fields}, expected.site)
     tags = [{"name": MANAGED, "slug": MANAGED}]
     cluster = {"cluster": device.cluster.id} if device.cluster else {}
     return {**values, **cluster, "tags": tags, "custom_fields": fields}
@@ -87,7 +88,8 @@ def foreign_values(parts: Parts, *, interface_only: bool = False) -> list[str]:
     machine, interface, mac, address = parts.machine, parts.interface, parts.mac, parts.address
     foreign = list(parts.wrong)
     if machine is not None and not interface_only:
-        if machine.custom_fields.get(SEAL) != seal(shown_machine(machine)):
+        sealed = machine.custom_fields.get(SEAL)
+        if not is_sealed(shown_machine(machine), sealed, parts.slice.site):
             foreign.append("another name, status, device or allocation")
         foreign += _peoples("virtual machine", machine, MACHINE_FIELDS)
         foreign += _number("interfaces", machine.interface_count, interface)
@@ -138,11 +140,11 @@ def shown_machine(machine: Machine) -> dict[str, Any]:
 
 
 def _changes(
-    actual: Mapping[str, Any], target: Mapping[str, Any], sealed: object
+    actual: Mapping[str, Any], target: Mapping[str, Any], sealed: object, site: str
 ) -> tuple[dict[str, Any], list[str]]:
     changes = {name: value for name, value in target.items() if actual[name] != value}
-    if sealed and sealed != seal(actual) and changes:
+    if sealed and changes and not is_sealed(actual, sealed, site):
         return {}, sorted(changes)
-    if changes or sealed != seal(target):
-        changes[SEAL] = seal(target)
+    if changes or sealed != seal(target, site):
+        changes[SEAL] = seal(target, site)
     return changes, []

@@ -308,7 +308,7 @@ class Writer:
     def _expect(self, expected: ExpectedNode, device: Device) -> None:
         self._pending.pop(self._key(device), None)
         if entry := _entry(expected, device, self._at):
-            target = seal({**expected.fields, BLOCKED: expected.blocked})
+            target = seal({**expected.fields, BLOCKED: expected.blocked}, expected.site)
             self._pending[self._key(device)] = {"seal": target, "entry": entry}
 
     def _store(self) -> None:

@@ -293,7 +293,7 @@ class Handler(BaseHTTPRequestHandler):
                 rows = [r for r in rows if set(values) <= {tag["slug"] for tag in r["tags"]}]
             elif name == "name":
                 rows = [r for r in rows if r["name"] in values]
-            elif name == "assigned_object_id":
+            elif name in ("assigned_object_id", "assigned_object_type"):
                 rows = [r for r in rows if str(r[name]) in values]
             elif name == "site_id":
                 rows = [r for r in rows if str(r["scope_id"]) in values]

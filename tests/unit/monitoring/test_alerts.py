@@ -168,6 +168,13 @@ CASES: dict[str, tuple[str, Samples, Samples]] = {
         {"gpuaas_host_certificate_seconds": "1209599-60x11"},
         {"gpuaas_host_certificate_seconds": "1296000-60x11"},
     ),
+    **{
+        alert: ("15m", {metric: "0x15"}, {metric: "0x9 1 0x5"})
+        for alert, metric in (
+            ("NetBoxNotCompared", "gpuaas_netbox_complete"),
+            ("MaasNotCompared", "gpuaas_maas_complete"),
+        )
+    },
     "HostCertificateExpired": (
         "1m",
         {'gpuaas_host_certificates{validity="expired"}': "1x1"},

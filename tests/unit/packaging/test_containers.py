@@ -14,7 +14,6 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from reconciler.api import metrics
 from reconciler.cli.main import app
 from reconciler.settings import Settings
 from tests.unit.packaging.machine import ROOT
@@ -23,6 +22,7 @@ FOLDER = ROOT / "packaging" / "compose"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: row for name, row in SERVICES.items() if row["image"] == "gpuaas:local"}
+DASHBOARDS = "/var/lib/grafana/dashboards"
 CA = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGPuYXMtdGVzdC1jYS1wdWJsaWMta2V5LTAwMDAwMDAw"
 
 
@@ -59,28 +59,17 @@ def test_a_container_starts_a_command_with_settings_that_exist(
 
 def test_what_a_container_mounts_is_in_the_folder() -> None:
     mounted = [each for row in SERVICES.values() for each in row.get("volumes", ())]
-    sources = {each.split(":")[0] for each in mounted if each.startswith("./")}
+    sources = {each.split(":")[0] for each in mounted if each.startswith(".")}
     # The site's own: its images, and the token that Prometheus gets.
     assert {source for source in sources if not (FOLDER / source).exists()} == {"./images"}
-    assert {"./prometheus.yml", "./alerts.yml", "./grafana/fleet.json"} <= sources
-    scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"][0]
-    assert scrape["static_configs"] == [{"targets": ["api:8080"]}]
-
-
-def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
-    source = Path(metrics.__file__).read_text()
-    # A name may have a part that is filled in.
-    exposed = re.sub(r"\{\w+\}", r"\\w+", "|".join(re.findall(r'"(gpuaas_[\w{}]+)"', source)))
-    groups = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
-    queries = [rule["expr"] for group in groups for rule in group["rules"]]
-    board = json.loads((FOLDER / "grafana" / "fleet.json").read_text())
-    queries += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    asked = {name for query in queries for name in re.findall(r"gpuaas_\w+", query)}
-    assert len(asked) > 8
-    unknown = [name for name in asked if not re.fullmatch(exposed, name.removesuffix("_count"))]
-    assert unknown == []
-    data = yaml.safe_load((FOLDER / "grafana" / "provisioning.yml").read_text())["datasources"][0]
-    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {data["uid"]}
+    prometheus = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    assert prometheus["scrape_configs"][0]["static_configs"] == [{"targets": ["api:8080"]}]
+    # Alerts and dashboard are those of every site.
+    assert "../../monitoring/alerts:/etc/prometheus/alerts:ro" in mounted
+    assert prometheus["rule_files"] == ["alerts/*.yml"]
+    assert f"../../monitoring/grafana:{DASHBOARDS}:ro" in mounted
+    provider = yaml.safe_load((FOLDER / "grafana" / "dashboards.yml").read_text())["providers"][0]
+    assert provider["options"] == {"path": DASHBOARDS}
 
 
 @pytest.mark.long

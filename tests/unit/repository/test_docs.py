@@ -1,4 +1,4 @@
-"""Pages and refusals: links lead somewhere, each `gpuaas` command exists, the map is short."""
+"""Pages and the program's own texts: each `gpuaas` command exists, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -46,14 +46,12 @@ def words(line: str) -> list[str]:
     line = re.split(r"\s(?:>>?|\||<|&)(?:\s|$)", line)[0]
     line = re.sub(r"\$\(.*?\)", "X", line)
     line = re.sub(r"[\[\]…]|\.\.\.", " ", line)
-    return [re.sub(r"^([\w-]+)\|.*", r"\1", word) for word in shlex.split(line, comments=True)][1:]
+    split = shlex.split(line, comments=True)[1:]
+    return hoist([re.sub(r"^([\w-]+)\|.*", r"\1", word) for word in split])
 
 
 def parse(given: list[str], whole: bool) -> None:
-    """Parse as the program does, but convert no values: they are examples. Raises Unknown.
-
-    `X` stands for a word that the program fills in, which may be the name of a command.
-    """
+    """Parse as the program does, but convert no values: they are examples. Raises Unknown."""
     command, parent = PROGRAM, None
     while True:
         context = command.context_class(
@@ -71,7 +69,7 @@ def parse(given: list[str], whole: bool) -> None:
             if rest and not context.allow_extra_args:
                 raise Unknown(f"unexpected {rest}")
             return
-        if not whole and rest[:1] in ([], ["X"]):
+        if not rest and not whole:
             return
         if not rest or rest[0] not in command.commands:
             raise Unknown(f"no command {rest[:1]}")
@@ -94,18 +92,35 @@ def test_each_command_is_one_of_the_program() -> None:
     assert count > 100
 
 
-def test_each_command_in_a_text_of_the_program_is_one_of_it() -> None:
+def test_each_command_that_the_program_names_exists() -> None:
+    """Remedies of refusals above all. A placeholder in the place of a command may be any."""
     wrong, count = [], 0
-    for file in sorted((ROOT / "reconciler").rglob("*.py")):
+    for file in (*(ROOT / "reconciler").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")):
         for text in _strings(ast.parse(file.read_text(encoding="utf-8"))):
-            for span in _SPANS.findall(text):
+            for line in _SPANS.findall(text):
                 count += 1
                 try:
-                    parse(hoist(words(re.sub(r"\s+", " ", span))), whole=False)
+                    parse(words(line), whole=False)
                 except Unknown as error:
-                    wrong.append(f"{file.relative_to(ROOT)}: {span}: {error}")
+                    if str(error) != f"no command {[_PLACEHOLDER]}":
+                        wrong.append(f"{file.name}: {line}: {error}")
     assert wrong == []
-    assert count > 150
+    assert count > 100
+
+
+_PLACEHOLDER = "placeholder"
+
+
+def _strings(tree: ast.AST) -> Iterator[str]:
+    """Texts of a module, those of f-strings as a whole."""
+    if isinstance(tree, ast.JoinedStr):
+        parts = (part.value if isinstance(part, ast.Constant) else None for part in tree.values)
+        yield "".join(_PLACEHOLDER if part is None else str(part) for part in parts)
+        return
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        yield tree.value
+    for child in ast.iter_child_nodes(tree):
+        yield from _strings(child)
 
 
 @pytest.mark.parametrize(
@@ -167,21 +182,6 @@ def test_the_architecture_leads_to_few_files_that_exist() -> None:
         roots = (ROOT, ROOT / "reconciler", ROOT / "plugins" / "module_utils")
         wrong += [name for name in named if not any(any(root.glob(name)) for root in roots)]
     assert wrong == []
-
-
-def _strings(tree: ast.AST) -> Iterator[str]:
-    """Texts of a module; each value in them is the word X."""
-    parts = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            parts |= {id(value) for value in node.values}
-            yield "".join(
-                str(value.value) if isinstance(value, ast.Constant) else "X"
-                for value in node.values
-            )
-        # The walk reaches a text with values before its parts.
-        elif id(node) not in parts and isinstance(text := getattr(node, "value", None), str):
-            yield text
 
 
 def _anchors(text: str) -> Iterator[str]:

@@ -58,7 +58,14 @@ def patched(item: Device, patch: dict[str, Any]) -> Device:
     return device(fields, (tags_of(item) | added) - removed)
 
 
-@given(FIELDS, st.booleans(), FIELDS, FOREIGN, TAGS, st.sampled_from(["none", "ours", "other"]))
+@given(
+    FIELDS,
+    st.booleans(),
+    FIELDS,
+    FOREIGN,
+    TAGS,
+    st.sampled_from(["none", "ours", "earlier", "other"]),
+)
 def test_a_change_ends_the_difference_or_is_not_made_for_a_foreign_edit(
     target: dict[str, Any],
     blocked: bool,
@@ -69,8 +76,9 @@ def test_a_change_ends_the_difference_or_is_not_made_for_a_foreign_edit(
 ) -> None:
     before = device({**fields, **foreign}, tags)
     actual = device_values(before)
-    before.custom_fields[SEAL] = {"none": None, "ours": seal(actual), "other": "0" * 32}[sealed]
-    expected: Any = SimpleNamespace(fields=target, blocked=blocked)
+    seals = {"ours": seal(actual, "a"), "earlier": seal(actual), "other": seal(actual, "b")}
+    before.custom_fields[SEAL] = seals.get(sealed)
+    expected: Any = SimpleNamespace(fields=target, blocked=blocked, site="a")
     wanted = {**target, BLOCKED: blocked}
     patch, edited = device_patch(expected, before)
     differing = sorted(name for name, value in wanted.items() if actual[name] != value)
@@ -79,7 +87,7 @@ def test_a_change_ends_the_difference_or_is_not_made_for_a_foreign_edit(
         return
     after = patched(before, patch)
     assert (edited, device_values(after)) == ([], wanted)
-    assert after.custom_fields[SEAL] == seal(wanted)
+    assert after.custom_fields[SEAL] == seal(wanted, "a")
     assert device_patch(expected, after) == ({}, [])
     # Nothing else is written, and no value that is right already.
     assert patch.keys() <= {"custom_fields", "add_tags", "remove_tags"}

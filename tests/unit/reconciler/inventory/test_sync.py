@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.db import journal
+from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.leader import Deposed
 from reconciler.db.schema import Slot, allocations, claims, nodes, slots
@@ -288,6 +289,34 @@ def test_asset_tag_and_bmc_are_read_and_a_bmc_is_of_one_machine(netbox: Pass) ->
     )
 
 
+def test_the_service_of_another_site_does_not_overwrite_ours(netbox: Pass) -> None:
+    """A copy for tests, whose operator has added a node of the same name."""
+
+    def begin(authority: str) -> None:
+        with transaction(netbox.site.engine) as conn:
+            site.store(conn, site.AUTHORITIES, {"host_ca": authority})
+
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    # Objects that an earlier version wrote stay ours.
+    assert netbox(apply=True).complete
+    begin("ssh-ed25519 AAAA1")
+    assert netbox(apply=True).done == {"devices written": 1, "virtual machines changed": 1}
+    begin("ssh-ed25519 AAAA2")
+    written = netbox.objects(DEVICES), netbox.objects(MACHINES)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="maintenance"))
+        conn.execute(sa.update(allocations).values(state="released"))
+    result = netbox(apply=True)
+    assert (codes(result), result.done) == (["netbox_foreign_edit"] * 2, {})
+    assert (netbox.objects(DEVICES), netbox.objects(MACHINES)) == written
+    # Ours goes on.
+    begin("ssh-ed25519 AAAA1")
+    result = netbox(apply=True)
+    done = {"devices written": 1, "journal entries": 1, "virtual machines deleted": 1}
+    assert (result.findings, result.done) == ([], done)
+
+
 def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox: Pass) -> None:
     netbox(apply=True)
     with transaction(netbox.site.engine) as conn:
@@ -409,6 +438,12 @@ def test_what_people_gave_to_a_slice_is_never_deleted_with_it(netbox: Pass, stat
             ["netbox_address_outside", "netbox_missing"],
         ),
         ([device("gpu9", "10.0.2.15")], {}, ["netbox_address_taken", "netbox_missing"]),
+        # Written by another service.
+        (
+            [device("gpu9", "10.0.0.9", custom_fields={"gpuaas_node_id": "gpu9"})],
+            {},
+            ["netbox_missing", "netbox_node_unknown"],
+        ),
         ([device("gpu9", "fe80::1%x")], {}, ["netbox_address_missing", "netbox_missing"]),
         ([device("gpu9", "127.0.0.1")], {}, ["netbox_address_missing", "netbox_missing"]),
         (

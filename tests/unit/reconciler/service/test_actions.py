@@ -91,26 +91,40 @@ def site(
         yield Site(selling, service, token)
 
 
+def play(site: Site, name: str, *words: object) -> None:
+    program = Path(sys.executable).parent / "ansible-playbook"
+    done = subprocess.run(
+        [program, ROOT / "awx/playbooks" / name, *words],
+        env=environment(GPUAAS_API=site.service.url, GPUAAS_TOKEN_FILE=str(site.token)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_job_of_awx_has_a_task_and_an_audit_row_and_is_not_done_twice(site: Site) -> None:
     answers = {"gpuaas_action": "parity", "gpuaas_subject": NODE, "gpuaas_reason": "nightly check"}
-    program = Path(sys.executable).parent / "ansible-playbook"
-    variables = json.dumps({**answers, "awx_job_id": 7})
-
-    def play() -> None:
-        done = subprocess.run(
-            [program, "-i", "localhost,", ROOT / "awx/playbooks/act.yml", "-e", variables],
-            env=environment(GPUAAS_API=site.service.url, GPUAAS_TOKEN_FILE=str(site.token)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    site.ending(play, result={"failures": 0})
-    play()
+    words = ("-i", "localhost,", "-e", json.dumps({**answers, "awx_job_id": 7}))
+    site.ending(lambda: play(site, "act.yml", *words), result={"failures": 0})
+    play(site, "act.yml", *words)
     (task,) = site.items("/admin/tasks")
     assert (task["kind"], task["node_id"], task["state"]) == ("node.parity", NODE, "succeeded")
     assert "nightly check" in [row["reason"] for row in site.items("/admin/audit")]
+
+
+def test_parity_of_all_asks_for_each_ready_node_without_root(site: Site, tmp_path: Path) -> None:
+    """The inventory gives each host the user and the rights that its own playbooks need."""
+    # Another user than root, which the test may be.
+    become = {"ansible_become_user": "nobody", "ansible_become_exe": "/bin/false"}
+    host = {"ansible_user": "ubuntu", "ansible_become": True, **become}
+    groups = {"state_ready": {"hosts": {NODE: host}}, "state_draining": {"hosts": {"node-9": host}}}
+    inventory = tmp_path / "hosts.json"
+    inventory.write_text(json.dumps({"all": {"children": groups}}))
+    words = ("-i", inventory)
+    site.ending(lambda: play(site, "parity_of_all.yml", *words), result={"failures": 0})
+    (task,) = site.items("/admin/tasks")
+    assert (task["kind"], task["node_id"], task["state"]) == ("node.parity", NODE, "succeeded")
 
 
 def test_what_the_reconciler_refuses_fails_with_its_own_code(site: Site) -> None:
