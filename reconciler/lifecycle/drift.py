@@ -323,15 +323,19 @@ def _asked_at() -> sa.ColumnElement[Any]:
 
 
 def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
-    """Close the gate when the host runs under a boot other than the proven boot (I16).
+    """Close the gate when the host runs under a boot other than the proven boot (I16), and have it
+    proven while its boot is unknown or slices wait for the proof.
 
     Only a discovery stores the new boot id. The boot id of this snapshot may be older than the
     stored boot id, and storing it could open a gate that must stay closed (I14).
     """
     host.contacted(conn, node.id)
+    boot_act = act.because(f"boot {identity['boot_id'] or 'unknown'}")
     if node.boot_id and identity["boot_id"] != node.boot_id:
-        boot_act = act.because(f"boot {identity['boot_id'] or 'unknown'}")
         host.restarted(conn, node.id, boot_act, since=node.boot_id)
+    under_way = {task.kind for task in queue.open_of_node(conn, node.id)}
+    if power.awaits_proof(conn, node.id) and not under_way & {*host.VERIFICATION}:
+        host.reverify(conn, node, boot_act)
 
 
 def _of_slot(

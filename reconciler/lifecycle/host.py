@@ -417,7 +417,7 @@ def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
 
 # The order matters: parity compares with the discovery, and a parity pass opens the gate.
-_VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 
 
 def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> None:
@@ -429,7 +429,7 @@ def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> No
 def reverify(conn: sa.Connection, node: Node, act: Act) -> None:
     """Queue discovery for a host, and parity if it is a slice host."""
     node_id, sliced = node.id, NodeMode(node.mode).purpose == "slice"
-    for kind in _VERIFICATION if sliced else _VERIFICATION[:1]:
+    for kind in VERIFICATION if sliced else VERIFICATION[:1]:
         task_queue.enqueue(conn, task_queue.Enqueue(kind, node_id), act)
 
 

@@ -31,7 +31,6 @@ from reconciler.records import nodes, queue, slots
 
 Guests = list[dict[str, Any]]
 
-_AFTERWARDS = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 
 
@@ -109,7 +108,7 @@ def restarted(conn: sa.Connection, task: Task, act: Act) -> Task:
 def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task:
     """Queue what proves the host again. A pass takes a node back that this work has drained."""
     node = nodes.get(conn, task.node_id)
-    kinds = _AFTERWARDS if _sells_slices(conn, node) else _AFTERWARDS[:1]
+    kinds = host.VERIFICATION if _sells_slices(conn, node) else host.VERIFICATION[:1]
     parameters = queue.then(kinds[1:], resume=bool(task.parameters.get("resume")))
     return queue.enqueue(conn, queue.Enqueue(kinds[0], node.id, parameters=parameters), act)
 

@@ -86,13 +86,14 @@ def powered_off(
     """Record slices whose guests have powered themselves off; returns their allocations.
 
     They stay stopped until their projects start them, also over a restart of the host. A slice
-    whose start has failed is left alone: a run has shut it down. boot_id: leave slices alone that
-    were not started under this boot, "" for any.
+    whose start waits or has failed is left alone: a run has shut it down. boot_id: leave slices
+    alone that were not started under this boot, "" for any.
     """
     stopped = []
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
-        owed = allocation.error or boot_id not in ("", allocation.started_boot_id)
+        owed = allocation.power_action or allocation.error
+        owed = owed or boot_id not in ("", allocation.started_boot_id)
         if allocation.state == AllocationState.ACTIVE and not allocation.stopped and not owed:
             _set(conn, allocation, stopped=True)
             journal.audit(conn, act, "allocation.powered_off", "allocation", id)
@@ -109,6 +110,26 @@ def start_after_boot(
     say, the slices stay stopped until their projects start them.
     """
     node = rows.get(conn, Node, node_id)
+    started = []
+    for allocation in _to_start(conn, node):
+        if not restart:
+            powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
+            continue
+        why = act.because("the host was restarted", {"boot_id": node.boot_id})
+        if not _start_queued(conn, allocation, node, why):
+            _queue(conn, allocation, node, PowerAction.START, why)
+            started.append(allocation.id)
+    return started
+
+
+def awaits_proof(conn: sa.Connection, node_id: str) -> bool:
+    """Whether the host's boot is unknown, or its slices wait until it is proven under its boot."""
+    node = rows.get(conn, Node, node_id)
+    return not node.boot_id or (not _proven(conn, node) and bool(_to_start(conn, node)))
+
+
+def _to_start(conn: sa.Connection, node: Node) -> list[Allocation]:
+    """Slices that ran before the host's boot, and have not been started under it."""
     query = sa.select(allocations).where(
         allocations.c.node_id == node.id,
         allocations.c.state == AllocationState.ACTIVE,
@@ -116,15 +137,22 @@ def start_after_boot(
         ~allocations.c.stopped,
         allocations.c.started_boot_id != node.boot_id,
     )
-    started = []
-    for allocation in rows.every(conn, query.order_by(allocations.c.id), Allocation):
-        if not restart:
-            powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
-        elif not queue.open_of_allocation(conn, allocation.id):
-            why = act.because("the host was restarted", {"boot_id": node.boot_id})
-            _queue(conn, allocation, node, PowerAction.START, why)
-            started.append(allocation.id)
-    return started
+    return rows.every(conn, query.order_by(allocations.c.id), Allocation)
+
+
+def _start_queued(conn: sa.Connection, allocation: Allocation, node: Node, act: Act) -> bool:
+    """Whether an open task starts the slice under this boot. Those of an earlier boot, which the
+    host would refuse, are canceled.
+    """
+    queued = False
+    for task in queue.open_of_allocation(conn, allocation.id):
+        if task.kind != TaskKind.SLICE_VM_POWER:
+            continue
+        if task.parameters["boot_id"] == node.boot_id:
+            queued = True
+        else:
+            queue.cancel(conn, task.id, act)
+    return queued
 
 
 def _queue(
@@ -162,8 +190,7 @@ def _require_active_slice(allocation: Allocation) -> None:
 
 def _require_proven_boot(conn: sa.Connection, node: Node) -> None:
     """Problem `host_unproven` unless parity has passed under the host's present boot (I16)."""
-    parity = reports.latest_parity(conn, node.id)
-    if parity and node.boot_id and parity.boot_id == node.boot_id and not parity.failures:
+    if _proven(conn, node):
         return
     raise Problem(
         "host_unproven",
@@ -172,3 +199,9 @@ def _require_proven_boot(conn: sa.Connection, node: Node) -> None:
         remedy="wait: slices that ran before start by themselves once the host is proven;"
         " if it lasts, ask the operators",
     )
+
+
+def _proven(conn: sa.Connection, node: Node) -> bool:
+    parity = reports.latest_parity(conn, node.id)
+    same = parity is not None and node.boot_id != "" and parity.boot_id == node.boot_id
+    return bool(same and parity and not parity.failures)

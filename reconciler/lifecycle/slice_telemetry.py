@@ -100,8 +100,13 @@ def switched_off(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> list[
         _ACTIVE,
     )
     ids = sorted(conn.execute(mine).scalars()) if off else []
-    last = {key: samples(conn, key, CURRENT)[-1:] for key in ids}
-    return [key for key, rows in last.items() if rows and rows[0].host.get("state") != _OFF]
+    # The newest may be old: a host that was restarted was silent meanwhile.
+    newest = sa.select(telemetry_samples.c.host).order_by(telemetry_samples.c.at.desc()).limit(1)
+    last = {
+        key: conn.execute(newest.where(telemetry_samples.c.allocation_id == key)).scalar()
+        for key in ids
+    }
+    return [key for key, host in last.items() if host and host.get("state") != _OFF]
 
 
 def samples(conn: sa.Connection, allocation_id: str, minutes: int) -> list[TelemetrySample]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from reconciler.db import locks
-from reconciler.db.schema import Task
+from reconciler.db import locks, rows
+from reconciler.db.schema import Node, Task
 from reconciler.lifecycle import (
     app_operations,
     baremetal,
@@ -150,8 +150,9 @@ def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """Prove the host again, which also starts the slices that the run has stopped."""
     if task.kind == TaskKind.NODE_FIRMWARE and not task.parameters.get("apply"):
         return
-    _close_gate_after_reboot(conn, task, failure)
-    maintenance.bring_back(conn, task, act_of(task).because(failure.error["code"]))
+    restarted = failure.error["code"] == BOOT_CHANGED
+    prove = maintenance.restarted if restarted else maintenance.bring_back
+    prove(conn, task, act_of(task).because(failure.error["code"]))
 
 
 def _release_failed(conn: Connection, task: Task, failure: Failure) -> None:
@@ -209,10 +210,11 @@ def _ingress_failed(conn: Connection, task: Task, failure: Failure) -> None:
 
 
 def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> None:
-    """Close the node's gate when the host reports a restart."""
+    """Close the node's gate when the host reports a restart, and have the host proven again."""
     if failure.error["code"] == BOOT_CHANGED:
         act = act_of(task).because(failure.error["found"])
-        host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"])
+        if host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"]):
+            host.reverify(conn, rows.get(conn, Node, task.node_id), act)
 
 
 # Effects by kind. Other kinds change no records; their failure is stored in the task.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = "/dev/virtio-ports/org.gpuaas.telemetry.0"
-_EVERY_S = 15.0
+_EVERY_S, _SMI_S, _CUDA_S = 15.0, 30.0, 120.0
 # Initialising CUDA loads the state of every GPU, so it is tried every five minutes only.
 _CUDA_EVERY = 20
 _MIB = 1 << 20
@@ -44,6 +44,9 @@ sys.exit(1 if library.cuInit(0) else 0)
 _XID = re.compile(rb"NVRM: Xid \([^)]{1,40}\): (\d{1,6})\b")
 
 Values = dict[str, Any]
+
+# The newest process of each program.
+_held: dict[str, subprocess.Popen[str]] = {}
 
 
 def machine() -> Values:
@@ -85,11 +88,8 @@ def gpus() -> list[Values]:
     """Every GPU by nvidia-smi; [] without a driver that answers."""
     query = ",".join(column for column, _name, _factor in GPU_COLUMNS)
     argv = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_gpus(done.stdout) if done.returncode == 0 else []
+    code, out = _run(argv, _SMI_S)
+    return parse_gpus(out) if code == 0 else []
 
 
 def parse_gpus(text: str) -> list[Values]:
@@ -108,12 +108,33 @@ def parse_gpus(text: str) -> list[Values]:
 
 def cuda() -> str:
     """Whether CUDA initialises, in a process of its own, because a broken driver may hang it."""
-    try:
-        argv = [sys.executable, "-I", "-c", _CUDA]
-        code = subprocess.run(argv, capture_output=True, timeout=120, check=False).returncode
-    except (OSError, subprocess.TimeoutExpired):
-        return "failed"
+    code, _out = _run([sys.executable, "-I", "-c", _CUDA], _CUDA_S)
     return {0: "ready", _ABSENT: "absent"}.get(code, "failed")
+
+
+def _run(argv: list[str], seconds: float) -> tuple[int, str]:
+    """Exit code and output of a program; -1 when it did not start, or not end within `seconds`.
+
+    A broken driver may hold it in the kernel, where nothing kills it. Then it is not waited for,
+    and not started again until it has ended.
+    """
+    held = _held.get(argv[0])
+    if held is not None and held.poll() is None:
+        return -1, ""
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(argv, stdout=pipe, stderr=null, text=True, errors="replace")
+    except OSError:
+        return -1, ""
+    _held[argv[0]] = process
+    try:
+        out, _err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        if process.stdout:
+            process.stdout.close()
+        return -1, ""
+    return process.returncode, out
 
 
 def last_xid(log: int, before: int | None) -> int | None:

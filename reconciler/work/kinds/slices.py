@@ -32,6 +32,8 @@ from reconciler.trust.downloads import url as download_url
 from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
 
+# Key in the result of a provision.
+_FIRMWARE = "firmware"
 _KEPT = "/etc/cloud/cloud.cfg.d/99-gpuaas-seed.cfg"
 _NVLINK = "/etc/modprobe.d/gpuaas-nvlink.conf"
 _WITHOUT_NVLINK = "options nvidia NVreg_NvLinkDisable=1\n"
@@ -175,9 +177,13 @@ def _workers(work: Work) -> tuple[list[dict[str, str]], list[list[str]]]:
     return guest_pool.files(pool, secret, url), guest_pool.commands(pool, names)
 
 
-def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """Shape of a VM: the profile's share of CPUs and memory per GPU, times `gpus`."""
+def machine_shape(profile: dict[str, Any], gpus: int, firmware: str = "") -> dict[str, Any]:
+    """Shape of a VM: the profile's share of CPUs and memory per GPU, times `gpus`.
+
+    firmware: of a machine that is installed, whose disk may not boot with another.
+    """
     vm = profile["vm"]
+    firmware = firmware or vm["firmware"]
     chosen = {name: vm[name] for name in ("mgmt_qos", "guest_runtime") if vm.get(name)}
     return {
         **chosen,
@@ -185,10 +191,10 @@ def machine_shape(profile: dict[str, Any], gpus: int) -> dict[str, Any]:
         "vcpus": vm["vcpus_per_gpu"] * gpus,
         "memory_mib": vm["memory_mib_per_gpu"] * gpus,
         "host_cpus": vm.get("host_cpus", 0),
-        "firmware": vm["firmware"],
+        "firmware": firmware,
         "hugepages": vm["hugepages"],
         "nested": vm.get("nested", False),
-        "qemu_arguments": vm["qemu_arguments"][vm["firmware"]],
+        "qemu_arguments": vm["qemu_arguments"][firmware],
     }
 
 
@@ -235,7 +241,7 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         connection=connection,
         boot_id=work.parameters["boot_id"],
     )
-    return evidence
+    return {**evidence, _FIRMWARE: work.profile["vm"]["firmware"]}
 
 
 def release_variables(work: Work) -> dict[str, Any]:
@@ -359,15 +365,18 @@ def power_variables(work: Work) -> dict[str, Any]:
     if action != PowerAction.STOP:
         require_proven_boot(work)
     deadlines = work.profile["deadlines"]
+    provision = TaskKind.SLICE_VM_PROVISION
+    built = queue.every(work.conn, allocation_id=work.allocation_id, kind=provision, limit=1)
+    firmware = next((task.result.get(_FIRMWARE, "") for task in built), "")
     return {
         "slice_allocation": parameters["allocation"],
         "slice_slots": parameters["slots"],
-        "slice_vm": machine_shape(work.profile, len(parameters["slots"])),
+        "slice_vm": machine_shape(work.profile, len(parameters["slots"]), firmware),
         "slice_fabric": fabric_network(work),
         "slice_power": action.value,
         # A reset is for a guest that does not answer.
         "slice_shutdown_deadline": 0 if action == PowerAction.RESET else deadlines["shutdown"],
-        "slice_ready_deadline": deadlines["ready"],
+        "slice_ready_deadline": deadlines.get("start", deadlines["ready"]),
         "boot_id": parameters["boot_id"],
     }
 

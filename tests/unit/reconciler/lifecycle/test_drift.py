@@ -13,7 +13,7 @@ from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Slot
-from reconciler.lifecycle import drift, gate, host, invariants, launch, recovery, slices
+from reconciler.lifecycle import drift, gate, host, invariants, launch, power, recovery, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import MOST
@@ -28,6 +28,7 @@ from tests.unit.reconciler.holdings import Holdings, drop, nothing, off, put, te
 
 pytestmark = pytest.mark.covers("SLICE-8")
 
+PROOF = [TaskKind.NODE_PARITY, TaskKind.SLICE_TOPOLOGY_DISCOVER]
 STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
 
 
@@ -395,11 +396,54 @@ def test_another_boot_closes_the_gate_and_an_old_one_opens_nothing(compare: Comp
     # A look from before the restart comes late: the boot that it names was proven, and is over.
     compare(nothing())
     with transaction(compare.engine) as conn:
+        assert sorted(task.kind for task in queue.every(conn, node_id="n1")) == PROOF
         assert nodes.get(conn, "n1").boot_id == ""
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
         host.record_discovery(conn, "n1", compare.site.document(0), ADMIN)
         host.record_parity(conn, "n1", compare.site.parity(0), ADMIN)
         assert len(gate.open_gate(conn, "n1", ADMIN)["opened"]) == 2
+
+
+@pytest.mark.covers("I16")
+def test_a_host_that_lost_power_is_proven_until_its_slices_start(
+    compare: Compared, active: str
+) -> None:
+    def queued(conn: sa.Connection) -> list[str]:
+        return sorted(task.kind for task in queue.open_of_node(conn, "n1"))
+
+    def prove(conn: sa.Connection, failures: int) -> dict[str, Any]:
+        sold = compare.site
+        work_act = ADMIN.because("measured")
+        for kind in reversed(PROOF):
+            sold.finish(conn, TaskKind(kind))
+        document, report = sold.document(0), sold.parity(0, failures)
+        document["identity"] = report["identity"] = compare.identity("another")
+        host.record_discovery(conn, "n1", document, work_act)
+        host.record_parity(conn, "n1", report, work_act)
+        return {"started": [] if failures else power.start_after_boot(conn, "n1", work_act)}
+
+    with transaction(compare.engine) as conn:
+        power.succeeded(conn, active, boot_id=compare.identity()["boot_id"])
+    holdings = nothing()
+    tenant(holdings, active, compare.bundles())
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert queued(conn) == [], "it is the boot that was proven"
+    off(holdings)
+    compare(holdings, boot_id="another")
+    compare(holdings, boot_id="another")
+    with transaction(compare.engine) as conn:
+        assert queued(conn) == PROOF
+        prove(conn, failures=1)
+        assert queued(conn) == []
+    # Services of the host were still starting. The next comparison has it measured again.
+    compare(holdings, boot_id="another")
+    with transaction(compare.engine) as conn:
+        assert queued(conn) == PROOF
+        assert prove(conn, failures=0) == {"started": [active]}
+    compare(holdings, boot_id="another")
+    with transaction(compare.engine) as conn:
+        assert queued(conn) == [TaskKind.SLICE_VM_POWER]
 
 
 @pytest.mark.covers("I1", "I3", "I14")

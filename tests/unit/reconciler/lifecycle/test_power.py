@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, power, task_failures
+from reconciler.lifecycle import host, power, slices, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import PowerAction, TaskKind, TaskState
@@ -115,6 +115,41 @@ def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped
         assert power.start_after_boot(conn, "n1", ADMIN) == []
 
 
+@pytest.mark.parametrize("earlier", [POWER, TaskKind.SLICE_INGRESS_APPLY])
+def test_work_that_waits_does_not_keep_a_slice_off(sold: Site, key: str, earlier: TaskKind) -> None:
+    """It was queued before the host lost power. The host would refuse a start of that boot."""
+    with transaction(sold.engine) as conn:
+        if earlier == POWER:
+            power.request(conn, key, PowerAction.RESTART, ADMIN)
+        else:
+            queue.add(conn, queue.Enqueue(earlier, "n1", allocation_id=key), ADMIN)
+        (before,) = queue.every(conn, allocation_id=key, kind=earlier)
+        boot_id = reboot(conn, sold)
+        prove(conn, sold, boot_id)
+        assert power.start_after_boot(conn, "n1", ADMIN) == [key]
+        assert power.start_after_boot(conn, "n1", ADMIN) == [], "its start is queued"
+        state = TaskState.CANCELED if earlier == POWER else TaskState.QUEUED
+        assert queue.get(conn, before.id).state == state
+        (start,) = [t for t in queue.open_of_allocation(conn, key) if t.kind == POWER]
+        assert start.parameters["boot_id"] == boot_id
+        assert allocations.get(conn, key).power_action == "start"
+
+
+def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site, key: str) -> None:
+    """Its guest has obeyed the stop before, which libvirt does not tell from a power-off."""
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.STOP, ADMIN)
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id="")
+        power.request(conn, key, PowerAction.START, ADMIN)
+        boot_id = nodes.get(conn, "n1").boot_id
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == []
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id=boot_id)
+        assert not allocations.get(conn, key).stopped
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
+
+
 def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.RESTART, ADMIN)
@@ -137,6 +172,32 @@ def test_a_run_that_is_not_wanted_any_more_does_not_begin(sold: Site, key: str) 
         (task,) = queue.every(conn, allocation_id=key, kind=POWER)
         assert task.state == TaskState.CANCELED
         assert power.began(conn, key) == "allocation releasing"
+
+
+def test_a_later_start_keeps_the_firmware_and_waits_as_the_profile_says(
+    sold: Site, tmp_path: Path
+) -> None:
+    """A site may change its profile at any time; a guest's disk may not boot by other firmware."""
+    text = (Path("profiles") / "lab.yml").read_text()
+    profile = tmp_path / "lab.yml"
+    settings = Settings(state_dir=tmp_path, profiles_dir=tmp_path)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        key = sold.allocate(conn)
+        profile.write_text(text)
+        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.SLICE_VM_PROVISION])
+        slices.provision_started(conn, key, ADMIN)
+        work = open_work(conn, settings, task)
+        result = HANDLERS[task.kind].succeed(work, {"readiness": {}})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN, result=result)
+        changed = text.replace("firmware: bios", "firmware: uefi")
+        profile.write_text(changed.replace("ready: 1500", "ready: 1500, start: 300"))
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        (task,) = leasing.lease(conn, "worker", kinds=[POWER])
+        variables = HANDLERS[POWER].variables(open_work(conn, settings, task))
+    machine = variables["slice_vm"]
+    assert (machine["firmware"], machine["qemu_arguments"]) == ("bios", [])
+    assert variables["slice_ready_deadline"] == 300
 
 
 def test_the_variables_of_each_action(sold: Site, key: str, tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
             conn.execute(update.values(**asked))
             assert look(off) == []
             conn.execute(update.values(stopped=False, power_action=""))
+        # A host that loses power is silent for longer than a sample counts as current.
+        conn.execute(sa.update(telemetry_samples).values(at=clock.now() - 3600))
+        assert look(off) == [mine]
         slice_telemetry.record(conn, "n1", off)
         assert look(off) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -306,3 +307,26 @@ def test_the_guest_reads_its_gpus_and_says_what_the_host_accepts() -> None:
     said = {**_guest_telemetry.machine(), "cuda": _guest_telemetry.cuda(), "gpus": rows, "xid": 79}
     assert _guest_values.accept(json.dumps(said).encode()) == said
     assert said.keys() == {*_guest_values.GUEST, "cuda", "gpus"}
+
+
+def test_a_driver_that_hangs_in_the_kernel_takes_no_other_value_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing kills its process, and no further one is started beside it."""
+    starts = tmp_path / "starts"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho x >> {starts}\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(_guest_telemetry, "_SMI_S", 1.0, raising=False)
+    with monkeypatch.context() as kernel:
+        kernel.setattr(subprocess.Popen, "kill", lambda _process: None)
+        began = time.monotonic()
+        assert (_guest_telemetry.gpus(), _guest_telemetry.gpus()) == ([], [])
+        assert time.monotonic() - began < 20
+    assert starts.read_text() == "x\n"
+    held = _guest_telemetry._held["nvidia-smi"]
+    held.kill()
+    held.wait()
+    program.write_text(f"#!/bin/sh\necho '{SMI.splitlines()[0]}'\n")
+    assert [row["index"] for row in _guest_telemetry.gpus()] == [0]
