@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -43,6 +42,11 @@ class Sku(Answer):
     gpu_counts: list[int] = Field(description="GPUs that one machine of this offer can have.")
     vcpus_per_gpu: int | None
     memory_mib_per_gpu: int | None
+    least_disk_bytes_per_gpu: int | None = Field(
+        description="A slice gets the whole NVMe disk of each of its slots: bytes of the smallest"
+        " that the site has for this SKU. Null while it has none."
+    )
+    most_disk_bytes_per_gpu: int | None = Field(description="Bytes of the largest of them.")
     gpu_hour_price: str | None = Field(
         description="Decimal, in the catalogue's currency; null without a price."
     )
@@ -189,10 +193,14 @@ def show(context: Holder) -> Catalog:
     settings = context.settings
     offers = profile_offers(settings.profiles_dir)
     judged: Judged = context.request.app.state.judged
-    judge = partial(_regions, offers=offers)
-    rooms = context.read(lambda conn: judged.share(conn, ("regions", *offers.items()), judge))
+
+    def judge(conn: Connection) -> tuple[dict[str, bool], dict[str, tuple[int, int]]]:
+        return _regions(conn, offers), fleet.disk_sizes(conn)
+
+    question = ("catalog", *offers.items())
+    rooms, disks = context.read(lambda conn: judged.share(conn, question, judge))
     return Catalog(
-        skus=_skus(settings.profiles_dir),
+        skus=_skus(settings.profiles_dir, disks),
         regions=[
             *(Region.present(name, enabled=enabled) for name, enabled in sorted(rooms.items())),
             *(Region.to_come(name) for name in sorted(set(settings.regions_to_come) - set(rooms))),
@@ -252,15 +260,16 @@ def machines(context: Holder) -> Machines:
     return context.read(lambda conn: judged.get(conn, caller, question, judge))
 
 
-def _skus(folder: Path) -> list[Sku]:
+def _skus(folder: Path, disks: Mapping[str, tuple[int, int]]) -> list[Sku]:
     """Offers by SKU: slices, then whole machines. Of profiles with the same SKU the first describes
-    it.
+    it, but for the disks, which are those of all. disks: sizes by profile.
     """
     slices: dict[str, Sku] = {}
     machines: list[Sku] = []
     prices = {key: str(price) for key, price in sku_prices(folder).items()}
+    offers = profile_offers(folder)
 
-    for name, offer in profile_offers(folder).items():
+    for name, offer in offers.items():
         profile = hardware_profile(folder, name)
         vm = profile.get("vm") or {}
         most = int((profile.get("gpu") or {}).get("expected") or 1)
@@ -273,11 +282,14 @@ def _skus(folder: Path) -> list[Sku]:
                 gpu_counts=[most],
                 vcpus_per_gpu=None,
                 memory_mib_per_gpu=None,
+                least_disk_bytes_per_gpu=None,
+                most_disk_bytes_per_gpu=None,
                 gpu_hour_price=prices.get((CapacityShape.BAREMETAL, name)),
             )
         )
         if not offer.sku or offer.sku in slices:
             continue
+        sizes = [disks[each] for each in offers if each in disks and offers[each].sku == offer.sku]
         counts = [count for count in _COUNTS if count <= most and not offer.refusal(count)]
         slices[offer.sku] = Sku(
             name=offer.sku,
@@ -286,6 +298,8 @@ def _skus(folder: Path) -> list[Sku]:
             gpu_counts=counts,
             vcpus_per_gpu=int(vm.get("vcpus_per_gpu") or 0),
             memory_mib_per_gpu=int(vm.get("memory_mib_per_gpu") or 0),
+            least_disk_bytes_per_gpu=min((least for least, _ in sizes), default=None),
+            most_disk_bytes_per_gpu=max((most for _, most in sizes), default=None),
             gpu_hour_price=prices.get((CapacityShape.GPU_SLICE, offer.sku)),
         )
     return [*slices.values(), *machines]

@@ -165,6 +165,7 @@ class Context:
             getattr(body, "reason", "") or reason,
             correlation_id(self.request),
             role=self.caller.role,
+            owner=self.caller.owner,
         )
         hidden: Record = {}
 

@@ -7,6 +7,8 @@ service does everything else.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +28,6 @@ _COLUMNS = ("id", "name", "role", "project_id", "valid", "expires_at", "revoked_
 RoleName = Literal["platform-admin", "project-member", "node"]
 
 _GRANT = "urn:ietf:params:oauth:grant-type:device_code"
-_TIMEOUT_S = 10.0
 # RFC 8628: the interval of a provider that names none, and the step of slow_down.
 _INTERVAL_S = 5.0
 # Lower bound of the interval, whatever the provider answers.
@@ -188,35 +189,33 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
 
 def _save_login(issuer: str, client: dict[str, str], token_name: str, file: Path) -> None:
     # Importing the HTTP library takes longer than most commands.
-    import httpx
-
-    from reconciler.trust.oidc import trusted
+    from reconciler.trust.oidc import UNREADABLE, converse, trusted
 
     if not trusted(issuer):
         raise _login_failed("an issuer over https", issuer)
     try:
-        with httpx.Client(timeout=_TIMEOUT_S) as http:
-            provider = http.get(f"{issuer.rstrip('/')}/.well-known/openid-configuration").json()
-            device, ending = (
-                str(provider[f"{name}_endpoint"]) for name in ("device_authorization", "token")
-            )
-            for endpoint in (device, ending):
-                if not trusted(endpoint):
-                    raise _login_failed("endpoints of the provider over https", endpoint)
-            grant = http.post(device, data=client).json()
-            if "error" in grant:
-                raise _login_failed("a code to confirm", str(grant["error"]))
-            url = grant.get("verification_uri_complete") or grant["verification_uri"]
-            output.line(f"open {url} and confirm the code {grant['user_code']}")
-            answer = _wait_for_tokens(http, ending, client, grant)
-            token = str(answer[token_name])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        configuration = f"{issuer.rstrip('/')}/.well-known/openid-configuration"
+        provider = converse(None, "GET", configuration).json()
+        device, ending = (
+            str(provider[f"{name}_endpoint"]) for name in ("device_authorization", "token")
+        )
+        for endpoint in (device, ending):
+            if not trusted(endpoint):
+                raise _login_failed("endpoints of the provider over https", endpoint)
+        grant = converse(None, "POST", device, client).json()
+        if "error" in grant:
+            raise _login_failed("a code to confirm", str(grant["error"]))
+        url = grant.get("verification_uri_complete") or grant["verification_uri"]
+        output.line(f"open {url} and confirm the code {grant['user_code']}")
+        answer = _wait_for_tokens(partial(converse, None, "POST", ending), client, grant)
+        token = str(answer[token_name])
+    except UNREADABLE as error:
         raise _login_failed("an answer of the provider with a token", repr(error)) from error
     _save(token, file)
 
 
 def _wait_for_tokens(
-    http: Any, endpoint: str, client: dict[str, str], grant: dict[str, Any]
+    ask: Callable[[dict[str, str]], Any], client: dict[str, str], grant: dict[str, Any]
 ) -> Any:
     """The answer with the tokens, once the person has confirmed the code."""
     form = {**client, "grant_type": _GRANT, "device_code": str(grant["device_code"])}
@@ -224,7 +223,7 @@ def _wait_for_tokens(
     end = time.monotonic() + float(grant["expires_in"])
     while time.monotonic() < end:
         time.sleep(interval)
-        answer = http.post(endpoint, data=form).json()
+        answer = ask(form).json()
         error = answer.get("error", "")
         if not error:
             return answer

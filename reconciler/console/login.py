@@ -10,8 +10,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
 from urllib.parse import quote, unquote, urlsplit
@@ -36,48 +36,61 @@ START = "/console/"
 _COOKIE = "gpuaas-login"
 # Of the page after a login. A longer address does not fit into the cookie.
 _LONGEST = 2000
-# How long a login waits for a place, and how often it asks for one, in seconds.
+# How long a login waits for a place of its network, and how often it asks for one, in seconds.
 _WAIT_S, _ASK_S = 2.0, 0.05
 _ERROR = re.compile(r"[a-z_]{1,64}")
 
 
 class _Places:
-    """Places for exchanges with the provider. An exchange occupies a thread until the provider
-    answers, so a provider that hangs must not take them all. Exchanges need no account, so each
-    network has few places.
+    """Exchanges that wait for the provider, with their networks, the oldest first.
+
+    An exchange needs no account, and its code may be invented. So a network has few of them. Beyond
+    `count`, the oldest exchange of the network with most of them is dropped, so that a few networks
+    cannot exclude all others.
     """
 
     def __init__(self, count: int, of_network: int) -> None:
         self._count = count
         self._of_network = of_network
         self._lock = threading.Lock()
-        self._taken: Counter[str] = Counter()
+        self._waiting: dict[Future[str], str] = {}
 
-    @asynccontextmanager
-    async def take(self, network: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it; Problem `login_failed` when none becomes free."""
+    async def wait(self, network: str, begin: Callable[[], Future[str]]) -> str:
+        """The answer of an exchange; Problem `login_failed` for one that must go, or of a network
+        without a place.
+        """
         ends = time.monotonic() + _WAIT_S
-        while not self._enter(network):
+        while (exchange := self._enter(network, begin)) is None:
             if time.monotonic() > ends:
-                raise _failed("the provider to answer others first", "too many logins at once", 503)
+                raise _crowded()
             await asyncio.sleep(_ASK_S)
+        answer = asyncio.wrap_future(exchange)
         try:
-            yield
+            await asyncio.wait([answer])
         finally:
             with self._lock:
-                self._taken[network] -= 1
-                # Without those that are gone.
-                self._taken = +self._taken
+                self._waiting.pop(exchange, None)
+            exchange.cancel()
+        if answer.cancelled():
+            raise _crowded()
+        return answer.result()
 
-    def _enter(self, network: str) -> bool:
+    def _enter(self, network: str, begin: Callable[[], Future[str]]) -> Future[str] | None:
         with self._lock:
-            if self._taken.total() >= self._count or self._taken[network] >= self._of_network:
-                return False
-            self._taken[network] += 1
-            return True
+            share = Counter(self._waiting.values())
+            if share[network] >= self._of_network:
+                return None
+            if len(self._waiting) >= self._count:
+                most = max(share.values())
+                oldest = next(each for each, name in self._waiting.items() if share[name] == most)
+                del self._waiting[oldest]
+                oldest.cancel()
+            exchange = begin()
+            self._waiting[exchange] = network
+            return exchange
 
 
-_PLACES = _Places(8, of_network=2)
+_PLACES = _Places(64, of_network=8)
 
 
 async def by_token(api: FastAPI, request: Request) -> Response:
@@ -157,9 +170,17 @@ async def from_provider(api: FastAPI, request: Request) -> Response:
     try:
         login, after = _begun(request)
         await run_in_threadpool(_require_answer, request, api, settings)
-        work = partial(_exchange, request, api, settings, login)
-        async with _PLACES.take(client_network(request.client.host if request.client else "")):
+        verifier = oidc.verifier(provider(settings))
+        endpoint = await run_in_threadpool(verifier.endpoint, "token_endpoint")
+        form = _form(request, settings, login)
+        network = client_network(request.client.host if request.client else "")
+        try:
+            token = await _PLACES.wait(network, partial(verifier.exchange, endpoint, form))
+            work = partial(_start, request, api, login, token, form)
             secret = await run_in_threadpool(work)
+        except oidc.INVALID as refused:
+            expected = "an ID token of the provider for this login"
+            raise _failed(expected, str(refused)[:200]) from refused
     except Problem as problem:
         answer = _page(api, after, problem)
     else:
@@ -195,26 +216,27 @@ def _require_answer(request: Request, api: FastAPI, settings: Settings) -> None:
         raise _failed("the provider to log you in", found)
 
 
-def _exchange(request: Request, api: FastAPI, settings: Settings, login: str) -> str:
-    """Exchange the code for an ID token, and start the session of its holder."""
-    form = {
+def _form(request: Request, settings: Settings, login: str) -> dict[str, str]:
+    """The request for an ID token."""
+    return {
         "grant_type": "authorization_code",
         "code": request.query_params.get("code", ""),
         "redirect_uri": _callback(request),
         "client_id": settings.oidc_audience,
         "code_verifier": _derived(login, "verifier"),
     }
+
+
+def _start(request: Request, api: FastAPI, login: str, token: str, form: dict[str, str]) -> str:
+    """Start the session of the holder of an ID token."""
+    verifier = oidc.verifier(provider(api.state.settings))
+    claims = verifier.login(token, form, _derived(login, "nonce"))
     try:
-        verifier = oidc.verifier(provider(settings))
-        claims = verifier.login(form, _derived(login, "nonce"))
-        try:
-            return session.start_by_provider(request, api.state, login, claims)
-        except ValueError:
-            # Nobody here any more, so neither in the session that has asked again.
-            session.end_persons(request, api.state)
-            raise
-    except oidc.INVALID as refused:
-        raise _failed("an ID token of the provider for this login", str(refused)[:200]) from refused
+        return session.start_by_provider(request, api.state, login, claims)
+    except ValueError:
+        # Nobody here any more, so neither in the session that has asked again.
+        session.end_persons(request, api.state)
+        raise
 
 
 def _derived(login: str, purpose: str) -> str:
@@ -252,6 +274,10 @@ def _page(api: FastAPI, after: str, refused: Problem | None) -> Response:
         after=after,
         provider=urlsplit(api.state.settings.oidc_issuer).hostname,
     )
+
+
+def _crowded() -> Problem:
+    return _failed("the provider to answer others first", "too many logins at once", 503)
 
 
 def _failed(expected: str, found: str, status: int = 401) -> Problem:

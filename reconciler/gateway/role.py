@@ -57,7 +57,7 @@ _TABLES = {
     "projects": _Table(read="id records_terminals"),
     "allocations": _Table(
         read="id project_id node_id state capacity_shape username ssh_keys connection parameters"
-        " requested_by created_at"
+        " requested_by owner created_at"
     ),
     "allocation_resource_claims": _Table(read="allocation_id slot_id position private_ip"),
     "nodes": _Table(read="id address port tenant_address tenant_port"),

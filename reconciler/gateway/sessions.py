@@ -247,7 +247,7 @@ class Sessions:
         if now - self._refused_at >= self.limits.report_s:
             self._refusals, self._refused_at = set(), now
         known = bool(session.person)
-        source = session.person or session.neighbourhood
+        source = session.owner if known else session.neighbourhood
         # A stranger may invent as many names as it likes.
         refusal = (known, source, "" if code == "access_unknown" else user, code)
         of_kind = [other[1] for other in self._refusals if other[0] == known]

@@ -160,7 +160,7 @@ class Browser(Session):
         self.gateway.ensure_watch()
         # A socket that says nothing holds a place, too, and all of them may come from one proxy.
         browsers = [each for each in self.gateway.clients if isinstance(each, Browser)]
-        alike = [each for each in browsers if each._caller.owner == self._caller.owner]
+        alike = [each for each in browsers if each.owner == self.owner]
         if len(alike) > self.gateway.limits.terminals:
             self.gateway.clients.discard(self)
             problem = too_many(f"at most {self.gateway.limits.terminals}", f"{len(alike)}")
@@ -250,7 +250,7 @@ class Browser(Session):
             machine.close()
 
     async def _let_in(self, ticket: TerminalTicket) -> Grant:
-        names = (ticket.project_id, ticket.allocation_id, ticket.actor, self._caller.owner)
+        names = (ticket.project_id, ticket.allocation_id, ticket.actor, self.owner)
         grant = await self.gateway.ask(lambda conn: ssh_access.authorise_member(conn, *names))
         self.grant = grant
         # Not by the answer when the socket was opened: much may have happened since.
@@ -290,6 +290,10 @@ class Browser(Session):
                     terminal.resize(frame.columns, frame.rows)
 
     @property
+    def owner(self) -> str:
+        return self._caller.owner
+
+    @property
     def claim(self) -> tuple[str, ...]:
         return ("web", self.grant_id, self._holder)
 
@@ -307,7 +311,7 @@ class Browser(Session):
         if now.role != Role.PLATFORM_ADMIN and project not in now.projects:
             return "membership_ended"
         try:
-            names = (project, grant.allocation_id, caller.actor, caller.owner)
+            names = (project, grant.allocation_id, caller.actor, self.owner)
             ssh_access.require_terminal(ssh_access.authorise_member(conn, *names))
         except Problem as problem:
             return problem.code

@@ -197,6 +197,7 @@ def _record(
         state=AllocationState.REQUESTED,
         state_reason=act.reason,
         requested_by=act.actor,
+        owner=act.owner,
         correlation_id=act.correlation_id,
     )
     names = ("capacity_shape", "gpu_count", "node_id")

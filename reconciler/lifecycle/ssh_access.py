@@ -27,7 +27,7 @@ _COLUMNS = (
     *(allocations.c.id, allocations.c.project_id, allocations.c.node_id, allocations.c.state),
     *(allocations.c.capacity_shape, allocations.c.username, allocations.c.ssh_keys),
     *(allocations.c.connection, allocations.c.parameters, allocations.c.requested_by),
-    allocations.c.created_at,
+    *(allocations.c.owner, allocations.c.created_at),
 )
 
 
@@ -149,16 +149,18 @@ def _holder(conn: sa.Connection, allocation: Any, key: str) -> tuple[str, str]:
     if record is None:
         if key not in {ssh_keys.bare(line) for line in allocation.ssh_keys}:
             raise _unknown()
-        actor = str(allocation.requested_by)
+        actor, source = str(allocation.requested_by), allocation
         _, _, token_id = actor.partition("#")
         ends = allocation.created_at + PROVIDER_S if _of_provider(actor) else None
     else:
         actor, token_id, ends = record.registered_by, record.token_id or "", record.expires_at
+        source = record
         _require_unrevoked(record)
     if ends is not None and ends <= clock.read(conn):
         raise _ended("ssh_key_expired", "a key that is still valid", "one that has expired")
     if not token_id:
-        return actor, actor
+        # A row from before owners were recorded names a person whose name others may have.
+        return actor, source.owner or source.id
     owner = tokens.owner(conn, token_id, allocation.project_id)
     if not owner:
         raise _ended(

@@ -12,7 +12,7 @@ from reconciler.model.errors import Problem
 class Act:
     """actor: "admin:alice#<id of the token>", "task:<id>", "local-operator".
 
-    role: the token's role, if any.
+    role: the token's role, if any. owner: by which everything of an API caller is counted.
     """
 
     actor: str
@@ -20,6 +20,7 @@ class Act:
     correlation_id: str = ""
     evidence: Mapping[str, object] = field(default_factory=dict)
     role: str = ""
+    owner: str = ""
 
     @property
     def why(self) -> str:

@@ -49,6 +49,18 @@ def regions(conn: sa.Connection) -> list[str]:
     return list(conn.execute(living.distinct().order_by(region)).scalars())
 
 
+def disk_sizes(conn: sa.Connection) -> dict[str, tuple[int, int]]:
+    """Bytes of the smallest and the largest disk of a slot, by hardware profile."""
+    size = slots.c.nvme_size_bytes
+    query = (
+        sa.select(nodes.c.profile, sa.func.min(size), sa.func.max(size))
+        .join_from(slots, nodes, slots.c.node_id == nodes.c.id)
+        .where(nodes.c.state != NodeState.RETIRED, _PRESENT, size > 0)
+        .group_by(nodes.c.profile)
+    )
+    return {profile: (least, most) for profile, least, most in conn.execute(query)}
+
+
 def nodes_with_slots(
     conn: sa.Connection,
     *,

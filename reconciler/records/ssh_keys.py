@@ -50,7 +50,8 @@ def register(
     if key is not None and ttl_s is None and (key.token_id, key.expires_at) == (token_id, None):
         return key
     ends = None if ttl_s is None else clock.now() + ttl_s
-    values = {"token_id": token_id, "registered_by": act.actor, "expires_at": ends}
+    holder = {"token_id": token_id, "registered_by": act.actor, "owner": act.owner}
+    values = {**holder, "expires_at": ends}
     return _store(conn, project_id, line, key, act, "ssh_key.registered", values)
 
 

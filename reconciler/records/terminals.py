@@ -40,7 +40,7 @@ def issue(
     """Issue a ticket. Returns its record and its secret. Expired tickets are removed here."""
     table = terminal_tickets
     conn.execute(sa.delete(table).where(table.c.expires_at <= clock.now()))
-    waiting = sa.select(sa.func.count()).where(table.c.actor == act.actor)
+    waiting = sa.select(sa.func.count()).where(table.c.owner == act.owner)
     if conn.execute(waiting).scalar_one() >= TICKETS:
         raise Problem(
             "too_many_tickets",
@@ -54,6 +54,7 @@ def issue(
         "hash": digest(secret),
         "holder": holder,
         "actor": act.actor,
+        "owner": act.owner,
         "allocation_id": allocation_id,
         "project_id": project_id,
         "expires_at": clock.now() + TICKET_S,

@@ -18,6 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -110,7 +111,7 @@ class Verifier:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._provider = provider
-        self._fetch = fetch or partial(_converse, provider.ca_file, "GET")
+        self._fetch = fetch or partial(_read, provider.ca_file)
         self._now = now
         self._lock = threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
@@ -143,20 +144,26 @@ class Verifier:
             raise self._unavailable()
         return address
 
-    def login(self, form: Mapping[str, str], nonce: str) -> Claims:
-        """Exchange a code at the provider; the claims of the ID token that it gives for this login.
+    def exchange(self, endpoint: str, form: Mapping[str, str]) -> Future[str]:
+        """Begin to exchange a code for an ID token, which holds no thread of the caller's."""
+        return asyncio.run_coroutine_threadsafe(self._exchange(endpoint, dict(form)), _loop())
 
-        An exception of INVALID for every other answer. The login page shows its text.
-        """
-        endpoint = self.endpoint("token_endpoint")
+    async def _exchange(self, endpoint: str, form: dict[str, str]) -> str:
         try:
-            token = _converse(self._provider.ca_file, "POST", endpoint, dict(form))["id_token"]
+            answer = await _ask(self._provider.ca_file, "POST", endpoint, form)
+            return str(answer.raise_for_status().json()["id_token"])
         except httpx.HTTPStatusError as refused:
             status = refused.response.status_code
             raise ValueError(f"the provider refuses the code: HTTP {status}") from refused
         except UNREADABLE as error:
             raise ValueError(f"no ID token of the provider: {type(error).__name__}") from error
-        claims = self._claims(str(token), kinds=_ID_TOKEN)
+
+    def login(self, token: str, form: Mapping[str, str], nonce: str) -> Claims:
+        """The claims of the ID token for which the code of this login was exchanged.
+
+        An exception of INVALID for every other token. The login page shows its text.
+        """
+        claims = self._claims(token, kinds=_ID_TOKEN)
         if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), nonce.encode()):
             raise ValueError("an ID token of another login")
         several = isinstance(claims["aud"], list) and len(claims["aud"]) > 1
@@ -322,14 +329,32 @@ def _listed(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else []
 
 
-def _converse(
+@lru_cache(maxsize=1)
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of exchanges, in a thread of its own, like the threads in which it looks up names: a
+    name server that hangs holds up nothing else.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="gpuaas-oidc", daemon=True).start()
+    return loop
+
+
+def _read(ca_file: Path | None, url: str) -> Any:
+    return converse(ca_file, "GET", url).raise_for_status().json()
+
+
+def converse(
     ca_file: Path | None, method: str, url: str, form: dict[str, str] | None = None
-) -> Any:
-    """The JSON of an answer. Called in a thread; the loop is there for its deadline."""
+) -> httpx.Response:
+    """An answer of the provider, within a time and a size; an exception of UNREADABLE for others.
+    Called in a thread; the loop is there for the deadline.
+    """
     return asyncio.run(_ask(ca_file, method, url, form))
 
 
-async def _ask(ca_file: Path | None, method: str, url: str, form: dict[str, str] | None) -> Any:
+async def _ask(
+    ca_file: Path | None, method: str, url: str, form: dict[str, str] | None
+) -> httpx.Response:
     verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     async with (
@@ -337,7 +362,6 @@ async def _ask(ca_file: Path | None, method: str, url: str, form: dict[str, str]
         httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=False, verify=verify) as client,
         client.stream(method, url, headers=headers, data=form) as answer,
     ):
-        answer.raise_for_status()
         # httpx decodes a piece before its size can be looked at, and stacked encodings make
         # gigabytes of a few hundred bytes.
         encoding = answer.headers.get("Content-Encoding", "identity")
@@ -348,4 +372,4 @@ async def _ask(ca_file: Path | None, method: str, url: str, form: dict[str, str]
             body += part
             if len(body) > _LONGEST_ANSWER:
                 raise ValueError(f"an answer of more than {_LONGEST_ANSWER} bytes")
-    return httpx.Response(200, content=body).json()
+    return httpx.Response(answer.status_code, content=body, request=answer.request)

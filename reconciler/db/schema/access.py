@@ -104,6 +104,7 @@ class SshKey(Row):
     name: Text
     token_id: Annotated[str, Reference("api_tokens")] | None
     registered_by: str
+    owner: Text
     created_at: float
     expires_at: float | None
     revoked_at: float | None
@@ -150,6 +151,7 @@ class TerminalTicket(Row):
     hash: Annotated[str, KEY]
     holder: str
     actor: str
+    owner: Text
     allocation_id: AllocationId
     project_id: ProjectId
     expires_at: float

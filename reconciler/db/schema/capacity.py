@@ -248,7 +248,9 @@ class Allocation(StateRow):
     refused_readings: dict[str, Any]
     connection: dict[str, Any]
     error: dict[str, Any]
+    # Actor, and by which sessions with the keys of the launch are counted.
     requested_by: Text
+    owner: Text
     correlation_id: Text
     created_at: float
     activated_at: float | None

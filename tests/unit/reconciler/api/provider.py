@@ -53,8 +53,8 @@ class State:
         self.device: list[dict[str, Any]] = []
         self.login: dict[str, Any] = {}
         self.codes: dict[str, dict[str, str]] = {}
-        # How the token endpoint answers a code: "", "drips", "nonsense", "nested", "endless",
-        # "inflates".
+        # How the endpoints of codes and tokens answer: "", "drips", "nonsense", "nested",
+        # "endless", "inflates"; "ponders" drips for invented codes.
         self.manner = ""
 
     def jwks(self) -> dict[str, Any]:
@@ -146,6 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         codes = {"device_code": "d-1", "user_code": "ABCD-EFGH", "interval": 0, "expires_in": 2}
         if form["client_id"] != AUDIENCE:
             self._answer(400, {"error": "invalid_client"})
+        elif self.state.manner not in ("", "ponders"):
+            self._misbehave(self.state.manner)
         elif form.get("grant_type") == "authorization_code":
             self._exchange(form)
         elif self.path == "/device":
@@ -162,9 +164,6 @@ class Handler(BaseHTTPRequestHandler):
     def _exchange(self, form: dict[str, str]) -> None:
         """RFC 6749 section 4.1.3 with RFC 7636."""
         state = self.state
-        if state.manner:
-            self._misbehave(state.manner)
-            return
         wish = state.codes.pop(form["code"], {})
         challenge = _encoded(hashlib.sha256(form["code_verifier"].encode()).digest()).decode()
         expected = {
@@ -172,12 +171,14 @@ class Handler(BaseHTTPRequestHandler):
             "code_challenge_method": "S256",
             **{name: form[name] for name in ("client_id", "redirect_uri")},
         }
-        if not wish or expected != {name: wish.get(name) for name in expected}:
+        if not wish and state.manner == "ponders":
+            self._misbehave("drips")
+        elif not wish or expected != {name: wish.get(name) for name in expected}:
             self._answer(400, {"error": "invalid_grant"})
-            return
-        order = json.loads(json.dumps(state.login))
-        order["claims"].setdefault("nonce", wish["nonce"])
-        self._answer(200, {"token_type": "Bearer", "id_token": state.sign(order)})
+        else:
+            order = json.loads(json.dumps(state.login))
+            order["claims"].setdefault("nonce", wish["nonce"])
+            self._answer(200, {"token_type": "Bearer", "id_token": state.sign(order)})
 
     def _misbehave(self, manner: str) -> None:
         self.send_response(200)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from sqlalchemy import Connection
 
 from reconciler.db.engine import transaction
-from reconciler.db.schema import nodes
+from reconciler.db.schema import nodes, slots
 from reconciler.lifecycle import placement
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.settings import Settings
@@ -32,6 +32,13 @@ def test_offers_are_those_of_the_hardware_profiles(selling: Stack) -> None:
     assert offers["h200-sxm-slice"]["gpu_counts"] == [1]
     assert offers["lab-edu-slice"]["gpu_counts"] == [1, 2, 4]
     assert offers["h200-sxm-slice"]["vcpus_per_gpu"] == 24
+    disks = [
+        (offers[name]["least_disk_bytes_per_gpu"], offers[name]["most_disk_bytes_per_gpu"])
+        for name in ("h200-sxm-slice", "lab-edu-slice", "lab")
+    ]
+    with transaction(selling.engine) as conn:
+        (size,) = conn.execute(sa.select(slots.c.nvme_size_bytes).distinct()).scalars()
+    assert disks == [(None, None), (size, size), (None, None)]
     (north,) = catalog["regions"]
     assert north == {"name": "north", "enabled": True, "planned": False, "reason": ""}
 

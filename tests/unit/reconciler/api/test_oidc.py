@@ -223,7 +223,7 @@ def test_keys_outlive_a_silent_provider_for_a_while(
 
 def test_open_sessions_do_not_wait_for_the_provider(provider: Provider, clock: Clock) -> None:
     fetched, released = threading.Event(), threading.Event()
-    read = partial(oidc._converse, None, "GET")
+    read = partial(oidc._read, None)
 
     def fetch(url: str) -> Any:
         if clock.now:
@@ -281,7 +281,7 @@ def test_an_answer_that_inflates_takes_no_memory(provider: Provider) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="gzip, gzip"):
-            oidc._converse(None, "POST", f"{provider.url}/token", form)
+            oidc.converse(None, "POST", f"{provider.url}/token", form)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()

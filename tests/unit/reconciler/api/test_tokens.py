@@ -10,15 +10,18 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.db.engine import reading, transaction
-from reconciler.db.schema import api_tokens, idempotency_keys
+from reconciler.db.schema import allocations, api_tokens, idempotency_keys
+from reconciler.db.schema import ssh_keys as ssh_key_table
 from reconciler.lifecycle import ssh_access
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.records import console_sessions, ssh_keys, tokens
+from reconciler.records import console_sessions, ssh_keys, terminals, tokens
 from reconciler.service.process import adopt_issuer
 from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack
+from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+from tests.unit.reconciler.api.test_terminals import with_terminal
 
 pytestmark = pytest.mark.covers("CTRL-10", "CTRL-13")
 OWN = "projects/demo/allocations"
@@ -319,6 +322,53 @@ def test_the_limit_holds_for_all_tokens_of_a_person(
         answer = alice.client(who).post("tokens", json={"name": "c", "project_id": "demo"})
         assert answer.json()["code"] == "too_many_tokens"
     make(alice, "bob", "theirs", project_id="demo")
+
+
+def test_persons_of_one_name_share_nothing_and_each_has_one_owner(
+    selling: Stack, process: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oidc.verifier.cache_clear()
+    changed = {"oidc_issuer": process.url, "oidc_audience": AUDIENCE, "oidc_name_claim": "name"}
+    changed |= {"oidc_project_prefix": "in-"}
+    selling.settings = selling.settings.model_copy(update=changed)
+    people = ("first", "second")
+    opened = with_terminal(selling)
+    monkeypatch.setattr(terminals, "TICKETS", 1)
+    ways, ids = [], {}
+    for who in people:
+        selling.secrets[who] = process.token(groups=["in-demo"], sub=who, name="Sam")
+        ids[who] = make(selling, who, f"{who}-laptop", project_id="demo")["id"]
+        bare = ssh_keys.bare(KEY)
+        registered, launched = (f"{bare[:-8]}{letter}{who[:3]}{bare[-4:]}" for letter in "rl")
+        mine = {"public_key": registered}
+        assert selling.client(who).post("projects/demo/ssh-keys", json=mine).status_code == 201
+        ways.append((opened, registered))
+        if who == "first":
+            ways.append((launch(selling, who, by=who, ssh_keys=[launched]).json()["id"], launched))
+            activate(selling, ways[-1][0])
+
+    def owners() -> list[str]:
+        with reading(selling.engine) as conn:
+            grants = [ssh_access.authorise(conn, *way) for way in ways]
+        assert {grant.actor for grant in grants} == {"member:oidc:Sam"}
+        return [grant.owner for grant in grants]
+
+    with reading(selling.engine) as conn:
+        first, second = (tokens.owner(conn, ids[who], "demo") for who in people)
+    assert first != second
+    assert owners() == [first, first, second]
+    # A person's tickets are counted together, whatever asks for them, and nobody else's.
+    at = f"{PATH}/{opened}/terminal"
+    answers = [
+        selling.client(who).post(at).status_code
+        for who in ("first", "first-laptop", "second", "second-laptop")
+    ]
+    assert answers == [201, 429, 201, 429]
+    # Rows from before owners were recorded.
+    with transaction(selling.engine) as conn:
+        for table in (allocations, ssh_key_table):
+            conn.execute(sa.update(table).values(owner=""))
+    assert len(set(owners())) == 3
 
 
 def test_a_caller_without_an_end_of_its_own_gets_none(new: Stack) -> None:

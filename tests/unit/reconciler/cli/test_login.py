@@ -12,6 +12,7 @@ import jwt
 import pytest
 
 from reconciler.cli import tokens
+from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
 from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -105,6 +106,28 @@ def test_what_ends_without_a_token(
     assert not file.exists()
 
 
+@pytest.mark.parametrize(
+    ("manner", "problem"),
+    [("endless", "more than 1048576 bytes"), ("inflates", "gzip, gzip"), ("drips", "Timeout")],
+)
+def test_an_answer_without_an_end_takes_neither_memory_nor_time(
+    provider: Provider,
+    gpuaas: Gpuaas,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manner: str,
+    problem: str,
+) -> None:
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 1 if manner == "drips" else 600)
+    provider.set(manner=manner)
+    try:
+        gpuaas(*words(provider))
+    finally:
+        provider.set(manner="")
+    assert (gpuaas.status, problem in gpuaas.err) == (1, True), gpuaas.err
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("name", ["device_authorization_endpoint", "token_endpoint"])
 def test_no_code_is_asked_for_over_a_line_that_anybody_can_read(
     gpuaas: Gpuaas, file: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -113,8 +136,13 @@ def test_no_code_is_asked_for_over_a_line_that_anybody_can_read(
     named = dict.fromkeys(("device_authorization_endpoint", "token_endpoint"), "https://id/x")
     named[name] = "http://id.example/x"
     asked: list[str] = []
-    monkeypatch.setattr(httpx.Client, "get", lambda *_words: httpx.Response(200, json=named))
-    monkeypatch.setattr(httpx.Client, "post", lambda _http, url, **_data: asked.append(url))
+
+    def converse(_ca_file: None, method: str, url: str) -> httpx.Response:
+        if method == "POST":
+            asked.append(url)
+        return httpx.Response(200, json=named)
+
+    monkeypatch.setattr(oidc, "converse", converse)
     gpuaas("login", "--issuer", "https://id.example", "--client-id", "x")
     assert (gpuaas.status, "http://id.example/x" in gpuaas.err, asked) == (1, True, [])
 

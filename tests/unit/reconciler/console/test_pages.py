@@ -21,12 +21,13 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount
 
 from reconciler.api import contract
-from reconciler.console import guard, operators
+from reconciler.api.catalog import Judged
+from reconciler.console import guard, operators, pages
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import leader
 from reconciler.db.engine import reading, transaction
-from reconciler.db.schema import api_tokens, nodes, pool_workers, service_processes
+from reconciler.db.schema import api_tokens, nodes, pool_workers, service_processes, slots
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
 from reconciler.lifecycle import host
@@ -182,7 +183,10 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("profile", ["lab", "xe9680l-h200"])
-def test_launch_to_release_without_scripts(selling: Stack, browse: Browse, profile: str) -> None:
+def test_launch_to_release_without_scripts(
+    selling: Stack, browse: Browse, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Judged, "FRESH_S", 0.0)
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(nodes).values(profile=profile))
     sku = {"lab": "lab-edu-slice", "xe9680l-h200": "h200-sxm-slice"}[profile]
@@ -205,8 +209,18 @@ def test_launch_to_release_without_scripts(selling: Stack, browse: Browse, profi
     assert image
     values = CHOSEN | {"image_id": image[1], "sku": sku}
     answer = member.get(page, params={**values, "step": "review"})
-    for fact in ("the NVMe disk of its GPU", "the image needs 1 B", "a private one of the slice"):
+    with transaction(selling.engine) as conn:
+        (size,) = conn.execute(sa.select(slots.c.nvme_size_bytes).distinct()).scalars()
+    disk = f"the NVMe disk of its GPU, whole, {pages.size(size)}; the image needs 1 B"
+    for fact in (disk, "a private one of the slice"):
         assert fact in answer.text
+    with transaction(selling.engine) as conn:
+        change = sa.update(slots).where(slots.c.slot_index == 1)
+        conn.execute(change.values(nvme_size_bytes=2 * size))
+    several = f"{pages.size(size)} to {pages.size(2 * size)}"
+    for step in ("shape", "review"):
+        text = member.get(page, params={**values, "step": step}).text
+        assert f"{several}{', by the slot that it gets' if step == 'review' else ''}" in text
     form = Page(answer.text).form("POST /projects/demo/allocations")
     launched = member.send(page, form)
     assert launched.status_code == 303

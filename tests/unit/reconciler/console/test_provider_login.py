@@ -306,10 +306,18 @@ def test_a_provider_that_does_not_answer_a_code(
     began = time.monotonic()
     refused(browser, browser.get(answer), "no ID token of the provider")
     assert time.monotonic() - began < 60
-    # While others hang, the threads of the service stay free.
-    monkeypatch.setattr(login, "_PLACES", login._Places(0, 2))
+    # While others of the network wait.
+    monkeypatch.setattr(login, "_PLACES", login._Places(8, 0))
     monkeypatch.setattr(login, "_WAIT_S", 0.1)
     refused(browser, browser.get(back(to_provider(browser))), "too many logins")
+
+
+def begin(console: FastAPI, address: str) -> tuple[Browser, str]:
+    """A browser at an address, and the provider's answer for it."""
+    browser = Browser(console)
+    where = {"base_url": "http://localhost", "follow_redirects": False}
+    browser.client = TestClient(console, client=(address, 1), **where)
+    return browser, back(to_provider(browser))
 
 
 @pytest.mark.parametrize(
@@ -320,18 +328,12 @@ def test_a_stranger_does_not_close_the_login(
     site: Stack, console: FastAPI, provider: Provider, monkeypatch: pytest.MonkeyPatch,
     near: tuple[str, ...], far: str,
 ) -> None:  # fmt: skip
-    """Anybody can make a state with its cookie, and any code holds a place until an answer."""
-
-    def begin(address: str) -> tuple[Browser, str]:
-        browser = Browser(console)
-        where = {"base_url": "http://localhost", "follow_redirects": False}
-        browser.client = TestClient(console, client=(address, 1), **where)
-        return browser, back(to_provider(browser))
-
+    """Anybody can make a state with its cookie, and any code waits for an answer."""
     monkeypatch.setattr(oidc, "_DEADLINE_S", 4)
     monkeypatch.setattr(login, "_WAIT_S", 1)
-    strangers = [begin(address) for address, _ in zip(cycle(near), range(8), strict=False)]
-    neighbour, other = begin(near[0]), begin(far)
+    monkeypatch.setattr(login, "_PLACES", login._Places(8, of_network=2))
+    strangers = [begin(console, each) for each, _ in zip(cycle(near), range(8), strict=False)]
+    neighbour, other = begin(console, near[0]), begin(console, far)
     provider.set(manner="drips")
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(browser.get, address) for browser, address in strangers]
@@ -345,6 +347,32 @@ def test_a_stranger_does_not_close_the_login(
         # One of the same network waits for its place.
         monkeypatch.setattr(login, "_WAIT_S", 30)
         assert neighbour[0].get(neighbour[1]).headers["Location"] == "/console/"
+
+
+def test_strangers_of_many_networks_do_not_close_the_login(
+    site: Stack, console: FastAPI, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = login._Places(8, of_network=2)
+    monkeypatch.setattr(login, "_PLACES", places)
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 600)
+    monkeypatch.setattr(login, "_WAIT_S", 0)
+    addresses = [f"192.0.2.{number}" for number in range(4)] * 2
+    strangers = [begin(console, address) for address in addresses]
+    people = [begin(console, f"198.51.100.{number}") for number in range(2)]
+    provider.set(manner="ponders")
+    with ThreadPoolExecutor(8) as pool:
+        answers = []
+        for browser, address in strangers:
+            answers.append(pool.submit(browser.get, address.replace("code=", "code=invented-")))
+            until(lambda: len(places._waiting) == len(answers))
+        for person, address in people:
+            assert person.get(address).headers["Location"] == "/console/"
+        # The one that waited longest had to go for the first, who left room for the second.
+        assert answers[0].result().status_code == 503
+        assert "too many logins" in answers[0].result().text
+        assert [answer.done() for answer in answers] == [True] + [False] * 7
+        for exchange in tuple(places._waiting):
+            exchange.cancel()
 
 
 NO_PROVIDER: list[dict[str, Any]] = [

@@ -388,11 +388,15 @@ def test_unknown_names_and_keys_are_refused_alike(world: World) -> None:
 def test_strangers_keep_nobody_out_of_the_audit_log(world: World) -> None:
     limits = replace(QUICK, refusals=6, refusals_of_one=2, report_s=3600)
     gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", limits)
+    with transaction(world.stack.engine) as conn:
+        public = world.key.with_name("tenant.pub").read_text()
+        grant = ssh_access.authorise(conn, world.allocation, ssh_keys.bare(public))
 
     def refuse(code: str, address: str, user: str = "-", person: str = "") -> int:
         """The rows of audit that there are now."""
         client = Client(gateway)
-        client.address, client.person = address, person
+        client.address, client.person = address, person.partition(":")[0]
+        client.grant = replace(grant, owner=person) if person else None
         problem = Problem(code, expected="", found="", remedy="")
         world.on_loop(gateway.refuse(problem, client, user))
         return len(world.audit("gateway.refused"))

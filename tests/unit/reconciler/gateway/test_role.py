@@ -39,7 +39,7 @@ READ = {
     "projects": {"id", "records_terminals"},
     "allocations": {
         *("id", "project_id", "node_id", "state", "capacity_shape", "username", "ssh_keys"),
-        *("connection", "parameters", "requested_by", "created_at"),
+        *("connection", "parameters", "requested_by", "owner", "created_at"),
     },
     "allocation_resource_claims": {"allocation_id", "slot_id", "position", "private_ip"},
     "nodes": {"id", "address", "port", "tenant_address", "tenant_port"},
@@ -47,7 +47,7 @@ READ = {
     "api_tokens": {"id", "parent_id", "owner", "role", "project_id", "expires_at", "revoked_at"},
     "ssh_keys": {
         *("id", "project_id", "public_key", "name", "token_id", "registered_by"),
-        *("created_at", "expires_at", "revoked_at"),
+        *("owner", "created_at", "expires_at", "revoked_at"),
     },
     "settings": {"name", "value"},
     "ssh_sessions": {
