@@ -18,8 +18,8 @@ ACT_SHARE = 0.90
 # Workers of a pool that may end by themselves in this time before the pool is given up.
 ENDS_LIMIT = 8
 ENDS_S = 600.0
-# How many of these ends may count for the jobs of a single project, if the pool also runs jobs of
-# others: a member whose jobs kill their workers must not end the pool for all projects.
+# How many of those may be counted for the jobs of a single project, if the pool runs others' too:
+# a member whose jobs kill their workers must not end the pool for everybody.
 ENDS_OF_A_PROJECT = 3
 
 
