@@ -124,6 +124,14 @@ def other_serial(node: Node, machine: Machine) -> str:
     return f"{reported} at the host, {machine.serial} in MAAS"
 
 
+def other_address(node: Node, machine: Machine) -> str:
+    """Addresses of a deployed machine without the node's; "" otherwise."""
+    if machine.status != Status.DEPLOYED or not _is_address(node.address):
+        return ""
+    known = node.address in machine.ip_addresses
+    return "" if known else ", ".join(machine.ip_addresses) or "none"
+
+
 def compare(
     nodes: Sequence[ExpectedNode],
     machines: Mapping[str, Machine],
@@ -247,13 +255,11 @@ def _bound(
     if machine.owner not in ("", user):
         remedy = f"let {user} have the machine in MAAS"
         result.note("foreign_owner", subject, f"owner {user}", machine.owner, remedy)
-    deployed = machine.status == Status.DEPLOYED
     installed = node.machine_id and not node.tenant_machine_ids
-    if (installed or expected.locked) and not deployed:
+    if (installed or expected.locked) and machine.status != Status.DEPLOYED:
         remedy = "find out who released it; MAAS may give it to anybody"
         result.note("not_deployed", subject, "status Deployed", machine.status_name, remedy)
-    if deployed and _is_address(node.address) and node.address not in machine.ip_addresses:
-        addresses = ", ".join(machine.ip_addresses) or "none"
+    if addresses := other_address(node, machine):
         remedy = "correct the node (`gpuaas nodes change`), or the machine in MAAS"
         result.note("address_differs", subject, node.address, addresses, remedy)
     purposes = purposes_of(machine)

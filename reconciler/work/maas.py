@@ -25,6 +25,7 @@ from reconciler.inventory.machines import (
     UNSURE,
     UNSURE_LOCK,
     differing,
+    other_address,
     other_serial,
     purpose_of,
 )
@@ -147,6 +148,11 @@ def _decide(
     if memory.phase == "deploy" and status in (Status.DEPLOYING, Status.DEPLOYED):
         if status == Status.DEPLOYED and installation.is_installed(node):
             return "done", shows
+        if machine.ip_addresses and (addresses := other_address(node, machine)):
+            # Its ticket is not accepted from there.
+            text = f"{shows} with the address {addresses} and not {node.address}"
+            remedy = "give it a static address in MAAS, or change the node's, then ask again"
+            raise _refused("address_differs", node, text, remedy)
         return "wait", shows if status == Status.DEPLOYING else f"{shows}; waits for its enrolment"
     if status in (Status.RELEASING, Status.DISK_ERASING) and memory.phase != "deploy":
         return "wait", shows

@@ -339,6 +339,15 @@ def test_without_its_enrolment_the_installation_ends_late(
     assert maas.node().tenant_machine_ids
 
 
+def test_a_machine_that_gets_another_address_is_not_waited_for(maas: Maas) -> None:
+    """MAAS gives an address at the deployment, unless the machine has a static one."""
+    maas.tenancy()
+    maas.begin(edits={"deploy": {"ip_addresses": ["10.0.2.99"]}})
+    task = maas.play(enrols=False)
+    assert task.error and task.error["code"] == "maas_address_differs"
+    assert "10.0.2.99" in task.error["found"]
+
+
 SILENCES: list[dict[str, Any]] = [
     {"body": "<html>502 Bad Gateway</html>"},
     {"body": "[]"},
