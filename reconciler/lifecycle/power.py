@@ -92,8 +92,8 @@ def powered_off(
     stopped = []
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
-        owed = allocation.power_action or allocation.error
-        owed = owed or boot_id not in ("", allocation.started_boot_id)
+        other_boot = boot_id not in ("", allocation.started_boot_id)
+        owed = bool(allocation.power_action or allocation.error) or other_boot
         if allocation.state == AllocationState.ACTIVE and not allocation.stopped and not owed:
             _set(conn, allocation, stopped=True)
             journal.audit(conn, act, "allocation.powered_off", "allocation", id)

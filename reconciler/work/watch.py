@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node
-from reconciler.lifecycle import host
+from reconciler.lifecycle import drift, host
 from reconciler.model.act import Act
-from reconciler.model.states import NodeState
+from reconciler.model.states import NodeMode, NodeState
 from reconciler.records import nodes
 from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
@@ -36,17 +36,22 @@ _AT_ONCE = 8
 
 
 class Watch:
-    """Prober of unreachable hosts. access: makes an SSH identity, for each pass with due hosts."""
+    """Prober of unreachable hosts. access: makes an SSH identity, for each pass with due hosts.
+
+    drift: whether a slice host that answers again is compared with the records at once.
+    """
 
     def __init__(
         self,
         engine: Engine,
         access: Callable[[], SshAccess],
         *,
+        drift: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._access = access
+        self._drift = drift
         self._clock = clock
         # Per node: time of the next probe, and the pause after it.
         self._plan: dict[str, tuple[float, float]] = {}
@@ -81,6 +86,11 @@ class Watch:
             self._plan[node.id] = (self._clock() + pause, pause)
             log.info("node %s is still silent: %s", node.id, reason)
             return False
-        retrying(self._engine, lambda conn: host.record_answer(conn, node.id, ACT))
+        retrying(self._engine, lambda conn: self._record(conn, node))
         log.info("node %s answers again", node.id)
         return True
+
+    def _record(self, conn: Connection, node: Node) -> None:
+        if host.record_answer(conn, node.id, ACT) and self._drift and node.mode == NodeMode.SLICE:
+            # It may have been restarted. Until that is seen, a launch there would fail.
+            drift.queue_comparison(conn, node.id, ACT)

@@ -83,7 +83,8 @@ class Worker:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(settings.workers, 1), thread_name_prefix="task")
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-        watch = Watch(engine, lambda: _access(engine, settings, PROBE_S))
+        compared = settings.drift_interval_s > 0
+        watch = Watch(engine, lambda: _access(engine, settings, PROBE_S), drift=compared)
         # A daemon thread, because a probe of a silent host may outlast the time allowed for stop.
         self._watch = threading.Thread(
             target=watch.run, args=(self._stopping,), name="watch", daemon=True
@@ -91,7 +92,7 @@ class Worker:
         telemetry = Telemetry(
             engine,
             lambda: _access(engine, settings, PROBE_S, telemetry_identity),
-            drift=settings.drift_interval_s > 0,
+            drift=compared,
         )
         self._telemetry = threading.Thread(
             target=telemetry.run, args=(self._stopping,), name="telemetry", daemon=True

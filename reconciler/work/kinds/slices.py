@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from reconciler.db import locks, rows
@@ -32,8 +33,9 @@ from reconciler.trust.downloads import url as download_url
 from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
 
-# Key in the result of a provision.
-_FIRMWARE = "firmware"
+# Key in the result of a provision, of what a slice keeps: its disk may not boot by other firmware,
+# and its host may have no room for more.
+_MACHINE, _LASTING = "machine", ("vcpus", "memory_mib", "firmware")
 _KEPT = "/etc/cloud/cloud.cfg.d/99-gpuaas-seed.cfg"
 _NVLINK = "/etc/modprobe.d/gpuaas-nvlink.conf"
 _WITHOUT_NVLINK = "options nvidia NVreg_NvLinkDisable=1\n"
@@ -177,24 +179,29 @@ def _workers(work: Work) -> tuple[list[dict[str, str]], list[list[str]]]:
     return guest_pool.files(pool, secret, url), guest_pool.commands(pool, names)
 
 
-def machine_shape(profile: dict[str, Any], gpus: int, firmware: str = "") -> dict[str, Any]:
+def machine_shape(
+    profile: dict[str, Any], gpus: int, kept: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Shape of a VM: the profile's share of CPUs and memory per GPU, times `gpus`.
 
-    firmware: of a machine that is installed, whose disk may not boot with another.
+    kept: the part of a machine that exists (`_LASTING`). The site may have changed the profile.
     """
     vm = profile["vm"]
-    firmware = firmware or vm["firmware"]
     chosen = {name: vm[name] for name in ("mgmt_qos", "guest_runtime") if vm.get(name)}
-    return {
-        **chosen,
-        "mgmt_attachment": vm.get("mgmt_attachment", "tap"),
+    lasting = {
         "vcpus": vm["vcpus_per_gpu"] * gpus,
         "memory_mib": vm["memory_mib_per_gpu"] * gpus,
+        "firmware": vm["firmware"],
+        **kept,
+    }
+    return {
+        **chosen,
+        **lasting,
+        "mgmt_attachment": vm.get("mgmt_attachment", "tap"),
         "host_cpus": vm.get("host_cpus", 0),
-        "firmware": firmware,
         "hugepages": vm["hugepages"],
         "nested": vm.get("nested", False),
-        "qemu_arguments": vm["qemu_arguments"][firmware],
+        "qemu_arguments": vm["qemu_arguments"][lasting["firmware"]],
     }
 
 
@@ -241,7 +248,8 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         connection=connection,
         boot_id=work.parameters["boot_id"],
     )
-    return {**evidence, _FIRMWARE: work.profile["vm"]["firmware"]}
+    machine = machine_shape(work.profile, len(work.parameters["slots"]))
+    return {**evidence, _MACHINE: {name: machine[name] for name in _LASTING}}
 
 
 def release_variables(work: Work) -> dict[str, Any]:
@@ -367,11 +375,11 @@ def power_variables(work: Work) -> dict[str, Any]:
     deadlines = work.profile["deadlines"]
     provision = TaskKind.SLICE_VM_PROVISION
     built = queue.every(work.conn, allocation_id=work.allocation_id, kind=provision, limit=1)
-    firmware = next((task.result.get(_FIRMWARE, "") for task in built), "")
+    kept: dict[str, Any] = next((task.result.get(_MACHINE, {}) for task in built), {})
     return {
         "slice_allocation": parameters["allocation"],
         "slice_slots": parameters["slots"],
-        "slice_vm": machine_shape(work.profile, len(parameters["slots"]), firmware),
+        "slice_vm": machine_shape(work.profile, len(parameters["slots"]), kept),
         "slice_fabric": fabric_network(work),
         "slice_power": action.value,
         # A reset is for a guest that does not answer.

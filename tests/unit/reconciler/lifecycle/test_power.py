@@ -174,10 +174,12 @@ def test_a_run_that_is_not_wanted_any_more_does_not_begin(sold: Site, key: str) 
         assert power.began(conn, key) == "allocation releasing"
 
 
-def test_a_later_start_keeps_the_firmware_and_waits_as_the_profile_says(
+def test_a_later_start_keeps_the_machine_and_waits_as_the_profile_says(
     sold: Site, tmp_path: Path
 ) -> None:
-    """A site may change its profile at any time; a guest's disk may not boot by other firmware."""
+    """A site may change its profile at any time. A guest's disk may not boot by other firmware, and
+    a host that is full has no more CPUs.
+    """
     text = (Path("profiles") / "lab.yml").read_text()
     profile = tmp_path / "lab.yml"
     settings = Settings(state_dir=tmp_path, profiles_dir=tmp_path)
@@ -190,13 +192,21 @@ def test_a_later_start_keeps_the_firmware_and_waits_as_the_profile_says(
         work = open_work(conn, settings, task)
         result = HANDLERS[task.kind].succeed(work, {"readiness": {}})
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN, result=result)
-        changed = text.replace("firmware: bios", "firmware: uefi")
-        profile.write_text(changed.replace("ready: 1500", "ready: 1500, start: 300"))
+        for before, after in (
+            ("firmware: bios", "firmware: uefi"),
+            ("vcpus_per_gpu: 1", "vcpus_per_gpu: 2"),
+            ("memory_mib_per_gpu: 768", "memory_mib_per_gpu: 1024"),
+            ("ready: 1500", "ready: 1500, start: 300"),
+        ):
+            assert before in text
+            text = text.replace(before, after)
+        profile.write_text(text)
         power.request(conn, key, PowerAction.RESTART, ADMIN)
         (task,) = leasing.lease(conn, "worker", kinds=[POWER])
         variables = HANDLERS[POWER].variables(open_work(conn, settings, task))
     machine = variables["slice_vm"]
     assert (machine["firmware"], machine["qemu_arguments"]) == ("bios", [])
+    assert (machine["vcpus"], machine["memory_mib"]) == (1, 768)
     assert variables["slice_ready_deadline"] == 300
 
 
