@@ -75,8 +75,8 @@ class Settings(BaseSettings):
     """IP address behind the name in public_url, for a site whose DNS lacks the name. Hosts use
     it to enrol, and bootstrap writes it into their /etc/hosts."""
     enrolment_insecure: bool = False
-    """Accept a public_url of plain http:// for enrolment. Anybody between a host and the API can
-    then run commands as root on that host; for networks of the service alone."""
+    """Accept a public_url of plain http:// for enrolment. An attacker between a host and the API
+    can then run commands as root on that host, so use it only on a network of the service alone."""
     enrolment_ca_file: Path | None = None
     """PEM of the only CA that hosts accept for the API when they enrol over HTTPS. Unset: the
     CAs that the host itself trusts."""
@@ -130,7 +130,7 @@ class Settings(BaseSettings):
     """Address that `gpuaas gateway` listens on, host:port."""
     ingress_addresses: str = ""
     """IPv4 addresses, separated by commas, that the site keeps for public ingress to slices. Each
-    is on an interface of one host, and by none of them a host is managed. Empty: no ingress."""
+    is on an interface of one host and is no management address. Empty: no ingress."""
 
     planned_regions: str = Field(
         "", pattern=r"^$|^[a-z0-9][a-z0-9-]{0,62}(, ?[a-z0-9][a-z0-9-]{0,62}){0,31}$"
@@ -153,12 +153,12 @@ class Settings(BaseSettings):
     awx_template_prefix: str = Field("gpuaas.slice.", pattern=r"^[A-Za-z0-9._ -]*$")
     """Prefix of each job template's name, before the name of its playbook."""
     awx_project: str = Field("", max_length=512)
-    """Name of the project of all launched job templates. Without it they must have the same, or
-    none is launched; the same holds for the next two."""
+    """Name of the project of all launched job templates. Unset: nothing is launched while they
+    differ. The next two settings work alike."""
     awx_execution_environment: str = Field("", max_length=512)
-    """Name of their execution environment."""
+    """Name of the execution environment of these templates."""
     awx_credential: str = Field("", max_length=512)
-    """Name of their Machine credential."""
+    """Name of the Machine credential of these templates."""
     awx_project_url: str = Field("", max_length=1024)
     """URL of the repository that this project has in AWX. It is compared before each launch,
     for which the token's user needs the right to read the project."""
@@ -178,8 +178,8 @@ class Settings(BaseSettings):
     netbox_ca_file: Path | None = None
     """PEM of the only CA accepted for NetBox. Unset: the system's CAs."""
     netbox_sync: bool = False
-    """Write slots and state to NetBox, and add its new devices as nodes, without being asked. Off:
-    only with `gpuaas netbox sync`."""
+    """Write slots and state to NetBox, and add its new devices as nodes, automatically. Off: only
+    with `gpuaas netbox sync`."""
     maas_url: str = Field("", pattern=_SERVER)
     """URL of the MAAS that installs this site's machines (docs/maas.md), without /MAAS. Empty:
     none."""
@@ -189,7 +189,7 @@ class Settings(BaseSettings):
     maas_ca_file: Path | None = None
     """PEM of the only CA accepted for MAAS. Unset: the system's CAs."""
     gpu_pool_max_total: int = Field(16, ge=0)
-    """Living worker pools of the site at most (docs/pools.md)."""
+    """Largest number of living worker pools of the site (docs/pools.md)."""
     redis_url: str = Field("", pattern=r"^$|^(rediss?|unix)://")
     """URL of a Redis whose streams wake idle workers of jobs (docs/pools.md). Empty: they poll."""
     oidc_issuer: str = Field(

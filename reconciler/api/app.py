@@ -28,6 +28,7 @@ from reconciler.api import (
     ingress,
     jobs,
     maas,
+    metrics,
     netbox,
     nodes,
     nodework,
@@ -40,7 +41,6 @@ from reconciler.api import (
     slots,
     ssh_access,
     tasks,
-    telemetry,
     terminals,
     timeline,
     tokens,
@@ -209,7 +209,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.waits = worker.Waits()
     app.state.judged = catalog.Judged()
     problems.install(app)
-    app.add_middleware(telemetry.Correlation)
+    app.add_middleware(metrics.Correlation)
     api = APIRouter(prefix=PREFIX)
     for router in ROUTERS:
         api.include_router(router)

@@ -110,9 +110,11 @@ class Machines(Answer):
 
 
 class Judged:
-    """Availabilities of a moment. Each costs the judgement of every slot of the site: 0.1 s of a
-    processor for 3,200 of them. So the same question is judged once until something changes, and of
-    each caller one at a time: nobody takes the place of another.
+    """Answers about availability, as of a moment.
+
+    An answer judges every slot of the site: 0.1 s of a processor for 3,200 slots. So a question is
+    judged once until something changes, and a caller has one question at a time, so that callers do
+    not displace each other.
     """
 
     FRESH_S = 2.0
@@ -172,8 +174,8 @@ class Judged:
                 raise Problem(
                     "rate_exceeded",
                     429,
-                    expected="one availability of a caller at a time",
-                    found="another that is being judged",
+                    expected="one question about availability at a time",
+                    found="a second one before the first was answered",
                     remedy="ask again in a second",
                     detail={"retry_after_s": 1},
                 )

@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
 from sqlalchemy import Connection, Engine
 
-from reconciler.api import control, pools, problems, telemetry
+from reconciler.api import control, metrics, pools, problems
 from reconciler.api.models import Answer, Moment, Reasoned
 from reconciler.api.security import Admin, Caller, caller
 from reconciler.db import leader, migrations
@@ -103,7 +103,7 @@ def ready(request: Request) -> Ready:
 def numbers(context: Admin) -> Response:
     """Metrics of this process's requests and of the site, for Prometheus."""
     return Response(
-        telemetry.exposition(context.engine, context.settings.redis_url),
+        metrics.exposition(context.engine, context.settings.redis_url),
         media_type=CONTENT_TYPE_LATEST,
     )
 
@@ -157,7 +157,7 @@ def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
     # by mistake.
     app.dependency_overrides[caller] = lambda: _LOCAL_OPERATOR
     problems.install(app)
-    app.add_middleware(telemetry.Correlation)
+    app.add_middleware(metrics.Correlation)
     app.include_router(router)
     app.include_router(operator_router)
     app.include_router(pools.router)

@@ -126,8 +126,8 @@ def _invalid_cursor() -> Problem:
     return Problem(
         "cursor_invalid",
         400,
-        expected="`next` of a page of this list",
-        found="another text",
+        expected="the value of `next` in a page of this list",
+        found="another value",
         remedy="begin again without a cursor",
     )
 

@@ -33,7 +33,9 @@ Network = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){3
 
 
 def _networks(texts: list[str]) -> list[str]:
-    """The networks in their shortest form. Host bits are an error: one of both is not meant."""
+    """The networks in their shortest form. Host bits are an error, because either the address or
+    the length is wrong.
+    """
     return [str(network) for network in collapse_addresses(map(IPv4Network, texts))]
 
 

@@ -40,9 +40,9 @@ class MaasFinding(Finding):
 
 
 class MaasReading(Reading):
-    """A comparison with MAAS. applied: what has an action was done, and only the others are left in
-    `findings`. request_number: of the newest request that it serves, with all before. counts: all
-    findings by code; `findings` has the first 500.
+    """A comparison with MAAS. applied: differences with an action were resolved, and `findings` has
+    the others only. request_number: of the newest request that it serves; it serves all earlier
+    ones, too. counts: all findings by code; `findings` has the first 500.
     """
 
     findings: Annotated[list[MaasFinding], Field(max_length=500)]

@@ -59,9 +59,9 @@ class Reading(Answer):
 
 
 class NetboxReading(Reading):
-    """A comparison with NetBox. applied: differences with an action were written, and only the
-    others are left in `findings`. request_number: of the newest request that it serves, with all
-    before. counts: all findings by code; `findings` has the first 500.
+    """A comparison with NetBox. applied: differences with an action were written, and `findings`
+    has the others only. request_number: of the newest request that it serves; it serves all earlier
+    ones, too. counts: all findings by code; `findings` has the first 500.
     """
 
     devices: int

@@ -82,7 +82,7 @@ class Conversion(Reasoned):
 
 
 class Reboot(StateReason):
-    """The allocations on the node, all of them: their tenants know that the host is restarted."""
+    """Every allocation on the node, which confirms that their tenants know of the restart."""
 
     allocations: Annotated[list[AllocationId], Field(default_factory=list, max_length=64)]
 

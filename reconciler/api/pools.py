@@ -213,7 +213,7 @@ class PoolHosts(Answer):
 
 
 class DeviceLease(Answer):
-    """A device that a pool has: until none of the pool's processes is left."""
+    """A device that a pool holds until none of its processes is left."""
 
     id: str
     pool_id: str
@@ -304,7 +304,7 @@ def evict(pool_id: Id, body: Eviction, context: Admin) -> JSONResponse:
 
 @router.post("/pools/{pool_id}/token", status_code=201, response_model=IssuedToken)
 def issue_token(pool_id: Id, body: NewToken, context: Admin) -> JSONResponse:
-    """Give a remote pool a token in place of the one that it had."""
+    """Give a remote pool a new token, which replaces its previous token."""
 
     def work(conn: Connection, act: Act) -> IssuedToken:
         pool, secret = remote.issue(conn, pool_id, act, body.ttl_s)
@@ -317,6 +317,6 @@ def issue_token(pool_id: Id, body: NewToken, context: Admin) -> JSONResponse:
 def list_leases(
     context: Admin, paging: Paging, *, ended: Annotated[bool, Query()] = False
 ) -> PageOf[DeviceLease]:
-    """Devices that pools have, the newest first. ended: those that they had, too."""
+    """Devices that pools hold, the newest first. ended: also leases that have ended."""
     rows = partial(pools.leases, ended=ended)
     return context.page(paging, pools.LEASE_ORDER, rows, DeviceLease.of)

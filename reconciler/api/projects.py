@@ -42,11 +42,11 @@ Limit = Annotated[Integer, Field(ge=0, le=1_000_000)] | None
 
 
 class Limits(Reasoned):
-    """Limits of a project; one that is left out is that of the site.
+    """Limits of a project. For a limit that is left out, the site's limit holds.
 
     An allocation counts as a machine until it is released. A failure is a launch whose guest was
-    not reachable in time. jobs_open: jobs that have not ended. jobs_kept, jobs_mib: all that are
-    kept, and their inputs and results. Without a limit, jobs have the service's own.
+    not reachable in time. jobs_open: jobs that have not ended. jobs_kept: all stored jobs;
+    jobs_mib: size of their inputs and results. Without them, the service's limits of jobs hold.
     """
 
     gpus: Limit = None
@@ -112,8 +112,9 @@ def show_defaults(context: Admin) -> DefaultQuota:
     "/admin/settings/default-quota", response_model=DefaultQuota, name="change_default_quota"
 )
 def change_defaults(body: Limits, context: Admin) -> JSONResponse:
-    """Replace the limits of the site, at first those that it was shipped with; one that is left out
-    is none. They hold for every project without a limit of its own.
+    """Replace the limits of the site. A limit that is left out no longer holds.
+
+    They hold for every project without a limit of its own. A new site has limits that are shipped.
     """
 
     def work(conn: Connection, act: Act) -> DefaultQuota:

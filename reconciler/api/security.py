@@ -353,8 +353,8 @@ def authenticate(
 def _shown_once(issued: Record) -> Problem:
     return Problem(
         "secret_shown_once",
-        expected="the first answer to have been kept",
-        found="a repetition of it; the secret is not stored",
+        expected="a new idempotency key, because the secret of the first answer is not stored",
+        found="the key of a request that was answered",
         remedy="issue another one with a new idempotency key, and revoke the first",
         detail={"issued": issued},
     )

@@ -53,7 +53,7 @@ def telemetry(
                 "telemetry_of_whole_machine",
                 expected="a slice",
                 found="a whole machine",
-                remedy="see its telemetry_url, or measure from within",
+                remedy="see its telemetry_url, or measure in the machine itself",
             )
         samples = slice_telemetry.samples(conn, allocation_id, minutes)
         current = slice_telemetry.samples(conn, allocation_id, slice_telemetry.CURRENT)

@@ -71,8 +71,8 @@ def list_keys(project_id: Id, context: Member, paging: Paging) -> PageOf[SshKey]
 
 @router.post("/ssh-keys", status_code=201, response_model=SshKey)
 def register_key(project_id: Id, body: GivenKey, context: Member) -> JSONResponse:
-    """Let a key through the gateway to the machines of the project, as long as the caller's token
-    is valid. The key of a user of the OpenID provider is let through for twelve hours.
+    """Register a key for the machines of the project. The gateway accepts it while the caller's
+    token is valid, and the key of a user of the OpenID provider for twelve hours.
     """
     caller = context.caller
     token_id, ttl_s = (caller.token_id, None) if caller.stored else (None, PROVIDER_S)
@@ -90,9 +90,7 @@ def register_key(project_id: Id, body: GivenKey, context: Member) -> JSONRespons
 
 @router.post("/ssh-keys/revoke", response_model=SshKey)
 def revoke_key(project_id: Id, body: GivenKey, context: Member) -> JSONResponse:
-    """Let a key through no longer, neither a registered key nor that of a launch, and cut its
-    sessions. It cannot be registered again.
-    """
+    """Revoke a key, registered or of a launch, for good, and cut its sessions."""
     return context.write(
         lambda conn, act: SshKey.of_key(ssh_keys.revoke(conn, project_id, body.public_key, act)),
         body=body,

@@ -41,7 +41,7 @@ class Setup(Answer):
 
 
 class Recording(Answer):
-    """Whether what the project's terminals show is kept."""
+    """Whether the project's terminals are recorded."""
 
     project_id: str
     enabled: bool
@@ -89,8 +89,8 @@ def open_terminal(
 def switch_terminal(
     project_id: Id, allocation_id: Id, body: Switch, context: Member
 ) -> JSONResponse:
-    """Offer terminals of a running slice, or no longer, which ends the open ones. Only its tenant
-    can write into the machine: the script of the answer is for its root.
+    """Allow terminals of a running slice, or disallow them, which ends open terminals. Only the
+    tenant can write into the machine, so the answer has a script for root of the machine.
     """
     settings = context.settings
 
@@ -115,15 +115,15 @@ def switch_terminal(
 
 @router.get("/terminal-recording", name="recording")
 def show_recording(project_id: Id, context: Member) -> Recording:
-    """Whether what the project's terminals show is kept."""
+    """Whether the project's terminals are recorded."""
     return context.read(lambda conn: Recording.read(conn, project_id))
 
 
 @router.put("/terminal-recording", response_model=Recording, name="switch_recording")
 def switch_recording(project_id: Id, body: Switch, context: Member) -> JSONResponse:
-    """Keep what the project's terminals show, or no longer, from the next terminal on. Each of them
-    announces it. What is typed is kept only where it shows. What an operator has switched on,
-    only an operator ends.
+    """Record the project's terminals, or stop recording, from the next terminal on. Each terminal
+    announces its recording, which has keystrokes only where they are echoed. Only an operator
+    ends what an operator has switched on.
     """
 
     def work(conn: Connection, act: Act) -> Recording:

@@ -1,4 +1,4 @@
-"""API tokens: an operator's of all holders, and everybody's own. A secret is shown once."""
+"""API tokens: of all holders for operators, and a caller's own. A secret is shown once."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ def revoke(token_id: Id, context: Admin) -> JSONResponse:
 
 
 class NewOwnToken(Reasoned):
-    """A token may do at most what the caller may: it is of one project or, without one, of an
-    admin. A member with a single project need not name it.
+    """A token with at most the caller's rights: for a project or, for an admin, for the site.
+
+    A member with a single project need not name it.
     """
 
     name: Name
@@ -130,8 +131,8 @@ class NewOwnToken(Reasoned):
 
 @router.post("", status_code=201, response_model=IssuedToken)
 def issue_own(body: NewOwnToken, context: Holder) -> JSONResponse:
-    """Issue a token for the caller. It ends and is revoked with the token of the caller. That of a
-    person of the OpenID provider ends with what they have logged in with, within twelve hours.
+    """Issue a token for the caller. It ends, and is revoked, with the caller's token. For a person
+    of the OpenID provider it ends with their login, within twelve hours at most.
     """
     caller = context.caller
     role, project_id = _scope(caller, body.project_id)
@@ -160,8 +161,8 @@ def issue_own(body: NewOwnToken, context: Holder) -> JSONResponse:
 
 @router.get("")
 def list_own(context: Holder, paging: Paging) -> PageOf[Token]:
-    """The token of the caller, with all that were made with it; of a person of the OpenID provider,
-    all that they made.
+    """The caller's token and all tokens made with it; for a person of the OpenID provider, all
+    tokens that they made.
     """
     read = partial(tokens.of_holder, holder=context.caller.token_id)
     return _page(context, paging, read, Token)

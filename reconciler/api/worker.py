@@ -254,7 +254,7 @@ def turn(body: Turn, worker: Worker) -> Turned:
 
 @router.post("/renew")
 def renew(body: Renewal, worker: Worker) -> Renewed:
-    """The worker's heartbeat. A job that is not `held` any more is somebody else's."""
+    """The worker's heartbeat. A job that is not `held` has gone to another worker."""
     held = worker.write(remote.renew, worker_id=body.worker_id, tokens=body.tokens)
     return Renewed(held=sorted(held), serving=worker.pool.state in SERVING_POOLS)
 

@@ -192,7 +192,7 @@ def telemetry(
     project: Project,
     minutes: Annotated[int, typer.Option(min=1, max=1440, help="For JSON: how far back.")] = 60,
 ) -> None:
-    """Show the newest telemetry of a slice: measured by its host, and said by its guest."""
+    """Show the newest telemetry of a slice: measured by its host, and reported by its guest."""
     path = f"/projects/{project}/allocations/{allocation}/telemetry"
     document = client().get(path, minutes=minutes)
     if output.in_json(document):

@@ -43,8 +43,8 @@ class ConnectionOptions:
     """Options for the connection to the machine; the fields are those of `Target`."""
 
     host: Annotated[str, typer.Option(help="The machine's address; default: this machine.")] = ""
-    user: Annotated[str, typer.Option(help="User of SSH.")] = ""
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of SSH.")] = 0
+    user: Annotated[str, typer.Option(help="SSH user.")] = ""
+    port: Annotated[int, typer.Option(min=0, max=65535, help="SSH port.")] = 0
     key: Annotated[
         Path | None, typer.Option("--ssh-key", help="File with a private key for SSH.")
     ] = None

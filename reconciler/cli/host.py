@@ -52,8 +52,8 @@ class SshOptions:
     """Options for the connection to the host; the fields are those of `Reach`."""
 
     host: Annotated[str, typer.Option(help="The host's address; default: this machine.")] = ""
-    user: Annotated[str, typer.Option(help="User of SSH: root, or a user with sudo.")] = "root"
-    port: Annotated[int, typer.Option(help="Port of SSH.")] = 22
+    user: Annotated[str, typer.Option(help="SSH user: root, or a user with sudo.")] = "root"
+    port: Annotated[int, typer.Option(help="SSH port.")] = 22
     key: Annotated[
         Path | None, typer.Option("--ssh-key", help="File with a private key for SSH.")
     ] = None

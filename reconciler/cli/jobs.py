@@ -88,7 +88,7 @@ def cancel(job: JobId, project: Project) -> None:
 def reprocess(
     *,
     project: Project,
-    sample: Annotated[int, typer.Option(min=0, help="So many of the oldest; 0: all.")] = 5,
+    sample: Annotated[int, typer.Option(min=0, help="Number of jobs, oldest first; 0: all.")] = 5,
     force: Annotated[bool, typer.Option(help="Also if the last sample has not succeeded.")] = False,
 ) -> None:
     """Queue dead letters again: first a sample, then all."""

@@ -18,7 +18,7 @@ Wait = Annotated[bool, typer.Option(help="Follow the task to its end, 10 to 40 m
 
 @app.command()
 def diff(reason: Reason = "") -> None:
-    """Compare the machines of MAAS with the records, and list what is wrong."""
+    """Compare the machines of MAAS with the records, and list the differences."""
     show_reading(asked("maas", "diff", reason), "machines")
 
 

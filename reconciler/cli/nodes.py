@@ -32,8 +32,8 @@ class NodeFields:
 
     address: Annotated[str, typer.Option(help="Address that SSH connects to.")]
     profile: Annotated[str, typer.Option(help="Hardware profile.")]
-    port: Annotated[int, typer.Option(help="Port of SSH.")] = 22
-    ssh_user: Annotated[str, typer.Option(help="User of SSH.")] = "root"
+    port: Annotated[int, typer.Option(help="SSH port.")] = 22
+    ssh_user: Annotated[str, typer.Option(help="SSH user.")] = "root"
     region: Annotated[str, typer.Option(help="Region of the site.")] = ""
     pool: Annotated[str, typer.Option(help="Pool that launches can select.")] = "default"
     name: Annotated[str, typer.Option(help="Name for people; default: the id.")] = ""
@@ -148,12 +148,12 @@ def reboot(
     reason: Reason,
     allocation: Annotated[
         list[str] | None,
-        typer.Option(help="An allocation on the node, which is stopped; all must be named."),
+        typer.Option(help="An allocation on the node, which will be stopped; repeat it for each."),
     ] = None,
     wait: Wait = True,
 ) -> None:
-    """Restart the host, prove it again and start its slices. Refused unless all that are on it are
-    named.
+    """Restart the host, prove it again and start its slices. Refused unless every
+    allocation on it is named.
     """
     body = {"reason": reason, "allocations": allocation or []}
     _require_proven(node, tasks.run(f"/admin/nodes/{node}/reboot", body, wait=wait))
@@ -161,7 +161,7 @@ def reboot(
 
 @app.command("plan-firmware")
 def plan_firmware(node: Node, wait: Wait = True) -> None:
-    """Show the BIOS settings that slices need and that differ, and the digest to approve them."""
+    """Show the BIOS settings that must change for slices, and the digest that approves them."""
     task = tasks.queue(f"/admin/nodes/{node}/firmware", wait=wait)
     if task is None or output.in_json(result := task["result"]):
         return
@@ -266,8 +266,8 @@ def drift(
     latest: Annotated[bool, typer.Option(help="Show the latest comparison instead.")] = False,
     wait: Wait = True,
 ) -> None:
-    """Mend the host's own baseline, and compare its slices with the records. Fails with any
-    difference that is left.
+    """Repair the host's baseline, and compare its slices with the records. Fails if a difference
+    remains.
     """
     path = f"/admin/nodes/{node}/drift"
     task = client().get(path)["task"] if latest else tasks.queue(path, wait=wait)
@@ -314,7 +314,7 @@ def accept_drift(node: Node, reason: Reason) -> None:
 
 @app.command()
 def firmware(node: Node) -> None:
-    """Differences of the machine's firmware from before its last tenant. Fails with any."""
+    """Show how the firmware differs from before the last tenant. Fails if it differs."""
     row = client().get(f"/admin/nodes/{node}")
     differences = row["firmware_differences"]
     if not output.in_json(differences):

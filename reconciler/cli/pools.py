@@ -123,7 +123,7 @@ def token(
     ttl: Annotated[int, typer.Option(min=60, help="Seconds that it is valid.")] = 86_400,
     reason: Reason = "",
 ) -> None:
-    """Print a new token of a remote pool, for `jobs worker --pool-token`. The one before ends."""
+    """Print a new token of a remote pool, for `jobs worker --pool-token`. The previous one ends."""
     issued = client().post(f"/pools/{pool}/token", {"ttl_s": ttl, "reason": reason})
     typer.echo(issued["token"])
 
@@ -167,7 +167,8 @@ def evict(
     host_lost: Annotated[
         bool,
         typer.Option(
-            "--host-lost", help="Its host does not come back: end it without proof. Needs a reason."
+            "--host-lost",
+            help="Its host is lost: end the pool without proof. Needs a reason.",
         ),
     ] = False,
     direct: Direct = False,

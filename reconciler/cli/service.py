@@ -66,9 +66,9 @@ def gateway() -> None:
 def gateway_trust(
     folder: Annotated[Path, typer.Argument(help="A new folder; it will contain a private key.")],
 ) -> None:
-    """Write the keys for a gateway on another machine: its state folder has them in `gateway`.
+    """Write the keys for a gateway on another machine. Copy them to `gateway` in its state folder.
 
-    Of a host they open the relay account alone, which leads to live slices only.
+    On a host they open the relay account only, which leads to live slices.
     """
     from reconciler.settings import Settings
     from reconciler.trust.ca import Trust, export_gateway
@@ -96,8 +96,8 @@ def gateway_trust(
 def gateway_replace(
     reason: Annotated[str, typer.Option(help="Why; it is kept in the audit log.")],
 ) -> None:
-    """Replace the authority of the gateways, such as after a theft. No host accepts the old one
-    after its next comparison, which is queued and ends every session through it.
+    """Replace the authority of the gateways, for example after a theft. Queues a comparison of
+    every host, which then refuses the old authority and ends all sessions through it.
     """
     from reconciler.db.engine import open_existing
     from reconciler.model.act import Act, require_reason
@@ -192,7 +192,7 @@ def restore(
 @commands.command()
 def doctor(
     allocation: Annotated[
-        str, typer.Option(help="A slice whose way from the gateway is examined, too.")
+        str, typer.Option(help="Also check the way from the gateway to this slice.")
     ] = "",
 ) -> None:
     """Check settings, folders, keys, programs, database and processes; exit 1 on a failure.

@@ -17,7 +17,7 @@ from reconciler.cli.session import client
 commands = typer.Typer()
 
 _RECOVERY_POLICY = "/admin/settings/recovery-policy"
-Limit = Annotated[int | None, typer.Option(min=1, help="Most recoveries begun within an hour.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Recoveries begun within an hour, at most.")]
 
 
 @commands.command()
@@ -147,7 +147,7 @@ def maintenance(
 @commands.command()
 def leader(
     switch: Annotated[
-        Literal["show", "release"], typer.Argument(help="release: have another elected.")
+        Literal["show", "release"], typer.Argument(help="release: let another process be elected.")
     ] = "show",
     reason: Reason = "",
 ) -> None:

@@ -107,7 +107,7 @@ def replay(
 
 @app.command("add")
 def add_key(key: File, project: Project) -> None:
-    """Let a key through to the machines of a project, as long as your token is valid."""
+    """Register a key for the machines of a project. It works as long as your token is valid."""
     output.record(client().post(_keys(project), {"public_key": public_key(key)}))
 
 
@@ -119,7 +119,7 @@ def list_keys(project: Project) -> None:
 
 @app.command("revoke")
 def revoke_key(key: File, project: Project, reason: Reason = "") -> None:
-    """Let a key through no longer, for ever, and cut its sessions."""
+    """Revoke a key for good, and cut its sessions."""
     body = {"public_key": public_key(key), "reason": reason}
     output.record(client().post(f"{_keys(project)}/revoke", body))
 

@@ -71,8 +71,8 @@ def create_own(
     project: Annotated[str, typer.Option(help="By id; left out: your only one.")] = "",
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it ends.")] = 90,
 ) -> None:
-    """Print a new token; it is not shown again. It does at most what the one you use does, and ends
-    with it.
+    """Print a new token; it is not shown again. It has at most the rights of the token that you
+    use, and ends with it.
     """
     body = {"name": name, "ttl_s": days * 86_400} | ({"project_id": project} if project else {})
     typer.echo(client().post("/tokens", body)["token"])
@@ -80,13 +80,13 @@ def create_own(
 
 @own.command("list")
 def list_own() -> None:
-    """List the token you use, and those that were made with it."""
+    """List the token that you use, and the tokens made with it."""
     output.rows(client().items("/tokens"), *_COLUMNS, "parent_id")
 
 
 @own.command("revoke")
 def revoke_own(token: Annotated[str, typer.Argument(help="The token's id.")]) -> None:
-    """Revoke one of these tokens at once, with those that were made with it."""
+    """Revoke a token of this list at once, with the tokens made with it."""
     output.record(client().delete(f"/tokens/{token}"))
 
 

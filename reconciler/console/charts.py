@@ -148,7 +148,7 @@ def _summary(kind: _Kind, lines: list[Line]) -> str:
 
 
 def _newest(values: Sequence[Value]) -> Value:
-    """The value of the last step or of the one before, which may be the newest that is complete."""
+    """The value of the last step, or of the step before, which may be the newest complete step."""
     return values[-1] if values[-1] is not None else values[-2]
 
 

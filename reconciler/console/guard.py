@@ -67,7 +67,7 @@ def require_same_origin(method: str, headers: Headers) -> None:
 
 
 def _host(origin: str) -> str:
-    """Host and port of a header Origin; "" for one that no browser sends."""
+    """Host and port of a header Origin; "" for a value that no browser sends."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

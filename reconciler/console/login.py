@@ -42,10 +42,11 @@ _ERROR = re.compile(r"[a-z_]{1,64}")
 
 
 class _Places:
-    """Exchanges that wait for the provider, with their networks, the oldest first. Nobody needs an
-    account to begin one, and its code may be invented. So a network has few of them, and beyond
-    `count` the one goes that waits longest, from the network with most: no few networks close the
-    login for others.
+    """Exchanges that wait for the provider, with their networks, the oldest first.
+
+    An exchange needs no account, and its code may be invented. So a network has few of them. Beyond
+    `count`, the oldest exchange of the network with most of them is dropped, so that a few networks
+    cannot exclude all others.
     """
 
     def __init__(self, count: int, of_network: int) -> None:
@@ -239,8 +240,8 @@ def _start(request: Request, api: FastAPI, login: str, token: str, form: dict[st
 
 
 def _derived(login: str, purpose: str) -> str:
-    """A value of a login for one purpose. The browser's cookie is the only copy of what it is
-    derived from, so that logins that are never finished leave nothing behind.
+    """A value of a login for one purpose, derived from a secret that only the browser's cookie has.
+    So a login that is never finished leaves nothing behind.
     """
     return _encoded(hmac.digest(login.encode(), purpose.encode(), "sha256"))
 

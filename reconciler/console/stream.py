@@ -23,8 +23,8 @@ from reconciler.console import pages
 from reconciler.console.visit import Refused, Visit
 from reconciler.model.errors import Problem
 
-# Pages of one person, in all sessions, that may follow a stream at the same time, and those of a
-# process. A page without a stream asks for itself at times.
+# Pages that may follow a stream at the same time: of one person in all sessions, and of a process.
+# A page without a stream reloads at intervals.
 PER_PERSON, PER_PROCESS = 16, 256
 # The session is looked up with every reading, so it is also the time until a revoked one ends.
 _EVERY_S = 2.0
@@ -84,8 +84,8 @@ class Stream(StreamingResponse):
                 "rate_exceeded",
                 429,
                 expected=f"at most {PER_PERSON} live pages of one person",
-                found="another one",
-                remedy="close some; this page asks for itself every 30 seconds",
+                found="one more",
+                remedy="close some of them; until then this page reloads every 30 seconds",
             )
 
 

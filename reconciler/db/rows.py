@@ -223,8 +223,8 @@ def _postgresql(element: _elements, compiler: Any, **options: Any) -> str:
 def given(name: str, **fields: type) -> sa.Subquery:
     """Rows that a statement gets as its parameter of this name: a list of dicts with these fields.
 
-    fields: str, int or dict, for a document. A statement with a parameter for each value would be
-    another one for each number of rows, which both drivers parse anew.
+    fields: str, int or dict, for a document. A parameter for each value would make another
+    statement for each number of rows, and both drivers would parse it anew.
     """
     each = _elements(sa.bindparam(name, type_=_JSON)).table_valued("value").c.value
     return sa.select(*(_field(each, *field) for field in fields.items())).subquery(name)

@@ -1,5 +1,6 @@
-"""The gateway's side of a connection to a machine: by the host's relay account, or directly; and
-its own login there, for terminals.
+"""Connections from the gateway to a machine: through the host's relay account, or directly.
+
+For terminals, the gateway logs in to the machine itself.
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ _LOGIN = {**_CLIENT, "preferred_auth": "publickey", "disable_trivial_auth": True
 
 
 class Machine:
-    """Connections of one session to its machine. The login at the host is made at the first.
-
-    forsaken: connections that the host may still open, although nothing waits for them any more.
+    """Connections of one session to its machine. The first connection logs in at the host.
+    forsaken: connections that were given up, and that the host may still open.
     """
 
     def __init__(self, trust: Trust, grant: Grant, timeout_s: float) -> None:
@@ -141,8 +141,9 @@ class Machine:
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
-        """What is given up may still be opened, and then fills a window. So it is counted until
-        nothing else uses the host's connection, which then ends.
+        """Count a connection that is being opened. One that was given up may still be opened and
+        then fills a window, so it counts until nothing else uses the host's connection, which then
+        ends.
         """
         self._openings += 1
         try:
@@ -167,7 +168,7 @@ class Machine:
         return self._host
 
     def _require_open(self) -> None:
-        """What is still being opened when its client goes is closed as well."""
+        """Close a connection whose client has gone while it was being opened."""
         if self._closed:
             self.close()
             raise ConnectionError("the client has gone")

@@ -13,7 +13,7 @@ Connection = asyncssh.SSHServerConnection | asyncssh.SSHClientConnection
 
 
 class Held(Protocol):
-    """A sender that waits while there is a reason."""
+    """A sender that waits while there is a reason to."""
 
     def hold(self, why: str) -> None: ...
     def release(self, why: str) -> None: ...
@@ -55,8 +55,8 @@ class End(asyncssh.SSHTCPSession[bytes], asyncio.Protocol):
             self._channel.write(data)
 
     def eof_received(self) -> bool:
-        """Pass the end of one direction on; the other stays open. A TCP connection whose directions
-        have both ended would stay, and its peer with it.
+        """Pass the end of this direction on; the other direction stays open. A TCP connection is
+        closed when both directions have ended, because it would keep its peer open.
         """
         self.peer.write_eof()
         if self._eof:

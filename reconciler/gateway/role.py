@@ -1,8 +1,8 @@
-"""The gateway's own role in PostgreSQL: what it may read and write, and that it may no more.
+"""The gateway's role in PostgreSQL: the rights that it has, and the proof that it has no others.
 
-The machine of a gateway is the one that tenants reach. Its role reads the columns that decide who
-is let in, and writes rows of sessions, recordings, refusals and of its own process. A table or
-column without a line here is closed to it.
+Tenants reach the machine of a gateway. Its role reads the columns that decide about access, and
+writes rows of sessions, recordings, refusals and of its own process. Tables and columns that are
+not listed here are closed to it.
 """
 
 from __future__ import annotations

@@ -34,15 +34,17 @@ _JUDGES = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """connections: at once, of all clients, of one network, of one member, and of one allocation.
-    strangers: connections that have not logged in yet, which count apart, and those of one network.
-    channels and keys: of one connection. Times are in seconds; unknown_s: how long open sessions
-    outlast a database that does not answer. refusals: audit rows in `report_s`, of strangers and of
-    members each; refusals_of_one: of one member or one network. terminals: of one member; typed_s:
-    how long a terminal lives without input, terminal_s: how long at all.
+    """Limits of the gateway; times are in seconds.
 
-    of_allocation and terminals count the sessions of all processes; those of the browser count no
-    others.
+    connections: at once, of all clients; of_address: of one network; of_member, of_allocation: of
+    these. strangers: connections without a login, which count apart; strangers_of_address: of one
+    network. channels, keys: of one connection. unknown_s: how long open sessions outlast a silent
+    database. refusals: audit rows in `report_s`, of strangers and of members each; refusals_of_one:
+    of one member or network. terminals: of one member; typed_s: life of a terminal without input;
+    terminal_s: life of a terminal.
+
+    of_allocation and terminals count the sessions of all gateways; terminals in browsers count
+    apart.
     """
 
     connections: int = 1000
@@ -87,7 +89,7 @@ class Sessions:
         self._watching: asyncio.Task[None] | None = None
 
     def ensure_watch(self) -> None:
-        """Watch the open sessions until none is left. One watch does, however many come and go."""
+        """Watch the open sessions until none is left. A single watch serves all sessions."""
         if self._watching is None or self._watching.done():
             self._watching = keep(self.watch(while_open=True))
 
@@ -129,10 +131,11 @@ class Sessions:
                 raise too_many(f"fewer than {limit} connections {kind}", f"{count}")
 
     def crowded_out(self, newcomer: Session) -> Session | None:
-        """The stranger that must go, because this one has come, which is among the clients.
+        """The connection without a login that must be dropped for this newcomer, which counts
+        already.
 
-        Beyond the limit it is the one that waits longest, from the network with most of them. So no
-        few networks close the door for all others.
+        Beyond the limit it is the oldest connection of the network with most of them, so that a few
+        networks cannot exclude all others.
         """
         strangers = [client for client in self.clients if client.stranger]
         share = Counter(client.network for client in strangers)
@@ -304,7 +307,7 @@ class Session(ABC):
 
     @cached_property
     def neighbourhood(self) -> str:
-        """The network of 24 bits (of IPv6, 64) from which whoever has one address has others."""
+        """The network of 24 bits (of IPv6, 64), whose addresses often have one owner."""
         try:
             return str(ip_network((self.network, 24), strict=False))
         except ValueError:
@@ -326,7 +329,7 @@ class Session(ABC):
 
     async def begin(self, grant: Grant, way: str) -> None:
         """Record the session with its first use of the machine."""
-        # The record has its session, although whoever waits for it is cut.
+        # The record is written for the session, even if the caller is cut meanwhile.
         await asyncio.shield(keep(self._begin(grant, way)))
 
     async def _begin(self, grant: Grant, way: str) -> None:

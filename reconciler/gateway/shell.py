@@ -17,9 +17,8 @@ from reconciler.records.ssh_sessions import Traffic
 
 
 class Shell(asyncssh.SSHServerProcess[bytes]):
-    """The channel of a client. Size and signals pass through at once: nothing of them waits.
-
-    over: nothing runs in it any more. gone: the client has closed it, too.
+    """The channel of a client. Size and signals pass through at once. over: nothing runs in it any
+    more. gone: the client has closed the channel, too.
     """
 
     def __init__(self, run: Callable[[Shell], Awaitable[None]]) -> None:

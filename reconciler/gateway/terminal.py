@@ -25,7 +25,7 @@ from reconciler.records import terminals
 
 log = logging.getLogger("gpuaas.gateway")
 
-# Of output that waits for its reader, and of one piece of it.
+# Limits in bytes: of output that waits for its reader, and of a single piece of it.
 WINDOW, PIECE = 256 << 10, 32 << 10
 LARGEST = 1000
 
@@ -41,7 +41,7 @@ class Wish:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and rows, with usual ones in the place of useless ones."""
+        """Columns and rows; usable defaults replace unusable values."""
         return (_within(self.columns, 80), _within(self.rows, 24))
 
 
@@ -189,9 +189,9 @@ async def open_terminal(
 
 
 class Recording:
-    """Output of a terminal in the form of asciicast 2. What is typed is kept only where it shows.
+    """Output of a terminal as asciicast 2, and input only where it is echoed.
 
-    The session ends at the limit, so that nothing is shown that is not kept.
+    The session ends at the limit of size, so that nothing is shown without being recorded.
     """
 
     LIMIT = 8 << 20

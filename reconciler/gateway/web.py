@@ -304,7 +304,7 @@ class Browser(Session):
         project = grant.project_id
         if caller.stored and not tokens.owner(conn, caller.token_id, project):
             return "token_ended"
-        # The provider may keep whoever asks it waiting, and everybody is watched here.
+        # The provider may delay its answer, and one task watches all sessions here.
         now = authenticate(self._socket, patient=False)
         if now is None or now.actor != caller.actor:
             return "session_ended"

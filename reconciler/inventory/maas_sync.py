@@ -71,7 +71,7 @@ def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> int:
 
 
 def tend(engine: Engine, settings: Settings) -> None:
-    """Loop: a pass when it is asked for, after changes of state, and every so often."""
+    """Loop: a pass when it is asked for, after changes of state, and at intervals."""
     if not settings.maas_url:
         return
     due = READINGS.due(engine)

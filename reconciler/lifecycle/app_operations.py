@@ -253,7 +253,7 @@ RETRY_S = 1_800.0
 
 
 @dataclass(frozen=True)
-class Look:
+class FollowUp:
     """A periodic follow-up: a query for due rows and the function to call for each.
 
     Each row can have a transaction of its own, so that a failing row does not delay the others.
@@ -381,11 +381,11 @@ def _tried_lately(*conditions: sa.ColumnElement[bool]) -> sa.Exists:
     return _exists(app_operations.c.created_at > clock.now() - RETRY_S, *conditions)
 
 
-LET_GO = Look(app_members.c.id, _members_to_leave, _leave)
-CLOSE = Look(app_operations.c.id, _operations_to_close, _close)
-RENEW_KEYS = Look(
+LET_GO = FollowUp(app_members.c.id, _members_to_leave, _leave)
+CLOSE = FollowUp(app_operations.c.id, _operations_to_close, _close)
+RENEW_KEYS = FollowUp(
     app_members.c.id, _keys_to_renew, partial(_request_work, OperationKind.BOOTSTRAP_SSH_RECONCILE)
 )
-REMOVE_KEYS = Look(
+REMOVE_KEYS = FollowUp(
     app_members.c.id, _keys_to_remove, partial(_request_work, OperationKind.BOOTSTRAP_SSH_REMOVE)
 )

@@ -200,8 +200,8 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
         raise Problem(
             "app_instance_exists",
             expected="a name that no instance of the project has",
-            found=f"{wish.name!r}, which one has that is not stopped",
-            remedy="stop that one, or use another name",
+            found=f"{wish.name!r}, the name of an instance that is not stopped",
+            remedy="stop that instance, or use another name",
         )
 
 
@@ -245,6 +245,6 @@ def _living(conn: sa.Connection, project_id: str, id: str) -> AppInstance:
             "app_instance_ended",
             expected=f"app instance {id} deploying or running",
             found=str(instance.status),
-            remedy="make another one over allocations that are active",
+            remedy="create another instance on active allocations",
         )
     return instance

@@ -59,7 +59,7 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
                 "no_capacity",
                 expected="a free machine in bare-metal mode",
                 found=explanation["summary"],
-                remedy="ask later, or for GPU slices",
+                remedy="try again later, or launch GPU slices",
                 detail={"explanation": explanation},
             )
         else:
@@ -73,7 +73,7 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
     raise Problem(
         "generation_conflict",
         expected="a machine that stays free while it is being claimed",
-        found=f"others took it {_TRIES} times",
+        found=f"concurrent launches took it {_TRIES} times",
         remedy="repeat the request",
     )
 
@@ -393,7 +393,7 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
             "machine_clean",
             expected="a node on which a tenant may have left something",
             found=f"health {node.health_state}, nothing known to be left",
-            remedy="nothing to clean; a tenant that is there is released first",
+            remedy="nothing to clean; if a tenant is on the node, release the allocation first",
         )
     live = sa.select(claims).where(
         claims.c.node_id == node_id,
@@ -424,9 +424,9 @@ def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act)
     if not dead:
         raise Problem(
             "disk_present",
-            expected="a disk of the tenant's that the latest discovery does not show",
-            found="all of them, or no discovery since the machine was last cleaned",
-            remedy="discover the node and ask again; clean it with all disks that are there",
+            expected="a disk of the tenant that is missing in a discovery since the clean-up",
+            found="every disk, or no such discovery",
+            remedy="discover the node and try again, or clean it without giving a disk up",
         )
     return [disk["slot_id"] for disk in disks if disk_identity(disk["nvme_eui"]) in dead]
 

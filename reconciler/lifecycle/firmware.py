@@ -63,7 +63,7 @@ def compare(
 
 
 def record_bmc(conn: sa.Connection, node_id: str, report: Mapping[str, Any], act: Act) -> Node:
-    """Record what the BMC reports. It is believed whatever runs on the machine."""
+    """Record what the BMC reports, which does not depend on the system of the machine."""
     node = rows.get(conn, Node, node_id, lock=True)
     bmc = firmware.bounded(report, firmware.REDFISH)
     node_records.update(conn, node_id, firmware_bmc=bmc)

@@ -143,8 +143,9 @@ def attach(conn: sa.Connection, pool: Pool, allocation: Allocation, image: Image
 
 
 def mint(conn: sa.Connection, allocation_id: str, secret: str, act: Act) -> Pool | None:
-    """Make this secret the token of the allocation's pool, in place of the one before. None if the
-    launch has named no pool, or the pool has been stopped since.
+    """Make this secret the token of the allocation's pool, which replaces its previous token.
+
+    None if the launch named no pool, or the pool has been stopped since.
     """
     # The order of a release.
     rows.get(conn, Allocation, allocation_id, lock=True)

@@ -25,8 +25,8 @@ _RELOAD = "sshd -t\nsystemctl reload ssh || systemctl reload sshd\n"
 
 
 def files(allocation_id: str, username: str, authority: str, bridge: str) -> list[dict[str, str]]:
-    """They let the gateway's terminals in: to this user, from its host's bridge, and for nothing
-    but a terminal. A tenant who deletes them has closed it.
+    """The guest's files that admit terminals of the gateway: for this user, from the host's bridge,
+    and for terminals only. A tenant who deletes them disables terminals.
     """
     address = bridge.partition("/")[0]
     principal = terminal_principal(allocation_id)
@@ -52,8 +52,9 @@ def script(written: Sequence[dict[str, str]]) -> str:
 
 
 def switch(conn: sa.Connection, allocation_id: str, act: Act, *, enabled: bool) -> Node:
-    """Record whether the gateway offers terminals of a running slice, or a Problem. Off ends the
-    open ones. Returns the slice's node.
+    """Record whether the gateway offers terminals of a running slice. Returns the slice's node.
+
+    Switching it off ends open terminals. Raises a Problem for a slice without them.
     """
     allocation = rows.get(conn, Allocation, allocation_id, lock=True)
     ssh_access.require_slice(conn, allocation)

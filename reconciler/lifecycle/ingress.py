@@ -115,7 +115,7 @@ def every(
 
 
 def remove(conn: sa.Connection, id: str, act: Act) -> IngressRule:
-    """End a rule. One whose task never began ends at once; one that has ended stays as it is."""
+    """End a rule. If its task never began, it ends at once. An ended rule stays as it is."""
     rule = rows.get(conn, IngressRule, id)
     allocation = rows.get(conn, Allocation, rule.allocation_id, lock=True)
     rule = rows.get(conn, IngressRule, id, lock=True)
@@ -153,7 +153,7 @@ def proven_absent(
 
 
 def given_up(conn: sa.Connection, node_id: str, act: Act) -> None:
-    """End the rules on a host that never comes back, by the word of the operator who retires it."""
+    """End the rules on a host that an operator retires because it never comes back."""
     on_node = sa.select(allocations.c.id).where(allocations.c.node_id == node_id)
     _end_all(conn, ingress_rules.c.allocation_id.in_(on_node), act)
 
@@ -202,7 +202,7 @@ def failed(
 
 
 def due(conn: sa.Connection) -> list[str]:
-    """Rules to follow up: expired ones, ones whose allocation or task has ended without them."""
+    """Rules to follow up: expired rules, and rules that outlived their allocation or task."""
     active = allocations.c.state == AllocationState.ACTIVE
     # The release of an allocation removes its rules, unless it was forced to an end.
     removable = sa.and_(

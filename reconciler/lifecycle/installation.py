@@ -1,7 +1,7 @@
 """Installation of a machine by MAAS, and its return to MAAS: when they are allowed.
 
-Both take everything from a machine that is on its system disk, and a machine that MAAS has again
-may get a system of anybody. So a node must be out of use, and without traces of a tenant.
+Both erase the system disk, and MAAS may give a returned machine to any of its users. The node must
+therefore be out of use and free of traces of a tenant.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def require_free(conn: sa.Connection, node: Node, kind: TaskKind) -> None:
     ):
         raise Problem(
             "node_in_service",
-            expected="a node in maintenance, that does not answer, or that never enrolled",
+            expected="a node that is in maintenance, does not answer or has never enrolled",
             found=f"state {node.state}",
             remedy=f"`gpuaas nodes drain {node.id}`, then `gpuaas nodes maintain {node.id}`",
         )
@@ -126,7 +126,7 @@ def _require_no_slice_host(conn: sa.Connection, node: Node) -> None:
         return
     raise Problem(
         "node_in_slice_mode",
-        expected="a machine in bare-metal mode, or a slice host to be without approved slots",
+        expected="bare-metal mode, or a conversion to slice host before any slot is approved",
         found=f"mode {node.mode}",
         remedy=f"convert it first (`gpuaas nodes convert {node.id} baremetal`)",
     )

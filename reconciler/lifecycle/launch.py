@@ -77,7 +77,7 @@ class Launch:
                 422,
                 expected=", ".join(sorted({sku for sku in self.catalogue.values() if sku})),
                 found=self.sku,
-                remedy="ask for one of these, or for none in particular",
+                remedy="choose one of these SKUs, or leave `sku` out",
             )
         return profiles
 
@@ -180,7 +180,7 @@ def _record(
         node_id=node["id"],
         capacity_shape=launch.capacity_shape,
         # Billing uses these values, so they come from the node and not from the request. The price
-        # is the one that the tenant saw, also when it changes before the machine is there.
+        # is that of the launch, even if the price changes before the machine is active.
         sku=sku,
         price=str(launch.prices.get((launch.capacity_shape, sku), "")),
         currency=launch.currency,

@@ -81,7 +81,8 @@ def request_firmware(
 
 
 def began(conn: sa.Connection, task: Task) -> None:
-    """Refuse a restart of a node on which others are by now, and note that its slices stop.
+    """Refuse the restart of a node with allocations that were not named, and note that its slices
+    stop.
 
     A slice counts as stopped by the restart until it is started after the next proof, whether the
     host restarts or not.
@@ -141,9 +142,9 @@ def _begin(
     if not node.boot_id:
         raise Problem(
             "boot_unknown",
-            expected="a host whose present boot is known",
-            found="a restart, or a doubt, since its last discovery",
-            remedy=f"run `gpuaas nodes discover {node.id}`, then ask again",
+            expected="a host whose current boot is known",
+            found="the host has restarted, or may have, since its last discovery",
+            remedy=f"run `gpuaas nodes discover {node.id}`, then try again",
         )
     if node.state == NodeState.READY and _sells_slices(conn, node):
         host.drain(conn, node.id, act)

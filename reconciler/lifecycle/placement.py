@@ -51,7 +51,7 @@ class NoRoom(Problem):
             "no_capacity",
             expected=f"{want.gpus} free GPUs on one node",
             found="none",
-            remedy="ask later",
+            remedy="try again later",
         )
         self.want = want
 
@@ -81,7 +81,7 @@ def contended() -> Problem:
     return Problem(
         "generation_conflict",
         expected="slots that stay free while they are being reserved",
-        found=f"others took them {TRIES} times",
+        found=f"concurrent launches took them {TRIES} times",
         remedy="repeat the request",
     )
 
@@ -267,7 +267,7 @@ def _remedy(explanation: Explanation) -> str:
         )
         for offer in explanation["nearest"]
     ]
-    return f"ask for {', or for '.join(offers)}, or later" if offers else "ask later"
+    return f"ask for {', or for '.join(offers)}, or later" if offers else "try again later"
 
 
 Row = sa.RowMapping

@@ -338,7 +338,7 @@ def _remove_orphan(
             "slot_in_use",
             expected="a slot that is disabled or blocked",
             found=str(slot.status),
-            remedy="disable it first; what a known tenant has is released",
+            remedy="disable it first; if an allocation has it, release the allocation",
         )
     if allocation is not None and allocation.state not in ENDED_ALLOCATIONS:
         raise Problem(
@@ -375,5 +375,5 @@ def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
         "slot_in_use",
         expected="a slot that is disabled, or blocked by the removal of a machine like this",
         found=f"cleanup_blocked: {slot.status_reason}",
-        remedy="repair the slot first; if this machine keeps that from its end, stop it by hand",
+        remedy="repair the slot first; if this machine prevents that, stop the machine by hand",
     )

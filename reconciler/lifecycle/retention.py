@@ -87,7 +87,7 @@ def recordings(conn: sa.Connection) -> int:
 def tokens(conn: sa.Connection) -> int:
     """Delete tokens that people made for themselves, 30 days after their end.
 
-    One that made others, registered a key or has a session stays as long as these.
+    A token that made other tokens, registered a key or has a session stays as long as these.
     """
     table, child = api_tokens, api_tokens.alias()
     ended = sa.func.coalesce(table.c.revoked_at, table.c.expires_at)

@@ -57,5 +57,5 @@ def not_found(entity: str, key: object) -> Problem:
         404,
         expected=f"a known {entity}",
         found=f"{key!r}, which no {entity} has",
-        remedy=f"list what there is and use the id of one {entity}",
+        remedy=f"use the id of an existing {entity}",
     )

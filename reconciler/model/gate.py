@@ -160,7 +160,7 @@ def _failures(evidence: GateEvidence) -> list[Blocker]:
     if failures.count and any(
         report is None or report.observed_at < failures.last_at for report in seen
     ):
-        return [Blocker("launch_failed", f"not looked at since a launch failed: {failures.last}")]
+        return [Blocker("launch_failed", f"unverified since a launch failed: {failures.last}")]
     return []
 
 

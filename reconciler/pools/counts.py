@@ -121,8 +121,8 @@ def spent(conn: sa.Connection, project_id: str, rate: int) -> float:
 
 
 def _left(parts: Iterable[tuple[float, float | None]], now: float, rate: int) -> float:
-    """What is left of spendings at a time. Of one that is an hour away, nothing: either it has
-    come back, or the clock has jumped.
+    """What is left of spendings after a time: nothing after an hour, whether the share has come
+    back or the clock has jumped.
     """
     return sum(
         max(0.0, spent - max(0.0, now - at) * rate / HOUR_S)

@@ -23,7 +23,7 @@ _LONGEST = 100_000
 _LONGEST_DEAD = 10_000
 # Hints that a worker takes at a time, and the age at which it takes over those of another worker.
 _COUNT = 32
-# That it takes at a time once they have brought it no job, so that old ones are soon gone.
+# Hints at a time after hints that brought no job, so that old hints are soon gone.
 STALE = 1_000
 _IDLE_MS = 30_000
 # While Redis is away it is asked this rarely, so that it delays neither requests nor workers.
@@ -68,11 +68,11 @@ class Hints:
 
     def lengths(self) -> dict[str, int]:
         """Lengths of the streams; {} while Redis is away."""
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         self._try(
-            lambda: found.update({name: int(self._redis.xlen(name)) for name in (STREAM, DEAD)})
+            lambda: lengths.update({name: int(self._redis.xlen(name)) for name in (STREAM, DEAD)})
         )
-        return found
+        return lengths
 
     def _add(self, stream: str, fields: Iterable[Mapping[str, str]], longest: int) -> None:
         pipe = self._redis.pipeline(transaction=False)

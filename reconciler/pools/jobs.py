@@ -358,7 +358,7 @@ def _limited(name: str, use: float, asked: float, most: int) -> Problem:
         "job_limit",
         429,
         expected=f"at most {most} {name} of this project",
-        found=f"{use:g}, and {asked:g} more; results of the last minute make no room",
+        found=f"{use:g}, and {asked:g} more; results younger than a minute are kept",
         remedy=f"ask again after {READABLE_S} s",
         detail={"limit": name, "allowed": most, "retry_after_s": READABLE_S},
     )

@@ -201,7 +201,7 @@ def claim(
     waiting = [queue for queue in waiting if queue[0] not in behind] or waiting
     several = len({project_id for project_id, _ in waiting}) > 1
     running = Counter(conn.execute(_HOLDERS).scalars() if several else ())
-    # Equal projects take turns by chance, because a claim remembers nothing of the one before.
+    # Random among equal projects, because a claim knows nothing of earlier claims.
     random.shuffle(waiting)
     waiting = sorted(waiting, key=lambda queue: running[queue[0]])[:_QUEUES]
     ids: list[str] = []
@@ -427,9 +427,8 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
 
 
 def _shorten(conn: sa.Connection) -> None:
-    """Let no lease end later than one that begins now.
-
-    Such leases are from before the database's clock was set back. Who still holds one renews it.
+    """Let no lease end later than a lease that begins now. A later end is from before the
+    database's clock was set back. A worker that still holds the lease renews it.
     """
     shorten = sa.update(jobs).where(_AHEAD, jobs.c.id.in_(_some(_AHEAD)))
     conn.execute(shorten.values(lease_expires_at=clock.now() + LEASE_S))

@@ -22,8 +22,8 @@ from reconciler.runs import lock
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MIB = 1 << 20
 _SMI_S = 10
-# The last nvidia-smi. A driver that hangs does not even let it be killed, and would keep whoever
-# waits for its end.
+# The last nvidia-smi. A hanging driver can make it impossible to kill, and would block every caller
+# that waits for its end.
 _smi: list[subprocess.Popen[bytes]] = []
 
 

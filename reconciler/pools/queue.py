@@ -180,8 +180,8 @@ class DatabaseQueue:
             raise _away(failure) from failure
 
     def wait(self, stopping: threading.Event) -> None:
-        # Hints name no model, and one of this worker's jobs may have gone to another worker. So it
-        # looks as often as without them.
+        # Hints name no model, and another worker may have taken the hint about a job of this
+        # worker. So it polls as often as without hints.
         rest_s = min(self._poll_s, TEND_S)
         if self._hints is None:
             stopping.wait(self._poll_s)

@@ -30,8 +30,8 @@ HELD = 64
 SILENT_S = leases.LEASE_S
 # Then it is recorded as ended.
 _GONE_S = 600.0
-# Workers that are kept for each seat of a pool, with the one that has it: as many as may end before
-# a pool of the service's own machines is given up.
+# Records of workers kept for each seat of a pool, its present worker included: as many as may end
+# before a pool on the service's own machines is given up.
 _KEPT = 8
 # A job is renewed for its own time and this, in which models are loaded again.
 _EXTRA_S = 360.0
@@ -66,7 +66,7 @@ class Tended(NamedTuple):
 
 
 def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, str]:
-    """Give a pool a token, in place of the one that it had. Returns the secret, too."""
+    """Give a pool a token, which replaces its previous token. Returns the secret, too."""
     pool = pools.get(conn, key, lock=True)
     if pool.host_id != REMOTE or pool.state not in SERVING_POOLS:
         raise Problem(
@@ -186,7 +186,7 @@ def tend(conn: sa.Connection) -> Tended:
 
     Their processes are beyond reach. Without the token, whatever is left of them has no effect.
     """
-    # Of before the clock was set back. A worker that lives has another one soon.
+    # From before the clock was set back. A living worker soon has a new heartbeat.
     ahead = sa.update(pool_workers).where(
         pool_workers.c.ended_at.is_(None), pool_workers.c.beat_at > clock.now() + 1
     )

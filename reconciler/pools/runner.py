@@ -44,7 +44,7 @@ class InputError(Exception):
 
 
 class ChangedError(Exception):
-    """A model's file is not the one that was registered: what was expected, and what was found."""
+    """The file of a model differs from the registered file: expected and found digest."""
 
 
 def load(target: str, digest: str = "") -> tuple[Function, str]:
@@ -61,13 +61,13 @@ def load(target: str, digest: str = "") -> tuple[Function, str]:
         return _function(target), ""
     before = _stamp(file)
     with file.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest not in ("", found):
-        raise ChangedError(f"{file}, SHA-256 {digest}", found)
+        actual = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest not in ("", actual):
+        raise ChangedError(f"{file}, SHA-256 {digest}", actual)
     function = _function(target)
     if _stamp(file) != before:
-        raise ChangedError(f"{file}, SHA-256 {found}", "a change while it was loaded")
-    return function, found
+        raise ChangedError(f"{file}, SHA-256 {actual}", "a change while it was loaded")
+    return function, actual
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _error(code: str, expected: str, found: str, remedy: str) -> dict[str, str]:
 def main(words: Sequence[str]) -> None:
     """Serve requests until their socket ends."""
     number, memory, *models = words
-    # The parent may be killed at any time, and nobody would read the answer then.
+    # The parent may be killed at any time; then the answer has no reader.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = socket.socket(fileno=int(number))

@@ -1,4 +1,4 @@
-"""Watch over threads that a database may keep for ever: it ends their process."""
+"""Watchdog over threads that a silent database can block: it ends their process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger("gpuaas.pools")
 def start(moved: Callable[[], float], limit_s: float, ended: threading.Event, name: str) -> None:
     """Start a thread that ends the process with status 1 once nothing has moved for limit_s.
 
-    The thread asks nobody, because a server that never answers, while its network acknowledges,
-    keeps every thread that does. moved: when the watched thread last came further, on the monotonic
-    clock. name: of what is watched, for the log.
+    The thread makes no requests: a server that never answers would block it too, as long as the
+    network acknowledges. moved: when the watched thread last made progress, on the monotonic clock.
+    name: of the watched part, for the log.
     """
 
     def watch() -> None:

@@ -27,9 +27,9 @@ _QUICK_S = 0.1
 # The longest wait for outcomes, and so for a signal.
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
-# A worker whose main thread does not move for so long hangs, as in waiting for a child that a
-# driver does not let end. Its heartbeats would keep its jobs from others. So does one whose
-# heartbeat has no answer for so long.
+# A worker hangs when its main thread makes no progress for this time, for example while it waits
+# for a child that a driver keeps alive. Its heartbeats would keep its jobs from other workers. A
+# heartbeat without an answer for this time counts as a hang, too.
 _STUCK_S = START_S + 60.0
 
 

@@ -116,7 +116,7 @@ def _require_changeable(values: Mapping[str, Any]) -> None:
             422,
             expected=", ".join(CHANGEABLE),
             found=", ".join(unknown),
-            remedy="leave these out: they follow from what happens to the node",
+            remedy="leave these fields out: the service maintains them",
         )
 
 

@@ -96,10 +96,10 @@ def close_silent(conn: sa.Connection) -> int:
 def count_open(
     conn: sa.Connection, allocation_id: str, owner: str, way: str, *, beside: str = ""
 ) -> tuple[int, int]:
-    """Open sessions of an allocation, and terminals of an owner, beside one session.
+    """Open sessions of an allocation, and terminals of an owner, without this session.
 
-    Terminals in the browser are counted apart for one of them: a gateway that is taken over invents
-    sessions, which keep nobody from a browser's terminal.
+    Terminals in browsers count apart: a gateway under an attacker's control can invent sessions,
+    which must not use up the places of browsers.
     """
     columns = ssh_sessions.c
     alive = (

@@ -46,7 +46,7 @@ def issue(
             "too_many_tickets",
             429,
             expected=f"at most {TICKETS} unused tickets",
-            found="as many",
+            found=f"{TICKETS} unused tickets",
             remedy=f"use one, or wait {TICKET_S:.0f} seconds",
         )
     secret = secrets.token_urlsafe(32)

@@ -45,8 +45,8 @@ def _open(table: sa.FromClause) -> tuple[sa.ColumnElement[bool], ...]:
 
 
 def _valid(which: sa.ColumnElement[bool], *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
-    """The tokens of a condition that open something: from each, its line of parents leads through
-    tokens that have not ended to one without a parent, and none of them may do less than the next.
+    """The usable tokens of a condition: no token in their line of parents has ended, and none has
+    fewer rights than the token made with it.
     """
     table, parent = api_tokens.c, api_tokens.alias("parent")
     start = sa.select(table.id.label("origin"), table.parent_id, table.role, table.project_id)
@@ -340,7 +340,7 @@ def _invalid_enrolment(node_id: str) -> Problem:
         "token_invalid",
         401,
         expected="an unused enrolment token of this node, at most 15 minutes old",
-        found="a token that is none of it",
+        found="a token that is unknown, used, expired or of another node",
         remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
     )
 

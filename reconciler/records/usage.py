@@ -72,8 +72,8 @@ def period(conn: sa.Connection, start: float | None, end: float | None) -> Perio
             "period_invalid",
             422,
             expected="a period that ends after it begins",
-            found="one that ends before",
-            remedy="exchange the two",
+            found="a period that ends earlier",
+            remedy="exchange start and end",
         )
     now = clock.read(conn)
     # Future time is not counted, so the same request may return more usage later.

@@ -209,7 +209,7 @@ class Conversation:
             f"{self._access.NAME.lower()}_silent",
             expected=f"{title} to answer {request}",
             found=found[:LONGEST_FOUND],
-            remedy=f"none if {title} comes back; else check {title} and the connection to it",
+            remedy=f"nothing if {title} comes back; otherwise check {title} and the way to it",
         )
 
     def _ask(

@@ -248,8 +248,10 @@ def adopt(settings: Settings, engine: Engine) -> None:
 
 
 def adopt_issuer(settings: Settings, engine: Engine) -> None:
-    """Record the site's OpenID provider. Once it is another one, tokens and keys of the people of
-    the earlier one end: nothing says any more who they are.
+    """Record the site's OpenID provider.
+
+    When the provider changes, tokens and keys of people of the earlier provider end, because its
+    people can no longer be identified.
     """
 
     def work(conn: Connection) -> None:

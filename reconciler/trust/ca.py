@@ -219,8 +219,10 @@ def gateway_ca(trust: Trust) -> str:
 
 
 def replace_gateway_ca(trust: Trust, record: Callable[[str], None]) -> None:
-    """Make another authority for the gateway. record: makes its public key the site's, before this
-    machine has it; after a failure between the two, another call makes another one.
+    """Make another authority for the gateway.
+
+    record: makes its public key the site's, before this machine has it. After a failure between the
+    two, another call makes another authority.
     """
     with _locked(trust), tempfile.TemporaryDirectory(dir=trust.directory, prefix=".new-") as folder:
         key = Path(folder) / GATEWAY

@@ -35,7 +35,7 @@ from reconciler.lifecycle import (
     retention,
     task_failures,
 )
-from reconciler.lifecycle.app_operations import Look
+from reconciler.lifecycle.app_operations import FollowUp
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Mode
@@ -58,10 +58,10 @@ _MAINTENANCE_LOG = logging.getLogger("gpuaas.maintenance")
 _POOLS_LOG = logging.getLogger("gpuaas.pools")
 _JOBS_LOG = logging.getLogger("gpuaas.jobs")
 _RETENTION_LOG = logging.getLogger("gpuaas.retention")
-_DRIFT_ACT = Act("reconciler", "compared every so often")
-_INGRESS_ACT = Act("reconciler", "looked at every so often")
-_APPS_ACT = Act("reconciler", "looked at every so often")
-_APP_LOOKS: dict[str, Look] = {
+_DRIFT_ACT = Act("reconciler", "periodic comparison")
+_INGRESS_ACT = Act("reconciler", "periodic follow-up")
+_APPS_ACT = Act("reconciler", "periodic follow-up")
+_APP_STEPS: dict[str, FollowUp] = {
     "members whose allocation has ended left": app_operations.LET_GO,
     "operations whose task had ended were closed": app_operations.CLOSE,
     "keys are to be renewed": app_operations.RENEW_KEYS,
@@ -179,16 +179,16 @@ def renew_certificates(engine: Engine, settings: Settings) -> None:
 def tend_apps(engine: Engine, _settings: Settings) -> None:
     """Loop for applications: follow up ended allocations, ended tasks and due keys."""
 
-    def follow(conn: Connection, look: Look, id: str) -> int:
-        return look(conn, _APPS_ACT, look.id == id)
+    def follow(conn: Connection, step: FollowUp, id: str) -> int:
+        return step(conn, _APPS_ACT, step.id == id)
 
-    for message, look in _APP_LOOKS.items():
+    for message, step in _APP_STEPS.items():
         with reading(engine) as conn:
-            ids = look.due(conn)
+            ids = step.due(conn)
         count = 0
         for id in ids:
-            with _isolated(_APPS_LOG, "apps: %s of %s is left as it is", id, look.id.table.name):
-                count += retrying(engine, partial(follow, look=look, id=id))
+            with _isolated(_APPS_LOG, "apps: %s of %s is left as it is", id, step.id.table.name):
+                count += retrying(engine, partial(follow, step=step, id=id))
         if count:
             _APPS_LOG.info("apps: %d %s", count, message)
 
@@ -355,7 +355,7 @@ def tend_leases(engine: Engine, settings: Settings) -> None:
 
 
 def tend_remote_workers(engine: Engine, settings: Settings) -> None:
-    """Loop for workers without the database: the ends of silent ones and of their pools."""
+    """Loop for workers without the database: record the ends of silent workers and of pools."""
     with reading(engine) as conn:
         if not remote.any_pool(conn):
             return

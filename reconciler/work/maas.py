@@ -235,9 +235,7 @@ def _sources(node: Node, machine: Machine) -> list[str]:
         except ValueError:
             continue
     if not known:
-        remedy = (
-            f"give the node its address as a number (`gpuaas nodes change {node.id} --address IP`)"
-        )
+        remedy = f"set an IP address (`gpuaas nodes change {node.id} --address ADDRESS`)"
         raise _refused("address_unknown", node, "no address of the machine", remedy)
     return sorted(known)
 

@@ -89,7 +89,8 @@ def join(engine: Engine, settings: Settings, task: Task) -> None:
 def leave(engine: Engine, settings: Settings, task: Task) -> None:
     """Remove the functions of the task's slots from every tenant's partition.
 
-    Before the run, because a function without a partition reaches nobody, whatever its guest does.
+    This is done before the run: a function without a partition reaches no other, whatever its guest
+    does.
     """
     with reading(engine) as conn:
         work = open_work(conn, settings, task)

@@ -92,7 +92,7 @@ class ConsoleSession(Row):
 
 @table("ssh_keys", "ssh_key", sa.UniqueConstraint("project_id", "public_key"))
 class SshKey(Row):
-    """A member's key for the gateway, or the revocation of a key that came with a launch.
+    """A member's key for the gateway, or the revocation of a key of a launch.
 
     It opens nothing after the token with which it was registered has ended.
     """

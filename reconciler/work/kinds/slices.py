@@ -156,7 +156,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
 def _gateway_authority(work: Work) -> str:
     """The authority that hosts accept for their relay account, and guests for terminals.
 
-    As recorded: another machine may have replaced the one that this process knows.
+    It is read from the records, because another machine may have replaced the one of this process.
     """
     recorded = site.read(work.conn, site.AUTHORITIES, {})
     return str(recorded.get(GATEWAY) or gateway_ca(open_trust(work.settings.state_dir)))

@@ -1,4 +1,4 @@
-"""The leader's loop: a pass when it is asked for, after changes, and every so often."""
+"""The leader's loop: a pass when it is asked for, after changes, and at intervals."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _refusals,
 )
 
-from reconciler.api import telemetry
+from reconciler.api import metrics
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import slice_telemetry
 from reconciler.records import allocations
@@ -60,10 +60,10 @@ def test_a_counter_that_begins_again_is_added(sold: Site, active: str) -> None:
     assert reported(sold, active, arp=1) == {"arp": 6, "vlan": 1}
     assert reported(sold, active, arp=1) == {"arp": 6, "vlan": 1}
     with reading(sold.engine) as conn:
-        metrics = telemetry.exposition(sold.engine).decode()
+        text = metrics.exposition(sold.engine).decode()
         assert slice_telemetry.refused_by_kind(conn)["arp"] == 6
-    assert 'gpuaas_refused_packets{kind="arp"} 6.0' in metrics
-    assert metrics.count("gpuaas_refused_packets{") == len(slice_telemetry.REFUSED)
+    assert 'gpuaas_refused_packets{kind="arp"} 6.0' in text
+    assert text.count("gpuaas_refused_packets{") == len(slice_telemetry.REFUSED)
 
 
 def test_a_hostile_host_changes_nothing_but_its_own_numbers(sold: Site, active: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import telemetry
+from reconciler.api import metrics
 from reconciler.db import clock
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import allocations, telemetry_samples
@@ -95,7 +95,7 @@ def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_eithe
         mine = on_either.active(conn)
         host = {"sent_bytes": 7, "refused_packets": {"arp": 2, "invented": 1}}
         slice_telemetry.record(conn, "n1", snapshot(mine, guest, **host))
-    text = telemetry.exposition(on_either.engine).decode()
+    text = metrics.exposition(on_either.engine).decode()
     labels = f'allocation="{mine}",project="p1",source='
     rows = {line for line in text.splitlines() if line.startswith("gpuaas_slice_")}
     assert rows == {
@@ -108,7 +108,7 @@ def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_eithe
     assert 'gpuaas_refused_packets{kind="arp"} 2.0' in text and "invented" not in text
     with transaction(on_either.engine) as conn:
         conn.execute(sa.update(telemetry_samples).values(at=clock.now() - 300))
-    assert "gpuaas_slice_" not in telemetry.exposition(on_either.engine).decode()
+    assert "gpuaas_slice_" not in metrics.exposition(on_either.engine).decode()
 
 
 @pytest.mark.parametrize(

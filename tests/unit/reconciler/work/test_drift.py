@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import telemetry
+from reconciler.api import metrics
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
@@ -112,7 +112,7 @@ def test_a_host_without_its_way_out_is_not_sold_until_it_is_mended(
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["disabled", "disabled"]
         assert nodes.get(conn, "n1").health_detail["code"] == "nat"
-    text = telemetry.exposition(sold.engine).decode()
+    text = metrics.exposition(sold.engine).decode()
     assert 'gpuaas_drift_differences{severity="failed"} 2.0' in text
     runs.alive = False
     loop()
@@ -124,7 +124,7 @@ def test_a_host_without_its_way_out_is_not_sold_until_it_is_mended(
     with transaction(sold.engine) as conn:
         assert sold.statuses(conn) == ["available", "available"]
         assert nodes.get(conn, "n1").health_state == "healthy"
-    assert "gpuaas_drift_repairs 2.0" in telemetry.exposition(sold.engine).decode()
+    assert "gpuaas_drift_repairs 2.0" in metrics.exposition(sold.engine).decode()
 
 
 @pytest.mark.parametrize(("hours", "word"), [(-2, "behind"), (2, "ahead")])

@@ -1,4 +1,4 @@
-"""Correlation ids, request log and Prometheus metrics."""
+"""Prometheus metrics, the request log, and correlation ids."""
 
 from __future__ import annotations
 
