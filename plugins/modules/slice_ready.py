@@ -142,7 +142,8 @@ _PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0
 _SCAN_SECONDS = 150.0
 # Of the console's end, which is the guest's to write: more would not fit into a result.
-_CONSOLE_LINES, _CONSOLE_CHARACTERS = 40, 300
+_CONSOLE_LINES = 40
+_CONSOLE_CHARACTERS = 300
 _KEY = re.compile(r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp\d{3}) [A-Za-z0-9+/]{40,1400}={0,2}")
 # After a guest with probes that are only reported is reachable.
 _REPORT_SECONDS = 120
