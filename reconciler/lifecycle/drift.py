@@ -183,7 +183,6 @@ def _dashed(digits: str) -> str:
     return "-".join(part for part in parts if part)
 
 
-_BOOTING_S = 60.0
 # Hosts whose drift is measured. The watch probes unreachable hosts, and an unprepared
 # host has nothing to compare.
 _COMPARED = sa.and_(nodes.c.mode == NodeMode.SLICE, nodes.c.state.in_(ANSWERING_NODES))
@@ -336,8 +335,7 @@ def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act
         host.restarted(conn, node.id, boot_act, since=node.boot_id)
     under_way = {task.kind for task in queue.open_of_node(conn, node.id)}
     if power.awaits_proof(conn, node.id) and not under_way & {*host.VERIFICATION}:
-        # A host answers before its services run, and parity would fail until they do.
-        host.reverify(conn, node, boot_act, after_s=_BOOTING_S)
+        host.reverify(conn, node, boot_act, after_s=host.BOOTING_S)
 
 
 def _of_slot(

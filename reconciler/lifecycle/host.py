@@ -418,6 +418,8 @@ def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
 # The order matters: parity compares with the discovery, and a parity pass opens the gate.
 VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+# A restarted host answers before its services run, and parity would fail until they do.
+BOOTING_S = 60.0
 
 
 def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> None:

@@ -214,7 +214,8 @@ def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> 
     if failure.error["code"] == BOOT_CHANGED:
         act = act_of(task).because(failure.error["found"])
         if host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"]):
-            host.reverify(conn, rows.get(conn, Node, task.node_id), act)
+            node = rows.get(conn, Node, task.node_id)
+            host.reverify(conn, node, act, after_s=host.BOOTING_S)
 
 
 # Effects by kind. Other kinds change no records; their failure is stored in the task.

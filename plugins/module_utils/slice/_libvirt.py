@@ -59,7 +59,8 @@ def state(name: str) -> State | None:
     """
     done = _virsh("domstats", "--state", "--nowait", name, ok=(0, 1))
     # virsh says neither by code nor by text whether the domain is absent or the query failed.
-    return states().get(name) if done.rc else _states(done.out)[name]
+    found = {} if done.rc else _states(done.out)
+    return found[name] if name in found else states().get(name)
 
 
 def states() -> dict[str, State]:
