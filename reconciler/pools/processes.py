@@ -57,9 +57,10 @@ def scan(host_id: str) -> dict[str, list[Process]]:
 def is_left(process: Process) -> bool:
     """Whether a process is there. While it ends it has no mark, and may have a GPU's memory."""
     try:
-        words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
     except OSError:
         return False
+    words = text.rpartition(")")[2].split()
     # Fields 3, 20 and 22. Threads may outlive the first one, which is a zombie then.
     ended = words[0] in "ZX" and int(words[17]) < 2
     return int(words[19]) == process.start_ticks and not ended

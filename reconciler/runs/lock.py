@@ -118,7 +118,9 @@ def send(pid: int, is_meant: Callable[[], bool], number: int = signal.SIGKILL) -
 
 def start_ticks(pid: int | str = "self") -> int:
     """Time of a process's start, in clock ticks since the boot. With it a process id is unique."""
-    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    # The name of the program before the bracket may be any bytes.
+    text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()
     return int(fields[19])  # field 22; two are before the bracket
 
 
