@@ -9,7 +9,6 @@ import re
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -26,7 +25,7 @@ from starlette.responses import RedirectResponse, Response
 from reconciler.api.security import cookie_name, provider
 from reconciler.console import forms, guard, pages, session
 from reconciler.console.visit import is_page
-from reconciler.model.client_network import client_network
+from reconciler.model.client_network import client_network, oldest_of_most
 from reconciler.model.errors import Problem
 from reconciler.records.console_sessions import LOGIN_S
 from reconciler.settings import Settings
@@ -45,8 +44,7 @@ class _Places:
     """Exchanges that wait for the provider, with their networks, the oldest first.
 
     An exchange needs no account, and its code may be invented. So a network has few of them. Beyond
-    `count`, the oldest exchange of the network with most of them is dropped, so that a few networks
-    cannot exclude all others.
+    `count`, the oldest exchange of the network with most of them is dropped.
     """
 
     def __init__(self, count: int, of_network: int) -> None:
@@ -77,14 +75,12 @@ class _Places:
 
     def _enter(self, network: str, begin: Callable[[], Future[str]]) -> Future[str] | None:
         with self._lock:
-            share = Counter(self._waiting.values())
-            if share[network] >= self._of_network:
+            if list(self._waiting.values()).count(network) >= self._of_network:
                 return None
             if len(self._waiting) >= self._count:
-                most = max(share.values())
-                oldest = next(each for each, name in self._waiting.items() if share[name] == most)
-                del self._waiting[oldest]
-                oldest.cancel()
+                dropped = oldest_of_most(self._waiting)
+                del self._waiting[dropped]
+                dropped.cancel()
             exchange = begin()
             self._waiting[exchange] = network
             return exchange

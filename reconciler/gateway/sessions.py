@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from reconciler.db import journal
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
-from reconciler.model.client_network import client_network
+from reconciler.model.client_network import client_network, oldest_of_most
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_sessions
 from reconciler.trust.ca import Trust
@@ -134,18 +134,16 @@ class Sessions:
         """The connection without a login that must be dropped for this newcomer, which counts
         already.
 
-        Beyond the limit it is the oldest connection of the network with most of them, so that a few
-        networks cannot exclude all others.
+        Beyond the limit it is the oldest connection of the network with most of them.
         """
         strangers = [client for client in self.clients if client.stranger]
-        share = Counter(client.network for client in strangers)
-        if share[newcomer.network] > self.limits.strangers_of_address:
+        near = sum(client.network == newcomer.network for client in strangers)
+        if near > self.limits.strangers_of_address:
             return newcomer
         if len(strangers) <= self.limits.strangers:
             return None
-        most = max(share.values())
-        crowd = (client for client in strangers if share[client.network] == most)
-        return min(crowd, key=lambda client: client.came)
+        strangers.sort(key=lambda client: client.came)
+        return oldest_of_most({client: client.network for client in strangers})
 
     async def _check(self, now: float) -> None:
         # A claim changes while the database answers, when a terminal is opened or ends.

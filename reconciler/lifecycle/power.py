@@ -203,5 +203,6 @@ def _require_proven_boot(conn: sa.Connection, node: Node) -> None:
 
 def _proven(conn: sa.Connection, node: Node) -> bool:
     parity = reports.latest_parity(conn, node.id)
-    same = parity is not None and node.boot_id != "" and parity.boot_id == node.boot_id
-    return bool(same and parity and not parity.failures)
+    if parity is None or not node.boot_id:
+        return False
+    return parity.boot_id == node.boot_id and not parity.failures

@@ -57,13 +57,12 @@ def scan(host_id: str) -> dict[str, list[Process]]:
 def is_left(process: Process) -> bool:
     """Whether a process is there. While it ends it has no mark, and may have a GPU's memory."""
     try:
-        text = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+        fields = lock.stat(process.pid)
     except OSError:
         return False
-    words = text.rpartition(")")[2].split()
     # Fields 3, 20 and 22. Threads may outlive the first one, which is a zombie then.
-    ended = words[0] in "ZX" and int(words[17]) < 2
-    return int(words[19]) == process.start_ticks and not ended
+    ended = fields[0] in "ZX" and int(fields[17]) < 2
+    return int(fields[19]) == process.start_ticks and not ended
 
 
 def leads(worker: PoolWorker, process: Process) -> bool:

@@ -116,12 +116,15 @@ def send(pid: int, is_meant: Callable[[], bool], number: int = signal.SIGKILL) -
         os.close(descriptor)
 
 
+def stat(pid: int | str) -> list[str]:
+    """Fields of /proc/PID/stat from the third, the state. The name before them may be any bytes."""
+    text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()
+
+
 def start_ticks(pid: int | str = "self") -> int:
     """Time of a process's start, in clock ticks since the boot. With it a process id is unique."""
-    # The name of the program before the bracket may be any bytes.
-    text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    fields = text.rpartition(")")[2].split()
-    return int(fields[19])  # field 22; two are before the bracket
+    return int(stat(pid)[19])  # field 22
 
 
 def boot_id() -> str:

@@ -57,31 +57,27 @@ def state(name: str) -> State | None:
 
     Asks for this domain alone, because a query of all waits for one that is being started.
     """
-    done = _virsh("domstats", "--state", "--nowait", name, ok=(0, 1))
     # virsh says neither by code nor by text whether the domain is absent or the query failed.
-    found = {} if done.rc else _states(done.out)
-    return found[name] if name in found else states().get(name)
+    alone = states(name, ok=(0, 1))
+    return alone[name] if name in alone else states().get(name)
 
 
-def states() -> dict[str, State]:
-    """Every domain of this host, defined or running, by name."""
-    return _states(_virsh("domstats", "--state", "--nowait").out)
-
-
-def _states(out: str) -> dict[str, State]:
+def states(*names: str, ok: tuple[int, ...] = (0,)) -> dict[str, State]:
+    """Domains of this host, defined or running, by name; every one without `names`."""
     return {
         name: State(_word(values.get("state.state", 0)), values.get("state.reason", 0))
-        for name, values in _numbers(out).items()
+        for name, values in statistics("--state", names=names, ok=ok).items()
     }
 
 
-def statistics(*groups: str, timeout: float = 180) -> dict[str, dict[str, int]]:
-    """libvirt's numbers of every domain, by name. groups: options of `virsh domstats`."""
+def statistics(
+    *groups: str, names: tuple[str, ...] = (), ok: tuple[int, ...] = (0,), timeout: float = 180
+) -> dict[str, dict[str, int]]:
+    """libvirt's numbers of domains, by name; of every one without `names`. groups: options of
+    `virsh domstats`.
+    """
     # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
-    return _numbers(_virsh("domstats", *groups, "--nowait", timeout=timeout).out)
-
-
-def _numbers(out: str) -> dict[str, dict[str, int]]:
+    out = _virsh("domstats", *groups, "--nowait", *names, ok=ok, timeout=timeout).out
     by_name: dict[str, dict[str, int]] = {}
     values: dict[str, int] = {}
     for line in out.splitlines():
