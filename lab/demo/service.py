@@ -40,6 +40,9 @@ class Service:
         self.environment = {
             **os.environ,
             "GPUAAS_STATE_DIR": str(folder),
+            # The processors of an emulated host share one: a comparison beside two launches makes
+            # each too slow for its limits.
+            "GPUAAS_WORKERS": "2",
             "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
             "GPUAAS_PUBLIC_URL": f"http://{gateway}:{self.port}",
             "GPUAAS_PROFILES_DIR": str(profiles),

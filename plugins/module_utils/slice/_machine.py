@@ -222,15 +222,18 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
     elif step.name == "start_domain":
-        # Memory is pinned before the first instruction: the limit grows with the memory to pin.
+        # Memory is pinned before the first instruction: the limit grows with the memory to pin. A
+        # start that is cut off leaves its slot to a person, so it is long: an emulated host needed
+        # more than 240 s beside a guest that booted.
         spec = params["spec"]
+        limit = 600 + spec["memory_mib"] / 256 + 60 * len(spec["gpus"])
         _mark_dirty(params["slots"])
         # libvirt makes the sockets of the channels, but not their folder, which only root enters.
         _host.path(_object_names.CHANNELS).mkdir(mode=0o700, parents=True, exist_ok=True)
         # libvirt's start hook brings it in force, and refuses a start without it.
         _guards.save(_guard(params))
         _guards.reload_firewall()
-        _libvirt.start_paused(name, timeout=180 + spec["memory_mib"] / 256 + 60 * len(spec["gpus"]))
+        _libvirt.start_paused(name, timeout=limit)
     elif step.name == "guard_port":
         number = _flows.await_port(port)
         guard = _guard(params)
