@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -212,7 +213,7 @@ class Rates:
                 expected=f"at most {PER_S * holders:.0f} requests a second of a token",
                 found=f"more, after {BURST * holders} at once",
                 remedy="send fewer; a stream of events needs no repeated request",
-                detail={"retry_after_s": int(wait_s) + 1},
+                detail={"retry_after_s": math.ceil(wait_s)},
             )
         if len(self._paid) >= _LARGEST:
             self._paid = {key: until for key, until in self._paid.items() if until > now}
