@@ -207,7 +207,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.engine = engine
     app.state.rates = Rates()
     app.state.waits = worker.Waits()
-    app.state.judged = catalog.Judged()
+    app.state.availability = catalog.AnswerCache()
     problems.install(app)
     app.add_middleware(metrics.Correlation)
     api = APIRouter(prefix=PREFIX)

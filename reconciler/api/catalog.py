@@ -109,7 +109,7 @@ class Machines(Answer):
     counts: list[MachineCount]
 
 
-class Judged:
+class AnswerCache:
     """Answers about availability, as of a moment.
 
     An answer judges every slot of the site: 0.1 s of a processor for 3,200 slots. So a question is
@@ -192,13 +192,13 @@ def show(context: Holder) -> Catalog:
     """Offers and regions."""
     settings = context.settings
     offers = profile_offers(settings.profiles_dir)
-    judged: Judged = context.request.app.state.judged
+    cache: AnswerCache = context.request.app.state.availability
 
     def judge(conn: Connection) -> tuple[dict[str, bool], dict[str, tuple[int, int]]]:
         return _regions(conn, offers), fleet.disk_sizes(conn)
 
     question = ("catalog", *offers.items())
-    rooms, disks = context.read(lambda conn: judged.share(conn, question, judge))
+    rooms, disks = context.read(lambda conn: cache.share(conn, question, judge))
     return Catalog(
         skus=_skus(settings.profiles_dir, disks),
         regions=[
@@ -235,9 +235,9 @@ def availability(
         names = {"sku": sku or "", "region": region or "", "gpus": gpus}
         return Availability.of(public(explanation), **names, fits=placed is not None)
 
-    judged: Judged = context.request.app.state.judged
+    cache: AnswerCache = context.request.app.state.availability
     question, caller = (sku, region, gpus, profiles), context.caller.owner
-    return context.read(lambda conn: judged.get(conn, caller, question, judge))
+    return context.read(lambda conn: cache.get(conn, caller, question, judge))
 
 
 @router.get("/machines")
@@ -255,9 +255,9 @@ def machines(context: Holder) -> Machines:
             counts=[MachineCount(sku=sku, region=region, free=free) for (sku, region), free in rows]
         )
 
-    judged: Judged = context.request.app.state.judged
+    cache: AnswerCache = context.request.app.state.availability
     question, caller = ("machines", *skus.items()), context.caller.owner
-    return context.read(lambda conn: judged.get(conn, caller, question, judge))
+    return context.read(lambda conn: cache.get(conn, caller, question, judge))
 
 
 def _skus(folder: Path, disks: Mapping[str, tuple[int, int]]) -> list[Sku]:

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.schema import Allocation, Node, allocations
+from reconciler.db.schema import Allocation, Node, Task, allocations
 from reconciler.lifecycle.slices import run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -72,6 +72,12 @@ def failed(conn: sa.Connection, id: str, error: Mapping[str, Any]) -> None:
         _set(conn, allocation, power_action="", error=dict(error))
 
 
+def replaced(conn: sa.Connection, task: Task) -> bool:
+    """Whether another action of the slice waits: a restart of the host has ended this one."""
+    open_tasks = queue.open_of_allocation(conn, task.allocation_id or "")
+    return any(other.kind == task.kind and other.id != task.id for other in open_tasks)
+
+
 def interrupted(conn: sa.Connection, ids: Collection[str]) -> None:
     """Note that a restart of the host stops these slices, which the next proof starts again."""
     for id in sorted(ids):
@@ -111,7 +117,7 @@ def start_after_boot(
     """
     node = rows.get(conn, Node, node_id)
     started = []
-    for allocation in _to_start(conn, node):
+    for allocation in _to_start(conn, node, lock=True):
         if not restart:
             powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
             continue
@@ -128,8 +134,11 @@ def awaits_proof(conn: sa.Connection, node_id: str) -> bool:
     return not node.boot_id or (not _proven(conn, node) and bool(_to_start(conn, node)))
 
 
-def _to_start(conn: sa.Connection, node: Node) -> list[Allocation]:
-    """Slices that ran before the host's boot, and have not been started under it."""
+def _to_start(conn: sa.Connection, node: Node, *, lock: bool = False) -> list[Allocation]:
+    """Slices that ran before the host's boot, and have not been started under it.
+
+    lock: keep other writers of them out. One that was stopped while this waited is not returned.
+    """
     query = sa.select(allocations).where(
         allocations.c.node_id == node.id,
         allocations.c.state == AllocationState.ACTIVE,
@@ -137,7 +146,8 @@ def _to_start(conn: sa.Connection, node: Node) -> list[Allocation]:
         ~allocations.c.stopped,
         allocations.c.started_boot_id != node.boot_id,
     )
-    return rows.every(conn, query.order_by(allocations.c.id), Allocation)
+    query = query.order_by(allocations.c.id)
+    return rows.every(conn, query.with_for_update(key_share=True) if lock else query, Allocation)
 
 
 def _start_queued(conn: sa.Connection, allocation: Allocation, node: Node, act: Act) -> bool:

@@ -143,7 +143,8 @@ def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
 
 def _power_failed(conn: Connection, task: Task, failure: Failure) -> None:
     _close_gate_after_reboot(conn, task, failure)
-    power.failed(conn, task.allocation_id or "", failure.error)
+    if not power.replaced(conn, task):
+        power.failed(conn, task.allocation_id or "", failure.error)
 
 
 def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:

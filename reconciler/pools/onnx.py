@@ -14,6 +14,8 @@ from reconciler.pools.runner import Function, InputError
 
 # A GPU is used where there is one.
 _PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
+# CUDA_VISIBLE_DEVICES of a process that is to see no GPU, as a person may write it.
+_NO_DEVICE = ("", "-1")
 _TYPES = {
     "tensor(float)": np.float32,
     "tensor(double)": np.float64,
@@ -33,7 +35,8 @@ def load(file: str) -> Function:
     )
     provider = session.get_providers()[0]
     sys.stderr.write(f"{file}: {provider}\n")
-    if provider != _PROVIDERS[0] and (devices := os.environ.get("CUDA_VISIBLE_DEVICES")):
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if provider != _PROVIDERS[0] and devices not in _NO_DEVICE:
         raise RuntimeError(
             f"{file}: expected {_PROVIDERS[0]} for a pool with {devices}; found {provider}."
             " Install onnxruntime-gpu[cuda,cudnn] in place of onnxruntime, or start the pool"

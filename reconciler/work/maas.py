@@ -51,7 +51,7 @@ Verb = Literal["wait", "done", "unlock", "release", "deploy"]
 
 
 @dataclass(frozen=True)
-class Memory:
+class Progress:
     """Progress of the task. phase: the last request. answered: whether MAAS has accepted it."""
 
     task: str = ""
@@ -62,7 +62,7 @@ class Memory:
     began_at: float = 0.0
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Memory:
+    def of(cls, document: Mapping[str, Any]) -> Progress:
         names = [field.name for field in fields(cls) if field.name in document]
         return cls(**{name: document[name] for name in names})
 
@@ -76,11 +76,11 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
         parts = {part: contract.storable_text(text) for part, text in silent.to_dict().items()}
         with transaction(engine) as conn:
             reason = contract.storable_text(str(silent))
-            memory = Memory.of(queue.get(conn, task.id).progress)
+            progress = Progress.of(queue.get(conn, task.id).progress)
             # The time of a task runs also where MAAS has never answered.
-            began_at = memory.began_at or clock.read(conn)
-            memory = replace(memory, task=reason, began_at=began_at)
-            queue.progress(conn, task.id, task.lease_token, asdict(memory))
+            began_at = progress.began_at or clock.read(conn)
+            progress = replace(progress, task=reason, began_at=began_at)
+            queue.progress(conn, task.id, task.lease_token, asdict(progress))
             queue.wait_for_host(conn, task.id, task.lease_token, reason, act=act, error=parts)
     except (Problem, RunError) as refusal:
         if refusal.code == "stale_lease":
@@ -96,14 +96,14 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
 def _step(engine: Engine, settings: Settings, task: Task) -> None:
     with reading(engine) as conn:
         node, row, now = nodes.get(conn, task.node_id), queue.get(conn, task.id), clock.read(conn)
-    memory = Memory.of(row.progress)
+    progress = Progress.of(row.progress)
     if row.cancel_requested:
         raise canceled("a task that is still wanted", "its cancellation; look at MAAS")
-    if not memory.phase:
+    if not progress.phase:
         with reading(engine) as conn:
             installation.require_free(conn, node, TaskKind(task.kind))
-    if memory.began_at and now - memory.began_at > _LONGEST_S:
-        raise _late(task, memory)
+    if progress.began_at and now - progress.began_at > _LONGEST_S:
+        raise _late(task, progress)
     system_id = str((node.maas or {}).get("system_id"))
     with Client(maas_access(settings)) as maas:
         user = maas.user().username
@@ -112,16 +112,16 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             # The answer of an unlock was lost. A lock from now on is a person's.
             with transaction(engine) as conn:
                 _remember(conn, task, locked=False)
-        verb, text = _decide(TaskKind(task.kind), node, machine, user, memory, now)
-        memory = replace(memory, task=text, began_at=memory.began_at or now)
+        verb, text = _decide(TaskKind(task.kind), node, machine, user, progress, now)
+        progress = replace(progress, task=text, began_at=progress.began_at or now)
         if verb == "done":
-            _finish(engine, task, machine, memory)
+            _finish(engine, task, machine, progress)
         elif verb == "wait":
-            _give_back(engine, task, memory, row.progress)
+            _give_back(engine, task, progress, row.progress)
         else:
-            memory = _asking(memory, verb, now)
+            progress = _asking(progress, verb, now)
             script = _release_script(maas, task) if verb == "release" else ""
-            userdata = _begin(engine, settings, task, machine, memory)
+            userdata = _begin(engine, settings, task, machine, progress)
             try:
                 _ask(maas, task, machine, verb, userdata, script)
             except RunError as refusal:
@@ -131,11 +131,11 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
                     if verb == "release" and _is_definite(refusal):
                         _remember(conn, task, returned=_is_returned(node))
                 raise
-            _give_back(engine, task, replace(memory, answered=True), asdict(memory))
+            _give_back(engine, task, replace(progress, answered=True), asdict(progress))
 
 
 def _decide(
-    kind: TaskKind, node: Node, machine: Machine, user: str, memory: Memory, now: float
+    kind: TaskKind, node: Node, machine: Machine, user: str, progress: Progress, now: float
 ) -> tuple[Verb, str]:
     """The next request, and the progress to show; RunError if a person must decide."""
     status, shows = machine.status, f"{machine.system_id}: {machine.status_name}"
@@ -145,7 +145,7 @@ def _decide(
     if status != Status.READY and machine.owner != user:
         owner = f"machine {machine.system_id} of {machine.owner or 'nobody'}, {shows}"
         raise _refused("foreign_owner", node, owner, f"let {user} have it, or choose another")
-    if memory.phase == "deploy" and status in (Status.DEPLOYING, Status.DEPLOYED):
+    if progress.phase == "deploy" and status in (Status.DEPLOYING, Status.DEPLOYED):
         if status == Status.DEPLOYED and installation.is_installed(node):
             return "done", shows
         if machine.ip_addresses and (addresses := other_address(node, machine)):
@@ -154,15 +154,15 @@ def _decide(
             remedy = "give it a static address in MAAS, or change the node's, then ask again"
             raise _refused("address_differs", node, text, remedy)
         return "wait", shows if status == Status.DEPLOYING else f"{shows}; waits for its enrolment"
-    if status in (Status.RELEASING, Status.DISK_ERASING) and memory.phase != "deploy":
+    if status in (Status.RELEASING, Status.DISK_ERASING) and progress.phase != "deploy":
         return "wait", shows
-    verb = _request(kind, node, machine, memory)
-    if verb == memory.phase and (memory.answered or memory.requests >= MOST):
+    verb = _request(kind, node, machine, progress)
+    if verb == progress.phase and (progress.answered or progress.requests >= MOST):
         remedy = "read the machine's events in MAAS, then ask again"
         raise _refused("undone", node, f"{shows} after {verb}", remedy)
-    unlocking = machine.locked and memory.phase == "unlock"
-    if (verb == memory.phase or unlocking) and now - memory.asked_at < REPEAT_S:
-        return "wait", f"{shows}; the effect of {memory.phase} is not known yet"
+    unlocking = machine.locked and progress.phase == "unlock"
+    if (verb == progress.phase or unlocking) and now - progress.asked_at < REPEAT_S:
+        return "wait", f"{shows}; the effect of {progress.phase} is not known yet"
     remembered = (node.maas or {}).get("locked")
     if machine.locked and remembered == UNSURE:
         raise _refused("locked", node, f"{shows}, {UNSURE_LOCK[1]}", UNSURE_LOCK[2])
@@ -174,14 +174,14 @@ def _decide(
     return ("unlock" if machine.locked else verb), shows
 
 
-def _request(kind: TaskKind, node: Node, machine: Machine, memory: Memory) -> Verb:
+def _request(kind: TaskKind, node: Node, machine: Machine, progress: Progress) -> Verb:
     """The request that a machine in this status needs."""
     status = machine.status
     if kind == TaskKind.NODE_DEPLOY and status in (Status.READY, Status.ALLOCATED):
         return "deploy"
-    failed = status in _FAILED and memory.phase in ("", "unlock")
+    failed = status in _FAILED and progress.phase in ("", "unlock")
     if failed or status in (Status.DEPLOYED, Status.ALLOCATED):
-        returned = _is_returned(node) and not memory.phase
+        returned = _is_returned(node) and not progress.phase
         if status == Status.DEPLOYED and (not node.machine_id or returned):
             remedy = "enrol it (`gpuaas nodes userdata`), or release it in MAAS by hand"
             lack = "has not enrolled since its release" if returned else "never enrolled here"
@@ -202,25 +202,27 @@ def _is_definite(refusal: RunError) -> bool:
     return not isinstance(refusal, LauncherAway) and refusal.code != "maas_wrong_machine"
 
 
-def _asking(memory: Memory, verb: Verb, now: float) -> Memory:
-    requests = memory.requests + 1 if memory.phase == verb else 1
-    return replace(memory, phase=verb, asked_at=now, requests=requests, answered=False)
+def _asking(progress: Progress, verb: Verb, now: float) -> Progress:
+    requests = progress.requests + 1 if progress.phase == verb else 1
+    return replace(progress, phase=verb, asked_at=now, requests=requests, answered=False)
 
 
-def _begin(engine: Engine, settings: Settings, task: Task, machine: Machine, memory: Memory) -> str:
+def _begin(
+    engine: Engine, settings: Settings, task: Task, machine: Machine, progress: Progress
+) -> str:
     """Record the request that follows, under the lock of the node; returns its userdata."""
-    act = act_of(task).because(f"{memory.phase} of machine {machine.system_id} in MAAS")
+    act = act_of(task).because(f"{progress.phase} of machine {machine.system_id} in MAAS")
     with transaction(engine) as conn, locks.node(conn, task.node_id) as node:
         _require_machine(node, machine)
         installation.begin(conn, node, TaskKind(task.kind), act)
-        queue.progress(conn, task.id, task.lease_token, asdict(memory))
+        queue.progress(conn, task.id, task.lease_token, asdict(progress))
         # Before the request, because the task may end in any way after it: MAAS has the machine
         # from its release until it has accepted a deployment of ours.
-        remembered: dict[str, Any] = {"returned": memory.phase != "unlock" or _is_returned(node)}
-        if memory.phase == "unlock":
+        remembered: dict[str, Any] = {"returned": progress.phase != "unlock" or _is_returned(node)}
+        if progress.phase == "unlock":
             remembered["locked"] = UNSURE
         nodes.update(conn, node.id, maas={**(node.maas or {}), **remembered})
-        if memory.phase != "deploy":
+        if progress.phase != "deploy":
             return ""
         secret = tokens.issue_ticket(conn, node.id, machine.system_id, _sources(node, machine), act)
         return enrolment.site_userdata(settings, node.id, secret, user=node.ssh_user, ticket=True)
@@ -286,27 +288,27 @@ def _ask(
     log.info("MAAS accepted %s of %s for node %s", verb, machine.system_id, task.node_id)
 
 
-def _give_back(engine: Engine, task: Task, memory: Memory, recorded: Mapping[str, Any]) -> None:
+def _give_back(engine: Engine, task: Task, progress: Progress, recorded: Mapping[str, Any]) -> None:
     with transaction(engine) as conn:
-        if asdict(memory) != dict(recorded):
-            queue.progress(conn, task.id, task.lease_token, asdict(memory))
-            if memory.phase == "deploy" and memory.answered:
+        if asdict(progress) != dict(recorded):
+            queue.progress(conn, task.id, task.lease_token, asdict(progress))
+            if progress.phase == "deploy" and progress.answered:
                 # What is installed from now on is ours, also if it never enrols.
                 _remember(conn, task, returned=False)
-        if memory.phase == "unlock" and memory.answered:
+        if progress.phase == "unlock" and progress.answered:
             _remember(conn, task, locked=False)
-        act = act_of(task).because(memory.task)
-        queue.wait_for_host(conn, task.id, task.lease_token, memory.task, act=act, seconds=POLL_S)
+        act = act_of(task).because(progress.task)
+        queue.wait_for_host(conn, task.id, task.lease_token, progress.task, act=act, seconds=POLL_S)
 
 
-def _finish(engine: Engine, task: Task, machine: Machine, memory: Memory) -> None:
+def _finish(engine: Engine, task: Task, machine: Machine, progress: Progress) -> None:
     act = act_of(task).because(f"machine {machine.system_id} in MAAS: {machine.status_name}")
     with transaction(engine) as conn:
         result = {"system_id": machine.system_id, "status": machine.status_name}
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, act, result=result)
         tokens.end_tickets(conn, task.node_id)
         node = nodes.get(conn, task.node_id)
-        if not memory.phase:
+        if not progress.phase:
             # Another client has returned it.
             installation.begin(conn, node, TaskKind(task.kind), act)
         _remember(conn, task, locked=False, returned=task.kind == TaskKind.NODE_RELEASE)
@@ -325,11 +327,11 @@ def _refused(code: str, node: Node, found: str, remedy: str) -> RunError:
     return RunError(f"maas_{code}", expected=expected, found=found[:300], remedy=remedy)
 
 
-def _late(task: Task, memory: Memory) -> RunError:
+def _late(task: Task, progress: Progress) -> RunError:
     return RunError(
         "maas_late",
         expected=f"the end of {task.kind} within {_LONGEST_S / 3600:.0f} hours",
-        found=memory.task[:300],
+        found=progress.task[:300],
         remedy="look at the machine in MAAS; enrol it by hand (`gpuaas nodes userdata`), or ask"
         " again",
     )

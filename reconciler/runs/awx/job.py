@@ -65,7 +65,7 @@ class Pace:
     forsaken: float = 86_400.0
 
 
-class Leaving(Exception):
+class StopRequested(Exception):
     """This process was asked to stop. The job goes on, and the next process follows it."""
 
 
@@ -90,7 +90,7 @@ def play(
             return job.follow()
         except NotStarted as reason:
             return _not_begun(*reason.args)
-        except Leaving:
+        except StopRequested:
             return None
 
 
@@ -191,7 +191,7 @@ class Job:
         canceled = self._canceled
         while time.monotonic() < until:
             if self._stop_requested() and not self._canceled:
-                raise Leaving
+                raise StopRequested
             if self._canceled != canceled:
                 return
             time.sleep(min(_SLICE_S, self._pace.every))

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from sqlalchemy import Engine
 
 from reconciler.api.app import PREFIX, create_app
-from reconciler.api.catalog import Judged
+from reconciler.api.catalog import AnswerCache
 from reconciler.api.security import Rates
 from reconciler.db import journal, settings
 from reconciler.db.engine import open_engine, transaction
@@ -105,7 +105,7 @@ class Stack:
         # One application serves all tests, one after the other, because building it takes seconds.
         app = _application()
         if app.state.engine is not self.engine:
-            app.state.rates, app.state.judged = Rates(), Judged()
+            app.state.rates, app.state.availability = Rates(), AnswerCache()
         app.state.settings, app.state.engine = self.settings, self.engine
         return client(app, _judge(), base_url=f"http://test{base}", headers=headers, **options)
 

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from reconciler.api.app import create_app
-from reconciler.api.catalog import Judged
+from reconciler.api.catalog import AnswerCache
 from reconciler.console.app import mount
 from tests.unit.reconciler.api.conftest import databases, selling
 from tests.unit.reconciler.api.stack import Stack
@@ -29,7 +29,7 @@ def console(selling: Stack, application: list[FastAPI]) -> FastAPI:
     if not application:
         application.append(mount(create_app(selling.settings, selling.engine)))
     (app,) = application
-    app.state.judged = Judged()
+    app.state.availability = AnswerCache()
     app.state.settings, app.state.engine = selling.settings, selling.engine
     return app
 

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount
 
 from reconciler.api import contract
-from reconciler.api.catalog import Judged
+from reconciler.api.catalog import AnswerCache
 from reconciler.console import guard, operators, pages
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
@@ -186,7 +186,7 @@ CHOSEN = {
 def test_launch_to_release_without_scripts(
     selling: Stack, browse: Browse, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Judged, "FRESH_S", 0.0)
+    monkeypatch.setattr(AnswerCache, "FRESH_S", 0.0)
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(nodes).values(profile=profile))
     sku = {"lab": "lab-edu-slice", "xe9680l-h200": "h200-sxm-slice"}[profile]

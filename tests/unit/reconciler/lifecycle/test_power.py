@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from reconciler.settings import Settings
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.db import test_postgres
+from tests.unit.reconciler.service.service import until
 
 POWER = TaskKind.SLICE_VM_POWER
+postgresql = test_postgres.engine
 
 
 @pytest.fixture
@@ -133,6 +137,46 @@ def test_work_that_waits_does_not_keep_a_slice_off(sold: Site, key: str, earlier
         (start,) = [t for t in queue.open_of_allocation(conn, key) if t.kind == POWER]
         assert start.parameters["boot_id"] == boot_id
         assert allocations.get(conn, key).power_action == "start"
+
+
+def test_the_failure_of_an_action_before_the_boot_is_not_that_of_the_start(
+    sold: Site, key: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        (running,) = leasing.lease(conn, "worker", kinds=[POWER])
+        prove(conn, sold, reboot(conn, sold))
+        assert power.start_after_boot(conn, "n1", ADMIN) == [key]
+        error = {"code": "boot_changed", "expected": "a", "found": "b", "remedy": "c"}
+        task_failures.record(conn, running, task_failures.Failure("start", error, {}, known=True))
+        row = allocations.get(conn, key)
+        assert (row.power_action, row.error) == ("start", {})
+
+
+@pytest.mark.postgres
+def test_a_stop_while_the_slices_of_a_boot_start_counts(postgresql: sa.Engine) -> None:
+    """The start waits for its transaction. SQLite has one writer at a time."""
+    sold = Site(postgresql)
+    sold.node()
+    with transaction(postgresql) as conn:
+        key = sold.active(conn)
+        power.succeeded(conn, key, boot_id=nodes.get(conn, "n1").boot_id)
+        prove(conn, sold, reboot(conn, sold))
+
+    def start() -> list[str]:
+        with transaction(postgresql) as conn:
+            return power.start_after_boot(conn, "n1", ADMIN)
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction(postgresql) as conn:
+            power.request(conn, key, PowerAction.STOP, ADMIN)
+            waiting = pool.submit(start)
+            held_up = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            until(lambda: conn.scalar(held_up))
+        assert waiting.result(60) == []
+    with transaction(postgresql) as conn:
+        assert allocations.get(conn, key).stopped
+        assert len(queue.open_of_allocation(conn, key)) == 1
 
 
 def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site, key: str) -> None:
