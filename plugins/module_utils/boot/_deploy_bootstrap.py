@@ -151,7 +151,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
 
 
 def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
-    """What a slice host of this profile needs, in the order of the playbook bootstrap."""
+    """The parts of a slice host of this profile, in the order of the playbook bootstrap."""
     for name in _order(json.loads(_carried(PLAYBOOK))):
         yield from _PARTS[name](profile)
 
