@@ -36,7 +36,7 @@ options:
     elements: str
     default: [main]
   architectures:
-    description: For which architectures it is used.
+    description: Architectures for which the repository is used.
     type: list
     elements: str
     default: [amd64]

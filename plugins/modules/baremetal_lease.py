@@ -13,7 +13,7 @@ description:
   - Records in the host's ledger which allocation holds the machine and its disks, under the
     fence of the node's claim. A fence lower than the highest seen is refused.
   - V(held) takes the machine; it is refused on a slice host, while a slot is leased, and unless
-    every disk is the approved one by its own word, unused, and no disk of the system.
+    each disk identifies itself as the approved one, is unused and is no disk of the system.
   - Each disk must have been taken over under its identity (M(gpuaas.slice.nvme_transition)) and
     still be as its last wipe proof says. A disk without a standing proof, or with a partition or a
     signature on it, is refused and left as it is. The exception is one that this allocation's own
@@ -66,7 +66,7 @@ seealso:
 extends_documentation_fragment: [gpuaas.slice.change]
 attributes:
   idempotent:
-    description: A second run plans nothing, but V(ending), which marks the disks again once clean.
+    description: A second run plans nothing, except V(ending) for disks that were wiped since.
     support: partial
 """
 
@@ -81,7 +81,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 given:
-  description: Whether the tenant may be on the machine, so that nothing may be wiped.
+  description: Whether the tenant may use the machine, so that nothing may be wiped.
   returned: always
   type: bool
 dirty:

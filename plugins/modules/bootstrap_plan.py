@@ -10,9 +10,9 @@ short_description: Plan of the bootstrap of a slice host
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Foretells what the playbook bootstrap will change on this host, part by part; reads only.
-  - With O(expected) refuses with C(plan_changed) when the host would be changed otherwise than in
-    the plan of that digest.
+  - Shows what the playbook bootstrap would change on this host, part by part; reads only.
+  - Refuses with C(plan_changed) when O(expected) is the digest of another plan than the present
+    one.
 options:
   profile:
     description: The hardware profile.
@@ -41,13 +41,13 @@ EXAMPLES = r"""
 RETURN = r"""
 plan:
   description: Parts in order, each with its steps, and the code of the reason why it cannot be
-    foretold yet.
+    planned yet.
   returned: success
   type: list
   elements: dict
   sample: [{part: packages, steps: "install_package(zstd)", open: ""}]
 digest:
-  description: Over all steps with their contents, and the reasons for a restart.
+  description: Digest of all steps with their contents, and of the reasons for a restart.
   returned: success
   type: str
 boot:

@@ -10,8 +10,8 @@ short_description: Quiesce the services that hold a host's GPUs, or restore them
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Stops, disables and masks each service. Disabling alone does not keep a service off that a udev
-    rule or another unit wants, as Ubuntu's driver wants C(nvidia-persistenced.service).
+  - Stops, disables and masks each service. A service that is only disabled is still started by udev
+    rules and other units, as C(nvidia-persistenced.service) is by Ubuntu's driver.
   - A service that does not exist, or is masked and does not run, is quiet already. A service whose
     unit file the site has in C(/etc/systemd/system), where a mask would be, is stopped and barred
     by the drop-in C(90-gpuaas-slice.conf), whose condition is never true.

@@ -14,7 +14,7 @@ description:
     makes sshd load it. Open connections continue.
   - The key stays. Refuses a certificate of a user, one without an end and what is no certificate
     (C(certificate_unreadable)), one for another key (C(certificate_of_another_key)) or another node
-    (C(certificate_of_another_node)), and a host whose sshd does not show the file
+    (C(certificate_of_another_node)), and a host whose sshd does not offer the file
     (C(certificate_not_served)).
   - When sshd does not load it, the old certificate is put back and the module fails with
     C(certificate_not_taken).

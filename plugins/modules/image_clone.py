@@ -12,8 +12,8 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Writes the image on one exclusively opened descriptor, on which identity and use are checked
     first.
-  - Every chunk is compared with its verified hash before it is written. Zeros
-    are written without being read.
+  - Every chunk is compared with its verified hash before it is written. Zeros are written without
+    being read.
   - Marks the disk dirty in the host's ledger before the first byte. The disk must be clean with a
     standing wipe proof and carry no signature, when it is planned and on the descriptor before the
     first byte, or already be dirty under the same claim, which is a clone that was interrupted.

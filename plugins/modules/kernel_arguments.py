@@ -17,8 +17,8 @@ description:
   - C(update-initramfs) runs only when its inputs changed.
   - Where the machine has an AMD IOMMU, C(intel_iommu=) is left out, since the kernel turns that
     IOMMU on by itself; elsewhere C(amd_iommu=) is.
-  - With the tuned profile V(hugepages-1g) it adds pages of 1 GiB, as even over the NUMA nodes as
-    they go (C(hugepages=0:256,1:256)), also where it was opted in to on this host
+  - With the tuned profile V(hugepages-1g) it adds pages of 1 GiB, spread evenly over the NUMA nodes
+    (C(hugepages=0:256,1:256)), also if the profile was opted in to on this host
     (M(gpuaas.slice.host_tuning)). Refuses with C(hugepages_unsupported), and with
     C(hugepages_leave_no_reserve) when a node would not keep the host's reserve.
   - Does not reboot; reports whether a reboot is needed.
@@ -47,8 +47,8 @@ options:
         type: int
   in_effect:
     description:
-      - Refuse with C(reboot_required), C(kvm_missing) or C(iommu_missing) when this boot does not
-        have it all.
+      - Refuse with C(reboot_required), C(kvm_missing) or C(iommu_missing) when this boot lacks any
+        of the configured settings or their effect.
     type: bool
     default: false
   state:

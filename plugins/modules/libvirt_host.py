@@ -10,7 +10,8 @@ short_description: Keep libvirt running, with its directory readable by QEMU
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - With mode 0700 QEMU cannot read the keys of its own domain.
+  - Sets libvirt's state directory to mode 0755, because with mode 0700 QEMU cannot read the keys of
+    its own domain.
   - Writes a block of C(/etc/libvirt/qemu.conf) that has guests confined, filtered by seccomp, and
     their console logs limited. A value that the site sets before the block stays in force, and
     parity names it.

@@ -11,7 +11,7 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - V(present) keeps one line with the instance's marker in C(~/.ssh/authorized_keys) of the tenant
-    of a whole machine. The key may run commands until it ends, and nothing else that SSH can do.
+    of a whole machine. Until it expires, the key may run commands and use no other feature of SSH.
   - V(absent) removes that line. Without the account there is nothing to remove.
   - All other lines, the file's owner, group and mode stay as they are; the file is replaced in one
     step.

@@ -18,8 +18,8 @@ description:
     descriptor at the moment of destruction. A disk that carries anything else by then is refused.
   - Nothing is taken that the approval does not name. A mount, filesystem or signature that came
     after it is refused with C(changed_since_approval).
-  - A disk with anything of the operating system, of libvirt or of our own state on it is never
-    taken, and neither is a boot card (Dell BOSS).
+  - A disk with data of the operating system, of libvirt or of this collection is never taken, and
+    neither is a boot card (Dell BOSS).
   - When a disk is refused after it was unmounted, its mounts and its lines of C(/etc/fstab) are put
     back; those that could not be put back are named.
   - An interrupted erase is restarted under its approval, or under one that names the same disk,
@@ -48,8 +48,8 @@ options:
       - The approval, by path of O(devices), with C(serial) and C(eui) of each. Needed with
         O(apply).
       - C(mounts) names the mounts that may be unmounted, C(filesystems) the types that may be
-        destroyed, a type as often as it is there, and C(signatures) each of them by place. A dry
-        run returns such an approval for each disk.
+        destroyed, each as many times as it occurs, and C(signatures) each signature with its place.
+        A dry run returns such an approval for each disk.
       - A dry run refuses types beyond ext2, ext3, ext4, xfs and vfat until C(filesystems) names
         them. C(raw_data) stands for bytes of no known kind, such as a database on the bare disk.
     type: dict

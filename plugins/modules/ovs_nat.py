@@ -14,18 +14,18 @@ description:
     slice subnet and has dnsmasq serve reservations only (C(/var/lib/gpuaas/dnsmasq/hosts.d)).
   - The bridge fails closed. Guests reach public addresses, O(allowed_networks), and of the host
     DHCP, DNS and ping; nothing but answers and managed ingress reaches a guest. Open vSwitch and
-    the host's firewall (table C(inet gpuaas_slice)) both hold that.
+    the host's firewall (table C(inet gpuaas_slice)) both enforce this.
   - C(gpuaas-slice-network-baseline.service) keeps running, compares the bridge's fail mode, every
     flow and the firewall with the guards of the slices, and restores them within seconds. It
     brings back the bridge, its address, forwarding, NAT and dnsmasq within ten seconds.
   - docker and ufw drop what they do not forward themselves. Three rules with the comment
     C(gpuaas-slice) in iptables' C(INPUT) and C(FORWARD) let guests pass, behind all rules of the
-    site and before its policy. No other rule is flushed or moved, by repairs neither.
-  - libvirt's start hook C(/etc/libvirt/hooks/qemu.d/gpuaas-slice) brings the guard of a slice in
-    force before its domain starts, whoever starts it, and has libvirt give up the start without
-    it. libvirtd looks for hooks only when it starts, so it is restarted once.
-  - C(gpuaas-slice-network-baseline.service) repairs the same at boot and restarts dnsmasq after
-    itself, never from inside.
+    site and before its policy. No other rule is flushed or moved, not even by a repair.
+  - libvirt's start hook C(/etc/libvirt/hooks/qemu.d/gpuaas-slice) puts the guard of a slice in
+    force before its domain starts, whoever starts it. Without the guard libvirt aborts the start.
+    libvirtd looks for hooks only when it starts, so it is restarted once.
+  - C(gpuaas-slice-network-baseline.service) repairs the same at boot. It restarts dnsmasq after its
+    own start and never waits for it.
   - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale
     C(/etc/dnsmasq.d/gpuaas-gpuaas-slice-*.conf).
   - Before the first change it records in C(/var/lib/gpuaas/before/network.json) whether the host
@@ -35,7 +35,7 @@ description:
     for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
     nor at boot, where the service waits for it after everything else.
   - Refuses with C(network_invalid), C(bridge_name_taken),
-    C(connection_tracking_missing), C(packet_limit_missing) and, on the way back, with
+    C(connection_tracking_missing), C(packet_limit_missing) and, with O(state=absent),
     C(network_in_use). A configuration that dnsmasq does not accept is never installed.
 options:
   bridge:

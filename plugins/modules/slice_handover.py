@@ -66,7 +66,8 @@ relay:
   type: dict
   sample: {open: true}
 seed:
-  description: Whether the file is gone, and whether a restart or the running guest has the disk.
+  description: Whether the file is gone, and whether the definition and the running guest still have
+    the disk.
   returned: when its part was reached
   type: dict
   sample: {destroyed: true, in_definition: false, in_guest: false}

@@ -52,8 +52,8 @@ leases:
       dirty_at: "2026-11-22T10:00:00+00:00"
 machine:
   description: >-
-    Ledger entry of the machine as a whole, in the same form. With O(allocation_id), too, because
-    its holder keeps every other from each slot.
+    Ledger entry of the machine as a whole, in the same form. It is returned with O(allocation_id)
+    too, because no other allocation can have a slot of a machine that is held as a whole.
   returned: success
   type: dict
   sample: {slot_id: machine, fence: 0, allocation_id: "", dirty: false}

@@ -15,10 +15,10 @@ description:
     server there shows its host key, which is recorded.
   - Then the probes of O(guest_runtime) are asked over the virtio-serial channel of the domain,
     which is no network. They run in the guest. Each has a deadline of its own, from the start of
-    this module. Nothing in the answers is believed but known names with numbers in range.
+    this module. Of the answers, only known names with numbers in range are accepted.
   - Fails with C(readiness_failed), which names the probe, after O(deadline) or that of a probe, or
-    at once when QEMU has gone; RV(readiness) is returned all the same. Where no code of the tenant
-    has run, a failed probe in a guest that is reachable is the site's, and the module fails with
+    at once when QEMU has gone; RV(readiness) is returned all the same. If no code of the tenant has
+    run, a failed probe in a reachable guest is a fault of the site, and the module fails with
     C(probe_failed).
   - In check mode it looks once, does not wait, and asks no probe.
 options:
@@ -60,8 +60,9 @@ options:
     default: 1
   judged:
     description: >-
-      Whether a failed probe in the guest fails the module. Otherwise it is reported only, and
-      waited for two minutes at most. That is for a guest whose tenant may have removed the probes.
+      Whether a failed probe in the guest fails the module. Otherwise the module waits two minutes
+      at most for the probes and only reports failures. Use this for a guest whose tenant may have
+      removed the probes.
     type: bool
     default: true
   tenant_code:

@@ -14,7 +14,7 @@ description:
     that match. An item that cannot be read does not match.
   - M(gpuaas.slice.slice_parity) with the intent V(baremetal) judges by the same list.
   - Items that stay on purpose (the ledger with its fences, entries of fstab that the storage
-    transition disabled, cached images, installed packages, the source of RACADM) is returned as
+    transition disabled, cached images, installed packages, the source of RACADM) are returned as
     RV(kept).
   - A mark for a wipe that no allocation holds and whose disk is not on the host is no remnant
     either, once all namespaces have an identity. The disk is named in RV(kept), and counts as a

@@ -16,11 +16,11 @@ description:
   - Restores the network (M(gpuaas.slice.ovs_nat)) with the values of the last bootstrap, quiesces
     the GPU services (M(gpuaas.slice.gpu_services)) and starts guardians that were stopped. Has
     sshd accept O(gateway_authority) for the gateway's account, where the host has that account.
-    In the place of another authority it also ends that account's connections, because the other may
-    be a thief's. Nothing else of a tenant is freed, started or ended.
-  - A difference that stays is in RV(baseline), and fails nothing. So are a full file system, and a
-    network of the profile that bootstrap has not established. On a host that is not in slice mode
-    the baseline is unknown, with C(known) false.
+    If it replaces another authority, it also ends that account's connections, because the former
+    authority may be stolen. Nothing else of a tenant is freed, started or ended.
+  - A difference that remains is returned in RV(baseline) and does not fail the module. The same
+    applies to a full file system, and to a network of the profile that bootstrap has not
+    established. On a host that is not in slice mode the baseline is unknown, with C(known) false.
 options:
   profile:
     description: The hardware profile of the host.

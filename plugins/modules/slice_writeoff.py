@@ -15,7 +15,7 @@ description:
     retires its entry in the host's ledger.
   - Only entries that name the given allocation are touched. Their fence goes up to the given one,
     and the former allocation and the reason are kept with them.
-  - A mark for a wipe stays. The disk counts as one that was not wiped, should it come back.
+  - A dirty mark stays. If the disk comes back, it counts as not wiped.
   - Refuses with C(stale_fence), C(slot_leased) while another allocation has the slot, and
     C(domain_present) while anything of the allocation's VM is there.
 options:

@@ -11,8 +11,8 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Makes the same number of SR-IOV virtual functions on each selected card and gives each a MAC (or
-    GUID on InfiniBand) that is derived from the card's own address, before anything is bound. In
-    a bond that is the address which the card had before it.
+    GUID on InfiniBand) that is derived from the card's own address, before anything is bound. For a
+    card in a bond, this is its permanent address.
   - Makes the port of each function follow the card's (C(link_state=auto)). On InfiniBand a port is
     down until it is set.
   - Gives each function of an Ethernet card its guard, which the card enforces. Spoof check is on,

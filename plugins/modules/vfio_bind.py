@@ -16,8 +16,7 @@ description:
     or have no driver.
   - Records the devices with their ids in C(/etc/gpuaas/vfio-binding.json).
     C(gpuaas-slice-vfio.service) binds them again at boot, before libvirt, and refuses an address
-    that holds another device by then. For 90 seconds it waits for a device that is missing or in
-    use.
+    that has another device. It waits up to 90 seconds for a device that is missing or in use.
   - C(gpuaas-slice-vfio-claim.service) comes before udev at boot. It reserves recorded
     devices that are present and without a driver for vfio-pci, so that a GPU driver of the host
     does not open them. The other service takes devices that a driver in the initramfs took, and

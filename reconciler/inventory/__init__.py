@@ -1,1 +1,1 @@
-"""NetBox: its tagged devices are intent; slots and state are written back into them."""
+"""NetBox and MAAS: tags state the intended use of a machine; state is written back."""

@@ -1,6 +1,6 @@
 """Comparison of NetBox with the records: differences with their reasons, and what a sync writes.
 
-Pure. A device with contradictory tags or identity takes part in no write at all.
+Pure. A device with contradictory tags or identity is never written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HAND_OVER = f"put the old value back, or empty {SEAL} to have the values of the
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference. action: how a sync ends it; "" if a person must."""
+    """A difference. action: how a sync resolves it; "" if only a person can."""
 
     code: str
     subject: str
@@ -94,9 +94,9 @@ class Comparison:
     parts: list[Parts] = field(default_factory=list)
     # Parts whose interface is deleted, while their virtual machine stays.
     ended: list[Parts] = field(default_factory=list)
-    # The fingerprint of each device's values, by its number.
+    # Fingerprint (SEAL) of each device, by device id.
     seals: dict[int, Any] = field(default_factory=dict)
-    # What NetBox knows of the device of each node.
+    # Facts about its device that each node keeps (see `_known`), by node id.
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def note(
@@ -141,7 +141,8 @@ def compare(
     result.known = {id: _known(device) for id, device in usable.items() if " " not in id}
     if _has_fields(result, netbox.machines, MACHINE_FIELDS):
         shown, released = _machines(result, machines, netbox.machines, usable)
-        # Without a view of the networks, the number of its interfaces keeps a virtual machine.
+        # If the networks cannot be read, a machine with interfaces is not deleted, because their
+        # number differs from the expected 0.
         for parts in parts_of(released, netbox.slice_network or Network()):
             _stale(result, parts)
         if netbox.slice_network is not None:
@@ -151,8 +152,8 @@ def compare(
 
 
 def _left(result: Comparison, nodes: Sequence[ExpectedNode], network: Network) -> None:
-    """VRFs of retired nodes. A person deletes them: an interface of the site's would lose its VRF
-    without a word, and NetBox takes no condition about that.
+    """Report unused VRFs of retired nodes. A person deletes them: NetBox would silently take the
+    VRF from an interface of the site, and a conditional delete does not cover that.
     """
     retired = {vrf_name(row.node.id): row.node for row in nodes if is_retired(row.node)}
     used = {row.vrf.id for row in network.addresses if row.vrf}
@@ -165,7 +166,7 @@ def _left(result: Comparison, nodes: Sequence[ExpectedNode], network: Network) -
 def _has_fields(
     result: Comparison, objects: Sequence[Device] | Sequence[Machine], names: Mapping[str, str]
 ) -> bool:
-    """NetBox shows every custom field of a kind in each of its objects, also without a value."""
+    """Whether the custom fields exist. NetBox shows all of them in each object, even if empty."""
     missing = sorted(names.keys() - objects[0].custom_fields.keys()) if objects else []
     if missing:
         result.note(
@@ -218,7 +219,7 @@ def _pair(
 def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[int]:
     serials = Counter(filter(None, map(_serial, devices)))
     addresses = Counter(_ip(device.oob_ip) for device in devices if _ip(device.oob_ip))
-    # A BMC has an address of its own.
+    # A BMC must not have the primary address of a machine.
     addresses.update({_address(device) for device in devices} & addresses.keys())
     for device in devices:
         subject = f"device {device_name(device)}"
@@ -232,7 +233,7 @@ def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[in
             )
             yield device.id
         if addresses[bmc := _ip(device.oob_ip)] > 1:
-            # The node of neither gets it: a command to the wrong BMC ends another machine.
+            # No node gets this address: a command to the wrong BMC stops another machine.
             remedy = "correct the out-of-band addresses in NetBox"
             text = f"the out-of-band address {bmc} at one device, and at no machine"
             result.note("bmc_twice", subject, text, "several", remedy)
@@ -250,7 +251,9 @@ def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[in
 def _other_serials(
     result: Comparison, nodes: Sequence[ExpectedNode], pairs: Mapping[str, Device]
 ) -> Iterator[int]:
-    """Devices that are another machine than the host of their node, or whose host is not unique."""
+    """Devices whose serial number differs from that of their node's host, or whose host shares its
+    serial number with another host.
+    """
     living = [
         row.node for row in nodes if serial_of(row.node.hardware) and not is_retired(row.node)
     ]
@@ -375,8 +378,8 @@ def _new_node(
 
 
 def _outside(result: Comparison, device: Device, networks: Sequence[Prefix]) -> bool:
-    """Whether the address is outside the networks of the device's site. A network of a part of a
-    site counts for each site. A site without networks is not judged.
+    """Whether the address is outside the networks of the device's site. A network with another
+    scope than a site counts for every site. A site without networks is not judged.
     """
     address = _address(device)
     near = [
@@ -489,7 +492,9 @@ def _stale(result: Comparison, parts: Parts) -> None:
 
 
 def _stale_network(result: Comparison, parts: Parts, interface: VmInterface) -> None:
-    """A failed slice without a slot: the next slice there gets the same addresses."""
+    """The interface of a failed slice that holds no slot: the slot's next slice gets the same
+    addresses.
+    """
     text = "no interface: it holds no slot"
     if foreign := foreign_values(parts, interface_only=True):
         result.note(*kept(parts.slice.name, text, foreign))
@@ -499,7 +504,7 @@ def _stale_network(result: Comparison, parts: Parts, interface: VmInterface) -> 
 
 
 def kept(subject: str, expected: str, foreign: Sequence[str]) -> tuple[str, str, str, str, str]:
-    """The parts of a finding about an object with something of people, which is not deleted."""
+    """The parts of a finding about an object that is not deleted, because people added to it."""
     remedy = "take it away, or delete the object in NetBox"
     return "foreign_edit", subject, expected, f"of somebody else: {', '.join(foreign)}", remedy
 
@@ -509,7 +514,7 @@ def device_name(device: Device) -> str:
 
 
 def shown(value: object) -> str:
-    """Text for people, from a NetBox whose values anybody may have typed."""
+    """A value for display. Texts of NetBox may be long or contain unprintable characters."""
     text = str(value)
     text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
@@ -520,7 +525,7 @@ def _listed(names: Sequence[str], values: Mapping[str, Any]) -> str:
 
 
 def _known(device: Device) -> dict[str, Any]:
-    """What a node keeps of its device, for people who stand before it or use its BMC."""
+    """Facts that the node record keeps, for people at the rack or at its BMC."""
     return {
         "device_id": device.id,
         "asset_tag": device.asset_tag or "",
@@ -539,13 +544,13 @@ def _profile(device: Device) -> str:
 
 
 def _address(device: Device) -> str:
-    """The address of the machine."""
+    """The machine's primary IPv4 address; "" without one."""
     address = _ip(device.primary_ip4)
     return address if address and ip_address(address).version == 4 else ""
 
 
 def _ip(row: Address | None) -> str:
-    """An address of a machine; "" for none, and for one that several machines can have."""
+    """The address; "" for none, and for loopback, unspecified and multicast addresses."""
     try:
         address = ip_interface(row.address).ip if row else None
     except ValueError:

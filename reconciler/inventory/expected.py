@@ -24,10 +24,10 @@ from reconciler.model.states import (
     SlotState,
 )
 
-# Custom fields of a device, with their type in NetBox. `gpuaas_slots` is shown to many people, so
-# it has no addresses of devices. SEAL is made of the other values and of the site: a value that was
-# changed by somebody else, or by the service of another site, no longer fits it, and is not
-# overwritten.
+# Custom fields of a device, with their type in NetBox. `gpuaas_slots` contains no device addresses,
+# because many people can read it. SEAL is a fingerprint of the other values and the site. If
+# somebody else or another site's service changes a value, SEAL no longer matches, and the value is
+# not overwritten.
 SEAL = "gpuaas_written"
 DEVICE_FIELDS: Mapping[str, str] = {
     "gpuaas_node_id": "text",
@@ -107,7 +107,7 @@ def read_nodes(conn: sa.Connection) -> list[ExpectedNode]:
 
 
 def _site(conn: sa.Connection) -> str:
-    """What no other site has; "" before the first start of its service."""
+    """A text that identifies this site; "" before the first start of its service."""
     authorities = site_settings.read(conn, site_settings.AUTHORITIES, {})
     return str(authorities.get("host_ca", ""))
 
@@ -126,7 +126,7 @@ def _node(
         "gpuaas_slots_blocked": counts[SlotState.CLEANUP_BLOCKED],
         "gpuaas_slots": of_node,
         "gpuaas_parity_at": clock.iso(parity_at) if parity_at else None,
-        # The day only: a device that is written every few minutes has a change log of nothing else.
+        # The day only, because a new time every few minutes would fill the device's change log.
         "gpuaas_last_seen": str(clock.iso(node.last_contact_at))[:10]
         if node.last_contact_at
         else None,
@@ -148,7 +148,7 @@ def read_machines(conn: sa.Connection, shown: Collection[str]) -> list[ExpectedM
     of_slice = (
         sa.select(claims.c.allocation_id, claims.c.management_mac, claims.c.private_ip)
         .where(claims.c.kind == ClaimKind.SLICE)
-        # The interface is that of the first slot.
+        # The last row of an allocation wins below, and that is its first slot.
         .order_by(claims.c.created_at, claims.c.position.desc())
     )
     live = claims.c.state.in_(LIVE_CLAIMS)

@@ -3,8 +3,8 @@
 No client library is used: python-libmaas has had no code since 2024. Names of operations and of
 parameters are those of canonical/maas at 9e51f33 (src/maasserver/api).
 
-A request may take longer than the proxy before MAAS waits, and goes on after its answer 504. So a
-request without an answer has an unknown effect, and the machine is read before the next one.
+MAAS continues a request after the proxy in front of it has answered 504. A request without an
+answer therefore has an unknown effect, and the machine is read before the next request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reconciler.settings import Settings
 API = "/MAAS/api/2.0"
 # Code of a request that MAAS has refused for lack of rights, without effect.
 FORBIDDEN = "maas_forbidden"
-# Release scripts and workload annotations came with 3.5 or before.
+# Oldest supported version; it has release scripts and workload annotations.
 LEAST = (3, 5)
 _NAMES = {
     401: (
@@ -49,7 +49,7 @@ _NAMES = {
 Text = Annotated[
     str, BeforeValidator(lambda value: "" if value is None else value), Field(max_length=300)
 ]
-# A text that is only shown, cut to what fits: a failed machine's is long.
+# Text for display, cut to 300 characters: the status message of a failed machine is long.
 Shown = Annotated[
     Text, BeforeValidator(lambda value: value[:300] if isinstance(value, str) else value)
 ]
@@ -106,7 +106,7 @@ class Machine(BaseModel):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Properties of the hardware that stay over an installation."""
+        """Properties of the hardware that survive an installation."""
         macs = {row.mac_address.lower() for row in self.interface_set} - {""}
         uuid = self.hardware_uuid.lower()
         return {"serial": self.serial, "hardware_uuid": uuid, "macs": sorted(macs)}
@@ -134,7 +134,7 @@ T = TypeVar("T", bound=BaseModel)
 
 @dataclass(frozen=True)
 class MaasAccess(ServiceAccess):
-    """Access to MAAS, whose address has no /MAAS."""
+    """Access to MAAS; the configured address does not include /MAAS."""
 
     NAME = "MAAS"
     REMEDY = "write an API key of MAAS there, readable by the reconciler"
@@ -156,7 +156,7 @@ class Client(Conversation):
     """Requests of a pass over the machines, or of a step of a task."""
 
     TITLE = "MAAS"
-    # A worker's lease of its task is longer.
+    # Shorter than a worker's lease of its task.
     DEADLINE_S, REQUEST_S = 25.0, 20.0
     # A machine with eight GPUs and its disks is about 100 KB.
     LARGEST = 64 << 20
@@ -198,14 +198,14 @@ class Client(Conversation):
         return self._operate(system_id, "release", fields)
 
     def lock(self, system_id: str, *, comment: str) -> Machine:
-        """Let MAAS refuse its release, by anybody. Only for a deployed machine."""
+        """Make MAAS refuse to release the machine, for every user. Only for a deployed machine."""
         return self._operate(system_id, "lock", {"comment": comment})
 
     def unlock(self, system_id: str, *, comment: str) -> Machine:
         return self._operate(system_id, "unlock", {"comment": comment})
 
     def annotate(self, system_id: str, values: Mapping[str, str]) -> None:
-        """Show values with the machine. Not for a locked machine."""
+        """Set workload annotations. MAAS refuses them for a locked machine."""
         self._post(f"/machines/{system_id}/?op=set_workload_annotations", values)
 
     def tag(self, name: str, system_id: str, *, on: bool) -> None:
@@ -276,7 +276,7 @@ class Client(Conversation):
         return body, status
 
     def _authorization(self) -> str:
-        """OAuth 1.0 with the signature method PLAINTEXT, by which the key's parts are the proof."""
+        """OAuth 1.0 header with the signature method PLAINTEXT: the secret itself is the proof."""
         parts = self._access.token().split(":")
         if len(parts) != 3 or not all(parts):
             raise self._access.refuse(

@@ -97,7 +97,7 @@ def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
                 for new in result.added:
                     with _named(result, new.id):
                         done["nodes added"] += retrying(engine, partial(_add, new=new))
-                # The others are done.
+                # Findings with an action were resolved above.
                 result.findings = [row for row in result.findings if not row.action]
             for node_id, tags in result.tags.items():
                 retrying(engine, partial(_keep_tags, node_id=node_id, tags=tags))
@@ -190,7 +190,9 @@ def _bind(conn: Connection, node: Node, machine: Machine) -> int:
 
 
 def _returned(conn: Connection, node_id: str, machine: Machine) -> dict[str, bool]:
-    """The mark of a machine that MAAS may have given to others, from before it was unbound."""
+    """The mark `returned` from before the node was unbound: MAAS may have given the machine to
+    others.
+    """
     for row in journal.audit_rows(conn, action=_UNBOUND, subject_id=node_id):
         was = row.detail["was"] or {}
         if was.get("system_id") == machine.system_id:
@@ -213,7 +215,7 @@ def _keep_tags(conn: Connection, node_id: str, tags: list[str]) -> None:
 
 @contextmanager
 def _named(result: Comparison, node_id: str) -> Iterator[None]:
-    """A refusal about one node is a finding, and the others follow. Silence ends the pass."""
+    """Record a refusal about one node as a finding and continue. No answer ends the pass."""
     try:
         yield
     except LauncherAway:
@@ -247,7 +249,7 @@ def _write(
 
     with _named(result, node.id):
         if purposes_of(machine) != [expected.purpose]:
-            # The new tag first: a machine with both is taken for nothing.
+            # The new tag first: with both tags the machine is left alone.
             maas.tag(PURPOSES[expected.purpose], system_id, on=True)
             for purpose, tag in PURPOSES.items():
                 if purpose != expected.purpose:
@@ -270,7 +272,7 @@ def _write(
             locked = False
     if not locked:
         keep(locked=False)
-    # MAAS lets nobody annotate a locked machine, so its annotations are those from before.
+    # MAAS refuses annotations of a locked machine, so it keeps those from before.
     changed = {
         name: value
         for name, value in expected.annotations.items()
@@ -281,18 +283,18 @@ def _write(
             maas.annotate(system_id, changed)
             done["machines annotated"] += 1
     if deployed and not locked and expected.locked:
-        # Before the request: a lock whose answer is lost is ours, too.
+        # Recorded before the request, so that a lock whose answer is lost counts as ours too.
         keep(locked=True)
         with _named(result, node.id):
             try:
                 maas.lock(system_id, comment=f"{comment}: its release would destroy tenants' data")
             except RunError as refusal:
                 if not isinstance(refusal, LauncherAway):
-                    # Refused: a lock that is there now is a person's.
+                    # MAAS refused, so a lock that exists now is a person's.
                     keep(locked=False)
                 raise
             done["machines locked"] += 1
-    # MAAS asks for an administrator's right to change tags, and for no lock's.
+    # Tags need an administrator's rights in MAAS, and can be changed on a locked machine.
     with _named(result, node.id):
         done["tags set"] += _tag_blocked(maas, expected, machine)
 
@@ -307,7 +309,7 @@ def _tag_blocked(maas: Client, expected: ExpectedNode, machine: Machine) -> int:
 
 @contextmanager
 def _undone(restore: Callable[[], None]) -> Iterator[None]:
-    """Restore a record that was written before a request which MAAS has refused by right."""
+    """Restore a record that was written before a request, if MAAS forbids the request."""
     try:
         yield
     except RunError as refusal:
@@ -323,9 +325,9 @@ def _remember(conn: Connection, node: Node, system_id: str, values: Mapping[str,
 
 
 def _unlocking(conn: Connection, node: Node, system_id: str) -> bool:
-    """Whether the machine still needs no lock; notes that its unlock is asked for.
+    """Whether the machine still needs no lock; if so, the record says that an unlock is requested.
 
-    Before the request: if its answer is lost, a lock that is seen later may be a person's.
+    This comes before the request: if its answer is lost, a lock seen later may be a person's.
     """
     with locks.node(conn, node.id) as current:
         bound = current.maas or {}

@@ -16,15 +16,15 @@ from reconciler.inventory.patches import BLOCKED, PURPOSES
 from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
 from reconciler.model.states import NodeMode, NodeState
 
-# Tag that names the hardware profile of a machine without a node, before the name.
+# Prefix of the tag that names the hardware profile of a machine without a node.
 HARDWARE = "gpuaas-hardware-"
-# Hardware by which two machines are the same.
+# Fields of the hardware that no two machines share.
 _IDENTITY = ("serial", "hardware_uuid")
-# What parity accepts as tags of a machine.
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
+# Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-# Of the record `locked`: an unlock had no answer.
+# Value of the record's `locked` after an unlock without an answer.
 UNSURE = "unsure"
 UNSURE_LOCK = (
     "an unlocked machine",
@@ -92,8 +92,8 @@ def purposes_of(machine: Machine) -> list[str]:
 
 
 def tags_of(machine: Machine) -> list[str]:
-    """Its tags, as a node keeps them; those of intent before all others. The tag for blocked
-    slots shows what the node's own record says.
+    """Its tags, as a node keeps them; those of intent are never cut off. The tag for blocked slots
+    is left out, because it only repeats the node's record.
     """
     ours = {tag for tag in PURPOSES.values() if tag in machine.tag_names}
     others = {tag for tag in machine.tag_names if _TAG.fullmatch(tag)} - {*ours, BLOCKED}
@@ -103,7 +103,7 @@ def tags_of(machine: Machine) -> list[str]:
 def differing(node: Node, machine: Machine) -> str:
     """Differences of the hardware from that which was bound to the node; "" for the same machine.
 
-    A replaced mainboard or network card is for a person, because it may be another machine.
+    A person decides about a replaced mainboard or network card: it may be another machine.
     """
     bound = dict((node.maas or {}).get("identity") or {})
     # A binding of an earlier version has the serial number as MAAS writes it.
@@ -156,8 +156,8 @@ def compare(
 
 
 def _drop_same_serial(result: Comparison, nodes: Sequence[ExpectedNode]) -> None:
-    """Nothing is done for nodes whose hosts report the same serial number, but to keep the lock of
-    the machine to which MAAS gives it: a hostile host may name any.
+    """Leave out nodes whose hosts report the same serial number, because a hostile host can claim
+    any. Only the machine that has this number in MAAS keeps its lock.
     """
     of_serial = by_serial((row.node.id, row.node.hardware) for row in nodes)
     same = {serial: ids for serial, ids in of_serial.items() if len(ids) > 1}
@@ -175,7 +175,7 @@ def _drop_same_serial(result: Comparison, nodes: Sequence[ExpectedNode]) -> None
 
 
 def _drop_twice(result: Comparison) -> None:
-    """Nothing is done for a node, new or not, that several machines claim to be."""
+    """Leave out nodes, new or not, that several machines match."""
     claims = [(machine, {row.node.id}) for row, machine in result.bound]
     claims += [(new.machine, {new.id, new.address}) for new in result.added]
     count = Counter(key for _, keys in claims for key in keys)
@@ -192,7 +192,7 @@ def _drop_twice(result: Comparison) -> None:
 def _doubtful(
     result: Comparison, machines: Mapping[str, Machine], networks: Sequence[str]
 ) -> set[str]:
-    """System ids of machines that nothing is done with, each with its finding."""
+    """System ids of machines to leave alone, each with its finding."""
     doubtful = set()
     owners: dict[str, list[Machine]] = {}
     for machine in machines.values():
@@ -344,7 +344,7 @@ def _profile(machine: Machine) -> str:
 
 
 def binding(machine: Machine) -> dict[str, Any]:
-    """What a node keeps of its machine."""
+    """The node's record of its machine."""
     return {
         "system_id": machine.system_id,
         "identity": machine.identity,
@@ -369,7 +369,7 @@ def _inside(text: str, networks: Sequence[str]) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Whether it is an address that belongs to one machine."""
+    """Whether it is an address that a single machine can own."""
     try:
         address = ip_address(text)
     except ValueError:

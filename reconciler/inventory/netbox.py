@@ -31,9 +31,10 @@ ADDRESSES = "/ipam/ip-addresses/"
 JOURNAL = "/extras/journal-entries/"
 # Half of NetBox's largest page. A page of devices is then about 1 MB.
 PAGE = 500
-# Objects that one request creates, and names in one query: gunicorn takes a line of 4,094 bytes.
+# Most objects that one request creates, and names in one query: gunicorn's limit for the request
+# line is 4,094 bytes.
 AT_ONCE = 50
-# Objects of one list. A site with more needs another division of its NetBox.
+# Most objects of one list. A larger site must divide its NetBox.
 _MOST = 50_000
 _NAMES = {
     401: ("unauthorized", "a valid token", "put a new token into the token file"),
@@ -51,7 +52,7 @@ class Conflict(RunError):
 
 
 class Unfinished(RunError):
-    """The time of a pass ends. The next one goes on, because each compares anew."""
+    """The pass ran out of time. The next one compares anew and so continues."""
 
 
 class _Object(BaseModel):
@@ -81,9 +82,9 @@ class _Choice(BaseModel):
 
 
 class Tracked(_Object):
-    """An object of ours, or about ours. etag: its version, on which a write depends.
+    """An object that this service writes. etag: its version, on which a write depends.
 
-    PEOPLES: other values, which this service never writes. A deletion would destroy them.
+    PEOPLES: fields that only people write. A deletion would destroy their values.
     """
 
     PEOPLES: ClassVar[tuple[str, ...]] = ()
@@ -94,7 +95,7 @@ class Tracked(_Object):
 
     @property
     def version(self) -> str:
-        """ETag. NetBox documents that it is made of `last_updated`, so a list gives it as well."""
+        """ETag. NetBox derives it from `last_updated` (documented), which lists contain too."""
         if self.etag or self.last_updated is None:
             return self.etag
         return f'W/"{self.last_updated.astimezone(UTC).isoformat()}"'
@@ -212,7 +213,7 @@ _PATHS: Mapping[type[_Object], str] = {
 
 @dataclass(frozen=True)
 class NetboxAccess(ServiceAccess):
-    """Access to NetBox, whose address has no /api."""
+    """Access to NetBox; the configured address does not include /api."""
 
     NAME = "NETBOX"
     REMEDY = "write a token of NetBox there, readable by the reconciler"
@@ -245,7 +246,7 @@ class Client(Conversation):
         self.requests = 0
 
     def require_time(self) -> None:
-        """`Unfinished` if a request may have no time for its answer."""
+        """Raise `Unfinished` if the time left may not suffice for a request."""
         if self.left_s < self.REQUEST_S:
             raise Unfinished(
                 "netbox_unfinished",
@@ -255,8 +256,8 @@ class Client(Conversation):
             )
 
     def every(self, kind: type[T], **filters: str | Collection[str]) -> Iterator[T]:
-        """All objects of a list in the order of their ids. The page's link is not followed, because
-        it names a host.
+        """All objects of a list in the order of their ids. The link to the next page is not
+        followed, because it names a host.
         """
         query = {**filters, "fields": _fields(kind), "limit": str(PAGE)}
         start, count = 0, 0
@@ -297,7 +298,7 @@ class Client(Conversation):
         """Change objects of a kind that are all still as they were read, or none (`Conflict`).
 
         For each object of the list, NetBox locks its row and requires its ETag among those of the
-        header (`perform_update` of 4.6.0 to 4.6.8). A change since then has a later one.
+        header (`perform_update` of 4.6.0 to 4.6.8). A change in between makes another ETag.
         """
         kind = type(changes[0][0])
         path = _PATHS[kind]
@@ -422,7 +423,7 @@ def chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def is_fatal(refusal: Refusal) -> bool:
-    """Whether the next request would meet the same: no time or answer, or a token without right."""
+    """Whether the next request would fail too: no time, no answer, or a token without rights."""
     return isinstance(refusal, LauncherAway | Unfinished) or refusal.code in (
         "netbox_unauthorized",
         "netbox_forbidden",

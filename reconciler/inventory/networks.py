@@ -1,7 +1,8 @@
 """Interface, MAC address and address of a slice in NetBox: which are there, and what is missing.
 
-Pure. They never change while a slice lives, so they are only created. Others than the records have
-were changed by somebody else and are named. NetBox deletes them with their virtual machine.
+Pure. They never change while a slice lives, so they are only created. A value that differs from the
+records was changed by somebody else and is reported. NetBox deletes them with their virtual
+machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TAGS = [{"name": MANAGED, "slug": MANAGED}]
 
 @dataclass(frozen=True)
 class Network:
-    """Objects of ours that NetBox has: networks of nodes, and parts of virtual machines."""
+    """Our objects in NetBox: networks of nodes, and parts of virtual machines."""
 
     vrfs: Sequence[Vrf] = ()
     interfaces: Sequence[VmInterface] = ()
@@ -101,7 +102,7 @@ def _differences(parts: Parts) -> list[str]:
 
 
 def reread(parts: Parts) -> Parts:
-    """Parts that were read anew, judged anew."""
+    """Parts that were read again, with their differences computed again."""
     return replace(parts, wrong=_differences(parts))
 
 
@@ -119,7 +120,7 @@ def mac_document(parts: Parts) -> dict[str, Any]:
 
 
 def address_document(parts: Parts) -> dict[str, Any]:
-    # The network is the host's; NetBox shows the address in it.
+    # /32: the network around the address belongs to the host.
     address = {"address": f"{parts.slice.address}/32", "vrf": _id(parts.vrf)}
     return {**address, **_assignment(parts)}
 

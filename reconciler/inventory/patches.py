@@ -82,8 +82,8 @@ def machine_values(expected: ExpectedMachine, device: Device) -> dict[str, Any]:
 
 
 def foreign_values(parts: Parts, *, interface_only: bool = False) -> list[str]:
-    """What a deletion of the virtual machine, or of its interface, would take from people: values
-    and objects that this service has not written.
+    """Values and objects that this service has not written, and that a deletion of the virtual
+    machine, or of its interface, would destroy.
     """
     machine, interface, mac, address = parts.machine, parts.interface, parts.mac, parts.address
     foreign = list(parts.wrong)
@@ -113,7 +113,7 @@ def _peoples(what: str, item: Tracked, ours: Collection[str] = ()) -> Iterator[s
     values = {name: getattr(item, name, None) for name in item.PEOPLES}
     fields = item.custom_fields.items()
     values |= {f"custom field {name}": value for name, value in fields if name not in ours}
-    # Without a value NetBox has one of these.
+    # NetBox shows an empty field as null, 0, an empty text or an empty list.
     yield from (f"{name} of the {what}" for name, value in values.items() if value)
     if sorted(tag.slug for tag in item.tags) != [MANAGED]:
         yield f"tags of the {what}"

@@ -1,4 +1,4 @@
-"""Comparisons with a service of the site: asked for by people, made by the leader, kept for all."""
+"""Comparisons with a service of the site: people request them, the leader makes and keeps them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from reconciler.inventory.compare import Finding
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 
-# Time between two comparisons without an event. Time after a failed one: the service is left alone.
+# Seconds between two comparisons without an event, and after a failed one.
 EVERY_S, RETRY_S = 900.0, 60.0
 # Findings that a reading keeps; all are counted.
 _MOST_FINDINGS = 500
-# Changes that other inventories show. Reports about hosts come too often, and change no state.
+# Changes that other inventories show. Reports about hosts are frequent and change no state.
 _SUBJECTS = ("node", "node_mode", "slot", "allocation")
 _REPORTS = ("node.drift", "node.discovered", "node.parity", "allocation.absence")
 
 
 @dataclass
 class Reading:
-    """A comparison. event_id: the newest event before it. request_number: of the newest request
-    that it serves, with all before. error: the four parts of the refusal that ended it. counts: all
+    """A comparison. event_id: the newest event before it. request_number: of the newest request;
+    it serves all earlier ones too. error: the four parts of the refusal that ended it. counts: all
     findings, by code. done: what was written, by kind.
     """
 
@@ -51,9 +51,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Due:
-    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: by
-    people, since the last one. changed: state, since the last one. over: the time that the last one
-    is good for.
+    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: a
+    person has requested one since then, or one that writes. changed: state has changed since then.
+    over: the last one is too old.
     """
 
     at: float
@@ -90,8 +90,8 @@ class Readings:
     def ask(self, conn: Connection, act: Act, *, apply: bool) -> int:
         """Record a request for a comparison; returns its number.
 
-        Requests are only counted, so that one comparison serves all that wait, and writes if one of
-        them says so.
+        Requests are only counted, so that one comparison serves all that wait. It writes if one of
+        them asks for that.
         """
         last = site.read(conn, self._request, {}, lock=True)
         number = int(last.get("number", 0)) + 1

@@ -39,7 +39,7 @@ from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas.netbox")
 READINGS = Readings("netbox", "NetBox", "netbox_reading")
-# NetBox has no longer name of a device.
+# NetBox's limit for the name of a device.
 _LONGEST_NAME = 64
 _ALLOCATION_ID = re.compile("[0-9a-f-]{36}")
 _NODE_ID = re.compile("[a-z0-9-]{1,63}")
@@ -87,14 +87,14 @@ def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxRe
             try:
                 comparison = _compare(engine, settings, netbox, document)
                 if document.applied:
-                    # A slow reading leaves as much time for writes as a fast one.
+                    # Writes have their own deadline, however long reading took.
                     netbox.begin()
                     Writer(engine, netbox, comparison, document.done, document.at).write()
             finally:
                 document.requests = netbox.requests
         document.complete = True
         if document.applied:
-            # The others were written.
+            # Findings with an action were resolved by the writes.
             comparison.findings = [row for row in comparison.findings if not row.action]
     except Unfinished as rest:
         comparison.note("unfinished", "this pass", rest.expected, rest.found, rest.remedy)
@@ -142,7 +142,7 @@ def _compare(
         except RunError as forbidden:
             if forbidden.code != "netbox_forbidden":
                 raise
-            # A token with the rights of an earlier version.
+            # The token has only the rights that an earlier version needed.
             refusal = forbidden
     inventory = Inventory(list(devices.values()), machines, networks, slice_network)
     result = compare(nodes, slices, inventory, profile_skus(settings.profiles_dir))
@@ -168,6 +168,6 @@ def _slice_network(netbox: Client) -> Network:
 def _texts(
     objects: Iterable[Device | Machine], name: str, pattern: re.Pattern[str]
 ) -> frozenset[str]:
-    """Values of a custom field. Others than ids were not written by this service."""
+    """Values of a custom field that are ids; this service writes no others."""
     values = (item.custom_fields.get(name) for item in objects)
     return frozenset(v for v in values if isinstance(v, str) and pattern.fullmatch(v))

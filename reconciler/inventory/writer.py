@@ -1,8 +1,8 @@
 """Writes of a pass into NetBox, and nodes that it adds.
 
 Objects of a kind are written together, under the condition that all are as they were read; if
-NetBox refuses that, one after the other. Never inside of a transaction. Before each write the
-leader's term is required, so a process that no longer leads stops writing.
+NetBox refuses that, one after the other. No request runs inside a database transaction. Each write
+requires the leader's term, so a process that no longer leads stops writing.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ _DEVICE, _MACHINE = "dcim.device", "virtualization.virtualmachine"
 # The setting that holds journal entries until NetBox has them, and the most that it holds.
 _JOURNAL, _MOST_PENDING = "netbox_journal", 1000
 _ACT = Act("reconciler", "device in NetBox")
-# The change of an object as it is, {} for none; and names of values that somebody else has changed.
+# Returns the change of an object, {} for none, and the names of values that somebody else changed.
 Decide = Callable[[Any], tuple[dict[str, Any], list[str]]]
 # An object, its name in findings, and the decision.
 Write = tuple[Any, str, Decide]
 
 
 class Writer:
-    """The writes of a pass. Each object is written as it was read, or read and decided again."""
+    """The writes of a pass. An object that has changed since it was read is read and decided
+    again.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Writer:
         # request can be lost. seal: of the values that an entry is about.
         self._pending: dict[str, dict[str, Any]] = {}
         self._stored: dict[str, dict[str, Any]] = {}
-        # Whether NetBox compares the ETags of a list; None before the first.
+        # Whether NetBox compares the ETags of a list; None until this was tested.
         self._lists: bool | None = None
 
     def write(self) -> None:
@@ -196,7 +198,7 @@ class Writer:
         return written
 
     def _write_list(self, work: Sequence[Write], counted: str) -> set[int]:
-        """Write objects together; what was not written is for a request of its own."""
+        """Write objects together; those that are not in the answer need a request of their own."""
         rows = [(item, decide(item), decide) for item, _, decide in work]
         changes = [(item, patch) for item, (patch, foreign), _ in rows if patch and not foreign]
         if len(changes) < 2:
@@ -248,7 +250,7 @@ class Writer:
     def _create(
         self, kind: type[O], documents: Sequence[Mapping[str, Any]], counted: str
     ) -> list[O | None]:
-        """Create objects. A refused one, None in the answer, does not keep back the others."""
+        """Create objects. A refused object is None in the answer and does not stop the others."""
         made: list[O | None] = []
         for some in chunks(documents):
             self._require_term()
@@ -267,8 +269,8 @@ class Writer:
         return made
 
     def _delete(self, parts: Parts, counted: str, *, whole: bool) -> None:
-        """Delete a virtual machine, or its interface only, if it has nothing of people. NetBox
-        takes no condition about their parts, so that these are read again just before.
+        """Delete a virtual machine, or its interface only, unless people added to it. NetBox has no
+        condition on the parts of an object, so they are read again just before.
         """
         parts = self._read(parts)
         foreign = foreign_values(parts, interface_only=not whole)
@@ -339,8 +341,8 @@ class Writer:
             self._count("journal entries", len(some))
 
     def _write_earlier_journal(self) -> None:
-        """Entries of an earlier pass, of which an answer was lost: those whose device was written,
-        and which NetBox has not.
+        """Write entries of an earlier pass whose answer was lost: those whose device was written
+        and that NetBox does not have.
         """
         with reading(self._engine) as conn:
             self._pending = site.read(conn, _JOURNAL) or {}
@@ -415,7 +417,7 @@ def _add_node(conn: Connection, new: NewNode) -> str:
 
 def _entry(expected: ExpectedNode, device: Device, at: str) -> dict[str, Any] | None:
     """A journal entry for changes that a person wants to see: state, mode, blocked slots. Its time
-    tells it from an equal one of another pass.
+    distinguishes it from an equal entry of another pass.
     """
     changes, before = [], device.custom_fields
     for name in ("gpuaas_state", "gpuaas_mode", "gpuaas_slots_blocked"):

@@ -2,8 +2,8 @@
 
 The order is read from the playbook bootstrap, which the program carries. Each part is one line on
 standard output. A failed step ends it, because later steps build on earlier steps. A reboot comes
-last, and only if it is needed and allowed; the boot services then restore runtime settings. It does
-not start on a machine that a tenant has as a whole, and does not reboot a machine in use.
+last, and only if it is needed and allowed; the boot services then restore runtime settings. Nothing
+is done on a machine that a tenant has as a whole, and a machine in use is not rebooted.
 
 Exit codes: 0 done, 1 a step failed, 2 wrong settings, 3 done as far as possible without a reboot.
 """
@@ -151,7 +151,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], about: str, only:
 
 
 def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
-    """What a slice host of this profile needs, in the order of the playbook bootstrap."""
+    """The parts of a slice host of this profile, in the order of the playbook bootstrap."""
     for name in _order(json.loads(_carried(PLAYBOOK))):
         yield from _PARTS[name](profile)
 
@@ -159,9 +159,9 @@ def parts(profile: Mapping[str, Any]) -> Iterator[Part]:
 def forecast(profile: Mapping[str, Any]) -> dict[str, Any]:
     """Steps of each part on this host as it is, with a digest over their contents.
 
-    A part that cannot be judged yet, for example before its packages are installed, names the
-    reason instead; the digest covers what the profile wants of it. boot: the kernel's arguments,
-    and why a restart will be needed.
+    A part that cannot be planned yet, for example before its packages are installed, has the code
+    of the reason instead, and the digest covers its parameters. boot: the kernel's arguments, and
+    why a restart will be needed.
     """
     chosen = _tuning_opt_in.names(profile.get("tuning", []), profile.get("opted_in"))
     resolved = {**profile, "tuning": chosen}
@@ -245,7 +245,7 @@ def _mode(profile: Mapping[str, Any]) -> Iterator[Part]:
 
 # By the name of the role or module in the playbook, in its order.
 _PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Part]]] = {
-    # `_run` looks for tenants by itself, before it asks for parts.
+    # `_run` itself checks for tenants, before any part.
     "gpuaas.slice.host_idle": lambda _profile: iter(()),
     "gpuaas.slice.bootstrap_plan": lambda _profile: iter(()),
     "gpuaas.slice.slice_packages": _packages,
@@ -272,7 +272,8 @@ def _kernel(profile: Mapping[str, Any], *, in_effect: bool = False) -> dict[str,
     return {
         "arguments": profile["kernel_arguments"],
         "tuning": profile.get("tuning", []),
-        # Empty, because a forecast has not yet withdrawn the recorded profiles.
+        # Not the host's record: `tuning` contains the opt-ins already, and a forecast has not yet
+        # rewritten the record.
         "opted_in": [],
         "hugepages_1g": profile.get("hugepages_1g"),
         "state": "present",
@@ -370,7 +371,7 @@ def _refuse_unused(environment: Mapping[str, str]) -> None:
     """Refuse settings without effect, because they would look as if they were in force."""
     unused = [name for name in _WHOLE_ONLY if environment.get(name)]
     if environment.get(_REBOOT) == "0":
-        # There is no reboot, as requested.
+        # 0 forbids a reboot, and the network alone never reboots.
         unused.remove(_REBOOT)
     if unused:
         raise Refusal(

@@ -26,7 +26,9 @@ FILE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 
 @dataclass(frozen=True)
 class State:
-    """key and installed: texts of the two files, None when missing. served: sshd's own settings."""
+    """key, installed: texts of the two files, None when missing. served: certificates that sshd's
+    settings name.
+    """
 
     key: str | None
     installed: str | None

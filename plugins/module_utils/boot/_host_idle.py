@@ -21,7 +21,7 @@ _MACHINES = ("qemu-system", "qemu-kvm")
 def refusals(allocations: Collection[str] = ()) -> list[Refusal]:
     """Reasons against a restart of the machine; [] when it is idle.
 
-    allocations: those whose slices do not count.
+    allocations: their slices do not count.
 
     A held slot counts even without a running machine: it is between two steps of its provision, or
     its guest has shut itself down and will return.

@@ -102,7 +102,7 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
         try:
             _get(names)
         finally:
-            # Record only packages that were installed. Otherwise the way back would treat another
+            # Record only packages that were installed. Otherwise a restore would treat another
             # package's service as this collection's. Some packages may be installed before apt
             # fails.
             _remember(sorted(_installed(names)))
@@ -110,7 +110,7 @@ def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def install(names: Sequence[str], *, settings: Sequence[str] = ()) -> None:
-    """Refresh apt's lists and install the packages. settings: apt's own."""
+    """Record and install packages; the caller has refreshed apt's lists. settings: apt's own."""
     _remember(names)
     _get(names, settings)
 
@@ -132,8 +132,8 @@ def _get(names: Sequence[str], settings: Sequence[str] = ()) -> None:
 
 
 def _remember(names: Iterable[str]) -> None:
-    """Record installed packages. The way back reads the record, because a service that came with
-    such a package did not exist before.
+    """Record installed packages. A restore reads the record, because a service that came with such
+    a package did not exist before.
     """
     new = dict.fromkeys(names, "installed")
     if not new:

@@ -55,7 +55,7 @@ def shares(request: Request) -> dict[int, int]:
 
 
 def arguments(request: Request | None) -> list[str]:
-    """Kernel arguments, in the order in which they must stand."""
+    """Kernel arguments, in the order that the kernel requires."""
     if request is None:
         return []
     share = ",".join(f"{node}:{pages}" for node, pages in shares(request).items())

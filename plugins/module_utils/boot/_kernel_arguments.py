@@ -34,7 +34,7 @@ INITRAMFS_MODULES = "/etc/initramfs-tools/modules"
 INITRAMFS_RECORD = f"{_host.STATE_DIRECTORY}/initramfs.json"
 GRUB_PENDING = f"{_host.STATE_DIRECTORY}/grub-update-pending"
 _INITRAMFS_INPUTS = (SOFT_DEPENDENCIES, INITRAMFS_MODULES)
-# Replaces the digest from the change of an input until the build.
+# Recorded in place of a digest between the change of an input and the next build.
 DUE = "a build is due"
 MODULES = ("vfio", "vfio_iommu_type1", "vfio_pci")
 
@@ -60,8 +60,8 @@ class State:
     entries. next_boot: arguments of the entry that boots by default; another entry may be the
     site's own or another system's, which update-grub does not change. stray: entry arguments whose
     only source is an older menu or the managed drop-in. initramfs: digest of the inputs of the last
-    build. built_in_boot: boot id of that build. rebuilt: whether an image
-    is newer than that build, so another program built it.
+    build. built_in_boot: boot id of that build. rebuilt: whether an image is newer than that build,
+    so another program built it.
     """
 
     arguments: tuple[str, ...]

@@ -1,6 +1,6 @@
 """libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
 
-The way back restores libvirt's recorded state; without a record libvirt is left alone.
+A return to bare metal restores libvirt's recorded state; without a record libvirt is left alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _text() -> str:
 def plan(params: Params, state: State) -> _change.Plan:
     if params.get("state") == "absent":
         return _change.Plan(tuple(_back(params, state)))
-    # Recorded even if nothing else changes, because a later repair would take drift for the
+    # Recorded even if nothing else changes; otherwise a later repair would record drift as the
     # original state.
     record = (
         [] if state.before is not None else _host_snapshot.remember_steps(RECORD, None, _was(state))

@@ -22,8 +22,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemet
 # Also the principal of the reconciler's certificate for this account.
 ACCOUNT = _telemetry.ACCOUNT
 PRINCIPALS = _accounts.principals(ACCOUNT)
-# The age is measured here, by the clock that wrote the file: a snapshot of a service that ended is
-# printed no more. Its folder belongs to root, so no link can stand in its place.
+# The host measures the age, by the clock that wrote the file, so that the snapshot of a stopped
+# service is not printed. The folder belongs to root, so nobody else can put a link there.
 COMMAND = f"exec find {_telemetry.SNAPSHOT} -maxdepth 0 -type f -mmin -2 -exec cat {{}} +"
 LINE = f'restrict,command="{COMMAND}" {ACCOUNT}\n'
 

@@ -204,7 +204,7 @@ def facts(params: Params, state: State) -> dict[str, Any]:
     }
 
 
-# A boot service from an earlier slice host must take no device from a tenant of the whole machine.
+# A boot service left by an earlier slice host must take no device from a whole-machine tenant.
 LIVE = _tenancy.guarded(
     _change.Subject(observe, plan, apply, facts), lambda _params, planned: bool(planned.steps)
 )
@@ -219,7 +219,7 @@ def boot(settings_path: str) -> int:
     if not _boot_service.slice_mode():
         return 0
     # Virtual functions and cards behind slow buses may not exist yet, and GPU monitoring holds a
-    # device only briefly. Permanent users are reported in the end.
+    # device only briefly. Users that stay are reported when the time is over.
     wait_for = ("device_missing", "device_busy")
     failed = _boot_service.boot(LIVE, settings_path, wait_for=wait_for)
     return failed and _boot_service.boot(_PRESENT, settings_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# sshd reads the file of the account that is logged in to (see the enrolment script).
+# Folder with a file per account, which sshd reads at its logins (see the enrolment script).
 PRINCIPALS = "/etc/ssh/gpuaas_principals"
 
 
@@ -44,9 +44,9 @@ def named(name: str) -> User | None:
 
 
 def add_login(name: str, shell: str) -> None:
-    """Add an account without rights, to which only certificates log in."""
+    """Add an account without rights, which only a certificate can log in to."""
     words = ["--system", "--user-group", "--no-create-home", "--home-dir", "/nonexistent"]
-    # Not "!": without PAM, sshd takes an account with that for locked and refuses its certificates.
+    # Not "!": without PAM, sshd treats such an account as locked and refuses certificates too.
     _command.run(["useradd", *words, "--shell", shell, "--password", "*", "--", name])
 
 
@@ -70,7 +70,7 @@ def write_principals(name: str, text: str) -> None:
 
 
 def processes(uid: int) -> list[int]:
-    """Processes with this uid, and processes of users who had logged in with it.
+    """Processes with this uid, and those that come from a login with it.
 
     Child processes inherit the login uid, also through sudo, and cannot change it.
     """
@@ -124,7 +124,7 @@ def _uids(process: Path) -> set[int]:
     uids: set[int] = set()
     for line in (process / "status").read_text(errors="replace").splitlines():
         if line.startswith("State:") and "\tZ" in line:
-            return set()  # a zombie: only its parent has not collected it yet
+            return set()  # a zombie: it has ended, but its parent has not collected it yet
         if line.startswith("Uid:"):
             uids = {int(number) for number in line.split()[1:]}
     # A kernel without audit has no such file.

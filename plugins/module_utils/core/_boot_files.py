@@ -30,7 +30,7 @@ HOOK = "/etc/libvirt/hooks/qemu.d/gpuaas-slice"
 # Path and digest of the code, by service. Only root reads and writes it.
 RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
 
-# Folders with the permanent additions of `systemctl edit` and `systemctl set-property` to a unit.
+# Parents of a unit's permanent drop-in folders: `systemctl edit` and `systemctl set-property`.
 _ADDITIONS = (UNITS, "/etc/systemd/system.control")
 
 _SCRIPT = """\
@@ -46,8 +46,8 @@ from {package} import {module}
 sys.exit({module}.{entry}("{settings}"))
 """
 
-# Hook of libvirt, which calls it for each step of every domain with the definition as input. Other
-# programs' domains do not depend on the library.
+# Hook of libvirt, which calls it for each step of every domain with the definition as input. It
+# imports the library for slices only, so that no other domain depends on it.
 _HOOK = """\
 #!/usr/bin/python3 -I
 # Written by the gpuaas.slice collection; changed by its playbooks only.
@@ -156,7 +156,7 @@ def _import_of(name: str) -> dict[str, str]:
 
 
 def folders(unit: Unit) -> list[str]:
-    """Folders beside the unit whose files change it and survive a boot."""
+    """The unit's drop-in folders that survive a boot."""
     return [f"{where}/{unit.service}.d" for where in _ADDITIONS]
 
 
@@ -198,8 +198,8 @@ def recorded() -> dict[str, dict[str, str]]:
 
 
 def remember(unit: Unit, digests: Mapping[str, str]) -> None:
-    """Record the code given to the unit. Services share files, so the last write is
-    valid for all.
+    """Record the code given to the unit. Services share files, so the last write is valid for
+    all.
     """
     records = {
         name: {path: digests.get(path, was) for path, was in held.items()}

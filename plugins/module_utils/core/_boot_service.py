@@ -56,8 +56,8 @@ class Service:
 
 @dataclass(frozen=True)
 class Installed:
-    """State of a unit on the host. differing: files with wrong content, including additions beside
-    the unit. traces: leftovers of an interrupted removal.
+    """State of a unit on the host. differing: files with wrong content, and drop-ins of the unit.
+    traces: leftovers of an interrupted removal.
     """
 
     differing: tuple[str, ...]
@@ -124,7 +124,7 @@ def apply(unit: Unit, step: _change.Step) -> None:
 
 
 def install(unit: Unit) -> None:
-    """Write the unit's files and record their digests; remove all other additions to the unit."""
+    """Write the unit's files and record their digests; remove all drop-ins of the unit."""
     for absolute, (text, mode) in _files(unit).items():
         _host.write(absolute, text, mode)
     for absolute in _boot_files.additions(unit):
@@ -178,9 +178,10 @@ def boot(
     """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
 
     wait_for: refusal codes that are expected early in a boot (a card whose driver is still
-    loading), retried for `patience` seconds. A time longer than the unit's TimeoutStartSec would
-    hide the refusal. Doubts with these codes are awaited too, but only after all required parts are
-    ready and systemd was notified. A remaining doubt is reported and is no failure.
+    loading), retried for `patience` seconds, which must be less than the unit's TimeoutStartSec, or
+    the refusal would not be logged. Doubts with these codes are awaited too, but only after all
+    required parts are ready and systemd was notified. A remaining doubt is logged and is no
+    failure.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -299,7 +300,9 @@ def _units_left() -> bool:
 
 
 def _remove_folders(unit: Unit) -> None:
-    """Folders beside the unit, and of its hook. A folder that is not empty stays."""
+    """Remove the folders of the unit's drop-ins and of its hook. A folder that is not empty
+    stays.
+    """
     hooks = PurePosixPath(_boot_files.HOOK).parents[:2] if unit.start_hook else ()
     for absolute in (*_boot_files.folders(unit), *map(str, hooks)):
         with contextlib.suppress(OSError):

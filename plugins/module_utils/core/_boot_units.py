@@ -62,7 +62,7 @@ CLAIM = Unit(
     limit_s=60,
     borrowed=True,
 )
-# Only measures. The guards that it counts are those of NETWORK.
+# It only measures; the guards whose counters it reads are those of NETWORK.
 TELEMETRY = Unit(
     name="gpuaas-slice-telemetry",
     description="Telemetry of the slices of this host, and of their guests over virtio-serial",

@@ -19,8 +19,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 State = TypeVar("State")
 Params = Mapping[str, Any]
-# Environment variable of the playbooks with the node id of the run, and its value in a run by hand
-# on a host without a record.
+# Environment variable in which playbooks pass the node id of the run, and its value in a run by
+# hand on a host without a record.
 RUN_NODE = "GPUAAS_RUN_NODE"
 _BY_HAND = "by-hand"
 
@@ -31,9 +31,9 @@ class Step:
 
     name: stable verb_noun, for example `stop_domain`; a step must be safe to do twice. subject: the
     object of the action; the key of its entry in the diff. before, after: JSON values for the diff.
-    destroys: identity of the data that is lost when the step runs, or None. soft: the purpose is
-    optional, so a failure is a doubt and ends nothing. Soft steps come last, so that no other step
-    waits for them.
+    destroys: identity of the data that is lost when the step runs, or None. soft: an optional step,
+    whose failure is reported as a doubt and does not fail the run. Soft steps come last, so that no
+    other step waits for them.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Step:
 class Plan:
     """Planned steps. With a blocker no step runs: a blocker is never a warning.
 
-    doubts: optional parts that are missing and cannot be provided from here.
+    doubts: missing optional parts that no step can provide.
     """
 
     steps: tuple[Step, ...] = ()
@@ -69,8 +69,8 @@ class Plan:
 class Outcome:
     """Result of a drive; `failure` is None when every step is done and verified.
 
-    doubts: reasons for missing optional parts; they cause no failure. failed_part: of a drive of
-    several subjects.
+    doubts: reasons for missing optional parts; they cause no failure. failed_part: name of the part
+    that failed, if several subjects were driven.
     """
 
     plan: Plan
@@ -108,11 +108,11 @@ class Subject:
     """A module's functions; `plan` is pure over parameters and state.
 
     apply returns evidence (a JSON object) for its step or None. facts turns the last observed state
-    into return values of the module. forecast is that state after the plan, for facts whose value
-    check mode must predict. exclusive is a lock on this host from the first read to the last, for
-    plans that two runs must not make from the same state. Check mode takes no lock: it leaves
-    nothing behind, and its plan is a forecast. recover restores the effects of the completed steps
-    when a later step is refused. It returns the refusal with the restored and the lost parts.
+    into return values of the module. forecast predicts that state after the plan, for the facts of
+    check mode. exclusive is a lock on this host from the first read to the last, for plans that two
+    runs must not make from the same state. Check mode takes no lock, because it changes nothing.
+    recover undoes the completed steps when a later step is refused. It returns the refusal with the
+    restored and the lost parts.
     """
 
     observe: Callable[[Params], Any]
@@ -266,7 +266,7 @@ def run(module: Any, subject: Subject) -> None:
 
 
 def run_parts(module: Any, parts: Sequence[Part]) -> None:
-    """Drive `parts` likewise; a failure names its part."""
+    """As `run`, for several parts; a failure names its part."""
     _run(module, lambda: drive_parts(parts, module.params, check_mode=module.check_mode))
 
 

@@ -1,8 +1,8 @@
 """Command runner for every program that the collection runs on a host.
 
 Argument lists only, expected exit codes stated, locale fixed, always a time limit. The limit also
-holds for a program that the kernel cannot end, because it waits for a dead disk or file server: it
-is left behind.
+holds for a program that cannot be killed, because it waits for a dead disk or file server. Such a
+program is left behind.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def run(
 ) -> Result:
     """Run `argv` and return its output.
 
-    timeout: seconds. Raises Refusal `command_missing`, `command_timeout` (the effect is unknown),
-    `command_hung` (and it may still come) or `command_failed` (exit code not in `ok`).
+    timeout: seconds. Raises Refusal `command_missing`, `command_timeout` (killed; the effect is
+    unknown), `command_hung` (it cannot be killed and may still have an effect) or `command_failed`
+    (exit code not in `ok`).
     """
     environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": os.environ.get("HOME", "/root")}
     shown = _host.shown(" ".join(argv))
@@ -65,7 +66,7 @@ def run(
     except subprocess.TimeoutExpired as late:
         ended = _kill(process)
         raise Refusal(
-            # Of another name, because a run must not be repeated beside a program that goes on.
+            # A code of its own, because a run must not be repeated beside a program that goes on.
             "command_timeout" if ended else "command_hung",
             expected=f"`{shown}` to end within {timeout:g} s",
             found=f"still running; {'it was killed' if ended else 'it cannot be killed'} and its "

@@ -24,7 +24,7 @@ _MOVED = (301, 302, 303, 307, 308)
 
 
 def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
-    """Write the unpacked content of `url` to `target`, with holes for zeros.
+    """Write the unpacked content of `url` to `target`, a sparse file.
 
     size_bytes: of the unpacked image. A larger source is refused (`image_too_large`) before the
     excess bytes are written; the caller removes the partial file.

@@ -7,7 +7,7 @@ blocker is a row of the discovery document.
 from __future__ import annotations
 
 Blocker = dict[str, str]
-# Of a blocker's detail, which may list what a tenant wrote on its disk.
+# Longest detail of a blocker, because a detail may contain what a tenant wrote on its disk.
 _LONGEST = 2_000
 
 

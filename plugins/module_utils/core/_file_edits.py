@@ -18,10 +18,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 
 def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
-    """Differences between a file and its role's content; [] when equal. text: None for a file that
-    must be absent.
+    """Differences between a file and its expected content; [] when equal. text: None for a file
+    that must be absent.
 
-    mode: the required mode, if a wrong mode has consequences: a program that may not be run.
+    mode: the required mode, for a file whose mode matters, such as a program.
     """
     try:
         existing = _host.kept(path)
@@ -40,7 +40,7 @@ def unlike(path: str, text: str | None, mode: int | None = None) -> list[str]:
 
 
 def unlike_settings(path: str, settings: Mapping[str, Any]) -> list[str]:
-    """The same for settings. They are compared as data, because their layout does not matter."""
+    """As `unlike`, for a JSON file. It is compared as data, because the layout does not matter."""
     try:
         there = json.loads(_host.read(path) or "null")
     except ValueError:

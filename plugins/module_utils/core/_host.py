@@ -54,7 +54,7 @@ def kept(absolute: str) -> str | None:
 
 
 def content(absolute: str) -> bytes | None:
-    """The same with unmodified bytes, because a name in a table may have no known encoding."""
+    """As `kept`, but the unmodified bytes, because names in a table may have any encoding."""
     try:
         return path(absolute).read_bytes()
     except FileNotFoundError:
@@ -118,9 +118,7 @@ def _why(problem: Exception) -> str:
 
 
 def write(absolute: str, text: str, mode: int = 0o644) -> None:
-    """Replace a file in one step: the mode is set before the content is visible, and both are
-    synced.
-    """
+    """Replace a file atomically, with its mode; file and folder are synced."""
     target = path(absolute)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -151,8 +149,8 @@ def remove(absolute: str) -> None:
 def locked(directory: str, *, mode: int, wait_s: float = 0) -> Iterator[None]:
     """Lock with one holder at a time on this host. A missing directory is created with `mode`.
 
-    wait_s: for a holder that needs long; 0 for the usual limit. A holder that hangs is refused by
-    name (`lock_held`).
+    wait_s: longest wait for another holder, in seconds; 0 means LOCK_S. Then the caller is refused
+    (`lock_held`).
     """
     folder = path(directory)
     folder.mkdir(parents=True, exist_ok=True, mode=mode)

@@ -1,9 +1,9 @@
-"""Snapshot of the host from before slice mode, which the way back restores.
+"""Snapshot of the host from before slice mode, which a return to bare metal restores.
 
-Each subject has a file, written at its first run, before its first change, and deleted after the
-restore. A first run without other changes writes it too, and that counts as its change. Otherwise
-drift that is repaired months later would be recorded as the original state. The first record
-counts, because a second bootstrap sees a host that is already changed.
+Each subject has a file. Its first run writes the file before any change, and also if there is
+nothing to change; this is reported as a change. Otherwise a repair of drift, months later, would
+record the drift as the original state. A recorded value is never overwritten, because a second
+bootstrap sees a host that is already changed. The file is deleted after the restore.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def remember_steps(
 
 
 def forget_steps(subject: str, snapshot: Mapping[str, Any] | None) -> list[_change.Step]:
-    """The last step of a way back."""
+    """The last step of a restore."""
     if snapshot is None:
         return []
     return [_change.Step(FORGET, file_of(subject), dict(snapshot), None)]

@@ -135,9 +135,8 @@ def machine_taken(allocation_id: str) -> list[Refusal]:
     """Reasons why an allocation can hold nothing of this machine: another allocation holds all of
     it.
 
-    "" is not a holder's name, so every holder differs from it. The machine's fence is the node's
-    and cannot be compared with a slot's. A dirty mark without a holder counts too, because a tenant
-    with root access can delete the name from the ledger.
+    The machine's fence is the node's and cannot be compared with a slot's. A dirty mark without a
+    holder counts too, because a tenant with root access can delete the name from the ledger.
     """
     machine = load(MACHINE)
     # A request without an allocation id never matches a hold, even if the ledger entry has no
@@ -243,8 +242,8 @@ def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
     """Record durably that bytes are about to be written. This must happen before the first byte is
     written.
 
-    It ends every proof of the disk, and with the whole machine the evidence of every GPU. Their
-    times prove no order, because the host's clock may have jumped between them.
+    It ends every proof of the disk, and for the whole machine also the evidence of every GPU. Times
+    cannot show which came later, because the host's clock may have jumped.
     """
     with locked():
         entry = check(slot_id, fence)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 BEGIN, END = "# gpuaas.slice: begin", "# gpuaas.slice: end"
-# A mark whose counterpart was deleted is removed too, without any line of the site. An editor may
-# have left the last line without a newline.
+# A mark whose counterpart was deleted is removed alone, so that no line of the site is lost. An
+# editor may have left the last line without a newline.
 _PART = re.compile(
     rf"^{BEGIN}\n(?:(?!{BEGIN}\n).*\n)*?{END}(?:\n|\Z)|^(?:{BEGIN}|{END})(?:\n|\Z)",
     re.MULTILINE,

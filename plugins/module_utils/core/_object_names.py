@@ -15,7 +15,7 @@ SEEDS = f"{_host.STATE_DIRECTORY}/seeds"
 CHANNELS = f"{_host.STATE_DIRECTORY}/channels"
 # Part of the names of a slice's domain, its files and its QEMU.
 PREFIX = "gpuaas-slice-"
-# Folder and suffix of a file's name, with the domain's name between; virtlogd extends a console's.
+# Folder and suffix of a file, whose name is the domain's; virtlogd numbers rotated console logs.
 _FILES = {
     "seed": (SEEDS, ".iso"),
     "nvram": ("/var/lib/libvirt/qemu/nvram", "_VARS.fd"),
@@ -142,7 +142,7 @@ def check_pci(address: str) -> str:
 
 
 def check_hostname(field: str, name: str) -> str:
-    """A guest's host name: a lower-case DNS label that no DHCP server reads as something else.
+    """A guest's host name: a lower-case DNS label that dnsmasq does not read as another field.
 
     The API and the run contract have the same rule (`reserved_hostname`).
     """

@@ -79,7 +79,7 @@ def devices() -> list[Device]:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is a PCI address; a disk behind a network has another kind of address."""
+    """Whether the text is a PCI address; a disk of NVMe over Fabrics has another kind."""
     return _ADDRESS.fullmatch(text) is not None
 
 
@@ -172,8 +172,8 @@ def answers(address: str) -> bool:
     """Whether configuration space is readable: all ones mean a lost or sleeping (D3cold) device.
 
     The identity alone proves nothing: by the SR-IOV specification a virtual function has ones
-    there, so command, status and class are read too. While a reset hangs, the kernel lets every
-    read of the device wait, so no answer in time is none.
+    there, so command, status and class are read too. While a reset hangs, the kernel blocks every
+    read of the device, so a read that takes longer than ANSWER_S counts as no answer.
     """
     name = _checked(address)
     try:
@@ -184,9 +184,10 @@ def answers(address: str) -> bool:
 
 
 def _head(address: str) -> str:
-    """The first 16 bytes. Runs in a child process, and in only one at a time for a device.
+    """The first 16 bytes. Runs in a child process; for each device, one child reads at a time.
 
-    A child that hangs cannot be ended, so the next ones wait for its name and are ended instead.
+    A child that hangs in the read cannot be killed. Later children wait for its socket name, where
+    they can be killed.
     """
     with socket.socket(socket.AF_UNIX) as turn:
         while True:
@@ -206,7 +207,7 @@ def configuration(address: str) -> bytes:
 
 
 def pcie_link(address: str) -> dict[str, str]:
-    """Present speed and width of the function's PCIe link; {} for conventional PCI."""
+    """Current speed and width of the function's PCIe link; {} for conventional PCI."""
     folder = f"{DEVICES}/{_checked(address)}"
     speed, width = (_host.read(f"{folder}/current_link_{name}") for name in ("speed", "width"))
     return {"speed": speed, "width": width} if speed and width else {}

@@ -1,7 +1,8 @@
 """Record of the repairs on this host: step, number of times, first and last time.
 
-Guardians and `slice_upkeep` write it, and drift detection shows it. It is below /run: a boot sets
-the whole host up anew, the reconciler keeps what it has read, and a full disk stops no repair.
+Guardians and `slice_upkeep` write it, and drift detection shows it. It is below /run, because a
+boot sets up the whole host again, the reconciler keeps what it has read, and a full disk cannot
+stop a repair.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 RECORD = "/run/gpuaas/repairs.json"
-# Steps that are kept; those repeated last win. A step has the name of a host object in it, so their
-# number has a limit.
+# Most steps that are kept; the least recent ones are dropped. A step contains the name of a host
+# object, so there may be any number of them.
 _MOST = 50
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ansible.module_utils.urls import open_url
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# Bytes of an answer.
+# Most bytes of an answer.
 LARGEST = 32 << 20
 _CHUNK = 65536
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -27,7 +27,7 @@ def refuse(code: str, expected: str, found: object, remedy: str) -> Refusal:
 
 
 def credential(path: object, name: str) -> str:
-    """The only word in a file. name: of the service, for the refusal."""
+    """The token in a file, which contains one word. name: of the service, for the refusal."""
     try:
         with Path(str(path)).open(encoding="ascii") as file:
             text = file.read(4096).strip()
@@ -57,7 +57,9 @@ class Service:
             raise refuse(f"{name}_url_invalid", expected, parts.hostname or "none", "correct url")
 
     def converse(self, talk: Callable[[Callable[..., Any]], Any]) -> Any:
-        """What `talk(ask)` returns, in time. ask(method, path, headers, body): an answer's JSON."""
+        """Run `talk(ask)` within the timeout and return its value. ask(method, path, headers, body)
+        sends a request and returns the JSON of its answer.
+        """
         ends = time.monotonic() + self._timeout
         outcome: list[Any] = []
 
@@ -121,7 +123,7 @@ class Service:
         return bytes(content)
 
     def _refused(self, request: str, error: HTTPError) -> Refusal:
-        """The service's own refusal where it gives one of four parts."""
+        """The service's own refusal, if its answer has the four parts."""
         if error.code >= 500:
             return self._failed(request, f"HTTP {error.code}")
         try:

@@ -7,8 +7,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 
 def install(path: str, text: str, code: str, *, expected: str, remedy: str) -> None:
-    """Install the file if sshd takes it, else keep the old one, so that a login is possible at
-    every moment. code, expected and remedy are of the refusal when sshd does not.
+    """Install a file and reload sshd. If sshd rejects it, the old file is restored, so that logins
+    stay possible, and a Refusal with this code, expected and remedy is raised.
     """
     before = _host.kept(path)
     _host.write(path, text)

@@ -1,8 +1,8 @@
 """Client of VFIO: the registers of a PCI function that is bound to vfio-pci, and DMA for it.
 
 The kernel gives an IOMMU group to one process at a time. While it is open here, no guest has the
-device, and none can get it. Opening switches the device's memory on, which a read through sysfs
-would find off.
+device, and none can get it. Opening enables the device's memory, which is off when it is read
+through sysfs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _COMMAND, _MEMORY, _BUS_MASTER = 0x04, 0x2, 0x4
 
 @dataclass(frozen=True)
 class Function:
-    """An open PCI function. id: `vendor:device`. offset: of its first BAR in the
-    descriptor."""
+    """An open PCI function. id: `vendor:device`. offset: of its first BAR in the descriptor."""
 
     id: str
     container: int

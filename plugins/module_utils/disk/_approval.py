@@ -79,7 +79,9 @@ def identity(
 
 
 def unusual(named: str, used: _block.Usage, approved: Approval) -> Iterator[Refusal]:
-    """Content other than a plain share, unless a person has named it. Members are never allowed."""
+    """Content other than plain filesystems, unless the approval names it. Members of larger volumes
+    are never allowed.
+    """
     allowed = (*_signature.PLAIN, *(approved.get("filesystems") or ()))
     for name, kind in sorted(used.filesystems.items()):
         if kind in _signature.MEMBERS or kind not in (*_signature.TABLES, *allowed):

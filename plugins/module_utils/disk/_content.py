@@ -65,7 +65,7 @@ def extents(disk: _disk.Disk, descriptor: int) -> Extents:
 
 
 def known_extents(disk: _disk.Disk) -> Extents:
-    """The same without the disk's own table: the kernel's current view."""
+    """As `extents`, without the disk's own table: the kernel's current view."""
     places = {disk.kernel_name: (0, disk.size_bytes)}
     for name in partitions(disk):
         start, size = attribute(name, "start"), attribute(name, "size")

@@ -25,8 +25,8 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
     )
     if record is None or record.get("disk") != _who(disk):
         return None
-    # Another proof since: the erase had ended and the disk's content is newer; only the removal of
-    # the record was missed.
+    # A newer proof shows that the erase ended and that the disk's content is newer; only the record
+    # was not removed.
     if record.get("proof", "") != _standing_proof(disk):
         return None
     return dict(record.get("approved") or {})

@@ -2,8 +2,8 @@
 
 The sha256 of its raw bytes identifies an image. The pass that computes it also computes the sha256
 of every chunk. The index binds both: chunks that match it are the bytes that matched the digest. A
-clone can therefore check each chunk *before* it is written, on several cores. It need neither read
-nor hash chunks that are all zeros.
+clone can therefore check each chunk *before* it is written, on several cores. Chunks that are all
+zeros need neither be read nor hashed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reservation and password (TCG Opal) of an NVMe namespace that a former tenant has left.
 
-Both make a device refuse an erase. They are looked for after one has failed, so that the cause has
-a name. Read from the NVMe base specification (Reservation Report, Security Receive) and the TCG
-Storage Architecture Core Specification (Level 0 discovery); not run on hardware.
+Both make a device refuse an erase. They are looked for after an erase has failed, to name the
+cause. Written from the NVMe base specification (Reservation Report, Security Receive) and the TCG
+Storage Architecture Core Specification (Level 0 discovery); not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _REPAIR = "then repair the slot (`gpuaas recover`)"
 
 
 def obstacle(descriptor: int, disk: Disk, attempts: str) -> Refusal | None:
-    """Why the device refused to be erased. attempts: its answers. None: for neither reason."""
+    """The refusal that names a lock or a reservation; None if the device has neither. attempts: its
+    answers to the erase.
+    """
     name = f"{disk.disk_identity} (serial {disk.serial})"
     if _locked(_security(descriptor)):
         return Refusal(
@@ -74,7 +76,7 @@ def _features(answer: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _reservations(descriptor: int) -> bytes:
-    # The length in words of four bytes, from zero.
+    # The length in dwords, counted from zero.
     return _asked(descriptor, NVME_IOCTL_IO_CMD, _RESERVATION_REPORT, _LENGTH // 4 - 1)
 
 

@@ -61,7 +61,8 @@ def seal(proof: Mapping[str, Any]) -> dict[str, Any]:
 def standing(disk_identity: str) -> dict[str, Any] | None:
     """The newest proof of the disk, or None when it was never wiped or was written to since."""
     entries = [entry for entry in _ledger.entries() if entry.disk_identity == disk_identity]
-    # A tenant writes long after the disk was marked. Without a hold, the mark is the last write.
+    # Under a hold, a tenant writes after the disk was marked. Without one, nothing writes after the
+    # mark.
     if any(entry.dirty and entry.allocation_id for entry in entries):
         return None
     # A mark ends the proofs in the ledger. The record of a takeover names the marks before it; the

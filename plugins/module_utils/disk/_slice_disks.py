@@ -36,9 +36,9 @@ _SITE_FILTER = re.compile(r"^\s*(devices/)?global_filter\s*=", re.MULTILINE)
 _NAME = re.compile(r"/dev/(disk/by-id/[A-Za-z0-9][A-Za-z0-9._:+-]*)")
 _HEAD = "# Written by the gpuaas.slice collection: the host leaves the disks of slices alone.\n"
 _MENU = f"{_HEAD}GRUB_DISABLE_OS_PROBER=true\n"
-# No array, volume or mount is made of them. They have no name but that of the device itself: at
-# boot, the first disk with the label or UUID of the host's root would be taken for it. The type is
-# not empty, because bcache looks for itself on a disk that nothing has recognised.
+# Nothing assembles or mounts the disks. They have no link but the device's own name: at boot, any
+# disk with the label or UUID of the host's root could be taken for it. The type is not empty,
+# because bcache probes a disk without a recognised type.
 _ACTIONS = (
     'ENV{SYSTEMD_READY}="0", ENV{UDISKS_IGNORE}="1", ENV{ID_FS_TYPE}="gpuaas_slice",'
     ' ENV{ID_FS_USAGE}="", ENV{ID_PART_TABLE_TYPE}=""'
@@ -133,7 +133,7 @@ def _steps(params: _change.Params, state: State) -> list[_change.Step]:
     block = lvm_block(disks) if state.lvm and not state.filtered else ""
     if (before := _managed_block.block_of(state.local)) != block:
         steps.append(_change.Step("filter_lvm", LVM, before, block))
-    # Without slots, the next build of another program drops the files.
+    # Without slots nothing is built; the next build by another program leaves the files out.
     digest = _digest(wanted, block)
     if state.initramfs and disks and (steps or state.built != digest):
         steps.append(_change.Step("update_initramfs", "initramfs", state.built, digest))
@@ -173,7 +173,7 @@ def apply(_params: _change.Params, step: _change.Step) -> None:
     if step.subject == GRUB:
         _put(GRUB, step.after)
         return
-    # The image may have been built with another content since.
+    # Another program may have built the image from other content since the last build.
     _host.remove(BUILT)
     if step.subject == RULES:
         _put(RULES, step.after)

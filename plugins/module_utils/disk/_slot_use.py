@@ -1,5 +1,5 @@
-"""Slots in the ledger that use a disk, so that an action for a slot never reaches
-another's disk.
+"""Slots in the ledger that use a disk, so that an action for a slot never reaches another's
+disk.
 """
 
 from __future__ import annotations

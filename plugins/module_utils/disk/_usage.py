@@ -35,7 +35,7 @@ _SYSTEM_TREES = (
 _SYSTEM_POINTS = frozenset({"/", *(f"/{name}" for name in ("home", "srv", "tmp")), *_SYSTEM_TREES})
 # Mount points that a machine boots and runs from.
 BOOT_POINTS = frozenset({"/", "/boot", "/boot/efi", "/boot/firmware", "/efi"})
-# State of this collection and of libvirt, wherever a link leads from here.
+# Folders with the state of this collection and of libvirt. Links in their place are followed.
 _OWN_STATE = (
     *(_host.STATE_DIRECTORY, "/etc/gpuaas", "/var/log/gpuaas"),
     *("/etc/libvirt", "/var/lib/libvirt"),
@@ -135,7 +135,7 @@ def usages(disks: Sequence[_disk.Disk]) -> dict[str, Usage]:
 
 
 def claims(disk: _disk.Disk) -> Usage:
-    """The same without the disk's signatures, so that no device is opened."""
+    """As `usage`, without the disk's signatures, so that no device is opened."""
     return _claims([disk])[disk.kernel_name]
 
 

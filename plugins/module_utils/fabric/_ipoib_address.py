@@ -1,6 +1,4 @@
-"""Address of the host on the InfiniBand fabric, managed through netplan. Not yet run on
-hardware.
-"""
+"""Address of the host on the InfiniBand fabric, by netplan. Not yet run on hardware."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ def _back(state: State) -> list[_change.Step]:
         was = (state.before or {}).get("text")
         name = "remove_netplan" if was is None else "write_netplan"
         steps.append(_change.Step(name, FILE, state.text, None if was is None else f"{was}\n"))
-    # While a record exists, the way back has not been completed.
+    # While a record exists, the restore has not been completed.
     if state.ours or state.before is not None:
         steps.append(_change.Step("apply_netplan", "netplan", "ours", "the site's"))
     return [*steps, *_host_snapshot.forget_steps(RECORD, state.before)]

@@ -1,8 +1,9 @@
-"""SR-IOV of the fabric cards: virtual functions now and at every boot, and the way back.
+"""SR-IOV of the fabric cards: virtual functions now and at every boot, and their removal.
 
 A card's state is recorded before its first change. A card that an installed service already served
 without a record (earlier versions kept none) has an unknown original state and returns to plain
-use. A card with neither a record nor such a service is the site's, and is left alone.
+use: no virtual functions, and automatic probing. A card with neither a record nor such a service is
+the site's, and is left alone.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _served_cards() -> tuple[list[str], list[str], str] | None:
 
 
 def _recalled() -> dict[str, Any] | None:
-    """The record, which a person may have written."""
+    """The record, checked, because a person may have written it."""
     before = _host_snapshot.recall(RECORD)
     for address, was in (before or {}).items():
         if not (_pci.is_address(address) and _is_card(was)):

@@ -6,9 +6,9 @@ probing is off for virtual functions, so that no host driver takes a function on
 Vendors use the same id for InfiniBand and Ethernet ports. A fabric card has a matching id and the
 fabric's link. The port of an InfiniBand function is down until it is set to follow the card's port.
 
-A site may have its own virtual functions on these cards. The way back (count 0) restores each
-card's recorded state. On InfiniBand the record includes the identities, because the driver gives
-new functions the identities of their predecessors.
+A site may have its own virtual functions on these cards. A restore (count 0) gives each card its
+recorded state. On InfiniBand the record includes the identities, because the driver gives new
+functions the identities of their predecessors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _functi
 
 SETTINGS = "/etc/gpuaas/fabric.json"
 RECORD = "fabric"
-# A look at the guards starts `ip` for each card. Only root of the host can change them.
+# Interval between two checks of the guards: each starts `ip` per card, and only the host's root can
+# change the guards.
 _PERIOD_S = 5.0
-# Rounds of the guardian between two looks for cards that came: a minute.
+# Rounds of the guardian between two searches for new cards: a minute.
 _SELDOM = 12
 _UP = 0x1  # IFF_UP
 _AND = " and "
@@ -56,7 +57,7 @@ class Card:
     """Observed state of a physical function.
 
     kind: its link. identities: MAC or GUID per virtual function, by index; both if its two GUIDs
-    differ. states: their link states. guards: theirs, [] on InfiniBand.
+    differ. states: link state per function. guards: guard per function, () on InfiniBand.
     """
 
     address: str
@@ -121,7 +122,7 @@ class Card:
         return [refusal for refusal in refusals if refusal]
 
     def remembered(self) -> dict[str, Any]:
-        """State for the way back. On Ethernet a function's identity ends with the function."""
+        """State to be restored. On Ethernet a function's identity ends with the function."""
         was: dict[str, Any] = {"count": self.count, "autoprobe": self.autoprobe}
         named = self.kind == _pci.INFINIBAND
         if not self.states or not (named or self.unlinked()):
@@ -179,7 +180,7 @@ def observe(params: Params) -> State:
 
 
 def wish(params: Params, address: str) -> dict[str, Any]:
-    """Target state of a card. On the way back it is the recorded state, or plain use without a
+    """Target state of a card. For a restore it is the recorded state, or plain use without a
     record.
     """
     if params["count"]:
@@ -214,8 +215,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "make_functions":
         count = step.after["count"]
         _pci.store(f"{folder}/sriov_drivers_autoprobe", "1" if step.after["autoprobe"] else "0")
-        # The kernel changes the number only from or to zero. The way back keeps no managed
-        # function, with its identity and without a driver, even if the site had the same number.
+        # The kernel changes the number only from or to zero. A restore keeps no managed function,
+        # with its identity and without a driver, even if the site had the same number.
         stays = (0, count) if params["count"] else (0,)
         if _pci.read(address).sriov_numvfs not in stays:
             _pci.store(f"{folder}/sriov_numvfs", "0")
@@ -292,7 +293,7 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
 
     def restore(settings: Params, turn: int) -> Iterator[list[str]]:
         nonlocal cards
-        # A look at every device of the host costs many times a look at its cards.
+        # A scan of all devices costs many times as much as a read of the known cards.
         if turn % _SELDOM == 0:
             cards = [card.address for card in observe(settings).cards]
         with _function_guards.exclusive():
@@ -408,7 +409,7 @@ def open_steps(card: Card, params: Params) -> list[_change.Step]:
 
 
 def _guard_step(card: Card, params: Params, *, anew: bool) -> _change.Step | None:
-    """The functions of a card that stays as it is keep the guards of their tenants."""
+    """The step that sets guards. Functions that are not created anew keep their tenants' guards."""
     if card.kind == _pci.INFINIBAND:
         return None
     shown, wishes = list(card.guards), card.desired_guards(idle_vlan(params))
@@ -509,7 +510,7 @@ def _shown(name: str) -> list[Mapping[str, Any]]:
 
 
 def _identity(vf: Mapping[str, Any]) -> str:
-    # GUIDs stand under a key with a space. A correct GUID does not imply that the other is correct.
+    # iproute2 writes these keys with a space. One of the two GUIDs may be wrong.
     guids = [str(vf[key]).lower() for key in ("node guid", "port guid") if vf.get(key)]
     # iproute2 wrote `mac` before 5.0.
     return _AND.join(dict.fromkeys(guids)) or str(vf.get("address") or vf.get("mac") or "").lower()

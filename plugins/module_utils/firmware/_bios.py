@@ -308,8 +308,8 @@ def _stuck(state: State, running: list[Job]) -> list[Refusal]:
 def _not_now(wish: Wish, state: State, differing: Mapping[str, Attribute]) -> list[Refusal]:
     if not differing:
         return []
-    # Without permission for the power cycle, the missing permission is the reason; with it, the
-    # machine's users.
+    # The machine's users matter only with permission for a power cycle; without it, the missing
+    # permission is reported below.
     blockers = [*state.in_use] if wish.power_cycle else []
     blockers += [queued(state.open_jobs())] if state.open_jobs() else []
     bad = _last_failure(state)

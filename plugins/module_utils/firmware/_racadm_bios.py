@@ -68,7 +68,7 @@ class Racadm:
 
 
 def program(name: str) -> str:
-    """Path of RACADM. asked: a path or name; `racadm` is also searched in Dell's folders."""
+    """Path or name of RACADM; `racadm` is also searched in Dell's folders."""
     if name == "racadm":
         return next((place for place in _PLACES if _host.path(place).exists()), name)
     return name

@@ -1,7 +1,7 @@
 """Program redfish_firmware_inventory.py: firmware, users and boot settings of a machine by its BMC.
 
-The BMC answers whatever runs on the machine, so this is believed also of a machine on which a
-tenant was root. Exit codes: 0 printed, 1 refused, 2 wrong command line or environment.
+The BMC does not depend on the machine's operating system, so its answers count even after a tenant
+was root there. Exit codes: 0 printed, 1 refused, 2 wrong command line or environment.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _users(client: _redfish_session.Client) -> Section:
     }
     section["LocalAccountAuth"] = str(service.get("LocalAccountAuth"))
     for account in _members(client, _linked(client, service, "Accounts")):
-        # An iDRAC lists its places for users, most of which are empty.
+        # An iDRAC lists all its user slots, most of which are empty.
         if account.get("UserName") or account.get("Enabled"):
             state = "enabled" if account.get("Enabled") else "disabled"
             values = (account.get("UserName"), account.get("RoleId"), state)

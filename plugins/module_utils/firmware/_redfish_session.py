@@ -72,7 +72,9 @@ class Client:
 
     @functools.cached_property
     def where(self) -> _redfish_connection.Place:
-        """The BMC's place. Raises Refusal at the first request, like all other errors."""
+        """The BMC's address, parsed at the first request, so that a wrong one is refused there like
+        all other errors.
+        """
         return _redfish_connection.place(self._address)
 
     def __exit__(

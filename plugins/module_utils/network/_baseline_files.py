@@ -1,7 +1,7 @@
 """Files of the network baseline, as bootstrap writes them and parity compares them.
 
-Both use the same rendering. It is separate from `_ovs_nat`, whose imports take seconds to load on a
-host.
+Both use the same rendering. This file is separate from `_ovs_nat`, whose imports take seconds to
+load on a host.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ PROBE_MAC = "02:67:73:70:72:62"
 # Packets that each guest may send, unless the profile says otherwise. A frame of segmentation
 # offload counts as one packet.
 PACKETS_PER_SECOND = 200_000
-# Queries of names per second of each guest.
+# DNS queries per second of each guest.
 QUERIES = 50
-# Queries that wait for an answer from outside, of all guests. dnsmasq waits for ten seconds, so
-# eight guests and their bursts have room.
+# Most queries of all guests that wait for an upstream answer. dnsmasq waits for ten seconds, so
+# this suffices for eight guests and their bursts.
 _OPEN_QUERIES = 8 * QUERIES * 11
 # The site's rule for destinations of guests.
 EGRESS = ("allowed_networks", "denied_networks")
 
-# dnsmasq refuses this name by itself, so a query for it needs no other server.
+# dnsmasq answers a query for this name itself, so parity needs no upstream server for it.
 PROBE_NAME = "gpuaas-parity.invalid"
 
 FORWARDING = "net.ipv4.ip_forward = 1\n"
@@ -76,15 +76,15 @@ def dnsmasq(network: Network) -> str:
             _binding(),
             "domain-needed",
             "bogus-priv",
-            # Names of neighbours, of the host's own files, and of this program serve no guest.
+            # A guest learns no names of neighbours or of the host's files, nor dnsmasq's version.
             "no-hosts",
             "dhcp-ignore-names",
             "no-ident",
-            # A cache shows a guest, by a faster answer, which names its neighbour asks for.
+            # A cache would show a guest, by faster answers, which names its neighbours query.
             "cache-size=0",
             f"local=/{PROBE_NAME}/",
             f"dns-forward-max={_OPEN_QUERIES}",
-            # A client id could be a neighbour's; the firewall checks the hardware address.
+            # A guest could send a neighbour's client id; the firewall checks the hardware address.
             "dhcp-ignore-clid",
             # static: only reserved hosts get an address, so a flood of requests takes none.
             f"dhcp-range={subnet.network_address},static,{subnet.netmask},12h",

@@ -2,9 +2,8 @@
 
 The same code runs in a playbook and in gpuaas-slice-network-baseline.service at boot, which then
 restores what is lost. It never waits for dnsmasq: a start of dnsmasq from inside its own ordering
-dependency once hung a host. The
-card's link is optional and comes last, because the card's BMC or another host may own its rshim,
-and guests do not need it.
+dependency once hung a host. The card's link is optional and comes last, because the card's BMC or
+another host may own its rshim, and guests do not need it.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ TMFIFO_PEER = "192.168.100.2"
 DHCP = "dnsmasq.service"
 _DATABASE = "/run/openvswitch/db.sock"
 _FORWARDING = "/proc/sys/net/ipv4/ip_forward"
-# The kernel's table of connections, for the whole host. A guest's connection to another machine has
-# an entry in its slice's zone and one in the host's own. So eight slices fill half of it, and the
-# host can still be reached.
+# The kernel's connection table, for the whole host. A guest's connection to another machine has an
+# entry in its slice's zone and one in the host's own. With this size eight slices fill half of the
+# table, and the host can still be reached.
 _TABLE, LEAST_ENTRIES = "net.netfilter.nf_conntrack_max", 2 * 8 * 2 * _flows.CONNECTIONS
 
 Params = Mapping[str, Any]
@@ -57,8 +56,8 @@ class State:
     """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one.
 
     isolation: None without the bridge. lacking: features that its datapath does not have. local:
-    the host's own addresses. entries: that the kernel's table of connections holds, None where
-    it cannot be set. filtering: commands that the host's filter needs for guests.
+    the host's own addresses. entries: size of the kernel's connection table, None where it cannot
+    be set. filtering: missing commands for the host's filter.
     """
 
     bridges: tuple[str, ...]

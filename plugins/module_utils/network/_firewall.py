@@ -1,21 +1,21 @@
-"""Firewall of the slice bridge in the host's kernel: the second wall behind the OVS guard.
+"""Firewall of the slice bridge in the host's kernel, a second filter behind the OVS guard.
 
 The guard names the host's addresses as they were when it was loaded. The kernel decides about a
 destination by its current addresses and routes (`fib`), so an address that comes later is refused
-as well. Only this wall sees the content of DHCP packets: a guest may speak for its own hardware
-address, and for no other. A broadcast answer is given the source address of the guest that it is
-for, by which the switch knows that guest's port. Nothing begins from outside but managed ingress.
-Each packet of such a connection needs its rule, in both directions, so the removal of a rule cuts
-it.
+as well. Only this firewall sees the content of DHCP packets: a guest may use its own hardware
+address and no other. It puts the guest's address into a broadcast answer as its source, by which
+the switch finds the guest's port. Managed ingress is the only traffic that begins outside. Each
+packet of such a connection must match its rule, in both directions, so the removal of the rule cuts
+the connection.
 
 The table has its own chains. It drops, and never accepts for others: a site's own firewall decides
 after it. It is replaced as a whole in one transaction.
 
-All guests share the host's name server, which has a number of open queries and of connections, and
-its DHCP server, which is the same process. Each guest has its own part of all three.
+All guests share the host's dnsmasq, which limits open DNS queries and connections and is the DHCP
+server too. Each guest has its own limits for DNS queries, DNS connections and DHCP messages.
 
-Each kind of refused traffic has a counter for each guest. A kind of the same name as the guard's is
-what passed the guard.
+Each kind of refused traffic has a counter for each guest. If the guard counts a kind of the same
+name, the counter here has only what passed the guard.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ KINDS = {
 }
 _COUNTER = re.compile(r"counter (\w+)_([a-z0-9]+) \{\s*packets ([0-9]+) bytes")
 
-# Connections of a guest to the name server at a time, which serves 20 in all.
+# Concurrent TCP connections of a guest to the name server, which serves 20 in all.
 _TCP_QUERIES = 2
-# In a second: messages of a guest to the DHCP server, of which a client sends a few when it starts,
-# and its connections to the name server, which makes a process for each.
+# Per second and guest: DHCP messages, of which a client sends a few when it starts, and new TCP
+# connections to the name server, which starts a process for each.
 RATE = 10
 
 # Offsets in bits from the UDP header: relay address (giaddr) and hardware address (chaddr).
@@ -191,9 +191,9 @@ def remove() -> None:
 
 
 def _refusal(kind: str, guests: Collection[_flows.Guard]) -> str:
-    """Chain that counts for the guest, and drops whoever sent it."""
+    """Chain that counts a packet for its guest and drops it, also without a known guest."""
     field = KINDS[kind]
-    # A guard that an earlier slice left has the addresses of the one that runs.
+    # A guard left by an earlier slice has the same addresses as that of the current slice.
     ports = {
         _object_names.check_mac(each.mac) if field.startswith("ether") else _ip(each): each.port
         for each in guests
@@ -218,7 +218,9 @@ def _client(guard: _flows.Guard) -> str:
 
 
 def _queries(guard: _flows.Guard) -> str:
-    """A guest's part of the name server. Also in open connections, which one port keeps for all."""
+    """Limits of a guest's DNS queries. They come before the rule for established connections,
+    because all queries from one source port are a single connection.
+    """
     of_guest = f"    ip saddr {_ip(guard)}"
     refuse = "goto refuse_name_queries\n"
     return (

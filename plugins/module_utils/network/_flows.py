@@ -15,7 +15,7 @@ number of packets a second. Each kind of refused traffic has a flow of its own, 
 (`_refusals`).
 
 The cookie is derived from the allocation id, so listing and removing a slice's flows is exact. The
-bridge's own flows have one of their own. `_firewall` is the second wall, in the host's kernel.
+bridge's own flows have their own cookie. `_firewall` filters again, in the host's kernel.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def rules(
     return frozenset(
         [
             _flow(CLASSIFY, 100, f"in_port={port}", f"meter:{port},resubmit(,{FROM_GUEST})"),
-            # The host keeps those of a packet that never becomes whole, in memory of all guests.
+            # The host would keep fragments of incomplete packets, in memory that guests share.
             _refuse("fragment", 320, f"ip,in_port={port},nw_frag=yes"),
-            # No DHCP server in a guest.
+            # A guest must not be a DHCP server.
             _refuse("dhcp_server", 310, f"udp,in_port={port},tp_src=67"),
             _flow(FROM_GUEST, 300, f"{dhcp},nw_src=0.0.0.0", "LOCAL"),
             _flow(FROM_GUEST, 300, f"{dhcp},nw_src={guard.ip}", "LOCAL"),
@@ -214,7 +214,7 @@ def rules(
                 f"ip,{to_guest},nw_src={gateway},nw_dst={guard.ip}",
                 f"ct(commit,zone={port}),output:{port}",
             ),
-            # Answers to what passed NAT; `_firewall` decides what may begin.
+            # Answers to connections through NAT; `_firewall` decides which may begin.
             _flow(TO_GUEST, 80, f"ip,{to_guest},nw_dst={guard.ip}", f"output:{port}"),
             *_of_ingress(guard, port, ingress, source, to_guest),
         ]
@@ -231,7 +231,7 @@ def _of_ingress(
         answer = f"{rule.protocol},ct_state=-trk,{source},nw_src={guard.ip}"
         answer += f",tp_src={rule.guest_port}"
         for client in map(_name, rule.sources):
-            # The switch has no name for every address.
+            # A match on every address is written without the field.
             sent, to = (f",nw_src={client}", f",nw_dst={client}") if client != _ANY else ("", "")
             yield _flow(TO_GUEST, 85, f"{service}{sent}", enter)
             yield _flow(FROM_GUEST, 287, f"{answer}{to}", f"ct(table={ANSWERS},zone={port})")
@@ -314,7 +314,7 @@ def forget_connections(port: int) -> None:
 def _replace(bridge: str, stale: list[str], cookie: str, flows: Iterable[Flow]) -> None:
     lines = [*stale, *[f"add cookie={cookie},{text}" for text in sorted(f.text() for f in flows)]]
     ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
-    # The datapath keeps decisions for up to half a second, and for MPLS it was seen to keep them.
+    # The datapath caches decisions for up to half a second; for MPLS they were seen to stay.
     _appctl("revalidator/purge")
 
 
@@ -472,7 +472,7 @@ BASE = frozenset(
         _flow(TRACKED, 100, "ct_state=+est-inv+trk,ip", "LOCAL"),
         _flow(TRACKED, 100, "ct_state=+rel-inv+trk,icmp", "LOCAL"),
         _flow(ANSWERS, 100, f"ct_state=+est+rpl-inv+trk,ct_mark={_ENTERED},ip", "LOCAL"),
-        # A connection of the guest's own that has the port of a service.
+        # A connection that the guest itself opens from the port of a service.
         _flow(ANSWERS, 10, "", f"resubmit(,{FROM_GUEST})"),
         _new("udp,tp_dst=53"),
         _new("tcp,tp_dst=53"),

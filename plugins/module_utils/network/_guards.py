@@ -166,7 +166,7 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
         steps.append(
             _change.Step("guard_bridge", f"{bridge} flows", _texts(base), _texts(_flows.BASE))
         )
-    # Before guards are loaded, because port numbers are used again.
+    # Before guards are loaded, because port numbers are reused.
     steps += [
         _change.Step("remove_flows", f"flows {cookie}", _texts(flows), [])
         for cookie, flows in sorted(state.flows.items())
@@ -238,7 +238,7 @@ def install(params: Params, guard: _flows.Guard, number: int) -> int:
 
 
 def _filter_of(guard: _flows.Guard) -> str:
-    """Filter before the switch. The probe's port is the switch's own, whose frames pass none."""
+    """Filter before the switch. The probe's port is internal to the switch and has no filter."""
     return "" if guard.allocation_id == _flows.PROBE_ID else _port_filter.normalized(guard)
 
 
@@ -254,7 +254,7 @@ def _one_writer() -> AbstractContextManager[None]:
 
 
 def reload_firewall() -> None:
-    """Let the guests of all kept guards, and no others, ask for their address."""
+    """Load the firewall again, so that only guests with a kept guard can use DHCP."""
     settings = recorded()
     if settings:
         apply(settings, _change.Step("load_firewall", "firewall of the guests", None, "loaded"))

@@ -1,9 +1,10 @@
 """Rules for guests in the host's own packet filter, which docker and ufw share (iptables).
 
-A packet that one chain drops is lost, whatever other tables accept, so under docker's and ufw's
-policy DROP guests need rules in these chains. `_firewall` has dropped before what no guest may send
-or receive. All rules of the site decide first: ours stand in front of the policy only, and of what
-ufw and administrators write in its place. The site's rules are neither flushed nor moved.
+A packet that one chain drops is lost, whatever other tables accept. Under the policy DROP of docker
+and ufw, guests therefore need accepting rules in these chains. `_firewall` runs earlier and has
+dropped what no guest may send or receive. The site's rules decide first: ours come only before the
+policy, or before the last rules that ufw and administrators use as a policy. The site's rules are
+neither flushed nor moved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 CHAINS = ("INPUT", "FORWARD")
 _END = "-m comment --comment gpuaas-slice -j ACCEPT"
-# ufw's last chains are its policy: they drop DHCP, log and reject. The others are for all packets.
+# ufw's last chains are its policy: they drop DHCP, log and reject. The other rules here drop or
+# reject every packet.
 _POLICY = re.compile(r"-A \S+ -j (ufw-after-\S+|DROP|REJECT( .*)?)")
 
 
@@ -40,12 +42,12 @@ def installed() -> list[str]:
 
 
 def changes(bridge: str) -> list[str]:
-    """Commands that bring our rules to their place; [] if they stand there. "" for no rules."""
+    """Commands that put our rules in place; [] if they are. bridge: "" for no rules."""
     return [line for chain in CHAINS for line in _changes(chain, rules(bridge) if bridge else [])]
 
 
 def establish(bridge: str) -> None:
-    """Bring our rules to their place, in one transaction. "" removes them."""
+    """Put our rules in place, in one transaction. bridge: "" removes them."""
     if lines := changes(bridge):
         text = "\n".join(["*filter", *lines, "COMMIT", ""])
         _command.run(["iptables-restore", "--noflush", "--wait", "10"], stdin=text)
@@ -57,7 +59,7 @@ def _changes(chain: str, every: list[str]) -> list[str]:
     except Refusal as refusal:
         if refusal.code not in ("command_missing", "command_failed"):
             raise
-        # docker and ufw cannot use the chain either. Parity names guests that do not get out.
+        # Then docker and ufw cannot use the chain either. Parity reports guests without egress.
         return []
     ours = [rule for rule in every if rule.split()[1] == chain]
     theirs = [rule for rule in listed if not rule.endswith(_END)]

@@ -35,7 +35,7 @@ class Rule:
 
     @property
     def listener(self) -> tuple[str, str, int]:
-        """What no two rules may share."""
+        """Protocol, address and port, which no two rules may share."""
         return self.protocol, self.public_address, self.public_port
 
 

@@ -1,6 +1,6 @@
 """Network baseline of a slice host: dnsmasq's configuration, forwarding, the boot service.
 
-The live part is `_bridge`, which also runs at boot. The way back is `_ovs_nat_removal`.
+The live part is `_bridge`, which also runs at boot. `_ovs_nat_removal` removes the baseline.
 """
 
 from __future__ import annotations

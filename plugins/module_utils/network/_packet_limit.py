@@ -1,7 +1,8 @@
 """Limit on the packets that a guest sends each second: an OpenFlow meter with its port's number.
 
 The switch's policing by `tc` would act earlier, but it is lost without an error where the kernel
-lacks a module, and a switch in user space ignores it. A meter is refused, read back and counted.
+lacks a module, and a switch in user space ignores it. A meter is refused where it is unsupported,
+can be read back, and counts what it drops.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def install(bridge: str, port: int, packets_per_second: int) -> None:
     try:
         ofctl("add-meter", bridge, meter)
     except Refusal:
-        # It exists. To ask before would leave time for the guardian to add it.
+        # It exists already. A query before would race with the guardian, which may add it.
         ofctl("mod-meter", bridge, meter)
 
 

@@ -1,13 +1,15 @@
 """Filter of a guest's frames before the switch, at the ingress of the guest's tap.
 
-The switch's part in the kernel keeps a flow for each hardware address, EtherType and ARP packet,
-also of those that the guard refuses. A guest that sends random frames would fill that table and
-occupy the switch, and a meter acts after the look-up. The kernel runs this chain before it hands a
-frame to the switch (`__netif_receive_skb_core` calls netfilter before the device's `rx_handler`).
+The switch's datapath in the kernel caches a flow for each hardware address, EtherType and ARP
+packet, also for those that the guard refuses. A guest that sends random frames would fill that
+table and occupy the switch, and a meter acts after the look-up. The kernel runs this chain before
+it hands a frame to the switch (`__netif_receive_skb_core` calls netfilter before the device's
+`rx_handler`).
 
-It lets nothing pass that the guard would refuse for these reasons; the guard stays whole behind it.
-A datagram of many segments is one frame here. The table of a port is its own: kernels before 6.16
-delete a chain together with its tap, and the start of the domain loads it again.
+It drops what the guard would refuse for these reasons, and ARP packets beyond ARP_RATE; the guard
+behind it stays complete. With segmentation offload a datagram is one frame here. Each port has its
+own table, because kernels before 6.16 delete a chain together with its tap; the start of the domain
+loads it again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from functools import lru_cache
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 
-# ARP packets that a guest may send in a second. A flow for ARP is exact, and lasts ten seconds.
+# ARP packets per second of a guest. The datapath caches a flow for each different ARP packet, for
+# ten seconds.
 ARP_RATE = 50
 _TABLE = "gpuaas_"
 _TEXT = """\
@@ -83,7 +86,7 @@ def normalized(guard: _flows.Guard) -> str:
     command = ["unshare", "--net", "sh", "-c", _LOAD_AND_LIST]
     listed = _command.run(command, stdin=rules(guard, "lo")).out
     text = _COUNTER.sub(r"counter \1", _LISTED.findall(listed)[0][1])
-    # The only "lo" in it, however a version of nft prints devices.
+    # "lo" occurs only as the device, in whatever form a version of nft prints devices.
     return text.replace('"lo"', f'"{guard.port}"')
 
 

@@ -1,10 +1,10 @@
 """Counters of the traffic that a slice's guard refused, by kind.
 
 Each kind has a dropping flow of its own (`_flows.rules`), and the packet limit counts by itself.
-Most frames of some kinds end before the switch, in the port's filter, which counts them. A counter
-begins when the guard is loaded, so it falls when a guard is restored. What only the host's firewall
-can judge is counted there, since its table was loaded, which each launch and release does. So what
-it refuses of the guard's own kinds, past the guard, is not added to them.
+The port's filter, before the switch, drops and counts most frames of some kinds. A counter begins
+when the guard is loaded, so it falls when a guard is restored. The host's firewall counts the kinds
+that only it can judge, since its table was loaded, which each launch and release does. Its counters
+of the guard's own kinds are not added, because they begin at other times.
 """
 
 from __future__ import annotations

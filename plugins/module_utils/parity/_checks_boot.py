@@ -22,8 +22,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
 def boot_order(facts: Facts) -> Verdict:
     """No entry of UEFI starts an approved disk before the host's own.
 
-    Only a warning for an entry after it, and for what a tenant wrote on its disk: copies of the
-    names by which the firmware and GRUB find the host's partitions. A tenant must not be able to
+    An entry after it is only a warning. So are copies of the identifiers by which the firmware and
+    GRUB find the host's partitions: a tenant can write them on its disk, and must not be able to
     take the other slots off sale.
     """
     if not facts.slots:
@@ -64,7 +64,7 @@ def _guids(disk: _block.Disk) -> set[tuple[int, str]]:
 
 
 def _copies(facts: Facts, approved: Iterable[_block.Disk]) -> list[str]:
-    """Filesystems and tables on approved disks with the identifier of one of the host's."""
+    """Filesystems and tables on approved disks that have the identifier of a host's one."""
     host = {
         mark: disk.kernel_name
         for disk in facts.disks

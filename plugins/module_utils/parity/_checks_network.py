@@ -42,8 +42,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     Facts,
 )
 
-# Values that bootstrap writes. They are repeated here because the module that writes them takes
-# seconds to load on a host.
+# The card's link, with the values that bootstrap writes (`_bridge`).
 TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
 IPOIB = _ipoib_address.FILE
 
@@ -218,7 +217,7 @@ def ovs_bridge(facts: Facts) -> Verdict:
 
 
 def _guard(forged: Sequence[str] | None) -> list[str]:
-    """Reasons why the guard of a guest does not do its work, by the frames of the probe."""
+    """Failures of a guest's guard that the frames of the probe show."""
     if forged is None:
         return ["a permitted frame of the probe did not reach the host: its guard is not proven"]
     return [f"the guard of a guest lets forged frames pass: {', '.join(forged)}"] if forged else []
@@ -227,8 +226,8 @@ def _guard(forged: Sequence[str] | None) -> list[str]:
 def _isolation(facts: Facts) -> list[str]:
     """Differences of fail mode, flows and firewall from those that the slices' guards require.
 
-    A slice may start or end meanwhile, or a rule of ingress expire. A difference counts if the boot
-    service does not end it.
+    A slice may start or end meanwhile, or an ingress rule expire, so a difference counts only if
+    the boot service does not repair it in time.
     """
     deadline = time.monotonic() + _guards.ROUND_S
     while True:
@@ -320,8 +319,8 @@ def guest_egress(facts: Facts) -> Verdict:
 
 
 def target_silent(facts: Facts) -> bool:
-    """Whether only the target of the egress probe fails, which is not this host's to mend: a
-    guest's packets leave the host with its own address, and no answer comes.
+    """Whether the egress probe fails only at its target, which this host cannot repair: a guest's
+    packets leave with the host's address, but no answer comes.
     """
     subnet = ipaddress.ip_network(facts.network["subnet"])
     sources = [ipaddress.ip_address(source) for source in facts.guest.sources]

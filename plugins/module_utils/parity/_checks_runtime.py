@@ -90,8 +90,8 @@ def rdma_tools(_facts: Facts) -> Verdict:
 
 
 def nvme_ownership(facts: Facts) -> Verdict:
-    """Approved disks are present by identity, unused by the host, and raw unless a
-    tenant has them.
+    """Approved disks are present by identity, unused by the host, and raw unless a tenant has
+    them.
     """
     by_path = {disk.by_id: disk for disk in facts.disks}
     problems: list[str] = []
@@ -109,7 +109,7 @@ def nvme_ownership(facts: Facts) -> Verdict:
 
 def slice_disks(facts: Facts) -> Verdict:
     """udev and LVM leave the approved disks alone, whatever a tenant wrote on them."""
-    # Without slots, by hand, the approved disks are not known.
+    # A run by hand without slots does not know the approved disks.
     problems = _slice_disks.problems(facts.slots) if facts.slots else []
     return verdict(problems, f"{len(facts.slots)} disks")
 
@@ -126,8 +126,8 @@ def image_cache(_facts: Facts) -> Verdict:
 
 
 def hugepages(facts: Facts) -> Verdict:
-    """Pages of 1 GiB per node, in use or free: as many as tuned, and enough for all
-    approved slots.
+    """Pages of 1 GiB per node, in use or free: as many as tuned, and enough for all approved
+    slots.
     """
     pages = _hugepages.request(
         _host_tuning.requested_profiles(facts.profile), facts.profile.get("hugepages_1g")

@@ -85,7 +85,7 @@ _ABSENT = ("not-found", "")
 
 @dataclass(frozen=True)
 class Item:
-    """One comparison. check: the parity check that it belongs to, or a name of its own kind."""
+    """One comparison. check: the parity check that it belongs to, or a name of its own."""
 
     check: str
     name: str

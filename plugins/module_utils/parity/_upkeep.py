@@ -1,9 +1,9 @@
 """Upkeep of a slice host: its baseline is compared, repaired where it differs, compared again.
 
-The comparison is that of parity, by traffic where traffic can show it. The repair is that of
-bootstrap, by the same modules. It starts dead guardians, restores the network and quiesces the GPU
-services. It frees, starts and ends nothing of a tenant. A network whose profile differs from its
-bootstrap is not repaired, because that change is an operator's.
+It compares by parity's checks, which send traffic where they can, and repairs by bootstrap's
+modules. It starts dead guardians, restores the network and quiesces the GPU services. It frees,
+starts and ends nothing of a tenant. If the profile's network is not the one that bootstrap
+recorded, it is not repaired, because that change is an operator's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def look(params: Params) -> list[dict[str, str]]:
 
 
 def _is_of_target(row: Mapping[str, str], facts: _host_facts.Facts) -> bool:
-    # A probe that could not be made shows nothing of the target.
+    # A probe that could not be created shows nothing of the target.
     with contextlib.suppress(Refusal):
         return row["check"] == "guest_egress" and _checks_network.target_silent(facts)
     return False

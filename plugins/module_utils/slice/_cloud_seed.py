@@ -152,7 +152,7 @@ class State:
 
 
 def observe(params: _change.Params) -> State:
-    """Of the seed in `params`: states present, detached and absent."""
+    """State of the seed, for the states present, detached and absent."""
     _not_late(params)
     path = _object_names.seed_path(params["allocation_id"])
     digest = present(path)

@@ -31,7 +31,8 @@ PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 class Reservation:
     """An address reserved for a MAC. name: file name, which is the allocation id.
 
-    It has no host name: dnsmasq would tell it to every guest. A guest has its name from its seed.
+    It has no host name, which dnsmasq would answer to every guest. A guest gets its name from its
+    seed.
     """
 
     name: str

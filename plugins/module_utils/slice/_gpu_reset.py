@@ -181,7 +181,7 @@ def _errors(address: str) -> dict[str, int]:
 
 
 def _compare(evidence: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
-    """Refuse another chip than the recorded one at the same address."""
+    """Refuse a chip other than the recorded one at the same address."""
     names = ("id", "boot")
     if recorded and recorded.get("address") == evidence["address"]:
         before, now = ([str(seen.get(name)) for name in names] for seen in (recorded, evidence))

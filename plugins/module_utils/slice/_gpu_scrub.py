@@ -15,8 +15,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._vfio import Fun
 # Each wait of a method, in seconds. NVIDIA's tool allows five for each of its two.
 WAIT_S = 15.0
 
-# Registers of a GH100 chip (H100, H200), and its device ids, as NVIDIA's gpu-admin-tools has them
-# for --clear-memory.
+# Registers and device ids of a GH100 chip (H100, H200), from --clear-memory of NVIDIA's
+# gpu-admin-tools.
 _NVIDIA, _GH100 = "10de", range(0x22F0, 0x2380)
 _BOOT_COMPLETE, _BOOTED = 0x200BC, 0xFF
 _MEMORY_CLEAR, _CLEARED = 0x100B20, 0x1

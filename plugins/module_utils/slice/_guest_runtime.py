@@ -1,7 +1,7 @@
 """Cloud-config of a guest's runtime: its readiness probes, NVIDIA's driver, RDMA, tuning.
 
-A tenant's own cloud-config is merged after it: what both name stays ours, and lists of commands and
-packages are joined.
+A tenant's own cloud-config is merged after it: of a key that both have, ours stays; lists of
+commands, packages and files are joined.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def telemetry() -> dict[str, Any]:
 
 
 def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:
-    """Cloud-config with further documents after it. Of a key, the first document decides.
+    """Cloud-config with further documents after it. Of equal keys, the first one stays.
 
-    Lists of commands, packages and files are joined; of a path, the first file stays.
+    Lists of commands, packages and files are joined; of files with equal paths, the first stays.
     """
     joined = dict(user_data)
     for document in further:
@@ -134,8 +134,8 @@ def _settings(
 
 
 def _installer(runtime: Mapping[str, Any]) -> str:
-    """Script that installs the named versions. After a failure the guest is not restarted, so that
-    its probes never answer, and its console shows why.
+    """Script that installs the named versions. After a failure the guest is not restarted, so its
+    probes never answer, and its console shows the reason.
     """
     packages = ["linux-headers-$(uname -r)"]
     if driver := runtime.get("driver"):

@@ -1,7 +1,8 @@
 """Telemetry of a guest, run inside it: a line of JSON to its host over a virtio-serial port.
 
 The cloud seed carries this file into the guest, so it imports the standard library only. It listens
-nowhere and holds no identity. Its project may stop it; the host then has its own measurements.
+on no port and holds no credentials. The tenant may stop it; the host still has its own
+measurements.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def parse_gpus(text: str) -> list[Values]:
     for line in text.splitlines():
         row: Values = {}
         for (_column, name, factor), field in zip(GPU_COLUMNS, line.split(","), strict=False):
-            # [N/A] and the like: this GPU does not have it.
+            # [N/A] and the like: this GPU does not have the value.
             with contextlib.suppress(ValueError):
                 number = field.strip()
                 row[name] = (int if number.isdigit() else float)(number) * factor
@@ -115,8 +116,8 @@ def cuda() -> str:
 def _run(argv: list[str], seconds: float) -> tuple[int, str]:
     """Exit code and output of a program; -1 when it did not start, or not end within `seconds`.
 
-    A broken driver may hold it in the kernel, where nothing kills it. Then it is not waited for,
-    and not started again until it has ended.
+    A broken driver may hold the program in the kernel, where it cannot be killed. It is then left
+    behind, and not started again until it has ended.
     """
     held = _held.get(argv[0])
     if held is not None and held.poll() is None:

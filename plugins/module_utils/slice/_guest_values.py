@@ -1,4 +1,4 @@
-"""Values that a guest reports of itself: reading its channel, and what is accepted of it.
+"""Values that a guest reports of itself: reading its channel, and checking the values.
 
 The root of a guest writes the channel, so everything in it is hostile. Only known names, numbers
 within limits and known words pass. Time and allocation come from this host.
@@ -15,7 +15,7 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 
-# A longer line is dropped. A guest is read once per round, and never for more than this.
+# Longest line; a longer one is dropped. It is also the most that a round reads from a guest.
 LONGEST = 64 * 1024
 GPUS = 16
 _BYTES = 2**53 - 1
@@ -49,7 +49,7 @@ CUDA = frozenset({"ready", "failed", "absent"})
 
 
 def accept(line: bytes) -> dict[str, Any] | None:
-    """What may be believed of a line; None when it is no JSON object."""
+    """The accepted values of a line; None when it is no JSON object."""
     try:
         document = json.loads(line)
     # A deeply nested text exhausts the parser's stack.
@@ -74,7 +74,7 @@ def _numbers(document: Mapping[str, Any], limits: Mapping[str, float]) -> dict[s
     return {
         name: document[name]
         for name, highest in limits.items()
-        # Neither a truth value nor NaN is a number here.
+        # Neither a bool nor NaN counts as a number here.
         if type(document.get(name)) in (int, type(highest)) and 0 <= document[name] <= highest
     }
 
@@ -100,7 +100,7 @@ class Channel:
         except BlockingIOError:
             return
         except OSError:
-            # QEMU ended, has not begun, or has no such channel. The next round tries again.
+            # QEMU has ended, has not started, or has no such channel. The next round tries again.
             self.close()
             return
         if not data:

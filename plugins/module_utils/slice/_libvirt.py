@@ -55,9 +55,9 @@ class State:
 def state(name: str) -> State | None:
     """A domain's state; None when libvirt has no domain of the name.
 
-    Asks for this domain alone, because a query of all waits for one that is being started.
+    It queries this domain alone first, because a query of all waits for one that is starting.
     """
-    # virsh says neither by code nor by text whether the domain is absent or the query failed.
+    # virsh does not tell an absent domain from a failed query, so all domains are listed then.
     alone = states(name, ok=(0, 1))
     return alone[name] if name in alone else states().get(name)
 
@@ -106,7 +106,7 @@ def forget_disk(name: str, path: str) -> None:
 
 
 def unplug_disk(name: str, path: str, *, deadline: float = 30) -> None:
-    """Unplug a disk from a running guest, which must take part in it."""
+    """Unplug a disk from a running guest, which must cooperate."""
     _virsh("detach-disk", name, path, "--live")
     end = time.monotonic() + deadline
     while path in definition(name, live=True):
@@ -206,8 +206,8 @@ def processes(marker: str) -> dict[int, str]:
 def disk_io() -> str:
     """How QEMU reads and writes disks: io_uring, unless an administrator has turned it off.
 
-    Every supported distribution has a libvirt and a QEMU with it. Only newer kernels have the
-    setting.
+    libvirt and QEMU of every supported distribution support it. Only newer kernels have the
+    setting that turns it off.
     """
     off = (_host.read("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
     return "native" if off else "io_uring"

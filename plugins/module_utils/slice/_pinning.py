@@ -49,7 +49,7 @@ def cores(node: int | None) -> list[Core]:
 def reserve(available: list[Core], count: int) -> tuple[list[Core], list[Core]]:
     """The first cores with at least `count` CPUs, for the host, and the rest, for guests.
 
-    The host has its interrupts and the switch's threads on its first cores.
+    Interrupts and the switch's threads run on the host's first cores.
     """
     kept = 0
     while kept < len(available) and sum(map(len, available[:kept])) < count:
@@ -66,7 +66,7 @@ def choose(available: list[Core], taken: set[int], count: int) -> list[int]:
 
 
 def threads(available: list[Core], cpus: list[int]) -> int:
-    """Threads of each core that the guest is shown; 1 when it has cores of unequal parts.
+    """Threads per core that the guest sees; 1 when it has different parts of its cores.
 
     `cpus` has the threads of a core together, as `choose` gives them.
     """
@@ -108,7 +108,7 @@ def memory_promised_mib(node: int | None, *, hugepages: bool, except_for: str) -
     for allocation_id, plan in _plans(except_for):
         if bool(plan.get("hugepages")) != hugepages:
             continue
-        # A plan of an earlier version is of one part.
+        # A plan of an earlier version has a single part, and no cells.
         parts = [
             int(part.get("memory_mib", 0))
             for part in plan.get("cells") or [plan]

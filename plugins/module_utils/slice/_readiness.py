@@ -1,7 +1,7 @@
 """Readiness of a guest as its own probes report it over the hypervisor's channel.
 
-Whoever is root in the guest writes the answers, so nothing in them is believed but a known probe
-under the nonce of this run, with known numbers in range. A flood, or too much rubbish, ends it.
+The root of the guest writes the answers, so they are hostile. Only a known probe under the nonce of
+this run, with known numbers in range, is accepted. Too many bytes or stray lines end the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
 
-# Largest line, largest sum of all lines, and lines that may be no answer of this run: after a
-# connection that was lost, old answers and half a line may come first.
+# Longest line, most bytes of all lines, and most lines that are no answer of this run: after a lost
+# connection, old answers and half a line may come first.
 LINE_BYTES, TOTAL_BYTES, STRAY_LINES = 1 << 16, 1 << 20, 16
 _DETAIL_CHARACTERS = 300
 _PAUSE_S = 1.0
-# A request that a restarted guest has lost is sent again; the guest answers a nonce once.
+# The request is sent again, because a restarted guest loses it. A guest that already has it repeats
+# its answers.
 _RESEND_S = 30.0
 
 # Numbers that each probe must report, with their largest value.
@@ -136,7 +137,7 @@ class _Exchange:
             self._socket, self._sent_at = connection, 0.0
         if not self._sent_at or time.monotonic() - self._sent_at > _RESEND_S:
             self._sent_at = time.monotonic()
-            # A guest that reads nothing fills the buffer; then there is nothing more to send.
+            # If the guest reads nothing, the buffer is full and already has the request.
             with contextlib.suppress(TimeoutError):
                 self._socket.sendall(self._request)
         return self._socket

@@ -1,9 +1,9 @@
 """Relay account of a slice host: the gateway's way to the SSH port of each live slice.
 
 The gateway logs in with a certificate for `slice:<allocation>`. sshd accepts that principal only
-while the account's file has its line, and the line admits connections to one guest only. So the
-host decides what the gateway reaches, whatever the gateway asks for. The authority of these
-certificates is one of its own: sshd accepts it for no other account, and no other for this account.
+while the account's file has its line, and the line permits connections to one guest only. So the
+host decides what the gateway reaches. A separate authority signs these certificates: sshd accepts
+it for no other account, and no other authority for this account.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LINE = re.compile(
 
 
 def line(allocation_id: str, ip: str) -> str:
-    """The line that admits the gateway to one guest, and to nothing else."""
+    """The line that lets the gateway reach one guest, and nothing else."""
     _object_names.hexadecimal(allocation_id)
     try:
         address = str(IPv4Address(ip))
@@ -106,7 +106,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     if params["state"] == "removed":
         return _removal(state)
     if params["state"] == "kept":
-        # Where no slice was handed over yet, the next handover writes them.
+        # On a host without the settings, the next handover writes both.
         return _change.Plan(tuple(_files(params["authority"], state) if state.settings else ()))
     allocation = params["allocation_id"]
     present = [text for text in state.lines if owner(text) == allocation]
@@ -125,14 +125,14 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _files(authority: str, state: State) -> list[_change.Step]:
-    """sshd reads the authority at each login, so it is there before the settings that name it."""
+    """Steps for authority and settings. The authority comes first, because the settings name it."""
     steps = []
     if not _KEY.fullmatch(authority):
         raise _object_names.invalid("authority", "type and base64 of a public key", authority)
     if state.authority != authority:
         steps.append(_change.Step("write_authority", AUTHORITY, state.authority, authority))
         if state.authority and state.account is not None:
-            # The earlier one may be a thief's. sshd asks for a certificate at the login only.
+            # The earlier authority may be stolen, and sshd checks a certificate only at login.
             steps.append(_change.Step("end_sessions", ACCOUNT, None, "ended"))
     if state.settings != settings().strip():
         steps.append(_change.Step("write_settings", SETTINGS, state.settings or None, "set"))
@@ -208,7 +208,7 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 
 
 def exclusive(_params: _change.Params) -> AbstractContextManager[None]:
-    """All slices share the file."""
+    """Lock of the principals file, which all slices share."""
     return _host.locked("/run/gpuaas/relay", mode=0o700)
 
 

@@ -1,7 +1,7 @@
-"""DHCP address of one allocation: reserved, or given back with everything that hangs on it.
+"""DHCP address of one allocation: reserved, or released with its DHCP lease and its connections.
 
 All reservations are checked together by `dnsmasq --test` first, because one duplicate stops dnsmasq
-for everyone.
+for all guests.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 
 def _not_late(params: _change.Params) -> None:
-    # A reservation that a late run leaves behind would shut the slot's next tenant out.
+    # A reservation left by a late run would block the address of the slot's next tenant.
     if params["state"] == "present":
         _ledger.check_each(params.get("slots") or ())
 

@@ -89,7 +89,7 @@ def _traces_in(part: str, kinds: dict[str, _traces.Look]) -> Callable[[], Rows]:
 def _domains(traces: _traces.Look, limit: _qos.Limit | None) -> Rows:
     rows = [{**trace.row, **_devices_of(trace.row["name"])} for trace in traces()]
     if any(row["off_by_guest"] for row in rows) and _host_stops():
-        # The host shuts its guests down; they have not done it by themselves.
+        # The host is shutting down its guests; they did not power off by themselves.
         rows = [{**row, "off_by_guest": False} for row in rows]
     for row in rows if limit else ():
         if row["active"] and row["allocation_id"]:

@@ -21,7 +21,9 @@ _NEEDED = ("slot_id", "fence", "gpu_pci_address", "nvme_device", "nvme_serial")
 
 
 def checked(slots: Collection[Slot], *, needed: Collection[str] = _NEEDED) -> list[Slot]:
-    """The given slots, the boot slot first; refused when a bundle is incomplete."""
+    """The slots in the given order, in which the boot slot is first; refused when a bundle is
+    incomplete.
+    """
     for slot in slots:
         missing = [key for key in needed if slot.get(key) in (None, "")]
         if missing:

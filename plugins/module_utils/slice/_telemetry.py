@@ -37,11 +37,11 @@ CHANNEL = "telemetry"
 EVERY = 15
 # A guest that has been silent for longer has stopped its telemetry.
 SILENT_S = 300.0
-# Less than the watchdog of the unit, so that a libvirtd that hangs is a named problem.
+# Less than the unit's watchdog, so that a libvirtd that hangs is reported and not only restarted.
 _LIMIT_S = 30.0
 
 _GROUPS = ("--state", "--cpu-total", "--balloon", "--vcpu", "--block")
-# Ends of libvirt's names, which are summed up over all disks.
+# Suffixes of libvirt's counters, which are summed over all disks.
 _DISKS = {
     r"rd\.bytes": "disk_read_bytes",
     r"wr\.bytes": "disk_written_bytes",
@@ -100,7 +100,7 @@ class Collector:
 
 
 def measure(settings: Mapping[str, Any], problems: list[str]) -> dict[str, Values]:
-    """What this host knows of each slice without its guest, by allocation id.
+    """Measurements of this host for each slice, without its guest, by allocation id.
 
     problems: gets the name of each source that does not answer; the others are still read.
     """

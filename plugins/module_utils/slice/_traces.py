@@ -126,7 +126,7 @@ def _limits() -> Iterator[Trace]:
 
 
 def _relays() -> Iterator[Trace]:
-    """Ways of the gateway to guests; a line that is not ours leads to no known guest."""
+    """Lines of the relay account; a line that is not ours has no owner."""
     for text in _relay.lines():
         owner = _relay.owner(text)
         yield Trace(owner, f"relay line {text}", {"allocation_id": owner, "path": text})

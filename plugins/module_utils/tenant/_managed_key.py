@@ -95,8 +95,8 @@ def folder(home: str, uid: int, *, make_for: int | None = None) -> Iterator[int 
 
 
 def read(at: int, home: str, uid: int) -> Found:
-    """The tenant's file below this descriptor; Refusal unless it is a regular file of
-    the tenant.
+    """The tenant's file below this descriptor; Refusal unless it is a regular file of the
+    tenant.
     """
     where = f"{home}/{FOLDER}/{FILE}"
     try:
@@ -185,8 +185,8 @@ def _opened(name: str, where: str, uid: int, *, at: int | None = None) -> int | 
 def _made(top: int, home: str, uid: int, gid: int) -> int:
     """A new ~/.ssh for the tenant.
 
-    Between the two calls the tenant may put another folder there. Only an empty folder without
-    other writers changes its owner.
+    Between the two calls the tenant may put another folder there. Only an empty folder of root's is
+    given to the tenant.
     """
     where = f"{home}/{FOLDER}"
     try:

@@ -74,8 +74,8 @@ def home_of(name: str) -> str:
 
 
 def taken(name: str, uid: int) -> list[Refusal]:
-    """Reasons why the account cannot be the tenant's: another account has its name,
-    number or home.
+    """Reasons why the account cannot be the tenant's: another account has its name, number or
+    home.
     """
     texts = [
         f"{user.name} has uid {user.uid}"
@@ -108,7 +108,7 @@ def traces(name: str, uid: int) -> Traces:
         lingering=_host.path(f"/var/lib/systemd/linger/{name}").exists(),
         schedules=tuple(path for folder in _SCHEDULES for path in _owned(folder, uid)),
         mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
-        # By its owner: a home that existed before belongs to another user, and stays.
+        # Judged by its owner: a home that existed before belongs to another user, and stays.
         home=_owns(home, uid),
         files=tuple(path for folder in SHARED for path in _owned(folder, uid)),
     )

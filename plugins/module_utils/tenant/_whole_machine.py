@@ -21,8 +21,8 @@ Disk = Mapping[str, Any]
 
 
 def slot_of(disk: Disk) -> str:
-    """The ledger's name for a tenant's disk; refused unless the name contains the
-    disk's identity.
+    """The ledger's name for a tenant's disk; refused unless the name contains the disk's
+    identity.
     """
     slot_id = str(disk.get("slot_id") or "")
     identifier = disk_identity(str(disk.get("nvme_eui") or "")).removeprefix("eui.")
@@ -102,7 +102,7 @@ def alive(disks: Iterable[Disk]) -> list[Refusal]:
 
 
 def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
-    """The host's reasons against giving it away: slots, another tenant, disks in use."""
+    """Reasons against giving the machine to the tenant: slots, another tenant, disks in use."""
     blockers = _ledger.others_leased(allocation_id)
     for disk in disks:
         try:
@@ -114,7 +114,7 @@ def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
         left = _left(there, allocation_id, slot_of(disk))
         blockers += [*_block.refusals(there, used), *left]
         entry = _ledger.load(slot_of(disk))
-        # An interrupted wipe of this allocation: the disk's content is newer than its hold.
+        # A disk that this allocation's own interrupted wipe left dirty is not judged by content.
         if not left and not (entry.dirty and entry.allocation_id == allocation_id):
             blockers += [*_written(there, used), *_unproven(there)]
     return blockers
@@ -124,7 +124,7 @@ def remade(disks: Iterable[Disk]) -> list[Refusal]:
     """Changes to and uses of clean disks since they were checked and wiped."""
     blockers = []
     for disk in disks:
-        # Marked by an earlier run that was about to give the machine away.
+        # Marked dirty by an earlier run that was about to give the machine to the tenant.
         if _ledger.load(slot_of(disk)).dirty:
             continue
         try:

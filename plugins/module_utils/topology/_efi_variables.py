@@ -39,8 +39,8 @@ _GUID_SIGNATURE = 2
 
 @dataclass(frozen=True)
 class LoadOption:
-    """A boot entry. partition: GUID of the partition that it names; namespace: EUI64 of the NVMe
-    namespace, as its bytes stand in the path; "" without.
+    """A boot entry. partition: GUID of the partition that it names, or "". namespace: EUI64 of the
+    NVMe namespace in the byte order of the path, or "".
     """
 
     active: bool
@@ -75,8 +75,8 @@ def variables() -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def describe(name: str, data: bytes, own: str = "") -> str:
-    """Text that distinguishes two values. own: GUID of the host's own EFI partition, which every
-    installation makes anew.
+    """Text that distinguishes two values. own: GUID of the host's own EFI partition, which changes
+    with every installation and is therefore replaced in the text.
     """
     if name in ("BootOrder", "BootNext", "DriverOrder"):
         return ",".join(numbers(data))

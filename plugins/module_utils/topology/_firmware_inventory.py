@@ -1,8 +1,8 @@
-"""Firmware of this machine and its settings, for a comparison over a tenancy.
+"""Firmware of this machine and its settings, to be compared before and after a tenancy.
 
-A tenant with root can change all of it, and a new installation changes nothing of it. Each part is
-a section of names and values. What cannot be read is named with the reason, and is not taken for
-unchanged.
+A tenant with root can change all of it, and a new installation repairs none of it. Each part is a
+section of names and values. A value that cannot be read is named with the reason, and does not
+count as unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _efi_
 Section = dict[str, str]
 Unreadable = dict[str, str]
 
-# Entries of a section, and characters of a name or value: a machine has far fewer.
+# Most entries of a section, and characters of a name or value: a machine has far fewer.
 MOST, LONGEST = 256, 300
 _DMI = "/sys/class/dmi/id"
 _BIOS = (
@@ -200,7 +200,7 @@ def _gpus(ids: list[str]) -> tuple[Section, Unreadable]:
     """Firmware of NVIDIA GPUs by their driver, which a slice host does not load."""
     if not any(gpu.startswith(_NVIDIA) for gpu in ids):
         return {}, {}
-    # Without it, nvidia-smi would load the driver, which may take GPUs of slices.
+    # If the driver is not loaded, nvidia-smi would load it, and it may take GPUs of slices.
     if not _host.path(_NVIDIA_DRIVER).exists():
         raise ValueError("the NVIDIA driver is not loaded")
     names = _GPU_FIELDS.split(",")

@@ -21,8 +21,8 @@ _DMI = "/sys/class/dmi/id"
 
 @dataclass(frozen=True)
 class Kernel:
-    """State of the kernel arguments: the profile's for this machine, and whether they
-    are running.
+    """State of the kernel arguments: the profile's for this machine, and whether the running kernel
+    has them.
     """
 
     arguments: Mapping[str, bool]
@@ -84,7 +84,7 @@ def resources(profile: Mapping[str, Any]) -> dict[str, Any]:
 def machine() -> dict[str, str]:
     """The `machine` part of the discovery document, as the firmware reports it; "" for unknown.
 
-    A hypervisor gives its guests any serial number, so that of a virtual machine is unknown.
+    A hypervisor can give its guests any serial number, so that of a virtual machine is unknown.
     """
     names = {"vendor": "sys_vendor", "product": "product_name", "serial": "product_serial"}
     # Only root may read the serial number.

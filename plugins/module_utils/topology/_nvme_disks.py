@@ -19,7 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _disk, _signature
 
-# Of the paths to partitions, as in the contract. A tenant may make hundreds of partitions.
+# Most paths to partitions, as in the contract. A tenant may create hundreds of partitions.
 _MOST_ALIASES = 512
 
 

@@ -96,7 +96,7 @@ def _physical(
 ) -> dict[str, Any]:
     by_address = {other.address: other for other in devices}
     addresses = _pci.functions(device.address)
-    # Of another network's card nothing is given to a guest.
+    # Functions of a card of another network are never given to a guest.
     named = bool(addresses) and not _pci.unlike_link(device.address, link)
     identities = _virtual_functions.card_at(device.address).identities if named else ()
     functions = [

@@ -1,8 +1,8 @@
 """Release verifier for MAAS: whether the disks of slots read as zeros. It only reads.
 
-MAAS runs it in its own environment when a machine is released, so that the result stands in MAAS.
-It reads back the places of a wipe proof (`_proof.samples`) of every NVMe disk except those of the
-operating system, whose models are known or in the settings.
+MAAS runs it in its own environment when a machine is released, and shows the result. It reads the
+same places as a wipe proof (`_proof.samples`) on every NVMe disk except those of the operating
+system, whose models are known or in the settings.
 
 Exit codes: 0 every disk reads as zeros, 1 a disk does not or cannot be read, 2 wrong settings.
 """
