@@ -40,7 +40,9 @@ description:
     C(dnsmasq_down), C(function_missing), C(wrong_link), C(function_renamed),
     C(function_link_state), C(function_guarded), C(vlan_invalid), C(domain_differs),
     C(domain_paused), C(domain_crashed), C(domain_busy), C(port_missing), C(qemu_orphan),
-    C(domain_not_stopped), C(mgmt_attachment_unsupported).
+    C(domain_not_stopped), C(mgmt_attachment_unsupported), C(fabric_manager_unreachable),
+    C(fabric_manager_refused), C(fabric_manager_invalid), C(nvlink_partition_overlap),
+    C(nvlink_partition_missing), C(nvlink_partition_unchanged), C(nvlink_record_unreadable).
 options:
   allocation_id:
     description: The allocation, a UUID with dashes. Domain and port are named after it.
@@ -195,6 +197,19 @@ options:
         suboptions:
           rate_kbps: {description: 1000 bits a second each way., type: int, required: true}
           burst_kb: {description: 1000 bits that may be sent at once., type: int, required: true}
+      nvlink_partition:
+        description:
+          - NVLink partition of the GPUs, on a board with NVSwitches in shared mode; none changes
+            nothing. Activated before the start, deactivated after the stop. Needs C(fmpm).
+        type: dict
+        suboptions:
+          modules:
+            description: Module of each GPU on the board.
+            type: list
+            elements: int
+            required: true
+          address: {description: IPv4 address of the Fabric Manager., type: str}
+          socket: {description: Its Unix socket on this host instead., type: str}
       qemu_arguments:
         description: Further QEMU arguments of the hardware profile, never of a tenant.
         type: list
@@ -397,6 +412,14 @@ SPEC: dict[str, Any] = {
         "options": {
             "rate_kbps": {"type": "int", "required": True},
             "burst_kb": {"type": "int", "required": True},
+        },
+    },
+    "nvlink_partition": {
+        "type": "dict",
+        "options": {
+            "modules": {"type": "list", "elements": "int", "required": True},
+            "address": {"type": "str"},
+            "socket": {"type": "str"},
         },
     },
     "qemu_arguments": _strings(),

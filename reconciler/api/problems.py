@@ -76,7 +76,8 @@ _ALLOCATIONS = """
     absence_unproven allocation_active allocation_baremetal allocation_busy
     allocation_not_baremetal allocation_not_releasable allocation_released allocation_releasing
     attempts_exhausted claim_live digest_invalid fabric_numbers_used_up gpu_count_invalid
-    gpu_count_not_sold numa_node_exceeded nvlink_partitions_unsupported nvlink_unsupported
+    fabric_manager_exposed gpu_count_not_sold gpu_module_unknown numa_node_exceeded
+    nvlink_partitions_incomplete nvlink_unsupported
     host_unproven host_unreachable image_check_busy image_exists image_file_invalid no_capacity
     power_of_whole_machine quota_exceeded rate_exceeded
     ready_deadline_too_short scheduling_off shape_not_schedulable sku_unknown stale_lease

@@ -149,7 +149,7 @@ class Offer:
                 "nvlink_unsupported",
                 "one GPU in a slice: NVSwitches join the GPUs, and gpu.nvlink of the hardware"
                 " profile is unsupported",
-                "ask for one GPU, or have an operator set gpu.nvlink to isolated",
+                "ask for one GPU, or have an operator set gpu.nvlink to isolated or partitions",
             )
         if self.counts and gpus not in self.counts:
             counts = ", ".join(map(str, sorted(self.counts)))
@@ -171,13 +171,38 @@ def want(offers: Mapping[str, Offer], gpus: int, **fields: Any) -> Want:
     )
 
 
-NVLINK_UNSUPPORTED, NVLINK_ISOLATED = "unsupported", "isolated"
+NVLINK_UNSUPPORTED, NVLINK_PARTITIONS = "unsupported", "partitions"
 
 
 def nvlink(profile: Mapping[str, Any]) -> str:
     """Use of NVLink by slices; "" for a board without NVSwitches."""
     gpu = profile.get("gpu") or {}
     return str(gpu.get("nvlink") or (NVLINK_UNSUPPORTED if gpu.get("nvswitch_ids") else ""))
+
+
+def leaves_nvlink_alone(profile: Mapping[str, Any]) -> bool:
+    """Whether CUDA starts in a guest only when its driver does not use NVLink."""
+    return nvlink(profile) not in ("", NVLINK_PARTITIONS)
+
+
+def nvlink_partition(
+    profile: Mapping[str, Any], slots: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Part of the VM's shape: the partition of the GPUs of these slots, {} on other boards."""
+    if nvlink(profile) != NVLINK_PARTITIONS:
+        return {}
+    gpu = profile["gpu"]
+    addresses = [slot["gpu_pci_address"] for slot in slots]
+    if unknown := [address for address in addresses if address not in gpu["module_ids"]]:
+        raise Problem(
+            "gpu_module_unknown",
+            422,
+            expected="the module of each GPU in gpu.module_ids of the hardware profile",
+            found=f"none of {', '.join(unknown)}",
+            remedy="add it to the profile, or sell the GPU under another profile",
+        )
+    modules = sorted(gpu["module_ids"][address] for address in addresses)
+    return {"nvlink_partition": {"modules": modules, **gpu["fabric_manager"]}}
 
 
 def _price(profile: Mapping[str, Any], shape: CapacityShape) -> Decimal | None:
@@ -192,20 +217,34 @@ def _price(profile: Mapping[str, Any], shape: CapacityShape) -> Decimal | None:
 
 
 def check(profile: Mapping[str, Any], name: str) -> None:
-    """Problem for a valid value that no host supports yet.
+    """Problem for a valid value that no host supports yet, or that is unsafe.
 
     A tap instead of the requested attachment would send a guest's traffic by another path than was
-    bought, and GPUs without their partition would not start CUDA.
+    bought. GPUs without their partition would not start CUDA, and a guest that reaches the Fabric
+    Manager, which asks for no password, would join its GPUs to those of others.
     """
-    if nvlink(profile) == "partitions":
-        raise Problem(
-            "nvlink_partitions_unsupported",
-            422,
-            expected=f"gpu.nvlink {NVLINK_UNSUPPORTED} or {NVLINK_ISOLATED}",
-            found=f"partitions in the hardware profile {name}",
-            remedy="set it to isolated, or sell one GPU per slice:"
-            " partitions of the Fabric Manager are not built yet",
-        )
+    gpu = profile.get("gpu") or {}
+    if nvlink(profile) == NVLINK_PARTITIONS:
+        keys = ("fabric_manager", "module_ids", "nvlink_sets")
+        if missing := [f"gpu.{key}" for key in keys if not gpu.get(key)]:
+            raise Problem(
+                "nvlink_partitions_incomplete",
+                422,
+                expected=f"gpu.nvlink partitions with gpu.{', gpu.'.join(keys)}",
+                found=f"no {', '.join(missing)} in the hardware profile {name}",
+                remedy="add them (docs/hosts.md, NVLink between the GPUs of a slice), or set"
+                " gpu.nvlink to isolated",
+            )
+        address = str(gpu["fabric_manager"].get("address") or "")
+        if Offer.of(profile).reaches(address):
+            raise Problem(
+                "fabric_manager_exposed",
+                422,
+                expected="an address of the Fabric Manager that guests do not reach",
+                found=f"{address} in the hardware profile {name}",
+                remedy="take it out of network.allowed_networks, or add it to"
+                " network.denied_networks",
+            )
     attachment = (profile.get("vm") or {}).get("mgmt_attachment", "tap")
     if attachment != "tap":
         raise Problem(
@@ -228,7 +267,7 @@ def baked_runtime(profile: Mapping[str, Any]) -> tuple[str, ...]:
         f"cuda-{runtime.get('cuda')}": runtime.get("cuda"),
         "rdma": runtime.get("rdma"),
         # The driver of an image loads before cloud-init could tell it.
-        "nvlink-disabled": driver != "edu" and nvlink(profile),
+        "nvlink-disabled": driver != "edu" and leaves_nvlink_alone(profile),
     }
     return tuple(name for name, needed in names.items() if needed)
 

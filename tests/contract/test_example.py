@@ -92,7 +92,7 @@ def test_it_makes_the_machine_that_the_reconciler_would_make(rendered: dict[str,
     assert rendered["slice_profile"]["fabric"]["interface"] == "ibp65s0"
     assert rendered["slice_vm"] == machine_shape(rendered["slice_profile"], 1)
     mac = rendered["slice_slots"][0]["management_mac"]
-    seed = seed_documents(rendered["slice_allocation"], mac, nvswitches=True)
+    seed = seed_documents(rendered["slice_allocation"], mac, without_nvlink=True)
     assert rendered["slice_seed"] == seed
 
 

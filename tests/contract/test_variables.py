@@ -267,6 +267,9 @@ HOSTILE: list[tuple[str, str, Any]] = [
     ("slice_profile.fabric.ipoib", "bootstrap", True),  # no IPoIB over Ethernet
     ("slice_profile.vm.mgmt_qos", "provision_slice", {"rate_kbps": 1000}),
     ("slice_vm.mgmt_qos", "provision_slice", {"burst_kb": 100}),
+    ("slice_vm.nvlink_partition", "power_slice", {"modules": [1]}),
+    ("slice_profile.gpu.fabric_manager", "discover", {"address": "192.0.2.9", "socket": "/x"}),
+    ("slice_profile.gpu.fabric_manager", "discover", {}),
     ("slice_profile.kernel_arguments.0", "bootstrap", "iommu=pt\ninit=/bin/sh"),
     ("slice_run.correlation_id", "discover", "{{ lookup('pipe','id') }}"),
     ("slice_devices.0", "transition_storage", "/dev/nvme0n1"),

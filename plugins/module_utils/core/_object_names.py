@@ -24,6 +24,7 @@ _FILES = {
     "fabric_guard": (f"{_host.STATE_DIRECTORY}/fabric-guards", ".json"),
     "channel": (CHANNELS, ".sock"),
     "ingress": (f"{_host.STATE_DIRECTORY}/ingress", ".json"),
+    "nvlink": (f"{_host.STATE_DIRECTORY}/nvlink", ".json"),
 }
 
 _ID = re.compile(PREFIX + "".join(f"([0-9a-f]{{{size}}})" for size in (8, 4, 4, 4, 12)))
@@ -101,6 +102,10 @@ def fabric_guard_path(allocation_id: str) -> str:
 
 def ingress_path(allocation_id: str) -> str:
     return _path("ingress", allocation_id)
+
+
+def nvlink_path(allocation_id: str) -> str:
+    return _path("nvlink", allocation_id)
 
 
 def channel_path(allocation_id: str, channel: str) -> str:

@@ -1,8 +1,8 @@
 """libvirt's start hook: a slice's domain starts only with its guard in force, whoever starts it.
 
 libvirt calls it when the domain's port is on the bridge and before QEMU runs, and gives up the
-start when it fails. The guard comes from the file that slice_vm kept, so a start by hand and one
-after a power loss are guarded too. It must not call libvirt, which waits for it.
+start when it fails. Guard and NVLink partition come from files that slice_vm kept, so they hold for
+a start by hand and after a power loss too. The hook must not call libvirt, which waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards, _nvlink
 
 _RETRY_S, _DEADLINE_S = 0.2, 20.0
 
@@ -43,7 +43,7 @@ def start(domain: str, definition: str) -> int:
 
 
 def admit(domain: str, definition: str) -> None:
-    """Bring the domain's guard in force, or refuse."""
+    """Bring the domain's guard and NVLink partition in force, or refuse."""
     guard = _guards.saved(_object_names.owner(domain))
     settings = _guards.recorded()
     if guard is None or _object_names.domain_name(guard.allocation_id) != domain:
@@ -54,6 +54,9 @@ def admit(domain: str, definition: str) -> None:
     if interfaces != [(guard.bridge, guard.port, guard.mac)]:
         expected = f"one interface: {guard.port} on {guard.bridge} with {guard.mac}"
         raise _refuse("domain_differs", expected, str(interfaces))
+    partition = _nvlink.saved(guard.allocation_id)
+    if partition is not None:
+        _nvlink.change(partition, active=True)
     number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
     # A domain that starts has no connection of its own; the number may have been another's.
     _flows.forget_connections(number)

@@ -46,6 +46,8 @@ HOST_KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
 FIRST_BOOT = "/var/log/gpuaas-slice-firmware.log"
 CERTIFICATE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 _TAGS = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-baremetal"}
+# A Fabric Manager on this host holds the NVSwitches alone.
+_GPU = re.compile(r"/dev/nvidia(?!-nvswitch)")
 _KVM_GET_API_VERSION, _KVM_CREATE_VM = 0xAE00, 0xAE01
 
 
@@ -318,7 +320,7 @@ def _nvidia_holders() -> list[str]:
     for process in _host.path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             targets = [str(entry.readlink()) for entry in (process / "fd").iterdir()]
-            if any(target.startswith("/dev/nvidia") for target in targets):
+            if any(map(_GPU.match, targets)):
                 name = _host.read(f"/proc/{process.name}/comm")
                 holders.append(f"process {process.name} ({name}) holds a GPU")
     return holders

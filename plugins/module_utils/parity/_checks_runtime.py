@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _slice_disks
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlink
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
     Verdict,
     failed,
@@ -144,6 +145,43 @@ def hugepages(facts: Facts) -> Verdict:
         if have < needed:
             problems.append(f"node {node} has {have} pages of 1 GiB, its slots need {needed}")
     return verdict(problems, f"{each} pages of 1 GiB per slot")
+
+
+def nvlink_partitions(facts: Facts) -> Verdict:
+    """The Fabric Manager has every partition that is sold, and only those of slices are active.
+
+    A guest without its partition is a doubt: the Fabric Manager was restarted beneath it, and a
+    restart of the guest activates it again.
+    """
+    gpu = facts.profile["gpu"]
+    if gpu.get("nvlink") != "partitions":
+        return passed("not_requested")
+    board = sorted(gpu["module_ids"].values())
+    rows = _nvlink.listed(_nvlink.partition({"modules": board, **gpu["fabric_manager"]}))
+    listed = {row.modules: row.active for row in rows}
+    problems = [
+        f"no partition of {_nvlink.names(modules)}"
+        for modules in (*gpu["nvlink_sets"], *([module] for module in board))
+        if frozenset(modules) not in listed
+    ]
+    holders = {entry.allocation_id for entry in _ledger.entries()}
+    slices = {
+        owner: frozenset(kept.modules) for owner, kept in _nvlink.load().items() if owner in holders
+    }
+    problems += [
+        f"{row.text} is active, and of no slice that holds a lease"
+        for row in rows
+        if row.active and row.modules not in slices.values()
+    ]
+    states = _libvirt.states()
+    doubts = [
+        f"slice {owner} runs, and its partition of {_nvlink.names(modules)} is inactive"
+        for owner, modules in slices.items()
+        if (state := states.get(_object_names.domain_name(owner))) is not None
+        and state.active
+        and not listed.get(modules)
+    ]
+    return verdict(problems, f"{len(rows)} partitions", doubts)
 
 
 def tuning(facts: Facts) -> Verdict:

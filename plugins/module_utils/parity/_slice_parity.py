@@ -123,6 +123,14 @@ CHECKS: tuple[Check[Facts], ...] = (
         restore=_RESTORED,
     ),
     Check(
+        "nvlink_partitions",
+        runtime.nvlink_partitions,
+        Remedy(
+            "look at the Fabric Manager of gpu.fabric_manager, correct module_ids and nvlink_sets"
+            " of the profile, deactivate a partition of no slice (`fmpm -d`)"
+        ),
+    ),
+    Check(
         "fabric_vfs",
         network.fabric_vfs,
         _role("fabric_functions"),

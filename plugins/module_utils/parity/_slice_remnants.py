@@ -66,6 +66,7 @@ TRACES = {
         "fabric_guard",
         "channel",
         "ingress_file",
+        "nvlink_file",
         "relay",
     ),
     "slice_limits": ("qos",),

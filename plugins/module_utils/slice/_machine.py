@@ -16,7 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards, _nvlink
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _libvirt,
@@ -37,7 +37,9 @@ _STUCK = {
 class State:
     """definition: None without a domain. port: number on the bridge, None without one.
     wanted_flows: expected guard of that port. qos: limit of the port. left: files that outlived the
-    VM. kept: the guard that the host restores after a restart of the switch.
+    VM. kept: the guard that the host restores after a restart of the switch. nvlink: whether the
+    partition of the GPUs is active, or why that is unknown; None without a partition, and for a
+    guest that is to run and does.
     """
 
     life: _libvirt.State | None
@@ -51,6 +53,7 @@ class State:
     left: tuple[str, ...]
     qos: _qos.State = _qos.UNLIMITED
     kept: _flows.Guard | None = None
+    nvlink: bool | Refusal | None = None
 
     @property
     def active(self) -> bool:
@@ -75,6 +78,7 @@ def observe(params: _change.Params) -> State:
             flows = _guard_flows(guard, port)
     files = [
         *(_object_names.nvram_path(allocation), _object_names.guard_path(allocation)),
+        _object_names.nvlink_path(allocation),
         *_object_names.console_files(allocation),
         *_object_names.channel_files(allocation),
     ]
@@ -90,6 +94,7 @@ def observe(params: _change.Params) -> State:
         left=tuple(path for path in files if _host.path(path).exists()),
         qos=_qos.observe(allocation),
         kept=_guards.saved(allocation),
+        nvlink=_nvlink_state(params, active=active),
     )
 
 
@@ -124,6 +129,11 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
         before = {key: pair[1] for key, pair in (different or {}).items()} or None
         after = {key: pair[0] for key, pair in (different or {}).items()} or want
         steps.append(_change.Step("define_domain", domain.name, before, after))
+    if isinstance(state.nvlink, Refusal):
+        blockers.append(state.nvlink)
+    elif state.nvlink is not None:
+        what = f"{domain.name} NVLink"
+        steps.append(_change.Step("activate_partition", what, state.nvlink, True))
     if not state.active:
         steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
     unguarded = state.flows != state.wanted_flows or state.kept != _guard(params)
@@ -206,6 +216,13 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
     if state.flows:
         flows = sorted(flow.text() for flow in state.flows)
         steps.append(_change.Step("remove_flows", f"{port} flows", flows, []))
+    if state.nvlink:
+        before = state.nvlink.code if isinstance(state.nvlink, Refusal) else True
+        # A stopped slice keeps its GPUs, and a silent Fabric Manager must not stop a restart of
+        # the host.
+        soft = params["state"] == "stopped"
+        what = f"{name} NVLink"
+        steps.append(_change.Step("deactivate_partition", what, before, False, soft=soft))
     if params["state"] == "absent":
         if state.definition is not None:
             steps.append(_change.Step("undefine_domain", name, state.definition, None))
@@ -221,6 +238,10 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
+    elif step.name == "activate_partition" and (partition := _partition(params)):
+        # Kept first, so that a release finds what an interrupted start has activated.
+        _nvlink.save(allocation, partition)
+        return _nvlink.change(partition, active=True)
     elif step.name == "start_domain":
         # Memory is pinned before the first instruction: the limit grows with the memory to pin. A
         # start that is cut off leaves its slot to a person, so it is long: an emulated host needed
@@ -261,10 +282,14 @@ def _remove(params: _change.Params, name: str) -> None:
         _qos.install(allocation, None)
     elif name == "remove_port":
         _flows.remove_port(bridge, _object_names.port_name(allocation))
+    elif name == "deactivate_partition":
+        if partition := _nvlink.saved(allocation):
+            _nvlink.change(partition, active=False)
     elif name == "undefine_domain":
         _undefine(_object_names.domain_name(allocation))
     elif name == "remove_files":
         _guards.forget(allocation)
+        _nvlink.forget(allocation)
         _guards.reload_firewall()
         _host.remove(_object_names.nvram_path(allocation))
         for path in (
@@ -316,6 +341,28 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 def _spec(params: _change.Params) -> _domain.Domain:
     options = {**params["spec"], "bridge": params["bridge"]}
     return _domain.from_options(params["allocation_id"], options)
+
+
+def _partition(params: _change.Params) -> _nvlink.Partition | None:
+    options, gpus = params["spec"].get("nvlink_partition"), params["spec"]["gpus"]
+    partition = _nvlink.partition(options) if options else None
+    if partition and len(partition.modules) != len(gpus):
+        expected = f"nvlink_partition: a module of each of {len(gpus)} GPUs"
+        remedy = "correct gpu.module_ids of the profile"
+        raise _refuse("spec_invalid", expected, partition.text, remedy)
+    return partition
+
+
+def _nvlink_state(params: _change.Params, *, active: bool) -> bool | Refusal | None:
+    running = params["state"] == "running"
+    if running and active:
+        return None
+    try:
+        partition = _partition(params) if running else _nvlink.saved(params["allocation_id"])
+        row = _nvlink.find(partition) if partition else None
+    except Refusal as refusal:
+        return refusal
+    return None if partition is None else row is not None and row.active
 
 
 def _guard(params: _change.Params) -> _flows.Guard:

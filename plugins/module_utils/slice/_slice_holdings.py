@@ -38,6 +38,7 @@ PARTS = {
     "fabric_guard": "files",
     "channel": "files",
     "ingress_file": "files",
+    "nvlink_file": "files",
     "reservation": "reservations",
     "ovs_port": "ports",
     "flows": "guards",

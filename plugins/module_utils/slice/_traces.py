@@ -60,6 +60,7 @@ def looks(bridge: str) -> dict[str, Look]:
         "fabric_guard": lambda: list(_files("fabric_guard")),
         "channel": lambda: list(_files("channel")),
         "ingress_file": lambda: list(_files("ingress")),
+        "nvlink_file": lambda: list(_files("nvlink")),
         "reservation": lambda: list(_reservations()),
         "ovs_port": lambda: list(_ports()),
         "flows": lambda: list(_guards(bridge)),

@@ -45,13 +45,13 @@ def seed_documents(
     allocation: dict[str, Any],
     management_mac: str,
     *,
-    nvswitches: bool = False,
+    without_nvlink: bool = False,
     further: Sequence[dict[str, str]] = (),
     commands: Sequence[list[str]] = (),
 ) -> dict[str, Any]:
     """Cloud-init documents user_data, meta_data and network_config, which the host renders.
 
-    nvswitches: the GPUs are joined by NVSwitches, of which the guest sees nothing. CUDA does not
+    without_nvlink: the GPUs are joined by NVSwitches that the guest may not use. CUDA does not
     start while its driver waits for them. further: files of `guest_terminal` and `guest_pool`.
     commands: of the first boot.
     """
@@ -72,7 +72,7 @@ def seed_documents(
             # kept, so that they do not look like a new instance with new host keys.
             "write_files": [
                 {"path": _KEPT, "content": "manual_cache_clean: true\n"},
-                *([{"path": _NVLINK, "content": _WITHOUT_NVLINK}] if nvswitches else []),
+                *([{"path": _NVLINK, "content": _WITHOUT_NVLINK}] if without_nvlink else []),
                 *further,
             ],
             **({"runcmd": list(commands)} if commands else {}),
@@ -135,13 +135,14 @@ def provision_variables(work: Work) -> dict[str, Any]:
         "slice_allocation": allocation,
         "slice_slots": slots,
         "slice_image": image_document(work, work.parameters["image"]),
-        "slice_vm": machine_shape(work.profile, len(slots)),
+        "slice_vm": machine_shape(work.profile, len(slots))
+        | hardware.nvlink_partition(work.profile, slots),
         "slice_fabric": fabric_network(work),
         "slice_seed": {
             **seed_documents(
                 allocation,
                 slots[0]["management_mac"],
-                nvswitches=bool(hardware.nvlink(work.profile)),
+                without_nvlink=hardware.leaves_nvlink_alone(work.profile),
                 further=[*_terminal(work, authority), *files],
                 commands=commands,
             ),
@@ -370,8 +371,10 @@ def power_begin(work: Work) -> None:
 
 def power_variables(work: Work) -> dict[str, Any]:
     parameters, action = work.parameters, PowerAction(work.parameters["action"])
+    partition: dict[str, Any] = {}
     if action != PowerAction.STOP:
         require_proven_boot(work)
+        partition = hardware.nvlink_partition(work.profile, parameters["slots"])
     deadlines = work.profile["deadlines"]
     provision = TaskKind.SLICE_VM_PROVISION
     built = queue.every(work.conn, allocation_id=work.allocation_id, kind=provision, limit=1)
@@ -379,7 +382,7 @@ def power_variables(work: Work) -> dict[str, Any]:
     return {
         "slice_allocation": parameters["allocation"],
         "slice_slots": parameters["slots"],
-        "slice_vm": machine_shape(work.profile, len(parameters["slots"]), kept),
+        "slice_vm": machine_shape(work.profile, len(parameters["slots"]), kept) | partition,
         "slice_fabric": fabric_network(work),
         "slice_power": action.value,
         # A reset is for a guest that does not answer.

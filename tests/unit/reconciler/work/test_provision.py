@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from reconciler.db.engine import transaction
 from reconciler.lifecycle import guest_terminal
+from reconciler.model import hardware
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
 from reconciler.profiles import hardware_profile
+from reconciler.records import nodes, queue
+from reconciler.runs import contract
+from reconciler.settings import Settings
 from reconciler.work.kinds import slices as slice_kinds
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.work.conftest import READINESS, Runs, attend_next
 
 PROFILES = Path(__file__).parents[4] / "profiles"
 
@@ -32,14 +40,23 @@ def test_a_limit_of_the_profile_goes_to_the_machine(limit: dict[str, int] | None
     assert machine.get("mgmt_qos") == limit
 
 
-@pytest.mark.parametrize(("nvswitches", "files"), [(False, 0), (True, 1)])
-def test_a_guest_of_a_board_with_nvswitches_leaves_nvlink_alone(
-    nvswitches: bool, files: int
-) -> None:
+@pytest.mark.parametrize("without", [False, True])
+def test_a_guest_leaves_nvlink_alone_by_a_file(without: bool) -> None:
     allocation = {"id": "a", "username": "tenant", "ssh_keys": [], "hostname": "slice"}
-    seed = slice_kinds.seed_documents(allocation, "52:54:00:00:00:01", nvswitches=nvswitches)
+    seed = slice_kinds.seed_documents(allocation, "52:54:00:00:00:01", without_nvlink=without)
     written = [file["content"] for file in seed["user_data"]["write_files"]]
-    assert written.count("options nvidia NVreg_NvLinkDisable=1\n") == files
+    assert written.count("options nvidia NVreg_NvLinkDisable=1\n") == without
+
+
+@pytest.mark.parametrize(
+    ("nvlink", "alone"),
+    [("", False), ("unsupported", True), ("isolated", True), ("partitions", False)],
+)
+def test_guests_of_which_boards_leave_nvlink_alone(nvlink: str, alone: bool) -> None:
+    runtime = {"source": "baked", "driver": "580-server-open"}
+    profile = {"gpu": {"nvlink": nvlink}, "vm": {"guest_runtime": runtime}}
+    assert hardware.leaves_nvlink_alone(profile) is alone
+    assert ("nvlink-disabled" in hardware.baked_runtime(profile)) is alone
 
 
 @pytest.mark.covers("P8")
@@ -62,16 +79,80 @@ def test_what_a_profile_sells_of_a_board_with_nvswitches() -> None:
     assert (offer.nvlink, offer.spans_numa) == ("unsupported", False)
     refusals = [offer.refusal(gpus) for gpus in (1, 2, 3)]
     assert [refusal and refusal.code for refusal in refusals] == [None, *["nvlink_unsupported"] * 2]
-    isolated = replace(offer, nvlink="isolated")
-    refusals = [isolated.refusal(gpus) for gpus in (1, 2, 3)]
-    assert [refusal and refusal.code for refusal in refusals] == [None, None, "gpu_count_not_sold"]
+    for nvlink in ("isolated", "partitions"):
+        several = replace(offer, nvlink=nvlink)
+        codes = [refusal and refusal.code for refusal in map(several.refusal, (1, 2, 3))]
+        assert codes == [None, None, "gpu_count_not_sold"]
 
 
-def test_partitions_are_refused_by_name_until_they_are_built(tmp_path: Path) -> None:
-    profile = (PROFILES / "xe9680l-h200.yml").read_text()
-    text = profile.replace("nvlink: unsupported", "nvlink: partitions")
-    (tmp_path / "xe9680l-h200.yml").write_text(text)
+MANAGER = {"address": "192.0.2.9"}
+
+
+def with_partitions(folder: Path, name: str = "xe9680l-h200", **gpu: Any) -> dict[str, Any]:
+    """A profile of this name whose slices use NVLink, written into the folder."""
+    profile: dict[str, Any] = yaml.safe_load((PROFILES / f"{name}.yml").read_text())
+    sets = {"module_ids": {"0000:43:00.0": 1, "0000:44:00.0": 3}, "nvlink_sets": [[1, 3]]}
+    profile["gpu"] |= {"nvlink": "partitions", "fabric_manager": MANAGER, **sets, **gpu}
+    (folder / f"{name}.yml").write_text(yaml.safe_dump(profile))
+    return hardware_profile(folder, name)
+
+
+@pytest.mark.parametrize("key", ["fabric_manager", "module_ids", "nvlink_sets"])
+def test_partitions_need_a_fabric_manager_and_the_modules_of_the_board(
+    tmp_path: Path, key: str
+) -> None:
     with pytest.raises(Problem) as refused:
-        hardware_profile(tmp_path, "xe9680l-h200")
-    assert refused.value.code == "nvlink_partitions_unsupported"
-    assert refused.value.expected == "gpu.nvlink unsupported or isolated"
+        with_partitions(tmp_path, **{key: None})
+    assert refused.value.code == "nvlink_partitions_incomplete"
+    assert refused.value.found == f"no gpu.{key} in the hardware profile xe9680l-h200"
+
+
+@pytest.mark.parametrize(
+    ("manager", "safe"),
+    [
+        ({"address": "192.0.2.9"}, True),
+        ({"address": "127.0.0.1"}, True),
+        ({"socket": "/run/fabric-manager.sock"}, True),
+        ({"address": "8.8.8.8"}, False),
+    ],
+)
+def test_guests_must_not_reach_the_fabric_manager(
+    tmp_path: Path, manager: dict[str, str], safe: bool
+) -> None:
+    if safe:
+        assert with_partitions(tmp_path, fabric_manager=manager)["gpu"]["fabric_manager"] == manager
+        return
+    with pytest.raises(Problem) as refused:
+        with_partitions(tmp_path, fabric_manager=manager)
+    assert refused.value.code == "fabric_manager_exposed"
+
+
+def test_the_partition_of_a_slice_is_that_of_its_gpus(tmp_path: Path) -> None:
+    profile = with_partitions(tmp_path)
+    slots = [{"gpu_pci_address": address} for address in ("0000:44:00.0", "0000:43:00.0")]
+    partition = {"nvlink_partition": {"modules": [1, 3], "address": "192.0.2.9"}}
+    assert hardware.nvlink_partition(profile, slots) == partition
+    lab = hardware_profile(PROFILES, "lab")
+    assert hardware.nvlink_partition(lab, slots) == {}
+    with pytest.raises(Problem, match="gpu_module_unknown"):
+        hardware.nvlink_partition(profile, [*slots, {"gpu_pci_address": "0000:99:00.0"}])
+
+
+def test_a_launch_gives_its_host_the_partition(sold: Site, runs: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        sold.allocate(conn)
+        (task,) = queue.every(conn)
+    (slot,) = task.parameters["slots"]
+    with_partitions(folder, "lab", module_ids={slot["gpu_pci_address"]: 5}, nvlink_sets=[[5, 7]])
+    runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
+    settings = Settings(state_dir=tmp_path, poll_s=0.01, profiles_dir=folder)
+    assert attend_next(sold.engine, settings).state == "succeeded"
+    (spec,) = runs.launched
+    partition = {"modules": [5], "address": "192.0.2.9"}
+    assert spec.variables["slice_vm"]["nvlink_partition"] == partition
+    files = spec.variables["slice_seed"]["user_data"]["write_files"]
+    assert [file["path"] for file in files if "nvlink" in file["path"]] == []
+    contract.check_vars("provision_slice", spec.variables)

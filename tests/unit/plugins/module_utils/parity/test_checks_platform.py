@@ -353,9 +353,11 @@ def test_gpu_services_must_be_quiet_now_and_at_boot(parity: Any, machine: Any, s
     assert _checks_platform.gpu_services_quiesced(parity.facts()).status == "PASS"
     machine.file("/dev/nvidia0")
     holder = machine.folder("/proc/99/fd")
-    (holder / "3").symlink_to("/dev/nvidia0")
     machine.file("/proc/99/comm", "python3")
     parity.units()
+    (holder / "2").symlink_to("/dev/nvidia-nvswitchctl")
+    assert _checks_platform.gpu_services_quiesced(parity.facts()).status == "PASS"
+    (holder / "3").symlink_to("/dev/nvidia0")
     result = _checks_platform.gpu_services_quiesced(parity.facts())
     assert result.detail == "process 99 (python3) holds a GPU"
 

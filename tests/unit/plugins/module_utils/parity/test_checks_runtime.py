@@ -12,16 +12,27 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _host_tuning,
     _tuning_profiles,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _ledger,
+    _object_names,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlink
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _check,
     _checks_runtime,
     _slice_parity,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
+from tests.unit.plugins import fabric_manager
+from tests.unit.plugins.fabric_manager import FabricManager
+
 pytestmark = pytest.mark.covers("HOST-10")
+manager = fabric_manager.manager
 
 DISK = _block.Disk(
     disk_identity="eui.5e0000000000a000",
@@ -189,3 +200,44 @@ def test_a_serial_that_is_a_line_stays_a_word_of_its_own_line(
         "remediation",
     ]
     assert " failures=1 " in summary
+
+
+def test_partitions_of_the_fabric_manager(
+    parity: Any, manager: FabricManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every partition that is sold exists, and an active one is that of a slice with a lease."""
+    monkeypatch.setattr(_command, "run", fabric_manager.RUN)
+    states: dict[str, _libvirt.State] = {}
+    monkeypatch.setattr(_libvirt, "states", lambda: states)
+    gpu = {
+        "nvlink": "partitions",
+        "fabric_manager": {"address": "192.0.2.9"},
+        "module_ids": {"0000:43:00.0": 1, "0000:44:00.0": 3},
+        "nvlink_sets": [[1, 3]],
+    }
+
+    def look(**change: Any) -> tuple[str, str]:
+        verdict = _checks_runtime.nvlink_partitions(parity.facts(gpu=gpu | change))
+        return verdict.status, verdict.detail
+
+    assert look(nvlink="isolated") == ("PASS", "not_requested") and manager.calls == []
+    assert look() == ("PASS", "15 partitions")
+    assert look(nvlink_sets=[[1, 2]]) == ("FAIL", "no partition of modules 1, 2")
+    assert look(module_ids={"0000:43:00.0": 9}) == ("FAIL", "no partition of modules 9")
+    manager.set(active=[3, 4])
+    owner = "23bd713b-6073-4ef7-8a51-2897e902365d"
+    _nvlink.save(owner, _nvlink.Partition((1, 3), "192.0.2.9"))
+    stranger = "partition {} of modules {} is active, and of no slice that holds a lease"
+    both = [stranger.format(3, "1, 3"), stranger.format(4, "2, 4")]
+    assert look() == ("FAIL", "; ".join(both)), "a record without a lease"
+    _ledger.hold("slot-1", fence=1, allocation_id=owner, disk_identity="eui.5e0000000000a001")
+    assert look() == ("FAIL", both[1])
+    manager.set(active=[])
+    assert look() == ("PASS", "15 partitions"), "its slice is stopped"
+    states[_object_names.domain_name(owner)] = _libvirt.State("running")
+    status, detail = look()
+    assert status == "WARN" and detail.startswith(f"slice {owner} runs")
+    manager.set(faults={"-l": "down"})
+    (check,) = [each for each in _slice_parity.CHECKS if each.name == "nvlink_partitions"]
+    (row,) = _check.evaluate([check], parity.facts(gpu=gpu), intent="slice", not_applicable=[])
+    assert (row["status"], row["detail"].split(":")[0]) == ("FAIL", "fabric_manager_unreachable")

@@ -31,9 +31,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_vm_info
 
+from tests.unit.plugins import fabric_manager
+from tests.unit.plugins.fabric_manager import FabricManager
 from tests.unit.plugins.fake_switch import FakeSwitch
 
 pytestmark = pytest.mark.covers("SLICE-4")
+manager, short = fabric_manager.manager, fabric_manager.short
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 NAME = _domain.domain_name(ONE)
@@ -231,6 +234,8 @@ class Host:
 
     def run(self, argv: list[str], **more: Any) -> _command.Result:
         """A program of the switch; what matters for the order is noted."""
+        if argv[0] == "bash":
+            return fabric_manager.RUN(argv, **more)
         if "--bundle" in argv:
             self.acts.append("guard")
         if "del-flows" in argv:
@@ -343,6 +348,127 @@ def test_a_switch_that_keeps_no_limit_fails_the_run(
     params = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
     failure = _change.drive(_machine.SUBJECT, params, check_mode=False).failure
     assert failure is not None and "limit_port" in failure.found
+
+
+JOINED = {
+    **PARAMS,
+    "spec": {
+        **SPEC,
+        "gpus": ["0000:43:00.0", "0000:44:00.0"],
+        "nvlink_partition": {"modules": [1, 3], "address": "192.0.2.9", "socket": None},
+    },
+}
+RECORD = _object_names.nvlink_path(ONE)
+
+
+def failing(params: dict[str, Any]) -> tuple[str, str | None]:
+    outcome = _change.drive(_machine.SUBJECT, params, check_mode=False)
+    assert outcome.failure is not None
+    return outcome.failure.code, outcome.failed_step
+
+
+@pytest.mark.covers("SLICE-6")
+def test_the_partition_of_the_gpus_is_active_as_long_as_the_guest_may_run(
+    host: Host, manager: FabricManager
+) -> None:
+    assert drive(JOINED, check_mode=True).changed and manager.active == []
+    first = drive(JOINED)
+    assert first.done[:3] == ["define_domain", "activate_partition", "start_domain"]
+    assert first.evidence["activate_partition"] == {"partition": 3, "modules": [1, 3]}
+    assert manager.active == [3]
+    assert not drive(JOINED).changed
+    assert drive({**JOINED, "state": "stopped"}).done[-1] == "deactivate_partition"
+    assert manager.active == [] and not drive({**JOINED, "state": "stopped"}).changed
+    drive(JOINED)
+    removal = drive({**JOINED, "state": "absent"})
+    assert removal.done[-3:] == ["deactivate_partition", "undefine_domain", "remove_files"]
+    assert manager.active == [] and not _host.path(RECORD).exists()
+    assert not drive({**JOINED, "state": "absent"}).changed
+
+
+def test_a_start_by_hand_activates_the_partition_or_is_refused(
+    host: Host, manager: FabricManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drive(JOINED)
+    # A restart of the Fabric Manager, or a power loss.
+    manager.set(active=[])
+    assert _start_hook.start(NAME, host.xml) == 0
+    assert manager.active == [3]
+    for change, code in (
+        ({"active": [1]}, "nvlink_partition_overlap"),
+        ({"active": [], "faults": {"-a": "lie"}}, "nvlink_partition_unchanged"),
+        ({"faults": {"-l": "down"}}, "fabric_manager_unreachable"),
+    ):
+        manager.set(**change)
+        assert _start_hook.start(NAME, host.xml) == 1
+        assert code in capsys.readouterr().err
+    _host.write(RECORD, "")
+    assert _start_hook.start(NAME, host.xml) == 1
+    assert "nvlink_record_unreadable" in capsys.readouterr().err
+
+
+def test_nothing_starts_beside_a_partition_that_another_slice_left(
+    host: Host, manager: FabricManager
+) -> None:
+    manager.set(active=[1])
+    assert failing(JOINED) == ("nvlink_partition_overlap", None)
+    manager.set(active=[], faults={"-a": "refuse"})
+    assert failing(JOINED) == ("fabric_manager_refused", "activate_partition")
+    assert "start" not in host.acts
+    # What the Fabric Manager may have activated all the same is deactivated.
+    manager.set(active=[3], faults={})
+    drive({**JOINED, "state": "absent"})
+    assert manager.active == []
+
+
+@pytest.mark.covers("SLICE-6", "I13")
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ({"-l": "hang"}, "fabric_manager_unreachable"),
+        ({"-d": "lie"}, "nvlink_partition_unchanged"),
+        ({"-d": "refuse"}, "fabric_manager_refused"),
+    ],
+)
+def test_a_release_fails_while_the_partition_may_be_active(
+    host: Host, manager: FabricManager, short: None, fault: dict[str, str], code: str
+) -> None:
+    drive(JOINED)
+    manager.set(faults=fault)
+    removal = {**JOINED, "state": "absent"}
+    assert failing(removal) == (code, "deactivate_partition")
+    assert host.life == Life("shut off") and host.port() is None, "the guest does not run on"
+    assert _host.path(RECORD).exists(), "the next run would not know what to deactivate"
+    # A stop goes on, because the slice keeps its GPUs.
+    stopped = drive({**JOINED, "state": "stopped"})
+    assert [doubt.code for doubt in stopped.doubts] == [code]
+    manager.set(faults={})
+    drive(removal)
+    assert manager.active == []
+
+
+def test_a_release_deactivates_no_partition_of_others(host: Host, manager: FabricManager) -> None:
+    drive(JOINED)
+    manager.set(active=[1])
+    overlap = ("nvlink_partition_overlap", "deactivate_partition")
+    assert failing({**JOINED, "state": "absent"}) == overlap
+    assert manager.active == [1]
+    _host.write(RECORD, "{}")
+    unreadable = ("nvlink_record_unreadable", "deactivate_partition")
+    assert failing({**JOINED, "state": "absent"}) == unreadable
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"modules": [1]}, {"modules": [1, 1]}, {"modules": [-1]}, {"address": ""}, {"socket": "/x"}],
+)
+def test_a_partition_that_is_not_that_of_the_gpus_is_refused(
+    host: Host, manager: FabricManager, change: dict[str, Any]
+) -> None:
+    partition = {**JOINED["spec"]["nvlink_partition"], **change}
+    wrong = {**JOINED, "spec": {**JOINED["spec"], "nvlink_partition": partition}}
+    assert failing(wrong) == ("spec_invalid", None)
+    assert manager.calls == [] and host.acts == []
 
 
 @pytest.mark.parametrize(("stubborn", "word"), [(False, "graceful"), (True, "hard")])

@@ -95,6 +95,7 @@ def test_one_trace_is_enough(
         (_object_names.seed_path(ONE), "seed"),
         (_object_names.console_path(ONE), "console"),
         (_object_names.ingress_path(ONE), "ingress_file"),
+        (_object_names.nvlink_path(ONE), "nvlink_file"),
         (_dnsmasq.file_of(ONE), "reservation"),
     ],
 )
