@@ -340,14 +340,14 @@ def test_what_is_free_is_unknown_while_the_visitor_asks_elsewhere(
     member, page = browse("member"), "/console/projects/demo/launch"
     with reading(selling.engine) as conn:
         busy = set(conn.execute(sa.select(api_tokens.c.id)).scalars())
-    console.state.judged._busy |= busy
+    console.state.availability._busy |= busy
     shape = member.get(page)
     assert (shape.status_code, "unknown at present" in shape.text) == (200, True)
     assert "required disabled" not in shape.text
     assert "unknown at present" in member.get("/console/catalog").text
     region = member.get(page, params={"offer": "lab-edu-slice*2", "step": "region"})
     assert region.status_code == 200
-    console.state.judged._busy -= busy
+    console.state.availability._busy -= busy
     assert "2 free" in member.get(page).text
 
 
