@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.cli import session
+from reconciler.cli import drill, session
 from reconciler.cli.main import main
 from reconciler.db import leader
 from reconciler.db.engine import open_engine, reading, transaction
+from reconciler.db.schema import PoolWorker
 from reconciler.db.schema import jobs as table
 from reconciler.pools import pools
-from tests.unit.reconciler.service.service import Service, serving, until
+from tests.unit.reconciler.service.service import Service, alive, serving, until
 
 pytestmark = pytest.mark.covers("ORCH-7")
 
@@ -110,20 +111,29 @@ def test_drain_is_refused_during_maintenance_and_does_not_end_it(gpuaas: Gpuaas)
     assert gpuaas("maintenance", "normal")["mode"] == "normal"
 
 
-def test_reclaim(gpuaas: Gpuaas, engine: sa.Engine) -> None:
-    """The lease of the killed worker runs out within seconds here."""
-    ended = threading.Event()
-    dead = sa.update(table).where(table.c.status == "running", table.c.lost == 0)
+def test_reclaim(gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of the killed worker runs out at once here, and the next one takes no time."""
+    submit = drill._Jobs.submit
+    monkeypatch.setattr(drill._Jobs, "submit", lambda jobs, _: submit(jobs, [{"seconds": 60}]))
+    workers = PoolWorker.TABLE
+    running = sa.select(workers.c.pid).join(table, table.c.worker == workers.c.id)
+    running = running.where(table.c.status == "running")
+
+    def holder() -> int | None:
+        with reading(engine) as conn:
+            return conn.execute(running).scalar()
 
     def expire() -> None:
-        while not ended.wait(6):
-            with transaction(engine) as conn:
-                conn.execute(dead.values(lease_expires_at=1.0))
+        pid = until(holder)
+        assert pid is not None
+        until(lambda: not alive(pid))
+        dead = sa.update(table).where(table.c.status == "running")
+        with transaction(engine) as conn:
+            conn.execute(dead.values(lease_expires_at=1.0, input={"seconds": 0}))
 
     thread = threading.Thread(target=expire)
     thread.start()
     document = gpuaas("drill", "reclaim", "--project", "drills")
-    ended.set()
     thread.join()
     assert verdict(document) == "passed", document
     assert steps(document)["its loss is recorded"] == "lost 1 times"

@@ -30,10 +30,26 @@ def provider() -> Iterator[Provider]:
         yield process
 
 
+class Clock:
+    """In which only sleeping takes time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tokens, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(tokens, "_LEAST_S", 0.05)
+    monkeypatch.setattr(tokens, "time", Clock())
+    monkeypatch.setattr(oidc, "_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 60.0)
+    monkeypatch.setattr(tokens, "_INTERVAL_S", 0.1)
+    monkeypatch.setattr(tokens, "_LEAST_S", 0.2)
     monkeypatch.setenv("GPUAAS_TOKEN_FILE", str(tmp_path / "token"))
     return tmp_path / "token"
 

@@ -32,6 +32,7 @@ from tests.unit.reconciler.api.conftest import databases, selling
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot, new_key
+from tests.unit.reconciler.service.service import until
 
 __all__ = ["boot", "databases", "selling"]
 T = TypeVar("T")
@@ -40,7 +41,8 @@ NAME = "127.0.0.1"
 MANY = "MaxStartups 300"
 # A busy machine has needed more than two seconds for a login at its own sshd.
 QUICK = Limits(check_s=0.2, login_s=30, machine_s=60, report_s=0.2)
-IMPATIENT = replace(QUICK, login_s=5, machine_s=2)
+# Only for machines that never answer.
+IMPATIENT = replace(QUICK, machine_s=2)
 
 
 @dataclass
@@ -112,11 +114,20 @@ class World:
         rows = self.stack.client("admin").get("admin/audit", params={"action": action})
         return list(rows.json()["items"])
 
+    def refused(self, *codes: str) -> None:
+        """Wait until refusals with these codes are recorded, and no others."""
+
+        def recorded() -> set[str]:
+            return {row["detail"]["code"] for row in self.audit("gateway.refused")}
+
+        until(lambda: recorded() >= set(codes))
+        assert recorded() == set(codes)
+
     def on_loop(self, work: Awaitable[T]) -> T:
         async def awaited() -> T:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(120)
 
 
 def seed(trust: ca.Trust, allocation: str) -> list[dict[str, str]]:

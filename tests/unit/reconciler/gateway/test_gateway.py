@@ -599,8 +599,7 @@ def test_a_user_of_the_provider_has_half_a_day(world: World) -> None:
     assert world.run("id").returncode == 0
     _set(world, allocations, created_at=time.time() - 13 * 3600)
     assert world.run("id").returncode == 255
-    codes = {row["detail"]["code"] for row in until(lambda: world.audit("gateway.refused"))}
-    assert codes == {"ssh_key_expired"}
+    world.refused("ssh_key_expired")
 
 
 def test_hosts_that_hang_and_hosts_with_another_key_are_named(
@@ -620,9 +619,7 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(
         silent.listen()
         world.dial(silent.getsockname()[1])
         patient, world.gateway.limits = world.gateway.limits, IMPATIENT
-        began = time.monotonic()
         hanging = world.run("id")
-        assert time.monotonic() - began < 30
         world.gateway.limits = patient
     other = world.boot("other", login=world.key.with_name("tenant.pub").read_text())
     world.dial(other.port)
@@ -646,9 +643,8 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(
     ):
         assert done.returncode == 255 and code in done.stderr, done.stderr
     assert "publickey" not in other.log + false.log, "nothing was offered to them"
-    codes = {row["detail"]["code"] for row in world.audit("gateway.refused")}
-    ways = {"relay_refused", "machine_refused", "machine_silent"}
-    assert codes == {*ways, "host_not_proven", "host_unreachable"}
+    ways = ("relay_refused", "machine_refused", "machine_silent")
+    world.refused(*ways, "host_not_proven", "host_unreachable")
     assert world.sessions() == []
 
 
@@ -834,7 +830,7 @@ def test_limits_of_connections(world: World, limit: str) -> None:
         client.communicate("")
     until(lambda: not world.gateway.clients)
     assert world.run("id").returncode == 0
-    (row,) = world.audit("gateway.refused")
+    (row,) = until(lambda: world.audit("gateway.refused"))
     assert row["detail"]["code"] == "too_many_connections"
     assert row["actor"].startswith("member:member#")
 
@@ -928,17 +924,19 @@ def test_a_member_with_many_machines_and_networks_leaves_room_for_others(world: 
 
 
 def test_an_idle_login_and_a_flood_of_refusals_leave_little(world: World) -> None:
-    world.gateway.limits = replace(world.gateway.limits, idle_s=0.5, refusals=2, report_s=60)
+    patient = replace(world.gateway.limits, refusals=2, report_s=3600)
+    world.gateway.limits = replace(patient, idle_s=0.5)
     idle = [*world.ssh(host=f"gateway-{world.allocation}")[:-1], "-N"]
     done = subprocess.run(
-        [*idle, f"gateway-{world.allocation}"], capture_output=True, timeout=30, check=False
+        [*idle, f"gateway-{world.allocation}"], capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 255
+    world.gateway.limits = patient
     for port in range(30, 36):
         gateway = f"gateway-{world.allocation}"
         words = [*world.ssh(host=gateway)[:-1], "-W", f"slice:{port}", gateway]
-        subprocess.run(words, capture_output=True, timeout=30, check=False)
-    assert len(world.audit("gateway.refused")) == 1
+        subprocess.run(words, capture_output=True, timeout=60, check=False)
+    assert len(until(lambda: world.audit("gateway.refused"))) == 1
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.long)])

@@ -31,6 +31,7 @@ from reconciler.console.session import of_socket
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, terminal_recordings, terminal_tickets
 from reconciler.gateway import sessions, web
+from reconciler.gateway.machine import Machine
 from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
@@ -90,6 +91,7 @@ class Site:
             subprotocols=options.pop("subprotocols", [Subprotocol(web.PROTOCOL)]),
             compression=None,
             proxy=None,
+            open_timeout=60,
             **options,
         )
 
@@ -155,7 +157,12 @@ def serving(world: World, limits: Limits) -> Iterator[Site]:
     settings, engine = world.stack.settings, world.stack.engine
     app = web.mount(mount(create_app(settings, engine)), of_socket, limits)
     options = {"ws_max_size": web.FRAME, "ws_per_message_deflate": False}
-    with listening(app, access_log=False, timeout_graceful_shutdown=None, **options) as url:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        listening(app, access_log=False, timeout_graceful_shutdown=None, **options) as url,
+    ):
+        patch.setattr(web, "_OPEN_S", 600.0)
+        patch.setattr(web, "_CLOSE_S", 60.0)
         site = Site(world, int(url.rpartition(":")[2]), app)
         yield site
     assert not site.live
@@ -190,7 +197,7 @@ def test_a_guest_without_the_authority_is_named(world: World, site: Site) -> Non
     assert (code, number) == ("terminal_refused_by_guest", 4010)
     assert "certificate authority" in words and "gpuaas ssh" in words
     assert world.sessions() == []
-    assert len(world.audit("gateway.refused")) == 2
+    until(lambda: len(world.audit("gateway.refused")) == 2)
     # The tenant's own way is as open as before.
     assert world.run("id").returncode == 0
 
@@ -208,8 +215,7 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
         another = {"username": USER, "host_keys": [world.host.key]}
         conn.execute(sa.update(allocations).values(connection=another))
     assert "guest_not_proven" in shell(world, "id").stderr
-    codes = {row["detail"]["code"] for row in until(lambda: world.audit("gateway.refused"))}
-    assert codes == {"terminal_refused_by_guest", "guest_not_proven"}
+    world.refused("terminal_refused_by_guest", "guest_not_proven")
 
 
 @pytest.mark.parametrize("terminal", [False])
@@ -313,7 +319,7 @@ def test_a_person_who_leaves_the_project_loses_the_terminal(world: World, limits
             def log_in(*groups: str) -> str:
                 provider.set(login=provider.order(groups=groups))
                 asked = person.get("/console/login/provider").headers["Location"]
-                answer = person.get(httpx.get(asked).headers["Location"])
+                answer = person.get(httpx.get(asked, timeout=60).headers["Location"])
                 assert answer.status_code == 303, answer.text
                 return person.cookies["gpuaas"]
 
@@ -382,8 +388,7 @@ def test_a_ticket_opens_one_terminal_of_its_holder(world: World, site: Site) -> 
         conn.execute(sa.update(terminal_tickets).values(expires_at=1))
     with site.open(old) as terminal:
         assert terminal.end()[0] == "ticket_refused"
-    codes = {row["detail"]["code"] for row in world.audit("gateway.refused")}
-    assert codes == {"ticket_refused"}
+    world.refused("ticket_refused")
     with transaction(world.stack.engine) as conn:
         assert first["ticket"] not in str(conn.execute(sa.select(terminal_tickets)).all())
 
@@ -543,19 +548,21 @@ def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) ->
         terminal.ready()
         terminal.client.send(b"exec cat /dev/zero\r")
         (session,) = site.live
+        until(lambda: session.traffic()[1] > 1_000)
         taken = -1
         while taken != session.traffic()[1]:
             taken = session.traffic()[1]
             time.sleep(0.5)
-        assert 0 < taken < 16 << 20
+        assert taken < 16 << 20
         end_allocation(world)
         until(lambda: [s for s in _sessions(world) if s["closed_at"]])
 
 
-@pytest.mark.parametrize("limits", [replace(QUICK, typed_s=0.5)])
 def test_an_idle_terminal_ends(world: World, site: Site) -> None:
     with site.open() as terminal:
         terminal.ready()
+        (hall,) = site.app.state.terminals
+        hall.limits = world.gateway.limits = replace(QUICK, typed_s=0.5)
         assert terminal.end()[:2] == ("idle", 4005)
     done = subprocess.Popen(
         ["ssh", "-tt", *world.ssh(host=f"gateway-{world.allocation}")[1:]],
@@ -563,7 +570,7 @@ def test_an_idle_terminal_ends(world: World, site: Site) -> None:
     )  # fmt: skip
     with done:
         try:
-            assert done.wait(20) == 255
+            assert done.wait(60) == 255
         finally:
             done.kill()
 
@@ -585,7 +592,7 @@ def test_terminals_of_one_member_are_counted_over_all_processes(world: World, si
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
-    """Each holds one for the ten seconds of its first frame, without a ticket."""
+    """Each holds one until its first frame, without a ticket."""
     with ExitStack() as opened:
         mine = [opened.enter_context(site.dial()) for _ in range(5)]
         for client in mine[2:]:
@@ -594,8 +601,7 @@ def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: S
         other = opened.enter_context(site.dial(site.token("stranger")))
         other.send(json.dumps(OPEN))
         assert Web(other).end()[0] == "ticket_refused"
-    codes = sorted(row["detail"]["code"] for row in world.audit("gateway.refused"))
-    assert codes == ["ticket_refused", "too_many_connections"]
+    world.refused("ticket_refused", "too_many_connections")
 
 
 def test_many_sockets_one_after_the_other_are_watched_once(
@@ -616,9 +622,10 @@ def test_many_sockets_one_after_the_other_are_watched_once(
             pass
     with site.dial():
         until(lambda: site.live)
+        began = time.monotonic()
         checks.clear()
         time.sleep(1)
-        assert len(checks) <= 1 / QUICK.check_s + 1
+        assert len(checks) <= (time.monotonic() - began) / QUICK.check_s + 1
 
 
 def test_a_token_that_ends_before_the_first_frame_opens_nothing(world: World, site: Site) -> None:
@@ -778,11 +785,18 @@ def test_changes_of_size_do_not_fill_the_memory(
     assert b"recording_full" in world.on_loop(resize())
 
 
-@pytest.mark.parametrize("limits", [IMPATIENT])
 @pytest.mark.parametrize("stage", ["channel", "pty"])
 def test_a_guest_that_is_silent_after_the_login_is_named(
-    world: World, site: Site, mute: Mute, stage: str
+    world: World, site: Site, mute: Mute, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    log_in = Machine.log_in
+
+    async def impatient(self: Machine) -> asyncssh.SSHClientConnection:
+        guest = await log_in(self)
+        self._timeout_s = 0.5
+        return guest
+
+    monkeypatch.setattr(Machine, "log_in", impatient)
     mute.guest(stage)
     with site.open() as terminal:
         assert terminal.end()[0] == "machine_silent"

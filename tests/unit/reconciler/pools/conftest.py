@@ -58,6 +58,8 @@ class Workers:
         self.queue = queue
         self.log = folder / "workers.log"
         self.note = folder / "ran"
+        # Calls that name it as `until` end once it exists.
+        self.go = folder / "go"
         self.pids: list[int] = []
         self.environment = {
             "GPUAAS_STATE_DIR": str(folder),

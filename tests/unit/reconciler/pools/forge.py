@@ -11,6 +11,7 @@ import time
 import reconciler.db.migrations
 import reconciler.pools.api_queue
 import reconciler.pools.child
+import reconciler.pools.hints
 import reconciler.pools.worker
 from reconciler.cli.main import main
 
@@ -19,6 +20,8 @@ LOADED = (reconciler.db.migrations, reconciler.pools.child, reconciler.pools.wor
 if __name__ == "__main__":
     # A worker that is told to end looks for a job to the end of that time.
     vars(reconciler.pools.api_queue)["_WAIT_S"] = 1
+    # A busy machine keeps Redis from answering for longer.
+    vars(reconciler.pools.hints).update(_TIMEOUT_S=20.0, _LIMIT_S=30.0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -22,10 +22,12 @@ def _note(call: Input) -> None:
 
 
 def double(call: Input) -> dict[str, Any]:
-    """Twice the number. Prints, as libraries do."""
+    """Twice the number, after `seconds` and once the file `until` exists. Prints like a library."""
     print("a library's banner", flush=True)
     _note(call)
     time.sleep(call.get("seconds", 0))
+    while "until" in call and not Path(call["until"]).exists():
+        time.sleep(0.01)
     return {"twice": call["number"] * 2}
 
 

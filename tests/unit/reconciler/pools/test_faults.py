@@ -133,12 +133,14 @@ def test_a_full_disk_delays_outcomes_and_repeats_no_call(
     database: Database, template: Path, forge: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     workers = Workers(Queue(database.restore(template)), tmp_path, forge)
-    workers.submit(100, seconds=0.01)
+    workers.submit(20, seconds=0.01)
+    workers.submit(80, seconds=0.01, until=str(workers.go))
     worker = workers.start()
     until(lambda: len(workers.ran()) > 20)
     room, most = resource.prlimit(worker, resource.RLIMIT_FSIZE)
     # As a full disk, for the worker only. Its log is beyond the limit as well.
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (1, most))
+    workers.go.touch()
     stuck = -1
     while stuck != (stuck := workers.queue.open()):
         time.sleep(0.5)
@@ -148,7 +150,7 @@ def test_a_full_disk_delays_outcomes_and_repeats_no_call(
     with reading(workers.queue.engine) as conn:
         ended = conn.execute(sa.select(table)).all()
     assert {(job.status, job.attempts, job.lost) for job in ended} == {("done", 1, 0)}
-    assert sorted(workers.ran()) == list(range(100))
+    assert sorted(workers.ran()) == sorted([*range(20), *range(80)])
     workers.close()
 
 

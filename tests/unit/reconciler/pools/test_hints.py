@@ -29,8 +29,15 @@ from tests.unit.reconciler.service.service import until
 pytestmark = pytest.mark.covers("ORCH-2")
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine keeps Redis from answering for longer than workers wait for it."""
+    monkeypatch.setattr(hints, "_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(hints, "_LIMIT_S", 30.0)
+
+
 @pytest.fixture(params=["redis-server", "valkey-server"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
+def server(request: pytest.FixtureRequest, tmp_path: Path, patient: None) -> Iterator[RedisServer]:
     """Redis, and Valkey where the distribution has it."""
     server = RedisServer(tmp_path, program=request.param)
     server.start()
@@ -61,17 +68,17 @@ def test_streams_have_the_names_that_other_programs_read() -> None:
     assert names == [stream, "cg:inference", f"{stream}:dlq"]
 
 
-def test_a_hint_wakes_a_process_that_would_look_in_a_minute(
+def test_a_hint_wakes_a_process_that_would_look_in_ten_minutes(
     workers: Workers, server: RedisServer
 ) -> None:
-    workers.environment |= {"GPUAAS_REDIS_URL": server.url, "GPUAAS_POLL_S": "60"}
+    workers.environment |= {"GPUAAS_REDIS_URL": server.url, "GPUAAS_POLL_S": "600"}
     workers.start()
     workers.served("m")
     for _ in range(2):
         (id,) = workers.submit(1)
         hints.Hints(server.url).announce([id])
-        until(lambda id=id: workers.queue.read(id).status == "done", 30)
-        until(lambda: server.client.xlen(STREAM) == 0, 30)
+        until(lambda id=id: workers.queue.read(id).status == "done")
+        until(lambda: server.client.xlen(STREAM) == 0)
 
 
 def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: Hints) -> None:
@@ -83,7 +90,7 @@ def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: 
         assert streams.wait("w", 60)
         timer.join()  # On a busy machine it may come after the end of the wait.
 
-    assert quickest(woken) < 0.9, "it was not the end of the wait that woke it"
+    assert quickest(woken) < 9, "it was not the end of the wait that woke it"
     streams.announce(["c"])
     streams.wait("w", 1)
     assert streams.lengths() == {STREAM: 0, DEAD: 0}
@@ -166,29 +173,33 @@ def test_a_hint_that_another_worker_takes_delays_a_job_by_a_poll_at_most(
     streams.announce(queue.add(1))
     streams.wait("another", 1)
     waited = quickest(lambda: database.wait(threading.Event()))
-    assert waited < 0.6, "not for the second that Redis may be asked"
+    assert waited < 5, "not for the ten seconds that Redis may be asked here"
     assert not database.is_idle()
 
 
-def test_hints_that_bring_no_job_let_no_worker_spin(queue: Queue, server: RedisServer) -> None:
+def test_hints_that_bring_no_job_let_no_worker_spin(
+    queue: Queue, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
     database.serve({})
     stopping, streams = threading.Event(), Hints(server.url)
 
-    def waits(seconds: float) -> int:
-        end, count = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
-            streams.announce(["of another model"])
-            database.wait(stopping)
-            assert database.is_idle()
-            count += 1
-        return count
+    def wait() -> None:
+        streams.announce(["of another model"])
+        database.wait(stopping)
+        assert database.is_idle()
 
-    assert 5 < waits(1.0) <= 22
+    began = time.monotonic()
+    for _ in range(22):
+        wait()
+    assert time.monotonic() - began > 1, "every second one is a pause"
     # Those that are left do not keep workers from hearing of new ones.
     streams.announce(map(str, range(3 * hints.STALE)))
-    waits(0.7)
-    assert streams.lengths()[STREAM] < hints.STALE
+    waits = 0
+    while streams.lengths()[STREAM] >= hints.STALE:
+        wait()
+        waits += 1
+        assert waits < 40, "old hints are read a few at a time"
     # After a hint that has brought a job, the next one wakes the worker at once.
     database._poll_s = 60.0
     server.client.delete(STREAM)
@@ -200,7 +211,9 @@ def test_hints_that_bring_no_job_let_no_worker_spin(queue: Queue, server: RedisS
         assert database.turn((), (), 1).calls
 
     woken()
-    assert quickest(woken) < 0.5
+    with monkeypatch.context() as patch:
+        patch.setattr(stopping, "wait", lambda _: pytest.fail("it pauses"))
+        woken()
 
 
 @contextmanager
@@ -255,22 +268,23 @@ def test_a_redis_that_hangs_or_answers_nonsense_costs_a_moment(
         ):
             began, streams._away_until = time.monotonic(), 0.0
             assert not use()
-            assert time.monotonic() - began < hints._LIMIT_S + 1
+            assert time.monotonic() - began < 15
 
 
 def test_a_redis_that_does_not_wait_lets_no_worker_spin(
     server: RedisServer, streams: Hints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert streams.wait("w", 0.01)
-    monkeypatch.setattr(streams._redis, "xreadgroup", lambda *_, **__: [])
-    assert not streams.wait("w", 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(streams._redis, "xreadgroup", lambda *_, **__: [])
+        assert not streams.wait("w", 60)
     # An entry that no program of ours wrote.
-    monkeypatch.undo()
     server.client.xadd(STREAM, {b"\xff": b"\xfe"})
     assert streams.wait("w", 60)
     assert streams.lengths()[STREAM] == 0
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_redis_without_xautoclaim_is_named_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -286,10 +286,10 @@ def test_ends_that_do_not_count_put_off_the_next_worker(engine: sa.Engine) -> No
     assert pause() <= 0, "these end the pool soon"
     for _ in range(5):
         end_worker(engine, pool, holding=["p1"])
-    assert pause() == pytest.approx(5, abs=1)
+    assert 1 < pause() <= 5
     for _ in range(30):
         end_worker(engine, pool, holding=["p1", "p2"])
-    assert pause() == pytest.approx(30, abs=1)
+    assert 10 < pause() <= 30
 
 
 def test_a_pool_keeps_few_of_its_ended_workers(engine: sa.Engine) -> None:

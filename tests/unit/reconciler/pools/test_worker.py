@@ -43,11 +43,10 @@ def test_a_call_that_fails_costs_its_own_job_only(workers: Workers) -> None:
         "nan": ("dead_letter", "result_invalid"),
         "list": ("dead_letter", "result_invalid"),
     }
-    calls = [
-        {"file": str(workers.note), "number": number, "how": how}
-        for number, how in enumerate(expected)
-    ]
-    ids = workers.queue.submit(calls, timeout_s=1)
+    ids = []
+    for number, how in enumerate(expected):
+        call = {"file": str(workers.note), "number": number, "how": how}
+        ids += workers.queue.submit([call], timeout_s=1 if how == "hang" else 60)
     workers.start("--memory", "256", function="misbehave")
     for id, (status, code) in zip(ids, expected.values(), strict=True):
         until(lambda id=id: workers.queue.read(id).attempts)
@@ -61,14 +60,19 @@ def test_told_to_end_it_finishes_its_job_and_gives_the_others_back(workers: Work
     quick = workers.submit(60)
     worker = workers.start()
     workers.wait(quick[-1], "done")  # Claims have grown.
-    slow = workers.submit(8, seconds=0.4)
+    slow = workers.submit(8, until=str(workers.go))
     until(lambda: len(workers.ran()) > 60)
     os.kill(worker, signal.SIGTERM)
+
+    def states() -> list[tuple[str, int]]:
+        jobs = [workers.queue.read(id) for id in slow]
+        return sorted((job.status, job.lost) for job in jobs)
+
+    until(lambda: states() == [*[("pending", 0)] * 7, ("running", 0)])
+    workers.go.touch()
     workers.ended(worker)
     assert len(workers.ran()) == 61, "it began nothing more"
-    states = [workers.queue.read(id) for id in slow]
-    assert sorted(job.status for job in states) == ["done", *["pending"] * 7]
-    assert {job.lost for job in states} == {0}
+    assert states() == [("done", 0), *[("pending", 0)] * 7]
 
 
 def test_a_drain_is_bounded_and_the_job_goes_back(workers: Workers) -> None:
@@ -95,13 +99,14 @@ def test_a_killed_worker_leaves_no_process_and_its_job_to_the_next(workers: Work
 
 
 def test_a_worker_that_slept_over_its_lease_cannot_finish(workers: Workers) -> None:
-    (id,) = workers.submit(1, seconds=1)
+    (id,) = workers.submit(1, until=str(workers.go))
     sleeper = workers.start()
     until(workers.ran)
     os.kill(sleeper, signal.SIGSTOP)
     workers.queue.change(id, lease_expires_at=1.0)
     workers.queue.tend()
     (held,) = workers.queue.claim()
+    workers.go.touch()
     os.kill(sleeper, signal.SIGCONT)
     until(lambda: "do not count" in workers.log.read_text())
     assert workers.queue.read(id).token == held.token
