@@ -44,7 +44,9 @@ class Bmc:
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         context = ssl.create_default_context(cafile=self.ca_file)
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=9)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", self.port, context=context, timeout=60
+        )
         try:
             connection.request(method, path, json.dumps(body or {}))
             return json.loads(connection.getresponse().read())

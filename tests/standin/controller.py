@@ -77,7 +77,9 @@ class Controller:
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         context = ssl.create_default_context(cafile=str(self.ca_file))
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=9)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", self.port, context=context, timeout=60
+        )
         try:
             headers = {"Authorization": f"Bearer {TOKEN}"}
             connection.request(method, path, json.dumps(body or {}), headers)

@@ -54,7 +54,9 @@ class Manager:
 
     def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         context = ssl.create_default_context(cafile=str(self.ca_file))
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=9)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", self.port, context=context, timeout=60
+        )
         try:
             connection.request(method, "/standin/", json.dumps(body))
             answer: dict[str, Any] = json.loads(connection.getresponse().read())

@@ -37,7 +37,7 @@ def channel(tmp_path: Path) -> Iterator[Callable[[Reply], Path]]:
 
         yield start
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
 
 
 def test_the_answer_is_the_exit_code_and_the_output(
@@ -47,7 +47,7 @@ def test_the_answer_is_the_exit_code_and_the_output(
         body = {"id": delivery["id"], "exit": 3, "output": delivery["script"]}
         return json.dumps(body).encode() + b"\n"
 
-    answer = userdata.deliver(channel(reply), "#!/bin/sh\nexit 3\n", timeout=5)
+    answer = userdata.deliver(channel(reply), "#!/bin/sh\nexit 3\n", timeout=60)
     assert answer == userdata.Answer(3, "#!/bin/sh\nexit 3\n")
 
 
@@ -59,7 +59,7 @@ def test_the_rest_of_another_answer_is_skipped(
         other = json.dumps({"id": "another", "exit": 1, "output": "not mine"}).encode()
         return b'tput": "cut"}\n' + other + b"\n" + latest + b"\n"
 
-    assert userdata.deliver(channel(reply), "#!/bin/sh\n", timeout=5).output == "mine"
+    assert userdata.deliver(channel(reply), "#!/bin/sh\n", timeout=60).output == "mine"
 
 
 def test_a_script_needs_its_interpreter(tmp_path: Path) -> None:

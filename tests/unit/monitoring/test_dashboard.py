@@ -42,7 +42,7 @@ def test_each_metric_is_in_a_scrape(tmp_path: Path) -> None:
     with serving(tmp_path, GPUAAS_OPERATOR_LISTEN=listen) as service:
         service.start()
         until(service.ready)
-        scrape = httpx.get(f"http://{listen}/metrics", trust_env=False).text
+        scrape = httpx.get(f"http://{listen}/metrics", trust_env=False, timeout=60).text
     # Families that have no value yet are named by their comment, counters with their suffix.
     names = set(re.findall(r"^(?:# TYPE )?([a-z_]+)", scrape, re.MULTILINE))
     alerts = [str(rule["expr"]) for rule in rules().values()]

@@ -137,7 +137,8 @@ def test_service_and_commands_mean_one_site(serving: Installed) -> None:
     made = serving.run("gpuaas", "token", "create", "--role", "platform-admin", "--name", "me")
     assert made.returncode == 0, made.stderr
     headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{serving.port}", headers=headers) as http:
+    url = f"http://127.0.0.1:{serving.port}"
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
         body = {"id": "n1", "address": "192.0.2.7", "profile": "xe9680l-h200"}
         assert http.post("/api/v1/admin/nodes", json=body).status_code == 201
         # An answer to an enrolment begins with a token; only its userdata is asked for here.

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import sqlalchemy as sa
@@ -30,6 +31,8 @@ from tests.unit.reconciler import wipes
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 ADMIN = Act("admin:alice", "test", "corr-1", role="platform-admin")
+# Ten times a site's: a thread of a busy machine that pauses in a transaction loses no session.
+LIMITS = "-c lock_timeout=30s -c idle_in_transaction_session_timeout=100s"
 
 
 def code(call: Callable[..., object], *args: Any, **named: Any) -> str:
@@ -72,7 +75,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
 def server() -> Iterator[str]:
     """The URL of a PostgreSQL database on a server that these tests started."""
     with running(fsync=False) as postgres:
-        yield postgres.url
+        yield f"{postgres.url}&options={quote(LIMITS)}"
 
 
 class PostgresDatabase:

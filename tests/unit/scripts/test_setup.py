@@ -6,7 +6,8 @@ import fcntl
 import os
 import shutil
 import subprocess
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,13 +95,16 @@ def test_a_free_package_manager_is_used_at_once(checkout: Checkout) -> None:
 
 
 def test_package_lists_in_use_are_waited_for(checkout: Checkout) -> None:
-    with (checkout.lists / "lock").open("w") as lock:
+    checkout.calls.touch()
+    with (checkout.lists / "lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
         # A POSIX lock of this process, as apt's own is one: apt-get meets it as another's.
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        release = threading.Timer(2.5, fcntl.lockf, (lock, fcntl.LOCK_UN))
-        release.start()
-        done = checkout.setup()
-        release.join()
+        run = pool.submit(checkout.setup)
+        # The first call has met the lock when the second comes.
+        while len(checkout.calls.read_text().splitlines()) < 2 and not run.done():
+            time.sleep(0.02)
+        fcntl.lockf(lock, fcntl.LOCK_UN)
+        done = run.result()
     assert done.returncode == 0, done.stderr
     waiting = [line for line in done.stdout.splitlines() if "waiting up to 30 s" in line]
     assert len(waiting) == 1

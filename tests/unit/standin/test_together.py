@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,9 +75,9 @@ def _installed_at_the_second_attempt(settings: Settings) -> None:
 
         for end in (Status.FAILED_DEPLOYMENT, Status.DEPLOYED):
             client.release("abc2", comment="a test")
-            assert seen() == [Status.RELEASING, Status.READY]
+            assert _went(seen(), Status.RELEASING, Status.READY)
             client.deploy("abc2", userdata="#!/bin/sh", series="noble", comment="a test")
-            assert seen() == [Status.DEPLOYING, end]
+            assert _went(seen(), Status.DEPLOYING, end)
         assert client.machine("abc2").ip_addresses == [ADDRESSES[1]]
 
 
@@ -89,11 +90,16 @@ def _job_that_runs(settings: Settings) -> None:
         while states[-1] in ("pending", "waiting", "running"):
             time.sleep(0.02)
             states.append(client.get(f"/jobs/{job['id']}/")["status"])
-        assert sorted(set(states), key=states.index) == [
-            *("pending", "waiting", "running", "successful"),
-        ]
+        assert states[0] in ("pending", "waiting")
+        seen = sorted(set(states), key=states.index)
+        assert _went(seen, "pending", "waiting", "running", "successful")
         events = [row["event"] for row in client.every(f"/jobs/{job['id']}/job_events/")]
         assert (events[0], events[-1]) == ("playbook_on_start", "playbook_on_stats")
+
+
+def _went(seen: list[Any], *states: Any) -> bool:
+    """Whether it went through these states to the last one. A busy machine may miss some."""
+    return seen[-1] == states[-1] and seen == [state for state in states if state in seen]
 
 
 def _children(parent: int) -> list[str]:

@@ -33,11 +33,11 @@ JOB = "JID_763788807801"
 def drive(bmc: standin.Bmc, *, check: bool = False, **change: Any) -> _change.Outcome:
     params = {
         "attributes": WANTED, "state": "present", "power_cycle": False, "wait": True,
-        "deadline": 5, "interval": 0.05, "timeout": 5, "acknowledged_jobs": [], "system": "",
+        "deadline": 60, "interval": 0.05, "timeout": 60, "acknowledged_jobs": [], "system": "",
     }  # fmt: skip
     account = _redfish_session.Account("root", standin.PASSWORD)
     with _redfish_session.Client(
-        bmc.address, account, Trust(ca_file=bmc.ca_file), timeout=5
+        bmc.address, account, Trust(ca_file=bmc.ca_file), timeout=60
     ) as client:
         subject = _redfish_bios.subject(client)
         return _change.drive(subject, params | change, check_mode=check)
@@ -288,14 +288,14 @@ def run(bmc: standin.Bmc, tmp_path: Path, **change: Any) -> tuple[dict[str, Any]
     """Run the module as Ansible does: a process, its arguments on standard input."""
     arguments = {
         "host": bmc.address, "user": "root", "password": standin.PASSWORD,
-        "ca_file": bmc.ca_file, "state": "present", "timeout": 5,
+        "ca_file": bmc.ca_file, "state": "present", "timeout": 60,
         "_ansible_remote_tmp": str(tmp_path), **change,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, module.__file__],
         input=json.dumps({"ANSIBLE_MODULE_ARGS": arguments}),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return json.loads(done.stdout), done.stdout + done.stderr
 

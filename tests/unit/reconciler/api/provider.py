@@ -222,7 +222,7 @@ class Provider:
     def token(self, **wishes: Any) -> str:
         """A valid token, changed by the given values; a claim that is None is left out."""
         order = self.order(**wishes)
-        return str(httpx.post(f"{self.url}/sign", json=order).json()["token"])
+        return str(httpx.post(f"{self.url}/sign", json=order, timeout=60).json()["token"])
 
     def order(
         self, *, key: str = "rsa", alg: str = "RS256", headers: Any = None, **claims: Any
@@ -235,11 +235,11 @@ class Provider:
 
     def set(self, **values: Any) -> None:
         """Change published keys, availability or issuer."""
-        httpx.post(f"{self.url}/set", json=values)
+        httpx.post(f"{self.url}/set", json=values, timeout=60)
 
     def requests(self) -> int:
         """Number of requests for public documents."""
-        return int(httpx.get(f"{self.url}/requests").json()["requests"])
+        return int(httpx.get(f"{self.url}/requests", timeout=60).json()["requests"])
 
 
 @contextmanager

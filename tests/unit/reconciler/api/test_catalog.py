@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 from sqlalchemy import Connection
 
+from reconciler.api import catalog
 from reconciler.db.engine import transaction
 from reconciler.db.schema import nodes, slots
 from reconciler.lifecycle import placement
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.covers("CTRL-11")
 def test_offers_are_those_of_the_hardware_profiles(selling: Stack) -> None:
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(nodes).values(region="north"))
-    catalog = selling.client("member").get("catalog").json()
-    offers = {sku["name"]: sku for sku in catalog["skus"]}
+    shown = selling.client("member").get("catalog").json()
+    offers = {sku["name"]: sku for sku in shown["skus"]}
     assert offers["h200-sxm-slice"]["gpu_counts"] == [1]
     assert offers["lab-edu-slice"]["gpu_counts"] == [1, 2, 4]
     assert offers["h200-sxm-slice"]["vcpus_per_gpu"] == 24
@@ -39,7 +40,7 @@ def test_offers_are_those_of_the_hardware_profiles(selling: Stack) -> None:
     with transaction(selling.engine) as conn:
         (size,) = conn.execute(sa.select(slots.c.nvme_size_bytes).distinct()).scalars()
     assert disks == [(None, None), (size, size), (None, None)]
-    (north,) = catalog["regions"]
+    (north,) = shown["regions"]
     assert north == {"name": "north", "enabled": True, "planned": False, "reason": ""}
 
 
@@ -85,6 +86,7 @@ def test_a_region_is_enabled_while_something_fits(selling: Stack, off: str) -> N
 def test_one_judgement_of_the_regions_serves_all_and_refuses_nobody(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(catalog.Judged, "FRESH_S", 600.0)
     gate, judged, regions = threading.Event(), [], placement.regions
 
     def slowly(conn: Connection, wants: Any) -> set[str]:
@@ -136,6 +138,7 @@ def test_one_judgement_serves_all_until_something_changes(
     """A member who asks without end, each time for something else, keeps one thread, and no place
     of another.
     """
+    monkeypatch.setattr(catalog.Judged, "FRESH_S", 600.0)
     judged, judge = [], placement.judge
     gate = threading.Event()
 

@@ -55,7 +55,7 @@ def local(new: Stack) -> Iterator[httpx.Client]:
     settings = new.settings.model_copy(update={"operator_listen": "127.0.0.1:0"})
     with (
         listeners.serve_operators(settings, app) as address,
-        httpx.Client(base_url=f"http://{address}", trust_env=False) as client,
+        httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=60) as client,
     ):
         yield client
 
@@ -177,6 +177,7 @@ def test_it_ends_with_the_process(new: Stack) -> None:
     settings = new.settings.model_copy(update={"operator_listen": "127.0.0.1:0"})
     app = create_operator_app(settings, new.engine)
     with listeners.serve_operators(settings, app) as address:
-        assert httpx.get(f"http://{address}/healthz", trust_env=False).status_code == 200
+        answer = httpx.get(f"http://{address}/healthz", trust_env=False, timeout=60)
+        assert answer.status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://{address}/healthz", trust_env=False)

@@ -37,7 +37,7 @@ class Site:
 
     def items(self, path: str) -> list[dict[str, Any]]:
         url = f"{self.service.url}/api/v1{path}"
-        answer = httpx.get(url, headers=self._headers, trust_env=False)
+        answer = httpx.get(url, headers=self._headers, trust_env=False, timeout=60)
         return list(answer.json()["items"])
 
     def act(self, action: str, subject: str = NODE, **params: Any) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_no_caller_of_a_running_service_forges_a_line(selling: Stack) -> None:
     with serving(selling.settings.state_dir) as service:
         service.start()
         until(service.ready)
-        with httpx.Client(base_url=service.url, trust_env=False) as client:
+        with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
             for text in HOSTILE:
                 client.get("/" + "".join(f"%{byte:02x}" for byte in f"x{text}".encode()))
                 client.get("/x", headers={"X-Correlation-Id": text[1:]})

@@ -123,7 +123,7 @@ def test_a_login_of_the_gateway_is_short_and_for_one_slice(
     read = read_certificate(line)
     way = "slice" if of is ca.relay_certificate else "terminal"
     assert (read.kind, read.principals) == ("user", (f"{way}:slice-1",))
-    assert 290 < (read.valid_before - datetime.now(UTC)).total_seconds() <= 300
+    assert 200 < (read.valid_before - datetime.now(UTC)).total_seconds() <= 300
     assert read.valid_after < datetime.now(UTC)
     certificate = load_ssh_public_identity(line.encode())
     assert isinstance(certificate, SSHCertificate)

@@ -184,11 +184,11 @@ def test_the_os_disk_is_refused_under_any_name(bench) -> None:
 
 
 def test_a_passing_look_at_the_disk_is_waited_for(loop, monkeypatch) -> None:
-    monkeypatch.setattr(_block, "_PATIENCE_S", 5.0)
+    monkeypatch.setattr(_block, "_PATIENCE_S", 60.0)
     disk = _block.resolve(loop.name)
+    began = time.monotonic()
     with Path(loop.device).open("rb") as handle:
         reader = subprocess.Popen(["sleep", "1"], stdin=handle)
-    began = time.monotonic()
     with _block.exclusive(disk):
         assert time.monotonic() - began > 0.5
     reader.wait()

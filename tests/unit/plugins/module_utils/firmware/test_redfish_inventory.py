@@ -32,7 +32,7 @@ ACCOUNTS = "/redfish/v1/AccountService/Accounts"
 def read(bmc: standin.Bmc, **documents: Any) -> dict[str, Any]:
     bmc.begin(documents=RECORDED | documents)
     account = _redfish_session.Account("root", standin.PASSWORD)
-    with _redfish_session.Client(bmc.address, account, Trust(bmc.ca_file), timeout=9) as client:
+    with _redfish_session.Client(bmc.address, account, Trust(bmc.ca_file), timeout=60) as client:
         return _redfish_inventory.read(client)
 
 

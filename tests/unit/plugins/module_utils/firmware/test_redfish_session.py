@@ -25,7 +25,7 @@ SYSTEM = redfish.SYSTEM
 
 
 def client(
-    bmc: standin.Bmc, trust: Trust | None = None, *, timeout: float = 9
+    bmc: standin.Bmc, trust: Trust | None = None, *, timeout: float = 60
 ) -> _redfish_session.Client:
     account = _redfish_session.Account("root", standin.PASSWORD)
     return _redfish_session.Client(
@@ -41,7 +41,7 @@ def refused(act: Callable[[], object]) -> _errors.Refusal:
 
 
 def get(
-    bmc: standin.Bmc, path: str = SYSTEM, *, trust: Trust | None = None, timeout: float = 9
+    bmc: standin.Bmc, path: str = SYSTEM, *, trust: Trust | None = None, timeout: float = 60
 ) -> _errors.Refusal:
     def act() -> None:
         with client(bmc, trust, timeout=timeout) as session:
@@ -110,7 +110,7 @@ def test_a_wait_past_the_deadline_is_not_begun(bmc: standin.Bmc) -> None:
     bmc.begin(busy={f"GET {SYSTEM}": 9}, retry_after="3600")
     before = time.monotonic()
     refusal = get(bmc)
-    assert time.monotonic() - before < 8
+    assert time.monotonic() - before < 30
     assert refusal.code == "bmc_busy"
     assert "HTTP 503 (IDRAC.2.8.RAC0218)" in refusal.found
 
@@ -119,8 +119,8 @@ def test_retry_after_may_be_a_date() -> None:
     def pause(text: str) -> float:
         return _redfish_session._pause(_redfish_connection.Answer(503, {"retry-after": text}, b""))
 
-    later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    assert 25 < pause(later) <= 30
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=300), usegmt=True)
+    assert 200 < pause(later) <= 300
     assert pause("7") == 7
     assert pause("0") == pause("Wed, 21 Oct 2015 07:28:00 GMT") == 0.2
     assert pause("soon") == pause("") == 5

@@ -48,7 +48,8 @@ RULE: dict[str, Any] = {
     "public_port": PORT,
     "guest_port": SERVICE,
     "sources": [f"{rigs.WORLD}/32", "10.20.0.0/24"],
-    "expires_at": int(time.time()) + 3600,
+    # Later than any session of tests ends.
+    "expires_at": int(time.time()) + 30 * 86_400,
 }
 SLOT = {"slot_id": "slot-1", "fence": 3}
 PRESENT: dict[str, Any] = {
@@ -67,6 +68,7 @@ def rig() -> Iterator[Rig]:
     with rigs.standing() as (machines, patch):
         _without_conntrack(patch)
         patch.setattr(module, "_probe", _probe_inside(machines))
+        patch.setattr(module, "_CONNECT_SECONDS", 30.0)
         _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(rigs.NETWORK)))
         _ledger.hold("slot-1", fence=3, allocation_id=A.guard.allocation_id, disk_identity="d")
         machines.run(["ip", "address", "add", f"{PUBLIC}/32", "dev", "up0"])
@@ -157,7 +159,7 @@ def talk(client: socket.socket, service: socket.socket) -> tuple[socket.socket, 
 def test_a_named_client_reaches_the_service(
     rig: Rig, service: socket.socket, place: str, source: str
 ) -> None:
-    client = connect(rig, place, source, limit_s=5)
+    client = connect(rig, place, source, limit_s=30)
     assert client is not None
     with client:
         server, peer = talk(client, service)
@@ -193,8 +195,8 @@ def test_the_answers_are_no_way_out_of_the_guest(rig: Rig, service: socket.socke
 def test_the_removal_cuts_an_open_connection(rig: Rig, service: socket.socket) -> None:
     rule = new_rule(public_port=PORT + 1)
     apply(service, rule)
-    client = connect(rig, "mgmt", PRIVATE, PORT + 1, limit_s=5)
-    kept = connect(rig, "world", rigs.WORLD, limit_s=5)
+    client = connect(rig, "mgmt", PRIVATE, PORT + 1, limit_s=30)
+    kept = connect(rig, "world", rigs.WORLD, limit_s=30)
     assert client is not None and kept is not None
     with client, kept:
         server, _peer = talk(client, service)
@@ -220,7 +222,7 @@ def test_it_is_restored_and_ends_at_its_expiry(
     rig.run(["nft", "delete", "table", "inet", "gpuaas_slice"])
     rig.run(["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={A.guard.cookie}/-1"])
     assert rig.restore() == [f"guard_port {A.guard.port}", "load_firewall firewall of the guests"]
-    client = connect(rig, "mgmt", PRIVATE, limit_s=5)
+    client = connect(rig, "mgmt", PRIVATE, limit_s=30)
     assert client is not None
     client.close()
     monkeypatch.setattr(_ingress.time, "time", lambda: RULE["expires_at"] + 1)
@@ -296,7 +298,7 @@ def test_a_late_run_adds_nothing(
 
 def test_every_address_is_a_source_too(rig: Rig, service: socket.socket) -> None:
     apply(service, new_rule(public_port=PORT + 4, sources=["0.0.0.0/0"]))
-    client = connect(rig, "world", "11.0.0.1", PORT + 4, limit_s=5)
+    client = connect(rig, "world", "11.0.0.1", PORT + 4, limit_s=30)
     assert client is not None
     with client:
         talk(client, service)[0].close()
@@ -304,7 +306,7 @@ def test_every_address_is_a_source_too(rig: Rig, service: socket.socket) -> None
 
 
 def test_all_rules_of_a_slice_go_before_it_stops(rig: Rig, service: socket.socket) -> None:
-    client = connect(rig, "world", rigs.WORLD, limit_s=5)
+    client = connect(rig, "world", rigs.WORLD, limit_s=30)
     assert client is not None
     with client:
         server, _peer = talk(client, service)

@@ -50,7 +50,7 @@ def ask(mac, tries):
     finally:
         _guest_probe._enter(here)
 
-guest = subprocess.Popen(["unshare", "--net", "sleep", "60"])
+guest = subprocess.Popen(["unshare", "--net", "sleep", "300"])
 while os.readlink(f"/proc/{guest.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
     time.sleep(0.05)
 here, there = (os.open(f"/proc/{who}/ns/net", os.O_RDONLY) for who in ("self", guest.pid))
@@ -58,10 +58,14 @@ bridge()
 server = subprocess.Popen(["dnsmasq", "--keep-in-foreground", "--user=root", "--port=0",
     "--conf-file=" + sys.argv[1], "--pid-file=", "--log-facility=" + sys.argv[1] + ".log"])
 try:
-    found = {"reserved": ask(sys.argv[3], 20), "foreign": ask(sys.argv[4], 1)}
+    found = {"reserved": ask(sys.argv[3], 60), "foreign": ""}
+    # Until the server has seen the request and says so.
+    said = sys.argv[4] + " ignored"
+    while not found["foreign"] and said not in open(sys.argv[1] + ".log").read():
+        found["foreign"] = ask(sys.argv[4], 1)
     ip("link", "delete", "ovsbr0")
     bridge()
-    found["made_anew"] = ask(sys.argv[3], 5)
+    found["made_anew"] = ask(sys.argv[3], 60)
 finally:
     server.terminate()
     server.wait()
@@ -84,7 +88,7 @@ def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: 
         [*ALONE, sys.executable, "-c", STORY, str(conf), collections, MAC, OTHER],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert json.loads(done.stdout) == {

@@ -48,7 +48,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 
 def ask(
-    probes: dict[str, Any] = GPU, deadline: float = 5.0, alive: Callable[[], bool] = lambda: True
+    probes: dict[str, Any] = GPU, deadline: float = 60.0, alive: Callable[[], bool] = lambda: True
 ) -> _readiness.Results:
     deadlines = dict.fromkeys(probes, deadline)
     return _readiness.ask(ONE, probes, deadlines, start=time.monotonic(), alive=alive)
@@ -86,7 +86,7 @@ def test_an_answer_under_the_nonce_passes(channel: socket.socket) -> None:
 
     with guest(channel, answers):
         result = ask()["gpu_compute"]
-    assert (result["ok"], result["values"], result["deadline_s"]) == (True, GOOD, 5.0)
+    assert (result["ok"], result["values"], result["deadline_s"]) == (True, GOOD, 60.0)
 
 
 def test_the_first_answer_counts(channel: socket.socket) -> None:
@@ -112,7 +112,7 @@ def test_a_connection_that_breaks_is_made_again_under_the_same_nonce(
         connection.sendall(line(request["nonce"]))
 
     with guest(channel, hangs_up, answers):
-        assert ask(deadline=10)["gpu_compute"]["ok"]
+        assert ask()["gpu_compute"]["ok"]
     assert len(nonces) == 2
     assert len(set(nonces)) == 1
 

@@ -318,12 +318,16 @@ def test_a_driver_that_hangs_in_the_kernel_takes_no_other_value_away(
     program.write_text(f"#!/bin/sh\necho x >> {starts}\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(_guest_telemetry, "_SMI_S", 1.0, raising=False)
+    starts.touch()
     with monkeypatch.context() as kernel:
+        kernel.setattr(_guest_telemetry, "_SMI_S", 1.0)
         kernel.setattr(subprocess.Popen, "kill", lambda _process: None)
         began = time.monotonic()
         assert (_guest_telemetry.gpus(), _guest_telemetry.gpus()) == ([], [])
         assert time.monotonic() - began < 20
+    end = time.monotonic() + 60
+    while not starts.read_text() and time.monotonic() < end:
+        time.sleep(0.02)
     assert starts.read_text() == "x\n"
     held = _guest_telemetry._held["nvidia-smi"]
     held.kill()

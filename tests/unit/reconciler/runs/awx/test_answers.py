@@ -24,6 +24,7 @@ def ask(awx: Controller, request: str, token: str = TOKEN) -> tuple[int, Any]:
         f"{awx.url}/api/v2{path}",
         headers={"Authorization": f"Bearer {token}"},
         verify=ssl.create_default_context(cafile=str(awx.ca_file)),
+        timeout=60,
     )
     document = answer.json()
     return answer.status_code, document if answer.is_success else document["detail"]

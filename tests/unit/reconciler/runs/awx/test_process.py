@@ -53,7 +53,7 @@ def test_a_playbook_that_goes_on_after_awx_gave_its_job_up(
 ) -> None:
     """The run is lost, and not over: its playbook still changes the host."""
     mark = Path(tempfile.mkdtemp(dir="/tmp")) / "mark"
-    begun, ended = mark.with_suffix(".begun"), mark.with_suffix(".ended")
+    begun, go, ended = (mark.with_suffix(f".{name}") for name in ("begun", "go", "ended"))
     awx.begin(
         play=str(ROOT / "tests/data/playbooks/run_awx_lost.yml"), lost=REAPED_AT_START, steps=5
     )
@@ -66,6 +66,7 @@ def test_a_playbook_that_goes_on_after_awx_gave_its_job_up(
     assert (verdict["status"], verdict["problem"]) == ("lost", f"awx_failed: {REAPED_AT_START}")
     assert begun.exists()
     assert not ended.exists(), "the playbook goes on"
+    go.touch()
     until(ended.exists)
     shutil.rmtree(mark.parent)
 

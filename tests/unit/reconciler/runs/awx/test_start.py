@@ -53,7 +53,7 @@ def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
 
 def test_a_launch_that_is_carried_out_late_is_waited_for(awx: Controller, play: Play) -> None:
     awx.change(cut={LAUNCH: 1}, later_s=0.3)
-    ended(play())
+    ended(play(quiet=30))
     time.sleep(0.35)
     assert len(awx.jobs()) == 1
 
@@ -90,7 +90,7 @@ def test_a_process_told_to_go_before_its_launch_is_known_leaves_that_to_the_next
     record = JobRecord.load(prepared)
     assert record is not None
     assert (record.posted, record.job) == (True, 0)
-    ended(play())
+    ended(play(quiet=30))
     assert len(awx.jobs()) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
             collect.cancel(prepared.root)
         return False
 
-    verdict = play(stop_requested)
+    verdict = play(stop_requested, quiet=30)
     assert verdict is not None
     assert (verdict["status"], verdict["result"]) == ("canceled", None)
     assert awx.record()["canceled"] == [1]
