@@ -174,7 +174,7 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
         steps.append(_change.Step("remove_home", f"{home} and what is in it", "present", None))
     if left.files:
         subject = f"files of uid {params['uid']}"
-        steps.append(_change.Step("remove_files", subject, list(left.files[:100]), []))
+        steps.append(_change.Step("remove_files", subject, list(left.files), []))
     return steps
 
 

@@ -135,8 +135,10 @@ class Client:
 
     def path(self, link: object) -> str:
         """`link` (an @odata.id or a Location) as a path on this BMC. Raises Refusal."""
-        parts = urlsplit(link) if isinstance(link, str) else None
-        path = parts._replace(scheme="", netloc="").geturl() if parts is not None else ""
+        path = ""
+        with contextlib.suppress(ValueError):
+            if isinstance(link, str):
+                path = urlsplit(link)._replace(scheme="", netloc="").geturl()
         if not _PATH.fullmatch(path):
             raise _redfish_connection.malformed(
                 self.where, ROOT, f"the link {ascii(link)[:200]}, which is not a Redfish path"
@@ -254,7 +256,7 @@ def message_ids(document: dict[str, Any]) -> list[str]:
 def _pause(answer: Answer) -> float:
     """Seconds that the BMC asks the client to wait: Retry-After as seconds or as a date."""
     delay = answer.headers.get("retry-after", "").strip()
-    if delay.isdigit():
+    if delay.isascii() and delay.isdecimal():
         return max(_SHORTEST_PAUSE_S, float(delay[:6]))
     with contextlib.suppress(ValueError, TypeError):
         return max(_SHORTEST_PAUSE_S, parsedate_to_datetime(delay).timestamp() - time.time())

@@ -44,7 +44,7 @@ def _answer(check: Check) -> dict[str, Any]:
         left = check()
     except Refusal as refusal:
         return {"absent": False, "known": False, "detail": f"unknown: {refusal}"}
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return {"absent": False, "known": False, "detail": f"unknown: {error}"}
     return {"absent": not left, "known": True, "detail": left or "nothing found"}
 

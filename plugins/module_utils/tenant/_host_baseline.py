@@ -42,14 +42,16 @@ _LAST_FIXED_PORT = 32_767
 # A larger file is identified by size and time, because these files are configuration, not data.
 _LARGEST = 4 << 20
 _LISTEN = "0A"
+# Most differences, and characters of a name: an evidence is refused above 4 MiB.
+MOST, LONGEST = 256, 300
 _OWN = {"proc", "sysfs", "cgroup2", "devpts", "mqueue", "securityfs", "debugfs", "tracefs"}
 _OWN |= {"configfs", "fusectl", "bpf", "pstore", "hugetlbfs", "autofs", "tmpfs", "devtmpfs"}
 _OWN |= {"efivarfs", "rpc_pipefs", "binfmt_misc", "ramfs", "squashfs", "overlay", "nsfs"}
 
 
 def take() -> dict[str, dict[str, str]]:
-    """The sections by name: entries with a value that distinguishes them."""
-    return {
+    """The sections by name: entries with a value that distinguishes them, both printable."""
+    sections = {
         "accounts": _lines("/etc/passwd", "/etc/shadow"),
         "groups": _lines("/etc/group"),
         "keys": _keys(),
@@ -61,12 +63,19 @@ def take() -> dict[str, dict[str, str]]:
         "packages": _packages(),
         "modules": {line.split()[0]: "loaded" for line in _text("/proc/modules")},
     }
+    return {
+        section: {_host.shown(name): _host.shown(text) for name, text in entries.items()}
+        for section, entries in sections.items()
+    }
 
 
 def differences(
     before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> list[dict[str, Any]]:
-    """Differences by section and name; access marks those that can let a user in."""
+    """Differences by section and name; access marks those that can let a user in.
+
+    At most MOST are listed, those with access first, and one more row counts the others.
+    """
     rows = []
     for section in sorted({*before, *now}):
         was, is_now = before.get(section, {}), now.get(section, {})
@@ -76,11 +85,15 @@ def differences(
                 rows.append(
                     {
                         "section": section,
-                        "name": name,
+                        "name": name[:LONGEST],
                         "change": change if name in is_now else "removed",
                         "access": section in ACCESS,
                     }
                 )
+    if len(rows) > MOST:
+        rows.sort(key=lambda row: not row["access"])
+        rest = {"section": "baseline", "name": f"{len(rows) - MOST} more differences"}
+        rows[MOST:] = [{**rest, "change": "changed", "access": rows[MOST]["access"]}]
     return rows
 
 
@@ -101,7 +114,12 @@ def _keys() -> dict[str, str]:
 
 def _files(absolute: str) -> Iterator[tuple[str, str]]:
     root = _host.path(absolute)
-    places = [root, *root.rglob("*")] if root.is_dir() and not root.is_symlink() else [root]
+    try:
+        places = [root, *root.rglob("*")] if root.is_dir() and not root.is_symlink() else [root]
+    except (OSError, RecursionError):
+        # A tree or name too deep or too long for this program. That is a difference as well.
+        yield absolute, "unreadable"
+        return
     for place in sorted(places):
         fingerprint = "" if place.name.endswith(_RENEWED) else _fingerprint(place)
         if fingerprint:
@@ -119,7 +137,7 @@ def _fingerprint(place: Path) -> str:
         if status.st_size > _LARGEST:
             return f"{head} {status.st_size} {int(status.st_mtime)}"
         return f"{head} {_digest(place.read_bytes())}"
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 

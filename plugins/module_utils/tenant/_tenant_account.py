@@ -7,6 +7,7 @@ renamed the account, but the kernel identifies processes and files by number.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 SUDOERS = "/etc/sudoers.d/90-gpuaas-tenant"
 # Folders in which every user may create files.
 SHARED = tuple(f"/{name}" for name in ("tmp", "var/tmp", "dev/shm", "run/lock", "var/mail"))
+# Files that are listed; all are removed.
+_LISTED = 100
 _SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
 # systemd removes the control group after its answer; after this time it will not.
 _SLICE_S = 15
@@ -100,6 +103,7 @@ def traces(name: str, uid: int) -> Traces:
     """Search all traces of the tenant."""
     home = home_of(name)
     accounts = tuple(user.name for user in _accounts.users() if user.uid == uid)
+    shared = (path for folder in SHARED for path in _owned(folder, uid))
     return Traces(
         accounts=accounts,
         sudoers=_host.path(SUDOERS).exists(),
@@ -110,7 +114,7 @@ def traces(name: str, uid: int) -> Traces:
         mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
         # Judged by its owner: a home that existed before belongs to another user, and stays.
         home=_owns(home, uid),
-        files=tuple(path for folder in SHARED for path in _owned(folder, uid)),
+        files=tuple(_host.shown(path) for path in itertools.islice(shared, _LISTED)),
     )
 
 

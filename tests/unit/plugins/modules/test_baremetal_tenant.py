@@ -160,6 +160,16 @@ def test_everything_of_the_tenant_goes_and_nothing_of_others(accounts: Accounts)
     assert drive("absent").changed is False
 
 
+def test_very_many_files_of_any_name_are_removed_and_few_listed(accounts: Accounts) -> None:
+    for number in range(150):
+        accounts.create(f"tmp/{number}\udcff")
+    gone = drive("absent")
+    assert gone.failure is None, gone.failure
+    (step,) = [row for row in gone.document()["plan"] if row["name"] == "remove_files"]
+    assert len(step["before"]) == 100 and step["before"][0].endswith("\\xff")
+    assert gone.facts["absence"]["absent"] and not any((accounts.tree / "tmp").iterdir())
+
+
 def test_a_renamed_account_is_found_by_its_number(accounts: Accounts) -> None:
     drive("present")
     accounts.passwd[-1] = accounts.passwd[-1].replace("alice:", "mallory:")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +203,63 @@ def test_a_run_that_became_late_while_it_looked_leaves_nothing(
     assert not (tree / "var/lib/gpuaas/baseline").exists()
     drive(fence=2)
     assert drive("compared", fence=2).done == ["forget_baseline"]
+
+
+def test_names_of_any_bytes_are_shown_in_a_form_that_can_be_stored(host: Any, tree: Path) -> None:
+    before = drive().facts["baseline"]
+    (tree / "usr/local/bin").mkdir(parents=True)
+    (tree / "usr/local/bin" / os.fsdecode(b"\xff")).write_text("evil")
+    (tree / "home" / os.fsdecode(b"\xfe")).symlink_to("/")
+    found = drift(before)
+    assert found == {
+        "homes \\xfe": ("added", True),
+        "programs /usr/local/bin/\\xff": ("added", True),
+    }
+    assert json.dumps(found, ensure_ascii=False).encode()
+    link = tree / "etc/sudoers.d/a"
+    link.parent.mkdir()
+    link.symlink_to(os.fsdecode(b"\xff"))
+    assert (
+        drive(allocation_id=ALLOCATION.replace("2", "3")).facts["baseline"]["files"][
+            "/etc/sudoers.d/a"
+        ]
+        == "link \\xff"
+    )
+
+
+def test_a_host_full_of_differences_is_named_in_few_rows(host: Any, tree: Path) -> None:
+    before = drive().facts["baseline"]
+    names = [f"{number:0100}" for number in range(400)]
+    before["packages"] |= dict.fromkeys(names, "1")
+    folder = tree / "usr/local/bin"
+    folder.mkdir(parents=True)
+    for name in [*names, "z" * 255]:
+        (folder / name).write_text("")
+    _host.write("/etc/passwd", f"{'a' * 5000}:x:1:1::/:/bin/sh\n")
+    rows = drive("compared", baseline=before).facts["drift"]
+    assert len(rows) == module._host_baseline.MOST + 1
+    assert all(row["access"] for row in rows)
+    assert max(len(row["name"]) for row in rows) == module._host_baseline.LONGEST
+    # 401 programs, 3 accounts, root's key, 400 packages.
+    assert rows[-1]["name"] == f"{405 + 400 - 256} more differences"
+
+
+@pytest.mark.parametrize("home", ["/" + "h" * 300, "/h\0h", "/deep"])
+def test_a_home_that_cannot_be_read_ends_no_release(host: Any, tree: Path, home: str) -> None:
+    before = drive().facts["baseline"]
+    _host.write("/etc/passwd", f"{HOST['/etc/passwd']}toor:x:0:0::{home}:/bin/sh\n")
+    if home == "/deep":
+        place = tree / "deep/.ssh"
+        place.mkdir(parents=True)
+        at = os.open(place, os.O_DIRECTORY)
+        for _level in range(2500):
+            os.mkdir("d", dir_fd=at)
+            inner = os.open("d", os.O_DIRECTORY, dir_fd=at)
+            os.close(at)
+            at = inner
+        os.close(at)
+    found = drift(before)
+    if home == "/deep":
+        subprocess.run(["rm", "-rf", str(tree / "deep")], check=True)
+    assert found["accounts toor"] == ("added", True)
+    assert ("keys /deep/.ssh" in found) is (home == "/deep")

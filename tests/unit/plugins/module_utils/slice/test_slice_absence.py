@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,14 @@ def test_a_look_that_fails_proves_nothing(
     checks = _slice_absence.look(ONE, [SLOT], "ovsbr0")
     assert not_absent(checks) == {trace}
     assert not checks[trace]["known"]
+
+
+def test_an_answer_in_another_form_proves_nothing(
+    empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_qos, "rows", lambda: json.loads("{"))
+    checks = _slice_absence.look(ONE, [SLOT], "ovsbr0")
+    assert not_absent(checks) == {"qos"} and not checks["qos"]["known"]
 
 
 def test_a_disk_that_is_not_the_approved_one_proves_nothing(
