@@ -86,7 +86,7 @@ def test_a_region_is_enabled_while_something_fits(selling: Stack, off: str) -> N
 def test_one_judgement_of_the_regions_serves_all_and_refuses_nobody(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog.Judged, "FRESH_S", 600.0)
+    monkeypatch.setattr(catalog.AnswerCache, "FRESH_S", 600.0)
     gate, judged, regions = threading.Event(), [], placement.regions
 
     def slowly(conn: Connection, wants: Any) -> set[str]:
@@ -138,7 +138,7 @@ def test_one_judgement_serves_all_until_something_changes(
     """A member who asks without end, each time for something else, keeps one thread, and no place
     of another.
     """
-    monkeypatch.setattr(catalog.Judged, "FRESH_S", 600.0)
+    monkeypatch.setattr(catalog.AnswerCache, "FRESH_S", 600.0)
     judged, judge = [], placement.judge
     gate = threading.Event()
 
