@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -168,7 +169,8 @@ class Client(Conversation):
         """Version as numbers; () if MAAS shows none."""
         text = self._parsed(_Version, self._get("/version/")).version
         numbers = text.partition("-")[0].partition("~")[0].split(".")[:2]
-        return tuple(int(number) for number in numbers) if all(map(str.isdigit, numbers)) else ()
+        known = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
+        return tuple(int(number) for number in numbers) if known else ()
 
     def machines(self, tag: str) -> list[Machine]:
         """All machines with a tag."""
@@ -220,9 +222,7 @@ class Client(Conversation):
 
     def upload(self, name: str, kind: str, content: bytes, *, new: bool) -> None:
         """Create or replace a script. kind: `commissioning` or `release`."""
-        fields = {} if new else {"comment": "by gpuaas.slice"}
-        if new:
-            fields = {"name": name, "type": kind}
+        fields = {"name": name, "type": kind} if new else {"comment": "by gpuaas.slice"}
         verb, path = ("POST", "/scripts/") if new else ("PUT", f"/scripts/{name}")
         self._request(verb, path, files={**_form(fields), "script": (name, content)})
 

@@ -91,7 +91,9 @@ def rules(disks: Iterable[str]) -> str:
 
 def lvm_block(disks: Iterable[str]) -> str:
     """The managed block of LVM's configuration; "" without a disk."""
-    patterns = [f'"r|^/dev/{re.escape(name)}(-part[0-9]+)?$|"'.replace("\\", "") for name in disks]
+    # Of the characters of a by-id name, only this one would end the match.
+    names = [name.replace("+", "[+]") for name in disks]
+    patterns = [f'"r|^/dev/{name}(-part[0-9]+)?$|"' for name in names]
     rows = ["devices {", f"\tglobal_filter = [ {', '.join(patterns)} ]", "}"]
     return _managed_block.render(rows) if patterns else ""
 

@@ -167,7 +167,10 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     except Refusal as refusal:
         sys.stderr.write(f"{refusal}\n".replace(secret, "***"))
         return 1
-    sys.stdout.write(f"{json.dumps(report, indent=2)}\n".replace(secret, "***"))
+    written = json.dumps(report, indent=2)
+    for form in (json.dumps(secret)[1:-1], secret):
+        written = written.replace(form, "***")
+    sys.stdout.write(f"{written}\n")
     return 0
 
 

@@ -122,16 +122,18 @@ def _uefi() -> tuple[Section, Unreadable]:
 
 def _nvme() -> tuple[Section, Unreadable]:
     section: Section = {}
+    unreadable: Unreadable = {}
     for name in _host.listed("/sys/class/nvme"):
         serial, model, firmware = (
             _host.read(f"/sys/class/nvme/{name}/{field}")
             for field in ("serial", "model", "firmware_rev")
         )
         if not serial or firmware is None:
-            return section, {name: "no serial number or firmware revision"}
+            unreadable[name] = "no serial number or firmware revision"
+            continue
         # Two controllers may claim the same serial number.
         section[serial if serial not in section else f"{serial} {name}"] = f"{model} {firmware}"
-    return section, {}
+    return section, unreadable
 
 
 def _adapters(devices: list[_pci.Device]) -> tuple[Section, Unreadable]:
@@ -179,6 +181,7 @@ def _by_driver(address: str) -> Section:
 def _dpus(devices: list[_pci.Device]) -> tuple[Section, Unreadable]:
     """Settings that decide whether the Arm cores of a BlueField own its switch."""
     section: Section = {}
+    unreadable: Unreadable = {}
     for card in (device for device in devices if device.id in _DPUS and not device.physfn):
         tool = next((name for name in _DPU_TOOLS if _installed(name)), "")
         if not tool:
@@ -187,9 +190,9 @@ def _dpus(devices: list[_pci.Device]) -> tuple[Section, Unreadable]:
         fields = (line.split() for line in out.splitlines())
         values = {row[0]: row[-1] for row in fields if len(row) > 1 and row[0] in _DPU_SETTINGS}
         if not values:
-            return section, {card.address: f"{tool} shows none of its settings"}
+            unreadable[card.address] = f"{tool} shows none of its settings"
         section |= {f"{card.address} {key}": text for key, text in values.items()}
-    return section, {}
+    return section, unreadable
 
 
 def _installed(program: str) -> bool:

@@ -49,14 +49,15 @@ def test_the_files_are_written_once_and_taken_back(host: Path) -> None:
     assert _slice_disks.problems([]) == []
 
 
-def test_the_rule_names_the_disk_and_its_partitions_and_no_other(host: Path) -> None:
-    drive(SLOTS[:1])
+@pytest.mark.parametrize("disk", [DISK, "/dev/disk/by-id/nvme-MODEL_1.6T+_S6"])
+def test_the_rule_names_the_disk_and_its_partitions_and_no_other(host: Path, disk: str) -> None:
+    drive([{"nvme_device": disk}])
     rules = re.findall(r'SYMLINK=="([^"]*)"', _host.read(_slice_disks.RULES) or "")
-    name = DISK.removeprefix("/dev/")
+    name = disk.removeprefix("/dev/")
     assert rules == [name, f"{name}-part*"]
     (pattern,) = re.findall(r'"r\|(.*?)\|"', _host.read(_slice_disks.LVM) or "")
-    assert re.fullmatch(pattern, DISK) and re.fullmatch(pattern, f"{DISK}-part12")
-    assert not re.fullmatch(pattern, f"{DISK}0") and not re.fullmatch(pattern, "/dev/nvme0n1")
+    assert re.fullmatch(pattern, disk) and re.fullmatch(pattern, f"{disk}-part12")
+    assert not re.fullmatch(pattern, f"{disk}0") and not re.fullmatch(pattern, "/dev/nvme0n1")
 
 
 def test_the_initramfs_is_built_with_them_and_again_after_each_change(

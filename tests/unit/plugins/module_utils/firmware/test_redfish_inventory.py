@@ -5,6 +5,7 @@ Not run on hardware.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -107,3 +108,14 @@ def test_the_program_prints_the_report_and_no_password(bmc: standin.Bmc) -> None
     assert "another-secret" not in wrong.stderr + wrong.stdout
     assert standin.PASSWORD not in done.stdout + done.stderr
     assert redfish.SYSTEM in RECORDED
+
+
+def test_a_password_that_json_quotes_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = 'pa"ss\\word'
+    monkeypatch.setattr(_redfish_session, "Client", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(_redfish_inventory, "read", lambda *_, **__: {"name": f"root {secret}"})
+    login = {"IDRAC_HOST": "bmc.example", "IDRAC_USER": "root", "IDRAC_PASSWORD": secret}
+    assert _redfish_inventory.main([], login) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "root ***"}

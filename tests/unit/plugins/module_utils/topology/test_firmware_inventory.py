@@ -171,6 +171,21 @@ def test_cards_bmc_and_gpus_by_their_tools(host: Any, script: Any) -> None:
     assert sections["nvme"] == {"S6": "PM1743 OPPA4B5Q"}
 
 
+def test_an_unreadable_controller_or_card_hides_no_other(host: Any, script: Any) -> None:
+    host.file("/sys/class/nvme/broken/model", "PM1743\n")
+    script.on("devlink", "-j", "dev", "info")
+    host.file("/usr/bin/mlxconfig")
+    for address, out in (("0000:1b:00.0", ""), ("0000:2b:00.0", "  INTERNAL_CPU_MODEL   2\n")):
+        host.pci(address, "15b3:a2dc", driver="mlx5_core", **{"class": "0x020700"})
+        script.on("mlxconfig", "-d", address, "query", out=out)
+    report = _firmware_inventory.take(H200)
+    unreadable, sections = report["unreadable"], report["sections"]
+    assert unreadable["nvme broken"] == "no serial number or firmware revision"
+    assert sections["nvme"] == {"S6": "PM1743 OPPA4B5Q"}
+    assert unreadable["dpu 0000:1b:00.0"] == "mlxconfig shows none of its settings"
+    assert sections["dpu"] == {"0000:2b:00.0 INTERNAL_CPU_MODEL": "2"}
+
+
 def test_a_machine_with_very_many_entries_is_bounded_and_says_so(host: Any) -> None:
     for number in range(300):
         put(host, f"Boot{number:04X}", option("x" * 400, file("\\a")))
