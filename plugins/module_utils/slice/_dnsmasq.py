@@ -13,6 +13,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
@@ -200,3 +201,9 @@ def forget_connections(ip: str) -> None:
 def _listed(side: str, ip: str) -> int:
     out = _command.run(["conntrack", "-L", side, ip], ok=(0, 1)).out
     return sum(1 for line in out.splitlines() if line.strip())
+
+
+def file_of(allocation_id: str) -> str:
+    """Path of the allocation's reservation."""
+    _object_names.hexadecimal(allocation_id)
+    return str(PurePosixPath(DIRECTORY) / allocation_id)
