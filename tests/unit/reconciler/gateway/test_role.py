@@ -78,7 +78,8 @@ UPDATE = {
 def plain(engine: sa.Engine, **changes: Any) -> str:
     """The engine's URL for libpq."""
     url = engine.url.set(drivername="postgresql", **changes)
-    return url.render_as_string(hide_password=False)
+    # libpq reads a plus as itself, SQLAlchemy writes it for a space.
+    return url.render_as_string(hide_password=False).replace("+", "%20")
 
 
 def gpuaas(engine: sa.Engine, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
