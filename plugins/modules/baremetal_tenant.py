@@ -97,6 +97,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _whole_machine,
 )
 
+_FOLDERS = {
+    "remove_schedules": _tenant_account.SCHEDULES,
+    "remove_files": _tenant_account.SHARED,
+}
+
 
 @dataclass(frozen=True)
 class State:
@@ -166,7 +171,9 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
     steps = []
     if left.lingering:
         steps.append(_change.Step("remove_linger", f"linger of {name}", "set", None))
-    steps += [_change.Step("remove_schedule", path, "present", None) for path in left.schedules]
+    if left.schedules:
+        subject = f"schedules of uid {params['uid']}"
+        steps.append(_change.Step("remove_schedules", subject, list(left.schedules), []))
     if left.mounts:
         steps.append(_change.Step("unmount_home", home, list(left.mounts), []))
     steps += [_change.Step("remove_account", account, "present", None) for account in left.accounts]
@@ -195,7 +202,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             _tenant_account.end_sessions(uid)
         case "end_processes":
             return {"ended": _accounts.end_processes(uid, grace=params["grace"])}
-        case "remove_sudoers" | "remove_schedule":
+        case "remove_sudoers":
             _host.remove(step.subject)
         case "remove_linger":
             _host.remove(f"/var/lib/systemd/linger/{name}")
@@ -205,8 +212,8 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             _command.run(["userdel", "--", step.subject])
         case "remove_home":
             _tenant_account.remove_home(name)
-        case "remove_files":
-            return {"removed": _tenant_account.remove_files(uid)}
+        case "remove_schedules" | "remove_files":
+            _tenant_account.remove_files(_FOLDERS[step.name], uid)
     return None
 
 

@@ -132,6 +132,15 @@ def led_by(
     return engine.guarded(whole, lambda conn: begin(conn, lease))
 
 
+def require_of(led: sa.Engine) -> None:
+    """`Deposed` when the term of this engine of `led_by` has ended, for requests to other services.
+
+    Any other engine is let through.
+    """
+    with engine.transaction(led):
+        pass
+
+
 def read(conn: sa.Connection, name: str) -> Record | None:
     """Row of the current or last leader; `live` is true while its term runs."""
     live = sa.func.coalesce(leaders.c.expires_at > clock.now(), sa.false()).label("live")

@@ -18,11 +18,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine
 
-from reconciler.db import journal, locks
+from reconciler.db import journal, leader, locks
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node, slots
 from reconciler.inventory.compare import shown
-from reconciler.inventory.maas import FORBIDDEN, Client, Machine, Status, maas_access
+from reconciler.inventory.maas import FORBIDDEN, Client, MaasAccess, Machine, Status, maas_access
 from reconciler.inventory.machines import (
     UNSURE,
     UNSURE_LOCK,
@@ -59,9 +59,21 @@ _UNBOUND = "admin.maas.unbound"
 
 
 class Pass(Client):
-    """A pass over all machines. The next pass does what is left at the deadline."""
+    """A pass over all machines. The next pass does what is left at the deadline.
+
+    Each change requires the leader's term, so a process that no longer leads stops writing.
+    """
 
     DEADLINE_S = 60.0
+
+    def __init__(self, access: MaasAccess, engine: Engine) -> None:
+        super().__init__(access)
+        self._engine = engine
+
+    def _request(self, method: str, path: str, **arguments: Any) -> tuple[bytes, int]:
+        if method != "GET":
+            leader.require_of(self._engine)
+        return super()._request(method, path, **arguments)
 
 
 def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> int:
@@ -84,7 +96,7 @@ def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
     result = Comparison()
     done: Counter[str] = Counter()
     try:
-        with Pass(maas_access(settings)) as maas:
+        with Pass(maas_access(settings), engine) as maas:
             result = _compare(engine, settings, maas, document)
             _scripts(maas, result, done, apply=document.applied)
             for expected, machine in result.bound:

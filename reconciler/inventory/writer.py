@@ -16,9 +16,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.db import clock
+from reconciler.db import clock, leader
 from reconciler.db import settings as site
-from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.engine import reading, retrying
 from reconciler.inventory.compare import Comparison, NewNode, device_name, kept, shown
 from reconciler.inventory.expected import ExpectedMachine, ExpectedNode, read_nodes, seal
 from reconciler.inventory.netbox import (
@@ -384,9 +384,7 @@ class Writer:
 
     def _require_term(self) -> None:
         self._netbox.require_time()
-        # The transaction of a leader's engine begins by requiring its term.
-        with transaction(self._engine):
-            pass
+        leader.require_of(self._engine)
 
 
 _CHECK = "look for rules or scripts in NetBox that change these fields"

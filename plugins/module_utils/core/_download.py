@@ -17,6 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 # No byte for this long means a dead source; a lower value fails on busy links.
 _SILENCE_S = 60
+# A source may send a byte now and then for ever.
+_TOTAL_S = 7200
 _UNPACK_S = 3600
 _BLOCK = 1 << 20
 _REDIRECTS = 5
@@ -34,7 +36,7 @@ def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     packed = place.with_suffix(".zst") if compression == "zstd" else place
     try:
-        with packed.open("wb") as sink:
+        with packed.open("wb") as sink, _ending(url):
             left = limit
             for block in _blocks(url):
                 left -= len(block)
@@ -49,6 +51,22 @@ def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
     finally:
         if packed is not place:
             packed.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _ending(url: str) -> Iterator[None]:
+    """Refuse the source after `_TOTAL_S`, whether it is silent in its name, TLS or content."""
+
+    def late(*_: object) -> None:
+        raise _unreachable(url, f"no end within {_TOTAL_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, _TOTAL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def packed_limit(size_bytes: int) -> int:
@@ -100,6 +118,8 @@ def _http_blocks(url: str) -> Iterator[bytes]:
             with contextlib.closing(connection.getresponse()) as answer:
                 if answer.status in _MOVED:
                     url = urljoin(url, answer.getheader("Location") or "")
+                    if urlsplit(url).scheme not in ("https", parts.scheme):
+                        raise _unreachable(url, f"a redirect from {parts.scheme} to this address")
                     continue
                 if answer.status != http.HTTPStatus.OK:
                     raise _unreachable(url, f"HTTP status {answer.status}")

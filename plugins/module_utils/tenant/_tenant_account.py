@@ -10,12 +10,9 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
-import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -26,9 +23,10 @@ SUDOERS = "/etc/sudoers.d/90-gpuaas-tenant"
 SHARED = tuple(f"/{name}" for name in ("tmp", "var/tmp", "dev/shm", "run/lock", "var/mail"))
 # Files that are listed; all are removed.
 _LISTED = 100
-_SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
+SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
 # systemd removes the control group after its answer; after this time it will not.
 _SLICE_S = 15
+_REMOVAL_S = 3600
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 
@@ -103,18 +101,17 @@ def traces(name: str, uid: int) -> Traces:
     """Search all traces of the tenant."""
     home = home_of(name)
     accounts = tuple(user.name for user in _accounts.users() if user.uid == uid)
-    shared = (path for folder in SHARED for path in _owned(folder, uid))
     return Traces(
         accounts=accounts,
         sudoers=_host.path(SUDOERS).exists(),
         slice_alive=slice_alive(uid),
         processes=tuple(_accounts.processes(uid)),
         lingering=_host.path(f"/var/lib/systemd/linger/{name}").exists(),
-        schedules=tuple(path for folder in _SCHEDULES for path in _owned(folder, uid)),
+        schedules=_owned(SCHEDULES, uid),
         mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
         # Judged by its owner: a home that existed before belongs to another user, and stays.
         home=_owns(home, uid),
-        files=tuple(_host.shown(path) for path in itertools.islice(shared, _LISTED)),
+        files=_owned(SHARED, uid),
     )
 
 
@@ -147,29 +144,20 @@ def remove_home(name: str) -> None:
             found=", ".join(mounted),
             remedy="unmount it first: the mounted file system may belong to another owner",
         )
-    target = _host.path(home)
-    if target.is_symlink():
-        target.unlink()
-    elif target.exists():
-        shutil.rmtree(target)
+    # Python's own removal fails in folders that are nested a thousand times.
+    words = ["rm", "-rf", "--one-file-system", "--", str(_host.path(home))]
+    _command.run(words, timeout=_REMOVAL_S)
 
 
-def remove_files(uid: int) -> int:
-    """Remove the uid's files in shared folders; folders only when they contain nothing else."""
-    removed = 0
-    for folder in SHARED:
-        root = _host.path(folder)
-        if not root.is_dir():
-            continue
-        # Relative to descriptors, bottom up, so that a link placed meanwhile leads nowhere.
-        for _top, folders, files, at in os.fwalk(root, topdown=False, follow_symlinks=False):
-            for name in (*files, *folders):
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(name, dir_fd=at, follow_symlinks=False)
-                    if status.st_uid == uid:
-                        _unlink(name, at, stat.S_ISDIR(status.st_mode))
-                        removed += 1
-    return removed
+def remove_files(folders: Sequence[str], uid: int) -> None:
+    """Remove the uid's files in these folders. What stays, the check afterwards names: a folder
+    with another user's file in it, for one.
+    """
+    places = [str(place) for place in map(_host.path, folders) if place.is_dir()]
+    if places:
+        # find works with descriptors, bottom up, so a link placed meanwhile leads nowhere.
+        words = ["find", *places, "-mindepth", "1", "-uid", str(uid), "-delete"]
+        _command.run(words, ok=(0, 1), timeout=_REMOVAL_S)
 
 
 def unmount_home(name: str) -> None:
@@ -179,15 +167,6 @@ def unmount_home(name: str) -> None:
         _command.run(["umount", "--", mount.place])
 
 
-def _unlink(name: str, at: int, folder: bool) -> None:
-    if not folder:
-        os.unlink(name, dir_fd=at)
-        return
-    # Not empty: it contains another user's file, which the check afterwards names.
-    with contextlib.suppress(OSError):
-        os.rmdir(name, dir_fd=at)
-
-
 def _owns(absolute: str, uid: int) -> bool:
     try:
         return _host.path(absolute).lstat().st_uid == uid
@@ -195,12 +174,30 @@ def _owns(absolute: str, uid: int) -> bool:
         return False
 
 
-def _owned(folder: str, uid: int) -> Iterator[str]:
-    """Paths on this host, at `folder` and below, that the uid owns."""
-    root = _host.path(folder)
-    for top, folders, files in os.walk(root, followlinks=False):
-        for name in (*folders, *files):
-            path = Path(top) / name
+def _owned(folders: Sequence[str], uid: int) -> tuple[str, ...]:
+    """The first paths below the folders that the uid owns, as text for people."""
+    found = (path for folder in folders for path in _below(folder, uid))
+    return tuple(_host.shown(path) for path in itertools.islice(found, _LISTED))
+
+
+def _below(folder: str, uid: int) -> Iterator[str]:
+    # No recursion, because a tenant may nest folders as deeply as it likes. A path that is too
+    # long for the kernel is passed over: a folder above it is the tenant's too.
+    folders = [folder]
+    while folders:
+        top = folders.pop()
+        for entry in _entries(top):
+            path = f"{top}/{entry.name}"
             with contextlib.suppress(OSError):
-                if path.lstat().st_uid == uid:
-                    yield f"{folder}/{path.relative_to(root)}"
+                if entry.stat(follow_symlinks=False).st_uid == uid:
+                    yield path
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(_host.path(folder)) as entries:
+            return list(entries)
+    except OSError:
+        return []

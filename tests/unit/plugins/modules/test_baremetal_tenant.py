@@ -70,6 +70,10 @@ class Accounts:
             if last in self.busy:
                 raise _command.Refusal("command_failed", expected="", found="busy", remedy="")
             self.mounts(*[point for point in self.points if point != last])
+        elif name in ("find", "rm"):
+            # These work on the tree only, because its folder is in their arguments.
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode in ok, done.stderr
         else:
             pytest.fail(f"unscripted command: {argv}")
         self._write()
@@ -168,6 +172,33 @@ def test_very_many_files_of_any_name_are_removed_and_few_listed(accounts: Accoun
     (step,) = [row for row in gone.document()["plan"] if row["name"] == "remove_files"]
     assert len(step["before"]) == 100 and step["before"][0].endswith("\\xff")
     assert gone.facts["absence"]["absent"] and not any((accounts.tree / "tmp").iterdir())
+
+
+def test_folders_nested_beyond_the_longest_path_are_removed(accounts: Accounts) -> None:
+    drive("present")
+    accounts.create("tmp/mine", folder=True)
+    for place in ("tmp/mine", "home/alice"):
+        at = os.open(accounts.tree / place, os.O_RDONLY)
+        for _level in range(3000):
+            os.mkdir("d", dir_fd=at)
+            os.chown("d", UID, UID, dir_fd=at)
+            below = os.open("d", os.O_RDONLY, dir_fd=at)
+            os.close(at)
+            at = below
+        os.close(at)
+    theirs = accounts.create("tmp/mine/theirs", uid=0)
+    gone = drive("absent")
+    assert gone.facts["absence"]["checks"]["files"]["detail"] == "/tmp/mine"
+    assert not (accounts.tree / "tmp/mine/d").exists()
+    assert not (accounts.tree / "home/alice").exists() and theirs.exists()
+
+
+def test_a_schedule_of_any_name_is_removed(accounts: Accounts) -> None:
+    job = accounts.create("var/spool/cron/atjobs/a\udcff")
+    gone = drive("absent")
+    (step,) = gone.document()["plan"]
+    assert (gone.failure, step["before"]) == (None, ["/var/spool/cron/atjobs/a\\xff"])
+    assert not job.exists()
 
 
 def test_a_renamed_account_is_found_by_its_number(accounts: Accounts) -> None:

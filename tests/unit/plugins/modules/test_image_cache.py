@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import os
@@ -50,6 +51,8 @@ def source(tree: Path) -> str:
 
 @pytest.fixture
 def server(source: str, tree: Path) -> Iterator[str]:
+    ended = threading.Event()
+
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *request: Any) -> None:
             super().__init__(*request, directory=str(tree / "images"))
@@ -59,6 +62,15 @@ def server(source: str, tree: Path) -> Iterator[str]:
                 self.send_response(302)
                 self.send_header("Location", "/slice.raw")
                 self.end_headers()
+            elif self.path == "/away":
+                self.send_response(302)
+                self.send_header("Location", "ftp://127.0.0.1/slice.raw")
+                self.end_headers()
+            elif self.path.startswith("/drip"):
+                # A header without an end.
+                with contextlib.suppress(OSError):
+                    while not ended.wait(0.02):
+                        self.wfile.write(b"x")
             else:
                 super().do_GET()
 
@@ -69,6 +81,7 @@ def server(source: str, tree: Path) -> Iterator[str]:
         thread = threading.Thread(target=served.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{served.server_port}"
+        ended.set()
         served.shutdown()
         thread.join()
 
@@ -123,18 +136,29 @@ def test_over_http_with_a_redirect(server: str) -> None:
     assert cache(f"{server}/moved").facts["cached"]
 
 
+def test_a_source_that_never_ends_is_left_in_time(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_cache._download, "_TOTAL_S", 0.3)
+    outcome = cache(f"{server}/drip?token=secret")
+    assert failure(outcome) == "image_unreachable"
+    assert "no end within 0.3 s" in str(outcome.failure) and "secret" not in str(outcome.failure)
+    assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []
+
+
 def test_of_two_at_once_one_fetches_and_the_other_finds_it(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = []
 
-    def fetch(url: str, target: str, **how: Any) -> None:
+    def fetch(_url: str, target: str, **_how: Any) -> None:
         fetched.append(target)
         # Long enough for the other process to start as well, if the lock let it.
         time.sleep(0.2)
-        real(url, target, **how)
+        place = _host.path(target)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(CONTENT)
 
-    real = image_cache._download.fetch
     monkeypatch.setattr(image_cache._download, "fetch", fetch)
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(cache, [source, source]))
@@ -145,6 +169,8 @@ def test_of_two_at_once_one_fetches_and_the_other_finds_it(
 
 def test_sources_that_give_nothing(server: str) -> None:
     assert failure(cache(f"{server}/none?token=secret")) == "image_unreachable"
+    away = cache(f"{server}/away")
+    assert "a redirect from http" in str(away.failure)
     outcome = cache("file:///images/none")
     assert failure(outcome) == "image_unreachable"
     assert failure(cache("ftp://example.org/x")) == "image_unreachable"

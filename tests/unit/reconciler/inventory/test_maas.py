@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import leader
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import slots
@@ -209,6 +210,30 @@ def test_scripts_are_compared_by_digest(maas: Maas) -> None:
         maas.begin(scripts=scripts)
         rows = [row for row in maas.compare().findings if row.code == "maas_script"]
         assert [row.found.split()[0] for row in rows] == expected
+
+
+def test_a_process_that_leads_no_more_stops_writing(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(maas.engine) as conn:
+        term = leader.campaign(conn, leader.LOOPS, "a", 30)
+    assert term is not None
+    compared = maas_sync._compare
+
+    def resigned(*arguments: Any, **named: Any) -> Any:
+        result = compared(*arguments, **named)
+        with transaction(maas.engine) as conn:
+            leader.resign(conn, term)
+        return result
+
+    monkeypatch.setattr(maas_sync, "_compare", resigned)
+    maas.begin(scripts={})
+    with pytest.raises(leader.Deposed):
+        maas_sync.run(
+            leader.led_by(maas.engine, term), maas.settings, Reading(at=0.0, applied=True)
+        )
+    record = maas.manager.record()
+    assert {row["operation"][:4] for row in record["requests"]} == {"GET "}
 
 
 def test_the_loop_waits_without_a_change(maas: Maas) -> None:

@@ -556,7 +556,7 @@ def test_a_process_that_leads_no_more_stops_writing(
     def deposed(_engine: object) -> Any:
         raise Deposed("not_leader", expected="", found="", remedy="")
 
-    monkeypatch.setattr(writer, "transaction", deposed)
+    monkeypatch.setattr(writer.leader, "require_of", deposed)
     assert (netbox(apply=True).error or {})["code"] == "not_leader"
     assert "PATCH" not in methods(netbox)
 
