@@ -100,7 +100,7 @@ def rig() -> Iterator[Rig]:
         patch.setattr(_command, "run", run)
         patch.setattr(_upkeep, "CHECKS", CHECKS)
         patch.setattr(_guards, "ROUND_S", 0)
-        patch.setattr(_guest_probe, "_WAIT_S", 0.2)
+        patch.setattr(_guest_probe, "_WAIT_S", 0.6)
         with rigs.inside(machines.host):
             _upkeep.keep(PARAMS, check_mode=False)
             yield machines
