@@ -282,9 +282,7 @@ def mark_clean(slot_id: str, *, fence: int, disk_identity: str, proof: dict[str,
 
 
 def takeover(disk_identity: str) -> dict[str, Any] | None:
-    """The record of a disk's takeover: `proof`, None once the disk is used, and `manifest`, "" until
-    that is written.
-    """
+    """The record of a disk's takeover: `proof`, None once the disk is used, and `manifest`."""
     return _host.document(
         f"{PROOFS}/{disk_identity}.json",
         code="proof_unreadable",
