@@ -123,7 +123,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 class SlotState:
     """refusals: why the slot's disk must not be touched. written: signatures that are on it.
 
-    overdue: a new proof is requested, and the last proof was taken under an older fence.
+    dirty: a tenant may have written on this disk. overdue: a new proof is requested, and the last
+    proof was taken under an older fence or of another disk.
     """
 
     slot_id: str
@@ -185,24 +186,26 @@ def _look(slot: Mapping[str, Any], params: _change.Params) -> SlotState:
     try:
         entry = _ledger.check(slot_id, int(slot["fence"]))
         disk = _block.of_slot(slot)
-        used = _block.usage(disk, dirty=entry.dirty)
+        dirty = _is_tenants(entry, disk)
+        used = _block.usage(disk, dirty=dirty)
         above = used.md or used.lvm or used.dm or used.holders
-        stacked = _is_tenants(entry, disk) and above
-        stack = _tenants_stack(disk, used, params["slots"]) if stacked else ()
+        stack = _tenants_stack(disk, used, params["slots"]) if dirty and above else ()
     except Refusal as refusal:
         return SlotState(slot_id, refusals=(refusal,))
     # The profile's list concerns takeover. A model that is added later must not prevent the wipe of
     # a tenant's disk.
-    exclude = () if entry.dirty else params.get("exclude_models") or ()
+    exclude = () if dirty else params.get("exclude_models") or ()
     if stack:
         used = replace(used, md=[], lvm=[], dm=[], holders=[])
     written = _block.written(used.filesystems)
-    made = [_unexpected(disk, written)] if raw and written and not entry.dirty else []
+    made = [_unexpected(disk, written)] if raw and written and not dirty else []
+    # A mark of the slot's former disk ends with a proof of this one.
+    overdue = entry.dirty and not dirty
     return SlotState(
         slot_id=slot_id,
         disk_identity=disk.disk_identity,
-        dirty=entry.dirty,
-        overdue=renew and entry.clean_fence < int(slot["fence"]),
+        dirty=dirty,
+        overdue=overdue or (renew and entry.clean_fence < int(slot["fence"])),
         written=tuple(written),
         proof=_proof.standing(disk.disk_identity),
         stack=stack,

@@ -68,8 +68,7 @@ def console_problems(guests: Iterable[int]) -> list[str]:
         refusals.append(f"{LOGGING} has max_size = 0, which is no limit")
     logs = set(_object_names.files("console"))
     for pid in guests:
-        opened = {_target(pid, entry.name) for entry in _host.path(f"/proc/{pid}/fd").glob("*")}
-        if logs & opened:
+        if logs & {name for _pid, name in _host.open_files(str(pid))}:
             refusals.append(f"QEMU {pid} writes its console log itself, without a limit")
     return refusals
 
@@ -102,10 +101,3 @@ def _settings(path: str) -> dict[str, str]:
         if equals and re.fullmatch(r"\w+", name.strip()):
             values.setdefault(name.strip(), value.partition("#")[0].strip().strip('"'))
     return values
-
-
-def _target(pid: int, descriptor: str) -> str:
-    try:
-        return str(_host.path(f"/proc/{pid}/fd/{descriptor}").readlink())
-    except OSError:
-        return ""

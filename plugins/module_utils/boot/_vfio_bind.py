@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -399,17 +398,9 @@ def _interface_users(name: str) -> list[str]:
 
 def _open_files() -> dict[str, list[str]]:
     """Open VFIO groups and GPU nodes: path to the processes that hold them."""
+    nodes = ("/dev/vfio/", "/dev/nvidia", "/dev/dri/")
     held: dict[str, list[str]] = {}
-    for process in _host.path("/proc").glob("[0-9]*"):
-        try:
-            links = [link.readlink() for link in (process / "fd").iterdir()]
-        except OSError:
-            continue  # the process ended during the scan
-        for path in {str(link) for link in links if _counts(link)}:
-            name = _host.read(f"/proc/{process.name}/comm") or "?"
-            held.setdefault(path, []).append(f"process {process.name} ({name})")
+    for pid, path in sorted({row for row in _host.open_files() if row[1].startswith(nodes)}):
+        name = _host.read(f"/proc/{pid}/comm") or "?"
+        held.setdefault(path, []).append(f"process {pid} ({name})")
     return held
-
-
-def _counts(link: Path) -> bool:
-    return str(link).startswith(("/dev/vfio/", "/dev/nvidia", "/dev/dri/"))

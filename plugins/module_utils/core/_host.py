@@ -117,6 +117,31 @@ def _why(problem: Exception) -> str:
     return reason or str(problem) or type(problem).__name__
 
 
+def descriptors(process: str = "[0-9]*") -> Iterator[tuple[int, str]]:
+    """Process and link of each open file. A process that ends during the scan may have none.
+
+    process: the number of one process; by default every process of the host.
+    """
+    for folder in path("/proc").glob(process):
+        try:
+            entries = list(os.scandir(folder / "fd"))
+        except OSError:
+            continue
+        yield from ((int(folder.name), entry.path) for entry in entries)
+
+
+def open_files(process: str = "[0-9]*") -> Iterator[tuple[int, str]]:
+    """As `descriptors`, with the names of the files.
+
+    A file that is closed during the scan does not hide the others of its process.
+    """
+    for pid, link in descriptors(process):
+        try:
+            yield pid, str(Path(link).readlink())
+        except OSError:
+            continue
+
+
 def write(absolute: str, text: str, mode: int = 0o644) -> None:
     """Replace a file atomically, with its mode; file and folder are synced."""
     target = path(absolute)

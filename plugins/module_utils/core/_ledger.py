@@ -17,6 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/ledger"
+# Records of takeovers of disks, by identity.
+PROOFS = f"{_host.STATE_DIRECTORY}/proofs"
 
 # The entry of the whole machine. The slots and the disks of a whole-machine tenant have their own.
 MACHINE = "machine"
@@ -242,11 +244,15 @@ def mark_dirty(slot_id: str, *, fence: int, disk_identity: str) -> Entry:
     """Record durably that bytes are about to be written. This must happen before the first byte is
     written.
 
-    It ends every proof of the disk, and for the whole machine also the evidence of every GPU. Times
-    cannot show which came later, because the host's clock may have jumped.
+    It ends every proof of the disk, that of its takeover included, and for the whole machine also
+    the evidence of every GPU. Times cannot show which came later, because the host's clock may have
+    jumped.
     """
     with locked():
         entry = check(slot_id, fence)
+        record = takeover(disk_identity) or {}
+        if record.get("proof"):
+            record_takeover(disk_identity, {**record, "proof": None})
         for other in entries():
             same_disk = disk_identity != "" and other.disk_identity == disk_identity
             proof = None if same_disk else other.proof
@@ -273,6 +279,20 @@ def mark_clean(slot_id: str, *, fence: int, disk_identity: str, proof: dict[str,
             entry, fence=fence, disk_identity=disk_identity, dirty=False, clean_at=_host.now()
         )
         return _save(replace(entry, proof=proof, clean_fence=fence))
+
+
+def takeover(disk_identity: str) -> dict[str, Any] | None:
+    """The record of a disk's takeover: `proof`, None once the disk is used, and `manifest`."""
+    return _host.document(
+        f"{PROOFS}/{disk_identity}.json",
+        code="proof_unreadable",
+        remedy="remove the file; the disk then counts as one without a proof",
+    )
+
+
+def record_takeover(disk_identity: str, document: Mapping[str, Any]) -> None:
+    text = json.dumps(document, sort_keys=True) + "\n"
+    _host.write(f"{PROOFS}/{disk_identity}.json", text, mode=0o600)
 
 
 def mark_gpu_used(slot_id: str, *, fence: int) -> Entry:

@@ -84,6 +84,12 @@ def seed_path(allocation_id: str) -> str:
     return _path("seed", allocation_id)
 
 
+def seed_drafts(allocation_id: str) -> list[str]:
+    """Folders with the content of a seed, which killed runs have left."""
+    seed = seed_path(allocation_id)
+    return [path for path in files("seed") if path != seed and owner(path) == allocation_id]
+
+
 def nvram_path(allocation_id: str) -> str:
     return _path("nvram", allocation_id)
 
@@ -124,10 +130,13 @@ def channel_files(allocation_id: str) -> list[str]:
 
 
 def files(kind: str) -> list[str]:
-    """Files of every slice on this host. kind: a key of `_FILES`."""
+    """Files of every slice on this host. kind: a key of `_FILES`; seeds with their drafts."""
     folder, end = _FILES[kind]
     pattern = f"{PREFIX}*{end}" + ("*" if kind == "console" else "")
-    return sorted(f"{folder}/{file.name}" for file in _host.path(folder).glob(pattern))
+    there = [*_host.path(folder).glob(pattern)]
+    if kind == "seed":
+        there += _host.path(folder).glob(f".{PREFIX}*")
+    return sorted(f"{folder}/{file.name}" for file in there)
 
 
 def _path(kind: str, allocation_id: str) -> str:

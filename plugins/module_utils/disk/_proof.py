@@ -12,11 +12,12 @@ import mmap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk._device import ALIGN, MIB
 
-DIRECTORY = f"{_host.STATE_DIRECTORY}/proofs"
+DIRECTORY = _ledger.PROOFS
+recorded = _ledger.takeover
 
 # Read back in full at both ends, where labels and tables live.
 EDGE = 16 * MIB
@@ -65,11 +66,11 @@ def standing(disk_identity: str) -> dict[str, Any] | None:
     # mark.
     if any(entry.dirty and entry.allocation_id for entry in entries):
         return None
-    # A mark ends the proofs in the ledger. The record of a takeover names the marks before it; the
-    # order of times proves nothing, because the host's clock may have jumped.
+    # A mark ends every proof of its disk.
     proofs: list[Mapping[str, Any]] = [entry.proof for entry in entries if entry.proof]
-    record = recorded(disk_identity)
-    if record is not None and record.get("marks", {}) == _marks(disk_identity):
+    record = recorded(disk_identity) or {}
+    # Earlier versions recorded `marks` instead of ending the proof, which says too little.
+    if record.get("proof") and "marks" not in record:
         proofs.append(record["proof"])
     proofs = [
         proof for proof in proofs if proof.get("disk") == disk_identity and proof.get("verified")
@@ -78,26 +79,9 @@ def standing(disk_identity: str) -> dict[str, Any] | None:
     return None if newest is None else dict(newest)
 
 
-def _marks(disk_identity: str) -> dict[str, str]:
-    """When the disk was last marked dirty, by slot."""
-    entries = (entry for entry in _ledger.entries() if entry.disk_identity == disk_identity)
-    return {entry.slot_id: entry.dirty_at for entry in entries if entry.dirty_at}
-
-
-def recorded(disk_identity: str) -> dict[str, Any] | None:
-    """The record of the disk's takeover: `proof`, and `manifest` once that is written."""
-    return _host.document(
-        f"{DIRECTORY}/{disk_identity}.json",
-        code="proof_unreadable",
-        remedy="remove the file; the disk then counts as one without a proof",
-    )
-
-
 def record(disk_identity: str, proof: Mapping[str, Any], *, manifest: str = "") -> None:
     """Keep the proof of a disk that belongs to no slot yet."""
-    document = {"proof": dict(proof), "manifest": manifest, "marks": _marks(disk_identity)}
-    text = json.dumps(document, sort_keys=True)
-    _host.write(f"{DIRECTORY}/{disk_identity}.json", text + "\n", mode=0o600)
+    _ledger.record_takeover(disk_identity, {"proof": dict(proof), "manifest": manifest})
 
 
 def _draw(seed: bytes, spot: int) -> int:

@@ -278,13 +278,16 @@ def openers(numbers: Collection[str]) -> dict[str, list[Opener]]:
     locks are visible.
     """
     by_rdev = {os.makedev(*map(int, number.split(":"))): number for number in numbers}
+    buffer, own = ctypes.create_string_buffer(_STATX_BYTES), os.getpid()
+    held = {
+        (pid, number)
+        for pid, link in _host.descriptors()
+        if pid != own and (number := by_rdev.get(_device_of(link, buffer)))
+    }
     by_number: dict[str, list[Opener]] = {}
-    for process in _host.path("/proc").glob("[0-9]*"):
-        if int(process.name) == os.getpid():
-            continue
-        for number in _open_devices(process, by_rdev):
-            name = (_host.read(f"/proc/{process.name}/comm") or "?").strip()
-            by_number.setdefault(number, []).append(Opener(int(process.name), name))
+    for pid, number in sorted(held):
+        name = (_host.read(f"/proc/{pid}/comm") or "?").strip()
+        by_number.setdefault(number, []).append(Opener(pid, name))
     return by_number
 
 
@@ -309,22 +312,13 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _open_devices(process: Path, by_rdev: dict[int, str]) -> set[str]:
-    open_numbers: set[str] = set()
-    try:
-        entries = list(os.scandir(process / "fd"))
-    except OSError:
-        return open_numbers  # the process ended, or is a kernel thread
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    for entry in entries:
-        # stat(2) would ask the server of a network file system, and wait for one that is gone.
-        if _LIBC.statx(_AT_FDCWD, os.fsencode(entry.path), _AT_STATX_DONT_SYNC, 0, buffer):
-            continue
-        (mode,) = struct.unpack_from("=H", buffer, 28)
-        number = os.makedev(*struct.unpack_from("=II", buffer, 128))
-        if stat.S_ISBLK(mode) and number in by_rdev:
-            open_numbers.add(by_rdev[number])
-    return open_numbers
+def _device_of(link: str, buffer: ctypes.Array[ctypes.c_char]) -> int:
+    """Number of the block device that is open there; -1 for any other file."""
+    # stat(2) would ask the server of a network file system, and wait for one that is gone.
+    if _LIBC.statx(_AT_FDCWD, os.fsencode(link), _AT_STATX_DONT_SYNC, 0, buffer):
+        return -1
+    (mode,) = struct.unpack_from("=H", buffer, 28)
+    return os.makedev(*struct.unpack_from("=II", buffer, 128)) if stat.S_ISBLK(mode) else -1
 
 
 def _below(name: str, volumes: Sequence[set[str]]) -> set[str]:

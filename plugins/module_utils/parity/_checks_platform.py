@@ -316,14 +316,8 @@ def _nvidia_holders() -> list[str]:
     """Processes that hold an NVIDIA device and so block the change to vfio-pci."""
     if not list(_host.path("/dev").glob("nvidia*")):
         return []
-    holders = []
-    for process in _host.path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            targets = [str(entry.readlink()) for entry in (process / "fd").iterdir()]
-            if any(map(_GPU.match, targets)):
-                name = _host.read(f"/proc/{process.name}/comm")
-                holders.append(f"process {process.name} ({name}) holds a GPU")
-    return holders
+    holders = sorted({pid for pid, name in _host.open_files() if _GPU.match(name)})
+    return [f"process {pid} ({_host.read(f'/proc/{pid}/comm')}) holds a GPU" for pid in holders]
 
 
 def _iso(seconds: int) -> str:

@@ -82,7 +82,8 @@ def make(path: str, content: Mapping[str, str]) -> None:
     # QEMU's user must be able to traverse the directory, but not to list it.
     target.parent.mkdir(parents=True, exist_ok=True)
     target.parent.chmod(0o711)
-    work = Path(tempfile.mkdtemp(prefix=".seed-", dir=target.parent))
+    # Named by the slice, so that a killed run's draft is found: its content is secret.
+    work = Path(tempfile.mkdtemp(prefix=f".{target.stem}-", dir=target.parent))
     try:
         for name, text in content.items():
             (work / name).write_text(text)
@@ -142,11 +143,13 @@ def _escape(character: str) -> str:
 
 @dataclass(frozen=True)
 class State:
-    """digest: of the existing seed, None without a seed. defined, plugged: whether the domain's
-    definition and the running guest have it; read for `detached` only.
+    """digest: of the existing seed, None without a seed. drafts: folders of killed runs. defined,
+    plugged: whether the domain's definition and the running guest have it; read for `detached`
+    only.
     """
 
     digest: str | None
+    drafts: tuple[str, ...]
     defined: bool = False
     plugged: bool = False
 
@@ -155,23 +158,25 @@ def observe(params: _change.Params) -> State:
     """State of the seed, for the states present, detached and absent."""
     _not_late(params)
     path = _object_names.seed_path(params["allocation_id"])
-    digest = present(path)
+    digest, drafts = present(path), tuple(_object_names.seed_drafts(params["allocation_id"]))
     name = _object_names.domain_name(params["allocation_id"])
     life = _libvirt.state(name) if params["state"] == "detached" else None
     if life is None:
-        return State(digest)
+        return State(digest, drafts)
     live = life.active and path in _domain.parse(_libvirt.definition(name, live=True))["seed"]
-    return State(digest, path in _domain.parse(_libvirt.definition(name))["seed"], live)
+    defined = path in _domain.parse(_libvirt.definition(name))["seed"]
+    return State(digest, drafts, defined, live)
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     path = _object_names.seed_path(params["allocation_id"])
+    steps = [_change.Step("remove_draft", draft, "a killed run's", None) for draft in state.drafts]
     if params["state"] == "present":
         wanted = digest(_content(params))
-        write = _change.Step("write_seed", path, state.digest, wanted)
-        return _change.Plan((write,) if state.digest != wanted else ())
+        if state.digest != wanted:
+            steps.append(_change.Step("write_seed", path, state.digest, wanted))
+        return _change.Plan(tuple(steps))
     name = _object_names.domain_name(params["allocation_id"])
-    steps: list[_change.Step] = []
     if state.defined:
         steps.append(_change.Step("forget_seed", f"{name} definition", path, ""))
     if state.digest is not None:
@@ -187,6 +192,8 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     name = _object_names.domain_name(params["allocation_id"])
     if step.name == "write_seed":
         make(step.subject, _content(params))
+    elif step.name == "remove_draft":
+        shutil.rmtree(_host.path(step.subject))
     elif step.name == "forget_seed":
         _libvirt.forget_disk(name, step.before)
     elif step.name == "unplug_seed":
@@ -205,7 +212,7 @@ def _not_late(params: _change.Params) -> None:
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
-    gone = state.digest is None
+    gone = state.digest is None and not state.drafts
     if params["state"] != "detached":
         return {
             "seed": {"path": _object_names.seed_path(params["allocation_id"]), "present": not gone}

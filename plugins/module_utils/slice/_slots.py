@@ -5,9 +5,7 @@ Every finding is a refusal, never a warning. A failed read is a finding too.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger, _pci
@@ -81,21 +79,10 @@ def _function(
 def _vfio_holders() -> dict[str, set[int]]:
     """Processes with an open IOMMU group, by group, including those that libvirt does not know."""
     holders: dict[str, set[int]] = {}
-    for process in _host.path("/proc").glob("[0-9]*"):
-        # A process may end, or close a file, during the scan.
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                target = _target(descriptor)
-                if target.startswith("/dev/vfio/"):
-                    holders.setdefault(target.rpartition("/")[2], set()).add(int(process.name))
+    for pid, name in _host.open_files():
+        if name.startswith("/dev/vfio/"):
+            holders.setdefault(name.rpartition("/")[2], set()).add(pid)
     return holders
-
-
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""
 
 
 def disk(slot: Slot, *, own_pids: Collection[int] = ()) -> tuple[_block.Disk | None, list[Refusal]]:

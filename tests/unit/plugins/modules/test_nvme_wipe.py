@@ -208,6 +208,24 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
     assert bench.read("nvme1n1", 512, 8) == bytes(8)
 
 
+@pytest.mark.covers("I7")
+def test_the_mark_of_a_dead_disk_gives_no_right_to_the_content_of_the_next(bench) -> None:
+    """The slot's disk was replaced. What is on the new one is no tenant's."""
+    bench.disk()
+    bench.write("nvme1n1", 512, b"EFI PART")
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity="eui.dead")
+    refused = wipe(raw=True)
+    assert refused.failure is not None and refused.failure.code == "unexpected_filesystem"
+    (step,) = wipe(check_mode=True).plan.steps
+    bench.write("nvme1n1", MIB + 512, b"more than was planned")
+    params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"]}
+    with pytest.raises(Refusal, match="changed_since_plan"):
+        nvme_wipe.apply(params, step)
+    # The mark stays until the new disk is proven.
+    assert wipe().failure is None
+    assert not _ledger.load("slot-0").dirty and not wipe().changed
+
+
 def test_the_proof_of_the_transition_serves_the_first_release(bench) -> None:
     bench.disk()
     _proof.record(DISK, {"disk": DISK, "verified": True, "finished_at": "2026-01-01"})

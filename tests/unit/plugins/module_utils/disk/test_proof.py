@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -80,6 +81,26 @@ def test_a_clock_that_was_ahead_keeps_no_proof_alive(
     # A new erase counts, whatever the time of the mark.
     _proof.record(DISK, proof("2020-01-01T00:00:00+00:00"))
     assert _proof.standing(DISK) is not None
+
+
+def test_a_used_disk_that_comes_back_has_no_proof_of_its_takeover(tree: Path) -> None:
+    """Its slot was given up, and got another disk meanwhile."""
+    _proof.record(DISK, proof(_host.now()), manifest="/var/log/gpuaas/taken.txt")
+    _ledger.hold("slot-0", fence=1, allocation_id="23bd713b", disk_identity=DISK)
+    _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
+    _ledger.give_up("slot-0", fence=2, allocation_id="23bd713b", reason="dead")
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity="eui.0")
+    _ledger.mark_clean("slot-0", fence=3, disk_identity="eui.0", proof=proof("9"))
+    assert _proof.standing(DISK) is None
+    assert (_proof.recorded(DISK) or {})["manifest"] == "/var/log/gpuaas/taken.txt"
+
+
+def test_a_takeover_that_an_earlier_version_recorded_proves_nothing(tree: Path) -> None:
+    """It does not tell whether the disk was used since."""
+    _proof.record(DISK, proof(_host.now()))
+    record = {**(_proof.recorded(DISK) or {}), "marks": {}}
+    _host.write(f"{_proof.DIRECTORY}/{DISK}.json", json.dumps(record))
+    assert _proof.standing(DISK) is None
 
 
 def test_a_write_in_one_slot_ends_the_proof_in_another(

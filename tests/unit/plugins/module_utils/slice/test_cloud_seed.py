@@ -23,6 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _cloud_seed,
     _domain,
     _libvirt,
+    _traces,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,6 +161,30 @@ def test_what_is_no_document_is_refused_without_being_quoted(seeds: Path, text: 
         drive({**PARAMS, "user_data": text})
     assert refusal.value.code == "spec_invalid"
     assert "canary" not in str(refusal.value)
+
+
+@pytest.mark.covers("I13", "P13")
+@pytest.mark.parametrize("state", ["present", "detached", "absent"])
+def test_the_secrets_of_a_killed_run_are_a_trace_and_go(
+    tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    def killed(*_words: object, **_options: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as during:
+        during.setattr(_command, "run", killed)
+        during.setattr(_cloud_seed.shutil, "rmtree", lambda _folder: None)
+        with pytest.raises(SystemExit):
+            drive(PARAMS)
+    allocation_id = PARAMS["allocation_id"]
+    (trace,) = _traces.looks("ovsbr0")["seed"]()
+    assert trace.belongs_to(allocation_id)
+    assert "canary-secret" in (tree / trace.text.lstrip("/") / "user-data").read_text()
+    monkeypatch.setattr(_command, "run", Maker().run)
+    monkeypatch.setattr(_libvirt, "state", lambda _name: None)
+    assert drive({**PARAMS, "state": state}).done[0] == "remove_draft"
+    left = [trace.text for trace in _traces.looks("ovsbr0")["seed"]()]
+    assert left == ([_object_names.seed_path(allocation_id)] if state == "present" else [])
 
 
 def test_a_late_run_writes_none(seeds: Path) -> None:
