@@ -6,10 +6,10 @@ Pure. A device with contradictory tags or identity is never written.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address, ip_interface, ip_network
+from ipaddress import ip_address, ip_interface
 from typing import Any
 
 from reconciler.inventory.expected import (
@@ -41,6 +41,8 @@ from reconciler.model.states import AllocationState
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LONGEST = 200
+# Names in a finding; more would be cut off.
+_MOST_NAMES = 20
 _SYNC = "`gpuaas netbox sync` writes it"
 _HAND_OVER = f"put the old value back, or empty {SEAL} to have the values of the records written"
 
@@ -217,7 +219,9 @@ def _pair(
 
 
 def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[int]:
-    serials = Counter(filter(None, map(_serial, devices)))
+    of_serial: dict[str, list[str]] = defaultdict(list)
+    for device in devices:
+        of_serial[_serial(device)].append(device_name(device))
     addresses = Counter(_ip(device.oob_ip) for device in devices if _ip(device.oob_ip))
     # A BMC must not have the primary address of a machine.
     addresses.update({_address(device) for device in devices} & addresses.keys())
@@ -238,11 +242,11 @@ def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[in
             text = f"the out-of-band address {bmc} at one device, and at no machine"
             result.note("bmc_twice", subject, text, "several", remedy)
             yield device.id
-        if serials[serial := _serial(device)] > 1:
-            others = [device_name(row) for row in devices if _serial(row) == serial]
+        serial = _serial(device)
+        if serial and len(of_serial[serial]) > 1:
             result.note(
                 *("serial_twice", subject, f"serial number {serial} at one device"),
-                ", ".join(others),
+                ", ".join(of_serial[serial][:_MOST_NAMES]),
                 "correct the serial numbers in NetBox",
             )
             yield device.id
@@ -381,18 +385,22 @@ def _outside(result: Comparison, device: Device, networks: Sequence[Prefix]) -> 
     """Whether the address is outside the networks of the device's site. A network with another
     scope than a site counts for every site. A site without networks is not judged.
     """
-    address = _address(device)
+    text = _address(device)
     near = [
         row.prefix
         for row in networks
         if row.scope_type != "dcim.site" or row.scope_id == device.site.id
     ]
-    if not address or not near or any(_contains(network, address) for network in near):
+    if not text or not near:
+        return False
+    address = ip_address(text)
+    if any(address in network for network in near):
         return False
     result.note(
         *("address_outside", f"device {device_name(device)}"),
-        f"an address in the networks of the site {device.site.slug}: {', '.join(near)}",
-        *(address, "correct the primary IPv4 address, or add the network to the site"),
+        f"an address in the networks of the site {device.site.slug}:"
+        f" {', '.join(map(str, near[:_MOST_NAMES]))}",
+        *(text, "correct the primary IPv4 address, or add the network to the site"),
     )
     return True
 
@@ -558,13 +566,6 @@ def _ip(row: Address | None) -> str:
     if address is None or address.is_loopback or address.is_unspecified or address.is_multicast:
         return ""
     return str(address)
-
-
-def _contains(network: str, address: str) -> bool:
-    try:
-        return ip_address(address) in ip_network(network, strict=False)
-    except ValueError:
-        return False
 
 
 def _is_ip(text: str) -> bool:

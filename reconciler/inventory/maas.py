@@ -20,11 +20,18 @@ from enum import IntEnum
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    StringConstraints,
+)
 
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import serial_number
-from reconciler.runs.service_access import Conversation, ServiceAccess, shown
+from reconciler.runs.service_access import Conversation, ServiceAccess
 from reconciler.settings import Settings
 
 API = "/MAAS/api/2.0"
@@ -116,7 +123,7 @@ class Machine(BaseModel):
 class Subnet(BaseModel):
     """A network of the site."""
 
-    cidr: Text
+    cidr: IPvAnyNetwork
 
 
 class User(BaseModel):
@@ -271,7 +278,7 @@ class Client(Conversation):
         if not 200 <= status < 300 and not (missing and status == 404):
             default = ("refused", "MAAS to accept it", "read MAAS's answer")
             code, expected, remedy = _NAMES.get(status, default)
-            text = shown(answer, body)
+            text = self._shown(answer, body)
             raise self._access.refuse(code, f"{expected}, for {request}", text, remedy)
         return body, status
 

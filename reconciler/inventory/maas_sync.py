@@ -54,6 +54,8 @@ MAAS_SCRIPTS = {
     "commissioning": SCRIPTS / "maas/commissioning/50-gpuaas-slice-firmware-preflight.sh",
     "release": SCRIPTS / "maas/release/60-gpuaas-slice-disks.sh",
 }
+# Machines without an answer that end a pass.
+_MOST_SILENCES = 3
 _ACT = Act("reconciler", "machines of MAAS")
 _UNBOUND = "admin.maas.unbound"
 
@@ -113,8 +115,7 @@ def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
                 result.findings = [row for row in result.findings if not row.action]
             for node_id, tags in result.tags.items():
                 retrying(engine, partial(_keep_tags, node_id=node_id, tags=tags))
-            for expected, machine in result.pairs:
-                _write(engine, maas, result, expected, machine, done)
+            _write_all(engine, maas, result, done)
         document.complete = True
     except Refusal as refusal:
         document.error = {name: shown(text) for name, text in refusal.to_dict().items()}
@@ -237,6 +238,22 @@ def _named(result: Comparison, node_id: str) -> Iterator[None]:
             *("not_written", f"node {node_id}", refusal.expected),
             *(f"{refusal.code}: {refusal.found}", refusal.remedy),
         )
+
+
+def _write_all(engine: Engine, maas: Client, result: Comparison, done: Counter[str]) -> None:
+    """Write to all machines. A machine about which MAAS does not answer, for example because of an
+    error of its own, must not keep the others from their locks; several mean MAAS itself.
+    """
+    silences: list[LauncherAway] = []
+    for expected, machine in result.pairs:
+        try:
+            _write(engine, maas, result, expected, machine, done)
+        except LauncherAway as silence:
+            silences.append(silence)
+            if len(silences) >= _MOST_SILENCES:
+                break
+    if silences:
+        raise silences[0]
 
 
 def _write(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
 
 from reconciler.db.schema import Node
@@ -18,12 +18,15 @@ from reconciler.model.states import NodeMode, NodeState
 
 # Prefix of the tag that names the hardware profile of a machine without a node.
 HARDWARE = "gpuaas-hardware-"
+Networks = Sequence[IPv4Network | IPv6Network]
 # Fields of the hardware that no two machines share.
 _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+# Networks that a finding lists; more would be cut off.
+_MOST_NETWORKS = 20
 # Value of the record's `locked` after an unlock without an answer.
 UNSURE = "unsure"
 UNSURE_LOCK = (
@@ -135,7 +138,7 @@ def other_address(node: Node, machine: Machine) -> str:
 def compare(
     nodes: Sequence[ExpectedNode],
     machines: Mapping[str, Machine],
-    networks: Sequence[str],
+    networks: Networks,
     profiles: Collection[str],
     user: str,
 ) -> Comparison:
@@ -189,11 +192,10 @@ def _drop_twice(result: Comparison) -> None:
     result.added = [new for new in result.added if new.machine.system_id not in twice]
 
 
-def _doubtful(
-    result: Comparison, machines: Mapping[str, Machine], networks: Sequence[str]
-) -> set[str]:
+def _doubtful(result: Comparison, machines: Mapping[str, Machine], networks: Networks) -> set[str]:
     """System ids of machines to leave alone, each with its finding."""
     doubtful = set()
+    expected = f"an address in {', '.join(map(str, networks[:_MOST_NETWORKS]))}"
     owners: dict[str, list[Machine]] = {}
     for machine in machines.values():
         for mark in _marks(machine):
@@ -213,7 +215,7 @@ def _doubtful(
         ]
         if outside:
             result.note(
-                *("address_outside", _name(machine), f"an address in {', '.join(networks)}"),
+                *("address_outside", _name(machine), expected),
                 *(", ".join(outside), "correct the address, or add its subnet to MAAS"),
             )
             doubtful.add(machine.system_id)
@@ -361,11 +363,12 @@ def _name(machine: Machine) -> str:
     return f"machine {machine.hostname} ({machine.system_id})"
 
 
-def _inside(text: str, networks: Sequence[str]) -> bool:
+def _inside(text: str, networks: Networks) -> bool:
     try:
-        return any(ip_address(text) in ip_network(network, strict=False) for network in networks)
+        address = ip_address(text)
     except ValueError:
         return False
+    return any(address in network for network in networks)
 
 
 def _is_address(text: str) -> bool:

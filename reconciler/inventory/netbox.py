@@ -7,16 +7,17 @@ used: pynetbox sends no If-Match, follows links to other hosts and has neither d
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, TypeVar
+from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, StringConstraints
 
 from reconciler.model.errors import Problem, Refusal
-from reconciler.runs.service_access import LONGEST_FOUND, Conversation, ServiceAccess, shown
+from reconciler.runs.service_access import LONGEST_FOUND, Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
@@ -31,9 +32,10 @@ ADDRESSES = "/ipam/ip-addresses/"
 JOURNAL = "/extras/journal-entries/"
 # Half of NetBox's largest page. A page of devices is then about 1 MB.
 PAGE = 500
-# Most objects that one request creates, and names in one query: gunicorn's limit for the request
-# line is 4,094 bytes.
+# Most objects that one request creates, and ids in one query.
 AT_ONCE = 50
+# Most bytes of the names in one query: gunicorn's limit for the request line is 4,094.
+_LONGEST_QUERY = 3500
 # Most objects of one list. A larger site must divide its NetBox.
 _MOST = 50_000
 _NAMES = {
@@ -43,6 +45,12 @@ _NAMES = {
 }
 
 LEAST = (4, 6)
+# Fields by which objects of a kind differ.
+_DISTINGUISHING = frozenset(
+    {
+        *("name", "virtual_machine", "mac_address", "address", "assigned_object_id"),
+    }
+)
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})")
 Text = Annotated[str, StringConstraints(max_length=300)]
 
@@ -190,7 +198,7 @@ class IpAddress(_Assigned):
 class Prefix(_Object):
     """A network of a site."""
 
-    prefix: Text
+    prefix: IPvAnyNetwork
     scope_type: Text | None
     scope_id: int | None
 
@@ -283,8 +291,11 @@ class Client(Conversation):
         kind = type(item)
         path = f"{_PATHS[kind]}{item.id}/"
         document, headers = self._request("GET", path, params={"fields": _fields(kind)})
-        item = self._parse(kind, document, f"a request to {_PATHS[kind]}")
-        return item.model_copy(update={"etag": headers.get("ETag", "")})
+        current = self._parse(kind, document, f"a request to {_PATHS[kind]}")
+        if current.id != item.id:
+            # It would be written, or deleted, in place of this object.
+            raise self.silent(f"GET {path}", f"the object with the number {current.id}")
+        return current.model_copy(update={"etag": headers.get("ETag", "")})
 
     def patch(self, item: O, changes: Mapping[str, Any]) -> O:
         """Change an object that is still as it was read; `Conflict` if it is not."""
@@ -335,7 +346,10 @@ class Client(Conversation):
         rows, _ = self._request("POST", path, json=list(documents))
         if not isinstance(rows, list) or len(rows) != len(documents):
             raise self.silent(f"POST {path}", "an answer without the objects that it created")
-        return [self._parse(kind, row, f"a request to {path}") for row in rows]
+        items = [self._parse(kind, row, f"a request to {path}") for row in rows]
+        if not all(map(_shows, items, documents)):
+            raise self.silent(f"POST {path}", "other objects than it was asked to create")
+        return items
 
     def notes(self, kind: str, number: int) -> list[str]:
         """Journal entries of an object. kind: as `virtualization.virtualmachine`."""
@@ -388,7 +402,7 @@ class Client(Conversation):
         return self._answer(answer, request, body), answer.headers
 
     def _answer(self, answer: httpx.Response, request: str, body: bytes) -> Any:
-        status, text = answer.status_code, shown(answer, body)
+        status, text = answer.status_code, self._shown(answer, body)
         if status == 412:
             raise Conflict(
                 "netbox_changed",
@@ -415,6 +429,31 @@ class Client(Conversation):
 def _fields(kind: type[_Object]) -> str:
     others = kind.PEOPLES if issubclass(kind, Tracked) else ()
     return ",".join((*(name for name in kind.model_fields if name != "etag"), *others))
+
+
+def _shows(item: _Object, document: Mapping[str, Any]) -> bool:
+    """Whether an object has the values of this document that distinguish it from others."""
+    for name in _DISTINGUISHING & document.keys():
+        value = getattr(item, name, None)
+        value = value.id if isinstance(value, _Object) else value
+        if str(value).lower() != str(document[name]).lower():
+            return False
+    return True
+
+
+def by_query(names: Iterable[str]) -> Iterator[list[str]]:
+    """The names in parts that fit in a query, where a character has up to 12 bytes."""
+    part: list[str] = []
+    length = 0
+    for name in names:
+        size = len(f"&name={quote(name, safe='')}")
+        if part and length + size > _LONGEST_QUERY:
+            yield part
+            part, length = [], 0
+        part.append(name)
+        length += size
+    if part:
+        yield part
 
 
 def chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -74,7 +74,8 @@ class Due:
     @property
     def over(self) -> bool:
         age = self.at - float(self.last.get("at", 0.0))
-        return age >= (RETRY_S if self.failed else EVERY_S)
+        # A clock that was set back must not end the comparisons until it catches up.
+        return not 0 <= age < (RETRY_S if self.failed else EVERY_S)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from reconciler.inventory.netbox import (
     Unfinished,
     VmInterface,
     Vrf,
+    by_query,
     chunks,
     netbox_access,
 )
@@ -126,7 +127,7 @@ def _compare(
         if expected.node.name not in names and expected.node.id not in ids | names
         if not is_retired(expected.node)
     ]
-    for some in chunks([name for name in missing if len(name) <= _LONGEST_NAME]):
+    for some in by_query(name for name in missing if len(name) <= _LONGEST_NAME):
         devices |= {device.id: device for device in netbox.every(Device, name=some)}
     sites = sorted({device.site.id for device in devices.values()})
     networks = [

@@ -29,6 +29,8 @@ from reconciler.inventory.netbox import (
     MacAddress,
     Machine,
     O,
+    Tracked,
+    Unfinished,
     VmInterface,
     Vrf,
     chunks,
@@ -59,6 +61,8 @@ from reconciler.runs.spec import LauncherAway, RunError
 
 # An object that changes during each of so many attempts is left to the next pass.
 _ATTEMPTS = 3
+# Objects without an answer that end a pass.
+_MOST_SILENCES = 3
 _DEVICE, _MACHINE = "dcim.device", "virtualization.virtualmachine"
 # The setting that holds journal entries until NetBox has them, and the most that it holds.
 _JOURNAL, _MOST_PENDING = "netbox_journal", 1000
@@ -93,8 +97,25 @@ class Writer:
         self._stored: dict[str, dict[str, Any]] = {}
         # Whether NetBox compares the ETags of a list; None until this was tested.
         self._lists: bool | None = None
+        # Requests about single objects that were not answered, and the numbers of devices that may
+        # or may not have been written by them.
+        self._silences: list[LauncherAway] = []
+        self._unknown: set[int] = set()
 
     def write(self) -> None:
+        """Write everything. An object for which NetBox has no answer, for example because a plugin
+        fails, must not keep the others from being written; several mean NetBox itself.
+        """
+        try:
+            self._write()
+        except Unfinished:
+            if not self._silences:
+                raise
+        if self._silences:
+            # A request about a single object follows that about its list.
+            raise self._silences[-1]
+
+    def _write(self) -> None:
         work = self._comparison
         self._write_earlier_journal()
         added: dict[str, Device] = {}
@@ -110,8 +131,9 @@ class Writer:
             self._expect(expected, device)
         self._store()
         written = self._write_all([self._device(*row) for row in work.devices], "devices written")
+        self._unknown -= written
         for _, device in work.devices:
-            if device.id not in written:
+            if device.id not in written | self._unknown:
                 self._pending.pop(self._key(device), None)
         self._write_journal()
         documents = [machine_document(expected, device) for expected, device in work.created]
@@ -192,7 +214,7 @@ class Writer:
         for some in chunks(work):
             written |= self._write_list(some, counted)
             for item, subject, decide in some:
-                with self._refusable(subject):
+                with self._refusable(subject, item):
                     if item.id not in written and self._write_object(item, decide, counted):
                         written.add(item.id)
         return written
@@ -210,6 +232,9 @@ class Writer:
             return set()
         try:
             after = self._netbox.patch_all(changes)
+        except LauncherAway as silence:
+            self._unanswered(silence, [item for item, _ in changes])
+            return set()
         except (RunError, Problem) as refusal:
             if is_fatal(refusal):
                 raise
@@ -322,10 +347,15 @@ class Writer:
 
     def _write_journal(self, *, last: bool = True) -> None:
         """Write the entries of devices that were written. last: of this pass."""
-        for row in self._pending.values():
-            row["seal"] = ""
+        known = [
+            key
+            for key, row in self._pending.items()
+            if row["entry"]["assigned_object_id"] not in self._unknown
+        ]
+        for key in known:
+            self._pending[key]["seal"] = ""
         self._store()
-        for some in chunks(list(self._pending)):
+        for some in chunks(known):
             self._require_term()
             try:
                 self._netbox.add_journal([self._pending[key]["entry"] for key in some])
@@ -349,7 +379,10 @@ class Writer:
         self._stored = deepcopy(self._pending)
         for key, row in list(self._pending.items()):
             number = row["entry"]["assigned_object_id"]
-            written = row["seal"] in ("", self._comparison.seals.get(number))
+            # A device that is no longer ours, or another one with its number in a NetBox that was
+            # built anew, gets no entry; a refused one would keep the later entries from NetBox.
+            seals = self._comparison.seals
+            written = number in seals and row["seal"] in ("", seals[number])
             if not written or row["entry"]["comments"] in self._device_notes(number):
                 del self._pending[key]
         self._write_journal(last=False)
@@ -363,14 +396,23 @@ class Writer:
             return []
 
     @contextlib.contextmanager
-    def _refusable(self, subject: str) -> Iterator[None]:
+    def _refusable(self, subject: str, item: Tracked | None = None) -> Iterator[None]:
         """A refusal that concerns one object is a finding, and the others are written."""
         try:
             yield
+        except LauncherAway as silence:
+            self._unanswered(silence, [item])
         except (RunError, Problem) as refusal:
             if is_fatal(refusal):
                 raise
             self._refused(subject, refusal)
+
+    def _unanswered(self, silence: LauncherAway, items: Sequence[Tracked | None]) -> None:
+        """Go on after a request about these objects, unless NetBox itself does not answer."""
+        self._silences.append(silence)
+        if len(self._silences) >= _MOST_SILENCES:
+            raise silence
+        self._unknown |= {item.id for item in items if isinstance(item, Device)}
 
     def _refused(self, subject: str, refusal: Refusal) -> None:
         code = refusal.code.removeprefix("netbox_")
@@ -429,5 +471,6 @@ def _entry(expected: ExpectedNode, device: Device, at: str) -> dict[str, Any] | 
         "assigned_object_type": _DEVICE,
         "assigned_object_id": device.id,
         "kind": "warning" if bad else "info",
-        "comments": shown(f"{at}: {'; '.join(changes)}. {expected.node.state_reason}"),
+        # NetBox takes the space from the end of a text.
+        "comments": shown(f"{at}: {'; '.join(changes)}. {expected.node.state_reason}").strip(),
     }

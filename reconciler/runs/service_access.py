@@ -15,12 +15,14 @@ import httpcore
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from reconciler.runs.scrub import scrub
+from reconciler.runs.scrub import GONE, scrub
 from reconciler.runs.spec import LauncherAway, RunError
 
 # Statuses of a proxy that mean "later". Every status from 500 on is no answer of the service.
 LATER = frozenset({408, 425, 429})
 LONGEST_FOUND = 300
+# Shortest part of a token that is removed from texts; a shorter one is a word.
+_SECRET = 8
 _TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
 T = TypeVar("T", bound=BaseModel)
 
@@ -123,6 +125,12 @@ class ServiceAccess:
             raise self._no_token("none, or more than one line")
         return text
 
+    def hide(self, text: str) -> str:
+        """The text without the token, which a service or a proxy may repeat in an answer."""
+        for part in self.token().split(":"):
+            text = text.replace(part, GONE) if len(part) >= _SECRET else text
+        return text
+
     def open(self, deadline: Deadline) -> httpx.Client:
         """A client for the service, until the deadline. The user's proxy and .netrc settings are
         ignored, and redirects are not followed, so that the token goes to no other host.
@@ -170,14 +178,15 @@ class Conversation:
     """Requests to a service that end at a deadline, whatever the service does.
 
     TITLE: the service's name for people. DEADLINE_S, REQUEST_S: of all requests since `begin`, and
-    of the silence in each. LARGEST: bytes of an answer. SILENT, NOT_SENT: of requests without an
-    answer, and without a connection.
+    of the silence in each. LARGEST, TOTAL: bytes of an answer, and of all since `begin`. SILENT,
+    NOT_SENT: of requests without an answer, and without a connection.
     """
 
     TITLE: ClassVar[str]
     DEADLINE_S: ClassVar[float]
     REQUEST_S: ClassVar[float]
     LARGEST: ClassVar[int]
+    TOTAL: ClassVar[int] = 256 << 20
     SILENT: ClassVar[type[LauncherAway]] = LauncherAway
     NOT_SENT: ClassVar[type[LauncherAway]] = LauncherAway
 
@@ -196,6 +205,7 @@ class Conversation:
     def begin(self) -> None:
         """Begin the time of the requests that follow."""
         self._deadline.ends = time.monotonic() + self.DEADLINE_S
+        self._received = 0
 
     @property
     def left_s(self) -> float:
@@ -228,8 +238,10 @@ class Conversation:
                 for part in answer.iter_raw():
                     parts.append(part)
                     size += len(part)
-                    if size > self.LARGEST:
-                        raise self.silent(request, f"more than {self.LARGEST} bytes")
+                    self._received += len(part)
+                    for count, most in ((size, self.LARGEST), (self._received, self.TOTAL)):
+                        if count > most:
+                            raise self.silent(request, f"more than {most} bytes")
         except httpx.HTTPError as lost:
             self._access.require_trust(lost)
             sent = not isinstance(lost, httpx.ConnectError | httpx.ConnectTimeout)
@@ -237,6 +249,11 @@ class Conversation:
         if answer.status_code >= 500 or answer.status_code in LATER:
             raise self.silent(request, f"HTTP {answer.status_code}")
         return answer, b"".join(parts)
+
+    def _shown(self, answer: httpx.Response, body: bytes) -> str:
+        """Status and beginning of an answer, for a refusal."""
+        text = " ".join(body[:4000].decode(errors="replace").split())
+        return f"HTTP {answer.status_code}: {self._access.hide(scrub(text))}"
 
     def _document(self, body: bytes, request: str) -> Any:
         """An answer that must be JSON."""
@@ -255,9 +272,3 @@ class Conversation:
                 wrong = broken.errors(include_input=False, include_url=False)[0]
                 text = f"{text}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
             raise self.silent(request, text) from broken
-
-
-def shown(answer: httpx.Response, body: bytes) -> str:
-    """Status and beginning of an answer, for a refusal."""
-    text = " ".join(body[:4000].decode(errors="replace").split())
-    return f"HTTP {answer.status_code}: {scrub(text)}"

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reconciler.runs.service_access import Conversation, ServiceAccess, shown
+from reconciler.runs.service_access import Conversation, ServiceAccess
 from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
@@ -114,10 +114,10 @@ class Client(Conversation):
         if status in (401, 403):
             remedy = "put a token of a UFM user that may manage partitions into the token file"
             expected = f"the right for {request}"
-            raise self._access.refuse("forbidden", expected, shown(answer, body), remedy)
+            raise self._access.refuse("forbidden", expected, self._shown(answer, body), remedy)
         if not 200 <= status < 300:
             expected, remedy = f"UFM to accept {request}", "read UFM's answer"
-            raise self._access.refuse("refused", expected, shown(answer, body), remedy)
+            raise self._access.refuse("refused", expected, self._shown(answer, body), remedy)
         if not body.strip() or method != "GET":
             return {}
         return self._document(body, request)

@@ -50,10 +50,11 @@ _DEFAULTS: dict[str, Any] = {
 @dataclass
 class Faults:
     """machines: as at first, with only the values that matter. slow: reads until a state ends.
-    lost: operations that MAAS carries out, but answers 504. status: operations that are answered by
-    a status without effect. other: operations that are answered with another machine. failing: the
-    status in which a moving one ends instead. edits: changes by somebody else, by operation, just
-    before it. vanish: machine that MAAS loses at its next moving state. body: answer to each GET.
+    lost: operations that MAAS carries out, but answers 504. status: operations, or `operation
+    system_id`, that are answered by a status without effect. other: operations that are answered
+    with another machine. failing: the status in which a moving one ends instead. edits: changes by
+    somebody else, by operation, just before it. vanish: machine that MAAS loses at its next moving
+    state. body: answer to each GET.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
     deployment fails. missing: tags that nobody has made.
     """
@@ -166,8 +167,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(401, refusal)
         elif self.command == "GET" and maas.faults.body:
             self._send(200, maas.faults.body.encode())
-        elif verb in maas.faults.status:
-            self._send(maas.faults.status[verb], f"{label} is refused")
+        elif status := maas.faults.status.get(label, maas.faults.status.get(verb)):
+            self._send(status, f"{label} is refused")
         else:
             if verb in maas.faults.edits:
                 maas.machines[key.strip("/")] |= maas.faults.edits.pop(verb)

@@ -59,6 +59,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _REFERENCES = ("device", "cluster", "virtual_machine", "vrf", "primary_mac_address", "primary_ip4")
 # Canary: no record or log of a test may contain it.
 TOKEN = "nbt_canary91c4.e07-do-not-print"
+# Of gunicorn, for the first line of a request.
+_LONGEST_LINE = 4094
+_FAILED = {"error": "a plugin failed", "exception": "RuntimeError"}
 _START = datetime(2026, 11, 1, tzinfo=UTC)
 _ANSWERS = {
     path: Draft202012Validator({"properties": fields, "additionalProperties": False})
@@ -93,8 +96,10 @@ class Faults:
     name of the object, each just before the next write to it. deaf: methods without effect. page:
     the largest page. added: paths and objects that somebody adds just before an object of this name
     is read. blind: the ETags for a list of changes are not compared. unchecked: nothing is held
-    against the description, for measurements. body: text of each answer to GET. drip_s: pause
-    before each byte, in the headers as well.
+    against the description, for measurements. broken: names of objects whose writes end in an error
+    of NetBox itself. others: paths of objects to the number of the object that is answered once
+    instead. backwards: created objects are answered in the reverse order. body: text of each answer
+    to GET. drip_s: pause before each byte, in the headers as well.
     """
 
     token: str = TOKEN
@@ -115,6 +120,9 @@ class Faults:
     unchecked: bool = False
     body: str = ""
     added: dict[str, list[list[Any]]] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    others: dict[str, int] = field(default_factory=dict)
+    backwards: bool = False
     drip_s: float = 0.0
 
 
@@ -147,6 +155,9 @@ class Netbox(ThreadingHTTPServer):
         new = {"id": number, "tags": [], **_DEFAULTS.get(path, {}), **row}
         if path == MACS:
             new["mac_address"] = new["mac_address"].upper()
+        if path == JOURNAL:
+            # As the text fields of Django REST framework do.
+            new["comments"] = new["comments"].strip()
         values = row.get("custom_fields") or {}
         ours = {DEVICES: self.faults.fields, MACHINES: ["gpuaas_allocation_id", "gpuaas_written"]}
         names = ours.get(path, [])
@@ -178,6 +189,9 @@ class Netbox(ThreadingHTTPServer):
 
         if path == MACHINES and (row["name"] in self.faults.invalid or any(others("name"))):
             return {"__all__": ["Virtual machine name must be unique."]}
+        if path == JOURNAL and row["assigned_object_id"] not in self.objects[DEVICES]:
+            number = row["assigned_object_id"]
+            return {"non_field_errors": [f"Invalid assigned_object: dcim.device ID {number}"]}
         if path == INTERFACES:
             if any(others("virtual_machine", "name")):
                 return {"non_field_errors": ["The fields virtual_machine, name must be unique."]}
@@ -260,7 +274,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, path: str, key: str | None, query: dict[str, list[str]]) -> None:
         if key:
-            row = self.server.objects[path][int(key)]
+            other = self.server.faults.others.pop(f"{path}{key}/", int(key))
+            row = self.server.objects[path][other]
             for other, new in self.server.faults.added.pop(str(row.get("name")), []):
                 self.server.add(other, new)
             self._one(200, path, row, query)
@@ -268,6 +283,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, self._page(path, query))
 
     def _violation(self, path: str, key: str | None, query: Any, body: Any) -> str:
+        if len(self.requestline) > _LONGEST_LINE:
+            return "Request Line is too large"
         if self.server.faults.unchecked:
             return ""
         where = f"{path}{{id}}/" if key else path
@@ -349,6 +366,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(400, [refusal or {} for refusal in refusals])
                 return
             made = [netbox.add(path, row) for row in body]
+            if netbox.faults.backwards:
+                made.reverse()
             self._send(201, [self._shown(path, row, {}) for row in made])
             return
         row = netbox.objects[path][int(key)]
@@ -357,6 +376,8 @@ class Handler(BaseHTTPRequestHandler):
             netbox.touch(row)
         if self.headers.get("If-Match") not in (None, "*", _etag(row)):
             self._send(412, {"detail": "Precondition failed."}, etag=_etag(row))
+        elif row.get("name") in netbox.faults.broken:
+            self._send(500, _FAILED)
         elif row.get("name") in netbox.faults.invalid:
             self._send(400, {"gpuaas_slots": ["Value must be valid for the schema."]})
         elif self.command == "DELETE":
@@ -388,6 +409,9 @@ class Handler(BaseHTTPRequestHandler):
                 refusal = {"gpuaas_slots": ["Value must be valid for the schema."]}
             if not netbox.faults.blind and "*" not in etags and _etag(row) not in etags:
                 self._send(412, {"detail": "Precondition failed."}, etag=_etag(row))
+                return
+            if row.get("name") in netbox.faults.broken:
+                self._send(500, _FAILED)
                 return
             if refusal:
                 self._send(400, refusal)

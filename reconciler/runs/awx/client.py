@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reconciler.runs.service_access import Conversation, ServiceAccess, shown
+from reconciler.runs.service_access import Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway
 from reconciler.settings import Settings
 
@@ -117,7 +117,7 @@ class Client(Conversation):
         if not answer.is_success:
             default = ("refused", "AWX to accept the request", "read AWX's answer")
             code, expected, remedy = _NAMES.get(answer.status_code, default)
-            text = shown(answer, body)
+            text = self._shown(answer, body)
             raise self._access.refuse(code, f"{expected} for {request}", text, remedy)
         document = self._document(body, request) if body else {}
         if not isinstance(document, dict):

@@ -231,7 +231,9 @@ class Job:
 
     def _save_job(self, job: dict[str, Any]) -> None:
         number = job.get("id")
-        if not isinstance(number, int) or number <= self._record.after:
+        # An AWX that was restored from a backup counts its jobs from an older number.
+        known = request.run_id(job) == self._paths.root.name
+        if not isinstance(number, int) or (number <= self._record.after and not known):
             raise Silent(
                 "awx_silent",
                 expected="the id of the new job",
@@ -264,12 +266,17 @@ class Job:
         return self._verdict(job, feed)
 
     def _get_job(self) -> dict[str, Any]:
-        """Our job. Any other answer is silence, because the empty one of a proxy would look like a
-        job for another host, which is canceled.
+        """Our job. Any other answer is silence, because it would look like a job for another host,
+        which is canceled: the empty answer of a proxy, or the job that has this number in an AWX
+        that was restored from a backup.
         """
         job = self._client.get(self._path)
         if job.get("id") != self._record.job or not isinstance(job.get("limit"), str):
             raise self._client.silent(f"GET {API}{self._path}", "an answer without this job")
+        run, name = request.run_id(job), job.get("name", self._record.name)
+        if run not in ("", self._paths.root.name) or name != self._record.name:
+            found = f"the job of another run, {scrub(str(run or name))[:100]}"
+            raise self._client.silent(f"GET {API}{self._path}", found)
         return job
 
     def _read(self, feed: Feed) -> None:

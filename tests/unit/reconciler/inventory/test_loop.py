@@ -98,6 +98,12 @@ def test_a_netbox_that_fails_is_left_alone_for_a_while(turn: Loop, netbox: Pass)
     assert turn(automatic=True) == (4, 1)
 
 
+def test_a_clock_that_was_set_back_does_not_end_the_comparisons(turn: Loop) -> None:
+    turn()
+    turn.age(-1_000_000.0)
+    assert turn() == (4, 0)
+
+
 def test_a_request_is_served_once_and_as_it_was_made(turn: Loop, netbox: Pass) -> None:
     turn()
     for apply, writes in ((False, 0), (True, 1)):

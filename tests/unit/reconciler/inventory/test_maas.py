@@ -288,6 +288,21 @@ def test_a_machine_is_locked_although_its_annotation_is_refused(maas: Maas) -> N
     assert (codes(reading), reading.done) == (["not_written"], {"machines locked": 1})
 
 
+def test_a_machine_that_maas_cannot_write_keeps_no_other_from_its_lock(maas: Maas) -> None:
+    add(maas)
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", unclean_allocation_id="tenant")
+        maas.machines.active(conn)
+    maas.begin(
+        machine(), machine(**OTHER), status={"lock abc123": 500, "set_workload_annotations": 403}
+    )
+    assert maas.compare().error
+    machines = maas.manager.record()["machines"]
+    assert (machines["abc123"]["locked"], machines["def456"]["locked"]) == (False, True)
+
+
 def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         key = maas.machines.active(conn)

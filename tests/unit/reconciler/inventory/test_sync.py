@@ -550,6 +550,103 @@ def test_refused_and_unanswered_writes(netbox: Pass) -> None:
     assert "netbox_not_taken" in codes(netbox(apply=True))
 
 
+def test_an_object_that_netbox_cannot_write_keeps_no_other_from_being_written(
+    netbox: Pass,
+) -> None:
+    others = [device(f"d{n}", f"10.2.0.{n}") for n in range(3)]
+    netbox.begin(device("n1"), *others)
+    assert netbox(apply=True).complete
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="maintenance"))
+    netbox.begin(*netbox.objects(DEVICES), broken=["n1"])
+    result = netbox(apply=True)
+    assert (result.complete, (result.error or {})["code"]) == (False, "netbox_silent")
+    assert f"PATCH {DEVICES}1/" in (result.error or {})["expected"]
+    assert (result.done["devices written"], result.done["journal entries"]) == (3, 3)
+    states = {row["name"]: row["custom_fields"]["gpuaas_state"] for row in netbox.objects(DEVICES)}
+    assert states == {"n1": "ready", **dict.fromkeys(("d0", "d1", "d2"), "maintenance")}
+    # Several mean NetBox itself.
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="draining"))
+    names = ["n1", "d0", "d1", "d2"]
+    netbox.begin(*netbox.objects(DEVICES), broken=names, network=journal_of(netbox))
+    assert netbox(apply=True).error
+    assert methods(netbox).count("PATCH") == 1 + writer._MOST_SILENCES
+    netbox.begin(*netbox.objects(DEVICES), network=journal_of(netbox))
+    assert netbox(apply=True).done == {"devices written": 4, "journal entries": 4}
+    assert netbox(apply=True).done == {}
+
+
+def journal_of(netbox: Pass) -> dict[str, list[dict[str, Any]]]:
+    return {JOURNAL: netbox.objects(JOURNAL)}
+
+
+def test_an_answer_about_another_object_is_none(netbox: Pass) -> None:
+    """A cache before NetBox answers a read, after which this object would be written."""
+    other = device("gpu7", "127.0.0.1")
+    edit = [{"serial": "new"}]
+    netbox.begin(device("n1"), other, edits={"n1": edit}, others={f"{DEVICES}1/": 2})
+    assert (netbox(apply=True).error or {})["code"] == "netbox_silent"
+    assert not any(netbox.objects(DEVICES)[1]["custom_fields"].values())
+    # Objects that NetBox creates are those that were asked for.
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+        netbox.site.allocate(conn)
+    netbox.begin(device("n1"), backwards=True)
+    result = netbox(apply=True)
+    assert "other objects" in (result.error or {})["found"]
+    assert netbox.objects(INTERFACES) == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_journal_entry_goes_to_no_device_of_a_netbox_that_was_built_anew(
+    netbox: Pass, number: int
+) -> None:
+    netbox(apply=True)
+    (row,) = netbox.objects(DEVICES)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="maintenance"))
+    netbox.begin(row, status={"POST": 504})
+    assert netbox(apply=True).error
+    (row,) = netbox.objects(DEVICES)
+    # The number of the device is another's, or nobody's.
+    stranger = device("stranger", "10.9.9.9", "theirs")
+    netbox.begin({**row, "id": 3}, {**stranger, "id": number})
+    assert netbox(apply=True).complete
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="draining"))
+    result = netbox(apply=True)
+    assert (codes(result), result.done["journal entries"]) == ([], 1)
+    assert [row["assigned_object_id"] for row in netbox.objects(JOURNAL)] == [3]
+
+
+def test_a_journal_entry_without_a_reason_is_written_once(netbox: Pass) -> None:
+    netbox(apply=True)
+    rows = netbox.objects(DEVICES)
+    with transaction(netbox.site.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="maintenance", state_reason=""))
+    netbox.begin(*rows, lost={f"POST {JOURNAL}": 1})
+    assert netbox(apply=True).error
+    assert netbox(apply=True).complete
+    assert len(netbox.objects(JOURNAL)) == 1
+
+
+def test_names_in_other_scripts_fit_in_a_query(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        for number in range(40):
+            name = f"{number:02}" + "\N{CJK UNIFIED IDEOGRAPH-6A5F}" * 40
+            node_records.create(conn, ADMIN, id=f"x{number}", name=name, address="10.0.0.2")
+    result = netbox()
+    assert (result.complete, result.counts["netbox_missing"]) == (True, 40)
+
+
+def test_endless_pages_take_bounded_memory(netbox: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client.Client, "TOTAL", 5000)
+    netbox.begin(*(device(f"d{n}", f"10.2.0.{n}") for n in range(90)), page=3)
+    result = netbox()
+    assert "more than 5000 bytes" in (result.error or {})["found"]
+
+
 def test_a_process_that_leads_no_more_stops_writing(
     netbox: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:

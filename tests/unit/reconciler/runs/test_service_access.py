@@ -24,7 +24,7 @@ pytestmark = pytest.mark.covers("ECO-2", "ECO-3", "ECO-4", "CTRL-14")
 
 DEADLINE_S = 60.0
 # Canary: no refusal may contain it.
-TOKEN = "consumer:token:canary-secret-do-not-print"
+TOKEN = "consumer91:c4e7:canary-do-not-print"
 Speaker = Callable[[socket.socket], object]
 
 
@@ -179,6 +179,18 @@ def test_an_answer_that_inflates_takes_no_memory(ask: Callable[[str], None]) -> 
     finally:
         tracemalloc.stop()
     assert b"\r\naccept-encoding: identity\r\n" in requests[0].lower()
+
+
+def test_a_token_that_an_answer_repeats_is_in_no_refusal(ask: Callable[[str], None]) -> None:
+    head = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/html\r\n\r\n"
+
+    def echo(connection: socket.socket) -> None:
+        connection.sendall(head + b" ".join(requests[0].split(b"\r\n")[::-1]))
+
+    with listening(echo) as (port, requests), pytest.raises(RunError) as refusal:
+        ask(f"http://127.0.0.1:{port}")
+    assert refusal.value.code.endswith("_refused")
+    assert "canary" not in str(refusal.value.to_dict())
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

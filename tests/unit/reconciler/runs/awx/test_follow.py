@@ -306,6 +306,9 @@ STRANGE = [
     {"status": "ok"},
     {"id": 1, "status": "canceled", "limit": None},
     {"id": 2, "status": "canceled", "limit": "node-2", "event_processing_finished": True},
+    # AWX was restored from a backup, and has given our job's number to another.
+    {"id": 1, "status": "running", "limit": "node-2", "extra_vars": "slice_run: {id: run-2}"},
+    {"id": 1, "status": "failed", "limit": "all", "name": "a job of the site's", "extra_vars": ""},
 ]
 
 

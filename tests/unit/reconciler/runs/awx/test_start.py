@@ -51,6 +51,18 @@ def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
     assert (record.posted, record.job) == (True, others + 1)
 
 
+def test_a_job_of_an_awx_that_counts_from_an_older_number_is_not_repeated(
+    prepared: RunPaths, awx: Controller, play: Play
+) -> None:
+    """It was restored from a backup between our look at its newest job and the launch."""
+    record = JobRecord.load(prepared)
+    assert record is not None
+    record.after = 5000
+    record.save(prepared)
+    ended(play(quiet=0.1))
+    assert len(awx.jobs()) == 1
+
+
 def test_a_launch_that_is_carried_out_late_is_waited_for(awx: Controller, play: Play) -> None:
     awx.change(cut={LAUNCH: 1}, later_s=0.3)
     ended(play(quiet=30))
