@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, PageRequest, Paging
-from reconciler.api.models import Answer, Id, Integer, Moment, Name, Reasoned
+from reconciler.api.models import Answer, Filter, Id, Integer, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Caller, Context, Holder
 from reconciler.db import schema
 from reconciler.lifecycle.ssh_access import PROVIDER_S
@@ -102,9 +102,9 @@ def issue(body: NewToken, context: Admin) -> JSONResponse:
 
 
 @admin_router.get("")
-def list_tokens(context: Admin, paging: Paging) -> PageOf[HoldersToken]:
-    """All tokens, without their secrets."""
-    return _page(context, paging, tokens.every, HoldersToken)
+def list_tokens(context: Admin, paging: Paging, project_id: Filter = None) -> PageOf[HoldersToken]:
+    """All tokens, the newest first, without their secrets."""
+    return _page(context, paging, partial(tokens.every, project_id=project_id), HoldersToken)
 
 
 @admin_router.delete("/{token_id}", response_model=Revoked)

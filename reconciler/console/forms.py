@@ -18,7 +18,7 @@ from starlette.requests import Request
 from reconciler.model.errors import Problem
 
 _METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_PATH = re.compile(r"/[!-~]*")
+_PATH = re.compile(r"(?=.{1,1000}$)(/[A-Za-z0-9][A-Za-z0-9._:%-]*)+")
 # Fields that control the call, and are not part of its body.
 _CONTROL = "_"
 
@@ -47,12 +47,15 @@ async def read(request: Request) -> Form:
     method, _, path = _last(values, "_call").partition(" ")
     if method not in _METHODS or not _PATH.fullmatch(path):
         raise _invalid("a form of the console", "a form without a known call")
+    key, generation = _last(values, "_key"), _last(values, "_generation")
+    if not (key + generation).isascii():
+        raise _invalid("the key and generation of a page", "letters beyond ASCII")
     return Form(
         method=method,
         path=path,
-        key=_last(values, "_key"),
+        key=key,
         back=_last(values, "_back"),
-        generation=_last(values, "_generation"),
+        generation=generation,
         body=body(values),
         values=values,
     )

@@ -156,8 +156,9 @@ async def audit(visit: Visit) -> Response:
 async def trace(visit: Visit) -> Response:
     """Everything that followed from one request."""
     correlation = visit.named("correlation")
-    entries = await visit.get(f"/admin/correlations/{correlation}/timeline", limit=200)
-    return visit.page("trace.html", correlation=correlation, entries=entries["items"])
+    path = f"/admin/correlations/{correlation}/timeline"
+    entries = await visit.get(path, limit=200, **visit.query("cursor"))
+    return visit.page("trace.html", correlation=correlation, entries=entries)
 
 
 async def images(visit: Visit) -> Response:
@@ -168,14 +169,18 @@ async def images(visit: Visit) -> Response:
 
 async def tokens(visit: Visit) -> Response:
     """API tokens. A new token's secret is shown once."""
-    page = await visit.get("/admin/tokens", limit=1000)
+    chosen = visit.query("project_id", "cursor", "sessions")
+    page = await visit.get(
+        "/admin/tokens", limit=200, project_id=chosen["project_id"], cursor=chosen["cursor"]
+    )
     projects = await visit.get("/admin/projects", limit=1000)
-    sessions = await visit.get("/admin/console-sessions", limit=1000)
+    sessions = await visit.get("/admin/console-sessions", limit=200, cursor=chosen["sessions"])
     return visit.page(
         "tokens.html",
-        tokens=page["items"],
+        tokens=page,
+        project=chosen["project_id"],
         projects=projects["items"],
-        sessions=sessions["items"],
+        sessions=sessions,
         own=visit.caller.actor,
     )
 

@@ -45,10 +45,9 @@ async def project(visit: Visit) -> Response:
     query = visit.query("cursor", "state")
     allocations = await visit.get(f"/projects/{name}/allocations", limit=50, **query)
     quota = await visit.get(f"/projects/{name}/quota")
-    tokens: list[Document] = []
+    tokens: Document = {"items": [], "next": None}
     if visit.admin:
-        every = (await visit.get("/admin/tokens", limit=1000))["items"]
-        tokens = [token for token in every if token["project_id"] == quota["project_id"]]
+        tokens = await visit.get("/admin/tokens", limit=50, project_id=name)
     return visit.page(
         "project.html",
         project=quota["project_id"],

@@ -131,13 +131,13 @@ class Machine:
         if not grant.address:
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: end, grant.host, grant.port)
-            end.hold("opening")
-            return
-        host = await self._logged_in()
-        with self._opening():
-            await host.create_connection(lambda: end, grant.address, SSH_PORT)
+        else:
+            host = await self._logged_in()
+            with self._opening():
+                await host.create_connection(lambda: end, grant.address, SSH_PORT)
         end.hold("opening")
         self._ends = [*(other for other in self._ends if not other.lost), end]
+        self._require_open()
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
@@ -248,6 +248,9 @@ class Machine:
         self._closed = True
         for guest in self._guests:
             guest.abort()
+        # A whole machine has no host's connection, and need not read what is left for it.
+        for end in self._ends:
+            end.abort()
         if self._host is not None:
             self._host.abort()
 

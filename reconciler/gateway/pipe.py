@@ -78,6 +78,11 @@ class End(asyncssh.SSHTCPSession[bytes], asyncio.Protocol):
         if self._channel is not None:
             self._channel.close()
 
+    def abort(self) -> None:
+        """Close, and drop what its other side has not taken yet."""
+        if self._channel is not None:
+            self._channel.abort()
+
     def pause_writing(self) -> None:
         self.peer.hold("window")
 

@@ -271,8 +271,9 @@ class Client(Session, asyncssh.SSHServer):
         )
 
     def _require_room(self) -> None:
-        live = sum(not near.lost for near, _ in self._ends) + self._opening
-        # A channel that its client never closes stays in memory.
+        # A channel that its client never closes stays in memory, as does one whose machine does not
+        # read.
+        live = sum(not (near.lost and far.lost) for near, far in self._ends) + self._opening
         live += sum(not shell.gone for shell in self._terminals)
         live += self._machine.forsaken if self._machine else 0
         if live >= self.gateway.limits.channels:
@@ -360,9 +361,10 @@ class Client(Session, asyncssh.SSHServer):
 
     def _counted(self, near: End, far: End) -> bool:
         """Take the bytes of ends that are closed into the sum."""
-        if near.lost:
+        closed = near.lost and far.lost
+        if closed:
             self._spent = (self._spent[0] + near.received, self._spent[1] + far.received)
-        return near.lost
+        return closed
 
     def _later(self, problem: Problem) -> None:
         keep(self.gateway.refuse(problem, self, self.grant_id))

@@ -208,9 +208,12 @@ def _revoke(conn: sa.Connection, id: str, act: Act, action: str) -> bool:
     return revoked
 
 
-def every(conn: sa.Connection, page: Page | None = None) -> list[ApiToken]:
-    """All tokens, newest first, without their hashes."""
-    query = part(sa.select(api_tokens), ORDER, page)
+def every(
+    conn: sa.Connection, page: Page | None = None, *, project_id: str | None = None
+) -> list[ApiToken]:
+    """All tokens, or those of a project, newest first, without their hashes."""
+    query = rows.where(sa.select(api_tokens), api_tokens, project_id=project_id)
+    query = part(query, ORDER, page)
     return [_without_hash(record) for record in rows.every(conn, query, ApiToken)]
 
 

@@ -27,7 +27,14 @@ from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import leader
 from reconciler.db.engine import reading, transaction
-from reconciler.db.schema import api_tokens, nodes, pool_workers, service_processes, slots
+from reconciler.db.schema import (
+    api_tokens,
+    console_sessions,
+    nodes,
+    pool_workers,
+    service_processes,
+    slots,
+)
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
 from reconciler.lifecycle import host
@@ -411,9 +418,9 @@ def test_a_port_is_opened_and_removed_on_the_page(
         "public_address": ADDRESS,
         "public_port__int": "443",
         "guest_port__int": "8443",
-        # As browsers send a field of the kind datetime-local, and the lines of a text.
+        # As browsers send a field of the kind datetime-local.
         "expires_at__utc": until.strftime("%Y-%m-%dT%H:%M"),
-        "sources__lines": "198.51.100.0/24\r\n\r\n203.0.113.7/32",
+        "sources__words": "198.51.100.0/24, 203.0.113.7/32",
     }
     form = member.open(page).form(call)
     refused = member.send(page, form, **typed | {"public_port__int": "many"})
@@ -468,6 +475,23 @@ def test_a_form_leads_to_no_other_site(selling: Stack, browse: Browse, back: str
     assert admin.send(page, form, name="new", _back=back).headers["Location"] == page
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"_call": "POST /projects/demo/ssh-keys", "_key": "é"},
+        {"_call": "POST /projects/demo/ssh-keys", "_generation": "é"},
+        {"_call": f"POST /{'a' * 70_000}"},
+        {"_call": "POST /../../console/logout"},
+        {"_call": "POST /projects/../../../console/static/console.css"},
+    ],
+)
+def test_a_form_that_no_page_has_is_refused(browse: Browse, fields: dict[str, str]) -> None:
+    headers = {"Sec-Fetch-Site": "same-origin"}
+    answer = browse("member").client.post("/console/projects/demo", data=fields, headers=headers)
+    assert answer.status_code == 422
+    assert "request_invalid" in answer.text
+
+
 def test_a_secret_is_shown_once(selling: Stack, browse: Browse) -> None:
     admin = browse("admin")
     form = admin.open("/console/tokens").form("POST /admin/tokens")
@@ -480,6 +504,41 @@ def test_a_secret_is_shown_once(selling: Stack, browse: Browse) -> None:
     assert "secret_shown_once" in again.text
     assert secret[0] not in again.text
     assert secret[0] not in admin.get("/console/tokens").text
+
+
+def test_tokens_and_sessions_of_one_member_hide_no_others(selling: Stack, browse: Browse) -> None:
+    """A member can make and revoke tokens, and log in, until a page is full of them."""
+    admin = browse("admin")
+    with transaction(selling.engine) as conn:
+        for table in (api_tokens, console_sessions):
+            change = sa.update(table).values(created_at=table.c.created_at - 60)
+            conn.execute(change)
+        row = conn.execute(sa.select(api_tokens).where(api_tokens.c.name == "member")).one()
+        made = [{"id": f"mine-{number}", "hash": f"mine-{number}"} for number in range(1001)]
+        late = {"created_at": row.created_at + 60, "name": "mine"}
+        conn.execute(sa.insert(api_tokens), [row._asdict() | late | each for each in made])
+        session = conn.execute(sa.select(console_sessions)).first()
+        assert session is not None
+        late = {"created_at": session.created_at + 60, "token_id": "mine-0"}
+        conn.execute(
+            sa.insert(console_sessions), [session._asdict() | late | each for each in made]
+        )
+        names_ = dict(conn.execute(sa.select(api_tokens.c.name, api_tokens.c.id)).all())
+    wanted = {
+        "Revoke admin": f"DELETE /admin/tokens/{names_['admin']}",
+        "Revoke stranger": f"DELETE /admin/tokens/{names_['stranger']}",
+        f"End all of admin:admin#{names_['admin']}": "POST /admin/console-sessions/end",
+    }
+    path, found = "/console/tokens", {}
+    while path and not wanted.items() <= found.items():
+        page = admin.open(path)
+        found |= {form.button: form.call for form in page.forms}
+        path = next((f"/console/tokens{link}" for link in page.links if link[:1] == "?"), "")
+    assert wanted.items() <= found.items()
+    (link,) = {each for each in admin.open("/console/projects/other").links if "tokens" in each} - {
+        "/console/tokens"
+    }
+    assert "Revoke stranger" in {form.button for form in admin.open(link).forms}
 
 
 def test_a_member_makes_a_token_for_a_program(selling: Stack, browse: Browse) -> None:

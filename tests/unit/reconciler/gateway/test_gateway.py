@@ -235,12 +235,7 @@ def test_the_doctor_says_where_the_way_to_a_slice_breaks(world: World) -> None:
 
 def test_a_whole_machine_has_the_same_door(world: World) -> None:
     """Its server is the tenant's own; the host's relay account is not asked."""
-    with transaction(world.stack.engine) as conn:
-        conn.execute(
-            sa.update(nodes).values(tenant_address="127.0.0.1", tenant_port=world.guest.port)
-        )
-        shape = {"capacity_shape": "baremetal", "gpu_count": 0}
-        conn.execute(sa.update(allocations).values(**shape))
+    _make_whole(world, world.guest.port)
     world.dial(1)
     answer = world.stack.client("member").get(f"projects/demo/allocations/{world.allocation}")
     connection = answer.json()["connection"]
@@ -774,6 +769,57 @@ def test_channels_that_their_client_never_closes_are_bounded(world: World, termi
 
     assert terminal
     assert world.on_loop(fill()) == (world.gateway.limits.channels, 0)
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, channels=3)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_machine_that_reads_nothing_holds_no_connection_of_a_closed_channel(
+    world: World, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client closes each channel once the gateway waits for the machine, and opens another."""
+    deaf = socket.create_server(("127.0.0.1", 0))
+    port = deaf.getsockname()[1]
+    monkeypatch.setattr(machine, "SSH_PORT", port)
+    monkeypatch.setattr(_relay, "PORT", port)
+    open_way(world, world.allocation)
+    if whole:
+        _make_whole(world, port)
+    most, far_ends = world.gateway.limits.channels, []
+
+    async def fill() -> int:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client)
+        opened, part = 0, bytes(32 << 10)
+        with suppress(asyncssh.ChannelOpenError):
+            while opened < 2 * most:
+                _, writer = await client.open_connection("slice", 22)
+                opened += 1
+                near, far = session._ends[-1]
+                far_ends.append(far)
+                while not far._channel.get_write_buffer_size():
+                    before = near.received
+                    writer.write(part)
+                    while near.received < before + len(part):
+                        await asyncio.sleep(0.001)
+                writer.channel.abort()
+                while not near.lost:
+                    await asyncio.sleep(0.001)
+        client.abort()
+        return opened
+
+    assert world.on_loop(fill()) == most
+    until(lambda: all(far.lost for far in far_ends))
+    deaf.close()
+
+
+def _make_whole(world: World, port: int) -> None:
+    """Turn the slice into a whole machine, whose SSH server has this port."""
+    _set(world, nodes, tenant_address="127.0.0.1", tenant_port=port)
+    _set(world, allocations, capacity_shape="baremetal", gpu_count=0)
 
 
 def _send(flood: socket.socket, amount: int) -> None:
