@@ -199,7 +199,8 @@ def forget_connections(ip: str) -> None:
 
 
 def _listed(side: str, ip: str) -> int:
-    out = _command.run(["conntrack", "-L", side, ip], ok=(0, 1)).out
+    # Exit code 1 is a failure here, also when there is no connection.
+    out = _command.run(["conntrack", "-L", side, ip]).out
     return sum(1 for line in out.splitlines() if line.strip())
 
 
