@@ -78,15 +78,6 @@ def test_neighbour(tree: Path, flags: str, state: str) -> None:
     assert _dnsmasq.neighbour("eth0", "10.100.0.10") == ""
 
 
-def test_pid_is_only_a_living_dnsmasq(tree: Path) -> None:
-    write_file(tree, "run/dnsmasq/dnsmasq.pid", "77\n")
-    assert _dnsmasq.pid() is None
-    write_file(tree, "proc/77/comm", "sleep\n")
-    assert _dnsmasq.pid() is None
-    write_file(tree, "proc/77/comm", "dnsmasq\n")
-    assert _dnsmasq.pid() == 77
-
-
 def test_the_configuration_is_tested_with_all_reservations(script: Script) -> None:
     script.on("dnsmasq", "--test", "--conf-file=-", rc=1, err="duplicate dhcp-host IP address")
     with pytest.raises(Refusal, match="duplicate"):
