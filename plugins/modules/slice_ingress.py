@@ -388,8 +388,9 @@ def _connections(action: str, guard: _flows.Guard, rule: _ingress.Rule | None) -
     if rule is not None:
         words += ["-p", rule.protocol, "--orig-dst", rule.public_address]
         words += ["--orig-port-dst", str(rule.public_port)]
-    # Exit code 1 also means that no connection existed.
-    return len(_command.run(words, ok=(0, 1)).out.split("\n")) - 1
+    # With -D, exit code 1 also means that no connection existed.
+    ok = (0, 1) if action == "-D" else (0,)
+    return len(_command.run(words, ok=ok).out.split("\n")) - 1
 
 
 def _refuse(code: str, expected: str, found: str, remedy: str) -> Refusal:

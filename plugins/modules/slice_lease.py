@@ -152,7 +152,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning, _slots
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _domain,
+    _libvirt,
+    _pinning,
+    _slots,
+)
 
 _HOLDING = ("held", "kept")
 STATES = [*_HOLDING, "fenced", "released"]
@@ -202,7 +207,7 @@ def observe(params: _change.Params) -> State:
         rest = [*_slots.ledger(slot, allocation), *_slots.claimed(slot, others)]
         problems += [*rest, *trouble, *passed]
     pins = [pin for other in others.values() for pin in other["pins"]]
-    taken = {cpu for pin in pins for cpu in _pinning.numbers(pin)}
+    taken = {cpu for pin in pins for cpu in _domain.listed(pin)}
     given, lacking = _given(params, slots, taken, state)
     return State(
         entries=entries,

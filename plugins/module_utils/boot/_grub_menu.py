@@ -17,7 +17,7 @@ MENU, ENVIRONMENT = "/boot/grub/grub.cfg", "/boot/grub/grubenv"
 
 _BLOCK = re.compile(r"(menuentry|submenu)\s+(.*)\{$")
 # Memory tests also use the word `linux`.
-_KERNEL = re.compile(r"linux(?:efi|16)?\s+\S*vmlinuz\S*(.*)$")
+KERNEL = re.compile(r"^\s*linux(?:efi|16)?\s+\S*vmlinuz\S*(.*)$", re.MULTILINE)
 _DEFAULT = re.compile(r'set default="?([^"]*)"?$')
 _ONCE = "${next_entry}"
 
@@ -67,7 +67,7 @@ def parse(text: str) -> Menu:
             stack.append(entry)
         elif row.endswith("{"):
             stack.append(None)
-        elif kernel := _KERNEL.match(row):
+        elif kernel := KERNEL.match(row):
             current.kernels.append(tuple(kernel[1].split()))
         elif len(stack) == 1 and (default := _DEFAULT.match(row)):
             defaults.append(default[1])

@@ -45,8 +45,6 @@ _SWITCHED_OFF = ("intel_iommu=off", "amd_iommu=off", "iommu=off")
 BLOCK = _managed_block.render(MODULES)
 _HOST_DRIVERS = ("nvidia", "nvidia_drm", "nouveau")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.,:=@+/-]+")
-# GRUB's menu entries of Linux; memory tests also use the word `linux`.
-_ENTRY = re.compile(r"^\s*linux(?:efi|16)?\s+\S*vmlinuz\S*(.*)$", re.MULTILINE)
 
 Params = Mapping[str, Any]
 
@@ -110,7 +108,7 @@ def observe(params: Params) -> State:
     record = _record()
     arguments = (*fitted(params["arguments"]), *_hugepages.arguments(_huge(params)))
     menu = _text(_grub_menu.MENU) or ""
-    entries = tuple(tuple(line.split()) for line in _ENTRY.findall(menu))
+    entries = tuple(tuple(line.split()) for line in _grub_menu.KERNEL.findall(menu))
     return State(
         arguments=arguments,
         given=tuple(_given(_others())),

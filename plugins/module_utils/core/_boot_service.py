@@ -149,12 +149,17 @@ def services(names: Iterable[str]) -> dict[str, Service]:
     return {name: _service(block) for name, block in zip(units, blocks, strict=True)}
 
 
+def mode() -> str:
+    """`slice`, `baremetal`, or "" on a host that was never bootstrapped."""
+    try:
+        return str(json.loads(_host.read(SLICE_MODE) or "{}").get("mode", ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
 def slice_mode() -> bool:
     """Whether this host was put into slice mode on purpose (bootstrap writes the file)."""
-    try:
-        return bool(json.loads(_host.read(SLICE_MODE) or "{}").get("mode") == "slice")
-    except (ValueError, AttributeError):
-        return False
+    return mode() == "slice"
 
 
 def not_slice_mode() -> Refusal:

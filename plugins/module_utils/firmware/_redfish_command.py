@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -38,9 +36,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     options = _options(words, environment)
     secret = environment["IDRAC_PASSWORD"]
     say = _Lines(secret)
-    # Without this a SIGTERM would leave a session on the BMC for half an hour.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _leave)
+    _redfish_session.end_by_signals()
     account = _redfish_session.Account(environment["IDRAC_USER"], secret)
     trust = Trust(options.ca_file, options.fingerprint)
     try:
@@ -195,10 +191,6 @@ def _params(options: argparse.Namespace) -> dict[str, Any]:
         "acknowledged_jobs": options.acknowledge,
         "system": options.system,
     }
-
-
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -155,9 +153,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     options = parser.parse_args(words)
     if missing := [name for name in _ENVIRONMENT if not environment.get(name)]:
         parser.error(f"the environment lacks {', '.join(missing)}")
-    # Without this a SIGTERM would leave a session on the BMC for half an hour.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _leave)
+    _redfish_session.end_by_signals()
     host, user, secret = (environment[name] for name in _ENVIRONMENT)
     account = _redfish_session.Account(user, secret)
     trust = Trust(options.ca_file, options.fingerprint)
@@ -172,10 +168,6 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
         written = written.replace(form, "***")
     sys.stdout.write(f"{written}\n")
     return 0
-
-
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

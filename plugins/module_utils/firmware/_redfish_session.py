@@ -10,6 +10,8 @@ import contextlib
 import functools
 import json
 import re
+import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -251,6 +253,15 @@ def message_ids(document: dict[str, Any]) -> list[str]:
     listed = infos if isinstance(infos, list) else []
     ids = [info.get("MessageId") for info in listed if isinstance(info, dict)]
     return [each for each in ids if isinstance(each, str) and _MESSAGE_ID.fullmatch(each)][:5]
+
+
+def end_by_signals() -> None:
+    """Let a signal end this program as an exception, which logs out.
+
+    Without this it would leave a session on the BMC for half an hour.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
 
 
 def _pause(answer: Answer) -> float:

@@ -19,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _ssh_certificate,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
     _boot_units,
     _file_edits,
     _host,
@@ -36,7 +37,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import 
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import Facts, kept
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
-    _host_resources,
     _pci_functions,
 )
 
@@ -168,7 +168,7 @@ def vfio_binding(facts: Facts) -> Verdict:
     if not facts.passthrough:
         return warned("no approved slot: nothing is to be bound yet")
     problems = []
-    if _host_resources.mode() != "slice":
+    if not _boot_service.slice_mode():
         problems.append("the host is not in slice mode: nothing would be bound at boot")
     dead = facts.dead_gpus
     # Without any GPU that answers, the fault is the host's.

@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
+    _boot_service,
     _boot_units,
     _host,
     _host_snapshot,
@@ -49,7 +50,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     Facts,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
-from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 # Kinds of traces that the functions below report, by parity check. The others need programs that a
@@ -209,8 +209,7 @@ def _traces_of(check: str, facts: Facts) -> list[_traces.Trace]:
 
 
 def _mode(_facts: Facts) -> Iterator[Item]:
-    there = _host_resources.mode() == "slice"
-    state = "the host is still in slice mode" if there else _file(SLICE_MODE)
+    state = "the host is still in slice mode" if _boot_service.slice_mode() else _file(SLICE_MODE)
     yield Item("slice_mode", SLICE_MODE, "absent", state, ok=state == "absent")
 
 

@@ -21,10 +21,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _slice_network,
+)
 
 DIRECTORY, LEASES = _baseline_files.RESERVATIONS, _baseline_files.LEASES
-PID_FILE = "/run/dnsmasq/dnsmasq.pid"
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,6 @@ def leases() -> list[Lease]:
     return parsed
 
 
-def pid() -> int | None:
-    """The running dnsmasq of the slice network."""
-    text = _host.read(PID_FILE)
-    if not text or not text.isdigit():
-        return None
-    name = _host.read(f"/proc/{text}/comm")
-    return int(text) if name == "dnsmasq" else None
-
-
 def test(all_of_them: list[Reservation]) -> None:
     """Let dnsmasq check all reservations together, including those that bootstrap wrote. A single
     duplicate would stop it for all guests.
@@ -129,8 +122,7 @@ def remove(name: str) -> None:
 
 def reload() -> None:
     """Make dnsmasq read its host files again; no action when it does not run."""
-    process = pid()
-    if process is not None:
+    if process := _slice_network.dnsmasq_pid():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGHUP)
 
@@ -199,7 +191,8 @@ def forget_connections(ip: str) -> None:
 
 
 def _listed(side: str, ip: str) -> int:
-    out = _command.run(["conntrack", "-L", side, ip], ok=(0, 1)).out
+    # Exit code 1 is a failure here, also when there is no connection.
+    out = _command.run(["conntrack", "-L", side, ip]).out
     return sum(1 for line in out.splitlines() if line.strip())
 
 

@@ -410,10 +410,10 @@ def _numbers(values: Iterable[int]) -> str:
     return ",".join(map(str, values))
 
 
-def _listed(text: str) -> list[int]:
-    """libvirt writes `0-3` where we write every number."""
+def listed(text: str) -> list[int]:
+    """The list format of the kernel and libvirt: `0-3,8` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
-    for part in filter(None, text.split(",")):
+    for part in filter(None, text.strip().split(",")):
         first, _sep, last = part.partition("-")
         numbers.extend(range(int(first), int(last or first) + 1))
     return numbers
@@ -501,20 +501,20 @@ def parse(xml: str) -> Description:
         "vcpus": int(root.findtext("vcpu", "0")),
         "memory_mib": _mebibytes(root.find("memory")),
         "pins": [pin.get("cpuset", "") for pin in root.findall("cputune/vcpupin")],
-        "memory_nodes": _numbers(_listed(_attribute(root, "numatune/memory", "nodeset"))),
+        "memory_nodes": _numbers(listed(_attribute(root, "numatune/memory", "nodeset"))),
         "topology": [
             int(_attribute(root, "cpu/topology", name) or "0")
             for name in ("sockets", "cores", "threads")
         ],
         "cells": [
-            [_numbers(_listed(_attribute(cell, ".", "cpus"))), _mebibytes(cell, "memory"), node]
+            [_numbers(listed(_attribute(cell, ".", "cpus"))), _mebibytes(cell, "memory"), node]
             for cell, node in zip_longest(
                 root.findall("cpu/numa/cell"),
                 [_attribute(memory, ".", "nodeset") for memory in root.findall("numatune/memnode")],
                 fillvalue=ET.Element("missing"),
             )
         ],
-        "emulator_cpus": _listed(_attribute(root, "cputune/emulatorpin", "cpuset")),
+        "emulator_cpus": listed(_attribute(root, "cputune/emulatorpin", "cpuset")),
         "firmware": root.findtext("os/loader", ""),
         "nvram": root.findtext("os/nvram", ""),
         "hugepages": root.find("memoryBacking/hugepages") is not None,

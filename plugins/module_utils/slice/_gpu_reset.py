@@ -6,6 +6,7 @@ touches the device runs in a child process with a deadline.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,14 @@ def clear(
     recorded: evidence of an earlier reset of this GPU, whose identity it must still have.
     """
     chosen = method(address, methods)
+    order = _host.read(f"{_pci.DEVICES}/{address}/reset_method") or ""
     started = _host.now()
     try:
         seen = _bounded.call(lambda: _clear(address, chosen, scrub), deadline=DEADLINE_S)
     except _bounded.Overdue as hanging:
+        # The killed child cannot restore the order, and this may have to wait for the device too.
+        with contextlib.suppress(_bounded.Overdue, OSError, Refusal):
+            _bounded.call(lambda: _set_order(address, order), deadline=_pci.ANSWER_S)
         raise _refuse(
             "gpu_reset_hangs",
             f"the reset of {address} by {chosen} to end within {DEADLINE_S:g} s",
@@ -107,12 +112,17 @@ def _clear(address: str, chosen: str, scrub: str) -> dict[str, Any]:
 def _reset(address: str, chosen: str) -> None:
     """Reset by exactly this method; the kernel's order of methods is restored."""
     folder = f"{_pci.DEVICES}/{address}"
-    offered = _host.read(f"{folder}/reset_method") or ""
-    _pci.store(f"{folder}/reset_method", chosen)
+    order = _host.read(f"{folder}/reset_method") or ""
+    _set_order(address, chosen)
     try:
         _pci.store(f"{folder}/reset", "1")
     finally:
-        _pci.store(f"{folder}/reset_method", offered)
+        _set_order(address, order)
+
+
+def _set_order(address: str, methods: str) -> None:
+    """Set the methods by which the kernel resets the device, the first one that works."""
+    _pci.store(f"{_pci.DEVICES}/{address}/reset_method", methods)
 
 
 def _read_back(address: str, boot: int) -> None:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/plans"
 
@@ -25,24 +25,15 @@ _CPUS = "/sys/devices/system/cpu"
 _GIB_PAGES = "hugepages/hugepages-1048576kB/free_hugepages"
 
 
-def numbers(text: str) -> list[int]:
-    """The kernel's list format: `0-3,8` is 0, 1, 2, 3, 8."""
-    expanded: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _sep, last = part.partition("-")
-        expanded.extend(range(int(first), int(last or first) + 1))
-    return expanded
-
-
 def cores(node: int | None) -> list[Core]:
     """The physical cores of a NUMA node, each as its hardware threads; of the whole host without a
     node.
     """
     place = f"{_CPUS}/online" if node is None else f"{_NODES}/node{node}/cpulist"
     groups: dict[tuple[int, ...], None] = {}
-    for cpu in numbers(_host.read(place) or ""):
+    for cpu in _domain.listed(_host.read(place) or ""):
         siblings = _host.read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list")
-        groups[tuple(numbers(siblings or str(cpu)))] = None
+        groups[tuple(_domain.listed(siblings or str(cpu)))] = None
     return list(groups)
 
 

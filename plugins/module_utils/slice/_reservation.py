@@ -15,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 
 
@@ -42,7 +43,7 @@ def observe(params: _change.Params) -> State:
         others=tuple(entry for entry in everyone if entry not in reservations),
         leases=tuple(x for x in _dnsmasq.leases() if x.mac == address[0] or x.ip == address[1]),
         tracked=_dnsmasq.connections(params["ip"]) if params["state"] == "absent" else 0,
-        running=_dnsmasq.pid() is not None,
+        running=bool(_slice_network.dnsmasq_pid()),
     )
 
 

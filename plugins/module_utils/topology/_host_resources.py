@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,6 @@ class Kernel:
     missing_modules: tuple[str, ...]
     iommu_groups: int
     reboot_reasons: tuple[str, ...]
-
-
-def mode() -> str:
-    """`slice`, `baremetal`, or "" on a host that was never bootstrapped."""
-    try:
-        return str(json.loads(_host.read("/etc/gpuaas/slice-mode.json") or "{}").get("mode", ""))
-    except (ValueError, AttributeError):
-        return ""
 
 
 def boot_params(profile: Mapping[str, Any], intent: str = "slice") -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _api_names,
     _ovs_nat,
     _ovs_nat_removal,
+    _slice_network,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _reservation
 from ansible_collections.gpuaas.slice.plugins.modules import (
@@ -163,7 +164,7 @@ def ipoib_address(site: Site) -> Case:
 
 def reservation_present(site: Site) -> Case:
     site.runs(lambda _argv: "")
-    site.patch.setattr(_dnsmasq, "pid", lambda: 77)
+    site.patch.setattr(_slice_network, "dnsmasq_pid", lambda: 77)
     site.patch.setattr(_dnsmasq, "reload", lambda: None)
     return _reservation.SUBJECT, {
         "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",

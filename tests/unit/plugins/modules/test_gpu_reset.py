@@ -223,7 +223,9 @@ def test_a_reset_that_never_returns_ends_by_name(
     os.mkfifo(folder / "reset")
     monkeypatch.setattr(_gpu_reset, "DEADLINE_S", 0.2)
     later = {"slot_id": "slot-3", "fence": 8, "gpu_pci_address": GPU}
-    assert code(host.reset(slots=[later])) == "gpu_reset_hangs"
+    assert code(host.reset(slots=[later], methods=["bus"])) == "gpu_reset_hangs"
+    # The kernel would else have this one method until the next boot.
+    assert (folder / "reset_method").read_text().split() == ["flr", "bus"]
     # The evidence of the earlier reset ended when this one began.
     assert not _ledger.standing_gpu("slot-3", GPU)
 

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _ledger,
     _object_names,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _cloud_seed,
     _dnsmasq,
@@ -66,7 +67,7 @@ def host(domain_host: Host, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host
 
     monkeypatch.setattr(_command, "run", run)
     monkeypatch.setattr(_cloud_seed, "make", make)
-    monkeypatch.setattr(_dnsmasq, "pid", lambda: 77)
+    monkeypatch.setattr(_slice_network, "dnsmasq_pid", lambda: 77)
     monkeypatch.setattr(_dnsmasq, "reload", lambda: None)
     return domain_host
 

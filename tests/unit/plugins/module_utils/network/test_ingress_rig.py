@@ -83,7 +83,7 @@ def _without_conntrack(patch: pytest.MonkeyPatch) -> None:
     real = _command.run
 
     def run(argv: Any, **options: Any) -> Any:
-        return _command.Result(1, "", "") if argv[0] == "conntrack" else real(argv, **options)
+        return _command.Result(0, "", "") if argv[0] == "conntrack" else real(argv, **options)
 
     patch.setattr(_command, "run", run)
 

@@ -485,7 +485,7 @@ def test_a_guest_cannot_speak_dhcp_for_its_neighbour(rig: Rig) -> None:
 def test_an_address_that_the_last_tenant_declined_is_leased_to_the_next(rig: Rig) -> None:
     """dnsmasq keeps a declined address back for ten minutes, and a slot keeps its address."""
     assert rig.dhcp is not None
-    _host.write(_dnsmasq.PID_FILE, str(rig.dhcp.pid))
+    _host.write("/run/dnsmasq/dnsmasq.pid", str(rig.dhcp.pid))
     _host.write(f"/proc/{rig.dhcp.pid}/comm", "dnsmasq")
     log = rig.folder / "dnsmasq.out"
     assert lease(rig, A) == A.guard.ip

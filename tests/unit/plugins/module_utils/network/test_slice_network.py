@@ -160,3 +160,5 @@ def test_a_dead_dnsmasq_with_a_pid_file_does_not_run(machine: Any) -> None:
     assert _slice_network.dnsmasq_pid() == 0
     machine.file("/proc/77/comm", "sshd\n")
     assert _slice_network.dnsmasq_pid() == 0
+    machine.file("/proc/77/comm", "dnsmasq\n")
+    assert _slice_network.dnsmasq_pid() == 77

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _reservation
 from ansible_collections.gpuaas.slice.plugins.modules import slice_lease_info
 
@@ -29,7 +30,7 @@ ABSENT = {**PARAMS, "state": "absent"}
 
 @pytest.fixture
 def host(tree: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(_dnsmasq, "pid", lambda: 77)
+    monkeypatch.setattr(_slice_network, "dnsmasq_pid", lambda: 77)
     monkeypatch.setattr(_dnsmasq, "reload", lambda: None)
     script.on("dnsmasq", "--test", "--conf-file=-")
     for side in ("--orig-src", "--orig-dst"):
@@ -84,7 +85,7 @@ def test_a_live_lease_of_another_is_refused(host: Path) -> None:
 
 
 def test_without_dnsmasq_nothing_is_written(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dnsmasq, "pid", lambda: None)
+    monkeypatch.setattr(_slice_network, "dnsmasq_pid", lambda: 0)
     assert code(drive(PARAMS)) == "dnsmasq_down"
 
 
