@@ -14,8 +14,8 @@ from reconciler.model.errors import Problem
 app = typer.Typer(
     no_args_is_help=True, help="NetBox, whose tagged devices are the site's machines."
 )
-# A pass ends within two minutes. One that has begun already may come before it.
-_WAIT_S = 300.0
+# A pass ends within four minutes. One that has begun already may come before it.
+_WAIT_S = 600.0
 
 
 @app.command()

@@ -66,7 +66,8 @@ class Pass(Client):
     Each change requires the leader's term, so a process that no longer leads stops writing.
     """
 
-    DEADLINE_S = 60.0
+    # MAAS takes up to half a second for each machine of a list, and sends nothing meanwhile.
+    DEADLINE_S, REQUEST_S = 240.0, 120.0
 
     def __init__(self, access: MaasAccess, engine: Engine) -> None:
         super().__init__(access)

@@ -275,13 +275,19 @@ class Writer:
     def _create(
         self, kind: type[O], documents: Sequence[Mapping[str, Any]], counted: str
     ) -> list[O | None]:
-        """Create objects. A refused object is None in the answer and does not stop the others."""
+        """Create objects. An object that is refused, or whose request is not answered, is None in
+        the answer and does not stop the others.
+        """
         made: list[O | None] = []
         for some in chunks(documents):
             self._require_term()
             try:
                 made += self._netbox.create(kind, some)
                 self._count(counted, len(some))
+            except LauncherAway as silence:
+                # They may exist, so a second request could make them twice.
+                self._unanswered(silence, [])
+                made += [None] * len(some)
             except RunError as refusal:
                 if is_fatal(refusal):
                     raise

@@ -54,7 +54,7 @@ class Faults:
     system_id`, that are answered by a status without effect. other: operations that are answered
     with another machine. failing: the status in which a moving one ends instead. edits: changes by
     somebody else, by operation, just before it. vanish: machine that MAAS loses at its next moving
-    state. body: answer to each GET.
+    state. body: answer to each GET. list_s: seconds until a list of machines is answered.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
     deployment fails. missing: tags that nobody has made.
     """
@@ -77,6 +77,7 @@ class Faults:
     takes_s: float = 0.0
     fails: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    list_s: float = 0.0
 
 
 class Maas(ThreadingHTTPServer):
@@ -225,6 +226,7 @@ class Handler(BaseHTTPRequestHandler):
         if kind in ("scripts", "tags"):
             return (self._script if kind == "scripts" else self._tag)(key, fields)
         if not key:
+            time.sleep(maas.faults.list_s)
             rows = maas.machines.values()
             return 200, [maas.read(row) for row in rows if fields["tags"] in row["tag_names"]]
         if maas.faults.vanish == key and maas.machines[key]["status"] in _MOVING:

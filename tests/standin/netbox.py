@@ -357,18 +357,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _write(self, path: str, key: str | None, body: Any) -> None:
         netbox = self.server
-        if key is None and self.command == "PATCH":
-            self._write_list(path, body)
-            return
         if key is None:
-            refusals = [netbox.refusal(path, {**_DEFAULTS.get(path, {}), **row}) for row in body]
-            if any(refusals):
-                self._send(400, [refusal or {} for refusal in refusals])
-                return
-            made = [netbox.add(path, row) for row in body]
-            if netbox.faults.backwards:
-                made.reverse()
-            self._send(201, [self._shown(path, row, {}) for row in made])
+            (self._write_list if self.command == "PATCH" else self._create)(path, body)
             return
         row = netbox.objects[path][int(key)]
         if edits := netbox.faults.edits.get(row.get("name", "")):
@@ -391,6 +381,20 @@ class Handler(BaseHTTPRequestHandler):
             _change(row, body)
             netbox.touch(row)
             self._one(200, path, row, {})
+
+    def _create(self, path: str, body: list[dict[str, Any]]) -> None:
+        netbox = self.server
+        if any(row.get("name") in netbox.faults.broken for row in body):
+            self._send(500, _FAILED)
+            return
+        refusals = [netbox.refusal(path, {**_DEFAULTS.get(path, {}), **row}) for row in body]
+        if any(refusals):
+            self._send(400, [refusal or {} for refusal in refusals])
+            return
+        made = [netbox.add(path, row) for row in body]
+        if netbox.faults.backwards:
+            made.reverse()
+        self._send(201, [self._shown(path, row, {}) for row in made])
 
     def _write_list(self, path: str, body: list[dict[str, Any]]) -> None:
         """Changes of several objects, all or none. Each must have one of the ETags of the header

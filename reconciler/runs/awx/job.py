@@ -34,6 +34,8 @@ _LONGEST_REASON = 500
 # Events of a page. AWX keeps 700,000 bytes of a host's answer in each, and this process holds the
 # whole page, in which a host may have put objects of two bytes.
 _EVENTS = 20
+# Pages of a poll.
+_PAGES = 500
 # Beginnings of the explanations of AWX's reaper. It writes `failed` for a job that AWX lost.
 _REAPED = ("Task was marked as running", "Job reaped")
 _TIMED_OUT = "Job terminated due to timeout"
@@ -254,13 +256,14 @@ class Job:
             self._ended = None
             # Whether or not its events can be read.
             self._cancel_if_due()
-        self._read(feed)
+        complete = self._read(feed)
         if not over:
             return None
         self._ended = self._ended or time.monotonic()
         waited = time.monotonic() - self._ended > self._pace.saving
         saved = job.get("event_processing_finished") is True
-        if not waited and not (saved and (_end_is_known(job, feed) or _never_began(job, feed))):
+        known = _end_is_known(job, feed) or _never_began(job, feed)
+        if not waited and not (complete and saved and known):
             return None
         feed.take([], last=True)
         return self._verdict(job, feed)
@@ -279,9 +282,12 @@ class Job:
             raise self._client.silent(f"GET {API}{self._path}", found)
         return job
 
-    def _read(self, feed: Feed) -> None:
-        since, more = feed.counter, True
-        while more:
+    def _read(self, feed: Feed) -> bool:
+        """Read new events; False if there may be more. Their number in a poll is limited, because
+        a job is canceled between two polls only.
+        """
+        since = feed.counter
+        for _ in range(_PAGES):
             query: dict[str, str | int] = {
                 "counter__gt": since,
                 "order_by": "counter",
@@ -289,9 +295,11 @@ class Job:
             }
             page = results(self._client.get(f"{self._path}job_events/", **query))
             numbers = [n for event in page if isinstance(n := event.get("counter"), int)]
-            more = bool(numbers) and max(numbers) > since
-            since = max([since, *numbers])
             feed.take(page, last=False)
+            if not numbers or max(numbers) <= since:
+                return True
+            since = max(numbers)
+        return False
 
     def _cancel_if_due(self) -> None:
         late = time.time() > self._deadline

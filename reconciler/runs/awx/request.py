@@ -10,6 +10,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml
 from reconciler.runs import contract, ssh
 from reconciler.runs.awx.client import AwxAccess, Client, results
 from reconciler.runs.paths import RunPaths, read_json, write_json
+from reconciler.runs.scrub import scrub
 from reconciler.runs.spec import PYTHON, NodeAccess, RunError, RunSpec
 
 # Required fields of a template. Without allow_simultaneous, nodes would wait for each other. Tags
@@ -81,18 +83,28 @@ def prepare(access: AwxAccess, spec: RunSpec, paths: RunPaths) -> dict[str, Any]
 
     RunError: nothing was started. LauncherAway: nothing was started, and a later try may succeed.
     """
-    with Client(access) as client:
+    request = body(spec)
+    with Client(access) as client, readable(client):
         template = find_template(list_templates(client, access), access, spec.playbook)
         check_project(client, access, template)
-        request = body(spec)
         _check_jinja(client, request["extra_vars"])
         _check_host(client, template["inventory"], spec.node.node_id)
         newest = results(client.get("/jobs/", order_by="-id", page_size=1))
-    after = int(newest[0]["id"]) if newest else 0
+        after, number = int(newest[0]["id"]) if newest else 0, int(template["id"])
     paths.env.mkdir(mode=0o700, exist_ok=True)
     write_json(paths.env / "request.json", request)
-    JobRecord(template["id"], template["name"], after, time.time()).save(paths)
+    JobRecord(number, template["name"], after, time.time()).save(paths)
     return access.document()
+
+
+@contextmanager
+def readable(client: Client) -> Iterator[None]:
+    """No reliable answer, if the objects of an answer have another form than those of AWX."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as broken:
+        text = f"objects in another form: {type(broken).__name__} {broken}"
+        raise client.silent("requests about templates and jobs", scrub(text)) from broken
 
 
 def list_templates(client: Client, access: AwxAccess) -> list[dict[str, Any]]:

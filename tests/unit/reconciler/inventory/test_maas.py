@@ -11,6 +11,7 @@ from reconciler.db import leader
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import slots
+from reconciler.inventory import maas as client
 from reconciler.inventory import maas_sync
 from reconciler.inventory.compare import Finding
 from reconciler.inventory.patches import BLOCKED
@@ -301,6 +302,14 @@ def test_a_machine_that_maas_cannot_write_keeps_no_other_from_its_lock(maas: Maa
     assert maas.compare().error
     machines = maas.manager.record()["machines"]
     assert (machines["abc123"]["locked"], machines["def456"]["locked"]) == (False, True)
+
+
+def test_a_list_takes_longer_than_a_request_of_a_task(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.Client, "REQUEST_S", 0.2)
+    maas.begin(list_s=0.4)
+    assert maas.compare().complete
 
 
 def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:

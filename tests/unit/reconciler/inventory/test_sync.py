@@ -577,6 +577,22 @@ def test_an_object_that_netbox_cannot_write_keeps_no_other_from_being_written(
     assert netbox(apply=True).done == {}
 
 
+def test_an_object_that_netbox_cannot_create_keeps_no_change_back(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        first = netbox.site.allocate(conn)
+    assert netbox(apply=True).complete
+    with transaction(netbox.site.engine) as conn:
+        second = netbox.site.allocate(conn)
+        change = sa.update(allocations).where(allocations.c.id == first)
+        conn.execute(change.values(state="active"))
+    (row,), kinds = netbox.objects(MACHINES), (VRFS, INTERFACES, MACS, ADDRESSES)
+    network = {kind: netbox.objects(kind) for kind in kinds}
+    broken = [f"gpuaas-slice-{second.replace('-', '')}"]
+    netbox.begin(*netbox.objects(DEVICES), machines=[row], network=network, broken=broken)
+    assert (netbox(apply=True).error or {})["code"] == "netbox_silent"
+    assert [row["status"] for row in netbox.objects(MACHINES)] == ["active"]
+
+
 def journal_of(netbox: Pass) -> dict[str, list[dict[str, Any]]]:
     return {JOURNAL: netbox.objects(JOURNAL)}
 

@@ -154,7 +154,19 @@ def test_text_like_a_template_is_launched_only_where_awx_is_known_to_leave_it_al
         launch.launch(site, spec(word=word))
 
 
-@pytest.mark.parametrize("faults", [{"status": {TEMPLATES: [502, 1]}}, {"drop": {TEMPLATES: 1}}])
+STRANGE = [
+    {TEMPLATES: [{"results": [{"name": NAME, "summary_fields": None}]}]},
+    {"GET /jobs/": [{"results": [{"status": "ok"}]}]},
+]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        *({"status": {TEMPLATES: [502, 1]}}, {"drop": {TEMPLATES: 1}}),
+        *({"strange": answers} for answers in STRANGE),
+    ],
+)
 def test_an_awx_that_does_not_answer_is_asked_later(
     awx: Controller, site: Site, faults: dict[str, Any]
 ) -> None:

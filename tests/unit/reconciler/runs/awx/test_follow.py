@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from reconciler.runs import collect
+from reconciler.runs.awx import job as followed
 from reconciler.runs.awx.client import Client
 from reconciler.runs.awx.job import Feed
 from reconciler.runs.paths import RunPaths
@@ -101,6 +102,24 @@ def test_a_job_whose_events_cannot_be_read_is_canceled_as_asked(
 
     verdict = play(readable_then, forsaken=0)
     assert verdict is not None and verdict["status"] == "canceled", verdict
+
+
+def test_events_without_an_end_keep_no_job_from_being_canceled(
+    awx: Controller, prepared: RunPaths, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "_PAGES", 3)
+    get = Client.get
+
+    def endless(client: Client, path: str, **query: Any) -> dict[str, Any]:
+        if not path.endswith("/job_events/"):
+            return get(client, path, **query)
+        collect.cancel(prepared.root)
+        return {"results": [{"counter": query["counter__gt"] + 1, "event": "verbose"}]}
+
+    monkeypatch.setattr(Client, "get", endless)
+    awx.change(steps=1000)
+    assert verdict_of(play)["status"] in ("canceled", "lost")
+    assert CANCEL in awx.record()["requests"]
 
 
 def test_an_event_that_never_comes_is_not_waited_for_for_ever(
