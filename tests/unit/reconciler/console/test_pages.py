@@ -38,7 +38,7 @@ from reconciler.db.schema import (
 )
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
-from reconciler.lifecycle import host
+from reconciler.lifecycle import host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
@@ -411,6 +411,28 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
             ssh_sessions.open_session(conn, ACT, allocation_id=allocation, address=address, **names)
     page = browse("member").get(f"/console/projects/demo/allocations/{mine}").text
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
+
+
+def test_a_release_is_offered_only_when_the_service_would(
+    selling: Stack, browse: Browse
+) -> None:
+    mine = launch(selling).json()["id"]
+    member, page = browse("member"), f"/console/projects/demo/allocations/{mine}"
+    call = f"POST /projects/demo/allocations/{mine}/release"
+
+    def offered_now() -> bool:
+        refused = selling.client("member").post(f"{PATH}/{mine}/release").status_code == 409
+        assert refused is member.open(page).form(call).disabled
+        return not refused
+
+    with transaction(selling.engine) as conn:
+        slices.provision_started(conn, mine, ACT)
+    assert not offered_now()
+    with transaction(selling.engine) as conn:
+        slices.provision_succeeded(conn, mine, ACT, connection={"username": "tenant"})
+    assert not member.open(page).form(call).disabled
+    assert selling.client("member").post(f"{PATH}/{mine}/release").status_code == 200
+    assert not offered_now()
 
 
 def test_a_port_is_opened_and_removed_on_the_page(
