@@ -41,6 +41,8 @@ SHARED: dict[str, Page] = {
     "/": tenants.start,
     "/projects": tenants.list_projects,
     "/projects/{project}": tenants.project,
+    "/projects/{project}/apps": tenants.apps,
+    "/projects/{project}/apps/{app}": tenants.app,
     "/projects/{project}/jobs": tenants.jobs,
     "/projects/{project}/launch": tenants.launch,
     "/projects/{project}/ssh": tenants.ssh,

@@ -24,7 +24,7 @@ _TONES = {
     " normal",
     "busy": "reserved provisioning releasing cleanup requested bootstrapping verifying cleaning"
     " confirming opened removing converting_to_slice converting_to_baremetal waiting enrolling"
-    " starting stopping",
+    " starting stopping deploying reconciling accepted",
     "warn": "draining maintenance degraded WARN warn canceled stopped warning drain drained",
     "bad": "cleanup_blocked unreachable failed evicted lost FAIL fail blocked error",
 }

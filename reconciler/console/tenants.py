@@ -1,4 +1,4 @@
-"""Pages of tenants: projects, the launch wizard, an allocation, the catalogue."""
+"""Pages of tenants: projects, the launch wizard, an allocation, applications, the catalogue."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from reconciler.api.app import PREFIX
 from reconciler.console import charts, forms, guard
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
+from reconciler.model.states import AppSlug, AppStatus
 
 # Steps of the wizard with the fields that each of them asks for.
 STEPS = ("shape", "region", "image", "access", "review")
@@ -64,6 +65,43 @@ async def jobs(visit: Visit) -> Response:
     dead = await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor"))
     chart = charts.of_queue(await visit.get(f"{path}/depth"))
     return visit.page("jobs.html", project=visit.named("project"), dead=dead, charts=[chart])
+
+
+async def apps(visit: Visit) -> Response:
+    """Applications of a project, and the form that deploys one on machines that no other uses."""
+    name = visit.named("project")
+    path = f"/projects/{name}/app-instances"
+    instances = await visit.get(path, limit=20, **visit.query("cursor"))
+    active = await visit.get(f"/projects/{name}/allocations", state="active", limit=1000)
+    used: set[str] = set()
+    for row in instances["items"]:
+        if not row["ended_at"]:
+            members = await visit.get(f"{path}/{row['id']}/members", limit=100)
+            used |= {each["allocation_id"] for each in members["items"] if not each["left_at"]}
+    return visit.page(
+        "apps.html",
+        project=name,
+        instances=instances,
+        machines=[row for row in active["items"] if row["id"] not in used],
+        slugs=[(slug.value, slug.value) for slug in AppSlug],
+    )
+
+
+async def app(visit: Visit) -> Response:
+    """One application: what it waits for, its members, the work on them, and its end."""
+    path = f"/projects/{visit.named('project')}/app-instances/{visit.named('app')}"
+    instance = await visit.get(path)
+    members = await visit.get(f"{path}/members", limit=100)
+    operations = await visit.get(f"{path}/member-operations", limit=20)
+    return visit.page(
+        "app.html",
+        app=instance,
+        meaning_=AppStatus(instance["status"]).meaning,
+        members=members["items"],
+        machines={row["id"]: row["adapter_detail"]["hostname"] for row in members["items"]},
+        operations=operations["items"],
+        path=path,
+    )
 
 
 async def read_allocation(visit: Visit) -> Part:

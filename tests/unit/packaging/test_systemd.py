@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 
 from reconciler.cli.main import app
+from reconciler.gateway.sessions import Limits
 from reconciler.service.configuration import PAGE, page
 from reconciler.settings import PREFIX, Settings
 
@@ -56,6 +57,15 @@ def test_systemd_accepts_it_and_calls_it_hardened(unit: Path, tmp_path: Path) ->
     said = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
     (level,) = re.findall(r"exposure level for \S+: ([0-9.]+)", said)
     assert float(level) <= EXPOSED, said
+
+
+def test_processes_for_tenants_may_open_what_their_limits_allow() -> None:
+    """One tenant of a whole machine would otherwise use up what systemd allows by itself."""
+    limits = Limits()
+    most = limits.connections * (1 + limits.channels) + limits.strangers
+    for name in ("gpuaas", "gpuaas-api", "gpuaas-gateway"):
+        service = parsed(PACKAGING / "systemd" / f"{name}.service")["Service"]
+        assert int(service.get("LimitNOFILE", "1024")) > most, name
 
 
 @pytest.mark.parametrize("unit", ["gpuaas", "gpuaas-worker"])

@@ -25,9 +25,10 @@ from reconciler.api.catalog import AnswerCache
 from reconciler.console import guard, operators, pages
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
-from reconciler.db import leader
+from reconciler.db import journal, leader
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import (
+    AppInstance,
     api_tokens,
     console_sessions,
     nodes,
@@ -37,7 +38,7 @@ from reconciler.db.schema import (
 )
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
-from reconciler.lifecycle import host
+from reconciler.lifecycle import host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import nodes as node_records
@@ -75,9 +76,6 @@ NOT_OFFERED = {
     "POST /admin/nodes/{}/maas-deploy": "`gpuaas maas deploy`, which asks",
     "POST /admin/nodes/{}/maas-release": "`gpuaas maas release`, which asks",
     "POST /admin/nodes/{}/maas-unbind": "`gpuaas maas unbind`",
-    "POST /projects/{}/app-instances": "applications get pages of their own",
-    "POST /projects/{}/app-instances/{}/bootstrap-ssh/reconcile": "as above",
-    "POST /projects/{}/app-instances/{}/stop": "as above",
 }
 
 
@@ -92,7 +90,17 @@ def names(selling: Stack) -> dict[str, str]:
         "task": admin.get("admin/tasks").json()["items"][0]["id"],
         "correlation": "some-request",
         "pool": busy_pools(selling),
+        "app": empty_app(selling),
     }
+
+
+def empty_app(selling: Stack) -> str:
+    """An application without machines."""
+    values = {"slug": "slurm-reference", "managed_key": KEY, "status": "deploying"}
+    values |= dict.fromkeys(("status_reason", "requested_by", "correlation_id"), "test")
+    with transaction(selling.engine) as conn:
+        made = journal.create(conn, AppInstance, ACT, project_id="demo", name="empty", **values)
+    return made.id
 
 
 def address(pattern: str, known: dict[str, str]) -> str:
@@ -405,6 +413,28 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
 
 
+def test_a_release_is_offered_only_when_the_service_would(
+    selling: Stack, browse: Browse
+) -> None:
+    mine = launch(selling).json()["id"]
+    member, page = browse("member"), f"/console/projects/demo/allocations/{mine}"
+    call = f"POST /projects/demo/allocations/{mine}/release"
+
+    def offered_now() -> bool:
+        refused = selling.client("member").post(f"{PATH}/{mine}/release").status_code == 409
+        assert refused is member.open(page).form(call).disabled
+        return not refused
+
+    with transaction(selling.engine) as conn:
+        slices.provision_started(conn, mine, ACT)
+    assert not offered_now()
+    with transaction(selling.engine) as conn:
+        slices.provision_succeeded(conn, mine, ACT, connection={"username": "tenant"})
+    assert not member.open(page).form(call).disabled
+    assert selling.client("member").post(f"{PATH}/{mine}/release").status_code == 200
+    assert not offered_now()
+
+
 def test_a_port_is_opened_and_removed_on_the_page(
     selling: Stack, browse: Browse, console: FastAPI
 ) -> None:
@@ -523,18 +553,15 @@ def test_tokens_and_sessions_of_one_member_hide_no_others(selling: Stack, browse
         conn.execute(
             sa.insert(console_sessions), [session._asdict() | late | each for each in made]
         )
-        names_ = dict(conn.execute(sa.select(api_tokens.c.name, api_tokens.c.id)).all())
-    wanted = {
-        "Revoke admin": f"DELETE /admin/tokens/{names_['admin']}",
-        "Revoke stranger": f"DELETE /admin/tokens/{names_['stranger']}",
-        f"End all of admin:admin#{names_['admin']}": "POST /admin/console-sessions/end",
-    }
-    path, found = "/console/tokens", {}
-    while path and not wanted.items() <= found.items():
+        ids = dict(conn.execute(sa.select(api_tokens.c.name, api_tokens.c.id)).all())
+    wanted = {f"DELETE /admin/tokens/{ids[who]}" for who in ("admin", "stranger")}
+    wanted.add(f"admin:admin#{ids['admin']}")
+    path, found = "/console/tokens", set()
+    while path and not wanted <= found:
         page = admin.open(path)
-        found |= {form.button: form.call for form in page.forms}
+        found |= {dict(form.fields).get("actor", form.call) for form in page.forms}
         path = next((f"/console/tokens{link}" for link in page.links if link[:1] == "?"), "")
-    assert wanted.items() <= found.items()
+    assert wanted <= found
     (link,) = {each for each in admin.open("/console/projects/other").links if "tokens" in each} - {
         "/console/tokens"
     }
@@ -1047,6 +1074,39 @@ def test_the_site_is_drained_and_admits_jobs_again(selling: Stack, browse: Brows
 
 
 @pytest.mark.covers("ORCH-5")
+def test_an_application_is_deployed_and_stopped_on_its_pages(
+    selling: Stack, browse: Browse
+) -> None:
+    page = "/console/projects/demo/apps"
+    member, call = browse("member"), "POST /projects/demo/app-instances"
+    assert call not in {form.call for form in member.open(page).forms}, "nothing is active"
+    first, second = (launch(selling, key, hostname=key).json()["id"] for key in ("one", "two"))
+    activate(selling, first)
+    activate(selling, second)
+    typed = {
+        "name": "slurm",
+        "slug": "slurm-reference",
+        "controller_allocation_id": first,
+        "worker_allocation_ids__list": second,
+    }
+    form = member.open(page).form(call)
+    refused = member.send(page, form, managed_key="none", **typed)
+    assert refused.status_code == 422 and f'value="{second}" checked' in refused.text
+    made = member.send(page, form, _key="another", managed_key=KEY, **typed)
+    mine = made.headers["Location"]
+    shown = member.get(mine).text
+    assert "member_failed" in shown and "guest_unreachable_by_design" in shown
+    assert all(f"/console/projects/demo/allocations/{id}" in shown for id in (first, second))
+    assert call not in {form.call for form in member.open(page).forms}, "both are used"
+    path = f"/projects/demo/app-instances/{mine.rpartition('/')[2]}"
+    for act, state in (("bootstrap-ssh/reconcile", "deploying"), ("stop", "stopped")):
+        form = member.open(mine).form(f"POST {path}/{act}")
+        assert member.send(mine, form).headers["Location"] == mine
+        assert f">{state}<" in member.get(mine).text
+    assert f"POST {path}/stop" not in {form.call for form in member.open(mine).forms}
+    assert browse("stranger").get(mine).status_code == 404
+
+
 def test_differences_with_inventories_have_their_reasons(selling: Stack, browse: Browse) -> None:
     launch(selling)
     admin, page = browse("admin"), "/console/inventory"
