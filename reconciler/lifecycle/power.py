@@ -112,11 +112,13 @@ def start_after_boot(
 ) -> list[str]:
     """Queue the start of each slice that ran before the host's boot; returns the allocations.
 
-    The caller has just proven the host under this boot. restart: without it, as the profile may
-    say, the slices stay stopped until their projects start them.
+    Nothing starts while the host is not proven under its present boot (I16). restart: without it,
+    as the profile may say, the slices stay stopped until their projects start them.
     """
     node = rows.get(conn, Node, node_id)
-    started = []
+    started: list[str] = []
+    if not _proven(conn, node):
+        return started
     for allocation in _to_start(conn, node, lock=True):
         if not restart:
             powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
