@@ -185,8 +185,8 @@ def _end_of(held: list[Record], left: list[Record], record: Record) -> float | N
         return None
     ends = [claim["ended_at"] for claim in held]
     # An earlier version counted to the end of the last claim.
-    former = None if None in ends else max([*ends, record["started_at"]])
-    last = max(left[0]["at"], record["started_at"])
+    former: float | None = None if None in ends else max([*ends, record["started_at"]])
+    last: float = max(left[0]["at"], record["started_at"])
     return former if record["ended_at"] == former else last
 
 

@@ -192,7 +192,7 @@ def test_an_operators_own_drain_outlasts_the_restart(sold: Site, settings: Setti
         host.drain(conn, "n1", ADMIN)
         maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
         succeed(begin(conn, settings, REBOOT), rebooted([]))
-        assert "resumed" not in prove(conn, sold, settings, NEW_BOOT)
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
         assert nodes.get(conn, "n1").state == NodeState.DRAINING
 
 
