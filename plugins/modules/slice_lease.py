@@ -121,7 +121,7 @@ bundle:
     cells:
       - {numa_node: 0, vcpus: 2, cpus: [2, 3], memory_mib: 65536,
          devices: ["0000:43:00.0", "0000:61:10.1"]}
-    layout: {threads: 2, emulator_cpus: [0, 1], switches: [], disk_io: io_uring}
+    layout: {threads: 2, topoext: false, emulator_cpus: [0, 1], switches: [], disk_io: io_uring}
     memory_mib: 65536
     hugepages: false
     mac: "52:54:00:64:00:0a"
@@ -343,8 +343,11 @@ def _layout(
         bridges = [step for step in path if _pci.is_address(step)]
         if len(bridges) > 2:
             below.setdefault(bridges[1], []).append(address)
+    width = threads.pop() if len(threads) == 1 else 1
     return {
-        "threads": threads.pop() if len(threads) == 1 else 1,
+        "threads": width,
+        # Only AMD's processors have this flag.
+        "topoext": width > 1 and _domain.TOPOEXT in (_host.read("/proc/cpuinfo") or "").split(),
         "emulator_cpus": emulator if cells[0]["cpus"] else [],
         "switches": [devices for devices in below.values() if len(devices) > 1],
         "disk_io": _libvirt.disk_io(),

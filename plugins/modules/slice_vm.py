@@ -152,6 +152,7 @@ options:
         type: dict
         suboptions:
           threads: {description: Threads of each core., type: int, default: 1}
+          topoext: {description: Whether an AMD host shows them., type: bool, default: false}
           emulator_cpus:
             description: Host CPUs for QEMU's own threads; none for those of the guest.
             type: list
@@ -389,6 +390,7 @@ CELL: dict[str, Any] = {
 }
 LAYOUT: dict[str, Any] = {
     "threads": {"type": "int", "default": 1},
+    "topoext": {"type": "bool", "default": False},
     "emulator_cpus": {"type": "list", "elements": "int", "default": []},
     "switches": {"type": "list", "elements": "list", "default": []},
     "disk_io": {"type": "str", "choices": ["native", "io_uring"], "default": "native"},

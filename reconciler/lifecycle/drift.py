@@ -21,7 +21,7 @@ from reconciler.db.schema import (
     slots,
     tasks,
 )
-from reconciler.lifecycle import gate, host, ingress, power, slices
+from reconciler.lifecycle import gate, host, ingress, maintenance, power, slices
 from reconciler.model import host_faults
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
@@ -324,7 +324,7 @@ def _asked_at() -> sa.ColumnElement[Any]:
 
 def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
     """Close the gate when the host runs under a boot other than the proven boot (I16), and have it
-    proven while its boot is unknown or slices wait for the proof.
+    proven while its boot is unknown, or slices or its way back from maintenance wait for the proof.
 
     Only a discovery stores the new boot id. The boot id of this snapshot may be older than the
     stored boot id, and storing it could open a gate that must stay closed (I14).
@@ -334,7 +334,8 @@ def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act
     if node.boot_id and identity["boot_id"] != node.boot_id:
         host.restarted(conn, node.id, boot_act, since=node.boot_id)
     under_way = {task.kind for task in queue.open_of_node(conn, node.id)}
-    if power.awaits_proof(conn, node.id) and not under_way & {*host.VERIFICATION}:
+    waits = power.awaits_proof(conn, node.id) or maintenance.awaits_proof(conn, node)
+    if waits and not under_way & {*host.VERIFICATION}:
         host.reverify(conn, node, boot_act, after_s=host.BOOTING_S)
 
 

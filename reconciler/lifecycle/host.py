@@ -60,7 +60,8 @@ def enrolled(
     ):
         return node
     if renewed and before.state == NodeState.UNREACHABLE:
-        return regained(conn, id, act)
+        record_answer(conn, id, act)
+        return node_records.get(conn, id)
     return advance(conn, Node, id, "enrol", act.because("enrolled", {"identity": identity}))
 
 

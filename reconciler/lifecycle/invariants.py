@@ -51,7 +51,7 @@ from reconciler.model.states import (
 from reconciler.records import proofs, reports
 from reconciler.records.claims import exclusive_ended_at
 from reconciler.records.queue import GRACE_S, OPEN
-from reconciler.records.usage import SOLD
+from reconciler.records.usage import SOLD, left_active
 
 # Rows per fetch of a stream.
 _AT_ONCE = 500
@@ -142,8 +142,8 @@ def _histories(dialect: str, entity: str) -> tuple[sa.Select[Any], ...]:
 
 
 def usage_counted(conn: sa.Connection) -> Found:
-    """CTRL-14: each use has one usage record, from activation to the end of its last claim."""
-    for key, (began, records, claimed) in beside(conn, *_uses(conn.dialect.name)):
+    """CTRL-14: each use has one usage record, from activation to the request of its release."""
+    for key, (began, records, claimed, left) in beside(conn, *_uses(conn.dialect.name)):
         if len(records) != len(began):
             problem = f"{len(records)} usage records, {'ever' if began else 'never'} active"
             yield Violation("CTRL-14", f"allocation {key}", problem)
@@ -151,11 +151,9 @@ def usage_counted(conn: sa.Connection) -> Found:
         if not began:
             continue
         (record,) = records
-        last, state = _end_of(claimed, record)
         for name, expected in (
             ("started_at", began[0]["activated_at"]),
-            ("ended_at", last),
-            ("end_state", state),
+            ("ended_at", _end_of(claimed, left, record)),
             ("claims", _sold(claimed)),
         ):
             seen = _sold(record[name]) if name == "claims" else record[name]
@@ -166,25 +164,30 @@ def usage_counted(conn: sa.Connection) -> Found:
 
 @cache
 def _uses(dialect: str) -> tuple[sa.Select[Any], ...]:
-    """Allocations that were ever active, usage records, and claims."""
+    """Allocations that were ever active, usage records, claims, and the ends of their activity."""
     active = sa.select(history.c.entity_id).where(
         history.c.entity == "allocation", history.c.target == AllocationState.ACTIVE
     )
     used = sa.or_(allocations.c.activated_at.is_not(None), allocations.c.id.in_(active))
     first = sa.select(allocations.c.id, allocations.c.activated_at).where(used)
-    ended = (usage.c.started_at, usage.c.ended_at, usage.c.end_state)
-    recorded = sa.select(usage.c.allocation_id, *ended, usage.c.claims)
+    recorded = sa.select(
+        usage.c.allocation_id, usage.c.started_at, usage.c.ended_at, usage.c.claims
+    )
     sold = (claims.c[name] for name in SOLD)
-    held = sa.select(claims.c.allocation_id, claims.c.state, claims.c.ended_at, *sold)
-    return in_order(dialect, first, recorded, held)
+    held = sa.select(claims.c.allocation_id, claims.c.ended_at, *sold)
+    left = sa.select(history.c.entity_id, history.c.at).where(*left_active())
+    return in_order(dialect, first, recorded, held, left)
 
 
-def _end_of(held: list[Record], record: Record) -> tuple[float | None, str]:
-    """When the last claim ended and its end state. A clock that went back counts as zero time."""
+def _end_of(held: list[Record], left: list[Record], record: Record) -> float | None:
+    """When the use ended. A clock that went back counts as zero time."""
+    if not left:
+        return None
     ends = [claim["ended_at"] for claim in held]
-    if None in ends:
-        return None, ""
-    return max([*ends, record["started_at"]]), min((claim["state"] for claim in held), default="")
+    # An earlier version counted to the end of the last claim.
+    former: float | None = None if None in ends else max([*ends, record["started_at"]])
+    last: float = max(left[0]["at"], record["started_at"])
+    return former if record["ended_at"] == former else last
 
 
 def _sold(listed: list[Record]) -> list[tuple[str, ...]]:

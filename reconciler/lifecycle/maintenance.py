@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import journal, locks, rows
-from reconciler.db.schema import Claim, Node, Task, claims
+from reconciler.db.schema import Claim, Node, Task, claims, history
 from reconciler.lifecycle import gate, host, power
 from reconciler.model import firmware
 from reconciler.model.act import Act
@@ -31,6 +31,8 @@ from reconciler.records import nodes, queue, slots
 
 Guests = list[dict[str, Any]]
 
+# Key of the task's kind in the evidence of a drain that maintenance has made.
+_DRAINED = "maintenance"
 _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 
 
@@ -106,19 +108,30 @@ def restarted(conn: sa.Connection, task: Task, act: Act) -> Task:
 
 
 def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task:
-    """Queue what proves the host again. A pass takes a node back that this work has drained."""
+    """Queue what proves the host again. A pass takes a node back that maintenance has drained."""
     node = nodes.get(conn, task.node_id)
     kinds = host.VERIFICATION if _sells_slices(conn, node) else host.VERIFICATION[:1]
-    parameters = queue.then(kinds[1:], resume=bool(task.parameters.get("resume")))
-    return queue.enqueue(conn, queue.Enqueue(kinds[0], node.id, parameters=parameters), act)
+    item = queue.Enqueue(kinds[0], node.id, parameters=queue.then(kinds[1:]))
+    return queue.enqueue(conn, item, act)
+
+
+def awaits_proof(conn: sa.Connection, node: Node) -> bool:
+    """Whether maintenance that is over has drained the node, and no operator has since."""
+    if node.state != NodeState.DRAINING:
+        return False
+    drains = sa.select(history.c.evidence).where(
+        history.c.entity == "node", history.c.entity_id == node.id, history.c.event == "drain"
+    )
+    last = conn.execute(drains.order_by(history.c.id.desc()).limit(1)).scalar()
+    return _DRAINED in (last or {}) and not _open(conn, node.id)
 
 
 def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:
-    """Take the node back into use, unless an operator has changed its state meanwhile."""
-    if rows.get(conn, Node, node_id, lock=True).state != NodeState.DRAINING:
-        return False
-    host.resume(conn, node_id, act.because("proven again after maintenance"))
-    return True
+    """Take a node whose host has just been proven back from maintenance."""
+    over = awaits_proof(conn, rows.get(conn, Node, node_id, lock=True))
+    if over:
+        host.resume(conn, node_id, act.because("proven again after maintenance"))
+    return over
 
 
 def _begin(
@@ -129,16 +142,15 @@ def _begin(
     act: Act,
     detail: dict[str, Any],
 ) -> Task:
-    for task in queue.open_of_node(conn, node.id):
-        if task.kind in (TaskKind.NODE_REBOOT, TaskKind.NODE_FIRMWARE):
-            if task.kind == kind and parameters.items() <= task.parameters.items():
-                return task
-            raise Problem(
-                "maintenance_under_way",
-                expected="no other restart of this node",
-                found=f"{task.kind} {task.id}, {task.state}",
-                remedy="wait until it has ended, or cancel it, then ask again",
-            )
+    for task in _open(conn, node.id):
+        if task.kind == kind and task.parameters == parameters:
+            return task
+        raise Problem(
+            "maintenance_under_way",
+            expected="no other restart of this node",
+            found=f"{task.kind} {task.id}, {task.state}",
+            remedy="wait until it has ended, or cancel it, then ask again",
+        )
     if not node.boot_id:
         raise Problem(
             "boot_unknown",
@@ -147,10 +159,15 @@ def _begin(
             remedy=f"run `gpuaas nodes discover {node.id}`, then try again",
         )
     if node.state == NodeState.READY and _sells_slices(conn, node):
-        host.drain(conn, node.id, act)
-        parameters = {**parameters, "resume": True}
+        host.drain(conn, node.id, act.because(act.reason, {**act.evidence, _DRAINED: kind.value}))
     journal.audit(conn, act, f"admin.{kind}", "node", node.id, detail=detail)
     return queue.add(conn, queue.Enqueue(kind, node.id, parameters=parameters), act)
+
+
+def _open(conn: sa.Connection, node_id: str) -> list[Task]:
+    """Maintenance of the node that has not ended."""
+    kinds = (TaskKind.NODE_REBOOT, TaskKind.NODE_FIRMWARE)
+    return [task for task in queue.open_of_node(conn, node_id) if task.kind in kinds]
 
 
 def _guests(conn: sa.Connection, node_id: str) -> Guests:

@@ -112,11 +112,13 @@ def start_after_boot(
 ) -> list[str]:
     """Queue the start of each slice that ran before the host's boot; returns the allocations.
 
-    The caller has just proven the host under this boot. restart: without it, as the profile may
-    say, the slices stay stopped until their projects start them.
+    Nothing starts while the host is not proven under its present boot (I16). restart: without it,
+    as the profile may say, the slices stay stopped until their projects start them.
     """
     node = rows.get(conn, Node, node_id)
-    started = []
+    started: list[str] = []
+    if not _proven(conn, node):
+        return started
     for allocation in _to_start(conn, node, lock=True):
         if not restart:
             powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
@@ -129,9 +131,18 @@ def start_after_boot(
 
 
 def awaits_proof(conn: sa.Connection, node_id: str) -> bool:
-    """Whether the host's boot is unknown, or its slices wait until it is proven under its boot."""
+    """Whether the host's boot is unknown, or slices wait for its next proof.
+
+    Under a proven boot these are the slices that a restart should have stopped, which then failed.
+    Those whose start was tried wait for their projects.
+    """
     node = rows.get(conn, Node, node_id)
-    return not node.boot_id or (not _proven(conn, node) and bool(_to_start(conn, node)))
+    if not node.boot_id:
+        return True
+    waiting = _to_start(conn, node)
+    if _proven(conn, node):
+        waiting = [row for row in waiting if not row.error and not row.power_action]
+    return bool(waiting)
 
 
 def _to_start(conn: sa.Connection, node: Node, *, lock: bool = False) -> list[Allocation]:

@@ -289,5 +289,5 @@ def move_claims(conn: sa.Connection, allocation_id: str, event: str, act: Act) -
             advance(conn, Claim, claim.id, event, act, columns=columns)
     if event == "activate":
         usage.begin(conn, allocation_id)
-    elif event in claims.ENDS:
+    elif event != "provision":
         usage.end(conn, allocation_id)

@@ -77,12 +77,9 @@ class Enqueue:
         return ("allocation", self.allocation_id) if self.allocation_id else ("node", self.node_id)
 
 
-def then(kinds: Sequence[TaskKind], *, resume: bool = False) -> dict[str, Any]:
-    """Task parameters that name the following steps, each queued when its predecessor succeeds.
-
-    resume: a passing parity of these steps also takes the drained node back into use.
-    """
-    return {"then": [kind.value for kind in kinds], **({"resume": True} if resume else {})}
+def then(kinds: Sequence[TaskKind]) -> dict[str, Any]:
+    """Task parameters that name the following steps, each queued when its predecessor succeeds."""
+    return {"then": [kind.value for kind in kinds]}
 
 
 def enqueue(conn: sa.Connection, item: Enqueue, act: Act) -> Task:

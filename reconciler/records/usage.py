@@ -1,8 +1,8 @@
 """Usage records of allocations, for billing.
 
 A record is opened by the transaction in which the allocation becomes active. It is closed by the
-transaction in which its claims end. So a restart can neither lose nor repeat usage. An allocation
-that never became active has no record.
+transaction in which its release is asked for: the wipe of its disks is the provider's. So a restart
+can neither lose nor repeat usage. An allocation that never became active has no record.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, rows
 from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import Allocation, Usage, claims, usage
+from reconciler.db.schema import Allocation, Usage, claims, history, usage
 from reconciler.model.errors import Problem
+from reconciler.model.states import AllocationState, ClaimState
 
 ORDER = Order(usage, ("started_at", "allocation_id"))
 _COPIED = (
@@ -53,16 +54,27 @@ def begin(conn: sa.Connection, allocation_id: str) -> None:
 
 
 def end(conn: sa.Connection, allocation_id: str) -> None:
-    """Close the usage record at the end of the last claim. A second call changes nothing."""
-    of_allocation = claims.c.allocation_id == allocation_id
-    ended = sa.select(sa.func.max(claims.c.ended_at)).where(of_allocation).scalar_subquery()
-    # The claims end together, so the state of any of them applies.
-    state = sa.select(sa.func.min(claims.c.state)).where(of_allocation).scalar_subquery()
+    """Close the usage record when the allocation stops to be active. A second call changes nothing,
+    but for a release that an earlier version began.
+    """
+    left = sa.select(history.c.at).where(*left_active(), history.c.entity_id == allocation_id)
+    at = left.order_by(history.c.id).limit(1).scalar_subquery()
     update = sa.update(usage).where(
         usage.c.allocation_id == allocation_id, usage.c.ended_at.is_(None)
     )
-    late = sa.case((ended < usage.c.started_at, usage.c.started_at), else_=ended)
-    conn.execute(update.values(ended_at=late, end_state=state))
+    # A clock that went back counts as zero time.
+    late = sa.case((at < usage.c.started_at, usage.c.started_at), else_=at)
+    conn.execute(update.values(ended_at=late, end_state=ClaimState.RELEASED.value))
+
+
+def left_active() -> tuple[sa.ColumnElement[bool], ...]:
+    """Conditions of the changes of state by which allocations stop to be active."""
+    active = AllocationState.ACTIVE
+    return (
+        history.c.entity == "allocation",
+        history.c.source == active,
+        history.c.target != active,
+    )
 
 
 def period(conn: sa.Connection, start: float | None, end: float | None) -> Period:

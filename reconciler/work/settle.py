@@ -106,8 +106,7 @@ def queue_next_step(work: Work, result: dict[str, Any]) -> dict[str, Any]:
     node_id = work.task.node_id
     if not slots.bundles(work.conn, node_id):
         return {**result, "story": "ends here: the node has no approved slots"}
-    parameters = queue.then(rest[1:], resume=bool(work.parameters.get("resume")))
-    item = queue.Enqueue(rest[0], node_id, parameters=parameters)
+    item = queue.Enqueue(rest[0], node_id, parameters=queue.then(rest[1:]))
     act = work.act.because(f"follows {work.task.kind} {work.task.id}")
     return {**result, "next_task_id": queue.add(work.conn, item, act).id}
 

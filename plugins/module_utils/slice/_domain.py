@@ -45,6 +45,8 @@ CHANNELS = ("readiness", "telemetry")
 
 # Virtualization extensions of Intel and AMD; a host lacks one of them, and libvirt accepts both.
 _NESTED = ("vmx", "svm")
+# Flag of processors whose system reads the threads of a core from AMD's own tables.
+TOPOEXT = "topoext"
 
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _DISK = re.compile(r"/dev/disk/by-id/[A-Za-z0-9][A-Za-z0-9._:+-]*")
@@ -72,8 +74,9 @@ class Domain:
     numa_node: source of all memory; None when the slots span nodes or have no node. disks: by-id
     paths; the first disk boots. nested: whether the guest may itself run virtual machines.
     cells: parts on several NUMA nodes of the host, each a NUMA node of the guest; () for one part.
-    threads: of each core that the guest sees. emulator_cpus: for QEMU's own threads; empty for the
-    CPUs of the guest. switches: devices below one PCIe switch of the host.
+    threads: of each core that the guest sees. topoext: whether an AMD host must show them, without
+    which its guests see cores. emulator_cpus: for QEMU's own threads; empty for the CPUs of the
+    guest. switches: devices below one PCIe switch of the host.
     """
 
     allocation_id: str
@@ -91,6 +94,7 @@ class Domain:
     nested: bool = False
     cells: tuple[Cell, ...] = ()
     threads: int = 1
+    topoext: bool = False
     emulator_cpus: tuple[int, ...] = ()
     switches: tuple[tuple[str, ...], ...] = ()
     disk_io: str = "native"
@@ -190,6 +194,7 @@ def describe(domain: Domain) -> Description:
         "pins": [str(cpu) for cpu in domain.cpus],
         "memory_nodes": _nodeset(domain),
         "topology": _topology(domain),
+        "topoext": domain.topoext,
         "cells": [
             [_numbers(cpus), cell.memory_mib, str(cell.numa_node)]
             for cpus, cell in zip(_guest_cpus(domain), domain.cells, strict=True)
@@ -231,6 +236,9 @@ def render(domain: Domain) -> str:
     _add(cpu, "topology", sockets=sockets, dies="1", cores=cores, threads=threads)
     for feature in () if domain.nested else _NESTED:
         _add(cpu, "feature", policy="disable", name=feature)
+    if domain.topoext:
+        # QEMU passes every feature of the host on but this.
+        _add(cpu, "feature", policy="require", name=TOPOEXT)
     if domain.cells:
         numa = _add(cpu, "numa")
         for number, cpus in enumerate(_guest_cpus(domain)):
@@ -506,6 +514,7 @@ def parse(xml: str) -> Description:
             int(_attribute(root, "cpu/topology", name) or "0")
             for name in ("sockets", "cores", "threads")
         ],
+        "topoext": root.find(f"cpu/feature[@policy='require'][@name='{TOPOEXT}']") is not None,
         "cells": [
             [_numbers(listed(_attribute(cell, ".", "cpus"))), _mebibytes(cell, "memory"), node]
             for cell, node in zip_longest(
@@ -614,6 +623,7 @@ def from_options(allocation_id: str, options: Mapping[str, Any]) -> Domain:
             # A single part needs no NUMA node of its own in the guest.
             cells=tuple(cells) if len(cells) > 1 else (),
             threads=layout.get("threads") or 1,
+            topoext=bool(layout.get("topoext")),
             emulator_cpus=tuple(layout.get("emulator_cpus") or ()),
             switches=tuple(map(tuple, layout.get("switches") or ())),
             disk_io=layout.get("disk_io") or "native",

@@ -140,9 +140,8 @@ def parity_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     gate = slot_gate.open_gate(work.conn, node_id, act)
     restart = work.profile["vm"].get("restart_after_host_reboot", True)
     started = power.start_after_boot(work.conn, node_id, act, restart=restart)
-    if work.parameters.get("resume"):
-        result["resumed"] = maintenance.finish(work.conn, node_id, act)
-    return {**result, **gate, "started": started}
+    resumed = maintenance.finish(work.conn, node_id, act)
+    return {**result, **gate, "started": started, "resumed": resumed}
 
 
 def convert_variables(work: Work) -> dict[str, Any]:

@@ -336,7 +336,12 @@ def two_nodes(host: Path, pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch)
     return {**PARAMS, "slots": slots, "requirements": {**PARAMS["requirements"], **needed}}
 
 
-def test_a_slice_gets_its_part_on_each_numa_node(two_nodes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("flags", "topoext"), [("fpu svm topoext", True), ("fpu vmx", False)])
+def test_a_slice_gets_its_part_on_each_numa_node(
+    two_nodes: dict[str, Any], tree: Path, flags: str, topoext: bool
+) -> None:
+    (tree / "proc").mkdir(exist_ok=True)
+    (tree / "proc/cpuinfo").write_text(f"flags\t\t: {flags}\n")
     outcome = drive(two_nodes)
     assert code(outcome) == ""
     bundle = outcome.facts["bundle"]
@@ -359,6 +364,7 @@ def test_a_slice_gets_its_part_on_each_numa_node(two_nodes: dict[str, Any]) -> N
     assert (bundle["cpus"], bundle["numa_node"]) == ([1, 9, 2, 10, 5, 13], -1)
     assert bundle["layout"] == {
         "threads": 2,
+        "topoext": topoext,
         "emulator_cpus": [0, 8, 4, 12],
         "switches": [[GPUS[0], VFS[0]]],
         "disk_io": "io_uring",

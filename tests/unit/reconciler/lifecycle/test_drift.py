@@ -13,12 +13,23 @@ from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Slot
-from reconciler.lifecycle import drift, gate, host, invariants, launch, power, recovery, slices
+from reconciler.lifecycle import (
+    drift,
+    gate,
+    host,
+    invariants,
+    launch,
+    maintenance,
+    power,
+    recovery,
+    slices,
+    task_failures,
+)
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import MOST
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
 from reconciler.records import slots as slot_records
 from tests.unit.reconciler import relay
@@ -446,6 +457,43 @@ def test_a_host_that_lost_power_is_proven_until_its_slices_start(
     compare(holdings, boot_id="another")
     with transaction(compare.engine) as conn:
         assert queued(conn) == [TaskKind.SLICE_VM_POWER]
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_host_comes_back_from_maintenance_whose_proof_was_lost(
+    compare: Compared, used: bool
+) -> None:
+    """Its restart failed before it began, so the host was proven under its boot long ago."""
+    sold, holdings = compare.site, nothing()
+    with transaction(compare.engine) as conn:
+        keys = [sold.active(conn, 2)] if used else []
+        for key in keys:
+            power.succeeded(conn, key, boot_id=compare.identity()["boot_id"])
+            tenant(holdings, key, compare.bundles())
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=keys)
+        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.NODE_REBOOT])
+        maintenance.began(conn, task)
+        error = {"code": "host_in_use", "expected": "a", "found": "b", "remedy": "c"}
+        task_failures.record(conn, task, task_failures.Failure("stop", error, {}, known=True))
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ADMIN)
+        sold.finish(conn, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskState.LOST)
+        assert not queue.open_of_node(conn, "n1")
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert sorted(task.kind for task in queue.open_of_node(conn, "n1")) == PROOF
+        conn.execute(sa.update(tables.tasks).values(not_before=clock.now()))
+        for kind in reversed(PROOF):
+            sold.finish(conn, kind)
+        sold.prove(conn, "n1")
+        assert power.start_after_boot(conn, "n1", ADMIN) == keys
+        assert maintenance.finish(conn, "n1", ADMIN)
+        assert nodes.get(conn, "n1").state == NodeState.READY
+        for key in keys:
+            sold.finish(conn, TaskKind.SLICE_VM_POWER)
+            power.failed(conn, key, error)
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert not queue.open_of_node(conn, "n1"), "a start that failed is its project's to ask for"
 
 
 @pytest.mark.covers("I1", "I3", "I14")

@@ -52,6 +52,19 @@ def test_lost_and_regained(sold: Site) -> None:
         assert host.retire(conn, "n1", sold.act).state == "retired"
 
 
+def test_a_lost_host_that_enrols_again_sells_what_is_proven(sold: Site) -> None:
+    """As with an expired certificate, under which it cannot answer otherwise."""
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+        host.lost(conn, "n1", sold.act)
+        launch.release(conn, key, sold.act)
+        assert sold.statuses(conn) == ["disabled", "available"], "a lost node sells nothing"
+        node = nodes.get(conn, "n1")
+        identity = {"machine_id": node.machine_id, "host_key": node.host_key}
+        assert host.enrolled(conn, "n1", sold.act, **identity).state == "ready"
+        assert sold.statuses(conn) == ["available", "available"]
+
+
 @pytest.mark.covers("CTRL-12")
 def test_a_node_is_not_retired_under_its_tenants(sold: Site) -> None:
     with transaction(sold.engine) as conn:

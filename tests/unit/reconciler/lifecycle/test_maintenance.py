@@ -86,6 +86,14 @@ def prove(conn: sa.Connection, site: Site, settings: Settings, boot_id: str) -> 
     return succeed(begin(conn, settings, PARITY), {"parity": report})
 
 
+def booted(conn: sa.Connection, site: Site) -> None:
+    """The host is proven under another boot."""
+    report = site.parity()
+    host.record_parity(
+        conn, "n1", report | {"identity": report["identity"] | {"boot_id": NEW_BOOT}}, ADMIN
+    )
+
+
 def rebooted(powered_off: list[str]) -> dict[str, Any]:
     return {"rebooted": True, "identity": {"boot_id": NEW_BOOT}, "powered_off": powered_off}
 
@@ -184,15 +192,14 @@ def test_an_operators_own_drain_outlasts_the_restart(sold: Site, settings: Setti
         host.drain(conn, "n1", ADMIN)
         maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
         succeed(begin(conn, settings, REBOOT), rebooted([]))
-        assert "resumed" not in prove(conn, sold, settings, NEW_BOOT)
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
         assert nodes.get(conn, "n1").state == NodeState.DRAINING
 
 
 def test_a_profile_may_leave_slices_stopped(sold: Site, settings: Settings, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
         key = running(conn, sold)
-        identity = sold.document(0)["identity"] | {"boot_id": NEW_BOOT}
-        host.observed(conn, "n1", ADMIN, identity=identity)
+        booted(conn, sold)
         assert power.start_after_boot(conn, "n1", ADMIN, restart=False) == []
         row = allocations.get(conn, key)
         assert (row.state, row.stopped) == ("active", True)
@@ -207,8 +214,7 @@ def test_a_guest_that_powered_itself_off_stays_off(sold: Site) -> None:
         assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [], "a run stopped it"
         power.succeeded(conn, key, boot_id=boot_id)
         assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
-        identity = sold.document(0)["identity"] | {"boot_id": NEW_BOOT}
-        host.observed(conn, "n1", ADMIN, identity=identity)
+        booted(conn, sold)
         assert power.start_after_boot(conn, "n1", ADMIN) == []
 
 

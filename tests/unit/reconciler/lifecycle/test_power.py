@@ -16,6 +16,7 @@ from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, leasing, nodes, queue
+from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
@@ -117,6 +118,24 @@ def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped
         power.succeeded(conn, key, boot_id=boot_id)
         assert allocations.get(conn, key).error == {}
         assert power.start_after_boot(conn, "n1", ADMIN) == []
+
+
+@pytest.mark.covers("I16")
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_report_of_an_earlier_boot_starts_nothing(sold: Site, key: str, restart: bool) -> None:
+    """It began before another boot was learned, so the host's boot is unknown. The slices run, or
+    will start once it is proven.
+    """
+    with transaction(sold.engine) as conn:
+        before = nodes.get(conn, "n1").boot_id
+        reboot(conn, sold)
+        report = sold.parity() | {"identity": sold.parity()["identity"] | {"boot_id": before}}
+        host.record_parity(conn, "n1", report, ADMIN, observed_at=1.0)
+        assert nodes.get(conn, "n1").boot_id == ""
+        assert power.start_after_boot(conn, "n1", ADMIN, restart=restart) == []
+        row = allocations.get(conn, key)
+        assert (row.power_action, row.stopped, row.error) == ("", False, {})
+        assert not queue.open_of_allocation(conn, key)
 
 
 @pytest.mark.parametrize("earlier", [POWER, TaskKind.SLICE_INGRESS_APPLY])
@@ -252,6 +271,26 @@ def test_a_later_start_keeps_the_machine_and_waits_as_the_profile_says(
     assert (machine["firmware"], machine["qemu_arguments"]) == ("bios", [])
     assert (machine["vcpus"], machine["memory_mib"]) == (1, 768)
     assert variables["slice_ready_deadline"] == 300
+
+
+def test_a_slice_is_stopped_on_a_host_whose_boot_is_unknown(
+    sold: Site, key: str, tmp_path: Path
+) -> None:
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        boot_id = nodes.get(conn, "n1").boot_id
+        assert host.restarted(conn, "n1", ADMIN, since=boot_id)
+        power.request(conn, key, PowerAction.STOP, ADMIN)
+        (task,) = leasing.lease(conn, "worker", kinds=[POWER])
+        work = open_work(conn, Settings(state_dir=tmp_path), task)
+        run = {
+            "id": "r", "task_id": task.id, "kind": task.kind, "node_id": "n1",
+            "correlation_id": "c",
+        }  # fmt: skip
+        given = HANDLERS[POWER].variables(work)
+        contract.check_vars(
+            "power_slice", {"slice_run": run, "slice_profile": work.profile, **given}
+        )
 
 
 def test_the_variables_of_each_action(sold: Site, key: str, tmp_path: Path) -> None:

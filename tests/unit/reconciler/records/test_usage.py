@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import rows
+from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import host, launch, recovery, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
-from reconciler.records import allocations, claims, usage
+from reconciler.records import allocations, usage
 from reconciler.records.usage import Period
 from tests.unit.reconciler.conftest import Site
 
@@ -35,7 +35,7 @@ def counted(conn: sa.Connection, start: float, end: float) -> dict[str, int]:
 
 
 @pytest.mark.covers("CTRL-14")
-def test_from_active_to_the_end_of_its_claims(sold: Site) -> None:
+def test_from_active_to_the_request_of_its_release(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn, 2)
         (running,) = usage.every(conn, ALWAYS)
@@ -43,16 +43,20 @@ def test_from_active_to_the_end_of_its_claims(sold: Site) -> None:
         assert running["started_at"] == allocations.get(conn, allocation_id).activated_at
         assert [claim["slot_index"] for claim in running["claims"]] == [0, 1]
         launch.release(conn, allocation_id, sold.act)
-        assert usage.every(conn, ALWAYS)[0]["ended_at"] is None, "its GPUs are nobody else's yet"
+        (over,) = usage.every(conn, ALWAYS)
+        (asked,) = (
+            row.at
+            for row in journal.history_of(conn, "allocation", allocation_id)
+            if row.event == "release"
+        )
+        assert (over["ended_at"], over["end_state"]) == (asked, "released")
+        length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
+        assert over["counted_ms"] == length
         given = sold.proofs(conn, allocation_id)
         slices.release_succeeded(
             conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
         )
-        (over,) = usage.every(conn, ALWAYS)
-        last = max(claim.ended_at for claim in claims.of_allocation(conn, allocation_id))
-        assert (over["ended_at"], over["end_state"]) == (last, "released")
-        length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
-        assert over["counted_ms"] == length
+        assert usage.every(conn, ALWAYS) == [over], "the wipe is the provider's"
 
 
 def test_what_never_became_active_is_not_counted(sold: Site) -> None:
@@ -79,15 +83,29 @@ def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
         assert usage.every(conn, ALWAYS)[0]["ended_at"] == over["ended_at"]
 
 
-def test_a_forced_end_of_a_failed_release_is_an_end(sold: Site) -> None:
+def test_a_clean_up_that_fails_is_not_counted(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
+        (over,) = usage.every(conn, ALWAYS)
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         slices.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error={})
-        assert usage.every(conn, ALWAYS)[0]["ended_at"] is None
         recovery.force_cleanup(conn, allocation_id, sold.act, runtime_verified_absent=True)
-        assert usage.every(conn, ALWAYS)[0]["end_state"] == "failed"
+        assert usage.every(conn, ALWAYS) == [over]
+        assert over["ended_at"] is not None
+
+
+def test_a_release_that_an_earlier_version_began_ends_as_it_was_asked(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        allocation_id = sold.active(conn)
+        launch.release(conn, allocation_id, sold.act)
+        (over,) = usage.every(conn, ALWAYS)
+        backdate(conn, allocation_id, over["started_at"], None)
+        given = sold.proofs(conn, allocation_id)
+        slices.release_succeeded(
+            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
+        )
+        assert usage.every(conn, ALWAYS) == [over]
 
 
 @pytest.mark.covers("CTRL-14")

@@ -94,6 +94,7 @@ def domains(draw: st.DrawFn) -> Domain:
         cpus=tuple(pins),
         cells=cells,
         threads=threads,
+        topoext=threads > 1 and draw(st.booleans()),
         switches=switches,
         emulator_cpus=draw(st.sampled_from([(), (64, 65)])) if pins else (),
         disk_io=draw(st.sampled_from(["native", "io_uring"])),
@@ -200,6 +201,14 @@ def test_a_guest_of_two_numa_nodes_has_the_hosts_places() -> None:
     assert [above(root, bus) for bus in buses] == expected
     expanders = root.findall("devices/controller[@model='pcie-expander-bus']")
     assert [each.findtext("target/node") for each in expanders] == ["0", "1"]
+
+
+def test_a_guest_of_an_amd_host_sees_threads() -> None:
+    """QEMU leaves the flag out of the features of the host that it passes on."""
+    for topoext, policies in ((True, ["require"]), (False, [])):
+        machine = replace(four_gpus(), topoext=topoext)
+        features = ET.XML(_domain.render(machine)).findall("cpu/feature[@name='topoext']")
+        assert [feature.get("policy") for feature in features] == policies
 
 
 def test_disks_have_roles_threads_of_their_own_and_the_hosts_cpus() -> None:
