@@ -291,6 +291,8 @@ def _jobs(conn: Connection, redis_url: str) -> Iterator[Metric]:
     prefix = "gpu_orchestrator"
     number = jobs.count(conn)
     yield _gauge(f"{prefix}_pending_jobs", "Jobs that wait.", number["pending"])
+    text = "Those of them that wait for their own time, and for no worker."
+    yield _gauge(f"{prefix}_delayed_jobs", text, jobs.delayed(conn))
     yield _gauge(f"{prefix}_running_jobs", "Jobs that workers hold.", number["running"])
     yield _gauge(f"{prefix}_dlq_length", "Jobs that failed too often.", number["dead_letter"])
     # Families without a value, such as this one without Redis, are named all the same.
@@ -332,7 +334,10 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
     for state in LIVE_POOLS:
         states.add_metric([state], sum(pool.state == state for pool in live))
     living = workers.living(conn, [pool.id for pool in live])
-    gpus = {(host.id, gpu["id"]): gpu for host in pools.hosts(conn) for gpu in host.devices}
+    # A host that is silent takes no pool, and may not come back.
+    hosts = [host for host in pools.hosts(conn) if host.seen_at > clock.read(conn) - pools.SILENT_S]
+    gpus = {(host.id, gpu["id"]): gpu for host in hosts for gpu in host.devices}
+    leased = {(lease.host_id, lease.device) for lease in pools.leases(conn)}
     for pool in live:
         used = [worker.memory_bytes for worker in living[pool.id]]
         size.add_metric([pool.name], sum(used))
@@ -344,8 +349,9 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
             part = 100 * max(used, default=0) / (pool.memory_mib << 20)
             share.add_metric([pool.name, ""], part)
     yield from (states, size, share)
-    yield _gauge(f"{prefix}_devices", "Devices of the hosts of pools.", len(gpus))
-    yield _gauge(f"{prefix}_leases", "Devices that pools have.", len(pools.leases(conn)))
+    text = "Devices of the hosts that report themselves, and those that pools have."
+    yield _gauge(f"{prefix}_devices", text, len(gpus.keys() | leased))
+    yield _gauge(f"{prefix}_leases", "Devices that pools have.", len(leased))
 
 
 def _slices(conn: Connection) -> Iterator[Metric]:

@@ -160,7 +160,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     def handle_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-        return respond(request, _invalid(error.errors(), request.headers.get("Content-Type", "")))
+        return respond(request, invalid(error.errors(), request.headers.get("Content-Type", "")))
 
     @app.exception_handler(HTTPException)
     def handle_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -219,7 +219,8 @@ def _of_database(error: DBAPIError) -> Problem:
     return _DATABASE if away and not wrong_statement else _INTERNAL
 
 
-def _invalid(errors: Sequence[Any], content_type: str) -> Problem:
+def invalid(errors: Sequence[Any], content_type: str = "") -> Problem:
+    """Problem `request_invalid` for fields of a body that do not fit their schema."""
     # Field and reason only: the value itself may be a token or a key.
     fields = [
         {"field": ".".join(str(part) for part in error["loc"]), "message": error["msg"]}

@@ -220,11 +220,17 @@ def _read_hosts() -> list[dict[str, Any]]:
 
 def _start(body: dict[str, Any], reason: str) -> dict[str, Any]:
     """Record a pool. The service on its host starts it."""
+    from pydantic import ValidationError
+
+    from reconciler.api import problems
     from reconciler.api.pools import NewPool
     from reconciler.db.engine import retrying
     from reconciler.pools import pools
 
-    wish = pools.NewPool(**NewPool(**body).model_dump(exclude={"reason"}))
+    try:
+        wish = pools.NewPool(**NewPool(**body).model_dump(exclude={"reason"}))
+    except ValidationError as error:
+        raise problems.invalid(error.errors()) from None
     with _database() as (settings, engine):
         most = settings.gpu_pool_max_total
         start = partial(pools.start, wish=wish, act=_act(reason), most=most)

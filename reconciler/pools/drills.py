@@ -1,4 +1,7 @@
-"""Models of drills, and a worker of their own that a drill may kill."""
+"""Models of drills, and a worker of their own that a drill may kill.
+
+That worker serves all projects for as long as the drill lasts, without the memory limit of a pool.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,26 @@ _MOST_MIB = 1 << 16
 
 
 def wait(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Take as much memory, and then time, as the input says."""
+    """Take as much time as the input says."""
+    time.sleep(min(float(call["seconds"]), 60.0))
+    return {"seconds": call["seconds"]}
+
+
+def take(call: Mapping[str, Any]) -> dict[str, Any]:
+    """As `wait`, with as much memory as the input says. For pools only."""
     mib = min(int(call.get("mib", 0)), _MOST_MIB)
     # Shared, because only the limit of the worker's group counts such memory.
     with mmap.mmap(-1, max(mib, 1) << 20) as taken:
         for _ in range(mib):
             taken.write(bytes(1 << 20))
-        time.sleep(min(float(call["seconds"]), 60.0))
-    return {"seconds": call["seconds"]}
+        return wait(call)
 
 
 def fail(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Fail while a file exists, as a model does whose weights cannot be read."""
-    if Path(str(call["broken"])).exists():
+    """Fail while a file `broken` exists, as a model does whose weights cannot be read."""
+    cause = Path(str(call["broken"]))
+    # No other file, or an input could ask for any.
+    if cause.name == "broken" and cause.exists():
         raise RuntimeError("the drill's fault")
     return {}
 

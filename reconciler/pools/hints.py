@@ -18,6 +18,8 @@ log = logging.getLogger("gpuaas.jobs")
 STREAM = "stream:orchestrator:inference_jobs"
 GROUP = "cg:inference"
 DEAD = f"{STREAM}:dlq"
+# One for all workers: Redis keeps each name for ever, and who had a hint does not matter.
+_CONSUMER = "workers"
 # Streams are cut to about these lengths: a hint that was lost is no loss.
 _LONGEST = 100_000
 _LONGEST_DEAD = 10_000
@@ -57,13 +59,13 @@ class Hints:
             letters = ({"job": id, "code": code} for id, code in codes.items())
             self._add(DEAD, letters, _LONGEST_DEAD)
 
-    def wait(self, consumer: str, seconds: float, most: int = _COUNT) -> bool:
+    def wait(self, seconds: float, most: int = _COUNT) -> bool:
         """Wait for a hint, or so long; False at once while Redis is away, or does not wait.
 
         most: hints to take at a time.
         """
         woken: list[bool] = []
-        self._try(lambda: woken.append(self._read(consumer, seconds, most)))
+        self._try(lambda: woken.append(self._read(seconds, most)))
         return any(woken)
 
     def lengths(self) -> dict[str, int]:
@@ -80,13 +82,13 @@ class Hints:
             pipe.xadd(stream, values, maxlen=longest, approximate=True)
         self._try(pipe.execute)
 
-    def _read(self, consumer: str, seconds: float, most: int) -> bool:
+    def _read(self, seconds: float, most: int) -> bool:
         began = time.monotonic()
         block = max(1, int(min(seconds, _TIMEOUT_S / 2) * 1000))
-        entries = self._reclaim(consumer)
+        entries = self._reclaim()
         if not entries:
             streams = {STREAM: ">"}
-            answer = self._redis.xreadgroup(GROUP, consumer, streams, count=most, block=block)
+            answer = self._redis.xreadgroup(GROUP, _CONSUMER, streams, count=most, block=block)
             entries = [id for _, part in answer or () for id, _ in part]
         if entries:
             # The database says what is left to do, so a hint has served when it was read.
@@ -96,13 +98,13 @@ class Hints:
             pipe.execute()
         return bool(entries) or time.monotonic() - began > block / 2000
 
-    def _reclaim(self, consumer: str) -> list[bytes]:
+    def _reclaim(self) -> list[bytes]:
         """Hints that a worker took and did not acknowledge before it died."""
         if not self._reclaims:
             return []
         try:
             _, claimed, *_ = self._redis.xautoclaim(
-                STREAM, GROUP, consumer, min_idle_time=_IDLE_MS, count=_COUNT
+                STREAM, GROUP, _CONSUMER, min_idle_time=_IDLE_MS, count=_COUNT
             )
         except redis.ResponseError as error:
             if "unknown command" not in str(error):

@@ -198,6 +198,13 @@ def count(conn: sa.Connection) -> dict[str, int]:
     return {status.value: sum(of[status] for of in each) for status in JobStatus}
 
 
+def delayed(conn: sa.Connection) -> int:
+    """Number of jobs that wait for their time."""
+    query = sa.select(sa.func.count()).select_from(jobs)
+    query = query.where(jobs.c.status == _STATUS[JobStatus.PENDING], jobs.c.not_before.is_not(None))
+    return int(conn.execute(query).scalar_one())
+
+
 def by_project(conn: sa.Connection) -> dict[str, dict[str, int]]:
     """Number of jobs by status, of each project that has any."""
     # Not of the counts, or each claim would write there.
@@ -253,7 +260,9 @@ def forget(conn: sa.Connection, *, age_s: float, limit: int) -> int:
 
 
 def _delete(conn: sa.Connection, ids: sa.Select[tuple[str]]) -> list[counts.Move]:
-    gone = sa.delete(jobs).where(jobs.c.id.in_(ids))
+    # Ended still: PostgreSQL does not select again after it has waited for a request that takes one
+    # back from the dead letters.
+    gone = sa.delete(jobs).where(jobs.c.id.in_(ids), _ENDED)
     deleted = conn.execute(gone.returning(jobs.c.project_id, jobs.c.status, jobs.c.size))
     moves: list[counts.Move] = [(owner, status, None, -size) for owner, status, size in deleted]
     counts.add(conn, moves)
@@ -275,16 +284,24 @@ def _size(number: int, item: NewJob) -> int:
             found=f"another value at {place!r} of job {number}",
             remedy="correct the value",
         )
-    size = len(json.dumps(item.input).encode())
+    text = json.dumps(item.input)
+    if "e+" in text:
+        text = json.dumps(json.loads(text, parse_float=_written_out))
+    size = len(text.encode())
     if size > INPUT_BYTES:
         raise Problem(
             "input_too_large",
             413,
-            expected=f"an input of at most {INPUT_BYTES} bytes of JSON",
+            expected=f"an input of at most {INPUT_BYTES} bytes of JSON, with all digits of numbers",
             found=f"{size} bytes in job {number}",
             remedy="divide it among several jobs",
         )
     return size
+
+
+def _written_out(number: str) -> float:
+    """A number as workers get it from PostgreSQL, which gives 1e308 with all its digits."""
+    return int(float(number)) if "e+" in number else float(number)
 
 
 def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> None:

@@ -62,11 +62,14 @@ def _array(name: str, value: Any, each: Any) -> np.ndarray[Any, Any]:
     """The numbers as the model takes them. A dimension with a name in the model has any size."""
     shape = "x".join(str(size) if isinstance(size, int) else "any" for size in each.shape)
     expected = f"{name}: {each.type.removeprefix('tensor')[1:-1]} numbers, {shape}"
+    kind = np.dtype(_TYPES[each.type])
     try:
         array = np.asarray(value)
+        # PostgreSQL gives a large number back as an integer that no type of NumPy has.
+        if array.dtype == object and all(type(number) in (int, float) for number in array.flat):
+            array = array.astype(np.float64)
     except (ValueError, OverflowError, RecursionError):
         raise InputError(expected, "lists of different lengths") from None
-    kind = np.dtype(_TYPES[each.type])
     fits = np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
     if not fits or (kind.kind in "ib" and array.dtype.kind not in "ib"):
         raise InputError(expected, f"{array.dtype.name} values")
@@ -77,6 +80,7 @@ def _array(name: str, value: Any, each: Any) -> np.ndarray[Any, Any]:
         raise InputError(expected, "x".join(map(str, array.shape)) or "a single number")
     with np.errstate(over="ignore"):
         converted = array.astype(kind)
-    if not np.isfinite(converted).all():
+    changed = kind.kind in "ib" and (converted != array).any()
+    if changed or not np.isfinite(converted).all():
         raise InputError(expected, "a number that is too large")
     return converted

@@ -21,7 +21,7 @@ MARK = "POOL_WORKER"
 # Target of the model that is shipped, by its name.
 SHIPPED = {"digits": str(Path(__file__).with_name("digits.onnx"))}
 # Of every host, for drills that need a pool with a job.
-DRILL = {"drill": "reconciler.pools.drills:wait"}
+DRILL = {"drill": "reconciler.pools.drills:take"}
 # A worker gives its job back before it is killed.
 _DRAIN = 0.8
 # The shell keeps its process id. No memory is counted before the process is in its group.

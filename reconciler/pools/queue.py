@@ -188,11 +188,11 @@ class DatabaseQueue:
         elif self._vain:
             # Or a stream that always has an entry would keep the worker asking without a pause.
             stopping.wait(rest_s)
-            self._hints.wait(self._me.id, 0, STALE)
+            self._hints.wait(0, STALE)
             self._vain = False
         else:
             began = time.monotonic()
-            if self._hints.wait(self._me.id, rest_s):
+            if self._hints.wait(rest_s):
                 self._vain = time.monotonic() - began < rest_s / 2
             else:
                 stopping.wait(self._poll_s)

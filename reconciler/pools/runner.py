@@ -39,8 +39,9 @@ class InputError(Exception):
 
     def __init__(self, expected: str, found: str) -> None:
         super().__init__(f"expected {expected}; found {found}")
-        self.expected = expected
-        self.found = found
+        # Functions also give the value that they found.
+        self.expected = str(expected)
+        self.found = str(found)
 
 
 class ChangedError(Exception):

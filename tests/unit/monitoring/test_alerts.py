@@ -21,27 +21,32 @@ pytestmark = [
 ]
 
 ORCHESTRATOR = "gpu_orchestrator"
-# For each alert: the time of the verdict, samples a minute apart that fire it, and samples that do
+# For each alert: the time of the verdict, samples a minute apart that fire it, and some that do
 # not. `A+BxN`: N further samples, each higher by B.
 Samples = dict[str, str]
-CASES: dict[str, tuple[str, Samples, Samples]] = {
+CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
     "JobsPending": (
         "6m",
-        {f"{ORCHESTRATOR}_pending_jobs": "101x6"},
-        {f"{ORCHESTRATOR}_pending_jobs": "101x3 100x3"},
+        {f"{ORCHESTRATOR}_pending_jobs": "111x6", f"{ORCHESTRATOR}_delayed_jobs": "10x6"},
+        {f"{ORCHESTRATOR}_pending_jobs": "111x3 110x3", f"{ORCHESTRATOR}_delayed_jobs": "10x6"},
     ),
     "JobsWithoutWorker": (
         "11m",
         {
-            f"{ORCHESTRATOR}_pending_jobs": "1x11",
+            f"{ORCHESTRATOR}_pending_jobs": "4x11",
+            f"{ORCHESTRATOR}_delayed_jobs": "3x11",
             f"{ORCHESTRATOR}_running_jobs": "0x11",
             f'{ORCHESTRATOR}_mode{{mode="normal"}}': "1x11",
         },
-        {
-            f"{ORCHESTRATOR}_pending_jobs": "1x11",
-            f"{ORCHESTRATOR}_running_jobs": "0x11",
-            f'{ORCHESTRATOR}_mode{{mode="normal"}}': "0x11",
-        },
+        *(
+            {
+                f"{ORCHESTRATOR}_pending_jobs": "4x11",
+                f"{ORCHESTRATOR}_delayed_jobs": delayed,
+                f"{ORCHESTRATOR}_running_jobs": "0x11",
+                f'{ORCHESTRATOR}_mode{{mode="normal"}}': normal,
+            }
+            for delayed, normal in (("3x11", "0x11"), ("4x11", "1x11"))
+        ),
     ),
     "ReclaimerErrors": (
         "10m",
@@ -202,11 +207,11 @@ def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     defined = rules()
     assert set(defined) == set(CASES)
     tests = []
-    for name, (at, firing, quiet) in CASES.items():
+    for name, (at, firing, *quiet) in CASES.items():
         rule = defined[name]
         labels = {**rule["labels"], **_kept_labels(rule, firing)}
         alert = {"exp_labels": labels, "exp_annotations": rule["annotations"]}
-        for series, expected in ((firing, [alert]), (quiet, [])):
+        for series, expected in ((firing, [alert]), *((each, []) for each in quiet)):
             tests.append(
                 {
                     "interval": "1m",

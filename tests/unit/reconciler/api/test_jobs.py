@@ -227,12 +227,14 @@ def test_jobs_are_counted_and_announced(site: Stack, tmp_path: Path) -> None:
     ids += site.client("member").post(f"{PATH}/batch", json={"jobs": [BODY] * 2}).json()["ids"]
     announced = [fields["job"] for _, fields in server.client.xrange(hints.STREAM)]
     assert announced == ids
+    enqueue(site, delay_s=60)
     text = site.client("admin", base="/").get("metrics").text
     server.close()
     for line in (
-        "gpu_orchestrator_pending_jobs 4.0",
+        "gpu_orchestrator_pending_jobs 5.0",
+        "gpu_orchestrator_delayed_jobs 1.0",
         "gpu_orchestrator_running_jobs 0.0",
         "gpu_orchestrator_dlq_length 0.0",
-        "gpu_orchestrator_stream_length 3.0",
+        "gpu_orchestrator_stream_length 4.0",
     ):
         assert line in text, line

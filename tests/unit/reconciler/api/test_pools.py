@@ -6,8 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
+from reconciler.db import clock
 from reconciler.db.engine import transaction
+from reconciler.db.schema import pool_hosts
 from reconciler.pools import pools, workers
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, Stack
@@ -79,6 +82,10 @@ def test_a_pool_is_started_shown_and_ended(new: Stack) -> None:
 
 def test_workers_are_shown_with_their_memory(new: Stack) -> None:
     id = started(new)
+    with transaction(new.engine) as conn:
+        workers.report(conn, HOST | {"id": "gone"}, {})
+        gone = sa.update(pool_hosts).where(pool_hosts.c.id == "gone")
+        conn.execute(gone.values(seen_at=clock.now() - 60))
     admin = new.client("admin", base="/")
     pool = admin.get(f"pools/{id}").json()
     (worker,) = pool["workers"]
@@ -90,6 +97,7 @@ def test_workers_are_shown_with_their_memory(new: Stack) -> None:
         'gpu_orchestrator_worker_pool_memory_bytes{pool="a"} 5.24288e+06',
         'gpu_orchestrator_nvml_mem_util_pct{gpu="GPU-0",pool="a"} 25.0',
         "gpu_orchestrator_leases 1.0",
+        "gpu_orchestrator_devices 1.0",
     ):
         assert f"{line}\n" in metrics, metrics
     assert admin.post(f"pools/{id}/stop", json={}).json()["state"] == "draining"

@@ -72,6 +72,10 @@ def test_without_a_service_it_works_on_the_database(
         values = {"id": "w1", "pool_id": pool["id"], "pid": 1, "models": ["digits"]}
         rows.add(conn, PoolWorker, {**values, "host": "control", "boot_id": "old"})
     assert {each["state"] for each in run(gpuaas, "list", "--direct")} == {"running"}
+    # As the API refuses it.
+    for words in (("a b",), ("c", "--grace", "601"), ("c", "--target", "remote")):
+        run(gpuaas, *start, *words)
+        assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True), gpuaas.err
     assert processes.scan(here["id"]) == {}
     assert run(gpuaas, "stop", "a", "--direct")["state"] == "stopped"
     assert run(gpuaas, "evict", "b", "--direct")["state"] == "stopping"

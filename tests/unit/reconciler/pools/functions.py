@@ -36,7 +36,7 @@ def misbehave(call: Input) -> Any:
     _note(call)
     how = call["how"]
     if how == "refuse":
-        raise InputError("a number", "a word")
+        raise InputError("a word", call["number"])
     if how == "raise":
         raise RuntimeError("secret of the operators")
     if how == "exit":

@@ -82,17 +82,17 @@ def test_a_hint_wakes_a_process_that_would_look_in_ten_minutes(
 
 
 def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: Hints) -> None:
-    assert streams.wait("w", 0.01)  # makes the group
+    assert streams.wait(0.01)  # makes the group
 
     def woken() -> None:
         timer = threading.Timer(0.1, streams.announce, [["a", "b"]])
         timer.start()
-        assert streams.wait("w", 60)
+        assert streams.wait(60)
         timer.join()  # On a busy machine it may come after the end of the wait.
 
     assert quickest(woken) < 9, "it was not the end of the wait that woke it"
     streams.announce(["c"])
-    streams.wait("w", 1)
+    streams.wait(1)
     assert streams.lengths() == {STREAM: 0, DEAD: 0}
     assert server.client.xpending(STREAM, GROUP)["pending"] == 0
 
@@ -100,21 +100,34 @@ def test_a_hint_wakes_a_worker_and_leaves_nothing(server: RedisServer, streams: 
 def test_hints_of_a_dead_worker_wake_another(
     server: RedisServer, streams: Hints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams.wait("w", 0.01)
+    streams.wait(0.01)
     streams.announce(["a"])
     server.client.xreadgroup(GROUP, "dead", {STREAM: ">"})
     monkeypatch.setattr(hints, "_IDLE_MS", 0)
-    streams.wait("w", 0.01)
+    streams.wait(0.01)
     assert streams.lengths()[STREAM] == 0
+
+
+def test_workers_that_come_and_go_leave_nothing_in_redis(
+    queue: Queue, server: RedisServer, streams: Hints
+) -> None:
+    for _ in range(3):
+        database = DatabaseQueue(queue.engine, ["m"], hints=streams, poll_s=0.01)
+        database.serve({})
+        streams.announce(["a"])
+        database.wait(threading.Event())
+        database.leave()
+    (group,) = server.client.xinfo_groups(STREAM)
+    assert group["consumers"] == 1
 
 
 @pytest.mark.covers("I19")
 def test_a_flushed_redis_is_used_again_at_once(server: RedisServer, streams: Hints) -> None:
-    streams.wait("w", 0.01)
+    streams.wait(0.01)
     server.client.flushall()
-    assert streams.wait("w", 0.01)
+    assert streams.wait(0.01)
     streams.announce(["a"])
-    assert streams.wait("w", 60)
+    assert streams.wait(60)
     assert streams.lengths()[STREAM] == 0
 
 
@@ -126,7 +139,7 @@ def test_a_redis_that_is_away_or_hangs_delays_nobody(
     began = time.monotonic()
     streams.announce(["a"])
     streams.bury({"a": "timed_out"})
-    assert not streams.wait("w", 60)
+    assert not streams.wait(60)
     assert streams.lengths() == {}
     assert time.monotonic() - began < 10
     server.start()
@@ -169,9 +182,9 @@ def test_a_hint_that_another_worker_takes_delays_a_job_by_a_poll_at_most(
     database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
     database.serve({})
     streams = Hints(server.url)
-    streams.wait("another", 0.01)
+    streams.wait(0.01)
     streams.announce(queue.add(1))
-    streams.wait("another", 1)
+    streams.wait(1)
     waited = quickest(lambda: database.wait(threading.Event()))
     assert waited < 5, "not for the ten seconds that Redis may be asked here"
     assert not database.is_idle()
@@ -263,7 +276,7 @@ def test_a_redis_that_hangs_or_answers_nonsense_costs_a_moment(
         for use in (
             lambda: streams.announce(["a"]),
             lambda: streams.bury({"a": "timed_out"}),
-            lambda: streams.wait("w", 60),
+            lambda: streams.wait(60),
             streams.lengths,
         ):
             began, streams._away_until = time.monotonic(), 0.0
@@ -274,13 +287,13 @@ def test_a_redis_that_hangs_or_answers_nonsense_costs_a_moment(
 def test_a_redis_that_does_not_wait_lets_no_worker_spin(
     server: RedisServer, streams: Hints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert streams.wait("w", 0.01)
+    assert streams.wait(0.01)
     with monkeypatch.context() as patch:
         patch.setattr(streams._redis, "xreadgroup", lambda *_, **__: [])
-        assert not streams.wait("w", 60)
+        assert not streams.wait(60)
     # An entry that no program of ours wrote.
     server.client.xadd(STREAM, {b"\xff": b"\xfe"})
-    assert streams.wait("w", 60)
+    assert streams.wait(60)
     assert streams.lengths()[STREAM] == 0
 
 
@@ -293,9 +306,9 @@ def test_a_redis_without_xautoclaim_is_named_in_the_log(
     streams = Hints(old.url)
     with caplog.at_level(logging.WARNING, "gpuaas.jobs"):
         for name in ("a", "b"):
-            assert streams.wait("w", 0.01)
+            assert streams.wait(0.01)
             streams.announce([name])
-    assert streams.wait("w", 60)
+    assert streams.wait(60)
     assert caplog.text.count("XAUTOCLAIM not available") == 1
     old.close()
 
@@ -305,7 +318,7 @@ def test_the_runbook_s_pause_of_the_group_pauses_nothing(
     server: RedisServer, streams: Hints
 ) -> None:
     """`XGROUP SETID … 0` gives old hints again, and `SETID … >` is an error."""
-    streams.wait("w", 0.01)
+    streams.wait(0.01)
     streams.announce(["a"])
     entries = server.client.xreadgroup(GROUP, "reader", {STREAM: ">"})
     server.client.xack(STREAM, GROUP, entries[0][1][0][0])

@@ -147,6 +147,23 @@ def test_an_outcome_waits_for_another_change_of_its_job(
     assert (row.attempts, row.token, row.lease_expires_at) == (len(counted), "", None)
 
 
+def test_a_dead_letter_that_is_taken_back_is_not_forgotten(engine: sa.Engine) -> None:
+    """The deletion of old jobs waits for the request, and sees what it has made of the job."""
+    queue = Queue(engine)
+    (id,) = queue.bury(1)
+    queue.change(id, updated_at=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        with transaction(engine) as conn:
+            assert requests.reprocess(conn, "p1", ADMIN, sample=None) == [id]
+            forgotten = pool.submit(
+                retrying, engine, lambda conn: requests.forget(conn, age_s=60, limit=10)
+            )
+            until(lambda: waits_for_lock(engine))
+        assert forgotten.result(timeout=60) == 0
+    assert queue.read(id).status == "pending"
+    test_leases.check_counts(engine)
+
+
 def held(engine: sa.Engine) -> int:
     with reading(engine) as conn:
         return control.running(conn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnxruntime
@@ -90,3 +91,28 @@ def test_an_input_that_does_not_fit_is_refused(given: dict[str, Any]) -> None:
         onnx.load(str(FILE))(given)
     assert "segments" in refused.value.expected
     assert refused.value.found
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "taken"),
+    [
+        ("int32", [2**31 - 1, -(2**31)], True),
+        ("int32", [2**31], False),
+        ("int64", [-(2**63)], True),
+        ("int64", [2**63], False),
+        ("bool", [0, 1, True], True),
+        ("bool", [2], False),
+        # As PostgreSQL gives 1e20 back.
+        ("float", [10**20, 0.5], True),
+        ("float", [10**20], True),
+        ("float", [10**39], False),
+        ("double", [10**309], False),
+    ],
+)
+def test_no_number_reaches_a_model_as_another(kind: str, numbers: list[Any], taken: bool) -> None:
+    place = SimpleNamespace(type=f"tensor({kind})", shape=[len(numbers)])
+    if taken:
+        assert onnx._array("x", numbers, place).tolist() == pytest.approx(numbers)
+        return
+    with pytest.raises(InputError):
+        onnx._array("x", numbers, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from importlib.metadata import requires
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reconciler.db.engine import transaction
-from reconciler.pools import jobs, leases
+from reconciler.pools import drills, jobs, leases
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers
 from tests.unit.reconciler.service.service import alive, until
@@ -54,6 +55,18 @@ def test_a_call_that_fails_costs_its_own_job_only(workers: Workers) -> None:
         assert (job.status, job.error["code"], job.lost) == (status, code, 0), job
         assert all(job.error[name] for name in ("expected", "found", "remedy"))
     assert "secret of the operators" in workers.queue.read(ids[1]).error["detail"]
+
+
+def test_the_worker_of_a_drill_gives_jobs_of_others_neither_memory_nor_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", lambda *_: pytest.fail("it takes memory"))
+    assert drills.wait({"seconds": 0, "mib": 1 << 16}) == {"seconds": 0}
+    for name in ("passwd", "broken"):
+        (tmp_path / name).touch()
+    assert drills.fail({"broken": str(tmp_path / "passwd")}) == {}
+    with pytest.raises(RuntimeError):
+        drills.fail({"broken": str(tmp_path / "broken")})
 
 
 def test_told_to_end_it_finishes_its_job_and_gives_the_others_back(workers: Workers) -> None:
