@@ -413,9 +413,7 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
 
 
-def test_a_release_is_offered_only_when_the_service_would(
-    selling: Stack, browse: Browse
-) -> None:
+def test_a_release_is_offered_only_when_the_service_would(selling: Stack, browse: Browse) -> None:
     mine = launch(selling).json()["id"]
     member, page = browse("member"), f"/console/projects/demo/allocations/{mine}"
     call = f"POST /projects/demo/allocations/{mine}/release"
