@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import journal
+from reconciler.db import journal, leader
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.leader import Deposed
@@ -669,7 +669,7 @@ def test_a_process_that_leads_no_more_stops_writing(
     def deposed(_engine: object) -> Any:
         raise Deposed("not_leader", expected="", found="", remedy="")
 
-    monkeypatch.setattr(writer.leader, "require_of", deposed)
+    monkeypatch.setattr(leader, "require_of", deposed)
     assert (netbox(apply=True).error or {})["code"] == "not_leader"
     assert "PATCH" not in methods(netbox)
 
