@@ -148,11 +148,12 @@ def write(absolute: str, text: str, mode: int = 0o644) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        os.fchmod(descriptor, mode)
         # Text that was read with surrogateescape is written back unchanged.
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as handle:
             handle.write(text)
             handle.flush()
+            # Last, because libvirt runs every program in its folder of hooks, drafts included.
+            os.fchmod(handle.fileno(), mode)
             os.fsync(handle.fileno())
         Path(name).replace(target)
     except BaseException:

@@ -446,3 +446,15 @@ def test_what_another_unit_needs_is_no_trace(tree: Path, script: Any) -> None:
     script.on(*SHOW, UNIT.service, out=block("inactive", ""))
     _boot_service.install(other)
     assert _boot_service.plan_removal(UNIT, _boot_service.observe(UNIT)) == []
+
+
+def test_what_a_killed_run_leaves_beside_the_start_hook_is_no_program(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libvirt runs every program in the folder, and starts no domain when one of them fails."""
+    monkeypatch.setattr(Path, "unlink", lambda *_arguments, **_options: None)
+    # The text cannot be encoded, so the write ends in its middle.
+    with pytest.raises(UnicodeEncodeError):
+        _host.write(_boot_files.HOOK, "#!/usr/bin/python3 -I\n\ud800", 0o755)
+    (draft,) = _host.path(_boot_files.HOOK).parent.iterdir()
+    assert not os.access(draft, os.X_OK)
