@@ -71,8 +71,9 @@ class Client(Conversation):
     TITLE = "UFM"
     # A worker's lease of its task is longer.
     DEADLINE_S, REQUEST_S = 20.0, 5.0
-    # A fabric of 10,000 ports in ten partitions each answers with about 10 MB.
-    LARGEST = 32 << 20
+    # A fabric of 10,000 ports in ten partitions each answers with about 10 MB, which is read again
+    # until a change shows.
+    LARGEST, TOTAL = 32 << 20, 1 << 30
 
     def partitions(self) -> dict[int, Partition]:
         """Every partition of the fabric, by key."""
@@ -82,9 +83,13 @@ class Client(Conversation):
         partitions = {}
         for name, document in answer.items():
             try:
-                partitions[int(name, 16) & DEFAULT] = _partition(document)
+                number = int(name, 16) & DEFAULT
+                if number in partitions:
+                    # The second would hide members of the first.
+                    raise ValueError("twice")
+                partitions[number] = _partition(document)
             except (ValueError, TypeError, AttributeError, KeyError) as broken:
-                text = f"partition {name!r:.40}: {type(broken).__name__}"
+                text = f"partition {name!r:.40}: {type(broken).__name__} {str(broken)!r:.100}"
                 raise self.silent("GET /resources/pkeys", text) from broken
         if DEFAULT not in partitions:
             # Every fabric has it. Without it, this is no list of a fabric's partitions.
@@ -124,7 +129,8 @@ class Client(Conversation):
 
 
 def _partition(document: Mapping[str, Any]) -> Partition:
-    members, rows = {}, document["guids"]
+    members: dict[str, str] = {}
+    rows = document["guids"]
     if not isinstance(rows, list):
         # A partition without a list of members must not pass for an empty one.
         raise TypeError(type(rows))
@@ -132,7 +138,9 @@ def _partition(document: Mapping[str, Any]) -> Partition:
         membership = str(row["membership"]).lower()
         if membership not in _MEMBERSHIPS:
             raise ValueError(membership)
-        members[_colons(str(row["guid"]))] = membership
+        guid = _colons(str(row["guid"]))
+        if members.setdefault(guid, membership) != membership:
+            raise ValueError(f"{guid} is a {FULL} and a {LIMITED} member")
     return Partition(members, str(document.get("membership") or "").lower())
 
 

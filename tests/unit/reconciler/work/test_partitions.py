@@ -34,6 +34,7 @@ PROFILES = Path(__file__).parents[4] / "profiles"
 GUIDS = ["02:a4:79:e9:da:2a:a8:ac", "02:af:19:91:4e:3d:11:07"]
 BARE = [guid.replace(":", "") for guid in GUIDS]
 STRANGER = "b83fd20300aa0001"
+MEMBER = f'{{"guid": "{STRANGER}", "membership": "full"}}'
 # Answers that show no members, although the partition has some, and an answer of a proxy.
 UNREADABLE = [
     "{}",
@@ -42,6 +43,9 @@ UNREADABLE = [
     '{"0x7fff": {"guids": []}, "0x10": {"guids": {}}}',
     '{"0x7fff": {"membership": "limited"}}',
     '{"0x10": {"guids": []}}',
+    # One key twice, of which the last would hide a member, and one member with two memberships.
+    f'{{"0x7fff": {{"guids": []}}, "0x10": {{"guids": [{MEMBER}]}}, "0x8010": {{"guids": []}}}}',
+    f'{{"0x7fff": {{"guids": [{MEMBER}, {MEMBER.replace("full", "limited")}]}}}}',
 ]
 
 
