@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import asyncssh
 
@@ -39,6 +40,10 @@ CIPHERS = (
     "aes256-ctr",
     "chacha20-poly1305@openssh.com",
 )
+# Logins of this process at once. From ten on, sshd drops logins at random (MaxStartups), also those
+# of the service and of other tenants. Those of one allocation leave room for others of its host.
+LOGINS_AT_HOST, LOGINS_OF_ALLOCATION = 4, 2
+_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 # Options of every SSH connection, to which a key or a certificate is the only way in.
 PLAIN = {
     "config": None,
@@ -163,7 +168,13 @@ class Machine:
         async with self._lock:
             self._require_open()
             if self._host is None or self._host.is_closed():
-                self._host, self.forsaken = await self._login(), 0
+                grant = self._grant
+                async with (
+                    _turn(grant.allocation_id, LOGINS_OF_ALLOCATION),
+                    _turn(grant.node_id, LOGINS_AT_HOST),
+                ):
+                    self._require_open()
+                    self._host, self.forsaken = await self._login(), 0
                 self._require_open()
         return self._host
 
@@ -253,6 +264,11 @@ class Machine:
             end.abort()
         if self._host is not None:
             self._host.abort()
+
+
+def _turn(name: str, count: int) -> asyncio.Semaphore:
+    """The turns of logins of an allocation, or at a host."""
+    return _turns.setdefault(name, asyncio.Semaphore(count))
 
 
 def _problem(code: str, found: str) -> Problem:

@@ -713,6 +713,47 @@ def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
     flood.close()
 
 
+def test_one_tenant_does_not_take_all_logins_at_a_host(world: World) -> None:
+    """The host's sshd drops those of the service and of other tenants when too many are begun."""
+    other = world.launch(key="other")
+    silent = socket.create_server(("127.0.0.1", 0))
+    world.dial(silent.getsockname()[1])
+    begun: list[socket.socket] = []
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                begun.append(silent.accept()[0])
+
+    threading.Thread(target=accept, daemon=True).start()
+
+    async def ask(allocation: str, count: int) -> list[asyncssh.SSHClientConnection]:
+        made = []
+        for _ in range(count):
+            client = await asyncssh.connect(
+                *("127.0.0.1", world.port),
+                username=allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+            )  # fmt: skip
+            made.append(client)
+            asking = client.open_connection("slice", 22)
+            asyncio.create_task(asking).add_done_callback(asyncio.Task.exception)
+        return made
+
+    clients = world.on_loop(ask(world.allocation, 6))
+    until(lambda: len(begun) >= machine.LOGINS_OF_ALLOCATION)
+    time.sleep(0.5)
+    assert len(begun) == machine.LOGINS_OF_ALLOCATION
+    clients += world.on_loop(ask(other, 1))
+    until(lambda: len(begun) > machine.LOGINS_OF_ALLOCATION)
+    for client in clients:
+        world.loop.call_soon_threadsafe(client.abort)
+    until(lambda: not world.gateway.clients)
+    silent.close()
+    for connection in begun:
+        connection.close()
+    assert len(begun) == machine.LOGINS_OF_ALLOCATION + 1, "who has hung up logs in no more"
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_client_that_hangs_up_leaves_no_login_at_the_host(
     world: World, terminal: bool, monkeypatch: pytest.MonkeyPatch
