@@ -157,16 +157,7 @@ def create(project_id: Id, body: NewJob, context: Member) -> JSONResponse:
 @own_router.post("", status_code=201, response_model=JobSummary)
 def create_own(body: NewJob, context: Holder) -> JSONResponse:
     """Queue a call of a model for the project of the token, which must have exactly one."""
-    projects = sorted(context.caller.projects)
-    if len(projects) != 1:
-        raise Problem(
-            "project_required",
-            422,
-            expected="a token of exactly one project",
-            found=f"one of {', '.join(projects)}" if projects else "one of none",
-            remedy="send it to /projects/{project_id}/jobs",
-        )
-    return create(projects[0], body, context)
+    return create(_own_project(context), body, context)
 
 
 @router.post("/batch", status_code=201, response_model=JobIds)
@@ -230,6 +221,42 @@ def cancel(project_id: Id, job_id: Id, context: Member) -> JSONResponse:
     return context.write(
         lambda conn, _act: JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context)
     )
+
+
+@own_router.get("")
+def list_own(
+    context: Holder,
+    paging: Paging,
+    status: Annotated[JobStatus | None, Query()] = None,
+    model: Annotated[Name | None, Query()] = None,
+) -> PageOf[JobSummary]:
+    """The jobs of the token's project, the newest first."""
+    return list_jobs(_own_project(context), context, paging, status, model)
+
+
+@own_router.get("/{job_id}")
+def show_own(job_id: Id, context: Holder) -> Job:
+    """One job of the token's project with its input and its result."""
+    return show(_own_project(context), job_id, context)
+
+
+@own_router.post("/{job_id}/cancel", response_model=JobSummary)
+def cancel_own(job_id: Id, context: Holder) -> JSONResponse:
+    """Cancel a job of the token's project that has not ended."""
+    return cancel(_own_project(context), job_id, context)
+
+
+def _own_project(context: Context) -> str:
+    projects = sorted(context.caller.projects)
+    if len(projects) != 1:
+        raise Problem(
+            "project_required",
+            422,
+            expected="a token of exactly one project",
+            found=f"one of {', '.join(projects)}" if projects else "one of none",
+            remedy="use the routes of /projects/{project_id}/jobs",
+        )
+    return projects[0]
 
 
 def _announced(

@@ -335,7 +335,8 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
         states.add_metric([state], sum(pool.state == state for pool in live))
     living = workers.living(conn, [pool.id for pool in live])
     # A host that is silent takes no pool, and may not come back.
-    hosts = [host for host in pools.hosts(conn) if host.seen_at > clock.read(conn) - pools.SILENT_S]
+    since = clock.read(conn) - pools.SILENT_S
+    hosts = [host for host in pools.hosts(conn) if host.seen_at > since]
     gpus = {(host.id, gpu["id"]): gpu for host in hosts for gpu in host.devices}
     leased = {(lease.host_id, lease.device) for lease in pools.leases(conn)}
     for pool in live:

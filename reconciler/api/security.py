@@ -35,6 +35,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 from reconciler.records import projects, tokens
+from reconciler.runs.contract import STORABLE
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 
@@ -180,7 +181,7 @@ class Context:
             answer = retrying(self.engine, done)
         else:
             scope = f"{self.request.method} {self.request.url.path} {self.caller.token_id}"
-            call = idempotency.Call(scope, key, body.model_dump(mode="json"))
+            call = idempotency.Call(scope, key, _document(body))
             answer = idempotency.once(self.engine, call, done)
         headers = etag(answer.body)
         if secrets:
@@ -190,6 +191,19 @@ class Context:
                 raise _shown_once(answer.body)
             headers["Idempotency-Replayed"] = "true"
         return JSONResponse(answer.body | hidden, answer.status, headers=headers)
+
+
+def _document(body: Body) -> Record:
+    try:
+        return body.model_dump(mode="json")
+    except ValueError as error:  # It does not say so by its type.
+        raise Problem(
+            "request_invalid",
+            422,
+            expected=STORABLE,
+            found="documents or lists that nest deeper",
+            remedy="send a flatter document",
+        ) from error
 
 
 class Rates:

@@ -158,9 +158,10 @@ def infer(stack: Stack, member: Watch) -> None:
     ):
         member.ask("POST", path, json=body)
     member.ask("GET", f"{at}/depth")
-    for job in member.ask("GET", at)["items"]:
-        member.ask("GET", f"{at}/{job['id']}")
-        member.ask("POST", f"{at}/{job['id']}/cancel")
+    for path in (at, "jobs"):
+        for job in member.ask("GET", path)["items"]:
+            member.ask("GET", f"{path}/{job['id']}")
+            member.ask("POST", f"{path}/{job['id']}/cancel")
 
 
 def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:

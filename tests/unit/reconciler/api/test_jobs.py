@@ -68,10 +68,28 @@ def test_a_job_is_queued_followed_and_answered(site: Stack) -> None:
 
 
 def test_a_token_of_one_project_need_not_name_it(site: Stack) -> None:
-    job = site.client("member").post("jobs", json=BODY).json()
+    member, admin = site.client("member"), site.client("admin")
+    job = member.post("jobs", json=BODY).json()
     assert (job["project_id"], job["status"]) == ("demo", "pending")
-    unnamed = refused(site, lambda: site.client("admin").post("jobs", json=BODY))
-    assert (unnamed["status"], unnamed["code"]) == (422, "project_required")
+    play(site, Outcome({"sum": 3}))
+    path = f"jobs/{job['id']}"
+    assert member.get(path).json() == member.get(f"{PATH}/{job['id']}").json()
+    assert member.get(path).json()["result"] == {"sum": 3}
+    assert [
+        each["id"] for each in member.get("jobs", params={"status": "done"}).json()["items"]
+    ] == [job["id"]]
+    waiting = member.post("jobs", json=BODY).json()["id"]
+    assert member.post(f"jobs/{waiting}/cancel").json()["status"] == "canceled"
+    for ask in (
+        lambda: admin.post("jobs", json=BODY),
+        lambda: admin.get("jobs"),
+        lambda: admin.get(path),
+        lambda: admin.post(f"{path}/cancel"),
+    ):
+        unnamed = refused(site, ask)
+        assert (unnamed["status"], unnamed["code"]) == (422, "project_required")
+    stranger = refused(site, lambda: site.client("stranger").get(path))
+    assert (stranger["status"], stranger["code"]) == (404, "job_not_found")
 
 
 def test_no_repetition_keeps_a_copy_of_an_input(site: Stack) -> None:
@@ -132,6 +150,21 @@ def test_a_number_that_no_database_stores_is_refused(site: Stack) -> None:
         site, lambda: site.client("member").post(PATH, content=text, headers=headers)
     )
     assert (document["status"], document["code"]) == (422, "input_invalid")
+
+
+@pytest.mark.parametrize("depth", [101, 300, 900])
+def test_a_document_that_nests_too_deep_is_refused(site: Stack, depth: int) -> None:
+    text = '{"model": "m", "input": ' + '{"x":' * depth + "1" + "}" * (depth + 1)
+    headers = {"Content-Type": "application/json"}
+    for more in ({}, {"Idempotency-Key": "a"}):
+        document = refused(
+            site,
+            lambda more=more: site.client("member").post(
+                PATH, content=text, headers=headers | more
+            ),
+        )
+        assert document["status"] == 422
+        assert document["code"] in ("input_invalid", "request_invalid")
 
 
 def test_a_full_project_is_told_when_to_come_again(

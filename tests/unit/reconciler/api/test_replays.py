@@ -46,7 +46,13 @@ __all__ = ["metal"]
 KEYLESS = {"enrolment_enrol", "enrolment_fetch"}
 KEYLESS |= {f"worker_{act}" for act in ("register", "turn", "renew", "due", "leave")}
 # Requests without a body.
-BODILESS = {"ingress_remove", "jobs_cancel", "tokens_revoke", "tokens_revoke_own"}
+BODILESS = {
+    "ingress_remove",
+    "jobs_cancel",
+    "jobs_cancel_own",
+    "tokens_revoke",
+    "tokens_revoke_own",
+}
 # The first answer has a secret, which is not stored: a repetition is refused.
 SECRET = {
     "enrolment_issue",
@@ -309,6 +315,7 @@ ROWS = {
     "node_state_resume": _after("drain"),
     "node_state_retire": _after("drain", "maintain"),
     "jobs_cancel": _job({}, queued=True),
+    "jobs_cancel_own": _job({}, queued=True),
     "jobs_create": _job(JOB),
     "jobs_create_own": _job(JOB),
     "jobs_create_together": _job({"jobs": [JOB]}),

@@ -264,6 +264,8 @@ def test_a_clock_set_back_keeps_no_seat(new: Stack, worker: Worker) -> None:
     [
         ({"result": {"text": "x" * (1 << 16)}}, "result_invalid"),
         ({"result": {"text": "\ud800"}}, "result_invalid"),
+        ({"result": {"number": float("inf")}}, "result_invalid"),
+        ({"result": json.loads('{"x":' * 900 + "1" + "}" * 900)}, "result_invalid"),
         ({}, "result_invalid"),
         ({"error": FAILURE | {"found": "a\0b"}}, "function_failed"),
     ],
