@@ -179,7 +179,7 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Node:
 
 
 def convert(conn: sa.Connection, id: str, to: NodeMode, act: Act) -> Node:
-    """Begin or continue a conversion. The node's slots go off sale first.
+    """Begin or continue a conversion, or turn it round. The node's slots go off sale first.
 
     Raises Problem `node_in_use` while a tenant or a clean-up is on the node, and
     `transition_refused` when the node already has the mode.

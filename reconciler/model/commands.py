@@ -42,10 +42,6 @@ _OTHERWISE: dict[tuple[str, str], str] = {
     ("node_mode", NodeMode.SLICE): "nothing: it is a slice host already",
     ("node_mode", NodeMode.BAREMETAL): "nothing: it is bare metal already",
     **{("task", state): "nothing: it has ended" for state in ENDED_TASKS},
-    ("node_mode", NodeMode.CONVERTING_TO_SLICE): "go on with the conversion under way:"
-    " `gpuaas nodes convert {id} slice`",
-    ("node_mode", NodeMode.CONVERTING_TO_BAREMETAL): "go on with the conversion under way:"
-    " `gpuaas nodes convert {id} baremetal`",
 }
 
 

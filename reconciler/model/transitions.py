@@ -90,12 +90,11 @@ TABLE: tuple[Transition, ...] = (
     ),
     *_rows(
         "node_mode",
-        (M.BAREMETAL, "to_slice", M.CONVERTING_TO_SLICE),
+        # A conversion that cannot end is turned round.
+        ((M.BAREMETAL, M.CONVERTING_TO_BAREMETAL), "to_slice", M.CONVERTING_TO_SLICE),
         (M.CONVERTING_TO_SLICE, "converted", M.SLICE),
-        (M.CONVERTING_TO_SLICE, "revert", M.BAREMETAL),
-        (M.SLICE, "to_baremetal", M.CONVERTING_TO_BAREMETAL),
+        ((M.SLICE, M.CONVERTING_TO_SLICE), "to_baremetal", M.CONVERTING_TO_BAREMETAL),
         (M.CONVERTING_TO_BAREMETAL, "converted", M.BAREMETAL),
-        (M.CONVERTING_TO_BAREMETAL, "revert", M.SLICE),
     ),
     *_rows(
         "slot",

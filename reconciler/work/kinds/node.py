@@ -11,7 +11,7 @@ from reconciler.model.states import NodeMode, NodeState, TaskKind
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
 from reconciler.runs import contract
 from reconciler.work import partitions
-from reconciler.work.handler import Handler, Work
+from reconciler.work.handler import Handler, Work, canceled
 from reconciler.work.kinds.slices import image_document
 
 
@@ -38,10 +38,27 @@ def bootstrap_variables(work: Work) -> dict[str, Any]:
     }
 
 
+def for_slices(work: Work) -> None:
+    """Problem `canceled`, which starts no run, if the node is to be no slice host any more."""
+    _require_purpose(work, "slice")
+
+
+def for_baremetal(work: Work) -> None:
+    """Problem `canceled`, which starts no run, if the node is to stay a slice host."""
+    _require_purpose(work, "baremetal")
+
+
+def _require_purpose(work: Work, purpose: str) -> None:
+    mode = NodeMode(work.node.mode)
+    if mode.purpose != purpose:
+        raise canceled(f"a node for {purpose}, or on its way to it", f"mode {mode}")
+
+
 def bootstrap_start(work: Work) -> None:
     """Refuse a reboot of a node in use. New tenants may have come since the task was queued; none
     can come while it runs.
     """
+    for_slices(work)
     if work.parameters.get("allow_reboot", False):
         nodes.refuse_in_use(work.conn, work.task.node_id, nodes.AT_WORK)
 
@@ -182,13 +199,22 @@ HANDLERS: dict[str, Handler] = {
     ),
     TaskKind.SLICE_TOPOLOGY_DISCOVER: Handler("discover", lambda _work: {}, discover_succeeded),
     TaskKind.NODE_STORAGE_TRANSITION: Handler(
-        "transition_storage", takeover_variables, takeover_succeeded, wiped="slice_devices"
+        "transition_storage",
+        takeover_variables,
+        takeover_succeeded,
+        for_slices,
+        wiped="slice_devices",
     ),
-    # A failure leaves the node in conversion, where nothing is sold. A new request continues there.
+    # A failure leaves the node in conversion, where nothing is sold. A new request continues there,
+    # or turns the conversion round.
     TaskKind.NODE_CONVERT: Handler(
-        "restore_baremetal", convert_variables, convert_succeeded, deadlines=("reboot",)
+        "restore_baremetal",
+        convert_variables,
+        convert_succeeded,
+        for_baremetal,
+        deadlines=("reboot",),
     ),
-    TaskKind.NODE_BIND_TOPOLOGY: Handler("bind_topology", bind_variables),
+    TaskKind.NODE_BIND_TOPOLOGY: Handler("bind_topology", bind_variables, start=for_slices),
     TaskKind.NODE_PARITY: Handler(
         "parity", parity_variables, parity_succeeded, arrange=partitions.look
     ),

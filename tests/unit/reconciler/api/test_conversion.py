@@ -10,7 +10,8 @@ from reconciler.db.engine import transaction
 from reconciler.lifecycle import host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
-from reconciler.model.states import SlotState, TaskKind
+from reconciler.model.errors import Problem
+from reconciler.model.states import NodeMode, SlotState, TaskKind
 from reconciler.records import claims, nodes, queue
 from reconciler.records import slots as slot_records
 from reconciler.runs import contract
@@ -70,8 +71,40 @@ def test_asking_again_goes_on_with_the_conversion(selling: Stack) -> None:
     first = admin.post(PATH, json={"to": "baremetal"}).json()
     assert admin.post(PATH, json={"to": "baremetal"}).json()["id"] == first["id"]
     assert mode(selling) == "converting_to_baremetal"
-    other = admin.post(PATH, json={"to": "slice"})
-    assert (other.status_code, other.json()["code"]) == (409, "transition_refused")
+
+
+@pytest.mark.parametrize(("to", "back"), [("baremetal", "slice"), ("slice", "baremetal")])
+def test_a_conversion_that_cannot_end_is_turned_round(selling: Stack, to: str, back: str) -> None:
+    """As to slices on a machine without an IOMMU. Its task, which waits, begins no run."""
+    admin = selling.client("admin")
+    if to == "slice":
+        admin.post(PATH, json={"to": "baremetal"})
+        finish(selling)
+    waiting = admin.post(PATH, json={"to": to}).json()["id"]
+    answer = admin.post(PATH, json={"to": back})
+    assert (answer.status_code, mode(selling)) == (202, f"converting_to_{back}")
+    with transaction(selling.engine) as conn:
+        former, task = queue.get(conn, waiting), queue.get(conn, answer.json()["id"])
+        with pytest.raises(Problem) as caught:
+            HANDLERS[former.kind].start(open_work(conn, selling.settings, former))
+        assert caught.value.code == "canceled"
+        HANDLERS[task.kind].start(open_work(conn, selling.settings, task))
+
+
+def test_a_disk_is_not_taken_over_and_no_gpu_bound_on_a_machine_of_bare_metal(
+    selling: Stack,
+) -> None:
+    """They were asked for before the conversion, and their host did not answer since."""
+    kinds = (TaskKind.NODE_STORAGE_TRANSITION, TaskKind.NODE_BIND_TOPOLOGY)
+    with transaction(selling.engine) as conn:
+        tasks = [queue.enqueue(conn, queue.Enqueue(kind, NODE), ACT) for kind in kinds]
+        for task in tasks:
+            HANDLERS[task.kind].start(open_work(conn, selling.settings, task))
+        host.convert(conn, NODE, NodeMode.BAREMETAL, ACT)
+        for task in tasks:
+            with pytest.raises(Problem) as caught:
+                HANDLERS[task.kind].start(open_work(conn, selling.settings, task))
+            assert caught.value.code == "canceled"
 
 
 def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: Stack) -> None:

@@ -32,7 +32,6 @@ from hypothesis.stateful import (
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
-from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.schema import Task
 from reconciler.lifecycle import (
     baremetal,
@@ -257,24 +256,21 @@ class Story(RuleBasedStateMachine):
         if self._ask(lambda conn: host_life.convert(conn, node, to, ADMIN), *refusals):
             host.sliced = False
 
-    @rule(node=NODE, back=st.booleans())
-    def conversion_ends(self, node: str, back: bool) -> None:
-        """The conversion succeeds, or the host reverts it."""
+    @rule(node=NODE)
+    def conversion_ends(self, node: str) -> None:
         with reading(self.engine) as conn:
             mode = nodes.get(conn, node).mode
         host = self.model.hosts[node]
         if not mode.startswith("converting"):
             return
         with transaction(self.engine) as conn:
-            if back:
-                advance(conn, NODE_MODE, node, "revert", ADMIN)
-            elif mode == NodeMode.CONVERTING_TO_SLICE:
+            if mode == NodeMode.CONVERTING_TO_SLICE:
                 identity = self.prepared.documents[node]["identity"] | {"boot_id": host.boot}
                 host_life.bootstrapped(conn, node, ADMIN, identity=identity)
                 host.known = host.boot
             else:
                 host_life.converted(conn, node, ADMIN)
-        host.sliced = back != (mode == NodeMode.CONVERTING_TO_SLICE)
+        host.sliced = mode == NodeMode.CONVERTING_TO_SLICE
 
     @rule(node=NODE, kind=st.sampled_from(LOOKS))
     def look(self, node: str, kind: TaskKind) -> None:
@@ -442,7 +438,7 @@ class Story(RuleBasedStateMachine):
         for node in self.model.hosts:
             self.host_answers(node)
             self.operate(node, host_life.resume)
-            self.conversion_ends(node, back=True)
+            self.conversion_ends(node)
             for kind in LOOKS:
                 self.look(node, kind)
             self.clean_machine(node)

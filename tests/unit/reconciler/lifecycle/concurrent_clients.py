@@ -20,7 +20,6 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.rows import Record
 from reconciler.db.schema import Slot, Task
 from reconciler.lifecycle import baremetal, host, invariants, launch, recovery, task_failures
@@ -194,7 +193,8 @@ class Crowd:
 
         def work(conn: sa.Connection) -> Any:
             host.convert(conn, row["id"], NodeMode.SLICE, self.act)
-            return advance(conn, NODE_MODE, row["id"], "revert", self.act)
+            host.convert(conn, row["id"], NodeMode.BAREMETAL, self.act)
+            return host.converted(conn, row["id"], self.act)
 
         return self._write(work)
 

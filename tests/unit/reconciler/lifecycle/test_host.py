@@ -8,7 +8,6 @@ import sqlalchemy as sa
 from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.journal import NODE_MODE, advance
 from reconciler.db.schema import Allocation
 from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import slots as slot_life
@@ -140,8 +139,9 @@ def test_conversion_both_ways(sold: Site) -> None:
         node = host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
         assert (node.mode, node.slice_scheduling) == ("converting_to_baremetal", False)
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        assert advance(conn, NODE_MODE, "n1", "revert", sold.act).mode == "slice"
-        host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+        assert host.convert(conn, "n1", NodeMode.SLICE, sold.act).mode == "converting_to_slice"
+        node = host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+        assert node.mode == "converting_to_baremetal", "turned round, and round again"
         assert host.converted(conn, "n1", sold.act).mode == "baremetal"
 
 

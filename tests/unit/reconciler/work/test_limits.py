@@ -16,8 +16,8 @@ import sqlalchemy as sa
 import yaml
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import launch, maintenance, power, recovery
-from reconciler.model.states import PowerAction, TaskKind
+from reconciler.lifecycle import host, launch, maintenance, power, recovery
+from reconciler.model.states import NodeMode, PowerAction, TaskKind
 from reconciler.records import leasing, nodes, queue
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
@@ -74,6 +74,11 @@ def on_the_node(kind: TaskKind) -> Callable[[Site, sa.Connection], None]:
     return ask
 
 
+def convert(sold: Site, conn: sa.Connection) -> None:
+    host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)
+    on_the_node(TaskKind.NODE_CONVERT)(sold, conn)
+
+
 def reboot(sold: Site, conn: sa.Connection) -> None:
     maintenance.request_reboot(conn, "n1", ADMIN, allocations=[sold.active(conn)])
 
@@ -85,7 +90,7 @@ ASKED: dict[str, Callable[[Site, sa.Connection], None]] = {
     TaskKind.SLICE_WIPE: wipe,
     TaskKind.NODE_BOOTSTRAP: on_the_node(TaskKind.NODE_BOOTSTRAP),
     TaskKind.NODE_REBOOT: reboot,
-    TaskKind.NODE_CONVERT: on_the_node(TaskKind.NODE_CONVERT),
+    TaskKind.NODE_CONVERT: convert,
 }
 
 
