@@ -31,7 +31,7 @@ from reconciler.inventory.readings import Readings
 from reconciler.lifecycle import drift, slice_telemetry
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Mode
-from reconciler.model.pools import LIVE_POOLS
+from reconciler.model.pools import LIVE_POOLS, PoolState
 from reconciler.model.states import TaskState
 from reconciler.pools import control, hints, jobs, pools, workers
 from reconciler.records import certificates
@@ -278,6 +278,8 @@ def _service(conn: Connection) -> Iterator[Metric]:
     )
 
 
+# Pools that failed are counted for so long.
+_FAILED_S = 3_600.0
 _TOTALS = {
     "reclaimed": "Jobs whose lease expired, because their worker died or was away.",
     "reclaimer_errors": "Failures of workers to reclaim such jobs.",
@@ -333,6 +335,7 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
     live = pools.live(conn)
     for state in LIVE_POOLS:
         states.add_metric([state], sum(pool.state == state for pool in live))
+    states.add_metric([PoolState.FAILED], pools.failed(conn, _FAILED_S))
     living = workers.living(conn, [pool.id for pool in live])
     # A host that is silent takes no pool, and may not come back.
     since = clock.read(conn) - pools.SILENT_S

@@ -188,7 +188,7 @@ def gpus() -> list[dict[str, Any]]:
             return []
     if code:
         return []
-    # A GPU whose memory cannot be read ("[N/A]") is not given to a pool.
+    # A GPU whose memory cannot be read ("[N/A]", or 0) is not given to a pool.
     parts = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [
         {
@@ -197,7 +197,7 @@ def gpus() -> list[dict[str, Any]]:
             "memory_used_bytes": int(each[2]) * _MIB,
         }
         for each in parts
-        if len(each) == 3 and each[1].isdecimal() and each[2].isdecimal()
+        if len(each) == 3 and each[1].isdecimal() and each[2].isdecimal() and int(each[1])
     ]
 
 

@@ -121,6 +121,13 @@ def live(conn: sa.Connection) -> list[Pool]:
     return rows.every(conn, sa.select(table).where(_LIVE), Pool)
 
 
+def failed(conn: sa.Connection, within_s: float) -> int:
+    """Number of pools that have failed lately."""
+    lately = table.c.ended_at > clock.now() - within_s
+    query = sa.select(sa.func.count()).where(table.c.state == PoolState.FAILED, lately)
+    return int(conn.execute(query).scalar_one())
+
+
 def hosts(conn: sa.Connection) -> list[PoolHost]:
     """Hosts that have reported themselves, by name."""
     query = sa.select(pool_hosts).where(pool_hosts.c.id.not_in(APART))

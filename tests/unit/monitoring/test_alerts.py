@@ -78,6 +78,14 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
         {f"{ORCHESTRATOR}_worker_pool_evictions_total": "2x10 3x5"},
         {f"{ORCHESTRATOR}_worker_pool_evictions_total": "2x15"},
     ),
+    "PoolFailed": (
+        "1m",
+        {f'{ORCHESTRATOR}_worker_pools{{state="failed"}}': "1x1"},
+        {
+            f'{ORCHESTRATOR}_worker_pools{{state="failed"}}': "0x1",
+            f'{ORCHESTRATOR}_worker_pools{{state="running"}}': "1x1",
+        },
+    ),
     "LeasesSaturated": (
         "16m",
         {f"{ORCHESTRATOR}_leases": "8x16", f"{ORCHESTRATOR}_devices": "8x16"},

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db.engine import transaction
 from reconciler.db.schema import pool_hosts
+from reconciler.model.pools import PoolState
 from reconciler.pools import pools, workers
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, Stack
@@ -103,6 +104,10 @@ def test_workers_are_shown_with_their_memory(new: Stack) -> None:
     assert admin.post(f"pools/{id}/stop", json={}).json()["state"] == "draining"
     assert admin.post(f"pools/{id}/evict", json={}).json()["state"] == "stopping"
     assert "gpu_orchestrator_worker_pool_evictions_total 1.0\n" in admin.get("metrics").text
+    assert 'gpu_orchestrator_worker_pools{state="failed"} 0.0\n' in admin.get("metrics").text
+    with transaction(new.engine) as conn:
+        workers.conclude(conn, pools.get(conn, id), ACT, PoolState.FAILED)
+    assert 'gpu_orchestrator_worker_pools{state="failed"} 1.0\n' in admin.get("metrics").text
 
 
 @pytest.mark.parametrize(

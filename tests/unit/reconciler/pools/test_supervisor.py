@@ -449,7 +449,8 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
     asked = text[0].removeprefix("$ nvidia-smi ")
     answers = [line for line in text if line.startswith("GPU-")]
     uuid = answers[0].partition(",")[0]
-    dead = f"{uuid}-2, [N/A], [Unknown Error]"
+    # A scrape divides by the memory.
+    dead = f"{uuid}-2, [N/A], [Unknown Error]\n{uuid}-3, 0, 0"
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
