@@ -191,10 +191,11 @@ class Job:
         """Pause between two requests; a request to stop or to cancel ends it."""
         until = time.monotonic() + (self._pace.every if seconds is None else seconds)
         canceled = self._canceled
-        while time.monotonic() < until:
+        while True:
+            # Once at least, however busy the machine is.
             if self._stop_requested() and not self._canceled:
                 raise StopRequested
-            if self._canceled != canceled:
+            if self._canceled != canceled or time.monotonic() >= until:
                 return
             time.sleep(min(_SLICE_S, self._pace.every))
 
