@@ -112,7 +112,10 @@ class Sessions:
         for client in tuple(self.clients):
             client.cut("gateway_stopped")
         await asyncio.gather(*(client.ended.wait() for client in tuple(self.clients)))
-        await asyncio.gather(*_tasks, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        # Those that end may leave others, such as the record of a refusal.
+        while tasks := [task for task in _tasks if task.get_loop() is loop]:
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._judges.shutdown(wait=False)
 
     def require_room(self, session: Session) -> None:

@@ -65,6 +65,7 @@ NOT_OFFERED = {
     "POST /admin/ssh-sessions/{}/replay": "its answer is a file, which `gpuaas ssh-replay` writes",
     "POST /projects/{}/jobs": "programs send jobs, and `gpuaas jobs`",
     "POST /jobs": "as above",
+    "POST /jobs/{}/cancel": "as above",
     "POST /projects/{}/jobs/batch": "as above",
     "POST /projects/{}/jobs/{}/cancel": "as above",
     "POST /nodes/{}/userdata": "machines that MAAS installs call it",
