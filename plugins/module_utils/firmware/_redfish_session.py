@@ -11,13 +11,12 @@ import functools
 import json
 import re
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -260,8 +259,12 @@ def end_by_signals() -> None:
 
     Without this it would leave a session on the BMC for half an hour.
     """
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+        signal.signal(number, leave)
 
 
 def _pause(answer: Answer) -> float:
