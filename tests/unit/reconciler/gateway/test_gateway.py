@@ -713,6 +713,33 @@ def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
     flood.close()
 
 
+def test_a_gateway_that_stops_waits_for_its_work_and_what_that_leaves(world: World) -> None:
+    ended: list[str] = []
+
+    async def leave() -> None:
+        await asyncio.sleep(0)
+        ended.append("left")
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        sessions.keep(leave())
+
+    async def stop() -> None:
+        sessions.keep(work())
+        await world.gateway.stop()
+
+    # Of a loop that ended first, as a test's or a command's.
+    other = asyncio.new_event_loop()
+    forsaken = other.create_task(asyncio.sleep(60))
+    sessions._tasks.add(forsaken)
+    world.on_loop(stop())
+    assert ended == ["left"]
+    forsaken.cancel()
+    other.run_until_complete(asyncio.wait([forsaken]))
+    sessions._tasks.discard(forsaken)
+    other.close()
+
+
 def test_one_tenant_does_not_take_all_logins_at_a_host(world: World) -> None:
     """The host's sshd drops those of the service and of other tenants when too many are begun."""
     other = world.launch(key="other")
