@@ -717,7 +717,7 @@ def test_a_gateway_that_stops_waits_for_its_work_and_what_that_leaves(world: Wor
     ended: list[str] = []
 
     async def leave() -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
         ended.append("left")
 
     async def work() -> None:
