@@ -43,7 +43,9 @@ CIPHERS = (
 # Logins of this process at once. From ten on, sshd drops logins at random (MaxStartups), also those
 # of the service and of other tenants. Those of one allocation leave room for others of its host.
 LOGINS_AT_HOST, LOGINS_OF_ALLOCATION = 4, 2
-_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+_turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Semaphore] = (
+    WeakValueDictionary()
+)
 # Options of every SSH connection, to which a key or a certificate is the only way in.
 PLAIN = {
     "config": None,
@@ -268,7 +270,7 @@ class Machine:
 
 def _turn(name: str, count: int) -> asyncio.Semaphore:
     """The turns of logins of an allocation, or at a host."""
-    return _turns.setdefault(name, asyncio.Semaphore(count))
+    return _turns.setdefault((asyncio.get_running_loop(), name), asyncio.Semaphore(count))
 
 
 def _problem(code: str, found: str) -> Problem:
