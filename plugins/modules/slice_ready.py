@@ -120,6 +120,7 @@ readiness:
 """
 
 import contextlib
+import math
 import re
 import socket
 import time
@@ -244,7 +245,8 @@ def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> l
     }
     longest = params["deadline"]
     if not params["judged"]:
-        longest = min(longest, readiness["seconds"] + _REPORT_SECONDS)
+        # Whole seconds, as the contract of runs has them.
+        longest = min(longest, math.ceil(readiness["seconds"]) + _REPORT_SECONDS)
     name = _object_names.domain_name(params["allocation_id"])
     results = _readiness.ask(
         params["allocation_id"],
