@@ -16,9 +16,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk._device import ALIGN, MIB
 
-DIRECTORY = _ledger.PROOFS
-recorded = _ledger.takeover
-
 # Read back in full at both ends, where labels and tables live.
 EDGE = 16 * MIB
 # With 64 spots a residue on 5 % of the disk is missed with probability 4 %, on 10 % with 0.1 %.
@@ -68,7 +65,7 @@ def standing(disk_identity: str) -> dict[str, Any] | None:
         return None
     # A mark ends every proof of its disk.
     proofs: list[Mapping[str, Any]] = [entry.proof for entry in entries if entry.proof]
-    record = recorded(disk_identity) or {}
+    record = _ledger.takeover(disk_identity) or {}
     # Earlier versions recorded `marks` instead of ending the proof, which says too little.
     if record.get("proof") and "marks" not in record:
         proofs.append(record["proof"])

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _approval,
@@ -84,7 +84,7 @@ def _manifest(disk: _block.Disk) -> str:
     """The path of the disk's manifest, "" without one; a second manifest would lose the first's
     content.
     """
-    path = str((_proof.recorded(disk.disk_identity) or {}).get("manifest", ""))
+    path = str((_ledger.takeover(disk.disk_identity) or {}).get("manifest", ""))
     again = "repair the file, or move it away: a new one is written then; nothing was changed"
     if not path or _host.document(path, code="manifest_unreadable", remedy=again) is None:
         return ""

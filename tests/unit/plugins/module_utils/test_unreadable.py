@@ -23,13 +23,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _file_edits,
     _host,
+    _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _fstab_entries,
     _image_clone,
     _mounting,
-    _proof,
     _usage,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         "host_plan_unreadable",
     ),
     "the proof of a disk": (
-        f"{_proof.DIRECTORY}/eui.1.json", lambda: _proof.recorded("eui.1"), "proof_unreadable",
+        f"{_ledger.PROOFS}/eui.1.json", lambda: _ledger.takeover("eui.1"), "proof_unreadable",
     ),
     "the first look at a machine": (
         host_baseline._file(ALLOCATION), baseline, "baseline_unreadable",

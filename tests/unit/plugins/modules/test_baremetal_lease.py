@@ -164,7 +164,7 @@ def test_what_speaks_against_taking_the_machine(host) -> None:
 @pytest.mark.covers("CTRL-15", "I5")
 def test_a_disk_that_nobody_took_over_is_not_the_tenants(host) -> None:
     """A disk without a signature may hold data; only an approval by identity excludes that."""
-    _host.remove(f"{_proof.DIRECTORY}/{IDENTITY}.json")
+    _host.remove(f"{_ledger.PROOFS}/{IDENTITY}.json")
     host.write("nvme1n1", 20 << 20, b"raw data")
     outcome = lease()
     assert outcome.failure is not None and not outcome.done

@@ -223,7 +223,7 @@ def test_a_wipe_after_the_clone_makes_it_due_again(ready, monkeypatch, clock: st
 
 @pytest.mark.covers("I5")
 def test_a_disk_without_proof_too_small_or_in_use_is_refused(ready) -> None:
-    _host.remove(f"{_proof.DIRECTORY}/{DISK}.json")
+    _host.remove(f"{_ledger.PROOFS}/{DISK}.json")
     assert codes(clone()) == ["not_clean"]
     ready.mount("259:1", "/mnt", "/dev/nvme1n1")
     assert codes(clone()) == ["disk_in_use", "not_clean"]

@@ -241,4 +241,4 @@ def test_a_filesystem_made_after_the_plan_was_never_approved(bench) -> None:
     assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "erase_disk")
     assert outcome.failure.found == "crypto_LUKS on nvme1n1"
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
-    assert _proof.recorded(f"eui.{EUI}") is None
+    assert _ledger.takeover(f"eui.{EUI}") is None

@@ -92,14 +92,14 @@ def test_a_used_disk_that_comes_back_has_no_proof_of_its_takeover(tree: Path) ->
     _ledger.mark_dirty("slot-0", fence=3, disk_identity="eui.0")
     _ledger.mark_clean("slot-0", fence=3, disk_identity="eui.0", proof=proof("9"))
     assert _proof.standing(DISK) is None
-    assert (_proof.recorded(DISK) or {})["manifest"] == "/var/log/gpuaas/taken.txt"
+    assert (_ledger.takeover(DISK) or {})["manifest"] == "/var/log/gpuaas/taken.txt"
 
 
 def test_a_takeover_that_an_earlier_version_recorded_proves_nothing(tree: Path) -> None:
     """It does not tell whether the disk was used since."""
     _proof.record(DISK, proof(_host.now()))
-    record = {**(_proof.recorded(DISK) or {}), "marks": {}}
-    _host.write(f"{_proof.DIRECTORY}/{DISK}.json", json.dumps(record))
+    record = {**(_ledger.takeover(DISK) or {}), "marks": {}}
+    _host.write(f"{_ledger.PROOFS}/{DISK}.json", json.dumps(record))
     assert _proof.standing(DISK) is None
 
 
