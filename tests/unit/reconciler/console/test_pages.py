@@ -678,6 +678,8 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
     admin, page = browse("admin"), f"/console/nodes/{NODE}"
     assert "Not compared yet." in admin.get(page).text
     with transaction(selling.engine) as conn:
+        line = {"event": "failed", "task": "Compare <it>", "code": "host_odd", "seconds": 1.5}
+        queue.progress(conn, task.id, task.lease_token, line)
         result = {"differences": [drift]}
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT, result=result)
         host.record_parity(conn, NODE, report, ACT)
@@ -695,6 +697,10 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
     selling.client("admin").post(f"admin/nodes/{NODE}/drift")
     text = admin.get(page).text
     assert "domain_unknown" in text and "The latest comparison" in text
+    for place in (f"{page}/timeline", f"/console/tasks/{task.id}"):
+        text = admin.get(place).text
+        (ended,) = re.findall(r'Compare &lt;it&gt; <span class="soft">(.*?)</span>', text)
+        assert ended == "failed: host_odd in 1.5 s", place
 
 
 def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
