@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -81,9 +80,13 @@ def ensure(distro: Distro) -> Qemu:
 
 def _private(distro: Distro) -> Qemu:
     for release in TREE_RELEASES[:-1]:
-        # Without that release's backports, mmdebstrap says so within seconds.
-        with contextlib.suppress(LabError):
-            return _in_tree(_tree(distro, release))
+        # Without that release's backports, mmdebstrap says so within seconds. Any other failure
+        # must not lead to another QEMU unnoticed.
+        try:
+            tree = _tree(distro, release)
+        except LabError:
+            continue
+        return _in_tree(tree)
     return _in_tree(_tree(distro, TREE_RELEASES[-1]))
 
 
@@ -139,13 +142,15 @@ def _in_tree(tree: Path) -> Qemu:
     )
     if loader is None:
         raise LabError(f"{tree} holds no dynamic loader: remove this folder and build again")
-    libraries = tree / "usr/lib/x86_64-linux-gnu"
-    # The tree's own loader starts QEMU, so that the tree does not touch the machine's libraries.
-    start = [str(loader / "ld-linux-x86-64.so.2"), "--library-path", str(libraries)]
+    modules = tree / "usr/lib/x86_64-linux-gnu"
+    # The tree's own loader starts QEMU with the tree's libraries. Debian 12 has some in /lib, which
+    # is /usr/lib in an installed system and a folder of its own in unpacked packages.
+    libraries = f"{tree / 'lib/x86_64-linux-gnu'}:{modules}"
+    start = [str(loader / "ld-linux-x86-64.so.2"), "--library-path", libraries]
     data = ["share/qemu", "share/seabios", "lib/ipxe/qemu"]
     program = tree / "usr/bin/qemu-system-x86_64"
     system = [*start, str(program)]
-    environment = {"QEMU_MODULE_DIR": str(libraries / "qemu")}
+    environment = {"QEMU_MODULE_DIR": str(modules / "qemu")}
     version = run([*system, "--version"], env=environment).decode().split()[3]
     for folder in data:
         system += ["-L", str(tree / "usr" / folder)]

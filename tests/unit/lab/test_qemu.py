@@ -8,6 +8,7 @@ import pytest
 
 from lab import qemu
 from lab.command import LabError
+from lab.distro import Distro
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,35 @@ def test_another_program_stays_as_it_is(tmp_path: Path, times: int) -> None:
     program.write_bytes(code)
     qemu._forget_injected(program)
     assert program.read_bytes() == code
+
+
+# Stands for the dynamic loader: the program needs a library of each folder that packages use.
+LOADER = """#!/bin/sh
+for name in libc.so.6 libpixman-1.so.0; do
+  found=
+  for folder in $(echo "$2" | tr : " "); do [ -e "$folder/$name" ] && found=yes; done
+  [ "$found" ] || { echo "$name: cannot open shared object file" >&2; exit 127; }
+done
+echo "QEMU emulator version 10.0.2 (Debian)"
+"""
+
+
+def test_the_private_tree_brings_all_its_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "lib64/ld-linux-x86-64.so.2": LOADER,
+        "lib/x86_64-linux-gnu/libc.so.6": "",
+        "usr/lib/x86_64-linux-gnu/libpixman-1.so.0": "",
+        "usr/bin/qemu-system-x86_64": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "lib64/ld-linux-x86-64.so.2").chmod(0o755)
+    monkeypatch.setattr(qemu, "_tree", lambda _distro, _release: tmp_path)
+    debian = Distro("debian", "bookworm", "main", "http://mirror", "keyring")
+    assert qemu._private(debian).version == "10.0.2"
+    (tmp_path / "lib/x86_64-linux-gnu/libc.so.6").unlink()
+    with pytest.raises(LabError, match="cannot open shared object"):
+        qemu._private(debian)
