@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -49,13 +50,14 @@ def _print_errors() -> Iterator[None]:
 @app.command()
 def build() -> None:
     """Build QEMU and the images, or take them from the cache."""
-    with _print_errors():
+    with _print_errors(), ThreadPoolExecutor(1) as beside:
         packages.ensure()
         distro = this_distro()
+        image = beside.submit(guest_image.ensure, distro)
         facts: dict[str, object] = {
             "qemu": qemu.ensure(distro).version,
             "host_image": str(host_image.ensure(host_distro())),
-            "guest_image": asdict(guest_image.ensure(distro)),
+            "guest_image": asdict(image.result()),
         }
         print(json.dumps(facts, indent=1))
 

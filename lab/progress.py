@@ -15,6 +15,8 @@ from lab.paths import cache_folder
 # A line every ten seconds keeps a log readable. On a terminal, the line is rewritten each second.
 LOG_INTERVAL = 10.0
 TERMINAL_INTERVAL = 1.0
+# Images are built beside each other.
+_REMEMBERING = threading.Lock()
 
 
 def _history() -> Path:
@@ -31,13 +33,14 @@ def last_duration(what: str) -> float | None:
 
 def _remember(what: str, seconds: float) -> None:
     path = _history()
-    try:
-        durations = json.loads(path.read_text())
-    except (OSError, ValueError):
-        durations = {}
-    durations[what] = round(seconds, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(durations, indent=1, sort_keys=True) + "\n")
+    with _REMEMBERING:
+        try:
+            durations = json.loads(path.read_text())
+        except (OSError, ValueError):
+            durations = {}
+        durations[what] = round(seconds, 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(durations, indent=1, sort_keys=True) + "\n")
 
 
 @contextmanager

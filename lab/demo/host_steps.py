@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,15 @@ IMAGE_NAME = "lab-slice"
 def host(stage: Stage) -> Evidence:
     """Build the parts that the cache lacks, then boot a freshly deployed machine."""
     packages.ensure()
-    image = guest_image.ensure(this_distro())
-    stage.facts["image"] = image
-    lab = stage.boot()
+    # Guests start minutes later, so their image is built beside the host's. After an interruption
+    # the build is one of the processes that the demo ends, so nothing waits for it here.
+    builder = ThreadPoolExecutor(1)
+    try:
+        image = builder.submit(guest_image.ensure, this_distro())
+        lab = stage.boot()
+        stage.facts["image"] = image.result()
+    finally:
+        builder.shutdown(wait=False)
     return {
         "accelerator": lab.accel,
         "qemu": lab.qemu,
