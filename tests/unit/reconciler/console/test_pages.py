@@ -699,7 +699,7 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
     assert "domain_unknown" in text and "The latest comparison" in text
     for place in (f"{page}/timeline", f"/console/tasks/{task.id}"):
         text = admin.get(place).text
-        (ended,) = re.findall(r'Compare &lt;it&gt; <span class="soft">(.*?)</span>', text)
+        (ended,) = re.findall(r'Compare &lt;it&gt;</strong> <span class="soft">(.*?)</span>', text)
         assert ended == "failed: host_odd in 1.5 s", place
 
 
