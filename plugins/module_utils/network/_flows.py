@@ -333,12 +333,13 @@ def remove(bridge: str, cookie: str) -> None:
     the packet limit of that port.
     """
     flows = installed(bridge, cookie)
-    # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
-    for table in sorted({flow.table for flow in flows}):
-        ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
+    # First, because only the flows tell a run that comes after a killed one which port it was.
     for port in sorted(_ports_of(flows)):
         forget_connections(port)
         _packet_limit.remove(bridge, port)
+    # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
+    for table in sorted({flow.table for flow in flows}):
+        ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
 
 
 def _ports_of(flows: Iterable[Flow]) -> set[int]:

@@ -47,7 +47,6 @@ _OLD_FILES = (
 _COMMANDS = {
     "start_switch": ["systemctl", "enable", "--now", SWITCH],
     "enable_dnsmasq": ["systemctl", "enable", DHCP],
-    "restart_dnsmasq": ["systemctl", "restart", DHCP],
 }
 _BRIDGE_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,14}")
 
@@ -159,6 +158,9 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         if step.subject == DNSMASQ:
             _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
         _host.write(step.subject, f"{step.after}\n")
+    elif step.name == "restart_dnsmasq":
+        with _baseline_files.dhcp_lock():
+            _command.run(["systemctl", "restart", DHCP])
     elif step.name == "restart_libvirt":
         # Running guests are not touched.
         _command.run(["systemctl", "try-restart", step.subject])
