@@ -23,7 +23,7 @@ description:
     site and before its policy. No other rule is flushed or moved, not even by a repair.
   - libvirt's start hook C(/etc/libvirt/hooks/qemu.d/gpuaas-slice) puts the guard of a slice in
     force before its domain starts, whoever starts it. Without the guard libvirt aborts the start.
-    libvirtd looks for hooks only when it starts, so it is restarted once.
+    libvirt looks for hooks only when it starts, so its daemon is restarted once.
   - C(gpuaas-slice-network-baseline.service) repairs the same at boot. It restarts dnsmasq after its
     own start and never waits for it.
   - Migrates the older service C(gpuaas-slice-host-net-baseline) away and removes stale

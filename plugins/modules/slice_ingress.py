@@ -16,9 +16,11 @@ description:
     C(/var/lib/gpuaas/ingress); the network's boot service restores it, and ends it at its expiry.
   - O(state=absent) removes the rule, or all rules of the allocation without O(rule), and cuts
     connections that are open. A removed rule cannot be added again.
+  - While the file of an allocation cannot be read, none of its rules is in force and none can be
+    added, because the removed ones are unknown. The removal of all rules ends this.
   - Refuses with C(spec_invalid), C(stale_fence), C(lease_missing), C(guard_missing),
     C(ingress_address_absent), C(ingress_address_reserved), C(ingress_port_in_use),
-    C(ingress_rule_ended) and C(guest_port_silent).
+    C(ingress_rule_ended), C(ingress_file_unreadable) and C(guest_port_silent).
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.
@@ -207,7 +209,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("keep_rule", f"rule {rule.id}", None, asdict(rule)))
     if steps or state.differs or rule.id not in state.loaded:
         steps.append(_change.Step("load_rules", "rules in force", list(state.loaded), [rule.id]))
-    return _change.Plan(tuple(steps), tuple(_obstacles(state, rule)))
+    return _change.Plan(tuple(steps), tuple(_obstacles(params["allocation_id"], state, rule)))
 
 
 def _removal(
@@ -221,8 +223,10 @@ def _removal(
             steps.append(_change.Step("forget_rules", path, list(state.kept.rules), None))
     else:
         unwanted = {rule.id} & set(state.loaded)
-        # Remembered also if it never came: its run may come late. Not where the slice is not.
-        new = state.guard is not None and rule.id not in state.kept.removed
+        # Remembered also if it never came: its run may come late. Not where the slice is not, nor
+        # in a broken file, to which no rule can be added.
+        remembered = rule.id in state.kept.removed or state.kept.broken
+        new = state.guard is not None and not remembered
         if rule.id in state.kept.rules or new:
             steps.append(_change.Step("forget_rule", f"rule {rule.id}", asdict(rule), None))
     if unwanted or state.differs:
@@ -237,7 +241,7 @@ def _require_lease(params: _change.Params) -> None:
         _ledger.require_leased(params["slots"], params["allocation_id"])
 
 
-def _obstacles(state: State, rule: _ingress.Rule) -> list[Refusal]:
+def _obstacles(allocation: str, state: State, rule: _ingress.Rule) -> list[Refusal]:
     blockers = []
     where = f"{rule.public_address}:{rule.public_port}"
     if state.guard is None:
@@ -247,6 +251,15 @@ def _obstacles(state: State, rule: _ingress.Rule) -> list[Refusal]:
                 "a slice with a guarded port on this host",
                 "no guard of the allocation",
                 "start the slice first; run bootstrap if this host never had its network",
+            )
+        )
+    if state.kept.broken:
+        blockers.append(
+            _refuse(
+                "ingress_file_unreadable",
+                "the allocation's rules, and those that were removed",
+                f"{_object_names.ingress_path(allocation)}: {state.kept.broken}",
+                "repair the file on the host; otherwise the slice has no ingress until its release",
             )
         )
     if rule.id in state.kept.removed or rule.expires_at <= time.time():

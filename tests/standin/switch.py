@@ -37,7 +37,7 @@ class Unknown(Exception):
 class Switch:
     """bridges: ports of each bridge with their numbers. modes: fail mode by bridge. flows: text by
     bridge, as added. tables: text of nft's tables by name. features: of the datapath. meters:
-    rate by number, of all bridges. filter: rules of iptables.
+    rate by number, of all bridges. zones: limit of connections by zone. filter: rules of iptables.
     """
 
     bridges: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Switch:
     features: str = FEATURES
     meters: dict[str, str] = field(default_factory=dict)
     meter_features: str = METER_FEATURES
+    zones: dict[str, str] = field(default_factory=dict)
     filter: list[str] = field(default_factory=list)
 
     def answer(self, argv: Sequence[str], stdin: str | None = None) -> Answer:
@@ -168,7 +169,14 @@ class Switch:
         match words:
             case ["dpif/show-dp-features", _]:
                 return self.features
-            case ["dpctl/ct-set-limits" | "dpctl/flush-conntrack", _] | ["revalidator/purge"]:
+            case ["dpctl/ct-get-limits"]:
+                rows = (f"zone={z},limit={limit},count=0\n" for z, limit in self.zones.items())
+                return "".join(["default limit=0\n", *rows])
+            case ["dpctl/ct-set-limits", text]:
+                zone, _, limit = text.removeprefix("zone=").partition(",limit=")
+                self.zones[zone] = limit
+                return ""
+            case ["dpctl/flush-conntrack", _] | ["revalidator/purge"]:
                 return ""
         raise Unknown(f"ovs-appctl {' '.join(words)}")
 

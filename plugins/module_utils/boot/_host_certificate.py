@@ -27,12 +27,13 @@ FILE = "/etc/ssh/ssh_host_ed25519_key-cert.pub"
 @dataclass(frozen=True)
 class State:
     """key, installed: texts of the two files, None when missing. served: certificates that sshd's
-    settings name.
+    settings name. pending: whether sshd has not taken the certificate yet.
     """
 
     key: str | None
     installed: str | None
     served: tuple[str, ...]
+    pending: bool
 
 
 def observe(_params: _change.Params) -> State:
@@ -40,7 +41,7 @@ def observe(_params: _change.Params) -> State:
     served = tuple(
         line.split(None, 1)[1] for line in shown if line.lower().startswith("hostcertificate ")
     )
-    return State(_host.read(KEY), _host.read(FILE), served)
+    return State(_host.read(KEY), _host.read(FILE), served, _sshd.pending(FILE))
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
@@ -48,7 +49,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     blockers = tuple(_blockers(certificate, params["node_id"], state))
     if blockers:
         return _change.Plan(blockers=blockers)
-    if _words(state.installed) == _words(certificate):
+    if _words(state.installed) == _words(certificate) and not state.pending:
         return _change.Plan()
     step = _change.Step("install_certificate", FILE, _words(state.installed), _words(certificate))
     return _change.Plan((step,))

@@ -57,13 +57,15 @@ class Service:
 @dataclass(frozen=True)
 class Installed:
     """State of a unit on the host. differing: files with wrong content, and drop-ins of the unit.
-    traces: leftovers of an interrupted removal.
+    traces: leftovers of an interrupted removal. written_at: last change of its code, in seconds
+    since the epoch.
     """
 
     differing: tuple[str, ...]
     present: tuple[str, ...]
     service: Service
     traces: tuple[str, ...] = ()
+    written_at: int = 0
 
 
 def observe(unit: Unit) -> Installed:
@@ -75,6 +77,7 @@ def observe(unit: Unit) -> Installed:
         present=tuple(p for p in _unit_files(unit) if _host.path(p).exists()),
         service=services([unit.service])[unit.service],
         traces=tuple(_traces(unit)),
+        written_at=_written_at(unit),
     )
 
 
@@ -85,10 +88,12 @@ def plan(unit: Unit, installed: Installed) -> list[_change.Step]:
         before = {"differing": list(installed.differing), "enabled": installed.service.enabled}
         after = {"differing": [], "enabled": True}
         steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
-    # A guardian that runs has the former code in memory, and would restore its state. It reads the
-    # settings in each round.
+    # A guardian that runs has the former code in memory, and would restore its state. A run that
+    # was killed, or another unit of the shared library, may have written the code before. It reads
+    # the settings in each round.
     code = set(installed.differing) - {unit.settings_path, _boot_files.RECORD}
-    outdated = unit.guardian and bool(code)
+    older = 0 < installed.service.started_at < installed.written_at
+    outdated = unit.guardian and (bool(code) or older)
     if outdated or not installed.service.active:
         state = "with former files" if installed.service.active else "inactive"
         steps.append(_change.Step("start_service", unit.service, state, "active"))
@@ -124,9 +129,13 @@ def apply(unit: Unit, step: _change.Step) -> None:
 
 
 def install(unit: Unit) -> None:
-    """Write the unit's files and record their digests; remove all drop-ins of the unit."""
+    """Write the unit's files and record their digests; remove all drop-ins of the unit.
+
+    Equal files keep their time, by which guardians are restarted.
+    """
     for absolute, (text, mode) in _files(unit).items():
-        _host.write(absolute, text, mode)
+        if not _is(absolute, (text, mode)):
+            _host.write(absolute, text, mode)
     for absolute in _boot_files.additions(unit):
         _host.remove(absolute)
     _remove_folders(unit)
@@ -328,6 +337,14 @@ def _library(unit: Unit) -> dict[str, str]:
     texts = {name: text for module in modules for name, text in sources(module).items()}
     names = {name: f"{PACKAGE}.{name}".replace(".", "/") for name in texts}
     return {f"{LIBRARY}/{names[name]}.py": text for name, text in texts.items()}
+
+
+def _written_at(unit: Unit) -> int:
+    now = time.time()
+    files = (_host.path(path) for path in _files(unit) if path != unit.settings_path)
+    times = [file.stat().st_mtime for file in files if file.exists()]
+    # A time in the future, from before a change of the clock, would be later than any start.
+    return int(max((each for each in times if each <= now), default=0))
 
 
 def _digests(unit: Unit) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units, _host
@@ -43,6 +44,13 @@ PROBE_NAME = "gpuaas-parity.invalid"
 FORWARDING = "net.ipv4.ip_forward = 1\n"
 
 Network = Mapping[str, Any]
+
+
+def dhcp_lock(wait_s: float = 0) -> AbstractContextManager[None]:
+    """Lock of runs that stop or start dnsmasq. It keeps its leases in memory, so their file can be
+    changed only while it is stopped, and stays so.
+    """
+    return _host.locked("/run/gpuaas/dnsmasq", mode=0o700, wait_s=wait_s)
 
 
 def settings(network: Network) -> dict[str, Any]:

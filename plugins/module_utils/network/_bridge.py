@@ -23,6 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
     _flows,
     _guards,
     _host_filter,
@@ -240,12 +241,23 @@ def restore(params: Params) -> list[str]:
     Returns the steps that were needed.
     """
     done = restore_live(params)
-    service = _boot_service.services([DHCP])[DHCP]
-    if service.enabled and not service.active:
-        # Not waited for, because at boot dnsmasq waits for this service.
-        _command.run(["systemctl", "--no-block", "start", DHCP])
-        done.append(f"start {DHCP}")
+    if _is_dhcp_down():
+        try:
+            with _baseline_files.dhcp_lock(wait_s=1):
+                if _is_dhcp_down():
+                    # Not waited for, because at boot dnsmasq waits for this service.
+                    _command.run(["systemctl", "--no-block", "start", DHCP])
+                    done.append(f"start {DHCP}")
+        except Refusal as refusal:
+            # A run that stops dnsmasq starts it again.
+            if refusal.code != "lock_held":
+                raise
     return done
+
+
+def _is_dhcp_down() -> bool:
+    service = _boot_service.services([DHCP])[DHCP]
+    return service.enabled and not service.active
 
 
 def restore_live(params: Params) -> list[str]:

@@ -56,6 +56,7 @@ CONNECTIONS = 16384
 # Marks of connections that the switch keeps: of a guest, and of managed ingress.
 _KEPT, _ENTERED = "0x1", "0x2"
 _EVERYONE = "ff:ff:ff:ff:ff:ff"
+_ZONE_LIMIT = re.compile(r"^zone=([0-9]+),limit=([0-9]+)", re.MULTILINE)
 # Fields of a printed flow that change with its traffic.
 _STATISTICS = re.compile(r"\b(duration|n_packets|n_bytes|idle_age|hard_age)=[^,\s]+,? ?")
 
@@ -289,15 +290,24 @@ def install(
     Open connections keep their state.
     """
     flows = rules(guard, port, local_addresses, egress, ingress)
+    # Both limits come before the flows, so that a run that ends in between leaves the port shut.
     _packet_limit.install(guard.bridge, port, egress.packets_per_second)
+    _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
     stale = [
         f"delete in_port={port}",
         f"delete out_port={port}",
         f"delete cookie={guard.cookie}/-1",
     ]
     _replace(guard.bridge, stale, guard.cookie, flows)
-    _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
     return len(flows)
+
+
+def connection_limits() -> dict[int, int]:
+    """Connections that each zone may hold, by number of its port; zones without a limit are left
+    out.
+    """
+    listed = _appctl("dpctl/ct-get-limits")
+    return {int(zone): int(limit) for zone, limit in _ZONE_LIMIT.findall(listed)}
 
 
 def tracks_connections(bridge: str) -> bool:
@@ -323,12 +333,13 @@ def remove(bridge: str, cookie: str) -> None:
     the packet limit of that port.
     """
     flows = installed(bridge, cookie)
-    # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
-    for table in sorted({flow.table for flow in flows}):
-        ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
+    # First, because only the flows tell a run that comes after a killed one which port it was.
     for port in sorted(_ports_of(flows)):
         forget_connections(port)
         _packet_limit.remove(bridge, port)
+    # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
+    for table in sorted({flow.table for flow in flows}):
+        ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
 
 
 def _ports_of(flows: Iterable[Flow]) -> set[int]:

@@ -59,7 +59,8 @@ Params = Mapping[str, Any]
 class State:
     """Isolation as the host has it.
 
-    ports: OpenFlow number by port. limits: packets per second by that number. flows: by cookie.
+    ports: OpenFlow number by port. limits: packets per second by that number. connections: that
+    each port may have open, by number; None when they were not looked at. flows: by cookie.
     expected: the guards that must be loaded, and their flows, by cookie. filters: text of each
     filter before the switch, by port; None when they were not looked at. firewall: whether the
     table is as it must be, or was not looked at.
@@ -73,6 +74,7 @@ class State:
     expected: Mapping[str, frozenset[_flows.Flow]]
     firewall: bool
     filters: Mapping[str, str] | None
+    connections: Mapping[int, int] | None
 
 
 def save(guard: _flows.Guard) -> None:
@@ -135,8 +137,9 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         for cookie, guard in guards.items()
         if numbers.get(guard.port) and guard.bridge == bridge
     }
-    filters = None
+    filters = connections = None
     if with_firewall:
+        connections = _flows.connection_limits()
         filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
     return State(
         secure=modes[0][0] == "secure",
@@ -147,6 +150,7 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         expected={_flows.BASE_COOKIE: _flows.BASE, **expected},
         firewall=not with_firewall or _firewall.installed() == _normalized(_rules(params, guards)),
         filters=filters,
+        connections=connections,
     )
 
 
@@ -182,17 +186,17 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
         expected = state.expected.get(cookie)
         if expected is None:
             continue
-        flows, limit = (
-            state.flows.get(cookie, frozenset()),
-            state.limits.get(state.ports[guard.port], 0),
-        )
+        number, flows = state.ports[guard.port], state.flows.get(cookie, frozenset())
+        rates = _shown(state.limits.get(number, 0), state.connections, number)
         rate = egress_of(params, guard).packets_per_second
+        needed = None if state.connections is None else {number: _flows.CONNECTIONS}
+        limits = _shown(rate, needed, number)
         chain = filtered = ""
         if state.filters is not None:
             chain, filtered = state.filters.get(guard.port, ""), _filter_of(guard)
-        if (flows, limit, chain) != (expected, rate, filtered):
-            before = [*_texts(flows), _shown(limit), chain]
-            after = [*_texts(expected), _shown(rate), filtered]
+        if (flows, rates, chain) != (expected, limits, filtered):
+            before = [*_texts(flows), *rates, chain]
+            after = [*_texts(expected), *limits, filtered]
             steps.append(_change.Step("guard_port", guard.port, before, after))
     if not state.firewall:
         steps.append(_change.Step("load_firewall", "firewall of the guests", "differs", "loaded"))
@@ -372,8 +376,12 @@ def _normalized(text: str) -> str:
     return _firewall.normalized(text)
 
 
-def _shown(limit: int) -> str:
-    return f"packets per second: {limit or 'no limit'}"
+def _shown(rate: int, connections: Mapping[int, int] | None, number: int) -> list[str]:
+    """Limits of a port; without the second one when connections were not looked at."""
+    shown = [f"packets per second: {rate or 'no limit'}"]
+    if connections is not None:
+        shown.append(f"connections: {connections.get(number, 0) or 'no limit'}")
+    return shown
 
 
 def _texts(flows: frozenset[_flows.Flow]) -> list[str]:

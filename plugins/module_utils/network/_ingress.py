@@ -2,7 +2,7 @@
 
 Each allocation has one file. `_firewall` and `_flows` put its rules in force, and the network's
 boot service restores them. A rule ends at its expiry on the host itself, also while no controller
-reaches it. A removed rule is remembered until then, so that a late run cannot add it again.
+reaches it. A removed rule is remembered for a day, so that a late run cannot add it again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 # An answer of a UDP port cannot be proven, so TCP is the only protocol.
 PROTOCOLS = ("tcp",)
+# Seconds for which a removed rule is remembered. A run may be minutes late. Rules can be requested
+# for months, and the guardian reads the file every few seconds.
+MEMORY_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Kept:
-    """An allocation's file. rules: by id. removed: expiry of each removed rule by id."""
+    """An allocation's file. rules: by id. removed: time by which each removed rule is forgotten, by
+    id. broken: why the file cannot be read, or "". Such a file has no rules, and its removed rules
+    are unknown, so no rule can be added to it.
+    """
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
     removed: Mapping[str, int] = field(default_factory=dict)
+    broken: str = ""
 
     def live(self) -> tuple[Rule, ...]:
         """The rules that have not expired, by id."""
@@ -55,10 +62,10 @@ class Kept:
         return Kept({**self.rules, rule.id: rule}, self.removed)
 
     def without(self, rule: Rule) -> Kept:
-        now = time.time()
+        now = int(time.time())
         removed = {id: end for id, end in self.removed.items() if end > now}
         rules = {id: other for id, other in self.rules.items() if id != rule.id}
-        return Kept(rules, {**removed, rule.id: rule.expires_at})
+        return Kept(rules, {**removed, rule.id: min(rule.expires_at, now + MEMORY_S)})
 
 
 def check(fields: Mapping[str, Any]) -> Rule:
@@ -95,13 +102,16 @@ def _is_int(value: object) -> bool:
 
 
 def kept(allocation_id: str) -> Kept:
-    """The allocation's file. An invalid file has no rules: it only takes rights away."""
+    """The allocation's file. An invalid file only takes rights away."""
     try:
-        document = json.loads(_host.kept(_object_names.ingress_path(allocation_id)) or "{}")
+        text = _host.kept(_object_names.ingress_path(allocation_id))
+        if text is None:
+            return Kept()
+        document = json.loads(text)
         rules = [check(fields) for fields in document.get("rules", [])]
         removed = {str(id): int(end) for id, end in document.get("removed", {}).items()}
-    except (ValueError, TypeError, AttributeError, Refusal):
-        return Kept()
+    except (ValueError, OverflowError, TypeError, AttributeError, Refusal) as broken:
+        return Kept(broken=str(broken) or type(broken).__name__)
     return Kept({rule.id: rule for rule in rules}, removed)
 
 

@@ -33,7 +33,6 @@ SYSCTL = _baseline_files.SYSCTL
 
 RECORD = "network"
 SWITCH, DHCP, RSHIM = "openvswitch-switch.service", _bridge.DHCP, "rshim.service"
-LIBVIRT = "libvirtd.service"
 
 _OLD_SERVICE = "gpuaas-slice-host-net-baseline"
 _UNITS = "/etc/systemd/system"
@@ -48,9 +47,6 @@ _OLD_FILES = (
 _COMMANDS = {
     "start_switch": ["systemctl", "enable", "--now", SWITCH],
     "enable_dnsmasq": ["systemctl", "enable", DHCP],
-    "restart_dnsmasq": ["systemctl", "restart", DHCP],
-    # Running guests are not touched.
-    "restart_libvirt": ["systemctl", "try-restart", LIBVIRT],
 }
 _BRIDGE_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,14}")
 
@@ -61,8 +57,8 @@ Params = Mapping[str, Any]
 class State:
     """dnsmasq_changed: last change of its files, in seconds since the epoch.
 
-    before: host state recorded before its first baseline; None without a record. hook_unnoticed:
-    whether libvirt runs without having seen the start hook.
+    before: host state recorded before its first baseline; None without a record. unhooked: daemons
+    of libvirt that run without having seen the start hook.
     """
 
     live: _bridge.State
@@ -77,7 +73,7 @@ class State:
     rshim: _boot_service.Service
     rshim_installed: bool
     before: Mapping[str, Any] | None = None
-    hook_unnoticed: bool = False
+    unhooked: Sequence[str] = ()
 
     @property
     def ours(self) -> bool:
@@ -107,7 +103,7 @@ def observe(params: Params) -> State:
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
         before=_host_snapshot.recall(RECORD),
-        hook_unnoticed=_start_hook.unnoticed(),
+        unhooked=_start_hook.unnoticed(),
     )
 
 
@@ -132,8 +128,10 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
     steps += [step for step in live.steps if not step.soft]
     steps += _boot_service.plan(unit(params), state.installed)
-    if state.hook_unnoticed:
-        steps.append(_change.Step("restart_libvirt", LIBVIRT, "without the start hook", "with it"))
+    steps += [
+        _change.Step("restart_libvirt", f"{name}.service", "without the start hook", "with it")
+        for name in state.unhooked
+    ]
     steps += _dnsmasq_steps(state, {step.name for step in steps})
     soft, doubts = [step for step in live.steps if step.soft], live.doubts
     if start_rshim:
@@ -160,6 +158,12 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         if step.subject == DNSMASQ:
             _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
         _host.write(step.subject, f"{step.after}\n")
+    elif step.name == "restart_dnsmasq":
+        with _baseline_files.dhcp_lock():
+            _command.run(["systemctl", "restart", DHCP])
+    elif step.name == "restart_libvirt":
+        # Running guests are not touched.
+        _command.run(["systemctl", "try-restart", step.subject])
     elif step.name == "start_rshim":
         _start_rshim()
     elif step.name in _COMMANDS:

@@ -20,16 +20,26 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards, _nvlink
 
 _RETRY_S, _DEADLINE_S = 0.2, 20.0
+# Daemons of libvirt that start guests: the one for all drivers, and that of a modular libvirt. Each
+# writes its file of this name in /run when it starts.
+_DAEMONS = ("libvirtd", "virtqemud")
 
 
-def unnoticed() -> bool:
-    """Whether a running libvirtd is older than the hook. It looks for hooks only when it starts."""
+def unnoticed() -> list[str]:
+    """Running daemons of libvirt that are older than the hook. They look for hooks only when they
+    start.
+    """
+    hook = _host.path(_boot_files.HOOK)
+    written = hook.stat().st_mtime if hook.exists() else None
+    return [name for name in _DAEMONS if _older(name, written)]
+
+
+def _older(daemon: str, written: float | None) -> bool:
     try:
-        started = _host.path("/run/libvirtd.pid").stat().st_mtime
+        started = _host.path(f"/run/{daemon}.pid").stat().st_mtime
     except FileNotFoundError:
         return False
-    hook = _host.path(_boot_files.HOOK)
-    return not hook.exists() or started < hook.stat().st_mtime
+    return written is None or started < written
 
 
 def start(domain: str, definition: str) -> int:

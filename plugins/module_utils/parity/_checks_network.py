@@ -339,8 +339,8 @@ def network_service(facts: Facts) -> Verdict:
         return verdict(problems, "")
     if (unit.active, unit.result) != ("active", "success"):
         problems.append(f"{name} is {unit.active}/{unit.sub} ({unit.result})")
-    if _start_hook.unnoticed():
-        problems.append(f"libvirtd is older than {_boot_files.HOOK} and does not call it")
+    for daemon in _start_hook.unnoticed():
+        problems.append(f"{daemon} is older than {_boot_files.HOOK} and does not call it")
     settings = _baseline_files.settings(facts.network)
     problems += _file_edits.unlike_settings(_baseline_files.SETTINGS, settings)
     return verdict(problems, f"{unit.active}/{unit.sub}")

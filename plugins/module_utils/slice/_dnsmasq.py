@@ -145,7 +145,8 @@ def release(interface: str, lease: Lease, *, deadline: float = 5) -> str:
             if lease.ip not in {entry.ip for entry in leases()}:
                 return "released"
             time.sleep(0.5)
-    _forget_while_stopped(lease)
+    with _baseline_files.dhcp_lock():
+        _forget_while_stopped(lease)
     return "removed while stopped"
 
 

@@ -86,12 +86,15 @@ Match User {ACCOUNT}
 
 @dataclass(frozen=True)
 class State:
-    """settings, authority: texts of the files, "" without them."""
+    """settings, authority: texts of the files, "" without them. pending: whether sshd has not taken
+    its file yet.
+    """
 
     account: _accounts.User | None
     settings: str
     authority: str
     lines: tuple[str, ...]
+    pending: bool
 
 
 def observe(params: _change.Params) -> State:
@@ -99,7 +102,8 @@ def observe(params: _change.Params) -> State:
         _ledger.require_leased(params["slots"], params["allocation_id"])
     account = _accounts.named(ACCOUNT)
     present = {path: _host.kept(path) or "" for path in (SETTINGS, AUTHORITY)}
-    return State(account, present[SETTINGS], present[AUTHORITY], tuple(lines()))
+    pending = _sshd.pending(SETTINGS)
+    return State(account, present[SETTINGS], present[AUTHORITY], tuple(lines()), pending)
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
@@ -134,8 +138,9 @@ def _files(authority: str, state: State) -> list[_change.Step]:
         if state.authority and state.account is not None:
             # The earlier authority may be stolen, and sshd checks a certificate only at login.
             steps.append(_change.Step("end_sessions", ACCOUNT, None, "ended"))
-    if state.settings != settings().strip():
-        steps.append(_change.Step("write_settings", SETTINGS, state.settings or None, "set"))
+    if state.pending or state.settings != settings().strip():
+        before = "not taken by sshd" if state.pending else state.settings or None
+        steps.append(_change.Step("write_settings", SETTINGS, before, "set"))
     return steps
 
 
@@ -150,7 +155,7 @@ def _removal(state: State) -> _change.Plan:
         )
         return _change.Plan(blockers=(in_use, *_foreign(state)))
     steps = []
-    if state.settings:
+    if state.settings or state.pending:
         steps.append(_change.Step("remove_settings", SETTINGS, "set", None))
     if state.authority:
         steps.append(_change.Step("remove_authority", AUTHORITY, "set", None))
@@ -191,8 +196,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             remedy="its earlier settings are back; repair sshd, then run again",
         )
     elif step.name == "remove_settings":
-        _host.remove(SETTINGS)
-        _sshd.reload()
+        _sshd.remove(SETTINGS)
     elif step.name == "remove_account":
         _accounts.remove_login(ACCOUNT)
     else:

@@ -84,6 +84,20 @@ def test_sshd_keeps_the_old_one_when_it_does_not_take_the_new(
     assert installed() == old_certificate
 
 
+def test_a_certificate_that_a_killed_run_left_is_shown_by_sshd_in_the_end(
+    trust: ca.Trust, old_certificate: str, script: Any
+) -> None:
+    """sshd would go on with the old one until its end, which locks everybody out."""
+    new = renewed(trust)
+    with pytest.raises(AssertionError):  # CHECK is not scripted yet: the run ends there.
+        drive(new)
+    assert installed() == new
+    script.on(*CHECK).on(*RELOAD)
+    assert drive(new).done == ["install_certificate"]
+    assert script.calls[-3:-1] == [CHECK, RELOAD]
+    assert not drive(new).changed
+
+
 def test_only_this_hosts_own_certificate_is_taken(
     trust: ca.Trust, old_certificate: str, script: Any, tmp_path: Path
 ) -> None:

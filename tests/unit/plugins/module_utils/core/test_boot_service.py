@@ -78,12 +78,34 @@ def test_a_guardian_with_former_files_is_restarted(tree: Path, script: Any) -> N
     """It would restore the state of the release that it was started with."""
     unit = dataclasses.replace(UNIT, guardian=True)
     script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", unit.service)
-    script.on(*SHOW, unit.service, out=block("active", "enabled", "@1700000000"))
+    script.on(*SHOW, unit.service, out=block("active", "enabled", "@9999999999"))
     _boot_service.apply(unit, step("install_service"))
     assert _boot_service.plan(unit, _boot_service.observe(unit)) == []
     _host.write("/usr/local/sbin/gpuaas-test", "of the release before\n")
     planned = _boot_service.plan(unit, _boot_service.observe(unit))
     assert [s.name for s in planned] == ["install_service", "start_service"]
+
+
+def test_a_guardian_older_than_its_code_is_restarted(tree: Path, script: Any) -> None:
+    """A run was killed after it had written the code, or another unit's run wrote a shared file."""
+    unit = dataclasses.replace(UNIT, guardian=True)
+    other = dataclasses.replace(UNIT, name="gpuaas-other", settings_path="/etc/gpuaas/other.json")
+    _boot_service.install(unit)
+    for file in (file for file in tree.rglob("*") if file.is_file()):
+        os.utime(file, (1_000, 1_000))
+    script.on(*SHOW, unit.service, out=block("active", "enabled", "@2000"))
+    assert _boot_service.plan(unit, _boot_service.observe(unit)) == []
+    # Files of equal content keep their time.
+    _boot_service.install(other)
+    _boot_service.install(unit)
+    assert _boot_service.plan(unit, _boot_service.observe(unit)) == []
+    shared = f"{_boot_service.LIBRARY}/{_boot_service.PACKAGE.replace('.', '/')}/core/_host.py"
+    _host.write(shared, "# of the release before\n")
+    _boot_service.install(other)
+    planned = _boot_service.plan(unit, _boot_service.observe(unit))
+    assert [s.name for s in planned] == ["start_service"]
+    os.utime(_host.path(shared), (9_999_999_999, 9_999_999_999))
+    assert _boot_service.plan(unit, _boot_service.observe(unit)) == [], "the clock was set back"
 
 
 @pytest.mark.covers("HOST-10")

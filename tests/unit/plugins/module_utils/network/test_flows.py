@@ -101,9 +101,9 @@ def test_installing_replaces_in_one_transaction(
             "ovsbr0",
             "meter=5,pktps,stats,bands=type=drop,rate=200000",
         ],
+        ["ovs-appctl", "--timeout=10", "dpctl/ct-set-limits", "zone=5,limit=16384"],
         ["ovs-ofctl", "--protocols=OpenFlow13", "--bundle", "add-flows", "ovsbr0", "-"],
         ["ovs-appctl", "--timeout=10", "revalidator/purge"],
-        ["ovs-appctl", "--timeout=10", "dpctl/ct-set-limits", "zone=5,limit=16384"],
     ]
     assert sent[:3] == ["delete in_port=5", "delete out_port=5", f"delete {COOKIE}"]
     assert len(sent) == count + 3

@@ -47,11 +47,19 @@ def test_a_file_is_read_as_it_was_written(tree: Path) -> None:
 )
 def test_a_file_that_is_not_valid_opens_nothing(tree: Path, text: str) -> None:
     _host.write(_object_names.ingress_path(ONE), text)
-    assert _ingress.kept(ONE) == _ingress.Kept()
+    kept = _ingress.kept(ONE)
+    assert (kept.rules, kept.removed) == ({}, {})
+    assert kept.broken
 
 
-def test_a_removed_rule_is_remembered_until_its_end(tree: Path) -> None:
-    rule = _ingress.check(FIELDS)
-    past = _ingress.check({**FIELDS, "id": ONE, "expires_at": int(time.time()) - 1})
-    kept = _ingress.Kept().with_rule(rule).with_rule(past).without(past).without(rule)
-    assert (kept.rules, kept.removed) == ({}, {rule.id: rule.expires_at})
+def test_a_removed_rule_is_remembered_until_no_run_can_add_it(tree: Path) -> None:
+    """Not for all its life: the guardian reads the file every few seconds."""
+    now = int(time.time())
+    rule = _ingress.check({**FIELDS, "expires_at": now + 600})
+    long = _ingress.check({**FIELDS, "id": ONE.replace("2", "3")})
+    past = _ingress.check({**FIELDS, "id": ONE, "expires_at": now - 1})
+    kept = _ingress.Kept().with_rule(rule).with_rule(past).with_rule(long)
+    kept = kept.without(past).without(rule).without(long)
+    assert (kept.rules, kept.removed[rule.id]) == ({}, rule.expires_at)
+    assert kept.removed.keys() == {rule.id, long.id}
+    assert 0 <= kept.removed[long.id] - now - _ingress.MEMORY_S < 60

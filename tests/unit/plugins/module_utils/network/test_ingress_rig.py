@@ -16,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _host,
     _ledger,
+    _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
@@ -303,6 +304,22 @@ def test_every_address_is_a_source_too(rig: Rig, service: socket.socket) -> None
     with client:
         talk(client, service)[0].close()
     assert rig.restore() == [], "the switch and the kernel print it as it was loaded"
+
+
+def test_a_broken_file_opens_nothing_until_the_release(rig: Rig, service: socket.socket) -> None:
+    """Which rules were removed is unknown, so a late run of a removed one must add nothing."""
+    removed = new_rule(public_port=PORT + 1)
+    drive({**ABSENT, "rule": removed})
+    file = _host.path(_object_names.ingress_path(A.guard.allocation_id))
+    file.write_text(file.read_text().replace("{", "", 1))
+    text = file.read_text()
+    for rule in (removed, new_rule(public_port=PORT + 2)):
+        assert refusal({**PRESENT, "rule": rule}) == "ingress_file_unreadable"
+        assert drive({**ABSENT, "rule": rule}).failure is None, "the failed run's own removal"
+    assert (file.read_text(), _firewall.forwarded()) == (text, [])
+    assert connect(rig, "world", rigs.WORLD) is None
+    assert drive(ALL_ABSENT).failure is None
+    assert not file.exists()
 
 
 def test_all_rules_of_a_slice_go_before_it_stops(rig: Rig, service: socket.socket) -> None:

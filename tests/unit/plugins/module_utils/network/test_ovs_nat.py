@@ -33,6 +33,7 @@ PARAMS = {
 OLD = "gpuaas-slice-host-net-baseline"
 PLAN = _bridge.plan
 UNIT = "gpuaas-slice-network-baseline.service"
+LATER = 4_000_000_000
 
 
 class Systemd:
@@ -43,7 +44,8 @@ class Systemd:
         self.enabled = {"openvswitch-switch.service"}
         self.calls: list[list[str]] = []
         self.accepts = True
-        self.clock = 1_000
+        # Later than any file that the test writes.
+        self.clock = LATER
         live = _bridge.State((), {}, forwarding=True, nat=True, uplink="eno1")
         monkeypatch.setattr(_bridge, "observe", lambda _params: live)
         monkeypatch.setattr(_bridge, "plan", lambda *_: _change.Plan())
@@ -66,8 +68,8 @@ class Systemd:
             self.enabled.add(argv[-1])
         if argv[:2] == ["systemctl", "restart"]:
             self.clock += 10
-        if argv == ["systemctl", "try-restart", "libvirtd.service"]:
-            _host.write("/run/libvirtd.pid", "7")
+        if argv[:2] == ["systemctl", "try-restart"]:
+            _host.write(f"/run/{argv[2].removesuffix('.service')}.pid", "7")
         if argv[:2] == ["systemctl", "restart"] or "--now" in argv:
             self.active[argv[-1]] = self.clock
         if argv == ["systemctl", "restart", UNIT]:
@@ -95,12 +97,12 @@ def drive(**more: Any) -> _change.Outcome:
 
 @pytest.fixture(autouse=True)
 def folder_time(tree: Path, monkeypatch: pytest.MonkeyPatch, systemd: Systemd) -> None:
-    """Let files change on the scripted clock, which is far behind the machine's."""
+    """Let files change on the scripted clock, which is far ahead of the machine's."""
     real = _ovs_nat.observe
 
     def observe(params: Any) -> _ovs_nat.State:
         folder = tree / "etc/dnsmasq.d"
-        if folder.stat().st_mtime > 1_000_000:
+        if folder.stat().st_mtime < LATER:
             os.utime(folder, (systemd.clock, systemd.clock))
         return real(params)
 
@@ -119,15 +121,16 @@ def test_installs_everything_once(systemd: Systemd) -> None:
     assert drive().plan.steps == ()
 
 
+@pytest.mark.parametrize("daemon", ["libvirtd", "virtqemud"])
 def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
-    systemd: Systemd, tree: Path
+    systemd: Systemd, tree: Path, daemon: str
 ) -> None:
-    daemon = tree / "run/libvirtd.pid"
-    _host.write("/run/libvirtd.pid", "7")
-    os.utime(daemon, (1, 1))
+    _host.write(f"/run/{daemon}.pid", "7")
+    os.utime(tree / f"run/{daemon}.pid", (1, 1))
     outcome = drive()
     assert outcome.failure is None and "restart_libvirt" in outcome.done
     assert outcome.done.index("install_service") < outcome.done.index("restart_libvirt")
+    assert systemd.calls.count(["systemctl", "try-restart", f"{daemon}.service"]) == 1
     assert drive().plan.steps == ()
     # It is compared like the rest of the service, and goes with it.
     hook = tree / _boot_files.HOOK[1:]
@@ -135,7 +138,7 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     hook.write_text("#!/bin/sh\n")
     assert _boot_files.HOOK in drive().plan.steps[0].before["differing"]
     hook.unlink()
-    assert _start_hook.unnoticed()
+    assert _start_hook.unnoticed() == [daemon]
     drive()
     assert os.access(hook, os.X_OK)
 

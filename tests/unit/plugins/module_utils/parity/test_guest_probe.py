@@ -133,7 +133,7 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     assert _guest_probe.look(PROBE) == _guest_probe.Finding(
         1.5, True, "10.100.0.254", ("192.0.2.1",)
     )
-    build = [ADD, OUTSIDE, NUMBER, METER, LOAD, PURGE, LIMIT, INSIDE]
+    build = [ADD, OUTSIDE, NUMBER, METER, LIMIT, LOAD, PURGE, INSIDE]
     assert host.calls[:8] == build
     remove = host.calls[8:]
     assert remove[:2] == [DELETE, LOADED]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice._dnsmasq import Lease, Reservation
@@ -68,6 +70,34 @@ def test_release_that_nobody_heard_is_done_while_stopped(tree: Path, script: Scr
     assert _dnsmasq.release("ovsbr0", LEASE, deadline=0) == "removed while stopped"
     assert LEASE.ip not in file.read_text()
     assert "10.100.0.11" in file.read_text()
+
+
+def test_two_releases_at_once_lose_neither(
+    tree: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would write the other's lease back, and its slot would be blocked."""
+    file = write_file(tree, "var/lib/misc/dnsmasq.leases", LEASES)
+    other = Lease(0, "52:54:00:64:00:0b", "10.100.0.11", "*")
+    for lease in (LEASE, other):
+        script.on("dhcp_release", "ovsbr0", lease.ip, lease.mac)
+    script.on("systemctl", "stop", "dnsmasq.service")
+    script.on("systemctl", "start", "dnsmasq.service")
+    second = threading.Thread(
+        target=_dnsmasq.release, args=("ovsbr0", other), kwargs={"deadline": 0}
+    )
+    write = _host.write
+
+    def meanwhile(path: str, text: str, mode: int = 0o644) -> None:
+        if not second.ident:
+            second.start()
+            second.join(0.3)
+        write(path, text, mode)
+
+    monkeypatch.setattr(_host, "write", meanwhile)
+    _dnsmasq.release("ovsbr0", LEASE, deadline=0)
+    second.join(30)
+    assert [lease.ip for lease in _dnsmasq.leases()] == []
+    assert "duid 00:01" in file.read_text()
 
 
 @pytest.mark.parametrize(("flags", "state"), [("0x2", "52:54:00:64:00:0a"), ("0x0", "")])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -506,6 +509,85 @@ def test_every_disk_is_marked_dirty_before_the_guest_starts(tree: Path) -> None:
         )
     _machine._mark_dirty([{"slot_id": f"slot-{number}", "fence": 3} for number in (0, 1)])
     assert [entry.dirty for entry in _ledger.entries()] == [True, True]
+
+
+class Killed(BaseException):
+    """SIGKILL at an act: nothing of the run goes on, not even its handlers of errors."""
+
+
+def kill(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
+    """End the run before its act number `at`. Returns the number of acts so far."""
+    acts = [0]
+    places = (
+        *((_libvirt, name) for name in ("define", "start_paused", "resume", "undefine")),
+        *((_libvirt, name) for name in ("shut_down", "destroy")),
+        *((_host, name) for name in ("write", "remove")),
+        *((_command, "run"), (_qos, "install")),
+    )
+
+    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*words: Any, **options: Any) -> Any:
+            acts[0] += 1
+            if acts[0] == at:
+                raise Killed
+            return real(*words, **options)
+
+        return act
+
+    for module, name in places:
+        monkeypatch.setattr(module, name, wrapped(getattr(module, name)))
+    return lambda: acts[0]
+
+
+@pytest.mark.covers("I11", "I12")
+@pytest.mark.parametrize("state", ["running", "absent"])
+def test_what_a_killed_run_leaves_is_finished_by_the_next(tree: Path, state: str) -> None:
+    """At whatever act it is killed, and whichever run comes next."""
+    limited = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
+    at, over = 1, False
+    while not over:
+        for following in ("running", "absent"):
+            with pytest.MonkeyPatch.context() as patch:
+                prepared = fresh(tree, patch)
+                if state != "running":
+                    drive(limited)
+                with pytest.MonkeyPatch.context() as deadly:
+                    number = kill(deadly, at)
+                    with contextlib.suppress(Killed):
+                        drive({**limited, "state": state})
+                    over = number() < at
+                drive({**limited, "state": following})
+                assert not drive({**limited, "state": following}).changed
+                if following == "absent":
+                    assert left(prepared, limits=state != "running") == [], at
+                else:
+                    assert prepared.life == Life("running") and prepared.qos == LIMITED
+                    assert prepared.flows, at
+        at += 1
+    assert at > 20
+
+
+def fresh(tree: Path, patch: pytest.MonkeyPatch) -> Host:
+    """A host before the first run of the slice."""
+    shutil.rmtree(tree / "var", ignore_errors=True)
+    _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity="eui.5e0000000000a003")
+    _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(NETWORK)))
+    # virtlogd writes it, and it goes last.
+    _host.write(_object_names.console_path(ONE), "login:")
+    return Host(patch)
+
+
+def left(host: Host, *, limits: bool) -> list[str]:
+    """What a release must not leave. limits: whether the port had been guarded, so that its number
+    is known.
+    """
+    folder = _host.path(_host.STATE_DIRECTORY)
+    files = [str(file) for file in folder.rglob(f"*{NAME}*")]
+    files += ["firewall"] if GUARD.mac in (_firewall.installed() or "") else []
+    files += [f"filter {name}" for name in host.switch.tables if GUARD.port in name]
+    files += [f"meter {number}" for number in host.switch.meters if limits]
+    traces = (host.life, host.port(), host.flows, host.qos != _qos.State())
+    return [*files, *(str(trace) for trace in traces if trace)]
 
 
 def machines(allocation: str | None = None) -> list[dict[str, Any]]:

@@ -154,6 +154,55 @@ def test_settings_that_sshd_refuses_are_taken_back(tree: Path, script: Script) -
     assert not (tree / _relay.SETTINGS.lstrip("/")).exists()
 
 
+class Killed(BaseException):
+    """The end of a run by SIGKILL: nothing of it goes on."""
+
+
+@pytest.mark.parametrize("program", ["sshd", "systemctl"])
+def test_settings_that_a_killed_run_left_are_checked_by_the_next(
+    host: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    with_account(host)
+    settings, before = host / _relay.SETTINGS.lstrip("/"), "# of a release before\n"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(before)
+    real, refused = _command.run, [False]
+
+    def run(argv: list[str], **options: Any) -> Any:
+        if argv == ["sshd", "-t"] and refused[0]:
+            raise Refusal("command_failed", expected="", found="line 3: bad", remedy="")
+        return real(argv, **options)
+
+    def kill(argv: list[str], **options: Any) -> Any:
+        if argv[0] == program:
+            raise Killed
+        return real(argv, **options)
+
+    monkeypatch.setattr(_command, "run", kill)
+    with pytest.raises(Killed):
+        drive(params())
+    assert settings.read_text() == _relay.settings()
+    # The next run finds the text that it wants, and does not take it for checked.
+    monkeypatch.setattr(_command, "run", run)
+    refused[0] = True
+    outcome = drive({"state": "kept", "authority": AUTHORITY})
+    assert outcome.failure is not None and outcome.failure.code == "relay_not_taken"
+    assert settings.read_text() == before
+    refused[0] = False
+    assert drive(params()).done == ["write_settings", "open_way"]
+    assert drive(params()).plan.steps == ()
+    # So does a removal.
+    drive(params("absent"))
+    monkeypatch.setattr(_command, "run", kill)
+    if program == "systemctl":
+        with pytest.raises(Killed):
+            drive({"state": "removed"})
+        monkeypatch.setattr(_command, "run", run)
+        assert drive({"state": "kept", "authority": AUTHORITY}).plan.steps == ()
+        programs(host, monkeypatch, userdel="")
+        assert drive({"state": "removed"}).done[0] == "remove_settings"
+
+
 def test_a_host_of_an_earlier_version_takes_the_gateways_authority(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
