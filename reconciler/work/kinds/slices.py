@@ -19,7 +19,8 @@ from reconciler.lifecycle import (
     slice_telemetry,
     slices,
 )
-from reconciler.lifecycle.task_failures import BOOT_CHANGED, unfenced_slots
+from reconciler.lifecycle.host import BOOT_CHANGED
+from reconciler.lifecycle.task_failures import unfenced_slots
 from reconciler.model import fabric, hardware
 from reconciler.model.errors import Problem
 from reconciler.model.fabric import Isolation
