@@ -36,6 +36,7 @@ from reconciler.model.drift import (
     compare,
     powered_off,
     prefixes,
+    running_unasked,
 )
 from reconciler.model.states import (
     ANSWERING_NODES,
@@ -211,6 +212,8 @@ def reconcile(
     boot_id = evidence["identity"]["boot_id"] or "unknown"
     if power.powered_off(conn, powered_off(holdings, records), off_act, boot_id=boot_id):
         records = expected_state(conn, node_id, holdings, since=since)
+    on_act = act.because("its machine runs, so its stop has failed")
+    power.seen_running(conn, running_unasked(holdings, records), on_act)
     findings = compare(holdings, records)
     done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
     for slot in records.slots:

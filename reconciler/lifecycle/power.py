@@ -26,8 +26,8 @@ from reconciler.model.states import (
 )
 from reconciler.records import claims, queue, reports
 
-# States of a machine as its host reports them.
-_RUNS, _OFF = "running", ("shut off", "absent")
+# State of a machine as its host reports it.
+_RUNS = "running"
 
 
 def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allocation:
@@ -92,8 +92,9 @@ def failed(
     """Record the error with the allocation, which stays active: its claim holds the slots.
 
     machine: state of its machine as the host reports it after the run, "" when that is unknown. A
-    stop counts once the machine is off. A start counts once it runs; until then the slice is owed
-    one, and is not taken for one that its guest has powered off.
+    stop counts unless the machine runs; until that is known, its project wants it off. A start
+    counts once the machine runs; until then the slice is owed one, and is not taken for one that
+    its guest has powered off.
     """
     allocation = rows.get(conn, Allocation, task.allocation_id or "", lock=True)
     if allocation.state != AllocationState.ACTIVE:
@@ -101,7 +102,8 @@ def failed(
     given = task.parameters
     stopped, boot_id = allocation.stopped, allocation.started_boot_id
     if given["action"] == PowerAction.STOP:
-        stopped = machine in _OFF or given.get("was_stopped", False)
+        if untouched or machine == _RUNS:
+            stopped = given.get("was_stopped", False)
     elif not untouched:
         boot_id = given["boot_id"] if machine == _RUNS else ""
     values = {"stopped": stopped, "started_boot_id": boot_id}
@@ -141,6 +143,16 @@ def powered_off(
             journal.audit(conn, act, "allocation.powered_off", "allocation", id)
             stopped.append(id)
     return stopped
+
+
+def seen_running(conn: sa.Connection, ids: Collection[str], act: Act) -> None:
+    """Record slices whose stop has failed, and whose machines were seen running since."""
+    for id in sorted(ids):
+        allocation = rows.get(conn, Allocation, id, lock=True)
+        stopped = allocation.stopped and not allocation.power_action
+        if allocation.state == AllocationState.ACTIVE and stopped:
+            _set(conn, allocation, stopped=False)
+            journal.audit(conn, act, "allocation.running", "allocation", id)
 
 
 def start_after_boot(

@@ -29,7 +29,7 @@ from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import MOST
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.model.states import NodeMode, NodeState, PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
 from reconciler.records import slots as slot_records
 from tests.unit.reconciler import relay
@@ -457,6 +457,26 @@ def test_a_host_that_lost_power_is_proven_until_its_slices_start(
     compare(holdings, boot_id="another")
     with transaction(compare.engine) as conn:
         assert queued(conn) == [TaskKind.SLICE_VM_POWER]
+
+
+def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, active: str) -> None:
+    """Its run was lost, so only a comparison can tell."""
+    error = {"code": "run_lost", "expected": "a", "found": "b", "remedy": "c"}
+    holdings = nothing()
+    tenant(holdings, active, compare.bundles())
+    with transaction(compare.engine) as conn:
+        power.request(conn, active, PowerAction.STOP, ADMIN)
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert allocations.get(conn, active).stopped, "its stop waits"
+        task = compare.site.finish(conn, TaskKind.SLICE_VM_POWER, TaskState.LOST)
+        task_failures.record(conn, task, task_failures.Failure("s", error, {}, known=False))
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        row = allocations.get(conn, active)
+        assert (row.stopped, row.error) == (False, error)
+        (audited,) = journal.audit_rows(conn, action="allocation.running")
+        assert audited.subject_id == active
 
 
 @pytest.mark.covers("I16")

@@ -217,7 +217,7 @@ def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site,
     ("action", "machine", "stopped", "owed"),
     [
         (PowerAction.STOP, "running", False, False),
-        (PowerAction.STOP, "", False, False),
+        (PowerAction.STOP, "", True, False),
         (PowerAction.STOP, "shut off", True, False),
         (PowerAction.RESTART, "running", False, False),
         (PowerAction.RESTART, "shut off", False, True),
@@ -227,8 +227,9 @@ def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site,
 def test_a_failed_action_leaves_the_record_as_the_machine_is(
     sold: Site, key: str, action: PowerAction, machine: str, stopped: bool, owed: bool
 ) -> None:
-    """A guest whose stop failed runs on, and starts again with its host. One that a failed restart
-    has shut down is owed a start; one that runs without SSH may power itself off later.
+    """A guest whose stop failed runs on, and starts again with its host; until it is seen running,
+    it is one that its project wants off. One that a failed restart has shut down is owed a start;
+    one that runs without SSH may power itself off later.
     """
     with transaction(sold.engine) as conn:
         boot_id = nodes.get(conn, "n1").boot_id
