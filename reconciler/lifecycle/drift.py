@@ -311,9 +311,9 @@ def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
 
 
 def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
-    """Clear the drift of a node that is no longer a slice host."""
+    """Clear the drift of a node that is no longer a slice host, and its starts in vain."""
     node = rows.get(conn, Node, node_id, lock=True)
-    if node.health_detail.get("step") == STEP:
+    if node.health_detail.get("step") in (STEP, host.BOOT):
         node_records.set_health(
             conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more")
         )

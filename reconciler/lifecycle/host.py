@@ -426,9 +426,9 @@ BOOTING_S = 60.0
 
 
 # Window in which starts that the host refused are counted, and the longest pause before it is
-# proven again. From so many starts of a slice in vain the node is named.
+# proven again. From so many starts of a slice in vain the node is named, with the step BOOT.
 _VAIN_S, _LONGEST_S, _VAIN_STARTS = 86_400.0, 3_600.0, 3
-_BOOT = "boot"
+BOOT = "boot"
 
 
 def restarted_before_start(conn: sa.Connection, node_id: str, act: Act, *, since: str) -> None:
@@ -448,7 +448,7 @@ def note_boots(conn: sa.Connection, node_id: str, act: Act) -> None:
     reason = f"{vain} starts of a slice within a day met another boot than the one just proven"
     fault = ("boot_unstable", reason) if vain >= _VAIN_STARTS else None
     well = "its starts meet the boot that was proven"
-    node_records.note_fault(conn, node_id, _BOOT, fault, act, well=well)
+    node_records.note_fault(conn, node_id, BOOT, fault, act, well=well)
 
 
 def _vain_starts(conn: sa.Connection, node_id: str) -> int:

@@ -27,7 +27,7 @@ from reconciler.lifecycle import (
 )
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
-from reconciler.model.drift import MOST
+from reconciler.model.drift import MOST, STEP
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, NodeState, PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
@@ -396,8 +396,10 @@ def test_a_node_that_is_no_slice_host_any_more_is_not_judged(compare: Compared) 
         host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)
     assert compare(stranger(compare))["skipped"] == ["n1"]
     with transaction(compare.engine) as conn:
-        drift.forget(conn, "n1", ADMIN)
-        assert nodes.get(conn, "n1").health_state == "unknown"
+        for step in (STEP, host.BOOT):
+            nodes.note_fault(conn, "n1", step, ("a", "b"), ADMIN, well="")
+            drift.forget(conn, "n1", ADMIN)
+            assert nodes.get(conn, "n1").health_state == "unknown"
 
 
 @pytest.mark.covers("I14", "I16")
