@@ -118,7 +118,8 @@ def _refusal(conn: sa.Connection, node: Node) -> str:
             return reason
     reinstall = node_records.REINSTALL if node.tenant_machine_ids else ""
     changed = node_records.firmware_blocker(node)
-    return _in_use(conn, node.id) or reinstall or changed or _unknown(conn, node)
+    unfit = reinstall or changed or _unknown(conn, node)
+    return _in_use(conn, node.id) or unfit or _restarting(conn, node.id)
 
 
 def _in_use(conn: sa.Connection, node_id: str) -> str:
@@ -143,6 +144,18 @@ def _unknown(conn: sa.Connection, node: Node) -> str:
         return "discovery_stale"
     before = (seen.observed_at or 0.0) < exclusive_ended_at(conn, node.id)
     return "discovery_stale" if before else ""
+
+
+def _restarting(conn: sa.Connection, node_id: str) -> str:
+    """Reason code of a machine that an operator restarts, which would fail a launch meanwhile. A
+    slice host is drained for it.
+    """
+    restarts = (
+        task.kind == TaskKind.NODE_REBOOT
+        or (task.kind == TaskKind.NODE_FIRMWARE and task.parameters.get("apply"))
+        for task in queue.open_of_node(conn, node_id)
+    )
+    return "node_restarting" if any(restarts) else ""
 
 
 IN_SLICE_MODE = "node_in_slice_mode"

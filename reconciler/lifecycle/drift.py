@@ -36,18 +36,20 @@ from reconciler.model.drift import (
     compare,
     powered_off,
     prefixes,
+    running_unasked,
 )
 from reconciler.model.states import (
     ANSWERING_NODES,
     AllocationState,
     HealthState,
     NodeMode,
+    NodeState,
     SlotState,
     TaskKind,
     TaskState,
 )
 from reconciler.records import nodes as node_records
-from reconciler.records import proofs, queue
+from reconciler.records import proofs, queue, reports
 from reconciler.records import slots as slot_records
 from reconciler.records.queue import OPEN
 
@@ -210,6 +212,8 @@ def reconcile(
     boot_id = evidence["identity"]["boot_id"] or "unknown"
     if power.powered_off(conn, powered_off(holdings, records), off_act, boot_id=boot_id):
         records = expected_state(conn, node_id, holdings, since=since)
+    on_act = act.because("its machine runs, so its stop has failed")
+    power.seen_running(conn, running_unasked(holdings, records), on_act)
     findings = compare(holdings, records)
     done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
     for slot in records.slots:
@@ -307,9 +311,9 @@ def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
 
 
 def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
-    """Clear the drift of a node that is no longer a slice host."""
+    """Clear the drift of a node that is no longer a slice host, and its starts in vain."""
     node = rows.get(conn, Node, node_id, lock=True)
-    if node.health_detail.get("step") == STEP:
+    if node.health_detail.get("step") in (STEP, host.BOOT):
         node_records.set_health(
             conn, node, HealthState.UNKNOWN, {}, act.because("no slice host any more")
         )
@@ -324,19 +328,39 @@ def _asked_at() -> sa.ColumnElement[Any]:
 
 def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
     """Close the gate when the host runs under a boot other than the proven boot (I16), and have it
-    proven while its boot is unknown, or slices or its way back from maintenance wait for the proof.
+    proven while its boot is unknown, or slices, its sale or its way back from maintenance wait for
+    the proof.
 
     Only a discovery stores the new boot id. The boot id of this snapshot may be older than the
     stored boot id, and storing it could open a gate that must stay closed (I14).
     """
     host.contacted(conn, node.id)
+    host.note_boots(conn, node.id, act)
     boot_act = act.because(f"boot {identity['boot_id'] or 'unknown'}")
     if node.boot_id and identity["boot_id"] != node.boot_id:
         host.restarted(conn, node.id, boot_act, since=node.boot_id)
     under_way = {task.kind for task in queue.open_of_node(conn, node.id)}
     waits = power.awaits_proof(conn, node.id) or maintenance.awaits_proof(conn, node)
-    if waits and not under_way & {*host.VERIFICATION}:
+    if (waits or _unproven_since_boot(conn, node)) and not under_way & {*host.VERIFICATION}:
         host.reverify(conn, node, boot_act, after_s=host.BOOTING_S)
+
+
+def _unproven_since_boot(conn: sa.Connection, node: Node) -> bool:
+    """Whether a host that sold slots has not passed under its present boot. A failure may be of
+    services that were still starting; after a pass, failures are for an operator.
+    """
+    if node.state != NodeState.READY or not (parity := reports.latest_parity(conn, node.id)):
+        return False
+    wanted = sa.select(slots.c.id).where(
+        slots.c.node_id == node.id,
+        slots.c.retired_at.is_(None),
+        slots.c.status == SlotState.DISABLED,
+        slots.c.wanted == SlotState.AVAILABLE,
+    )
+    failed = parity.failures or parity.boot_id != node.boot_id
+    if not failed or not rows.first(conn, wanted):
+        return False
+    return not reports.passed(conn, node.id, node.boot_id)
 
 
 def _of_slot(

@@ -419,8 +419,49 @@ def record_answer(conn: sa.Connection, node_id: str, act: Act) -> bool:
 
 # The order matters: parity compares with the discovery, and a parity pass opens the gate.
 VERIFICATION = (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
+# Error code of a host that was restarted since its gate was proven.
+BOOT_CHANGED = "boot_changed"
 # A restarted host answers before its services run, and parity would fail until they do.
 BOOTING_S = 60.0
+
+
+# Window in which starts that the host refused are counted, and the longest pause before it is
+# proven again. From so many starts of a slice in vain the node is named, with the step BOOT.
+_VAIN_S, _LONGEST_S, _VAIN_STARTS = 86_400.0, 3_600.0, 3
+BOOT = "boot"
+
+
+def restarted_before_start(conn: sa.Connection, node_id: str, act: Act, *, since: str) -> None:
+    """Record that the host refused a start, because it runs under another boot than its proof's,
+    and have it proven again: later each time, because a host may name another boot to each run.
+    """
+    if not restarted(conn, node_id, act, since=since):
+        return
+    vain = _vain_starts(conn, node_id)
+    pause_s = min(BOOTING_S * 2**vain, _LONGEST_S)
+    reverify(conn, rows.get(conn, Node, node_id), act, after_s=pause_s)
+
+
+def note_boots(conn: sa.Connection, node_id: str, act: Act) -> None:
+    """Record in the node's health whether it names another boot to each run."""
+    vain = _vain_starts(conn, node_id)
+    reason = f"{vain} starts of a slice within a day met another boot than the one just proven"
+    fault = ("boot_unstable", reason) if vain >= _VAIN_STARTS else None
+    well = "its starts meet the boot that was proven"
+    node_records.note_fault(conn, node_id, BOOT, fault, act, well=well)
+
+
+def _vain_starts(conn: sa.Connection, node_id: str) -> int:
+    """The most starts of one slice within a day that its host refused for another boot."""
+    count = sa.func.count()
+    query = sa.select(count).where(
+        tasks.c.node_id == node_id,
+        tasks.c.kind == TaskKind.SLICE_VM_POWER,
+        tasks.c.finished_at > clock.now() - _VAIN_S,
+        tasks.c.error["code"].as_string() == BOOT_CHANGED,
+    )
+    most = query.group_by(tasks.c.allocation_id).order_by(count.desc()).limit(1)
+    return int(conn.execute(most).scalar() or 0)
 
 
 def reverify_allocation(conn: sa.Connection, allocation_id: str, act: Act) -> None:

@@ -179,13 +179,19 @@ def _guests(conn: sa.Connection, node_id: str) -> Guests:
     query = sa.select(claims).where(claims.c.node_id == node_id, claims.c.state.in_(LIVE_CLAIMS))
     live = rows.every(conn, query, Claim)
     active = {claim.slot_id: claim for claim in live if claim.state == ClaimState.ACTIVE}
-    if any(claim.kind == ClaimKind.NODE_EXCLUSIVE for claim in live) or len(active) < len(live):
+    of_node = slots.of_node(conn, node_id)
+    # The claim of a failed release lives, but no run is at work on its slot.
+    blocked = {slot.id for slot in of_node if slot.status == SlotState.CLEANUP_BLOCKED}
+    if any(
+        claim.kind == ClaimKind.NODE_EXCLUSIVE or claim.slot_id not in {*active, *blocked}
+        for claim in live
+    ):
         nodes.refuse_in_use(conn, node_id)
     guests: dict[str, list[dict[str, Any]]] = {}
-    for slot in slots.of_node(conn, node_id):
+    for slot in of_node:
         if slot.id in active:
             key, fence = active[slot.id].allocation_id, active[slot.id].fence
-        elif slot.status == SlotState.CLEANUP_BLOCKED:
+        elif slot.id in blocked:
             key, fence = str(slot.health_detail.get("allocation_id") or ""), slot.fence
         else:
             continue

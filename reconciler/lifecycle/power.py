@@ -11,20 +11,34 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.schema import Allocation, Node, Task, allocations
+from reconciler.db.schema import Allocation, Node, Project, Task, allocations
+from reconciler.lifecycle import quota
 from reconciler.lifecycle.slices import run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import AllocationState, CapacityShape, NodeState, PowerAction, TaskKind
+from reconciler.model.states import (
+    AllocationState,
+    CapacityShape,
+    NodeState,
+    PowerAction,
+    Role,
+    TaskKind,
+)
 from reconciler.records import claims, queue, reports
+
+# State of a machine as its host reports it.
+_RUNS = "running"
 
 
 def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allocation:
     """Queue a power action on a slice, unless the same action is under way.
 
     Raises a Problem when the slice is not active, its host does not answer or is not proven since
-    its boot, or another task of the allocation is under way.
+    its boot, another task of the allocation is under way, or its project has too many requests.
     """
+    # First, because launches lock their project before anything else.
+    project_id = rows.get(conn, Allocation, id).project_id
+    rows.get(conn, Project, project_id, lock=True)
     allocation = rows.get(conn, Allocation, id, lock=True)
     _require_active_slice(allocation)
     node = rows.get(conn, Node, allocation.node_id)
@@ -46,6 +60,8 @@ def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allo
             found=f"{task.kind}, {task.state}",
             remedy="wait until it has ended, then ask again",
         )
+    if act.role != Role.PLATFORM_ADMIN:
+        quota.admit_action(conn, project_id)
     journal.audit_of(conn, act, "allocation.power", allocation, {"action": action.value})
     _queue(conn, allocation, node, action, act)
     return rows.get(conn, Allocation, id)
@@ -65,11 +81,33 @@ def succeeded(conn: sa.Connection, id: str, *, boot_id: str) -> None:
         _set(conn, allocation, power_action="", error={}, started_boot_id=boot)
 
 
-def failed(conn: sa.Connection, id: str, error: Mapping[str, Any]) -> None:
-    """Record the error with the allocation, which stays active: its claim holds the slots."""
-    allocation = rows.get(conn, Allocation, id, lock=True)
-    if allocation.state == AllocationState.ACTIVE:
-        _set(conn, allocation, power_action="", error=dict(error))
+def failed(
+    conn: sa.Connection,
+    task: Task,
+    error: Mapping[str, Any],
+    *,
+    machine: str = "",
+    untouched: bool = False,
+) -> None:
+    """Record the error with the allocation, which stays active: its claim holds the slots.
+
+    machine: state of its machine as the host reports it after the run, "" when that is unknown. A
+    stop counts unless the machine runs; until that is known, its project wants it off. A start
+    counts once the machine runs; until then the slice is owed one, and is not taken for one that
+    its guest has powered off.
+    """
+    allocation = rows.get(conn, Allocation, task.allocation_id or "", lock=True)
+    if allocation.state != AllocationState.ACTIVE:
+        return
+    given = task.parameters
+    stopped, boot_id = allocation.stopped, allocation.started_boot_id
+    if given["action"] == PowerAction.STOP:
+        if untouched or machine == _RUNS:
+            stopped = given.get("was_stopped", False)
+    elif not untouched:
+        boot_id = given["boot_id"] if machine == _RUNS else ""
+    values = {"stopped": stopped, "started_boot_id": boot_id}
+    _set(conn, allocation, power_action="", error=dict(error), **values)
 
 
 def replaced(conn: sa.Connection, task: Task) -> bool:
@@ -91,20 +129,30 @@ def powered_off(
 ) -> list[str]:
     """Record slices whose guests have powered themselves off; returns their allocations.
 
-    They stay stopped until their projects start them, also over a restart of the host. A slice
-    whose start waits or has failed is left alone: a run has shut it down. boot_id: leave slices
-    alone that were not started under this boot, "" for any.
+    They stay stopped until their projects start them, also over a restart of the host. A slice that
+    is owed a start is left alone: a run has shut it down. boot_id: leave slices alone that were not
+    started under this boot, "" for any whose last action did not fail.
     """
     stopped = []
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
-        other_boot = boot_id not in ("", allocation.started_boot_id)
-        owed = bool(allocation.power_action or allocation.error) or other_boot
+        owed = allocation.started_boot_id != boot_id if boot_id else bool(allocation.error)
+        owed = owed or bool(allocation.power_action)
         if allocation.state == AllocationState.ACTIVE and not allocation.stopped and not owed:
             _set(conn, allocation, stopped=True)
             journal.audit(conn, act, "allocation.powered_off", "allocation", id)
             stopped.append(id)
     return stopped
+
+
+def seen_running(conn: sa.Connection, ids: Collection[str], act: Act) -> None:
+    """Record slices whose stop has failed, and whose machines were seen running since."""
+    for id in sorted(ids):
+        allocation = rows.get(conn, Allocation, id, lock=True)
+        stopped = allocation.stopped and not allocation.power_action
+        if allocation.state == AllocationState.ACTIVE and stopped:
+            _set(conn, allocation, stopped=False)
+            journal.audit(conn, act, "allocation.running", "allocation", id)
 
 
 def start_after_boot(
@@ -182,7 +230,9 @@ def _queue(
     stopped = action == PowerAction.STOP
     _set(conn, allocation, power_action=action.value, stopped=stopped, error={})
     held = claims.of_allocation(conn, allocation.id)
-    wanted = {"action": action.value, "boot_id": node.boot_id}
+    wanted: dict[str, Any] = {"action": action.value, "boot_id": node.boot_id}
+    if stopped:
+        wanted["was_stopped"] = allocation.stopped
     queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **wanted), act)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
-from reconciler.db.schema import Allocation, Project, allocations, projects
+from reconciler.db.schema import Allocation, Project, allocations, projects, tasks
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import AllocationState
+from reconciler.model.states import AllocationState, TaskKind
+from reconciler.records.queue import OPEN
 
 HOUR_S = 3_600
 # Limits of what a project holds at a time, and limits of what it does in an hour.
@@ -58,7 +59,18 @@ def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
 
 def used(conn: sa.Connection, project_id: str) -> dict[str, int]:
     """Present use of each limit."""
-    return _count(_rows(conn, project_id), clock.read(conn))
+    return _count(conn, _rows(conn, project_id), clock.read(conn))
+
+
+def admit_action(conn: sa.Connection, project_id: str) -> None:
+    """Problem `quota_exceeded` when a power action would pass the limit of open requests, because
+    each keeps a worker until its guest answers. The caller has locked the project.
+    """
+    name = "open_requests"
+    allowed = limits(conn, rows.get(conn, Project, project_id)).get(name)
+    use = used(conn, project_id)[name]
+    if allowed is not None and use + 1 > allowed:
+        raise exceeded(name, use, 1, allowed, 0)
 
 
 def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
@@ -75,7 +87,7 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
         return
     project = rows.get(conn, Project, project_id, lock=True)
     records, now = _rows(conn, project_id), clock.read(conn)
-    use = _count(records, now)
+    use = _count(conn, records, now)
     for name, allowed in sorted(limits(conn, project).items()):
         if name not in use:  # A limit of jobs.
             continue
@@ -106,7 +118,7 @@ def _rows(conn: sa.Connection, project_id: str) -> list[Allocation]:
     return rows.every(conn, query.order_by(allocations.c.created_at), Allocation)
 
 
-def _count(records: list[Allocation], now: float) -> dict[str, int]:
+def _count(conn: sa.Connection, records: list[Allocation], now: float) -> dict[str, int]:
     # A release that waits for an operator is no use of its tenant.
     holding = [
         row
@@ -116,9 +128,23 @@ def _count(records: list[Allocation], now: float) -> dict[str, int]:
     return {
         "gpus": sum(row.gpu_count for row in holding),
         "machines": len(holding),
-        "open_requests": sum(row.state in _OPEN for row in records),
+        "open_requests": sum(row.state in _OPEN for row in records) + _actions(conn, records),
         **{name: len(_in_hour(records, name, now)) for name in HOURLY},
     }
+
+
+def _actions(conn: sa.Connection, records: list[Allocation]) -> int:
+    """Power actions under way that people have asked for; a host's boot asks for starts too."""
+    ids = [row.id for row in records if row.power_action]
+    if not ids:
+        return 0
+    query = sa.select(sa.func.count()).where(
+        tasks.c.allocation_id.in_(ids),
+        tasks.c.kind == TaskKind.SLICE_VM_POWER,
+        tasks.c.state.in_(OPEN),
+        ~tasks.c.requested_by.startswith("task:"),
+    )
+    return int(conn.execute(query).scalar_one())
 
 
 def _in_hour(records: list[Allocation], name: str, now: float) -> list[Allocation]:
@@ -155,6 +181,8 @@ def exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Prob
         found=str(use) if rate else f"{use}, and {asked} more asked for",
         remedy=f"ask again after {wait_s} s"
         if wait_s
+        else "wait until those have ended, or ask the operators for more"
+        if name == "open_requests"
         else "release what is not needed, or ask the operators for more",
         detail=detail,
     )

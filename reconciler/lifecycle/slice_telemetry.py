@@ -136,9 +136,14 @@ def current(conn: sa.Connection) -> Iterator[tuple[Allocation, TelemetrySample]]
         yield allocation, newest[allocation.id]
 
 
-def record_refused(conn: sa.Connection, node_id: str, refused: Mapping[str, Any]) -> None:
+def record_refused(
+    conn: sa.Connection, node_id: str, refused: Mapping[str, Any], *, since: float | None = None
+) -> None:
     """Add a host's counters to its active allocations; those of others are ignored. A counter
     begins again with each load of a guard.
+
+    since: when the host began to read them; allocations with a sample since then are left alone,
+    because an older number, which is smaller, would count as one that began again.
     """
     counted = {row["allocation_id"]: row["refused"] for row in refused.get("found", ())}
     query = sa.select(allocations).where(
@@ -146,6 +151,11 @@ def record_refused(conn: sa.Connection, node_id: str, refused: Mapping[str, Any]
         allocations.c.node_id == node_id,
         allocations.c.state == AllocationState.ACTIVE,
     )
+    if since is not None:
+        newer = sa.exists().where(
+            telemetry_samples.c.allocation_id == allocations.c.id, telemetry_samples.c.at > since
+        )
+        query = query.where(~newer)
     for allocation in rows.every(conn, query, Allocation):
         readings = {
             kind: min(packets, MOST_REFUSED)

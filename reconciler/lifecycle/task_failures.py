@@ -13,8 +13,8 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from reconciler.db import locks, rows
-from reconciler.db.schema import Node, Task
+from reconciler.db import locks
+from reconciler.db.schema import Task
 from reconciler.lifecycle import (
     app_operations,
     baremetal,
@@ -29,9 +29,6 @@ from reconciler.model.proof import NOTHING_DONE, nothing_written
 from reconciler.model.states import TaskKind
 from reconciler.records import claims, queue
 from reconciler.records.leasing import DUE
-
-# Error code of a host that was restarted since its gate was proven.
-BOOT_CHANGED = "boot_changed"
 
 
 @dataclass(frozen=True)
@@ -144,14 +141,16 @@ def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
 def _power_failed(conn: Connection, task: Task, failure: Failure) -> None:
     _close_gate_after_reboot(conn, task, failure)
     if not power.replaced(conn, task):
-        power.failed(conn, task.allocation_id or "", failure.error)
+        domain = failure.evidence.get("domain") if failure.known else None
+        state = domain.get("state", "") if isinstance(domain, dict) else ""
+        power.failed(conn, task, failure.error, machine=state, untouched=failure.untouched)
 
 
 def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """Prove the host again, which also starts the slices that the run has stopped."""
     if task.kind == TaskKind.NODE_FIRMWARE and not task.parameters.get("apply"):
         return
-    restarted = failure.error["code"] == BOOT_CHANGED
+    restarted = failure.error["code"] == host.BOOT_CHANGED
     prove = maintenance.restarted if restarted else maintenance.bring_back
     prove(conn, task, act_of(task).because(failure.error["code"]))
 
@@ -212,11 +211,9 @@ def _ingress_failed(conn: Connection, task: Task, failure: Failure) -> None:
 
 def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> None:
     """Close the node's gate when the host reports a restart, and have the host proven again."""
-    if failure.error["code"] == BOOT_CHANGED:
+    if failure.error["code"] == host.BOOT_CHANGED:
         act = act_of(task).because(failure.error["found"])
-        if host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"]):
-            node = rows.get(conn, Node, task.node_id)
-            host.reverify(conn, node, act, after_s=host.BOOTING_S)
+        host.restarted_before_start(conn, task.node_id, act, since=task.parameters["boot_id"])
 
 
 # Effects by kind. Other kinds change no records; their failure is stored in the task.

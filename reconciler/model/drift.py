@@ -178,6 +178,17 @@ def powered_off(holdings: Mapping[str, Any], records: Records) -> list[str]:
     ]
 
 
+def running_unasked(holdings: Mapping[str, Any], records: Records) -> list[str]:
+    """Allocations whose machines run, although their projects have stopped them."""
+    rows = _rows(holdings, "domains") if holdings["domains"]["known"] else []
+    on = {row["allocation_id"] for row in rows if row["active"]}
+    return [
+        allocation.id
+        for allocation in records.allocations
+        if allocation.id in on and allocation.active and allocation.settled and allocation.stopped
+    ]
+
+
 def _losses(holdings: Mapping[str, Any], records: Records) -> Iterator[Difference]:
     for allocation in records.allocations:
         if allocation.active and allocation.settled:

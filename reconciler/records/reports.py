@@ -35,6 +35,17 @@ def latest_parity(conn: sa.Connection, node_id: str, intent: str = "slice") -> P
     return rows.first(conn, query.order_by(parities.c.id.desc()), Parity)
 
 
+def passed(conn: sa.Connection, node_id: str, boot_id: str) -> bool:
+    """Whether a slice host has ever passed parity under this boot."""
+    query = sa.select(parities.c.id).where(
+        parities.c.node_id == node_id,
+        parities.c.intent == "slice",
+        parities.c.boot_id == boot_id,
+        parities.c.failures == 0,
+    )
+    return rows.first(conn, query) is not None
+
+
 def record_absence(
     conn: sa.Connection,
     allocation_id: str,

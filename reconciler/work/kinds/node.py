@@ -40,18 +40,18 @@ def bootstrap_variables(work: Work) -> dict[str, Any]:
 
 def for_slices(work: Work) -> None:
     """Problem `canceled`, which starts no run, if the node is to be no slice host any more."""
-    _require_purpose(work, "slice")
+    mode = NodeMode(work.node.mode)
+    if mode.purpose != "slice":
+        raise canceled("a slice host, or a node on its way to one", f"mode {mode}")
 
 
 def for_baremetal(work: Work) -> None:
-    """Problem `canceled`, which starts no run, if the node is to stay a slice host."""
-    _require_purpose(work, "baremetal")
-
-
-def _require_purpose(work: Work, purpose: str) -> None:
+    """Problem `canceled`, which starts no run, if the node is to stay a slice host, or is bare
+    metal already: a tenant may have it by now.
+    """
     mode = NodeMode(work.node.mode)
-    if mode.purpose != purpose:
-        raise canceled(f"a node for {purpose}, or on its way to it", f"mode {mode}")
+    if mode != NodeMode.CONVERTING_TO_BAREMETAL:
+        raise canceled("a node on its way to bare metal", f"mode {mode}")
 
 
 def bootstrap_start(work: Work) -> None:

@@ -19,7 +19,8 @@ from reconciler.lifecycle import (
     slice_telemetry,
     slices,
 )
-from reconciler.lifecycle.task_failures import BOOT_CHANGED, unfenced_slots
+from reconciler.lifecycle.host import BOOT_CHANGED
+from reconciler.lifecycle.task_failures import unfenced_slots
 from reconciler.model import fabric, hardware
 from reconciler.model.errors import Problem
 from reconciler.model.fabric import Isolation
@@ -333,7 +334,8 @@ def drift_variables(work: Work) -> dict[str, Any]:
 def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     # Use the start of the task, because it is earlier than the inspection of the host.
     since = work.task.started_at or 0.0
-    slice_telemetry.record_refused(work.conn, work.task.node_id, evidence.get("refused", {}))
+    refused = evidence.get("refused", {})
+    slice_telemetry.record_refused(work.conn, work.task.node_id, refused, since=since)
     return drift.reconcile(
         work.conn, work.task.node_id, evidence, work.act.because("compared"), since=since
     )

@@ -17,7 +17,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import nodes, slots
 from reconciler.lifecycle import apps, host, ingress, power, slices
 from reconciler.model.bundle import Bundle
-from reconciler.model.states import TaskState
+from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import queue
 from tests.unit.reconciler.api.stack import ACT, IMAGE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_ingress import body as ingress_body
@@ -116,7 +116,8 @@ def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
     member.ask("GET", f"{PATH}/{second}/telemetry")
     member.ask("POST", f"{PATH}/{second}/power", json={"action": "reset"})
     with transaction(selling.engine) as conn:
-        power.failed(conn, second, ERROR)
+        (task,) = queue.every(conn, allocation_id=second, kind=TaskKind.SLICE_VM_POWER)
+        power.failed(conn, task, ERROR)
     assert member.look(second)["error_code"] == ERROR["code"]
     deploy(selling, member, second)
     forward(selling, member, second)

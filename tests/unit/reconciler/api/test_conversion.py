@@ -11,7 +11,7 @@ from reconciler.lifecycle import host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, SlotState, TaskKind
+from reconciler.model.states import NodeMode, SlotState, TaskKind, TaskState
 from reconciler.records import claims, nodes, queue
 from reconciler.records import slots as slot_records
 from reconciler.runs import contract
@@ -71,6 +71,23 @@ def test_asking_again_goes_on_with_the_conversion(selling: Stack) -> None:
     first = admin.post(PATH, json={"to": "baremetal"}).json()
     assert admin.post(PATH, json={"to": "baremetal"}).json()["id"] == first["id"]
     assert mode(selling) == "converting_to_baremetal"
+
+
+def test_a_conversion_asked_for_twice_leaves_the_next_tenant_alone(selling: Stack) -> None:
+    """The second request met the running task, and its own waited until the machine was sold."""
+    admin = selling.client("admin")
+    first = admin.post(PATH, json={"to": "baremetal", "allow_reboot": True}).json()
+    task = selling.lease()
+    second = admin.post(PATH, json={"to": "baremetal", "allow_reboot": True}).json()
+    assert task.id == first["id"] != second["id"]
+    with transaction(selling.engine) as conn:
+        work = open_work(conn, selling.settings, task)
+        HANDLERS[task.kind].succeed(work, {"identity": discovery()["identity"]})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
+        again = open_work(conn, selling.settings, queue.get(conn, second["id"]))
+        with pytest.raises(Problem) as caught:
+            HANDLERS[task.kind].start(again)
+        assert caught.value.code == "canceled"
 
 
 @pytest.mark.parametrize(("to", "back"), [("baremetal", "slice"), ("slice", "baremetal")])

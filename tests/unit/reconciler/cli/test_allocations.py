@@ -12,7 +12,7 @@ import pytest
 
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import power, slices
-from reconciler.model.states import TaskState
+from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import queue
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -95,7 +95,8 @@ def test_power(
 
     def fail(_seconds: float) -> None:
         with transaction(selling.engine) as conn:
-            power.failed(conn, key, {"code": "domain_not_stopped"})
+            (task,) = queue.every(conn, allocation_id=key, kind=TaskKind.SLICE_VM_POWER)
+            power.failed(conn, task, {"code": "domain_not_stopped"})
 
     monkeypatch.setattr("time.sleep", fail)
     gpuaas("stop", *words)

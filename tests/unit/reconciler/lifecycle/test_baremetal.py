@@ -11,14 +11,14 @@ from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, Task
-from reconciler.lifecycle import baremetal, host, launch, recovery
+from reconciler.lifecycle import baremetal, host, launch, maintenance, recovery
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import explain_machines
 from reconciler.model.scheduler.place import choose_machine
 from reconciler.model.scheduler.snapshot import NodeView, Want
 from reconciler.model.states import HealthState, NodeMode, TaskKind, TaskState
-from reconciler.records import allocations, claims, nodes, queue, reports
+from reconciler.records import allocations, claims, leasing, nodes, queue, reports
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import baremetal as kinds_baremetal
@@ -114,6 +114,20 @@ def test_a_machine_that_is_not_fit_is_not_given_away(
     with transaction(machines.engine) as conn:
         conn.execute(sa.update(tables.nodes).values(**wrong))
         assert machines.reasons(conn) == {"m1": reason}
+
+
+def test_a_machine_that_an_operator_restarts_is_not_given_away(machines: Machines) -> None:
+    """The launch would wait for the restart, and fail for the boot that it was placed under."""
+    with transaction(machines.engine) as conn:
+        maintenance.request_reboot(conn, "m1", machines.act, allocations=[])
+        assert machines.reasons(conn) == {"m1": "node_restarting"}
+        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.NODE_REBOOT])
+        assert machines.reasons(conn) == {"m1": "node_restarting"}
+        maintenance.restarted(conn, task, machines.act)
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, machines.act)
+        assert machines.reasons(conn) == {"m1": "discovery_stale"}
+        machines.discover(conn, "m1", 1)
+        assert machines.reasons(conn) == {"m1": ""}
 
 
 def test_a_machine_that_nobody_has_seen_is_not_given_away(site: Site) -> None:

@@ -27,9 +27,9 @@ from reconciler.lifecycle import (
 )
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
-from reconciler.model.drift import MOST
+from reconciler.model.drift import MOST, STEP
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.model.states import NodeMode, NodeState, PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue
 from reconciler.records import slots as slot_records
 from tests.unit.reconciler import relay
@@ -396,8 +396,10 @@ def test_a_node_that_is_no_slice_host_any_more_is_not_judged(compare: Compared) 
         host.convert(conn, "n1", NodeMode.BAREMETAL, ADMIN)
     assert compare(stranger(compare))["skipped"] == ["n1"]
     with transaction(compare.engine) as conn:
-        drift.forget(conn, "n1", ADMIN)
-        assert nodes.get(conn, "n1").health_state == "unknown"
+        for step in (STEP, host.BOOT):
+            nodes.note_fault(conn, "n1", step, ("a", "b"), ADMIN, well="")
+            drift.forget(conn, "n1", ADMIN)
+            assert nodes.get(conn, "n1").health_state == "unknown"
 
 
 @pytest.mark.covers("I14", "I16")
@@ -459,6 +461,76 @@ def test_a_host_that_lost_power_is_proven_until_its_slices_start(
         assert queued(conn) == [TaskKind.SLICE_VM_POWER]
 
 
+def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, active: str) -> None:
+    """Its run was lost, so only a comparison can tell."""
+    error = {"code": "run_lost", "expected": "a", "found": "b", "remedy": "c"}
+    holdings = nothing()
+    tenant(holdings, active, compare.bundles())
+    with transaction(compare.engine) as conn:
+        power.request(conn, active, PowerAction.STOP, ADMIN)
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert allocations.get(conn, active).stopped, "its stop waits"
+        task = compare.site.finish(conn, TaskKind.SLICE_VM_POWER, TaskState.LOST)
+        task_failures.record(conn, task, task_failures.Failure("s", error, {}, known=False))
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        row = allocations.get(conn, active)
+        assert (row.stopped, row.error) == (False, error)
+        (audited,) = journal.audit_rows(conn, action="allocation.running")
+        assert audited.subject_id == active
+
+
+@pytest.mark.covers("I16")
+def test_a_host_without_slices_is_proven_until_it_passes_after_a_boot(compare: Compared) -> None:
+    """Its services may still have been starting. Later failures are an operator's to look at."""
+    compare(nothing(), boot_id="another")
+    for failures, again in ((2, PROOF), (0, []), (1, [])):
+        with transaction(compare.engine) as conn:
+            conn.execute(sa.delete(tables.tasks))
+            document, report = compare.site.document(0), compare.site.parity(0, failures)
+            document["identity"] = report["identity"] = compare.identity("another")
+            host.record_discovery(conn, "n1", document, ADMIN)
+            host.record_parity(conn, "n1", report, ADMIN)
+        compare(nothing(), boot_id="another")
+        with transaction(compare.engine) as conn:
+            assert sorted(task.kind for task in queue.open_of_node(conn, "n1")) == again
+
+
+def test_a_host_of_another_boot_at_each_start_is_asked_later_each_time(
+    compare: Compared, active: str
+) -> None:
+    sold, boot_id = compare.site, compare.identity()["boot_id"]
+    error = {"code": host.BOOT_CHANGED, "expected": "a", "found": "b", "remedy": "c"}
+    pauses = []
+    with transaction(compare.engine) as conn:
+        for _ in range(9):
+            power.start_after_boot(conn, "n1", ADMIN)
+            task = sold.finish(conn, TaskKind.SLICE_VM_POWER)
+            task_failures.record(conn, task, task_failures.Failure("s", error, {}, known=True))
+            conn.execute(
+                sa.update(tables.tasks).where(tables.tasks.c.id == task.id).values(error=error)
+            )
+            proof = queue.open_of_node(conn, "n1")
+            pauses.append(round((proof[0].not_before or 0) - clock.read(conn)))
+            conn.execute(
+                sa.delete(tables.tasks).where(tables.tasks.c.id.in_([t.id for t in proof]))
+            )
+            host.record_discovery(conn, "n1", sold.document(0), ADMIN)
+            host.record_parity(conn, "n1", sold.parity(0), ADMIN)
+    assert pauses[:3] == [60, 120, 240]
+    assert pauses[-2:] == [3600, 3600]
+    holdings = nothing()
+    tenant(holdings, active, compare.bundles())
+    compare(holdings, boot_id=boot_id)
+    with transaction(compare.engine) as conn:
+        assert nodes.get(conn, "n1").health_detail["code"] == "boot_unstable"
+        conn.execute(sa.update(tables.tasks).values(finished_at=1.0))
+    compare(holdings, boot_id=boot_id)
+    with transaction(compare.engine) as conn:
+        assert nodes.get(conn, "n1").health_detail == {}
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_a_host_comes_back_from_maintenance_whose_proof_was_lost(
     compare: Compared, used: bool
@@ -488,9 +560,8 @@ def test_a_host_comes_back_from_maintenance_whose_proof_was_lost(
         assert power.start_after_boot(conn, "n1", ADMIN) == keys
         assert maintenance.finish(conn, "n1", ADMIN)
         assert nodes.get(conn, "n1").state == NodeState.READY
-        for key in keys:
-            sold.finish(conn, TaskKind.SLICE_VM_POWER)
-            power.failed(conn, key, error)
+        for _ in keys:
+            power.failed(conn, sold.finish(conn, TaskKind.SLICE_VM_POWER), error)
     compare(holdings)
     with transaction(compare.engine) as conn:
         assert not queue.open_of_node(conn, "n1"), "a start that failed is its project's to ask for"

@@ -213,6 +213,51 @@ def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site,
         assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
 
 
+@pytest.mark.parametrize(
+    ("action", "machine", "stopped", "owed"),
+    [
+        (PowerAction.STOP, "running", False, False),
+        (PowerAction.STOP, "", True, False),
+        (PowerAction.STOP, "shut off", True, False),
+        (PowerAction.RESTART, "running", False, False),
+        (PowerAction.RESTART, "shut off", False, True),
+        (PowerAction.RESTART, "", False, True),
+    ],
+)
+def test_a_failed_action_leaves_the_record_as_the_machine_is(
+    sold: Site, key: str, action: PowerAction, machine: str, stopped: bool, owed: bool
+) -> None:
+    """A guest whose stop failed runs on, and starts again with its host; until it is seen running,
+    it is one that its project wants off. One that a failed restart has shut down is owed a start;
+    one that runs without SSH may power itself off later.
+    """
+    with transaction(sold.engine) as conn:
+        boot_id = nodes.get(conn, "n1").boot_id
+        power.request(conn, key, action, ADMIN)
+        task = sold.finish(conn, POWER, TaskState.FAILED)
+        error = {"code": "readiness_failed", "expected": "a", "found": "b", "remedy": "c"}
+        evidence = {"shutdown": "", "domain": {"state": machine} if machine else {}}
+        task_failures.record(conn, task, task_failures.Failure("s", error, evidence, known=True))
+        row = allocations.get(conn, key)
+        assert (row.stopped, row.power_action, row.error) == (stopped, "", error)
+        off = power.powered_off(conn, [key], ADMIN, boot_id=boot_id)
+        assert off == ([] if stopped or owed else [key])
+        assert power.start_after_boot(conn, "n1", ADMIN) == ([key] if owed else [])
+
+
+def test_a_stop_that_was_asked_for_again_in_vain_leaves_the_slice_stopped(
+    sold: Site, key: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.STOP, ADMIN)
+        sold.finish(conn, POWER)
+        power.succeeded(conn, key, boot_id="")
+        power.request(conn, key, PowerAction.STOP, ADMIN)
+        (task,) = queue.open_of_allocation(conn, key)
+        task_failures.cancel(conn, task.id, ADMIN)
+        assert allocations.get(conn, key).stopped
+
+
 def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.RESTART, ADMIN)

@@ -9,9 +9,11 @@ from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import launch as launching
-from reconciler.lifecycle import quota
+from reconciler.lifecycle import power, quota
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.records import projects
+from reconciler.model.states import PowerAction, Role, TaskKind, TaskState
+from reconciler.records import allocations, nodes, projects
 from tests.unit.reconciler.conftest import ADMIN, Site
 
 
@@ -51,8 +53,8 @@ def test_use_ends_with_the_allocation(sold: Site) -> None:
         assert refused(conn, sold).detail["limit"] == "gpus"
         launching.release(conn, key, ADMIN)
         assert refused(conn, sold).detail["used"] == 1, "its disk is still being wiped"
-        allocations = sa.update(tables.allocations).where(tables.allocations.c.id == key)
-        conn.execute(allocations.values(error={"code": "identity_mismatch"}))
+        stranded = sa.update(tables.allocations).where(tables.allocations.c.id == key)
+        conn.execute(stranded.values(error={"code": "identity_mismatch"}))
         sold.allocate(conn)  # a clean-up that waits for an operator is no use of the tenant
 
 
@@ -63,6 +65,34 @@ def test_requests_that_wait_are_limited(sold: Site) -> None:
         assert refused(conn, sold).detail == {"limit": "open_requests", "used": 1, "allowed": 1}
         launching.release(conn, key, ADMIN)
         sold.allocate(conn)
+
+
+def test_power_actions_count_as_open_requests(sold: Site) -> None:
+    """Each keeps a worker until its guest answers. An operator is not held up, and starts after a
+    host's boot, which the project did not ask for, do not count.
+    """
+    member = Act("member:mia#1", role=Role.PROJECT_MEMBER)
+    with transaction(sold.engine) as conn:
+        first, second = sold.active(conn), sold.active(conn)
+        limit(conn, sold, open_requests=1)
+        booted = sa.update(tables.allocations).where(tables.allocations.c.id == first)
+        conn.execute(booted.values(started_boot_id="an earlier boot"))
+        conn.execute(
+            sa.update(tables.allocations)
+            .where(tables.allocations.c.id == second)
+            .values(started_boot_id=nodes.get(conn, "n1").boot_id)
+        )
+        assert power.start_after_boot(conn, "n1", Act("task:1")) == [first]
+        assert power.request(conn, second, PowerAction.RESTART, member).power_action == "restart"
+        power.request(conn, second, PowerAction.RESTART, member)
+        start = sold.finish(conn, TaskKind.SLICE_VM_POWER, TaskState.CANCELED)
+        power.failed(conn, start, {"code": "canceled"})
+        with pytest.raises(Problem) as caught:
+            power.request(conn, first, PowerAction.STOP, member)
+        assert (caught.value.code, caught.value.status) == ("quota_exceeded", 409)
+        assert caught.value.detail == {"limit": "open_requests", "used": 1, "allowed": 1}
+        assert not allocations.get(conn, first).stopped, "a refusal changes nothing"
+        power.request(conn, first, PowerAction.STOP, ADMIN)
 
 
 def test_the_rate_of_launches_counts_all_of_the_last_hour(sold: Site) -> None:

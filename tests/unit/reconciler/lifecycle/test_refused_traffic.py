@@ -15,8 +15,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 )
 
 from reconciler.api import metrics
+from reconciler.db import clock
 from reconciler.db.engine import reading, transaction
 from reconciler.lifecycle import slice_telemetry
+from reconciler.model.slice_telemetry import Snapshot
 from reconciler.records import allocations
 from tests.unit.reconciler.conftest import Site
 
@@ -64,6 +66,20 @@ def test_a_counter_that_begins_again_is_added(sold: Site, active: str) -> None:
         assert slice_telemetry.refused_by_kind(conn)["arp"] == 6
     assert 'gpuaas_refused_packets{kind="arp"} 6.0' in text
     assert text.count("gpuaas_refused_packets{") == len(slice_telemetry.REFUSED)
+
+
+def test_a_reading_from_before_the_newest_sample_is_left_out(sold: Site, active: str) -> None:
+    """A comparison takes its time, and telemetry has counted on meanwhile."""
+    host = {"state": "running", "refused_packets": {"arp": 9}}
+    document = {"version": 1, "slices": [{"allocation_id": active, "host": host}]}
+    snapshot = Snapshot.read(json.dumps(document).encode())
+    assert isinstance(snapshot, Snapshot)
+    earlier = {"found": [{"allocation_id": active, "refused": {"arp": 5}}]}
+    with transaction(sold.engine) as conn:
+        since = clock.read(conn) - 60
+        slice_telemetry.record(conn, "n1", snapshot)
+        slice_telemetry.record_refused(conn, "n1", earlier, since=since)
+        assert allocations.get(conn, active).refused_packets == {"arp": 9}
 
 
 def test_a_hostile_host_changes_nothing_but_its_own_numbers(sold: Site, active: str) -> None:
