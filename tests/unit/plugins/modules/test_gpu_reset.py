@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ pytestmark = pytest.mark.covers("I18")
 GPU, OTHER = "0000:43:00.0", "0000:44:00.0"
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 BAR = 0xFE800000
+# Registers of a GH100 chip that has booted and cleared its memory.
+CLEARED = {0x200BC: 0xFF, 0x100B20: 1}
+RECORDED = Path(__file__).parents[3] / "data" / "h200"
 SUBJECT = _change.Subject(module.observe, module.plan, module.apply, module.facts)
 
 
@@ -240,6 +244,7 @@ Break = Callable[[Host, Path], object]
         (lambda _h, f: (f / "config").write_bytes(b"\xff" * 64), "device_not_answering"),
         (lambda _h, f: (f / "resource").write_text("0x10 0x1f 0x40200"), "gpu_not_restored"),
         (lambda h, _f: h.device.registers.update({0: 0xFFFFFFFF}), "gpu_not_restored"),
+        (lambda h, _f: h.device.registers.update({0: 0xBADF1100}), "gpu_not_restored"),
         (lambda _h, f: (f / "aer_dev_fatal").write_text("DLP 1\nTOTAL_ERR_FATAL 1"), "gpu_errors"),
         (lambda _h, f: (f / "power_state").write_text("D3cold"), "device_not_answering"),
         (lambda _h, f: (f / "driver").unlink(), "not_bound"),
@@ -262,14 +267,25 @@ def test_another_chip_at_the_address_is_refused(host: Host) -> None:
     assert code(host.reset(slots=[later])) == "gpu_changed"
 
 
-def test_a_64_bit_address_is_read_whole(host: Host) -> None:
-    high = 0x38_0000_0000
-    resource = f"{high:#x} {high + 0xFFFF:#x} 0x140204\n0x0 0x0 0x0"
-    folder = host.add(GPU, resource=resource)
-    assert "BAR 0 at 0xfe800000" in str(host.reset().failure)
-    head = (folder / "config").read_bytes()[:16]
-    (folder / "config").write_bytes((head + struct.pack("<Q", high | 0xC)).ljust(64, b"\0"))
-    assert host.reset().failure is None
+def test_an_h200_is_judged_by_the_files_of_its_kernel(host: Host) -> None:
+    """Files of a real one. Its registers are those of NVIDIA's sources."""
+    recorded = json.loads((RECORDED / "pci.json").read_text())
+    folder = host.add(GPU, **recorded["files"])
+    config = bytearray.fromhex(recorded["config"])
+    (folder / "config").write_bytes(config)
+    host.device = Edu("10de:2335", {0: 0x180000A1, **CLEARED})
+    outcome = host.reset(methods=["flr"], scrub="nvidia")
+    assert outcome.failure is None
+    evidence = outcome.facts["proofs"]["slot-3"]["gpu"]
+    assert evidence["id"] == "10de:2335" and evidence["errors"] == {}
+    assert evidence["link"] == {"speed": "32.0 GT/s PCIe", "width": "16"}
+    assert evidence["scrub"]["memory_clear_finished"] is True
+    assert code(host.reset(methods=["bus"])) == "gpu_reset_unsupported"
+    # The upper half of a 64-bit base address.
+    config[0x1D] ^= 1
+    (folder / "config").write_bytes(config)
+    failure = host.reset(methods=["flr"]).failure
+    assert failure and failure.found == "BAR 2 at 0x110000000000, not 0x100000000000"
 
 
 def test_without_an_allocation_tenants_are_left_alone_and_faults_are_warnings(host: Host) -> None:
@@ -310,30 +326,22 @@ def test_an_edu_device_that_keeps_bytes_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("registers", "expected"),
+    ("id", "registers", "expected"),
     [
-        ({0x200BC: 0xFF, 0x100B20: 1}, ""),
-        ({0x200BC: 0xFF, 0x100B20: 0}, "gpu_scrub_failed"),
-        ({0x200BC: 0, 0x100B20: 1}, "gpu_scrub_failed"),
-        ({0x200BC: 0xFFFFFFFF, 0x100B20: 0xFFFFFFFF}, "gpu_scrub_failed"),
+        ("10de:2335", {0x100B20: 0}, "gpu_scrub_failed"),
+        ("10de:2335", {0x200BC: 0}, "gpu_scrub_failed"),
+        ("10de:2335", {0x200BC: 0xFFFFFFFF, 0x100B20: 0xFFFFFFFF}, "gpu_scrub_failed"),
+        ("10de:20b0", {}, "gpu_scrub_unsupported"),
     ],
 )
-def test_an_h200_says_when_its_memory_is_cleared(
-    monkeypatch: pytest.MonkeyPatch, registers: dict[int, int], expected: str
+def test_memory_that_no_chip_reports_as_cleared_is_refused(
+    monkeypatch: pytest.MonkeyPatch, id: str, registers: dict[int, int], expected: str
 ) -> None:
-    """Register values of the source of NVIDIA's tool; not run on hardware."""
     monkeypatch.setattr(_gpu_scrub, "WAIT_S", 0.0)
     scrub: Callable[[Any], dict[str, Any]] = _gpu_scrub.METHODS["nvidia"]
-    device = Edu("10de:2335", registers)
-    if not expected:
-        assert scrub(device)["memory_clear_finished"] is True
-        return
     with pytest.raises(Refusal) as refused:
-        scrub(device)
+        scrub(Edu(id, CLEARED | registers))
     assert refused.value.code == expected
-    with pytest.raises(Refusal) as unlike:
-        scrub(replace(device, id="10de:20b0"))
-    assert unlike.value.code == "gpu_scrub_unsupported"
 
 
 def test_a_bounded_call_gives_value_refusal_and_failure() -> None:

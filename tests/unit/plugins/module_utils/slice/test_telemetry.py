@@ -309,6 +309,18 @@ def test_the_guest_reads_its_gpus_and_says_what_the_host_accepts() -> None:
     assert said.keys() == {*_guest_values.GUEST, "cuda", "gpus"}
 
 
+def test_the_last_error_of_the_driver_is_that_of_the_kernels_log() -> None:
+    """Lines of a real H200, one a read: its programs left their memory."""
+    lines = (Path(__file__).parents[4] / "data/h200/kernel-log.txt").read_bytes().splitlines()
+    log, kernel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with log, kernel:
+        log.setblocking(False)
+        for line in lines:
+            kernel.send(line)
+        assert _guest_telemetry.last_xid(log.fileno(), 43) == 31
+        assert _guest_telemetry.last_xid(log.fileno(), 31) == 31
+
+
 def test_a_driver_that_hangs_in_the_kernel_takes_no_other_value_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_named_with_its_reason(machine: Any, script: Any)
 
 
 def test_cards_bmc_and_gpus_by_their_tools(host: Any, script: Any) -> None:
-    """Recorded answers in the tools' documented form; not run on hardware."""
+    """The GPU's answer is an H200's; the others have their tools' documented form."""
     host.pci("0000:1b:00.0", "15b3:a2dc", driver="mlx5_core", **{"class": "0x020700"})
     info = {
         "driver": "mlx5_core",
@@ -154,7 +154,8 @@ def test_cards_bmc_and_gpus_by_their_tools(host: Any, script: Any) -> None:
     script.on("ipmitool", "chassis", "bootparam", "get", "5", out=override)
     host.file("/proc/driver/nvidia/version")
     query = f"--query-gpu=pci.bus_id,{_firmware_inventory._GPU_FIELDS}"
-    row = "00000000:0F:00.0, GPU-1, 96.00.B7.00.01, G520.0280.00.01, 7.16, Enabled, Disabled\n"
+    uuid = "GPU-0171b530-e8be-a28a-0ca8-a1407a74e5e9"
+    row = f"00000000:00:06.0, {uuid}, 96.00.A5.00.1A, G520.0282.02.02, 7.16, Enabled, Disabled\n"
     script.on("nvidia-smi", query, "--format=csv,noheader", out=row)
     report = _firmware_inventory.take(H200)
     assert report["unreadable"] == {}
@@ -167,7 +168,7 @@ def test_cards_bmc_and_gpus_by_their_tools(host: Any, script: Any) -> None:
     assert sections["dpu"] == {"0000:1b:00.0 INTERNAL_CPU_MODEL": "EMBEDDED_CPU(1)"}
     assert sections["bmc"]["user 2"] == "root,true,true,true,ADMINISTRATOR"
     assert sections["bmc"]["boot override"] == "0000000000"
-    assert sections["gpu"]["00000000:0F:00.0 vbios_version"] == "96.00.B7.00.01"
+    assert sections["gpu"]["00000000:00:06.0 vbios_version"] == "96.00.A5.00.1A"
     assert sections["nvme"] == {"S6": "PM1743 OPPA4B5Q"}
 
 
