@@ -38,6 +38,9 @@ _OPEN_QUERIES = 8 * QUERIES * 11
 # The site's rule for destinations of guests.
 EGRESS = ("allowed_networks", "denied_networks")
 
+# Address of systemd-resolved, and its file with the name servers of the host's networks.
+_STUB, _UPLINKS = "127.0.0.53", "/run/systemd/resolve/resolv.conf"
+
 # dnsmasq answers a query for this name itself, so parity needs no upstream server for it.
 PROBE_NAME = "gpuaas-parity.invalid"
 
@@ -82,6 +85,7 @@ def dnsmasq(network: Network) -> str:
             "except-interface=lo",
             # The host has resolvers of its own.
             _binding(),
+            *_upstream(),
             "domain-needed",
             "bogus-priv",
             # A guest learns no names of neighbours or of the host's files, nor dnsmasq's version.
@@ -106,6 +110,16 @@ def dnsmasq(network: Network) -> str:
             "",
         ]
     )
+
+
+def _upstream() -> list[str]:
+    """dnsmasq's option for its name servers, if the host's own resolver is systemd-resolved.
+
+    That answers from /etc/hosts, and with all addresses of the host for the host's name, so a guest
+    is served by the servers behind it.
+    """
+    rows = [row.split() for row in (_host.read("/etc/resolv.conf") or "").splitlines()]
+    return [f"resolv-file={_UPLINKS}"] if ["nameserver", _STUB] in rows else []
 
 
 def _binding() -> str:

@@ -172,6 +172,21 @@ def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
     assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
 
 
+@pytest.mark.covers("P5")
+def test_names_of_the_hosts_file_are_not_served_through_its_resolver(systemd: Systemd) -> None:
+    """systemd-resolved, as Ubuntu has it, answers from /etc/hosts to whoever asks it."""
+    own = "resolv-file=/run/systemd/resolve/resolv.conf"
+    _host.write("/etc/resolv.conf", "#nameserver 127.0.0.53\nnameserver 192.0.2.53\n")
+    drive()
+    assert own not in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+    _host.write("/run/systemd/resolve/stub-resolv.conf", "# stub\nnameserver 127.0.0.53\n")
+    _host.path("/etc/resolv.conf").unlink()
+    _host.path("/etc/resolv.conf").symlink_to("../run/systemd/resolve/stub-resolv.conf")
+    assert "restart_dnsmasq" in drive().done
+    assert own in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+    assert not drive().changed
+
+
 def test_the_service_restarts_dnsmasq_after_itself_and_never_waits_for_it() -> None:
     unit = _ovs_nat.unit(PARAMS)
     assert unit.after == "/usr/bin/systemctl --no-block restart dnsmasq.service"
