@@ -309,7 +309,7 @@ def cache_image(node_id: Id, body: ImageCache, context: Admin) -> JSONResponse:
     def parameters(conn: Connection, _act: Act) -> Record:
         return {"image_id": images.get(conn, body.image_id).id}
 
-    return _queue(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters)
+    return _queue(context, node_id, TaskKind.NODE_IMAGE_CACHE, body, parameters, slice_host=True)
 
 
 @router.post("/reboot", status_code=202, response_model=Task)

@@ -216,7 +216,8 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
         for task in queued:
             if task.kind == TaskKind.SLICE_VM_POWER:
                 queue.cancel(conn, task.id, act.because("its allocation is released"))
-        advance_together(conn, id, "release", act, columns={"power_action": ""})
+        ended: dict[str, Any] = {"power_action": "", "error": {}}
+        advance_together(conn, id, "release", act, columns=ended)
         if allocation.capacity_shape == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:

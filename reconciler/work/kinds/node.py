@@ -218,5 +218,5 @@ HANDLERS: dict[str, Handler] = {
     TaskKind.NODE_PARITY: Handler(
         "parity", parity_variables, parity_succeeded, arrange=partitions.look
     ),
-    TaskKind.NODE_IMAGE_CACHE: Handler("cache_image", cache_image_variables),
+    TaskKind.NODE_IMAGE_CACHE: Handler("cache_image", cache_image_variables, start=for_slices),
 }

@@ -108,11 +108,15 @@ def test_a_conversion_that_cannot_end_is_turned_round(selling: Stack, to: str, b
         HANDLERS[task.kind].start(open_work(conn, selling.settings, task))
 
 
-def test_a_disk_is_not_taken_over_and_no_gpu_bound_on_a_machine_of_bare_metal(
-    selling: Stack,
-) -> None:
-    """They were asked for before the conversion, and their host did not answer since."""
-    kinds = (TaskKind.NODE_STORAGE_TRANSITION, TaskKind.NODE_BIND_TOPOLOGY)
+def test_a_machine_of_bare_metal_is_not_prepared_for_slices(selling: Stack) -> None:
+    """Disks, GPUs and image were asked for before the conversion, and the host did not answer
+    since. Its next tenant would find the image on its disk.
+    """
+    kinds = (
+        TaskKind.NODE_STORAGE_TRANSITION,
+        TaskKind.NODE_BIND_TOPOLOGY,
+        TaskKind.NODE_IMAGE_CACHE,
+    )
     with transaction(selling.engine) as conn:
         tasks = [queue.enqueue(conn, queue.Enqueue(kind, NODE), ACT) for kind in kinds]
         for task in tasks:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, power, slices, task_failures
+from reconciler.lifecycle import host, power, quota, slices, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import PowerAction, TaskKind, TaskState
@@ -271,6 +271,16 @@ def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> No
         power.succeeded(conn, key, boot_id="late")
         assert allocations.get(conn, key).started_boot_id != "late"
         assert len(leasing.lease(conn, "worker", kinds=[release])) == 1
+
+
+def test_a_release_forgets_a_failed_action(sold: Site, key: str) -> None:
+    """An error of a release means that it waits for an operator, and is no use of its project."""
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        task = sold.finish(conn, POWER, TaskState.FAILED)
+        power.failed(conn, task, {"code": "readiness_failed"})
+        assert launching.release(conn, key, ADMIN).error == {}
+        assert quota.used(conn, sold.project)["gpus"] == 1
 
 
 def test_a_run_that_is_not_wanted_any_more_does_not_begin(sold: Site, key: str) -> None:
