@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ _OPERATORS = ("/control/", "/health", "/leases", "/metrics", "/pools", "/status/
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
 _TIMEOUT_S = 60.0
 # About a minute, in which a service can restart.
-_RECONNECTS = 15
+_RECONNECTS, _REPEAT_S = 15, 60.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class Client:
         key: str | None = "",
         timeout_s: float = _TIMEOUT_S,
     ) -> Any:
-        """POST with an idempotency key: a new key, `key` to repeat a request, None for no key."""
+        """POST with an idempotency key: a new key, `key` to repeat a request, None for no key.
+
+        A request with a key that is cut off is repeated, because it may have been done.
+        """
         wait = {"timeout": httpx.Timeout(timeout_s).as_dict()}
         headers = {} if key is None else {"Idempotency-Key": key or str(uuid.uuid4())}
         return self._send("POST", path, json=body or {}, headers=headers, extensions=wait)
@@ -148,22 +152,37 @@ class Client:
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
-        try:
-            address = path if path.startswith(_OPERATORS) else API + path
-            response = self._http.request(method, address, params=params, **arguments)
-        except httpx.TransportError as lost:
-            raise self._unreachable(lost) from lost
+        address = path if path.startswith(_OPERATORS) else API + path
+        keyed = "Idempotency-Key" in arguments.get("headers", {})
+        cut_off, ends = 0, math.inf
+        while True:
+            try:
+                response = self._http.request(method, address, params=params, **arguments)
+            except httpx.TransportError as lost:
+                unsent = not cut_off and isinstance(lost, httpx.ConnectError | httpx.ConnectTimeout)
+                if unsent or not keyed or time.monotonic() > ends:
+                    unknown = not unsent and method != "GET"
+                    raise self._unreachable(lost, unknown=unknown) from lost
+            else:
+                # The first one may still be worked on.
+                under_way = cut_off and response.status_code == HTTPStatus.CONFLICT
+                if not (under_way and _refusal(response).code == "idempotency_in_flight"):
+                    break
+            cut_off += 1
+            ends = min(ends, time.monotonic() + _REPEAT_S)
+            time.sleep(min(0.5 * cut_off, 5))
         if response.is_error:
             raise _refusal(response)
         return response
 
-    def _unreachable(self, lost: httpx.TransportError) -> Problem:
+    def _unreachable(self, lost: httpx.TransportError, *, unknown: bool = False) -> Problem:
+        again = "look whether it was done before you repeat it; " if unknown else ""
         return Problem(
             "reconciler_unreachable",
             503,
             expected=f"the reconciler to answer on {self._http.base_url}",
             found=str(lost) or type(lost).__name__,
-            remedy="start it with `gpuaas serve`, or set GPUAAS_API",
+            remedy=f"{again}start it with `gpuaas serve`, or set GPUAAS_API",
         )
 
 

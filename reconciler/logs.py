@@ -19,8 +19,9 @@ _ids: ContextVar[dict[str, str]] = ContextVar("ids", default={})  # noqa: B039 -
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
 # The longest line. A path has up to 64 KiB, a host's answer more.
 _LONGEST = 16_000
-# Some log whole URLs, and the query of a download link is a key. Others log every step.
-_QUIET = ("httpx", "uvicorn.access", "alembic")
+# Some log whole URLs, and the query of a download link is a key. One logs the commands of tenants.
+# Others log every step.
+_QUIET = ("httpx", "asyncssh", "uvicorn.access", "alembic")
 
 
 @contextmanager

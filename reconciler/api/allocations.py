@@ -168,26 +168,26 @@ class Connection(Answer):
         document = allocation.connection
         if allocation.state != AllocationState.ACTIVE or not document:
             return None
-        address = cls.of_document(document)
-        whole = allocation.capacity_shape != CapacityShape.GPU_SLICE
-        # Of a machine that was launched before, no key is known.
-        if not settings.member_address or (whole and not document.get("host_keys")):
-            return address
-        # The gateway of today, which need not be that of the launch.
-        host, port = settings.gateway
-        keys = (f"{allocation.id} {key}\n" for key in document.get("host_keys", ()))
-        known = gateway_hosts(Trust(settings.state_dir / "trust"), host, port) + "".join(keys)
-        return address.model_copy(update={"host": host, "port": port, "known_hosts": known})
+        return cls.of_document(allocation.id, allocation.capacity_shape, document, settings)
 
     @classmethod
-    def of_document(cls, document: Record) -> Self:
-        """The address in the document that a run reported."""
-        return cls(
+    def of_document(cls, id: str, shape: str, document: Record, settings: Settings) -> Self:
+        """The address of an active allocation by the document that its run reported."""
+        address = cls(
             host=str(document.get("host", "")),
             port=int(document.get("port", 22)),
             username=str(document.get("username", "")),
             known_hosts="",
         )
+        whole = shape != CapacityShape.GPU_SLICE
+        # Of a machine that was launched before, no key is known.
+        if not settings.member_address or (whole and not document.get("host_keys")):
+            return address
+        # The gateway of today, which need not be that of the launch.
+        host, port = settings.gateway
+        keys = (f"{id} {key}\n" for key in document.get("host_keys", ()))
+        known = gateway_hosts(Trust(settings.state_dir / "trust"), host, port) + "".join(keys)
+        return address.model_copy(update={"host": host, "port": port, "known_hosts": known})
 
 
 class PowerRequest(Reasoned):

@@ -28,6 +28,7 @@ from reconciler.model.states import (
     OperationStatus,
     Role,
 )
+from reconciler.settings import Settings
 
 router = APIRouter(prefix="/projects/{project_id}/app-instances", tags=["apps"])
 
@@ -114,16 +115,18 @@ class AppMember(Answer):
     left_at: Moment | None
 
     @classmethod
-    def of_member(cls, row: Record, *, admin: bool) -> Self:
+    def of_member(cls, row: Record, settings: Settings, *, admin: bool) -> Self:
         """The answer for a row: with the tenant's address, and for an admin also the transport's.
 
         Of the controller's report only the named fields are shown.
         """
-        reachable = row["allocation_state"] == AllocationState.ACTIVE
-        address = (row["connection"] or {}) if reachable else {}
-        connection = Connection.of_document(address)
+        connection = None
+        if row["allocation_state"] == AllocationState.ACTIVE and row["connection"]:
+            names = (row["allocation_id"], row["capacity_shape"], row["connection"])
+            connection = Connection.of_document(*names, settings)
+        address = connection.host if connection else ""
         detail = AdapterDetail(
-            host=str(row["transport_address"] or "") if admin else connection.host,
+            host=str(row["transport_address"] or "") if admin else address,
             hostname=row["hostname"],
             bootstrap_ssh=_key_state(row),
             key_expires_at=row["key_expires_at"],
@@ -131,7 +134,7 @@ class AppMember(Answer):
             slurmctld_state=str(row["detail"].get("slurmctld_state", "")),
             slurmd_state=str(row["detail"].get("slurmd_state", "")),
         )
-        return cls.of(row, connection=connection if address else None, adapter_detail=detail)
+        return cls.of(row, connection=connection, adapter_detail=detail)
 
 
 class AppOperation(Answer):
@@ -208,7 +211,8 @@ def members(
         apps.get(conn, project_id, app_instance_id)
         return apps.members(conn, app_instance_id, page)
 
-    item = partial(AppMember.of_member, admin=context.caller.role == Role.PLATFORM_ADMIN)
+    admin = context.caller.role == Role.PLATFORM_ADMIN
+    item = partial(AppMember.of_member, settings=context.settings, admin=admin)
     return context.page(paging, apps.MEMBERS, rows, item)
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
-from reconciler.api.http import PageOf, Paging
+from reconciler.api.http import PageOf, Paging, idempotency_key
 from reconciler.api.models import (
     Answer,
     Body,
@@ -219,7 +219,8 @@ def show(project_id: Id, job_id: Id, context: Member) -> Job:
 def cancel(project_id: Id, job_id: Id, context: Member) -> JSONResponse:
     """Cancel a job that has not ended. Its result does not count, even if a worker runs it."""
     return context.write(
-        lambda conn, _act: JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context)
+        lambda conn, _act: JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context),
+        counted=bool(idempotency_key(context.request.headers)),
     )
 
 
@@ -270,7 +271,9 @@ def _announced(
         ids[:] = answer.ids if isinstance(answer, JobIds) else [answer.id]
         return answer
 
-    response = context.write(done, body=body, reason="requested by its project", status=201)
+    # The limits of jobs bound what is left.
+    reason = "requested by its project"
+    response = context.write(done, body=body, reason=reason, status=201, counted=False)
     streams = hints.of(context.settings.redis_url)
     if streams is not None and ids:
         streams.announce(ids)

@@ -58,6 +58,9 @@ _ACTOR: dict[str, str] = {
 # Sustained, and at once: more than a person or a script of a person makes, and less than what keeps
 # a process from others.
 PER_S, BURST = 100.0, 1000
+# Changes by a member, each of which leaves rows that are kept: in the audit log for ever, and under
+# its idempotency key for days.
+ACTS_PER_S, ACTS_BURST = 1.0, 300
 _LARGEST = 10_000
 
 
@@ -151,17 +154,22 @@ class Context:
         status: int = 200,
         key_required: bool = False,
         secrets: frozenset[str] = frozenset(),
+        counted: bool = True,
     ) -> JSONResponse:
         """Do the work in one transaction, as the caller's act with the reason in the body.
 
         With an idempotency key it is done at most once, and a repetition gets the first answer.
 
         reason: the reason where the body has none.
+        counted: whether it counts among the changes by a member, which have a rate of their own.
         secrets: fields of the answer that are shown once and never stored, because everybody who
         reads the database could read them in the table of remembered answers. A repetition is
         refused, as it cannot show them again.
         """
         body = body or Reasoned()
+        counted = counted and self.caller.role != Role.PLATFORM_ADMIN
+        if counted:
+            self.request.app.state.rates.require_act(self.caller.owner)
         act = Act(
             self.caller.actor,
             getattr(body, "reason", "") or reason,
@@ -183,6 +191,9 @@ class Context:
             scope = f"{self.request.method} {self.request.url.path} {self.caller.token_id}"
             call = idempotency.Call(scope, key, _document(body))
             answer = idempotency.once(self.engine, call, done)
+        # What is refused or repeated leaves nothing.
+        if counted and not answer.replayed:
+            self.request.app.state.rates.count_act(self.caller.owner)
         headers = etag(answer.body)
         if secrets:
             headers["Cache-Control"] = "no-store"
@@ -207,7 +218,9 @@ def _document(body: Body) -> Record:
 
 
 class Rates:
-    """The time until which the requests of each token are paid for, at PER_S of them a second."""
+    """The time until which the requests of each token are paid for, at PER_S of them a second, and
+    the changes by each member, at ACTS_PER_S.
+    """
 
     def __init__(self) -> None:
         self._paid: dict[str, float] = {}
@@ -217,9 +230,7 @@ class Rates:
 
         holders: so many share the token.
         """
-        now = time.monotonic()
-        paid = max(now, self._paid.get(token_id, 0.0)) + 1 / (PER_S * holders)
-        wait_s = paid - now - BURST / PER_S
+        paid, wait_s = self._next(token_id, PER_S * holders, BURST * holders)
         if wait_s > 0:
             raise Problem(
                 "rate_exceeded",
@@ -229,9 +240,37 @@ class Rates:
                 remedy="send fewer; a stream of events needs no repeated request",
                 detail={"retry_after_s": math.ceil(wait_s)},
             )
+        self._pay(token_id, paid)
+
+    def require_act(self, owner: str) -> None:
+        """Problem `rate_exceeded` for a member who has changed too much."""
+        _, wait_s = self._next(f"acts of {owner}", ACTS_PER_S, ACTS_BURST)
+        if wait_s > 0:
+            raise Problem(
+                "rate_exceeded",
+                429,
+                expected=f"at most {ACTS_BURST} changes at once, and {ACTS_PER_S:g} a second",
+                found="more",
+                remedy="change less often; each change is kept in the audit log",
+                detail={"retry_after_s": math.ceil(wait_s)},
+            )
+
+    def count_act(self, owner: str) -> None:
+        """Count a change by a member."""
+        name = f"acts of {owner}"
+        self._pay(name, self._next(name, ACTS_PER_S, ACTS_BURST)[0])
+
+    def _next(self, name: str, per_s: float, burst: int) -> tuple[float, float]:
+        """The time until which one more would be paid for, and how long it would have to wait."""
+        now = time.monotonic()
+        paid = max(now, self._paid.get(name, 0.0)) + 1 / per_s
+        return paid, paid - now - burst / per_s
+
+    def _pay(self, name: str, paid: float) -> None:
         if len(self._paid) >= _LARGEST:
+            now = time.monotonic()
             self._paid = {key: until for key, until in self._paid.items() if until > now}
-        self._paid[token_id] = paid
+        self._paid[name] = paid
 
 
 def caller(

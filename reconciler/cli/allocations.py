@@ -43,9 +43,10 @@ def launch(
         typer.Option(help="A VM with whole GPUs, or a whole machine."),
     ] = "gpu_slice",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of a slice.")] = 1,
-    username: str = "ubuntu",
-    hostname: str = "slice",
-    region: str = "",
+    sku: Annotated[str, typer.Option(help="Only this offer; `gpuaas catalog` lists them.")] = "",
+    username: Annotated[str, typer.Option(help="Your account in the machine.")] = "ubuntu",
+    hostname: Annotated[str, typer.Option(help="Name of the machine.")] = "slice",
+    region: Annotated[str, typer.Option(help="Use only nodes of this region.")] = "",
     pool: Annotated[str, typer.Option(help="Use only nodes of this pool.")] = "",
     user_data: Annotated[
         Path | None, typer.Option(help="File with your own cloud-config, for a slice.")
@@ -65,6 +66,7 @@ def launch(
         "hostname": hostname,
         "region": region,
         "pool": pool,
+        "sku": sku,
         "image_version": image_version,
         "ssh_keys": [public_key(file) for file in key],
     }
@@ -86,6 +88,26 @@ def launch(
     if wait:
         allocation = _wait_for(allocation, "active")
     output.record(allocation)
+
+
+@commands.command()
+def catalog() -> None:
+    """List what can be launched, with the sizes of each offer and its price."""
+    document = client().get("/catalog")
+    if output.in_json(document):
+        return
+    shown = []
+    for sku in document["skus"]:
+        price = sku["gpu_hour_price"]
+        words = f"{price} {document['currency']}" if price else ""
+        shown.append(sku | {"gpus": ", ".join(map(str, sku["gpu_counts"])), "gpu_hour": words})
+    columns = ("name", "title", "capacity_shape", "gpus", "vcpus_per_gpu", "memory_mib_per_gpu")
+    output.rows(shown, *columns, "gpu_hour")
+    regions = [
+        {"region": region["name"] or "none named", "now": region["reason"] or "available"}
+        for region in document["regions"]
+    ]
+    output.rows(regions, "region", "now")
 
 
 @commands.command()

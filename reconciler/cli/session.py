@@ -9,6 +9,7 @@ from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 from reconciler.model.errors import Problem
 
@@ -56,7 +57,18 @@ def _require_private(url: str) -> None:
     """Problem `api_without_tls` for an address to which a token would travel readable."""
     from reconciler.settings import is_exposed
 
-    if is_exposed(url):
+    try:
+        # The port is read when it is asked for.
+        exposed, _ = is_exposed(url), urlsplit(url).port
+    except ValueError:
+        raise Problem(
+            "api_address_invalid",
+            400,
+            expected="an address such as https://gpuaas.example",
+            found=url,
+            remedy="correct --api or GPUAAS_API",
+        ) from None
+    if exposed:
         raise Problem(
             "api_without_tls",
             400,

@@ -99,8 +99,23 @@ def replay(
     reason: Reason,
 ) -> None:
     """Write the recording of a terminal into a file, for admins only."""
-    document = client().post(f"/admin/ssh-sessions/{session}/replay", {"reason": reason})
-    with file.open("x", encoding="utf-8") as handle:
+    # Before the service is asked, which records that somebody has read it.
+    try:
+        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise Problem(
+            "file_invalid",
+            422,
+            expected="a new file, in a folder that exists",
+            found=f"{file}: {error.strerror}",
+            remedy="name another file",
+        ) from error
+    with os.fdopen(number, "w", encoding="utf-8") as handle:
+        try:
+            document = client().post(f"/admin/ssh-sessions/{session}/replay", {"reason": reason})
+        except BaseException:
+            file.unlink()
+            raise
         handle.write(document.pop("cast"))
     output.record(document)
 

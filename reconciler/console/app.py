@@ -164,13 +164,16 @@ async def _visit(api: FastAPI, request: Request) -> Visit | None:
 
 
 def _to_login(request: Request) -> Response:
-    if "HX-Request" in request.headers:
-        # A part of a page cannot be replaced by the login page.
-        return Response(status_code=204, headers={"HX-Redirect": _LOGIN})
+    """To the login page, and from there back to this page. A form that was sent is not kept."""
     target = _LOGIN
-    if request.method == "GET" and request.url.path.rstrip("/") != PREFIX:
+    if request.url.path.rstrip("/") != PREFIX:
         query = f"?{request.url.query}" if request.url.query else ""
         target += f"?next={quote(request.url.path + query, safe='/')}"
+        if request.method == "POST":
+            target += "&unsent=form"
+    if "HX-Request" in request.headers:
+        # A part of a page cannot be replaced by the login page.
+        return Response(status_code=204, headers={"HX-Redirect": target})
     return RedirectResponse(target, 303)
 
 

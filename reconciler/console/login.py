@@ -105,7 +105,7 @@ async def by_token(api: FastAPI, request: Request) -> Response:
             answer = RedirectResponse(after, 303)
             session.set_cookie(request, answer, secret)
             return answer
-    return _page(api, after, refused)
+    return _page(api, after, refused, unsent="unsent" in request.query_params)
 
 
 async def to_provider(api: FastAPI, request: Request) -> Response:
@@ -135,12 +135,12 @@ async def ask_again(api: FastAPI, request: Request) -> Response | None:
     except Problem:
         return None
     query = f"?{request.url.query}" if request.url.query else ""
-    after = request.url.path + query
-    return _ask(request, settings, endpoint, after if len(after) <= _LONGEST else START)
+    return _ask(request, settings, endpoint, request.url.path + query)
 
 
 def _ask(request: Request, settings: Settings, endpoint: str, after: str) -> Response:
-    login = f"{int(time.time())}.{secrets.token_urlsafe(32)}.{quote(after, safe='')}"
+    page = after if len(after) <= _LONGEST else START
+    login = f"{int(time.time())}.{secrets.token_urlsafe(32)}.{quote(page, safe='')}"
     challenge = _encoded(sha256(_derived(login, "verifier").encode()).digest())
     target = httpx.URL(endpoint).copy_merge_params(
         {
@@ -252,7 +252,7 @@ def _callback(request: Request) -> str:
 
 def _wish(request: Request) -> str:
     wish = request.query_params.get("next", "")
-    return wish if is_page(wish) and len(wish) <= _LONGEST else START
+    return wish if is_page(wish) else START
 
 
 def _settings(api: FastAPI) -> Settings:
@@ -262,12 +262,13 @@ def _settings(api: FastAPI) -> Settings:
     return settings
 
 
-def _page(api: FastAPI, after: str, refused: Problem | None) -> Response:
+def _page(api: FastAPI, after: str, refused: Problem | None, *, unsent: bool = False) -> Response:
     return pages.render(
         "login.html",
         status=refused.status if refused else 200,
         refused=refused,
         after=after,
+        unsent=unsent,
         provider=urlsplit(api.state.settings.oidc_issuer).hostname,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from datetime import date, timedelta
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
@@ -163,8 +164,8 @@ async def trace(visit: Visit) -> Response:
 
 async def images(visit: Visit) -> Response:
     """The catalogue of images, and the form that registers one."""
-    page = await visit.get("/admin/images", limit=1000)
-    return visit.page("images.html", images=page["items"])
+    page = await visit.get("/admin/images", limit=100, **visit.query("cursor"))
+    return visit.page("images.html", images=page)
 
 
 async def tokens(visit: Visit) -> Response:
@@ -205,9 +206,19 @@ async def project_usage(visit: Visit) -> Response:
 
 async def _usage(visit: Visit, path: str, title: str, project: str = "") -> Response:
     days = visit.query("from", "to")
-    period = {name: f"{day}T00:00:00Z" for name, day in days.items() if day}
+    # The last day counts, too.
+    ends = {"from": days["from"], "to": _day_after(days["to"])}
+    period = {name: f"{day}T00:00:00Z" for name, day in ends.items() if day}
     page = await visit.get(path, limit=100, **period, **visit.query("cursor"))
     return visit.page("usage.html", page=page, days=days, heading=title, project=project)
+
+
+def _day_after(day: str) -> str:
+    """The day after a date. Another text stays as it is, and the API refuses it."""
+    try:
+        return (date.fromisoformat(day) + timedelta(days=1)).isoformat()
+    except (ValueError, OverflowError):
+        return day
 
 
 async def inventory(visit: Visit) -> Response:

@@ -33,7 +33,7 @@ async def start(visit: Visit) -> Response:
 
 async def list_projects(visit: Visit) -> Response:
     """The visitor's projects; operators can add one."""
-    projects = (await visit.get("/projects", limit=1000))["items"]
+    projects = await visit.get("/projects", limit=100, **visit.query("cursor"))
     defaults: Document = {}
     if visit.admin:
         defaults = (await visit.get("/admin/settings/default-quota"))["limits"]

@@ -30,7 +30,8 @@ from reconciler.model.states import Role
 Document = dict[str, Any]
 # First parts of the operators' routes, which have no prefix.
 _BARE = ("health", "pools", "control", "status")
-_PAGE = re.compile(r"/console/(?!.*\.\.)[A-Za-z0-9._:/?=&%+-]*")
+# Browsers leave these characters of a form's fields as they are.
+_PAGE = re.compile(r"/console/(?!.*\.\.)[A-Za-z0-9._:/?=&%+*~-]*")
 
 
 def is_page(target: str) -> bool:

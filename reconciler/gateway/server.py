@@ -333,6 +333,11 @@ class Client(Session, asyncssh.SSHServer):
 
     def idle(self, now: float) -> str:
         limits = self.gateway.limits
+        # Channels wait for their reader. Answers to requests do not: the library sends each of
+        # them, and a client may ask without end and read nothing.
+        sender = self._connection and self._connection._transport
+        if sender and sender.get_write_buffer_size() > limits.unread:
+            return "answers_not_read"
         shells = [shell for shell in self._terminals if not shell.over]
         ends = {shell: shell.ends(now, limits) for shell in shells}
         if self._opening or any(not near.lost for near, _ in self._ends) or "" in ends.values():

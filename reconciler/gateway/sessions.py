@@ -41,7 +41,7 @@ class Limits:
     network. channels, keys: of one connection. unknown_s: how long open sessions outlast a silent
     database. refusals: audit rows in `report_s`, of strangers and of members each; refusals_of_one:
     of one member or network. terminals: of one member; typed_s: life of a terminal without input;
-    terminal_s: life of a terminal.
+    terminal_s: life of a terminal. unread: bytes that a client of SSH leaves unread.
 
     of_allocation and terminals count the sessions of all gateways; terminals in browsers count
     apart.
@@ -66,6 +66,7 @@ class Limits:
     terminals: int = 32
     typed_s: float = 1800.0
     terminal_s: float = 12 * 3600.0
+    unread: int = 1 << 20
 
 
 @dataclass(eq=False)

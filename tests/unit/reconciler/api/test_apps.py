@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from reconciler.db import rows
 from reconciler.db.engine import transaction
+from reconciler.db.schema import Allocation, allocations
 from reconciler.lifecycle import app_operations, apps
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
+from reconciler.trust import ca
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack
 from tests.unit.reconciler.api.test_baremetal import launch as launch_metal
@@ -131,6 +135,22 @@ def test_a_member_dials_its_tenants_address_and_an_admin_sees_the_transports(
     (seen,) = metal.client("admin").get(at).json()["items"]
     assert seen["adapter_detail"]["host"] == "192.0.2.9"
     assert seen["connection"] == mine["connection"]
+
+
+def test_behind_a_gateway_a_member_dials_the_gateway(metal: Stack, allocation: str) -> None:
+    """As it does for the allocation itself."""
+    metal.settings = metal.settings.model_copy(update={"member_address": "gate.example:2222"})
+    ca.open_trust(metal.settings.state_dir)
+    with transaction(metal.engine) as conn:
+        keys = rows.get(conn, Allocation, allocation).connection | {"host_keys": [KEY]}
+        conn.execute(sa.update(allocations).values(connection=keys))
+    at = f"{PATH}/{create(metal, allocation).json()['id']}/members"
+    answer = metal.client("member").get(at)
+    (mine,) = answer.json()["items"]
+    shown = metal.client("member").get(f"projects/demo/allocations/{allocation}").json()
+    assert mine["connection"] == shown["connection"]
+    assert mine["adapter_detail"]["host"] == "gate.example"
+    assert "203.0.113.9" not in answer.text
 
 
 @pytest.mark.covers("CTRL-10")

@@ -28,6 +28,7 @@ from tests.unit.reconciler.api.test_baremetal import BODY as MACHINE
 from tests.unit.reconciler.api.test_baremetal import launch as launch_machine
 from tests.unit.reconciler.api.test_baremetal import metal
 from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_addresses
+from tests.unit.reconciler.api.test_jobs import enqueue, with_model
 from tests.unit.reconciler.api.test_launches import BODY, activate, launch
 from tests.unit.reconciler.api.test_security import app_instance, operations, roles
 
@@ -63,10 +64,12 @@ def objects(selling: Stack) -> dict[str, str]:
     instance = app_instance(selling)
     mine = launch(selling).json()["id"]
     activate(selling, mine)
+    with_model(selling)
     return {
         "allocation_id": mine,
         "app_instance_id": instance,
         "rule_id": selling.ingress_rule(mine),
+        "job_id": enqueue(selling),
     }
 
 
@@ -186,6 +189,38 @@ def test_a_member_who_floods_the_service_stops_nobody_else(
     assert {admin.get("projects/demo/quota").status_code for _ in range(9)} == {200}
     clock.now += 2
     assert [client.get(path).status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each change leaves rows in the audit log, which keeps them for ever."""
+    monkeypatch.setattr(security, "ACTS_PER_S", 0.5)
+    monkeypatch.setattr(security, "ACTS_BURST", 4)
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(security, "time", clock)
+    path = "projects/{}/terminal-recording"
+
+    def switch(number: int) -> Any:
+        wish = {"enabled": number % 2 == 0}
+        return attack(selling, "PUT", path.format("other"), json=wish)
+
+    # What is refused leaves nothing, and is not counted.
+    for _ in range(9):
+        assert attack(selling, "PUT", path.format("other"), json={}).status_code == 422
+    assert [switch(number).status_code for number in range(5)] == [200] * 4 + [429]
+    before = kept(selling)
+    answer = refused(selling, lambda: switch(5))
+    assert (answer["code"], answer["retry_after_s"]) == ("rate_exceeded", 2)
+    assert kept(selling) == before
+    # Others change what they want, and jobs have limits of their own.
+    own = selling.client(VICTIM).put(path.format("demo"), json={"enabled": True})
+    assert own.status_code == 200
+    with_model(selling)
+    job = {"model": "m", "input": {}}
+    assert attack(selling, "POST", "projects/other/jobs", json=job).status_code == 201
+    clock.now += 2
+    assert [switch(number).status_code for number in range(2)] == [200, 429]
 
 
 def test_keys_and_rules_are_added_at_the_pace_of_people(

@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from reconciler import client
 from reconciler.db.engine import transaction
 from reconciler.lifecycle import power, slices
 from reconciler.model.states import TaskKind, TaskState
@@ -45,6 +47,56 @@ def launched(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key), "--no-wait")
     document: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
     return document
+
+
+def test_a_launch_that_is_cut_off_is_repeated_under_its_key(
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its tenant launches another one, and pays for both."""
+    key = tmp_path / "key.pub"
+    key.write_text(KEY + "\n")
+    gpuaas.at(selling, "member")
+    http = selling.client("member", base="/")
+    send: Any = http.request
+    faults: list[httpx.TransportError] = []
+
+    def request(method: str, *words: Any, **options: Any) -> Any:
+        answer = send(method, *words, **options)
+        if method == "POST" and faults:
+            raise faults.pop(0)
+        return answer
+
+    monkeypatch.setattr(http, "request", request)
+    monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
+    monkeypatch.setattr("reconciler.client.time.sleep", lambda _seconds: None)
+    words = ("launch", "--project", "demo", "--image", "ubuntu", "--key", str(key), "--no-wait")
+    faults += [httpx.ReadError("restarted"), httpx.ConnectError("not yet")]
+    made = json.loads(gpuaas(*words, "--output", "json"))
+    (only,) = selling.client("member").get("projects/demo/allocations").json()["items"]
+    assert (gpuaas.status, only["id"]) == (0, made["id"])
+    # Nothing was sent, so there is nothing to wait for.
+    faults[:] = [httpx.ConnectError("refused"), httpx.ConnectError("refused")]
+    gpuaas(*words)
+    assert (gpuaas.status, "look whether" in gpuaas.err, len(faults)) == (1, False, 1)
+    monkeypatch.setattr(client, "_REPEAT_S", -1.0)
+    faults[:] = [httpx.ReadError("restarted"), httpx.ConnectError("for good")]
+    gpuaas(*words)
+    assert (gpuaas.status, "look whether it was done" in gpuaas.err, faults) == (1, True, [])
+
+
+def test_a_launch_names_an_offer_of_the_catalogue(
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path
+) -> None:
+    key = tmp_path / "key.pub"
+    key.write_text(KEY + "\n")
+    gpuaas.at(selling, "member")
+    offers = json.loads(gpuaas("catalog", "--output", "json"))["skus"]
+    assert offers[0]["name"] in gpuaas("catalog") and "REGION" in gpuaas.out.upper()
+    words = ("launch", "--project", "demo", "--image", "ubuntu", "--key", str(key), "--no-wait")
+    gpuaas(*words, "--sku", "unknown")
+    assert "sku_unknown" in gpuaas.err
+    made = json.loads(gpuaas(*words, "--sku", "lab-edu-slice", "--output", "json"))
+    assert made["sku"] == "lab-edu-slice"
 
 
 @pytest.mark.usefixtures("launched")

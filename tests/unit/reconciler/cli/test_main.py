@@ -93,6 +93,14 @@ def test_a_token_goes_over_the_network_with_tls_only(
     assert "secret" not in gpuaas.err
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "https://[x]", "http://127.0.0.1:port"])
+def test_an_address_with_a_slip_is_named(tmp_path: Path, gpuaas: Gpuaas, url: str) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    gpuaas("nodes", "list", "--token-file", str(token), "--api", url)
+    assert (gpuaas.status, "api_address_invalid" in gpuaas.err) == (1, True), gpuaas.err
+
+
 def test_a_proxy_of_the_environment_does_not_get_a_token_to_this_machine(
     tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

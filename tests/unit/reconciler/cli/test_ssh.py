@@ -14,6 +14,7 @@ from reconciler.db.schema import allocations
 from reconciler.trust.ca import open_trust
 from tests.unit.reconciler.api.stack import KEY, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.test_terminals import recorded
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("SLICE-10")
@@ -87,6 +88,26 @@ def test_a_machine_whose_key_is_unknown_is_not_dialled(
     gpuaas("release", mine, "--project", "demo", "--no-wait")
     gpuaas("ssh", mine, *AT)
     assert "allocation_not_active" in gpuaas.err
+
+
+def test_a_recording_goes_into_a_new_file_of_its_reader(
+    mine: str, selling: Stack, gpuaas: Gpuaas, tmp_path: Path
+) -> None:
+    session = recorded(selling, mine)
+    gpuaas.at(selling)
+    read = ("ssh-replay", session, str(tmp_path / "it.cast"), "--reason", "incident 7")
+    gpuaas(*read)
+    assert gpuaas.status == 0, gpuaas.err
+    file = tmp_path / "it.cast"
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("{}\n", 0o600)
+    # A file that is there is refused before anything is read, and stays.
+    for words in (read, ("ssh-replay", session, str(tmp_path / "no/it"), "--reason", "again")):
+        gpuaas(*words)
+        assert (gpuaas.status, "file_invalid" in gpuaas.err) == (1, True), gpuaas.err
+    gpuaas("ssh-replay", "unknown", str(tmp_path / "other"), "--reason", "again")
+    assert (gpuaas.status, (tmp_path / "other").exists()) == (1, False)
+    audit = selling.client("admin").get("admin/audit", params={"action": "terminal.replayed"})
+    assert [row["reason"] for row in audit.json()["items"]] == ["incident 7"]
 
 
 def test_keys_are_added_listed_and_revoked_for_ever(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from reconciler.api.app import create_app
@@ -18,8 +19,9 @@ from reconciler.console import stream
 from reconciler.console.app import OPERATORS, SHARED, mount
 from reconciler.db import leader
 from reconciler.db.engine import transaction
+from reconciler.db.schema import allocations, nodes, slots
 from reconciler.pools import control
-from tests.unit.reconciler.api.stack import ACT, KEY, Stack, listening
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, listening
 from tests.unit.reconciler.api.test_canaries import fail
 from tests.unit.reconciler.api.test_follow import running, say
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -231,6 +233,31 @@ def test_pages_without_a_session_are_accessible_and_fit_a_phone(window: Open) ->
     assert found == []
 
 
+def test_names_and_reasons_without_a_space_fit_a_phone(selling: Stack, window: Open) -> None:
+    made = launch(selling, hostname="h" * 63).json()["id"]
+    activate(selling, made)
+    reason = {"state_reason": "r" * 500}
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).values(name="n" * 200, **reason))
+        conn.execute(sa.update(allocations).values(**reason))
+        conn.execute(sa.update(slots).values(status_reason="s" * 500))
+    slot = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]
+    with window("admin", viewport=PHONE) as watched:
+        for path in (
+            "/fleet",
+            f"/nodes/{NODE}",
+            f"/nodes/{NODE}/discovery",
+            f"/nodes/{NODE}/slots/{slot['id']}",
+            f"/allocations/{made}",
+            f"/allocations/{made}/recovery",
+            f"/projects/demo/allocations/{made}",
+            f"/projects/demo/allocations/{made}/terminal",
+        ):
+            page = watched.open(f"/console{path}")
+            page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
+
+
 @pytest.mark.parametrize("scripts", [True, False])
 def test_launch_by_keyboard_alone(selling: Stack, window: Open, scripts: bool) -> None:
     with window("member", java_script_enabled=scripts) as watched:
@@ -262,7 +289,7 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
     with window("member") as watched:
         # The extension for streams loads later than htmx, as it may on a slow line.
         watched.page.route("**/hx-sse-*", lambda route: (time.sleep(1), route.continue_()))
-        # What the page asks for itself every half minute has no answer, so that only the stream is
+        # What the page asks for itself every few seconds has no answer, so that only the stream is
         # left, however slow the machine of the test is.
         watched.page.route(
             f"**/allocations/{made}",
@@ -275,10 +302,17 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
         page = watched.open(f"/console/projects/demo/allocations/{made}")
         expect(page.get_by_text("Waits", exact=True)).to_be_visible()
         page.get_by_text("Release", exact=True).click()
+        reason = page.locator("#actions").get_by_label("Reason")
+        reason.fill("no more")
         activate(selling, made)
         expect(page.get_by_text("gate.example")).to_be_visible()
-        # What a person has opened and typed outside of the refreshed part stays.
+        # The answers to the page's own questions bring what can be done now. What a person has
+        # opened and typed meanwhile stays.
+        watched.page.unroute(f"**/allocations/{made}")
+        expect(page.get_by_role("button", name="Restart")).to_be_visible()
+        expect(page.get_by_text("Open a port").first).to_be_visible()
         expect(page.get_by_role("button", name=re.compile("Release"))).to_be_visible()
+        expect(reason).to_have_value("no more")
 
 
 def test_a_broken_stream_goes_on_and_a_revoked_session_ends_it(

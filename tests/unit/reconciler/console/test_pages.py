@@ -41,11 +41,13 @@ from reconciler.inventory.compare import Finding
 from reconciler.lifecycle import host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
+from reconciler.records import images as image_records
 from reconciler.records import nodes as node_records
+from reconciler.records import projects as project_records
 from reconciler.records import queue, ssh_sessions
 from reconciler.settings import PROJECT
 from tests.unit.reconciler import wipes
-from tests.unit.reconciler.api.stack import ACT, FREE, KEY, NODE, Stack, discovery
+from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
 from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
@@ -403,6 +405,30 @@ def test_cost_is_shown_where_the_site_has_prices(
     assert "2.49 EUR" not in review
 
 
+def test_the_last_day_of_a_period_counts(selling: Stack, browse: Browse) -> None:
+    activate(selling, launch(selling).json()["id"])
+    today = datetime.now(UTC).date().isoformat()
+    member, page = browse("member"), "/console/projects/demo/usage"
+    shown = member.get(page, params={"from": today, "to": today})
+    assert "Nothing was used" not in shown.text and "Each machine" in shown.text
+    assert member.get(page, params={"to": "tomorrow"}).status_code == 422
+    # The last day that there is has none after it.
+    assert member.get(page, params={"to": "9999-12-31"}).status_code == 200
+
+
+def test_lists_of_projects_and_images_go_on(selling: Stack, browse: Browse) -> None:
+    admin = browse("admin")
+    with transaction(selling.engine) as conn:
+        for number in range(101):
+            project_records.create(conn, f"project-{number:03}", ACT, id=f"id-{number:03}")
+            image_records.register(conn, ACT, **IMAGE | {"version": f"v-{number:03}"})
+    for page, last in (("/console/projects", "project-100"), ("/console/images", "v-100")):
+        shown = admin.get(page)
+        assert last not in shown.text
+        (more,) = [link for link in Page(shown.text).links if link.startswith("?cursor=")]
+        assert last in admin.get(page + more).text
+
+
 def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> None:
     mine, other = (launch(selling, key).json()["id"] for key in ("a", "b"))
     with transaction(selling.engine) as conn:
@@ -495,6 +521,24 @@ def test_a_refusal_keeps_what_was_typed(selling: Stack, browse: Browse) -> None:
     typed["address"] = "192.0.2.8"
     added = admin.send("/console/nodes/new", Page(answer.text).form("POST /admin/nodes"), **typed)
     assert added.headers["Location"] == "/console/nodes/second"
+
+
+def test_a_refusal_keeps_what_was_ticked(selling: Stack, browse: Browse) -> None:
+    """Otherwise a person who corrects a field switches off what they had switched on before."""
+    admin, call = browse("admin"), "PUT /admin/settings/recovery-policy"
+    form = admin.open("/console/health").form(call)
+    assert ("enabled:bool", "on") not in form.fields
+    ticked = {"enabled__bool": "on", "per_node__int": "1000"}
+    answer = admin.send("/console/health", form, **ticked)
+    assert answer.status_code == 422
+    again = Page(answer.text).form(call)
+    assert admin.send("/console/health", again, per_node__int="2").status_code == 303
+    assert selling.client("admin").get("admin/settings/recovery-policy").json()["enabled"] is True
+    # And nothing is ticked that a person has not ticked.
+    off = {"enabled__bool": "false", "per_node__int": "1000"}
+    form = admin.open("/console/health").form(call)
+    answer = admin.send("/console/health", form, **off)
+    assert ("enabled:bool", "on") not in Page(answer.text).form(call).fields
 
 
 @pytest.mark.parametrize("back", ["https://evil.example", "//evil.example", "/console/../evil"])

@@ -14,7 +14,7 @@ from reconciler.db.schema import console_sessions
 from reconciler.lifecycle import restore
 from reconciler.records import console_sessions as sessions
 from tests.unit.reconciler.api.stack import ACT, Stack
-from tests.unit.reconciler.console.browser import Browser
+from tests.unit.reconciler.console.browser import SAME, Browser
 
 pytestmark = pytest.mark.covers("CTRL-13")
 
@@ -34,6 +34,22 @@ def test_a_page_without_a_session_leads_to_the_login_and_back(
     entered = browser.client.post(login, data={"token": selling.secrets["admin"]})
     assert entered.headers["Location"] == f"{FLEET}?region=north"
     assert browser.get(FLEET).status_code == 200
+
+
+def test_a_form_whose_session_has_ended_leads_back_to_its_page(
+    browse: Browse, selling: Stack
+) -> None:
+    """What was chosen so far is in the address of the page. A browser does not encode the star."""
+    browser = browse("")
+    page = f"/console/projects/demo/launch?step=review&offer=lab*1&ssh_keys={'x' * 3000}"
+    form = {"_call": "POST /projects/demo/allocations", "_key": "k"}
+    login = browser.client.post(page, data=form, headers=SAME).headers["Location"]
+    assert "Your form was not sent" in browser.get(login).text
+    wrong = browser.client.post(login, data={"token": "wrong"}, headers=SAME)
+    assert "Your form was not sent" in wrong.text
+    data = {"token": selling.secrets["member"]}
+    assert browser.client.post(login, data=data, headers=SAME).headers["Location"] == page
+    assert selling.client("member").get("projects/demo/allocations").json()["items"] == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +125,8 @@ def test_a_session_ends(browse: Browse, selling: Stack, how: str) -> None:
     assert browser.get(FLEET).headers["Location"].startswith("/console/login")
     # A part of a page that refreshes itself must not be replaced by the login page.
     polled = browser.get(FLEET, headers={"HX-Request": "true"})
-    assert (polled.status_code, polled.headers["HX-Redirect"]) == (204, "/console/login")
+    login = "/console/login?next=/console/fleet"
+    assert (polled.status_code, polled.headers["HX-Redirect"]) == (204, login)
 
 
 def test_cookie_of_a_secure_site(console: FastAPI, selling: Stack) -> None:

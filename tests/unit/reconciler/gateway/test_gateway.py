@@ -29,7 +29,8 @@ import asyncssh
 import pytest
 import sqlalchemy as sa
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
-from asyncssh.constants import MSG_CHANNEL_DATA, MSG_IGNORE
+from asyncssh.constants import MSG_CHANNEL_DATA, MSG_GLOBAL_REQUEST, MSG_IGNORE
+from asyncssh.packet import Boolean, String
 
 from reconciler.db import rows
 from reconciler.db.engine import transaction
@@ -711,6 +712,34 @@ def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
     taken, whole = world.on_loop(read_nothing())
     assert taken < AMOUNT / 4 and whole == AMOUNT
     flood.close()
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, unread=100_000, idle_s=300)])
+def test_a_client_that_reads_no_answers_is_cut(world: World) -> None:
+    """Each request of a client has an answer, which stays in memory until it is read."""
+
+    async def ask() -> str:
+        line = socket.socket()
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        line.connect(("127.0.0.1", world.port))
+        client = await asyncssh.connect(
+            sock=line,
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client) and session._connection is not None
+        near: Any = client._transport
+        far: Any = session._connection._transport
+        far.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        near.pause_reading()
+        while not session.ended.is_set():
+            for _ in range(200):
+                client.send_packet(MSG_GLOBAL_REQUEST, String(b"nothing"), Boolean(True))
+            await asyncio.sleep(0.01)
+        client.abort()
+        return session._why
+
+    assert world.on_loop(ask()) == "answers_not_read"
 
 
 def test_a_gateway_that_stops_waits_for_its_work_and_what_that_leaves(world: World) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import itertools
 import json
+import logging
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import asyncssh
@@ -25,6 +27,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin, Subprotocol
 
+from reconciler import logs
 from reconciler.api.app import create_app
 from reconciler.console.app import mount
 from reconciler.console.session import of_socket
@@ -36,6 +39,7 @@ from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
 from reconciler.records import terminals
+from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.unit.reconciler.api.provider import AUDIENCE, running
 from tests.unit.reconciler.api.stack import ACT, listening
@@ -186,6 +190,25 @@ def test_ssh_to_the_gateway_opens_a_shell_in_the_slice(world: World) -> None:
     assert session["bytes_in"] > 10 and session["bytes_out"] > 40
     done = shell(world, "cat; echo out; echo err >&2; kill -TERM $$", typed="given\n")
     assert (done.stdout, done.stderr) == ("given\nout\n", "err\n") and done.returncode != 0
+
+
+def test_the_log_holds_no_command_of_a_tenant(world: World, tmp_path: Path) -> None:
+    """Nor a line for each thing that a client does. The SSH library logs both."""
+    lines: list[tuple[str, str]] = []
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        logs.configure(Settings(state_dir=tmp_path))
+        root.handlers[0].emit = lambda line: lines.append((line.name, line.getMessage()))  # type: ignore[method-assign]
+        logging.getLogger("gpuaas.gateway").info("ready")
+        assert shell(world, "echo tok-$((40 + 2))").stdout == "tok-42\n"
+        until(lambda: [s for s in world.sessions() if s["closed_at"]])
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    assert lines[0] == ("gpuaas.gateway", "ready")
+    assert not [line for line in lines if "tok-" in line[1] or line[0] == "asyncssh"]
 
 
 def test_a_guest_without_the_authority_is_named(world: World, site: Site) -> None:
