@@ -60,11 +60,10 @@ def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Install
         for module in re.findall(r"^ +(gpuaas\.slice\.\w+):", text, re.MULTILINE):
             assert module in MODULES, module
     # Pages that README, remedies and documentation name, and the example that a page plays.
-    pages = (page for page in installed.path.rglob("*") if page.suffix in (".md", ".py", ".yml"))
-    for page in pages:
-        for file in re.findall(
-            r"(?<![\w/])(?:docs|inventory)/[\w/-]+\.(?:md|png|yml)", page.read_text()
-        ):
+    named = re.compile(r"(?<![\w/])(?:docs|inventory)/[\w/-]+\.(?:md|png|yml)")
+    for page in installed.path.rglob("*"):
+        text = page.read_text() if page.suffix in (".md", ".py", ".yml") else ""
+        for file in named.findall(text):
             assert (installed.path / file).is_file(), f"{page}: {file}"
 
 

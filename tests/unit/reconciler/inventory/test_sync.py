@@ -385,7 +385,7 @@ def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox:
     netbox.begin(row)
     assert netbox(apply=True).done["devices written"] == 1
 
-    # An object that never rests is left alone. (The device is as at first, but for the fingerprint.)
+    # An object that never rests is left alone. (The device is as at first, without a fingerprint.)
     written["custom_fields"]["gpuaas_written"] = None
     netbox.begin(written, edits={"n1": [{"comments": str(n)} for n in range(9)]})
     assert codes(netbox(apply=True)) == ["netbox_busy"]
