@@ -321,6 +321,7 @@ class Writer:
     ) -> list[O | None]:
         """Create those that do not exist by a request each, after an error about all."""
         made: list[O | None] = []
+        self._require_term()
         existing = list(self._netbox.every(kind, tag=MANAGED))
         for document in documents:
             item = next((row for row in existing if shows(row, document)), None)
