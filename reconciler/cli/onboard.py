@@ -50,7 +50,7 @@ def onboard(
     walk = _Walk(node, reason, yes_to or [], allow_reboot)
     walk.enrol(userdata)
     walk.bootstrap()
-    if not walk.proven():
+    if not walk.complete():
         walk.discover()
         walk.take_disks()
         walk.approve()
@@ -176,8 +176,13 @@ class _Walk:
         if bound < approved:
             tasks.queue(f"{self.path}/bind-topology", {"reason": self.reason}, wait=True)
 
+    def complete(self) -> bool:
+        """Whether no slot is off sale, and no candidate of the latest discovery is left out."""
+        known = {slot["slot_index"] for slot in self._slots()}
+        return self.proven() and {row["slot_index"] for row in self._candidates()} <= known
+
     def proven(self) -> bool:
-        """Whether no candidate is left, and no slot is off sale."""
+        """Whether there are slots, and none is off sale."""
         rows = self._slots()
         return bool(rows) and all(slot["status"] != "disabled" for slot in rows)
 
@@ -216,7 +221,7 @@ class _Walk:
 
     def _candidates(self) -> list[Record]:
         latest = client().get(f"{self.path}/slice-topology/discovery")
-        candidates: list[Record] = latest["document"]["candidates"]
+        candidates: list[Record] = (latest["document"] or {}).get("candidates", [])
         return candidates
 
     def _slots(self) -> list[Record]:

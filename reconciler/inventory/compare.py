@@ -30,6 +30,7 @@ from reconciler.inventory.patches import (
     device_patch,
     device_values,
     foreign_values,
+    is_of_twin,
     machine_patch,
     machine_values,
     purpose_of,
@@ -45,6 +46,11 @@ _LONGEST = 200
 _MOST_NAMES = 20
 _SYNC = "`gpuaas netbox sync` writes it"
 _HAND_OVER = f"put the old value back, or empty {SEAL} to have the values of the records written"
+
+TWINS = (
+    "end one of the two services, such as a copy that was restored beside its original; then empty"
+    f" {SEAL} of these devices in NetBox"
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class Inventory:
     machines: Sequence[Machine]
     networks: Sequence[Prefix] = ()
     slice_network: Network | None = None
+    # Fingerprints (SEAL) that this service has written last, by device id.
+    written: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -98,6 +106,10 @@ class Comparison:
     ended: list[Parts] = field(default_factory=list)
     # Fingerprint (SEAL) of each device, by device id.
     seals: dict[int, Any] = field(default_factory=dict)
+    # Those that this service has written last, from `Inventory`.
+    written: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # Devices that another service with the same records wrote last.
+    twins: list[str] = field(default_factory=list)
     # Facts about its device that each node keeps (see `_known`), by node id.
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -123,6 +135,7 @@ def compare(
     """All differences of both sides. profiles: names of the site's hardware profiles."""
     result = Comparison()
     result.seals = {device.id: device.custom_fields.get(SEAL) for device in netbox.devices}
+    result.written = netbox.written
     writable = _has_fields(result, netbox.devices, DEVICE_FIELDS)
     pairs = _pair(result, nodes, netbox.devices)
     contradictory = set(_contradictory(result, netbox.devices))
@@ -312,7 +325,11 @@ def _intent(
 def _device(result: Comparison, expected: ExpectedNode, device: Device) -> None:
     patch, foreign = device_patch(expected, device)
     subject = f"device {device_name(device)}"
-    if foreign:
+    if is_of_twin(device, result.written.get(str(device.id)), expected.site):
+        result.twins.append(device_name(device))
+        text = "those of another service with this site's authority, or older ones"
+        result.note("other_service", subject, "the values that were written last", text, TWINS)
+    elif foreign:
         result.note(*foreign_edit(subject, foreign, device_values(device), expected.fields))
     elif patch:
         fields = patch["custom_fields"]

@@ -32,11 +32,14 @@ from pydantic import (
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import serial_number
 from reconciler.runs.service_access import Conversation, ServiceAccess
+from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
 API = "/MAAS/api/2.0"
 # Code of a request that MAAS has refused for lack of rights, without effect.
 FORBIDDEN = "maas_forbidden"
+# Types of the events of a lock and of its end (src/maascommon/events.py).
+_LOCKING, _UNLOCKING = "User locking node", "User unlocking node"
 # Oldest supported version; it has release scripts and workload annotations.
 LEAST = (3, 5)
 _NAMES = {
@@ -212,6 +215,26 @@ class Client(Conversation):
 
     def unlock(self, system_id: str, *, comment: str) -> Machine:
         return self._operate(system_id, "unlock", {"comment": comment})
+
+    def has_lock(self, system_id: str, *, comment: str) -> bool:
+        """Whether the machine's last request to lock or unlock it was `lock` with this comment.
+
+        MAAS records a request in the transaction that carries it out.
+        """
+        path = f"/events/?op=query&id={system_id}&level=DEBUG&limit=1000"
+        try:
+            document = self._get(path)
+        except RunError as refusal:
+            if isinstance(refusal, LauncherAway):
+                raise
+            return False
+        rows = document.get("events") if isinstance(document, dict) else None
+        for row in rows if isinstance(rows, list) else ():
+            # The newest comes first.
+            if isinstance(row, dict) and row.get("type") in (_LOCKING, _UNLOCKING):
+                text = str(row.get("description"))
+                return row["type"] == _LOCKING and text.endswith(f" - {comment}")
+        return False
 
     def annotate(self, system_id: str, values: Mapping[str, str]) -> None:
         """Set workload annotations. MAAS refuses them for a locked machine."""

@@ -32,6 +32,7 @@ from reconciler.inventory.machines import (
     binding,
     compare,
     living,
+    lock_comment,
     purposes_of,
     tags_of,
 )
@@ -286,8 +287,9 @@ def _write(
                     maas.tag(tag, system_id, on=False)
             done["tags set"] += 1
         keep(purpose=expected.purpose, **({"series": machine.distro_series} if deployed else {}))
-    locked = machine.locked
-    if locked and remembered.get("locked") == UNSURE and not expected.locked:
+    locked, reason = machine.locked, lock_comment(node.id)
+    unsure = locked and remembered.get("locked") == UNSURE and not expected.locked
+    if unsure and not maas.has_lock(system_id, comment=reason):
         result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
     elif (
         locked
@@ -317,7 +319,7 @@ def _write(
         keep(locked=True)
         with _named(result, node.id):
             try:
-                maas.lock(system_id, comment=f"{comment}: its release would destroy tenants' data")
+                maas.lock(system_id, comment=reason)
             except RunError as refusal:
                 if not isinstance(refusal, LauncherAway):
                     # MAAS refused, so a lock that exists now is a person's.

@@ -84,6 +84,11 @@ class Comparison:
         self.findings.append(Finding(f"maas_{code}", *texts, action))
 
 
+def lock_comment(node_id: str) -> str:
+    """Reason that our locks have in MAAS, where they are known by it."""
+    return f"gpuaas.slice, node {node_id}: its release would destroy tenants' data"
+
+
 def purpose_of(machine: Machine) -> str:
     """How the machine is to be sold, by its tags; "" without one, and with both."""
     purposes = purposes_of(machine)

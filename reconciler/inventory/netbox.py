@@ -347,7 +347,7 @@ class Client(Conversation):
         if not isinstance(rows, list) or len(rows) != len(documents):
             raise self.silent(f"POST {path}", "an answer without the objects that it created")
         items = [self._parse(kind, row, f"a request to {path}") for row in rows]
-        if not all(map(_shows, items, documents)):
+        if not all(map(shows, items, documents)):
             raise self.silent(f"POST {path}", "other objects than it was asked to create")
         return items
 
@@ -431,7 +431,7 @@ def _fields(kind: type[_Object]) -> str:
     return ",".join((*(name for name in kind.model_fields if name != "etag"), *others))
 
 
-def _shows(item: _Object, document: Mapping[str, Any]) -> bool:
+def shows(item: _Object, document: Mapping[str, Any]) -> bool:
     """Whether an object has the values of this document that distinguish it from others."""
     for name in _DISTINGUISHING & document.keys():
         value = getattr(item, name, None)
@@ -459,6 +459,13 @@ def by_query(names: Iterable[str]) -> Iterator[list[str]]:
 def chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """The items in parts of the size of one request."""
     return (items[begin : begin + AT_ONCE] for begin in range(0, len(items), AT_ONCE))
+
+
+def is_own_error(silence: LauncherAway) -> bool:
+    """Whether NetBox itself answered with an error, and not a proxy before it: the request has
+    ended, with or without effect.
+    """
+    return silence.found == "HTTP 500"
 
 
 def is_fatal(refusal: Refusal) -> bool:

@@ -47,6 +47,16 @@ def device_patch(expected: ExpectedNode, device: Device) -> tuple[dict[str, Any]
     return {"custom_fields": changes, **patch}, []
 
 
+def is_of_twin(device: Device, written: Collection[str] | None, site: str) -> bool:
+    """Whether a service with this site's authority, but other records, wrote the device last: a
+    restored copy beside its original. written: fingerprints of this service's own last writes.
+    """
+    sealed = device.custom_fields.get(SEAL)
+    if not written or not sealed or sealed in written:
+        return False
+    return is_sealed(device_values(device), sealed, site)
+
+
 def machine_patch(
     expected: ExpectedMachine, machine: Machine, device: Device
 ) -> tuple[dict[str, Any], list[str]]:

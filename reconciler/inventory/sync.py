@@ -10,8 +10,9 @@ from functools import partial
 
 from sqlalchemy import Connection, Engine
 
+from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
-from reconciler.inventory.compare import Comparison, Inventory, compare, shown
+from reconciler.inventory.compare import TWINS, Comparison, Inventory, compare, shown
 from reconciler.inventory.expected import ALLOCATION, is_retired, read_machines, read_nodes
 from reconciler.inventory.netbox import (
     Client,
@@ -30,7 +31,7 @@ from reconciler.inventory.netbox import (
 from reconciler.inventory.networks import MANAGED, Network
 from reconciler.inventory.patches import PURPOSES
 from reconciler.inventory.readings import Reading, Readings
-from reconciler.inventory.writer import Writer
+from reconciler.inventory.writer import WRITTEN, Writer
 from reconciler.model.act import Act
 from reconciler.model.errors import Refusal
 from reconciler.profiles import profile_skus
@@ -88,6 +89,7 @@ def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxRe
             try:
                 comparison = _compare(engine, settings, netbox, document)
                 if document.applied:
+                    _require_alone(comparison)
                     # Writes have their own deadline, however long reading took.
                     netbox.begin()
                     Writer(engine, netbox, comparison, document.done, document.at).write()
@@ -119,6 +121,8 @@ def _compare(
     with reading(engine) as conn:
         nodes = read_nodes(conn)
         slices = read_machines(conn, allocation_ids)
+        # After the devices: each fingerprint is stored before it is written.
+        written = site.read(conn, WRITTEN, {})
     names = {device.name for device in devices.values()}
     ids = _texts(devices.values(), "gpuaas_node_id", _NODE_ID)
     missing = [
@@ -145,7 +149,7 @@ def _compare(
                 raise
             # The token has only the rights that an earlier version needed.
             refusal = forbidden
-    inventory = Inventory(list(devices.values()), machines, networks, slice_network)
+    inventory = Inventory(list(devices.values()), machines, networks, slice_network, written)
     result = compare(nodes, slices, inventory, profile_skus(settings.profiles_dir))
     if refusal:
         subject = "networks of slices"
@@ -155,6 +159,19 @@ def _compare(
         if known != expected.node.netbox:
             retrying(engine, partial(node_records.update, id=expected.node.id, netbox=known))
     return result
+
+
+def _require_alone(comparison: Comparison) -> None:
+    """Refuse to write beside another service with this site's records: each would undo what the
+    other writes, creates and deletes.
+    """
+    if comparison.twins:
+        raise RunError(
+            "netbox_other_service",
+            expected="no other service with this site's authority that writes into NetBox",
+            found=f"its values, or older ones, at {', '.join(comparison.twins)}",
+            remedy=TWINS,
+        )
 
 
 def _slice_network(netbox: Client) -> Network:

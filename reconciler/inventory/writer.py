@@ -20,7 +20,7 @@ from reconciler.db import clock, leader
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
 from reconciler.inventory.compare import Comparison, NewNode, device_name, kept, shown
-from reconciler.inventory.expected import ExpectedMachine, ExpectedNode, read_nodes, seal
+from reconciler.inventory.expected import SEAL, ExpectedMachine, ExpectedNode, read_nodes, seal
 from reconciler.inventory.netbox import (
     Client,
     Conflict,
@@ -35,6 +35,8 @@ from reconciler.inventory.netbox import (
     Vrf,
     chunks,
     is_fatal,
+    is_own_error,
+    shows,
 )
 from reconciler.inventory.networks import (
     MANAGED,
@@ -49,6 +51,7 @@ from reconciler.inventory.patches import (
     BLOCKED,
     device_patch,
     foreign_values,
+    is_of_twin,
     machine_document,
     machine_patch,
     purpose_of,
@@ -61,11 +64,14 @@ from reconciler.runs.spec import LauncherAway, RunError
 
 # An object that changes during each of so many attempts is left to the next pass.
 _ATTEMPTS = 3
-# Objects without an answer that end a pass.
+# Objects without an answer, one after the other, that end a pass.
 _MOST_SILENCES = 3
 _DEVICE, _MACHINE = "dcim.device", "virtualization.virtualmachine"
 # The setting that holds journal entries until NetBox has them, and the most that it holds.
 _JOURNAL, _MOST_PENDING = "netbox_journal", 1000
+# The setting that holds the fingerprints (SEAL) of the last writes, by device: of the one that was
+# seen last, and of those that may follow it. Most of a device.
+WRITTEN, _MOST_WRITTEN = "netbox_written", 8
 _ACT = Act("reconciler", "device in NetBox")
 # Returns the change of an object, {} for none, and the names of values that somebody else changed.
 Decide = Callable[[Any], tuple[dict[str, Any], list[str]]]
@@ -95,16 +101,18 @@ class Writer:
         # request can be lost. seal: of the values that an entry is about.
         self._pending: dict[str, dict[str, Any]] = {}
         self._stored: dict[str, dict[str, Any]] = {}
+        self._written: dict[str, list[str]] = {}
         # Whether NetBox compares the ETags of a list; None until this was tested.
         self._lists: bool | None = None
-        # Requests about single objects that were not answered, and the numbers of devices that may
-        # or may not have been written by them.
+        # Requests about single objects that were not answered, how many since the last success, and
+        # the numbers of devices that may or may not have been written by them.
         self._silences: list[LauncherAway] = []
+        self._in_a_row = 0
         self._unknown: set[int] = set()
 
     def write(self) -> None:
         """Write everything. An object for which NetBox has no answer, for example because a plugin
-        fails, must not keep the others from being written; several mean NetBox itself.
+        fails, must not keep the others from being written; several in a row mean NetBox itself.
         """
         try:
             self._write()
@@ -130,6 +138,7 @@ class Writer:
         for expected, device in work.devices:
             self._expect(expected, device)
         self._store()
+        self._store_written()
         written = self._write_all([self._device(*row) for row in work.devices], "devices written")
         self._unknown -= written
         for _, device in work.devices:
@@ -199,6 +208,8 @@ class Writer:
         def patch(device: Device) -> tuple[dict[str, Any], list[str]]:
             if not purpose_of(device):
                 return {}, ["tags"]
+            if is_of_twin(device, self._written.get(str(device.id)), expected.site):
+                return {}, [SEAL]
             changes, foreign = device_patch(expected, device)
             if changes:
                 # After a conflict, the old values are those that were read again.
@@ -233,7 +244,7 @@ class Writer:
         try:
             after = self._netbox.patch_all(changes)
         except LauncherAway as silence:
-            self._unanswered(silence, [item for item, _ in changes])
+            self._unanswered(silence, [item for item, _ in changes], of_list=True)
             return set()
         except (RunError, Problem) as refusal:
             if is_fatal(refusal):
@@ -286,8 +297,14 @@ class Writer:
                 self._count(counted, len(some))
             except LauncherAway as silence:
                 # They may exist, so a second request could make them twice.
-                self._unanswered(silence, [])
-                made += [None] * len(some)
+                several = len(some) > 1
+                self._unanswered(silence, [], of_list=several)
+                if several and is_own_error(silence):
+                    made += self._create_each(kind, some, counted)
+                else:
+                    if not several:
+                        self._refused(shown(next(iter(some[0].values()))), silence)
+                    made += [None] * len(some)
             except RunError as refusal:
                 if is_fatal(refusal):
                     raise
@@ -297,6 +314,18 @@ class Writer:
                     continue
                 for document in some:
                     made += self._create(kind, [document], counted)
+        return made
+
+    def _create_each(
+        self, kind: type[O], documents: Sequence[Mapping[str, Any]], counted: str
+    ) -> list[O | None]:
+        """Create those that do not exist by a request each, after an error about all."""
+        made: list[O | None] = []
+        self._require_term()
+        existing = list(self._netbox.every(kind, tag=MANAGED))
+        for document in documents:
+            item = next((row for row in existing if shows(row, document)), None)
+            made += [item] if item else self._create(kind, [document], counted)
         return made
 
     def _delete(self, parts: Parts, counted: str, *, whole: bool) -> None:
@@ -341,8 +370,7 @@ class Writer:
     def _expect(self, expected: ExpectedNode, device: Device) -> None:
         self._pending.pop(self._key(device), None)
         if entry := _entry(expected, device, self._at):
-            target = seal({**expected.fields, BLOCKED: expected.blocked}, expected.site)
-            self._pending[self._key(device)] = {"seal": target, "entry": entry}
+            self._pending[self._key(device)] = {"seal": _target(expected), "entry": entry}
 
     def _store(self) -> None:
         """Keep the entries that a later pass must write if this one cannot."""
@@ -350,6 +378,18 @@ class Writer:
         if self._pending != self._stored:
             retrying(self._engine, partial(site.store, name=_JOURNAL, value=self._pending))
             self._stored = deepcopy(self._pending)
+
+    def _store_written(self) -> None:
+        """Keep the fingerprints that NetBox may have from now on (see `is_of_twin`)."""
+        targets = {device.id: _target(expected) for expected, device in self._comparison.devices}
+        for number, sealed in self._comparison.seals.items():
+            before = list(self._comparison.written.get(str(number), ()))
+            # Those after the one that NetBox has may be of requests without an answer.
+            before = before[before.index(sealed) :] if sealed in before else [sealed]
+            texts = [text for text in (*before, targets.get(number)) if isinstance(text, str)]
+            self._written[str(number)] = list(dict.fromkeys(filter(None, texts)))[-_MOST_WRITTEN:]
+        if self._written != self._comparison.written:
+            retrying(self._engine, partial(site.store, name=WRITTEN, value=self._written))
 
     def _write_journal(self, *, last: bool = True) -> None:
         """Write the entries of devices that were written. last: of this pass."""
@@ -367,8 +407,11 @@ class Writer:
                 self._netbox.add_journal([self._pending[key]["entry"] for key in some])
             except RunError as refusal:
                 if isinstance(refusal, LauncherAway):
-                    raise
-                if last:
+                    if not is_own_error(refusal):
+                        raise
+                    # The entries are kept, and the next pass looks whether they exist.
+                    self._unanswered(refusal, [])
+                elif last:
                     self._refused("journal entries", refusal)
                 return
             for key in some:
@@ -413,12 +456,20 @@ class Writer:
                 raise
             self._refused(subject, refusal)
 
-    def _unanswered(self, silence: LauncherAway, items: Sequence[Tracked | None]) -> None:
-        """Go on after a request about these objects, unless NetBox itself does not answer."""
-        self._silences.append(silence)
-        if len(self._silences) >= _MOST_SILENCES:
-            raise silence
+    def _unanswered(
+        self, silence: LauncherAway, items: Sequence[Tracked | None], *, of_list: bool = False
+    ) -> None:
+        """Go on after a request about these objects, unless NetBox itself does not answer.
+
+        of_list: after an error of NetBox itself, each of several objects gets a request of its own.
+        """
         self._unknown |= {item.id for item in items if isinstance(item, Device)}
+        if of_list and is_own_error(silence):
+            return
+        self._silences.append(silence)
+        self._in_a_row += 1
+        if self._in_a_row >= _MOST_SILENCES:
+            raise silence
 
     def _refused(self, subject: str, refusal: Refusal) -> None:
         code = refusal.code.removeprefix("netbox_")
@@ -429,10 +480,16 @@ class Writer:
 
     def _count(self, what: str, count: int = 1) -> None:
         self._done[what] = self._done.get(what, 0) + count
+        self._in_a_row = 0
 
     def _require_term(self) -> None:
         self._netbox.require_time()
         leader.require_of(self._engine)
+
+
+def _target(expected: ExpectedNode) -> str:
+    """Fingerprint of the values that the device of a node is to have."""
+    return seal({**expected.fields, BLOCKED: expected.blocked}, expected.site)
 
 
 _CHECK = "look for rules or scripts in NetBox that change these fields"

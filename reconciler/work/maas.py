@@ -8,8 +8,9 @@ an answer has an unknown effect, which the next reads show; only then it is repe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from reconciler.inventory.machines import (
     UNSURE,
     UNSURE_LOCK,
     differing,
+    lock_comment,
     other_address,
     other_serial,
     purpose_of,
@@ -112,7 +114,8 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             # The answer of an unlock was lost. A lock from now on is a person's.
             with transaction(engine) as conn:
                 _remember(conn, task, locked=False)
-        verb, text = _decide(TaskKind(task.kind), node, machine, user, progress, now)
+        ours = partial(maas.has_lock, system_id, comment=lock_comment(node.id))
+        verb, text = _decide(TaskKind(task.kind), node, machine, user, progress, now, ours)
         progress = replace(progress, task=text, began_at=progress.began_at or now)
         if verb == "done":
             _finish(engine, task, machine, progress)
@@ -135,9 +138,18 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
 
 
 def _decide(
-    kind: TaskKind, node: Node, machine: Machine, user: str, progress: Progress, now: float
+    kind: TaskKind,
+    node: Node,
+    machine: Machine,
+    user: str,
+    progress: Progress,
+    now: float,
+    has_our_lock: Callable[[], bool],
 ) -> tuple[Verb, str]:
-    """The next request, and the progress to show; RunError if a person must decide."""
+    """The next request, and the progress to show; RunError if a person must decide.
+
+    has_our_lock: whether MAAS shows that the last lock is ours.
+    """
     status, shows = machine.status, f"{machine.system_id}: {machine.status_name}"
     _require_machine(node, machine)
     if status == Status.READY and kind == TaskKind.NODE_RELEASE:
@@ -164,7 +176,7 @@ def _decide(
     if (verb == progress.phase or unlocking) and now - progress.asked_at < REPEAT_S:
         return "wait", f"{shows}; the effect of {progress.phase} is not known yet"
     remembered = (node.maas or {}).get("locked")
-    if machine.locked and remembered == UNSURE:
+    if machine.locked and remembered == UNSURE and not has_our_lock():
         raise _refused("locked", node, f"{shows}, {UNSURE_LOCK[1]}", UNSURE_LOCK[2])
     if machine.locked and not remembered:
         raise _refused("locked", node, f"{shows}, locked by a person", "unlock it in MAAS")

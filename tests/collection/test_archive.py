@@ -25,7 +25,8 @@ def test_the_archive_holds_the_collection_and_nothing_else(installed: Installed)
     tops = {name.partition("/")[0] for name in installed.members}
     assert tops == {
         "CHANGELOG.rst", "FILES.json", "MANIFEST.json", "README.md", "LICENSE",
-        "changelogs", "contracts", "meta", "playbooks", "plugins", "profiles", "roles",
+        "changelogs", "contracts", "docs", "inventory", "meta", "playbooks", "plugins", "profiles",
+        "roles",
     }  # fmt: skip
     kinds = {name.split("/")[1] for name in installed.members if name.startswith("plugins/")}
     assert kinds <= {"doc_fragments", "inventory", "module_utils", "modules", "plugin_utils"}
@@ -58,6 +59,12 @@ def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Install
             assert (installed.path / "playbooks" / "vars" / file).is_file(), file
         for module in re.findall(r"^ +(gpuaas\.slice\.\w+):", text, re.MULTILINE):
             assert module in MODULES, module
+    # Pages that README, remedies and documentation name, and the example that a page plays.
+    named = re.compile(r"(?<![\w/])(?:docs|inventory)/[\w/-]+\.(?:md|png|yml)")
+    for page in installed.path.rglob("*"):
+        text = page.read_text() if page.suffix in (".md", ".py", ".yml") else ""
+        for file in named.findall(text):
+            assert (installed.path / file).is_file(), f"{page}: {file}"
 
 
 def test_every_module_is_documented(installed: Installed) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.covers("ECO-1")
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "inventory" / "example"
+SLICE = ROOT / "inventory" / "slice.yml"
 RUN = {
     "id": "run-1",
     "task_id": "task-1",
@@ -31,7 +32,7 @@ RUN = {
 def play(*words: str | Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).parent / "ansible-playbook"
     return subprocess.run(
-        [program, "-i", EXAMPLE, "-e", f"@{EXAMPLE / 'slice.yml'}", *words],
+        [program, "-i", EXAMPLE, "-e", f"@{SLICE}", *words],
         env={
             **{name: value for name, value in os.environ.items() if "ANSIBLE" not in name},
             "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "build" / "collections"),
@@ -60,7 +61,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def render(folder: Path, *words: str) -> dict[str, Any]:
-    names = ["slice_profile", *yaml.safe_load((EXAMPLE / "slice.yml").read_text())]
+    names = ["slice_profile", *yaml.safe_load(SLICE.read_text())]
     pairs = ", ".join(f"'{name}': {name}" for name in names)
     task = {
         "ansible.builtin.copy": {
@@ -73,6 +74,8 @@ def render(folder: Path, *words: str) -> dict[str, Any]:
     (folder / "play.yml").write_text(yaml.safe_dump(plays))
     done = play(folder / "play.yml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
+    # Each file of the folder is an inventory.
+    assert "Skipping" not in done.stderr, done.stderr
     made: dict[str, Any] = json.loads((folder / "made").read_text())
     return made
 

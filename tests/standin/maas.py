@@ -56,7 +56,7 @@ class Faults:
     somebody else, by operation, just before it. vanish: machine that MAAS loses at its next moving
     state. body: answer to each GET. list_s: seconds until a list of machines is answered.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
-    deployment fails. missing: tags that nobody has made.
+    deployment fails. missing: tags that nobody has made. events: those from before, oldest first.
     """
 
     token: str = TOKEN
@@ -76,6 +76,7 @@ class Faults:
     body: str = ""
     takes_s: float = 0.0
     fails: list[str] = field(default_factory=list)
+    events: list[dict[str, str]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     list_s: float = 0.0
 
@@ -89,7 +90,7 @@ class Maas(ThreadingHTTPServer):
         self.faults = faults
         self.requests, self.violations = list[dict[str, Any]](), list[str]()
         self.nonces = set[str]()
-        self.scripts = dict(faults.scripts)
+        self.scripts, self.events = dict(faults.scripts), list(faults.events)
         self.machines = {row["system_id"]: self.machine(row) for row in faults.machines}
         self.left = dict.fromkeys(self.machines, faults.slow)
         self.since = dict.fromkeys(self.machines, time.monotonic())
@@ -146,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/standin/"):
             if self.command == "POST":
                 maas.begin(Faults(**json.loads(raw)))
-            names = ("requests", "violations", "machines", "scripts")
+            names = ("requests", "violations", "machines", "scripts", "events")
             self._send(200, {name: getattr(maas, name) for name in names})
             return
         url = urlsplit(self.path)
@@ -223,6 +224,9 @@ class Handler(BaseHTTPRequestHandler):
         }
         if kind in pages:
             return 200, pages[kind]
+        if kind == "events":
+            rows = [row for row in reversed(maas.events) if row["node"] == fields["id"]]
+            return 200, {"count": len(rows), "events": rows, "next_uri": "", "prev_uri": None}
         if kind in ("scripts", "tags"):
             return (self._script if kind == "scripts" else self._tag)(key, fields)
         if not key:
@@ -249,6 +253,9 @@ class Handler(BaseHTTPRequestHandler):
                 refused = "Can't lock, machine isn't deployed"
             else:
                 machine["locked"] = verb == "lock"
+                text = f"({USER}) - {fields['comment']}"
+                row = {"node": machine["system_id"], "type": f"User {verb}ing node"}
+                maas.events.append({**row, "description": text})
         elif held:
             return 403, "You do not have permission to edit this machine."
         elif verb == "set_workload_annotations":

@@ -89,17 +89,17 @@ _BODIES = {
 class Faults:
     """devices, machines, prefixes: the objects at first, with only the values that matter. network:
     objects of the other kinds, by path. lost: `METHOD path` to the number of requests that are
-    carried out and answered by 504.
+    carried out and answered by 504, or by `lost_status`.
     status: `METHOD` to a status that is answered instead, 200 with a page. forbidden: `METHOD path`
     answered by 403.
     invalid: names of objects that no write is accepted for. edits: changes by somebody else, by
     name of the object, each just before the next write to it. deaf: methods without effect. page:
     the largest page. added: paths and objects that somebody adds just before an object of this name
     is read. blind: the ETags for a list of changes are not compared. unchecked: nothing is held
-    against the description, for measurements. broken: names of objects whose writes end in an error
-    of NetBox itself. others: paths of objects to the number of the object that is answered once
-    instead. backwards: created objects are answered in the reverse order. body: text of each answer
-    to GET. drip_s: pause before each byte, in the headers as well.
+    against the description, for measurements. broken: names of objects, or `METHOD path`, whose
+    writes end in an error of NetBox itself. others: paths of objects to the number of the object
+    that is answered once instead. backwards: created objects are answered in the reverse order.
+    body: text of each answer to GET. drip_s: pause before each byte, in the headers as well.
     """
 
     token: str = TOKEN
@@ -109,6 +109,7 @@ class Faults:
     prefixes: list[dict[str, Any]] = field(default_factory=list)
     network: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
+    lost_status: int = 504
     fields: list[str] = field(default_factory=list)
     status: dict[str, int] = field(default_factory=dict)
     forbidden: list[str] = field(default_factory=list)
@@ -250,8 +251,9 @@ class Handler(BaseHTTPRequestHandler):
         elif self.command in faults.status:
             busy = faults.status[self.command]
             self._send(busy, {"detail": "busy"} if busy != 200 else "<html>Log in</html>")
-        elif f"{self.command} {path}" in faults.forbidden:
-            self._send(403, {"detail": "You do not have permission to perform this action."})
+        elif (label := f"{self.command} {path}") in (*faults.forbidden, *faults.broken):
+            denied = {"detail": "You do not have permission to perform this action."}
+            self._send(*((500, _FAILED) if label in faults.broken else (403, denied)))
         elif self.command == "OPTIONS":
             pairs = (("POST", "POST"), ("PATCH", "PUT"))
             actions = {n: {} for m, n in pairs if f"{m} {path}" not in faults.forbidden}
@@ -435,7 +437,7 @@ class Handler(BaseHTTPRequestHandler):
         path = re.sub(r"[0-9]+/$", "", urlsplit(self.path).path)
         if status < 300 and not inside and faults.lost.get(f"{self.command} {path}", 0) > 0:
             faults.lost[f"{self.command} {path}"] -= 1
-            status, content = 504, b"<html>504 Gateway Time-out</html>"
+            status, content = faults.lost_status, b"<html>504 Gateway Time-out</html>"
         whole = self.wfile
         if faults.drip_s and not inside:
             self.wfile = Dripping(whole, faults.drip_s)

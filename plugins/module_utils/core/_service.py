@@ -103,6 +103,8 @@ class Service:
                 # A credential goes to no other host: neither by a redirect nor by a proxy.
                 follow_redirects="none",
                 use_proxy=False,
+                # A line of ~/.netrc for this host would be sent in place of the credential.
+                use_netrc=False,
             )
             content = self._read(answer, ends)
         except HTTPError as error:

@@ -70,9 +70,24 @@ def test_a_second_installation_keeps_settings_and_records(machine: Machine, pack
     assert " 0 failures" in _install(machine, package)
     assert "GPUAAS_PUBLIC_URL=http://127.0.0.1:8080" in machine.run("cat", SETTINGS)
     assert machine.run("cat", PUBLIC_KEY) == key
+    # A site without the file of settings upgrades, too.
+    machine.run("mv", SETTINGS, "/root/kept")
+    _install(machine, package)
+    assert machine.try_("test", "-e", SETTINGS).returncode == 1
+    machine.run("mv", "/root/kept", SETTINGS)
+    machine.run("systemctl", "restart", "gpuaas.service")
     assert [
         row["id"] for row in json.loads(_gpuaas(machine, "nodes", "list", "--output", "json"))
     ] == ["n1"]
+
+
+def test_an_upgrade_that_is_given_up_leaves_the_service_running(machine: Machine) -> None:
+    """dpkg calls these two when it cannot unpack the newer package."""
+    scripts = "/var/lib/dpkg/info/gpuaas"
+    machine.run(f"{scripts}.prerm", "upgrade", "9.9")
+    assert machine.try_("systemctl", "is-active", "gpuaas.service").stdout.strip() == "inactive"
+    machine.run(f"{scripts}.postinst", "abort-upgrade", "9.9")
+    assert machine.run("systemctl", "is-active", "gpuaas.service").strip() == "active"
 
 
 def test_a_purge_leaves_the_records_only(machine: Machine) -> None:

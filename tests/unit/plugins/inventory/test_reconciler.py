@@ -102,6 +102,18 @@ def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_p
     assert found["bastion"]["gpuaas_state"] == "ready"
 
 
+def test_a_login_of_netrc_replaces_no_token(tmp_path: Path) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login somebody password other-word\n")
+    netrc.chmod(0o600)
+    with answering() as service:
+        service.answers = {"site": page(NODE)}
+        site = source(tmp_path, "reconciler", url=service.url("site"))
+        assert list(hosts(inventory(site, NETRC=str(netrc)))) == ["node-1"]
+    ((_, headers),) = service.asked
+    assert headers["Authorization"] == f"Bearer {'t' * 20}"
+
+
 def test_the_cache_is_of_one_service_and_is_checked_like_an_answer(tmp_path: Path) -> None:
     cache = {
         "cache": True,

@@ -25,7 +25,7 @@ ONBOARD = ("nodes", "onboard", NODE, "--reason", "a new machine")
 
 class Host:
     """The machine behind the tasks. mounts: what a look at its disks reports. foreseen: the
-    plan of its bootstrap.
+    plan of its bootstrap. broken: candidates that cannot be a slot yet.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,16 @@ class Host:
         self.kernel: dict[str, Any] = {"arguments": ["iommu=pt"], "reboot_reasons": ["x"]}
         self.unforeseen = ""
         self.erased: set[str] = set()
+        self.broken: set[int] = set()
 
     def discovery(self) -> dict[str, Any]:
         """The recorded one, with a fabric function for each free slot, and a disk to erase."""
         document = copy.deepcopy(discovery())
         used = bundle(FREE[0])["nvme_device"] not in self.erased
-        blockers = {FREE[0]: [{"code": "partitions_present", "detail": "gpt"}] if used else []}
+        fabric = [{"code": "fabric_vf_missing", "detail": "none"}]
+        blockers = dict.fromkeys(self.broken, fabric) | {
+            FREE[0]: [{"code": "partitions_present", "detail": "gpt"}] if used else []
+        }
         document["candidates"] = [
             {"slot_index": index, "bundle": bundle(index), "blockers": blockers.get(index, [])}
             for index in FREE
@@ -151,6 +155,31 @@ def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
     ended = kinds(new)
     gpuaas(*ONBOARD)
     assert (gpuaas.status, kinds(new)) == (0, ended)
+
+
+def test_a_candidate_that_was_left_out_becomes_a_slot_once_it_is_mended(
+    prepared: Stack, gpuaas: Gpuaas
+) -> None:
+    def walk() -> None:
+        words: list[str] = []
+        for _plan in range(2):
+            gpuaas(*ONBOARD, *words)
+            words += ["--yes-to", plan(gpuaas)]
+        gpuaas(*ONBOARD, *words)
+
+    machine = Host()
+    gpuaas.at(prepared).ending(prepared, machine)
+    machine.broken = {FREE[-1]}
+    walk()
+    assert gpuaas.status == 0, gpuaas.err
+    gpuaas(*ONBOARD)
+    assert (gpuaas.status, f"left out: slot {FREE[-1]}" in gpuaas.err) == (0, True)
+    machine.broken = set()
+    walk()
+    assert gpuaas.status == 0, gpuaas.err
+    with reading(prepared.engine) as conn:
+        sold = {slot.slot_index: slot.status for slot in slots.of_node(conn, NODE)}
+    assert sold == dict.fromkeys(FREE, "available")
 
 
 def test_a_word_is_for_the_plan_that_was_shown_and_no_other(

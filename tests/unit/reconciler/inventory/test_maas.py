@@ -338,6 +338,25 @@ def test_a_lock_after_an_unlock_without_an_answer_may_be_a_persons(maas: Maas) -
     assert (maas.node().maas or {})["locked"] is True
 
 
+def test_an_unlock_that_never_reached_maas_is_asked_for_again(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    assert maas.compare().done == {"machines locked": 1}
+    events = maas.manager.record()["events"]
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    maas.begin(machine(locked=True), events=events, status={"unlock": 502})
+    assert maas.compare().error
+    # A person's requests after it: the lock is not ours any more.
+    row = {"node": "abc123", "description": "(ann) - audit"}
+    theirs = [{**row, "type": f"User {verb}ing node"} for verb in ("unlock", "lock")]
+    maas.begin(machine(locked=True), events=[*events, *theirs])
+    assert codes(maas.compare()) == ["lock_unsure"]
+    maas.begin(machine(locked=True), events=events)
+    assert maas.compare().done["machines unlocked"] == 1
+
+
 def test_a_tag_shows_blocked_slots_of_a_locked_machine(maas: Maas) -> None:
     fleet = maas.machines.site
     fleet.node("n1")

@@ -317,6 +317,47 @@ def test_the_service_of_another_site_does_not_overwrite_ours(netbox: Pass) -> No
     assert (result.findings, result.done) == ([], done)
 
 
+def test_a_restored_copy_beside_its_original_is_named_and_writes_nothing(netbox: Pass) -> None:
+    def change(state: str, written: object = None) -> None:
+        with transaction(netbox.site.engine) as conn:
+            conn.execute(sa.update(nodes).values(state=state))
+            if written is not None:
+                site.store(conn, writer.WRITTEN, written)
+
+    def written() -> object:
+        with reading(netbox.site.engine) as conn:
+            return site.read(conn, writer.WRITTEN)
+
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    netbox(apply=True)
+    backup, (before,) = written(), netbox.objects(DEVICES)
+    change("maintenance")
+    assert netbox(apply=True).done["devices written"] == 1
+    original, (row,) = written(), netbox.objects(DEVICES)
+    # The copy has the records of the backup, and goes on from there.
+    change("draining", backup)
+    netbox.begin(row)
+    for apply in (False, True):
+        result = netbox(apply=apply)
+        (finding,) = [row for row in result.findings if row.code == "netbox_other_service"]
+        assert (finding.subject, set(methods(netbox))) == ("device n1", {"GET"})
+        assert ((result.error or {}).get("code") == "netbox_other_service") is apply
+    # The original does not notice.
+    change("draining", original)
+    netbox.begin(row)
+    assert netbox(apply=True).done["devices written"] == 1
+    # Both at once: what the other has written meanwhile stays.
+    change("draining", backup)
+    netbox.begin(before, edits={"n1": [{"custom_fields": row["custom_fields"]}]})
+    assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
+    assert netbox.objects(DEVICES)[0]["custom_fields"]["gpuaas_state"] == "maintenance"
+    # A person has ended the other service.
+    row["custom_fields"]["gpuaas_written"] = None
+    netbox.begin(row)
+    assert netbox(apply=True).done["devices written"] == 1
+
+
 def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox: Pass) -> None:
     netbox(apply=True)
     with transaction(netbox.site.engine) as conn:
@@ -344,7 +385,8 @@ def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox:
     netbox.begin(row)
     assert netbox(apply=True).done["devices written"] == 1
 
-    # An object that never rests is left alone.
+    # An object that never rests is left alone. (The device is as at first, without a fingerprint.)
+    written["custom_fields"]["gpuaas_written"] = None
     netbox.begin(written, edits={"n1": [{"comments": str(n)} for n in range(9)]})
     assert codes(netbox(apply=True)) == ["netbox_busy"]
     # A tag that is taken away meanwhile ends our right to write.
@@ -565,13 +607,14 @@ def test_an_object_that_netbox_cannot_write_keeps_no_other_from_being_written(
     assert (result.done["devices written"], result.done["journal entries"]) == (3, 3)
     states = {row["name"]: row["custom_fields"]["gpuaas_state"] for row in netbox.objects(DEVICES)}
     assert states == {"n1": "ready", **dict.fromkeys(("d0", "d1", "d2"), "maintenance")}
-    # Several mean NetBox itself.
+    # Several in a row mean NetBox itself.
     with transaction(netbox.site.engine) as conn:
         conn.execute(sa.update(nodes).values(state="draining"))
     names = ["n1", "d0", "d1", "d2"]
     netbox.begin(*netbox.objects(DEVICES), broken=names, network=journal_of(netbox))
     assert netbox(apply=True).error
-    assert methods(netbox).count("PATCH") == 1 + writer._MOST_SILENCES
+    # The test of lists, the list, and objects.
+    assert methods(netbox).count("PATCH") == 2 + writer._MOST_SILENCES
     netbox.begin(*netbox.objects(DEVICES), network=journal_of(netbox))
     assert netbox(apply=True).done == {"devices written": 4, "journal entries": 4}
     assert netbox(apply=True).done == {}
@@ -591,6 +634,40 @@ def test_an_object_that_netbox_cannot_create_keeps_no_change_back(netbox: Pass) 
     netbox.begin(*netbox.objects(DEVICES), machines=[row], network=network, broken=broken)
     assert (netbox(apply=True).error or {})["code"] == "netbox_silent"
     assert [row["status"] for row in netbox.objects(MACHINES)] == ["active"]
+
+
+def test_an_object_that_netbox_cannot_create_keeps_no_other_back(netbox: Pass) -> None:
+    with transaction(netbox.site.engine) as conn:
+        keys = [netbox.site.allocate(conn) for _ in range(2)]
+    names = [f"gpuaas-slice-{key.replace('-', '')}" for key in keys]
+    for broken in names:
+        netbox.begin(device("n1"), broken=[broken])
+        result = netbox(apply=True)
+        assert (result.error or {})["code"] == "netbox_silent"
+        assert {row.subject for row in result.findings if row.code == "netbox_silent"} == {broken}
+        assert [row["name"] for row in netbox.objects(MACHINES)] == [
+            n for n in names if n != broken
+        ]
+        assert len(netbox.objects(ADDRESSES)) == 1
+    # An error after the effect makes nothing twice.
+    netbox.begin(device("n1"), lost={f"POST {MACHINES}": 1}, lost_status=500)
+    result = netbox(apply=True)
+    assert (result.complete, codes(result)) == (True, [])
+    assert sorted(row["name"] for row in netbox.objects(MACHINES)) == sorted(names)
+
+
+def test_a_journal_that_netbox_cannot_write_keeps_nothing_else_back(netbox: Pass) -> None:
+    netbox(apply=True)
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+        conn.execute(sa.update(nodes).values(state="maintenance"))
+    for _ in range(2):
+        netbox.begin(*netbox.objects(DEVICES), broken=[f"POST {JOURNAL}"])
+        result = netbox(apply=True)
+        assert (result.error or {})["code"] == "netbox_silent"
+        assert result.done["virtual machines created"] == 1
+    netbox.begin(*netbox.objects(DEVICES))
+    assert netbox(apply=True).done["journal entries"] == 1
 
 
 def journal_of(netbox: Pass) -> dict[str, list[dict[str, Any]]]:

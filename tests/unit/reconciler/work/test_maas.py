@@ -15,7 +15,7 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, Task, enrolment_tokens, tasks
 from reconciler.inventory import maas_sync
 from reconciler.inventory.maas import Client
-from reconciler.inventory.machines import UNSURE
+from reconciler.inventory.machines import UNSURE, lock_comment
 from reconciler.inventory.readings import Reading
 from reconciler.lifecycle import baremetal, host, installation
 from reconciler.lifecycle import launch as launching
@@ -660,6 +660,21 @@ def test_a_lock_that_comes_before_the_next_read_may_be_a_persons(maas: Maas) -> 
     maas.begin(machine(locked=False))
     assert "maas_lock_unsure" not in {row.code for row in maas.compare().findings}
     assert (maas.node().maas or {})["locked"] is False
+
+
+def test_an_unlock_that_never_reached_maas_is_repeated(maas: Maas) -> None:
+    maas.tenancy()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})
+    text = f"(gpuaas) - {lock_comment('m1')}"
+    lock = {"node": "abc123", "type": "User locking node", "description": text}
+    maas.begin(machine(locked=True), events=[lock], status={"unlock": 502})
+    maas.queue()
+    maas.step()
+    assert (maas.node().maas or {})["locked"] == UNSURE
+    maas.begin(machine(locked=True), events=[lock])
+    assert maas.play().state == "succeeded"
+    assert maas.asked() == ["unlock", "release", "deploy"]
 
 
 @pytest.mark.parametrize(("status", "locked"), [(403, True), (409, UNSURE)])
