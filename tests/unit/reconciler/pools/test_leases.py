@@ -126,16 +126,21 @@ def test_a_job_is_claimed_once_and_finished_once(queue: Queue) -> None:
 
 
 def test_an_input_is_as_large_as_postgresql_gives_it_back(queue: Queue) -> None:
-    """It writes 1e308 with all its digits: 64 KiB became 2.5 MB, which ended each worker."""
-    with pytest.raises(Problem) as refused:
-        queue.submit([{"x": [1e308] * 8_000}])
-    assert refused.value.code == "input_too_large"
-    assert "2488007 bytes" in refused.value.found
+    """It writes 1e308 and 5e-324 with all their digits: 64 KiB became 2.5 MB, which ended each
+    worker, or filled its memory with the 256 jobs of a claim.
+    """
+    for number, size in ((1e308, 2_488_007), (5e-324, 2_624_007)):
+        with pytest.raises(Problem) as refused:
+            queue.submit([{"x": [number] * 8_000}])
+        assert refused.value.code == "input_too_large"
+        assert f"{size} bytes" in refused.value.found
     given = {"x": [1e308, -1.5e300, 1e-300, 1e16, 0.5] * 60, "text": "1e+308" * 1_000}
     queue.submit([given])
     (job,) = queue.claim()
     assert [float(number) for number in job.input["x"]] == given["x"]
-    assert len(json.dumps(job.input)) <= job.size <= jobs.INPUT_BYTES
+    with reading(queue.engine) as conn:
+        text = conn.execute(sa.select(sa.cast(table.c.input, sa.Text()))).scalar_one()
+    assert len(text) <= job.size <= jobs.INPUT_BYTES
 
 
 def test_a_group_of_outcomes_counts_job_by_job(queue: Queue) -> None:
