@@ -93,7 +93,10 @@ def follow(conn: sa.Connection) -> str:
     if running(conn):
         if clock.read(conn) < (state.deadline_at or 0):
             return ""
-        canceled = sa.update(jobs).where(RUNNING)
+        # In the order in which outcomes lock them.
+        held = sa.select(jobs.c.id).where(RUNNING).order_by(jobs.c.id)
+        locked = held.with_for_update().cte("locked")
+        canceled = sa.update(jobs).where(jobs.c.id == locked.c.id)
         free: dict[str, Any] = {"token": "", "lease_expires_at": None, "error": _CANCELED}
         free |= {"status": JobStatus.CANCELED, "updated_at": clock.now()}
         free["taken_from"] = jobs.c.worker
