@@ -20,7 +20,7 @@ from reconciler.db.schema import jobs as table
 from reconciler.lifecycle import quota
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
-from reconciler.pools import counts, jobs, leases
+from reconciler.pools import control, counts, jobs, leases, workers
 from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.records import projects
 from reconciler.settings import Settings
@@ -610,6 +610,8 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
     try:
         held = queue.claim(3)
         assert len(held) == 3
+        with transaction(queue.engine) as conn:
+            assert len(leases.renew(conn, queue.worker, [held[0].token])) == 3
         assert len(queue.finish(held[:1], Outcome({}))) == 1
         assert len(queue.finish(held[1:], FAILED)) == 2
         with reading(queue.engine) as conn:
@@ -618,11 +620,16 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1
         assert len(queue.reprocess(1, force=True)) == 1
+        queue.claim(1)
+        with transaction(queue.engine) as conn:
+            workers.end(conn, queue.worker, "ended")
+            control.drain(conn, ADMIN, 0)
+            assert "1 jobs" in control.follow(conn)
     finally:
         sa.event.remove(queue.engine, "before_cursor_execute", explain)
     assert len(plans) > 4
     for plan in plans:
-        index = "INDEX ix_orchestrator_jobs_(due|delayed|running|dead|reprocessed)"
+        index = "INDEX ix_orchestrator_jobs_(due|delayed|running|dead|reprocessed|taken)"
         assert re.search(f"{index}|autoindex.*id=", plan), plan
 
 
