@@ -237,6 +237,18 @@ class Settings(BaseSettings):
             )
         return f"postgresql+psycopg://{rest}"
 
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_has_an_address(cls, url: str) -> str:
+        try:
+            _ = urlsplit(url).port
+        except ValueError:
+            # Or jobs would be queued, and their requests fail. The text may hold the password.
+            raise ValueError(
+                "a URL with :PASSWORD@HOST:PORT/0; in a password / is written %2F, @ %40, and % %25"
+            ) from None
+        return url
+
     @field_validator("ingress_addresses")
     @classmethod
     def _addresses_are_public(cls, text: str) -> str:

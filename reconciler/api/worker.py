@@ -282,5 +282,5 @@ async def due(body: Wait, worker: Worker) -> Due:
 @router.post("/leave")
 def leave(body: Leaving, worker: Worker) -> Left:
     """Called by a worker that ends. Jobs that it holds are queued again."""
-    worker.bury(worker.write(remote.leave, worker_id=body.worker_id))
+    worker.write(remote.leave, worker_id=body.worker_id)
     return Left()

@@ -6,6 +6,7 @@ import getpass
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 
 from reconciler.cli import output
 from reconciler.cli.options import Reason
+from reconciler.cli.projects import project_id
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.model.pools import LIVE_POOLS
@@ -83,7 +85,9 @@ def start(
     drain: Annotated[int, typer.Option(min=0, help="Seconds for jobs to end at a stop.")] = 600,
     grace: Annotated[int, typer.Option(min=1, help="Seconds from SIGTERM to SIGKILL.")] = 30,
     host: Annotated[str, typer.Option(help="Id or name. Default: the one with most memory.")] = "",
-    project: Annotated[str, typer.Option(help="Run the jobs of this project only.")] = "",
+    project: Annotated[
+        str, typer.Option(help="Run the jobs of this project only; its id or name.")
+    ] = "",
     target: Annotated[
         str,
         typer.Option(
@@ -106,7 +110,8 @@ def start(
         "drain_s": drain,
         "grace_s": grace,
         "host": host,
-        "project_id": project or None,
+        # Without the API, its name is looked up in the database.
+        "project_id": (project if direct else project_id(project)) or None,
         "target": target,
     }
     pool = _start(body, reason) if direct else client().post("/pools", {**body, "reason": reason})
@@ -224,14 +229,18 @@ def _start(body: dict[str, Any], reason: str) -> dict[str, Any]:
 
     from reconciler.api import problems
     from reconciler.api.pools import NewPool
-    from reconciler.db.engine import retrying
+    from reconciler.db.engine import reading, retrying
     from reconciler.pools import pools
+    from reconciler.records import projects
 
     try:
         wish = pools.NewPool(**NewPool(**body).model_dump(exclude={"reason"}))
     except ValidationError as error:
         raise problems.invalid(error.errors()) from None
     with _database() as (settings, engine):
+        if wish.project_id:
+            with reading(engine) as conn:
+                wish = replace(wish, project_id=projects.id_of(conn, wish.project_id))
         most = settings.gpu_pool_max_total
         start = partial(pools.start, wish=wish, act=_act(reason), most=most)
         pool = retrying(engine, start)

@@ -168,9 +168,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
     engine = open_unmigrated()
     with transaction(engine) as conn:
         if project:
-            ids = {row.name: row.id for row in projects.every(conn)}
-            # Ids come first: the name of a project may be the id of another.
-            project = project if project in ids.values() else ids.get(project, project)
+            project = projects.id_of(conn, project)
             projects.get(conn, project)
         if node:
             nodes.get(conn, node)

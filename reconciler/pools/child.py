@@ -106,7 +106,7 @@ class Runner:
             digest = self.digests.get(name, given)
             words.append(f"{name}={path}" + (f"{DIGEST}{digest}" if digest else ""))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, "--", str(far), self._memory, *words],
+            [sys.executable, "-P", "-c", _MAIN, "--", str(far), self._memory, *words],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=2,  # What functions print belongs in the log.
@@ -178,11 +178,14 @@ class Runner:
 
     def outcomes(self, seconds: float, enough: int) -> list[tuple[Call, Outcome]]:
         """Outcomes, in the order of the jobs: as soon as there are enough, a moment after the first
-        one, or after so many seconds.
+        one, or after so many seconds. 0: those that are there.
         """
         ended: list[tuple[Call, Outcome]] = []
         until = time.monotonic() + seconds
         while len(ended) < enough and self._jobs:
+            # They are recorded before the models load again, which may take long or fail.
+            if (ended or not seconds) and not self._lives():
+                break
             self._push()
             limit = min(until, self._began + self._jobs[0].job.timeout_s)
             left = limit - time.monotonic()
@@ -190,8 +193,6 @@ class Runner:
             if self._read(ended):
                 self._began = time.monotonic()
                 until = min(until, self._began + _GATHER_S)
-                if self._process is None:  # Recorded before the models load again.
-                    break
             elif events or limit < until:
                 ended.append(self._broken(late=not events))
                 break
@@ -201,9 +202,7 @@ class Runner:
 
     def _push(self) -> None:
         """Hand over jobs while there is room for them."""
-        if not self._sent and self._process is not None and self._process.poll() is not None:
-            self.stop()  # It ended between jobs, of which none is to blame.
-        if self._process is None:
+        if not self._lives():
             self.start()
         for number, job, _ in islice(self._jobs, self._sent, None):
             request = {"number": number, "model": job.model, "input": job.input}
@@ -214,6 +213,12 @@ class Runner:
             if not self._sent:
                 self._began = time.monotonic()
             self._sent += 1
+
+    def _lives(self) -> bool:
+        """Whether the process is there. If it ends between jobs, none of them is to blame."""
+        if not self._sent and self._process is not None and self._process.poll() is not None:
+            self.stop()
+        return self._process is not None
 
     def _read(self, ended: list[tuple[Call, Outcome]]) -> bool:
         """Read the answers that are there; whether there were any."""

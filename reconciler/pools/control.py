@@ -24,6 +24,9 @@ RETRY_S = 30
 _SILENT_S = 30.0
 # A literal, because SQLite uses a partial index only if the statement itself shows its condition.
 RUNNING = jobs.c.status == sa.literal_column(f"'{JobStatus.RUNNING.value}'")
+# The order in which transactions lock jobs. For that of the column itself, SQLite would read the
+# index of all jobs.
+BY_ID = jobs.c.id.concat("")
 _CANCELED = {
     "code": "maintenance",
     "expected": "an end before the site's maintenance",
@@ -93,7 +96,9 @@ def follow(conn: sa.Connection) -> str:
     if running(conn):
         if clock.read(conn) < (state.deadline_at or 0):
             return ""
-        canceled = sa.update(jobs).where(RUNNING)
+        held = sa.select(jobs.c.id).where(RUNNING).order_by(BY_ID)
+        locked = held.with_for_update().cte("locked")
+        canceled = sa.update(jobs).where(jobs.c.id == locked.c.id)
         free: dict[str, Any] = {"token": "", "lease_expires_at": None, "error": _CANCELED}
         free |= {"status": JobStatus.CANCELED, "updated_at": clock.now()}
         free["taken_from"] = jobs.c.worker

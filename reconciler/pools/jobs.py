@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -285,9 +286,12 @@ def _size(number: int, item: NewJob) -> int:
             remedy="correct the value",
         )
     text = json.dumps(item.input)
-    if "e+" in text:
-        text = json.dumps(json.loads(text, parse_float=_written_out))
-    size = len(text.encode())
+    size = len(text)
+    if "e+" in text or "e-" in text:
+        # As workers get numbers from PostgreSQL, which gives 1e308 and 1e-308 with all digits.
+        numbers: list[str] = []
+        json.loads(text, parse_float=numbers.append)
+        size += sum(len(f"{Decimal(number):f}") - len(number) for number in numbers)
     if size > INPUT_BYTES:
         raise Problem(
             "input_too_large",
@@ -297,11 +301,6 @@ def _size(number: int, item: NewJob) -> int:
             remedy="divide it among several jobs",
         )
     return size
-
-
-def _written_out(number: str) -> float:
-    """A number as workers get it from PostgreSQL, which gives 1e308 with all its digits."""
-    return int(float(number)) if "e+" in number else float(number)
 
 
 def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> None:

@@ -280,7 +280,7 @@ def renew(
     held = sa.select(jobs.c.id).where(
         jobs.c.token.in_(tokens), control.RUNNING, jobs.c.worker == worker.id, _in_time(extra_s)
     )
-    locked = held.order_by(jobs.c.id).with_for_update().cte("held")
+    locked = held.order_by(control.BY_ID).with_for_update().cte("held")
     update = sa.update(jobs).where(jobs.c.id == locked.c.id)
     update = update.values(lease_expires_at=clock.now() + lease_s)
     return set(conn.execute(update.returning(jobs.c.id)).scalars())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from reconciler.db.schema import Pool, PoolWorker
-from reconciler.pools import memory
 from reconciler.runs import lock
 from reconciler.settings import Settings
+
+log = logging.getLogger("gpuaas.pools")
 
 # The environment variable that names host and worker of a process. Children inherit it.
 MARK = "POOL_WORKER"
@@ -44,10 +45,11 @@ def scan(host_id: str) -> dict[str, list[Process]]:
         if not entry.name.isdigit():
             continue
         try:
+            # First the time, or it might be that of another process with the same id.
+            process = Process(int(entry.name), lock.start_ticks(entry.name))
             words = (entry / "environ").read_bytes().split(b"\0")
             ids = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
             if ids:
-                process = Process(int(entry.name), lock.start_ticks(entry.name))
                 processes.setdefault(ids[0].decode(errors="replace"), []).append(process)
         except OSError:  # It has just ended, or belongs to another user.
             continue
@@ -70,24 +72,24 @@ def leads(worker: PoolWorker, process: Process) -> bool:
     return (process.pid, process.start_ticks) == (worker.pid, worker.start_ticks)
 
 
-def send(host_id: str, worker_id: str, processes: Sequence[Process], number: int) -> None:
-    """Send a signal to processes of a worker, unless they have just ended."""
+def send(processes: Sequence[Process], number: int) -> None:
+    """Send a signal to processes of a worker, unless they have just ended.
+
+    They had the mark, which a library that changes the name of its process may have overwritten.
+    """
     for process in processes:
-        mark = f"{MARK}={host_id}/{worker_id}".encode()
-        lock.send(process.pid, partial(lock.is_marked, process.pid, mark), number)
-
-
-def kill(host_id: str, worker: PoolWorker, processes: Sequence[Process]) -> None:
-    """Kill all processes of a worker, those that hide their mark included."""
-    send(host_id, worker.id, processes, signal.SIGKILL)
-    memory.kill(worker.cgroup)
+        try:
+            lock.send(process.pid, partial(is_left, process), number)
+        except PermissionError:
+            log.error("process %d of a worker belongs to another user, who can end it", process.pid)
 
 
 def start(
     settings: Settings, pool: Pool, worker: PoolWorker, models: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     """Start the process of a worker. It survives this process. models: NAME=TARGET."""
-    command = [sys.executable, "-m", "reconciler.cli.main", "jobs", "worker"]
+    # A model's file may have the name of any module: -P keeps them out of its imports.
+    command = [sys.executable, "-P", "-m", "reconciler.cli.main", "jobs", "worker"]
     command += [word for model in models for word in ("--model", model)]
     command += ["--memory", str(pool.memory_mib), "--drain", f"{pool.grace_s * _DRAIN:.1f}"]
     if worker.cgroup:

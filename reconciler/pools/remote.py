@@ -58,13 +58,6 @@ class Turn(NamedTuple):
     dead: dict[str, str]
 
 
-class Tended(NamedTuple):
-    """ended: pools of which nothing is left. dead: error codes of dead letters by id."""
-
-    ended: list[Pool]
-    dead: dict[str, str]
-
-
 def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, str]:
     """Give a pool a token, which replaces its previous token. Returns the secret, too."""
     pool = pools.get(conn, key, lock=True)
@@ -133,6 +126,9 @@ def turn(
 ) -> Turn:
     """Record outcomes of jobs that the worker holds, queue others again, and claim new ones."""
     worker = _member(conn, pool, worker_id)
+    if claim is not None:
+        # Locked before the jobs, as at the deadline of a drain, or each would wait for the other.
+        control.is_normal(conn)
     mine = sa.and_(control.RUNNING, jobs.c.worker == worker.id)
     query = sa.select(jobs.c.id, jobs.c.token, jobs.c.lost).where(mine)
     held = {(id, token): lost for id, token, lost in conn.execute(query)}
@@ -168,11 +164,9 @@ def is_due(conn: sa.Connection, pool: Pool, worker_id: str) -> bool:
     return control.read(conn).mode == Mode.NORMAL and not leases.is_idle(conn, worker)
 
 
-def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> dict[str, str]:
-    """Record the end of a worker. Jobs that it still holds are queued again; returns error codes by
-    id, of those that are buried instead.
-    """
-    return workers.end(conn, _member(conn, pool, worker_id), "left")
+def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> None:
+    """Record the end of a worker. Jobs that it still holds are lost."""
+    workers.end(conn, _member(conn, pool, worker_id), "left")
 
 
 def any_pool(conn: sa.Connection) -> bool:
@@ -181,8 +175,8 @@ def any_pool(conn: sa.Connection) -> bool:
     return conn.execute(query.limit(1)).first() is not None
 
 
-def tend(conn: sa.Connection) -> Tended:
-    """Record the ends of silent workers and of pools.
+def tend(conn: sa.Connection) -> list[Pool]:
+    """Record the ends of silent workers and of pools; returns the pools of which nothing is left.
 
     Their processes are beyond reach. Without the token, whatever is left of them has no effect.
     """
@@ -202,9 +196,8 @@ def tend(conn: sa.Connection) -> Tended:
             sa.and_(table.c.host_id == GUEST, left),
         ),
     )
-    dead: dict[str, str] = {}
     for worker in rows.every(conn, silent, PoolWorker):
-        dead |= workers.end(conn, worker, "silent")
+        workers.end(conn, worker, "silent")
     ending = sa.select(table).where(
         table.c.host_id.in_(APART), table.c.state.in_((PoolState.DRAINING, PoolState.STOPPING))
     )
@@ -214,10 +207,10 @@ def tend(conn: sa.Connection) -> Tended:
         ids = [worker.id for worker in living]
         if pool.state == PoolState.STOPPING or not workers.holding(conn, ids):
             for worker in living:
-                dead |= workers.end(conn, worker, "dismissed")
+                workers.end(conn, worker, "dismissed")
             act = _ACT.because("its token is revoked, and its workers hold no jobs")
             ended.append(workers.conclude(conn, pool, act, PoolState(pool.ends_as)))
-    return Tended(ended, dead)
+    return ended
 
 
 def _of(pool: Pool, worker_id: str) -> sa.Select[tuple[PoolWorker]]:

@@ -166,11 +166,14 @@ def main(words: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = socket.socket(fileno=int(number))
     requests.set_inheritable(False)
-    sys.path.insert(0, str(Path.cwd()))
+    folder = str(Path.cwd())
     functions, digests = {}, {}
     for model in models:
         name, _, target = model.partition("=")
         target, _, digest = target.partition(DIGEST)
+        # For functions only, because a file there may have the name of any module.
+        if not target.endswith(MODEL_FILE) and sys.path[0] != folder:
+            sys.path.insert(0, folder)
         try:
             functions[name], digests[name] = load(target, digest)
         except ChangedError as changed:

@@ -34,7 +34,7 @@ from reconciler.model.pools import (
     PoolState,
     victim,
 )
-from reconciler.pools import hints, memory, pools, processes, watch, workers
+from reconciler.pools import memory, pools, processes, watch, workers
 from reconciler.pools.processes import Process
 from reconciler.pools.runner import DIGEST, MODEL_FILE
 from reconciler.runs import lock
@@ -153,7 +153,8 @@ class Supervisor:
                 continue
             self._moved = time.monotonic()
             tracked = [
-                _Worker(row, seen.pop(row.id, []) if row.boot_id == boot else []) for row in living
+                _Worker(row, self._left(row, seen.pop(row.id, [])) if row.boot_id == boot else [])
+                for row in living
             ]
             try:
                 ended = [worker for worker in tracked if self._is_gone(worker)]
@@ -189,7 +190,7 @@ class Supervisor:
                 self._terminate(worker)
                 since = self._ending.setdefault(worker.row.id, time.monotonic())
                 if time.monotonic() - since > pool.grace_s:
-                    processes.kill(self.host_id, worker.row, worker.processes)
+                    self._kill(worker)
 
     def _serve(self, pool: Pool, living: list[_Worker]) -> None:
         """Replace workers that have ended or hang, unless that happens too often."""
@@ -199,8 +200,7 @@ class Supervisor:
             # of this process that has just been started may not be seen yet.
             orphaned = not worker.leader and worker.row.id not in self._children
             if silent or orphaned:
-                log.warning("worker %s of pool %s hangs and is killed", worker.row.id, pool.name)
-                processes.kill(self.host_id, worker.row, worker.processes)
+                self._kill(worker)
         missing = pool.replicas - len(living)
         if missing > 0:
             with reading(self.engine) as conn:
@@ -251,13 +251,27 @@ class Supervisor:
         self._children[id] = processes.start(self.settings, pool, row, words)
         log.info("pool %s: worker %s started", pool.name, id)
 
+    def _left(self, row: PoolWorker, seen: list[Process]) -> list[Process]:
+        """Processes of a worker: those with its mark, and those that had it."""
+        known = dict.fromkeys([*self._known.get(row.id, ()), *seen])
+        self._known[row.id] = left = [each for each in known if processes.is_left(each)]
+        return left
+
     def _is_gone(self, worker: _Worker) -> bool:
-        known = {*self._known.get(worker.row.id, ()), *worker.processes}
-        self._known[worker.row.id] = left = [each for each in known if processes.is_left(each)]
         child = self._children.get(worker.row.id)
-        if left or (child is not None and child.poll() is None):
+        if worker.processes or (child is not None and child.poll() is None):
             return False
         return not memory.members(worker.row.cgroup)
+
+    def _kill(self, worker: _Worker) -> None:
+        """Kill all processes of a worker. One that a driver holds may stay for long."""
+        id = worker.row.id
+        if self._is_due(id):
+            pids = ", ".join(str(process.pid) for process in worker.processes)
+            log.warning("worker %s hangs: killing its processes %s", id, pids)
+            self._due[id] = time.monotonic() + _WARN_S
+        processes.send(worker.processes, signal.SIGKILL)
+        memory.kill(worker.row.cgroup)
 
     def _end(self, worker: _Worker) -> bool:
         """Record the end of a worker; whether the kernel has killed it for its memory."""
@@ -268,11 +282,10 @@ class Supervisor:
         ending = "not there any more" if code is None else f"exit status {code}"
         if killed:
             ending += ", killed for its memory"
-        dead = retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
-        hints.bury(self.settings.redis_url, dead)
+        retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
-        for of_worker in (self._beats, self._ending, self._known):
+        for of_worker in (self._beats, self._ending, self._known, self._due):
             of_worker.pop(worker.row.id, None)
         log.info("worker %s has ended: %s", worker.row.id, ending)
         return killed
@@ -283,7 +296,7 @@ class Supervisor:
         """
         for worker_id, left in seen.items():
             log.warning("processes of worker %s, which has ended, are killed", worker_id)
-            processes.send(self.host_id, worker_id, left, signal.SIGKILL)
+            processes.send(left, signal.SIGKILL)
             if child := self._children.pop(worker_id, None):
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=1)
@@ -293,9 +306,9 @@ class Supervisor:
         """Ask a worker once to end; it ends its child itself. A second signal could kill it."""
         if worker.leader and worker.row.id not in self._asked:
             self._asked.add(worker.row.id)
-            processes.send(self.host_id, worker.row.id, worker.leader, signal.SIGTERM)
+            processes.send(worker.leader, signal.SIGTERM)
         elif not worker.leader and worker.row.id not in self._children:
-            processes.kill(self.host_id, worker.row, worker.processes)
+            self._kill(worker)
 
     def _move(self, pool: Pool, event: str) -> None:
         retrying(self.engine, partial(workers.move, pool=pool, event=event, act=_ACT))
@@ -351,7 +364,7 @@ class Supervisor:
             return memory.Usage(size, kills)
         # As the kernel does it: the largest process ends, which is the one that runs the call.
         largest = max(worker.processes, key=lambda process: resident.get(process.pid, 0))
-        processes.send(self.host_id, worker.row.id, [largest], signal.SIGKILL)
+        processes.send([largest], signal.SIGKILL)
         return memory.Usage(size, kills + 1)
 
     def _of_group(self, row: PoolWorker) -> memory.Usage:

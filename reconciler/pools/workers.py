@@ -26,7 +26,7 @@ from reconciler.db.schema import (
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.pools import ENDS_S, ENDS_WITH_JOBS, LIVE_POOLS, SERVING_POOLS, PoolState
-from reconciler.pools import control, leases
+from reconciler.pools import control
 
 log = logging.getLogger("gpuaas.pools")
 
@@ -122,10 +122,9 @@ def holding(conn: sa.Connection, worker_ids: Sequence[str]) -> dict[str, int]:
     return dict(conn.execute(held).all())
 
 
-def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> dict[str, str]:
-    """Record that no process of a worker is left. Its jobs are queued again.
-
-    Returns error codes by id, of jobs that are buried instead.
+def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
+    """Record that no process of a worker is left. Its jobs are lost: without their token no outcome
+    of it counts, and `leases.tend` queues or buries them.
     """
     held = sa.and_(jobs.c.worker == worker.id, control.RUNNING)
     # Also those that it may have died of after they were canceled, or given to another worker.
@@ -139,9 +138,7 @@ def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> dict[str, str]:
     values = {"ended_at": clock.now(), "ending": ending, "ended_with": ended_with}
     conn.execute(ended.values(**values, memory_bytes=0))
     lost = sa.update(jobs).where(held)
-    if conn.execute(lost.values(lease_expires_at=clock.now() - 1)).rowcount:
-        return leases.tend(conn).dead
-    return {}
+    conn.execute(lost.values(token="", lease_expires_at=clock.now() - 1))
 
 
 def recent_ends(conn: sa.Connection, pool: Pool) -> int:

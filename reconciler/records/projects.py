@@ -34,6 +34,14 @@ def get(conn: sa.Connection, id: str) -> Project:
     return rows.get(conn, Project, id)
 
 
+def id_of(conn: sa.Connection, name: str) -> str:
+    """The id of the project with this id or name; an unknown name stays as it is."""
+    query = sa.select(projects.c.id).where(sa.or_(projects.c.id == name, projects.c.name == name))
+    # Ids come first: the name of a project may be the id of another.
+    query = query.order_by(sa.case((projects.c.id == name, 0), else_=1))
+    return str(conn.execute(query).scalar() or name)
+
+
 def every(
     conn: sa.Connection, page: Page | None = None, *, among: Collection[str] | None = None
 ) -> list[Project]:

@@ -354,14 +354,12 @@ def tend_leases(engine: Engine, settings: Settings) -> None:
     hints.bury(settings.redis_url, swept.dead)
 
 
-def tend_remote_workers(engine: Engine, settings: Settings) -> None:
+def tend_remote_workers(engine: Engine, _settings: Settings) -> None:
     """Loop for workers without the database: record the ends of silent workers and of pools."""
     with reading(engine) as conn:
         if not remote.any_pool(conn):
             return
-    tended = retrying(engine, remote.tend)
-    hints.bury(settings.redis_url, tended.dead)
-    for pool in tended.ended:
+    for pool in retrying(engine, remote.tend):
         _POOLS_LOG.info("pool %s is %s", pool.name, pool.state)
 
 

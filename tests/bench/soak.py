@@ -44,6 +44,7 @@ ACT = Act("soak", "soak test")
 PROJECT = "soak"
 MODELS = {"wait": "reconciler.pools.drills:wait", "fail": "reconciler.pools.drills:fail"}
 # Parts of the time at which faults happen.
+FAULTS = ("kill", "stop", "flush", "redis", "poison", "drain")
 SCHEDULE = "0.15:kill,0.3:stop,0.45:flush,0.55:redis,0.65:poison,0.8:drain"
 # Longer than a lease.
 _STOPPED_S = 40.0
@@ -74,6 +75,8 @@ class Soak:
         self.cause.touch()
         self.offered = self.refused = 0
         self.ended = threading.Event()
+        # Of the soak itself, which would pass without its load or its faults.
+        self.errors: list[str] = []
         self._log = (folder / "workers.log").open("ab")
         self._environment = {
             **os.environ,
@@ -113,7 +116,9 @@ class Soak:
         new = [job] * count
         try:
             ids = retrying(self.engine, lambda conn: jobs.enqueue(conn, PROJECT, new, ACT))
-        except Problem:  # Maintenance, or a full queue.
+        except Problem as problem:
+            if problem.code not in ("maintenance", "job_limit"):
+                raise
             self.refused += count
             return
         self.offered += count
@@ -193,6 +198,20 @@ class Soak:
         return True
 
 
+def begin(errors: list[str], act: Callable[..., object], *given: str) -> threading.Thread:
+    """A thread that acts. Its error is added to others."""
+
+    def watched() -> None:
+        try:
+            act(*given)
+        except Exception as error:
+            errors.append(f"{act.__name__} {' '.join(given)}: {error!r}")
+
+    thread = threading.Thread(target=watched, daemon=True)
+    thread.start()
+    return thread
+
+
 def percentile(values: list[float], part: float) -> float | str:
     """By the nearest rank; "" without a value."""
     if not values:
@@ -212,19 +231,25 @@ def memory_mib(pids: list[int]) -> float:
 
 
 def schedule(text: str, seconds: int) -> dict[int, str]:
-    """Faults by second. A part below 1 is one of the whole time."""
+    """Faults by second. A part below 1 is one of the whole time. ValueError for a fault that would
+    not be played.
+    """
     faults: dict[int, str] = {}
     for entry in filter(None, text.split(",")):
         at, _, name = entry.partition(":")
-        when = float(at) * seconds if float(at) < 1 else float(at)
-        faults[int(when)] = name
+        when = int(float(at) * seconds if float(at) < 1 else float(at))
+        if name not in FAULTS or when in faults or not 0 <= when < seconds:
+            raise ValueError(
+                f"expected SECOND:NAME of {', '.join(FAULTS)}, one in a second before {seconds};"
+                f" found {entry}"
+            )
+        faults[when] = name
     return faults
 
 
 def play(soak: Soak, seconds: int, faults: dict[int, str]) -> list[Row]:
     """Offer jobs and play the faults, with a line for each second until the queue is empty."""
-    offering = threading.Thread(target=soak.offer, daemon=True)
-    offering.start()
+    offering = begin(soak.errors, soak.offer)
     playing: list[threading.Thread] = []
     rows: list[Row] = []
     with reading(soak.engine) as conn:
@@ -237,8 +262,7 @@ def play(soak: Soak, seconds: int, faults: dict[int, str]) -> list[Row]:
             soak.ended.set()
         fault = faults.get(second, "") if second < seconds else ""
         if fault:
-            playing.append(threading.Thread(target=soak.fault, args=(fault,), daemon=True))
-            playing[-1].start()
+            playing.append(begin(soak.errors, soak.fault, fault))
         time.sleep(max(0.0, began + second + 1 - time.monotonic()))
         row, since = soak.sample(second, since, fault)
         totals = {name: row[name] for name in _TOTALS}
@@ -282,16 +306,18 @@ def main() -> int:
     parser.add_argument("--work", type=float, default=0.01, help="seconds of a job")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--database", default="", help="URL of an empty one; default: SQLite")
-    parser.add_argument(
-        "--faults", default=SCHEDULE, help="SECOND:NAME,… of kill stop flush redis poison drain"
-    )
+    parser.add_argument("--faults", default=SCHEDULE, help=f"SECOND:NAME,… of {' '.join(FAULTS)}")
     parser.add_argument("--output", type=Path, default=Path("build/soak"))
     given = parser.parse_args()
+    try:
+        faults = schedule(given.faults, given.seconds)
+    except ValueError as error:
+        parser.error(str(error))
     given.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpuaas-soak-") as folder:
         soak = Soak(given, Path(folder))
         try:
-            rows = play(soak, given.seconds, schedule(given.faults, given.seconds))
+            rows = play(soak, given.seconds, faults)
             empty, verdict = not soak.left(), soak.verdict()
         finally:
             soak.close()
@@ -301,8 +327,8 @@ def main() -> int:
         writer.writerows(rows)
     (given.output / "soak.svg").write_bytes(picture(rows))
     whole = verdict["offered"] == verdict["done"] + verdict["dead_letter"] + verdict["canceled"]
-    passed = empty and whole
-    words = ", ".join(f"{name} {count}" for name, count in verdict.items())
+    passed = empty and whole and not soak.errors
+    words = ", ".join([*(f"{name} {count}" for name, count in verdict.items()), *soak.errors])
     sys.stdout.write(
         f"{'passed' if passed else 'failed'}: {words}; {given.output}/soak.csv, .svg\n"
     )

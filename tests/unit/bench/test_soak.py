@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.soak import percentile, schedule
+from tests.bench.soak import begin, percentile, schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,3 +45,12 @@ def test_percentiles_and_the_schedule() -> None:
     assert (percentile(values, 0.5), percentile(values, 0.99)) == (50.0, 99.0)
     assert (percentile([7.0], 0.99), percentile([], 0.5)) == (7.0, "")
     assert schedule("0.5:kill,7:flush", 60) == {30: "kill", 7: "flush"}
+    for unplayed in ("1:flood", "7:kill,7:flush", "60:kill", "-1:kill", "kill"):
+        with pytest.raises(ValueError, match=r"found|float"):
+            schedule(unplayed, 60)
+
+
+def test_an_error_of_a_thread_is_kept() -> None:
+    errors: list[str] = []
+    begin(errors, int, "none").join()
+    assert len(errors) == 1 and "int none: ValueError" in errors[0]

@@ -208,10 +208,12 @@ def test_dead_letters_are_named_in_the_stream(new: Stack, worker: Worker, tmp_pa
         change(new, Job, lost=LOST_LIMIT - 1)
         assert [job["id"] for job in worker.claim()] == [left]
         worker.ask("leave")
+        tend_leases(new.engine, new.settings)
         worker = Worker(new)
         assert [job["id"] for job in worker.claim()] == [silent]
         change(new, PoolWorker, beat_at=1.0)
         tend_remote_workers(new.engine, new.settings)
+        tend_leases(new.engine, new.settings)
         letters = [fields for _, fields in server.client.xrange(DEAD)]
         hints.of.cache_clear()
     assert letters == [
@@ -421,6 +423,7 @@ def test_the_token_opens_its_pool_only_and_for_no_longer_than_that(new: Stack) -
     assert admin.post("pools/remote-demo/evict", json={}).json()["state"] == "stopping"
     assert not opened(), "at once"
     tend_remote_workers(new.engine, Settings())
+    tend_leases(new.engine, Settings())
     ended = admin.get(f"pools/{draining['id']}").json()
     assert (ended["state"], ended["workers"]) == ("evicted", [])
     assert (read(new, id).status, read(new, id).lost) == ("pending", 1)

@@ -40,6 +40,7 @@ REFUSED = [
     ("GPUAAS_DATABASE_URL", f"mysql://u:{SECRET}@h/x"),
     ("GPUAAS_DATABASE_URL", f"postgresql://u:p@{SECRET}@h/x"),
     ("GPUAAS_DATABASE_URL", f"postgres://u:p@h:{SECRET}/x"),
+    ("GPUAAS_REDIS_URL", f"redis://:{SECRET}/x@h:6379/0"),
     ("GPUAAS_WORKERS", SECRET),
     ("GPUAAS_OIDC_ISSUER", "https://issuer.example"),
 ]

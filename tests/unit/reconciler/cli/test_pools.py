@@ -14,10 +14,12 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import PoolWorker
 from reconciler.db.schema import pools as table
 from reconciler.pools import memory, processes, workers
+from reconciler.records import projects
 from reconciler.runs.paths import runner_id
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_pools import HOST, with_host
 from tests.unit.reconciler.cli.conftest import Gpuaas
+from tests.unit.reconciler.conftest import ADMIN
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
 
@@ -52,6 +54,21 @@ def test_the_life_of_a_pool(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.Monk
         gpuaas("pools", "stop", *words)
         assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
     assert run(gpuaas, "stop", "--all") == []
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_project_may_be_named(
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, *, direct: bool
+) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    monkeypatch.setenv("GPUAAS_DATABASE_URL", new.settings.database)
+    if not direct:
+        gpuaas.at(new)
+    with transaction(new.engine) as conn:
+        project = projects.create(conn, "research", ADMIN)
+    words = ("start", "c", "--model", "m", "--target", "remote", "--project")
+    words += ("research", *(["--direct"] if direct else []))
+    assert run(gpuaas, *words)["project_id"] == project.id
 
 
 def test_without_a_service_it_works_on_the_database(

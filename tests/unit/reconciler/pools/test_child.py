@@ -202,9 +202,11 @@ def test_outcomes_and_claims_share_transactions(
     assert len(claims) < len(ids) / 4
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_jobs_go_back_when_the_models_do_not_load_again(
-    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lost: bool
 ) -> None:
+    """lost: as the last job ends, the leases of those behind it are lost."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "replaced.py"
     file.write_text(
@@ -214,10 +216,21 @@ def test_jobs_go_back_when_the_models_do_not_load_again(
     )
     ids = queue.submit(calls(60, tmp_path / "ran"))
     runner = Runner({"m": "replaced:run"}, 512)
+    worker = Worker(DatabaseQueue(queue.engine, ["m"]), runner, threading.Event())
+    broken = runner._broken
+
+    def lose(*, late: bool) -> tuple[Call, Outcome]:
+        ended = broken(late=late)
+        worker._lost = {key for key in worker._held if key[0] != ended[0].id}
+        return ended
+
+    if lost:
+        monkeypatch.setattr(runner, "_broken", lose)
     with pytest.raises(Problem, match="model_changed"):
-        Worker(DatabaseQueue(queue.engine, ["m"]), runner, threading.Event()).run()
+        worker.run()
     after = [queue.read(id) for id in ids]
-    assert [job.status for job in after] == ["done"] * 30 + ["pending"] * 30
+    assert [job.status for job in after[:31]] == ["done"] * 30 + ["pending"]
+    assert lost or {job.status for job in after} == {"done", "pending"}
     assert [job.attempts for job in after[30:]] == [1] + [0] * 29
     assert {job.lost for job in after} == {0}
 

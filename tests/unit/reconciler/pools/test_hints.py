@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from reconciler.db.engine import transaction
 from reconciler.model.jobs import LOST_LIMIT, Outcome
-from reconciler.pools import hints, supervisor
+from reconciler.pools import hints, workers
 from reconciler.pools.hints import DEAD, GROUP, STREAM, Hints
 from reconciler.pools.queue import DatabaseQueue
-from reconciler.pools.supervisor import Supervisor
 from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.redis_server import RedisServer
@@ -168,8 +168,9 @@ def test_dead_letters_of_workers_with_the_database_are_named(
     queue.claim(lease_s=-1)
     database.tend()
     queue.claim()
-    worker = supervisor._Worker(queue.worker, [])
-    Supervisor(settings, queue.engine)._end(worker)
+    with transaction(queue.engine) as conn:
+        workers.end(conn, queue.worker, "its host is lost")
+    loops.tend_leases(queue.engine, settings)
     queue.claim(lease_s=-1)
     loops.tend_leases(queue.engine, settings)
     lost = [{"job": id, "code": "worker_lost"} for id in (expired, ended, swept)]

@@ -20,7 +20,7 @@ from reconciler.db.schema import jobs as table
 from reconciler.lifecycle import quota
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
-from reconciler.pools import counts, jobs, leases
+from reconciler.pools import control, counts, jobs, leases, workers
 from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.records import projects
 from reconciler.settings import Settings
@@ -126,16 +126,21 @@ def test_a_job_is_claimed_once_and_finished_once(queue: Queue) -> None:
 
 
 def test_an_input_is_as_large_as_postgresql_gives_it_back(queue: Queue) -> None:
-    """It writes 1e308 with all its digits: 64 KiB became 2.5 MB, which ended each worker."""
-    with pytest.raises(Problem) as refused:
-        queue.submit([{"x": [1e308] * 8_000}])
-    assert refused.value.code == "input_too_large"
-    assert "2488007 bytes" in refused.value.found
+    """It writes 1e308 and 5e-324 with all their digits: 64 KiB became 2.5 MB, which ended each
+    worker, or filled its memory with the 256 jobs of a claim.
+    """
+    for number, size in ((1e308, 2_488_007), (5e-324, 2_624_007)):
+        with pytest.raises(Problem) as refused:
+            queue.submit([{"x": [number] * 8_000}])
+        assert refused.value.code == "input_too_large"
+        assert f"{size} bytes" in refused.value.found
     given = {"x": [1e308, -1.5e300, 1e-300, 1e16, 0.5] * 60, "text": "1e+308" * 1_000}
     queue.submit([given])
     (job,) = queue.claim()
     assert [float(number) for number in job.input["x"]] == given["x"]
-    assert len(json.dumps(job.input)) <= job.size <= jobs.INPUT_BYTES
+    with reading(queue.engine) as conn:
+        text = conn.execute(sa.select(sa.cast(table.c.input, sa.Text()))).scalar_one()
+    assert len(text) <= job.size <= jobs.INPUT_BYTES
 
 
 def test_a_group_of_outcomes_counts_job_by_job(queue: Queue) -> None:
@@ -605,6 +610,8 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
     try:
         held = queue.claim(3)
         assert len(held) == 3
+        with transaction(queue.engine) as conn:
+            assert len(leases.renew(conn, queue.worker, [held[0].token])) == 3
         assert len(queue.finish(held[:1], Outcome({}))) == 1
         assert len(queue.finish(held[1:], FAILED)) == 2
         with reading(queue.engine) as conn:
@@ -613,11 +620,16 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1
         assert len(queue.reprocess(1, force=True)) == 1
+        queue.claim(1)
+        with transaction(queue.engine) as conn:
+            workers.end(conn, queue.worker, "ended")
+            control.drain(conn, ADMIN, 0)
+            assert "1 jobs" in control.follow(conn)
     finally:
         sa.event.remove(queue.engine, "before_cursor_execute", explain)
     assert len(plans) > 4
     for plan in plans:
-        index = "INDEX ix_orchestrator_jobs_(due|delayed|running|dead|reprocessed)"
+        index = "INDEX ix_orchestrator_jobs_(due|delayed|running|dead|reprocessed|taken)"
         assert re.search(f"{index}|autoindex.*id=", plan), plan
 
 

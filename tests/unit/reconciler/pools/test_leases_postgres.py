@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from inspect import signature
 
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock
+from reconciler.db import clock, rows
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, jobs
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Outcome
-from reconciler.pools import control, leases
+from reconciler.pools import control, leases, pools, remote
 from reconciler.pools import jobs as requests
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.db import test_postgres
@@ -96,7 +97,7 @@ def test_a_drain_is_not_starved_by_workers_that_claim_without_end(engine: sa.Eng
         assert sum(worker.result() for worker in workers) == at_the_change < 2_000
 
 
-@pytest.mark.parametrize("act", ["finish", "fail", "give_back", "renew"])
+@pytest.mark.parametrize("act", ["finish", "fail", "give_back", "renew", "drain"])
 def test_jobs_are_locked_in_the_order_of_their_ids(engine: sa.Engine, act: str) -> None:
     """A heartbeat and an end that lock the same jobs in another order wait for each other."""
     queue = Queue(engine)
@@ -109,7 +110,10 @@ def test_jobs_are_locked_in_the_order_of_their_ids(engine: sa.Engine, act: str) 
         "fail": lambda conn: leases.finish(conn, [(high, Outcome({})), (low, FAILED)]),
         "give_back": lambda conn: leases.give_back(conn, [high, low]),
         "renew": lambda conn: leases.renew(conn, queue.worker, [low.token]),
+        "drain": control.follow,
     }
+    if act == "drain":
+        test_control.drain(queue, 0)
 
     def lock(job: Job) -> sa.Select[tuple[str]]:
         return sa.select(jobs.c.id).where(jobs.c.id == job.id).with_for_update(skip_locked=True)
@@ -121,6 +125,34 @@ def test_jobs_are_locked_in_the_order_of_their_ids(engine: sa.Engine, act: str) 
             until(lambda: waits_for_lock(engine))
             assert conn.execute(lock(high)).scalars().all() == [high.id]
         waiting.result(timeout=30)
+
+
+@pytest.mark.covers("ORCH-5")
+def test_a_turn_waits_for_a_drain_without_a_lock_that_it_needs(engine: sa.Engine) -> None:
+    """Or PostgreSQL would have to end one of them at the deadline of the drain."""
+    queue = Queue(engine)
+    wish = pools.NewPool("a", models=["m"], project_id="p1", target="remote")
+    queue.add()
+    with transaction(engine) as conn:
+        pool = pools.start(conn, wish, ADMIN, most=1)
+        worker = remote.register(conn, pool, host="x", pid=1, models=["m"])
+        claim = remote.Claim(rows.new_id(), 1)
+        (job,) = remote.turn(conn, pool, worker.id, claim=claim).jobs
+    ends = partial(
+        remote.turn,
+        pool=pool,
+        worker_id=worker.id,
+        ended=[(job, Outcome({}))],
+        claim=remote.Claim(rows.new_id(), 1),
+    )
+    with ThreadPoolExecutor(1) as threads:
+        with transaction(engine) as conn:
+            control.drain(conn, ADMIN, 0)
+            waiting = threads.submit(retrying, engine, ends)
+            until(lambda: waits_for_lock(engine))
+            lock = sa.select(jobs.c.id).with_for_update(skip_locked=True)
+            assert conn.execute(lock).scalars().all() == [job.id]
+        assert waiting.result(timeout=30).counted == 1
 
 
 @pytest.mark.parametrize(("act", "ends"), [("cancel", "canceled"), ("renew", "done")])

@@ -174,6 +174,7 @@ def test_a_pool_whose_host_is_lost_ends_by_an_operator_s_word(
         assert leases.claim(conn, worker, limit=1) == []
         detail = sa.select(audit_log.c.detail).where(audit_log.c.action == "pool.host_lost")
         assert conn.execute(detail).scalar_one()["host"] == "control"
+    queue.tend()
     assert queue.read(job.id).status == "pending"
     host(engine)
     assert start(engine, most=1, devices=["GPU-0"]).seat == 1
@@ -201,6 +202,7 @@ def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:
         workers.end(conn, worker, "exit status 0")
         workers.conclude(conn, read(engine, second), ADMIN, PoolState.EVICTED)
     assert held(engine) == []
+    queue.tend()
     assert (queue.read(job.id).status, queue.read(job.id).lost) == ("pending", 1)
     with reading(engine) as conn:
         states = [change.target for change in journal.history_of(conn, "pool", second.id)]

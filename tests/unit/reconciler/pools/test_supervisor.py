@@ -120,8 +120,8 @@ def control(
     monkeypatch.setattr(memory, "gpus", lambda: [gpu])
     control = Control(engine, tmp_path)
     yield control
-    for worker_id, left in control.left().items():
-        processes.send(control.supervisor.host_id, worker_id, left, signal.SIGKILL)
+    for left in control.left().values():
+        processes.send(left, signal.SIGKILL)
     for child in control.supervisor._children.values():
         child.wait(timeout=60)
     with reading(engine) as conn:
@@ -132,6 +132,8 @@ def control(
 
 
 def test_a_pool_runs_jobs_and_finishes_what_it_holds(control: Control) -> None:
+    # A name of the standard library, of which workers and their children import it.
+    (processes.models_folder(control.settings) / "random.py").write_text("raise SystemExit")
     pool = control.running(models=["m"], devices=["GPU-0"])
     assert control.ended(control.submit()).result == {"devices": "GPU-0"}
     held = control.begun(seconds=1)
@@ -165,6 +167,7 @@ def test_a_worker_that_does_not_listen_is_killed(control: Control) -> None:
     assert control.left() == {}
     with reading(control.engine) as conn:
         assert pools.leases(conn) == []
+    control.queue.tend()
     job = control.queue.read(held)
     assert (job.status, job.lost) == ("pending", 1)
 
@@ -186,6 +189,7 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
     # A process that exits has no environment any more before it leaves its group.
     until(lambda: control.supervisor.tend() or control.workers(pool, ended=True))
     assert [worker.id for worker in control.workers(pool, ended=True)] == [one.id]
+    control.queue.tend()
     assert control.queue.read(held).status in ("pending", "running")
     assert control.queue.read(held).lost == 1
 
@@ -285,7 +289,7 @@ def test_a_process_that_ends_without_its_mark_keeps_its_gpu(
     control: Control, tmp_path: Path
 ) -> None:
     """Its first thread is gone, and so is what /proc shows of it: as while a driver frees a GPU."""
-    pool = control.running(devices=["GPU-0"])
+    pool = control.running(devices=["GPU-0"], grace_s=600)
     (worker,) = control.workers(pool)
     mark = {processes.MARK: f"{control.supervisor.host_id}/{worker.id}"}
     command = [sys.executable, "-c", HIDING, str(tmp_path)]
@@ -303,6 +307,40 @@ def test_a_process_that_ends_without_its_mark_keeps_its_gpu(
         (tmp_path / "end").touch()
         control.until(pool, "evicted")
         assert process.poll() is not None, "its last thread has ended"
+
+
+RENAMED = """
+import ctypes, sys, time
+from pathlib import Path
+
+while not Path(sys.argv[1], "hide").exists():
+    time.sleep(0.02)
+# As setproctitle does it, which vLLM calls: it writes over the environment.
+libc = ctypes.CDLL(None)
+first = ctypes.c_void_p.in_dll(libc, "environ").value
+text = ctypes.cast(first, ctypes.POINTER(ctypes.c_char_p))
+start = ctypes.cast(text, ctypes.POINTER(ctypes.c_void_p))[0]
+ctypes.memset(start, 0, len(text[0]))
+Path(sys.argv[1], "hidden").touch()
+time.sleep(600)
+"""
+
+
+def test_a_process_that_has_lost_its_mark_is_killed(control: Control, tmp_path: Path) -> None:
+    pool = control.running(devices=["GPU-0"])
+    (worker,) = control.workers(pool)
+    mark = {processes.MARK: f"{control.supervisor.host_id}/{worker.id}"}
+    command = [sys.executable, "-c", RENAMED, str(tmp_path)]
+    with subprocess.Popen(command, env=mark) as process:
+        until(lambda: len(control.left()[worker.id]) == 3)
+        control.supervisor.tend()
+        (tmp_path / "hide").touch()
+        until((tmp_path / "hidden").exists)
+        assert len(control.left()[worker.id]) == 2
+        with transaction(control.engine) as conn:
+            pools.evict(conn, "a", ADMIN)
+        control.until(pool, "evicted")
+        assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_the_process_of_another_is_neither_adopted_nor_killed(control: Control) -> None:
