@@ -394,7 +394,10 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
     reason = "launched by its project"
     for _ in range(placement.TRIES):
         try:
-            return context.write(work, body=body, reason=reason, status=201, key_required=True)
+            # The project's limits bound what is left.
+            return context.write(
+                work, body=body, reason=reason, status=201, key_required=True, counted=False
+            )
         except placement.NoRoom as no_room:
             refusal = context.read(partial(placement.refusal, want=no_room.want))
         except Problem as problem:
