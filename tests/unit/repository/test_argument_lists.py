@@ -22,6 +22,7 @@ WITHOUT_A_MARK = {"ip", "ovs-vsctl", "ovs-ofctl", "iptables", "conntrack", "dhcp
 OWN_WORDS = {
     "core/_boot_service.py: systemctl … unit.service",
     "network/_firewall.py: 'sh' -c f\"nft -f - && {' '.join(_LIST)}\"",
+    "network/_ovs_nat.py: systemctl … step.subject",
     "network/_ovs_nat_removal.py: systemctl … step.subject",
     "topology/_firmware_inventory.py: nvidia-smi … query",
 }
