@@ -47,11 +47,16 @@ _NOTIFY: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Service:
-    """systemd's state of a unit; started_at: seconds since the epoch, 0 when it does not run."""
+    """systemd's state of a unit.
+
+    started_at: seconds since the epoch, 0 when it does not run. outdated: whether its file or a
+    drop-in has changed since systemd read it.
+    """
 
     active: bool
     enabled: bool
     started_at: int
+    outdated: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,18 +89,19 @@ def observe(unit: Unit) -> Installed:
 def plan(unit: Unit, installed: Installed) -> list[_change.Step]:
     """Steps that install the service for every boot and mark it as done in the current boot."""
     steps = []
-    if installed.differing or not installed.service.enabled:
-        before = {"differing": list(installed.differing), "enabled": installed.service.enabled}
+    service = installed.service
+    if installed.differing or not service.enabled or service.outdated:
+        before = {"differing": list(installed.differing), "enabled": service.enabled}
         after = {"differing": [], "enabled": True}
         steps.append(_change.Step("install_service", f"{unit.service} files", before, after))
     # A guardian that runs has the former code in memory, and would restore its state. A run that
     # was killed, or another unit of the shared library, may have written the code before. It reads
     # the settings in each round.
     code = set(installed.differing) - {unit.settings_path, _boot_files.RECORD}
-    older = 0 < installed.service.started_at < installed.written_at
+    older = 0 < service.started_at < installed.written_at
     outdated = unit.guardian and (bool(code) or older)
-    if outdated or not installed.service.active:
-        state = "with former files" if installed.service.active else "inactive"
+    if outdated or not service.active:
+        state = "with former files" if service.active else "inactive"
         steps.append(_change.Step("start_service", unit.service, state, "active"))
     return steps
 
@@ -145,7 +151,7 @@ def install(unit: Unit) -> None:
 def services(names: Iterable[str]) -> dict[str, Service]:
     """Several units in one call; a unit that does not exist is inactive and not enabled."""
     units = list(names)
-    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
+    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp,NeedDaemonReload"
     shown = _command.run(["systemctl", "show", "--timestamp=unix", properties, "--", *units])
     blocks = [dict(_pairs(block)) for block in shown.out.strip().split("\n\n")]
     if len(blocks) != len(units):
@@ -369,6 +375,7 @@ def _service(block: Mapping[str, str]) -> Service:
         active=active,
         enabled=block.get("UnitFileState") in ("enabled", "enabled-runtime", "static", "alias"),
         started_at=int(stamp) if active and stamp.isdigit() else 0,
+        outdated=block.get("NeedDaemonReload") == "yes",
     )
 
 

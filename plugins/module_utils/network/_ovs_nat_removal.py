@@ -155,7 +155,9 @@ def _services(baseline: _ovs_nat.State, *, rewritten: bool) -> list[_change.Step
         after = {key: now_so and was[key] for key, now_so in before.items()}
         if before != after:
             steps.append(_change.Step("stop_service", name, before, after))
-        if package == "dnsmasq" and after["active"] and rewritten:
+        # A killed run may have removed the file.
+        stale = rewritten or baseline.dnsmasq.started_at < baseline.dnsmasq_changed
+        if package == "dnsmasq" and after["active"] and stale:
             steps.append(_change.Step("restart_service", name, "our settings", "without them"))
     return steps
 

@@ -119,7 +119,7 @@ def test_a_console_log_without_a_limit_is_named(tree: Path) -> None:
 def test_the_role_writes_its_block_and_takes_it_back(tree: Path, script: Any) -> None:
     apparmor()
     show = ("systemctl", "show", "--timestamp=unix")
-    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp"
+    properties = "--property=ActiveState,UnitFileState,ActiveEnterTimestamp,NeedDaemonReload"
     units = ("--", "libvirtd.service", "libvirtd.socket")
     block = "ActiveState=active\nUnitFileState=enabled"
     script.on(*show, properties, *units, out=f"{block}\n\n{block}")

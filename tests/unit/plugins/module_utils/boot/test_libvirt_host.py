@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covers("HOST-4")
 FOLDER = "/var/lib/libvirt"
 SHOW = (
     "systemctl", "show", "--timestamp=unix",
-    "--property=ActiveState,UnitFileState,ActiveEnterTimestamp", "--",
+    "--property=ActiveState,UnitFileState,ActiveEnterTimestamp,NeedDaemonReload", "--",
     "libvirtd.service", "libvirtd.socket",
 )  # fmt: skip
 

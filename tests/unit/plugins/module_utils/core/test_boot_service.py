@@ -33,7 +33,7 @@ UNIT = _boot_service.Unit(
 )
 SHOW = (
     "systemctl", "show", "--timestamp=unix",
-    "--property=ActiveState,UnitFileState,ActiveEnterTimestamp", "--",
+    "--property=ActiveState,UnitFileState,ActiveEnterTimestamp,NeedDaemonReload", "--",
 )  # fmt: skip
 
 
@@ -72,6 +72,20 @@ def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
     assert [s.name for s in _boot_service.plan(UNIT, _boot_service.observe(UNIT))] == [
         "install_service"
     ]
+
+
+def test_a_unit_that_systemd_has_not_read_again_is_installed(tree: Path, script: Any) -> None:
+    """A run was killed after it had written the unit: its next start would be the former one's."""
+    shown = block("active", "enabled", "@9999999999")
+    script.on(*SHOW, UNIT.service, out=f"{shown}NeedDaemonReload=yes\n")
+    script.on(*SHOW, UNIT.service, out=f"{shown}NeedDaemonReload=no\n")
+    script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
+    _boot_service.install(UNIT)
+    planned = _boot_service.plan(UNIT, _boot_service.observe(UNIT))
+    assert [s.name for s in planned] == ["install_service"]
+    _boot_service.apply(UNIT, planned[0])
+    assert ("systemctl", "daemon-reload") in script.calls
+    assert _boot_service.plan(UNIT, _boot_service.observe(UNIT)) == []
 
 
 def test_a_guardian_with_former_files_is_restarted(tree: Path, script: Any) -> None:

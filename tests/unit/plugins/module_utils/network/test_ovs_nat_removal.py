@@ -43,6 +43,8 @@ class Host:
         self.switch = FakeSwitch()
         self.rules: list[str] = ["-P POSTROUTING ACCEPT"]
         self.calls: list[list[str]] = []
+        # Time of a start of a service; the default is after all files.
+        self.starts = "9999999999"
         self.write("proc/sys/net/ipv4/ip_forward", "0\n")
         (tree / "etc/dnsmasq.d").mkdir(parents=True)
         monkeypatch.setattr(_command, "run", self.run)
@@ -109,7 +111,7 @@ class Host:
     def _shown(self, name: str) -> str:
         state = "active" if name in self.active else "inactive"
         file = "enabled" if name in self.enabled else ""
-        return f"ActiveState={state}\nUnitFileState={file}\nActiveEnterTimestamp=@9999999999\n"
+        return f"ActiveState={state}\nUnitFileState={file}\nActiveEnterTimestamp=@{self.starts}\n"
 
     def _interfaces(self) -> str:
         rows = []
@@ -174,6 +176,14 @@ def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Pa
     assert host.active == {DHCP, SWITCH}
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
     assert remaining_files(tree) == ["etc/dnsmasq.d/site.conf"]
+    # Again, and killed between the removal of the file and the restart.
+    establish()
+    _host.remove(_ovs_nat.DNSMASQ)
+    host.starts = "1000"
+    host.calls.clear()
+    assert _change.drive(_ovs_nat_removal.SUBJECT, PARAMS, check_mode=True).plan.steps[-2] == (
+        _change.Step("restart_service", DHCP, "our settings", "without them")
+    )
 
 
 def test_a_service_becomes_what_it_was_for_each_of_now_and_the_next_boot(host: Host) -> None:
