@@ -212,8 +212,8 @@ def reconcile(
     boot_id = evidence["identity"]["boot_id"] or "unknown"
     if power.powered_off(conn, powered_off(holdings, records), off_act, boot_id=boot_id):
         records = expected_state(conn, node_id, holdings, since=since)
-    on_act = act.because("its machine runs, so its stop has failed")
-    power.seen_running(conn, running_unasked(holdings, records), on_act)
+    on_act = act.because("its machine runs, although it was to be off")
+    power.seen_running(conn, running_unasked(holdings, records), on_act, boot_id=boot_id)
     findings = compare(holdings, records)
     done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
     for slot in records.slots:

@@ -145,13 +145,15 @@ def powered_off(
     return stopped
 
 
-def seen_running(conn: sa.Connection, ids: Collection[str], act: Act) -> None:
-    """Record slices whose stop has failed, and whose machines were seen running since."""
+def seen_running(conn: sa.Connection, ids: Collection[str], act: Act, *, boot_id: str) -> None:
+    """Record slices as running under this boot whose machines were seen so. Their stop has failed,
+    or a restart of their host that did not happen should have stopped them.
+    """
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
         stopped = allocation.stopped and not allocation.power_action
         if allocation.state == AllocationState.ACTIVE and stopped:
-            _set(conn, allocation, stopped=False)
+            _set(conn, allocation, stopped=False, started_boot_id=boot_id)
             journal.audit(conn, act, "allocation.running", "allocation", id)
 
 

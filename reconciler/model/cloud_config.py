@@ -72,6 +72,12 @@ def parse(text: str) -> dict[str, Any]:
             raise _invalid(f"a list in {key}", type(document[key]).__name__)
     if not all(isinstance(file, dict) for file in document.get("write_files", [])):
         raise _invalid("a mapping for each file of write_files", "something else")
+    # cloud-init makes no script of a list with anything else, so ours would not run either.
+    if not all(isinstance(line, str | list | None) for line in document.get("runcmd", [])):
+        raise _invalid(
+            "a text or a list for each command of runcmd",
+            "something else; quote a command that contains a colon and a space",
+        )
     return document
 
 

@@ -477,6 +477,7 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
     with transaction(compare.engine) as conn:
         row = allocations.get(conn, active)
         assert (row.stopped, row.error) == (False, error)
+        assert row.started_boot_id == compare.identity()["boot_id"]
         (audited,) = journal.audit_rows(conn, action="allocation.running")
         assert audited.subject_id == active
 

@@ -57,6 +57,7 @@ BAD = {
     "surrogate": '#cloud-config\nruncmd: ["\\ud800"]\n',
     "two documents": "#cloud-config\n{}\n---\n{}\n",
     "no list": "#cloud-config\nruncmd: {a: canary}\n",
+    "command with a colon": "#cloud-config\nruncmd:\n- curl -H Accept: canary\n",
     "file": "#cloud-config\nwrite_files: [canary]\n",
 }
 
