@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ API = "/api/v1"
 _OPERATORS = ("/control/", "/health", "/leases", "/metrics", "/pools", "/status/")
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
 _TIMEOUT_S = 60.0
+_PATH = re.compile(r"(/(?!\.{1,2}(/|$))[^/?#\\\s\x00-\x1f\x7f]+)+")
 # About a minute, in which a service can restart.
 _RECONNECTS, _REPEAT_S = 15, 60.0
 
@@ -98,8 +100,10 @@ class Client:
         while True:
             headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
             try:
-                with self._http.stream("GET", API + path, headers=headers) as response:
-                    if response.is_error:
+                with self._http.stream(
+                    "GET", API + _require_names(path), headers=headers
+                ) as response:
+                    if not response.is_success:
                         response.read()
                         raise _refusal(response)
                     for event in _parse_events(response.iter_lines()):
@@ -152,7 +156,9 @@ class Client:
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
-        address = path if path.startswith(_OPERATORS) else API + path
+        address = (
+            _require_names(path) if path.startswith(_OPERATORS) else API + _require_names(path)
+        )
         keyed = "Idempotency-Key" in arguments.get("headers", {})
         cut_off, ends = 0, math.inf
         while True:
@@ -171,7 +177,8 @@ class Client:
             cut_off += 1
             ends = min(ends, time.monotonic() + _REPEAT_S)
             time.sleep(min(0.5 * cut_off, 5))
-        if response.is_error:
+        # What leads elsewhere was not done either.
+        if not response.is_success:
             raise _refusal(response)
         return response
 
@@ -184,6 +191,19 @@ class Client:
             found=str(lost) or type(lost).__name__,
             remedy=f"{again}start it with `gpuaas serve`, or set GPUAAS_API",
         )
+
+
+def _require_names(path: str) -> str:
+    """The path; Problem `name_invalid` for a word in it that would make it another route's."""
+    if not _PATH.fullmatch(path):
+        raise Problem(
+            "name_invalid",
+            422,
+            expected="ids and names of one character at least, without spaces and slashes",
+            found=f"the path {path!r}",
+            remedy="correct the words of the command: one may be an empty variable",
+        )
+    return path
 
 
 def _timed_out(task: Mapping[str, Any]) -> Problem:

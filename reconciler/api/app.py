@@ -199,6 +199,8 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         # FastAPI's viewers load their scripts from other sites.
         docs_url=None,
         redoc_url=None,
+        # An id that a script has left empty would lead to the list, and a client would follow.
+        redirect_slashes=False,
         # A response by default also replaces FastAPI's own description of a 422.
         responses={"default": {"model": Problem}},
         generate_unique_id_function=_operation_id,

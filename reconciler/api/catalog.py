@@ -47,6 +47,7 @@ class Sku(Answer):
         " that the site has for this SKU. Null while it has none."
     )
     most_disk_bytes_per_gpu: int | None = Field(description="Bytes of the largest of them.")
+    image_runtime: list[str] = Field(description="What an image for it must contain.")
     gpu_hour_price: str | None = Field(
         description="Decimal, in the catalogue's currency; null without a price."
     )
@@ -284,12 +285,14 @@ def _skus(folder: Path, disks: Mapping[str, tuple[int, int]]) -> list[Sku]:
                 memory_mib_per_gpu=None,
                 least_disk_bytes_per_gpu=None,
                 most_disk_bytes_per_gpu=None,
+                image_runtime=[],
                 gpu_hour_price=prices.get((CapacityShape.BAREMETAL, name)),
             )
         )
         if not offer.sku or offer.sku in slices:
             continue
-        sizes = [disks[each] for each in offers if each in disks and offers[each].sku == offer.sku]
+        alike = [each for each in offers if offers[each].sku == offer.sku]
+        sizes = [disks[each] for each in alike if each in disks]
         counts = [count for count in _COUNTS if count <= most and not offer.refusal(count)]
         slices[offer.sku] = Sku(
             name=offer.sku,
@@ -300,6 +303,12 @@ def _skus(folder: Path, disks: Mapping[str, tuple[int, int]]) -> list[Sku]:
             memory_mib_per_gpu=int(vm.get("memory_mib_per_gpu") or 0),
             least_disk_bytes_per_gpu=min((least for least, _ in sizes), default=None),
             most_disk_bytes_per_gpu=max((most for _, most in sizes), default=None),
+            # On all of its hardware: an image that lacks less fits some of it.
+            image_runtime=[
+                part
+                for part in offer.runtime
+                if all(part in offers[each].runtime for each in alike)
+            ],
             gpu_hour_price=prices.get((CapacityShape.GPU_SLICE, offer.sku)),
         )
     return [*slices.values(), *machines]

@@ -100,9 +100,11 @@ def catalog() -> None:
     for sku in document["skus"]:
         price = sku["gpu_hour_price"]
         words = f"{price} {document['currency']}" if price else ""
-        shown.append(sku | {"gpus": ", ".join(map(str, sku["gpu_counts"])), "gpu_hour": words})
+        needs = ", ".join(sku["image_runtime"])
+        gpus = ", ".join(map(str, sku["gpu_counts"]))
+        shown.append(sku | {"gpus": gpus, "gpu_hour": words, "image_contains": needs})
     columns = ("name", "title", "capacity_shape", "gpus", "vcpus_per_gpu", "memory_mib_per_gpu")
-    output.rows(shown, *columns, "gpu_hour")
+    output.rows(shown, *columns, "gpu_hour", "image_contains")
     regions = [
         {"region": region["name"] or "none named", "now": region["reason"] or "available"}
         for region in document["regions"]

@@ -110,6 +110,7 @@ def mount(api: FastAPI, examine: operators.Examine | None = None) -> FastAPI:
     )
     console.state.examine = examine
     api.mount(PREFIX, console)
+    api.add_route(PREFIX, lambda _: RedirectResponse(f"{PREFIX}/"), include_in_schema=False)
     return api
 
 

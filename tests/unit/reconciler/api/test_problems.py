@@ -86,6 +86,14 @@ def test_a_body_that_was_not_read_is_not_blamed_on_its_fields(
     assert "/api/v1/openapi.json" in text["remedy"], "JSON it was, and no object"
 
 
+def test_a_path_with_an_empty_id_leads_nowhere(new: Stack) -> None:
+    admin = new.client("admin", follow_redirects=False)
+    for path in ("admin/tokens/", "projects/demo/allocations/", "projects/"):
+        for verb in ("GET", "POST", "DELETE"):
+            answer = admin.request(verb, path)
+            assert (answer.status_code, answer.json()["code"]) == (404, "route_not_found"), path
+
+
 def test_unknown_routes_and_verbs(new: Stack) -> None:
     admin = new.client("admin")
     assert admin.get("nothing").json()["code"] == "route_not_found"

@@ -16,6 +16,8 @@ import lab.cli
 from reconciler.cli.main import hoist
 from reconciler.cli.output import clean
 from reconciler.cli.session import DEFAULT_API, Session
+from reconciler.client import Client
+from reconciler.model.errors import Problem
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -99,6 +101,32 @@ def test_an_address_with_a_slip_is_named(tmp_path: Path, gpuaas: Gpuaas, url: st
     token.write_text("secret")
     gpuaas("nodes", "list", "--token-file", str(token), "--api", url)
     assert (gpuaas.status, "api_address_invalid" in gpuaas.err) == (1, True), gpuaas.err
+
+
+@pytest.mark.parametrize("word", ["", ".", "..", "a?b", "a#b", "a b", "\x1b[2J"])
+def test_a_word_that_is_no_id_leads_to_no_other_route(
+    new: Stack, gpuaas: Gpuaas, word: str
+) -> None:
+    """A script with an empty variable would be told that it has revoked a token."""
+    gpuaas.at(new)
+    for words in (("token", "revoke", word), ("nodes", "show", word), ("tasks", "follow", word)):
+        gpuaas(*words)
+        assert (gpuaas.status, "name_invalid" in gpuaas.err) == (1, True), (words, gpuaas.err)
+        assert "\x1b" not in gpuaas.err
+
+
+def test_an_answer_that_leads_elsewhere_is_no_success() -> None:
+    def redirect(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(301, headers={"Location": "https://portal.example/"})
+
+    api = Client("https://gpuaas.example", "token")
+    api.close()
+    transport = httpx.MockTransport(redirect)
+    api._http = httpx.Client(transport=transport, base_url="https://gpuaas.example")
+    for act in (lambda: api.delete("/tokens/x"), lambda: list(api.events("/admin/tasks/x/events"))):
+        with pytest.raises(Problem, match="http_error"):
+            act()
+    api.close()
 
 
 def test_a_proxy_of_the_environment_does_not_get_a_token_to_this_machine(

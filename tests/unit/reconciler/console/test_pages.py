@@ -16,6 +16,7 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 import sqlalchemy as sa
+import yaml
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.routing import Mount
@@ -427,6 +428,27 @@ def test_lists_of_projects_and_images_go_on(selling: Stack, browse: Browse) -> N
         assert last not in shown.text
         (more,) = [link for link in Page(shown.text).links if link.startswith("?cursor=")]
         assert last in admin.get(page + more).text
+
+
+def test_an_image_that_an_offer_cannot_take_is_disabled_with_its_reason(
+    selling: Stack, browse: Browse, console: FastAPI, tmp_path: Path
+) -> None:
+    """Before, it was refused after the last step."""
+    vm = yaml.safe_load((selling.settings.profiles_dir / "lab.yml").read_text())["vm"]
+    vm["guest_runtime"] |= {"driver": "570-server", "rdma": True}
+    settings = priced(selling, tmp_path, "1.00", vm=vm)
+    selling.settings = console.state.settings = settings
+    with transaction(selling.engine) as conn:
+        fits = IMAGE | {"version": "fits", "runtime": ["driver-570-server", "rdma"]}
+        image_records.register(conn, ACT, **fits)
+        image_records.register(conn, ACT, **fits | {"version": "vast", "size_bytes": 1 << 52})
+        known = {image.version: image.id for image in image_records.every(conn)}
+    member, page = browse("member"), "/console/projects/demo/launch"
+    step = member.get(page, params={"offer": "lab-edu-slice*1", "step": "image"}).text
+    assert "It lacks driver-570-server, rdma" in step and "It is larger than the disks" in step
+    closed = {name: "disabled" in option(step, id) for name, id in known.items()}
+    assert closed == {"1": True, "fits": False, "vast": True}
+    assert "must contain driver-570-server, rdma" in member.get("/console/catalog").text
 
 
 def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> None:

@@ -26,6 +26,7 @@ def test_a_page_without_a_session_leads_to_the_login_and_back(
     browse: Browse, selling: Stack
 ) -> None:
     browser = browse("")
+    assert browser.get("/console").headers["Location"] == "/console/"
     turned_away = browser.get(f"{FLEET}?region=north")
     assert turned_away.status_code == 303
     login = turned_away.headers["Location"]
