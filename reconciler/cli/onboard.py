@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +39,9 @@ def onboard(
         typer.Option(help="Digest of a plan that may be carried out without a question."),
     ] = None,
     allow_reboot: Annotated[bool, typer.Option(help="Allow restarts of the host.")] = False,
+    left_out: Annotated[
+        bool, typer.Option(help="Go on to candidates that are no slot, beside slots on sale.")
+    ] = False,
     userdata: Annotated[
         Path | None,
         typer.Option(help="Write the enrolment script here, and wait until it has run."),
@@ -50,7 +53,7 @@ def onboard(
     walk = _Walk(node, reason, yes_to or [], allow_reboot)
     walk.enrol(userdata)
     walk.bootstrap()
-    if not walk.complete():
+    if left_out or not walk.proven():
         walk.discover()
         walk.take_disks()
         walk.approve()
@@ -151,11 +154,8 @@ class _Walk:
 
     def approve(self) -> None:
         """Approve the candidates without blockers that are no slot yet."""
-        known = {slot["slot_index"] for slot in self._slots()}
-        rows = [row for row in self._candidates() if row["slot_index"] not in known]
-        for row in rows:
-            if row["blockers"]:
-                output.line(f"left out: slot {row['slot_index']}, {', '.join(sorted(_codes(row)))}")
+        rows = self._left()
+        self._name(row for row in rows if row["blockers"])
         bundles = [row["bundle"] for row in rows if not row["blockers"]]
         if bundles:
             lines = [
@@ -166,7 +166,7 @@ class _Walk:
             self._ask("approve", {"slots": bundles}, lines)
             body = {"slots": bundles, "reason": self.reason}
             client().post(f"{self.path}/resource-slots", body)
-        elif not known:
+        elif not self._slots():
             raise self._problem("candidate_not_found", "a candidate without blockers", "none", "")
 
     def bind(self) -> None:
@@ -175,11 +175,6 @@ class _Walk:
         approved = max(slot["approved_at"] for slot in self._slots())
         if bound < approved:
             tasks.queue(f"{self.path}/bind-topology", {"reason": self.reason}, wait=True)
-
-    def complete(self) -> bool:
-        """Whether no slot is off sale, and no candidate of the latest discovery is left out."""
-        known = {slot["slot_index"] for slot in self._slots()}
-        return self.proven() and {row["slot_index"] for row in self._candidates()} <= known
 
     def proven(self) -> bool:
         """Whether there are slots, and none is off sale."""
@@ -192,6 +187,9 @@ class _Walk:
             body = {"enabled": True, "reason": self.reason}
             client().put(f"{self.path}/scheduling", body)
         slots.list_slots(self.node)
+        if left := self._left():
+            self._name(left)
+            output.line(f"`gpuaas nodes onboard {self.node} --left-out` goes on to these")
         if not self.proven():
             output.line(f"not all on sale: `gpuaas slots show {self.node} SLOT` shows what is open")
             raise typer.Exit(1)
@@ -223,6 +221,16 @@ class _Walk:
         latest = client().get(f"{self.path}/slice-topology/discovery")
         candidates: list[Record] = (latest["document"] or {}).get("candidates", [])
         return candidates
+
+    def _name(self, left: Iterable[Record]) -> None:
+        for row in left:
+            codes = ", ".join(sorted(_codes(row))) or "no blocker"
+            output.line(f"left out: slot {row['slot_index']}, {codes}")
+
+    def _left(self) -> list[Record]:
+        """Candidates of the latest discovery that are no slot."""
+        known = {slot["slot_index"] for slot in self._slots()}
+        return [row for row in self._candidates() if row["slot_index"] not in known]
 
     def _slots(self) -> list[Record]:
         return [s for s in client().items(f"{self.path}/resource-slots") if not s["retired_at"]]
