@@ -43,16 +43,19 @@ def load(file: str) -> Function:
             " without --device"
         )
     inputs = {each.name: each for each in session.get_inputs()}
-    outputs = [each.name for each in session.get_outputs()]
+    outputs = {each.name: each for each in session.get_outputs()}
     for name, each in inputs.items():
         if each.type not in _TYPES:
             raise TypeError(f"{file}: expected inputs of numbers; found {name}, a {each.type}")
+    for name, each in outputs.items():
+        if not each.type.startswith("tensor("):
+            raise TypeError(f"{file}: expected outputs of tensors; found {name}, a {each.type}")
 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
         if set(given) != set(inputs):
             raise InputError(f"the inputs {', '.join(inputs)}", ", ".join(given)[:200] or "none")
         feed = {name: _array(name, given[name], each) for name, each in inputs.items()}
-        results: Sequence[Any] = session.run(outputs, feed)
+        results: Sequence[Any] = session.run(list(outputs), feed)
         return {name: value.tolist() for name, value in zip(outputs, results, strict=True)}
 
     return call

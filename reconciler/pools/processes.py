@@ -45,15 +45,21 @@ def scan(host_id: str) -> dict[str, list[Process]]:
         if not entry.name.isdigit():
             continue
         try:
-            # First the time, or it might be that of another process with the same id.
+            words = [word for word in _environment(entry) if word.startswith(prefix)]
+            if not words:
+                continue
             process = Process(int(entry.name), lock.start_ticks(entry.name))
-            words = (entry / "environ").read_bytes().split(b"\0")
-            ids = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
-            if ids:
-                processes.setdefault(ids[0].decode(errors="replace"), []).append(process)
+            # Or the time might be that of another process, which has got the id since.
+            if words[0] in _environment(entry):
+                id = words[0].removeprefix(prefix).decode(errors="replace")
+                processes.setdefault(id, []).append(process)
         except OSError:  # It has just ended, or belongs to another user.
             continue
     return processes
+
+
+def _environment(entry: Path) -> list[bytes]:
+    return (entry / "environ").read_bytes().split(b"\0")
 
 
 def is_left(process: Process) -> bool:

@@ -70,6 +70,30 @@ def test_a_pool_with_a_gpu_does_not_run_on_the_processor(
 
 
 @pytest.mark.parametrize(
+    ("inputs", "outputs", "named"),
+    [
+        (["tensor(string)"], ["tensor(float)"], r"inputs .* tensor\(string\)"),
+        # As scikit-learn's classifiers give probabilities: each job of the model would fail.
+        (["tensor(float)"], ["tensor(int64)", "seq(map(int64,tensor(float)))"], "outputs .* seq"),
+    ],
+)
+def test_a_model_without_numbers_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, inputs: list[str], outputs: list[str], named: str
+) -> None:
+    def places(types: list[str]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="x", type=each, shape=[1]) for each in types]
+
+    session = SimpleNamespace(
+        get_providers=lambda: ["CPUExecutionProvider"],
+        get_inputs=lambda: places(inputs),
+        get_outputs=lambda: places(outputs),
+    )
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: session)
+    with pytest.raises(TypeError, match=named):
+        onnx.load("m.onnx")
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {},
