@@ -176,9 +176,10 @@ def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Pa
     assert host.active == {DHCP, SWITCH}
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
     assert remaining_files(tree) == ["etc/dnsmasq.d/site.conf"]
-    # Again, and killed between the removal of the file and the restart.
+    # Again, and killed between the removal of the files and the restart.
     establish()
-    _host.remove(_ovs_nat.DNSMASQ)
+    for file in (_ovs_nat.DNSMASQ, _ovs_nat.SYSCTL):
+        _host.remove(file)
     host.starts = "1000"
     host.calls.clear()
     assert _change.drive(_ovs_nat_removal.SUBJECT, PARAMS, check_mode=True).plan.steps[-2] == (
