@@ -250,7 +250,8 @@ def forget(conn: sa.Connection, *, age_s: float, limit: int) -> int:
     """Delete jobs that ended, and workers that were last seen, longer ago than age_s: at most limit
     of each. Returns the larger number.
     """
-    old = clock.now() - age_s
+    # As it was read: for the clock itself, PostgreSQL would read all jobs.
+    old = clock.read(conn) - age_s
     ended = sa.select(jobs.c.id).where(_ENDED, jobs.c.updated_at < old)
     count = len(_delete(conn, ended.limit(limit)))
     silent = sa.select(pool_workers.c.id).where(pool_workers.c.beat_at < old).limit(limit)

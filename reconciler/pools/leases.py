@@ -116,9 +116,11 @@ _DONE = (
 )
 # What `tend` mends: a delay that is over, a lease that has expired, and one that ends later than a
 # lease that begins now, with a second for the time between two readings of the clock.
-_DELAYED = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= clock.now())
-_EXPIRED = sa.and_(control.RUNNING, jobs.c.lease_expires_at < clock.now())
-_AHEAD = sa.and_(control.RUNNING, jobs.c.lease_expires_at > clock.now() + LEASE_S + 1)
+# now: the clock as it was read, because PostgreSQL searches no index for the clock itself.
+_NOW: sa.ColumnElement[float] = sa.bindparam("now", type_=sa.Double())
+_DELAYED = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= _NOW)
+_EXPIRED = sa.and_(control.RUNNING, jobs.c.lease_expires_at < _NOW)
+_AHEAD = sa.and_(control.RUNNING, jobs.c.lease_expires_at > _NOW + LEASE_S + 1)
 _TO_TEND = sa.select(sa.or_(*(sa.exists().where(each) for each in (_DELAYED, _EXPIRED, _AHEAD))))
 LOST: Mapping[str, str] = {
     "code": "worker_lost",
@@ -391,7 +393,7 @@ class Tended(NamedTuple):
 
 def any_to_tend(conn: sa.Connection) -> bool:
     """Whether `tend` has anything to do: a statement that reads indexes only, of these rows."""
-    return bool(conn.execute(_TO_TEND).scalar_one())
+    return bool(conn.execute(_TO_TEND, {"now": clock.read(conn)}).scalar_one())
 
 
 def tend(conn: sa.Connection, errors: int = 0) -> Tended:
@@ -399,8 +401,8 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
 
     Any worker does it, so it needs no leader. errors: of the worker's attempts to do this.
     """
-    now = clock.now()
-    _shorten(conn)
+    now = {"now": clock.read(conn)}
+    _shorten(conn, now)
     ready = sa.update(jobs).where(_DELAYED, jobs.c.id.in_(_some(_DELAYED)))
     often = jobs.c.lost + 1 >= rules.LOST_LIMIT
     lost = (
@@ -410,14 +412,14 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
             **_FREE,
             lost=jobs.c.lost + 1,
             taken_from=jobs.c.worker,
-            updated_at=now,
+            updated_at=clock.now(),
             status=sa.case((often, JobStatus.DEAD_LETTER.value), else_=JobStatus.PENDING.value),
             error=LOST,
         )
         .returning(jobs.c.id, jobs.c.status, jobs.c.project_id)
     )
-    due = conn.execute(ready.values(not_before=None)).rowcount
-    reclaimed = conn.execute(lost).all()
+    due = conn.execute(ready.values(not_before=None), now).rowcount
+    reclaimed = conn.execute(lost, now).all()
     for id, status, _ in reclaimed:
         _log(id, status, LOST)
     counts.add(conn, [(owner, JobStatus.RUNNING, status, 0) for _, status, owner in reclaimed])
@@ -426,12 +428,12 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
     return Tended(due, len(reclaimed), dict.fromkeys(dead, LOST["code"]))
 
 
-def _shorten(conn: sa.Connection) -> None:
+def _shorten(conn: sa.Connection, now: Mapping[str, float]) -> None:
     """Let no lease end later than a lease that begins now. A later end is from before the
     database's clock was set back. A worker that still holds the lease renews it.
     """
     shorten = sa.update(jobs).where(_AHEAD, jobs.c.id.in_(_some(_AHEAD)))
-    conn.execute(shorten.values(lease_expires_at=clock.now() + LEASE_S))
+    conn.execute(shorten.values(lease_expires_at=clock.now() + LEASE_S), now)
 
 
 def _log(job_id: str, status: str, error: Mapping[str, str]) -> None:

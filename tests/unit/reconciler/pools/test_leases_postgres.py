@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -125,6 +127,33 @@ def test_jobs_are_locked_in_the_order_of_their_ids(engine: sa.Engine, act: str) 
             until(lambda: waits_for_lock(engine))
             assert conn.execute(lock(high)).scalars().all() == [high.id]
         waiting.result(timeout=30)
+
+
+def test_sweeps_search_indexes_by_time(engine: sa.Engine) -> None:
+    """Or each worker would read all delayed jobs once a second, and retention all jobs."""
+    plans: list[str] = []
+
+    def explain(conn: sa.Connection, _cursor: object, statement: str, values: Any, *_: Any) -> None:
+        if "orchestrator_jobs" in statement and "EXPLAIN" not in statement:
+            plan = conn.exec_driver_sql(f"EXPLAIN {statement}", values).scalars()
+            plans.append("\n".join(plan))
+
+    with transaction(engine) as conn:
+        conn.exec_driver_sql("SET LOCAL enable_seqscan = off")
+        sa.event.listen(engine, "before_cursor_execute", explain)
+        try:
+            leases.any_to_tend(conn)
+            leases.tend(conn)
+            requests.forget(conn, age_s=60, limit=9)
+        finally:
+            sa.event.remove(engine, "before_cursor_execute", explain)
+    asked, shortened, ready, lost, forgotten = plans
+    for plan, column in (
+        *((asked, name) for name in ("not_before <=", "lease_expires_at <", "lease_expires_at >")),
+        *((shortened, "lease_expires_at >"), (ready, "not_before <=")),
+        *((lost, "lease_expires_at <"), (forgotten, "updated_at <")),
+    ):
+        assert re.search(rf"Index Cond: .*\b{column}", plan), plan
 
 
 @pytest.mark.covers("ORCH-5")
