@@ -129,7 +129,7 @@ class Sessions:
     page: Page
 
     def cut(self) -> None:
-        """The sessions end within three seconds of the request to release."""
+        """The sessions end within three seconds of the answer to the release."""
         began = time.time()
         codes = [client.wait(max(0.1, began + CUT_S - time.time())) for client in self.clients]
         assert codes == [255] * len(self.clients)
