@@ -29,7 +29,7 @@ async def glance(visit: Visit) -> Response:
     """Nodes by state, slots as cards with the blocked ones first, capacity, and what waits."""
     chosen = visit.query("region", "state", "cursor")
     fleet = await visit.get("/admin/fleet", limit=_PAGE, **chosen)
-    blocked: Document = {"items": []}
+    blocked: Document = {"items": [], "next": None}
     if any(fleet["slots"].get(status) for status in ("cleanup_blocked", "cleanup")):
         blocked = await visit.get("/admin/fleet", blocked="true", limit=_PAGE)
     queued = await visit.get("/admin/tasks", state="queued", limit=_WAITING)
@@ -39,6 +39,7 @@ async def glance(visit: Visit) -> Response:
         "fleet.html",
         fleet=fleet,
         blocked=blocked["items"],
+        more_blocked=blocked["next"] is not None,
         queued=queued["items"],
         running=running["items"],
         scheduling=scheduling["enabled"],

@@ -731,6 +731,29 @@ def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
     assert html.escape(queued["waits_for"]["detail"], quote=True) in text[parts[2] : parts[3]]
 
 
+def test_the_fleet_says_that_more_nodes_are_blocked(
+    selling: Stack, browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_PAGE", 1)
+    fail(selling, launch(selling).json()["id"])
+    more = "those of more follow once these are recovered"
+    assert more not in browse("admin").get("/console/fleet").text
+    other_node = {"id": "second", "name": "second", "machine_id": "", "host_key": ""}
+    other_slot = {
+        "id": "of-second",
+        "node_id": "second",
+        "nvme_identity": "eui.2",
+        "management_mac": "02:00:00:00:00:02",
+    }
+    with transaction(selling.engine) as conn:
+        (node,) = conn.execute(sa.select(nodes)).mappings()
+        blocked = sa.select(slots).where(slots.c.status == "cleanup_blocked")
+        (slot,) = conn.execute(blocked).mappings()
+        conn.execute(sa.insert(nodes), {**node, **other_node})
+        conn.execute(sa.insert(slots), {**slot, **other_slot})
+    assert more in browse("admin").get("/console/fleet").text
+
+
 def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse: Browse) -> None:
     check = {"status": "FAIL", "check": "iommu", "detail": "off <b>", "remediation": "turn it on"}
     passed = {"status": "PASS", "check": "bridge", "detail": "is there", "remediation": "none"}
