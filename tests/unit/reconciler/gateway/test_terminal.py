@@ -441,6 +441,17 @@ def test_pages_of_other_origins_open_nothing(site: Site, origin: str | None) -> 
         assert client.subprotocol == web.PROTOCOL
 
 
+def test_behind_the_documented_proxy_pages_are_of_https(site: Site) -> None:
+    """It ends TLS, and passes on which scheme and name the browser used."""
+    cookie = f"__Host-{site.cookie()['Cookie']}"
+    given = {"Cookie": cookie, "X-Forwarded-Proto": "https"}
+    with site.dial(given | {"Origin": site.base.replace("http:", "https:")}) as client:
+        assert client.subprotocol == web.PROTOCOL
+    with pytest.raises(InvalidStatus) as refused:
+        site.dial(given | {"Origin": site.base})
+    assert refused.value.response.status_code == 403
+
+
 def test_without_a_session_or_the_protocol_nothing_opens(site: Site) -> None:
     stale = {"Cookie": "gpuaas=none", "Origin": site.base}
     for headers in (stale, {"Authorization": "Bearer gpuaas_none"}, site.token("node")):
