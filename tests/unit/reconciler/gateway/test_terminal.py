@@ -7,8 +7,10 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -190,6 +192,23 @@ def test_ssh_to_the_gateway_opens_a_shell_in_the_slice(world: World) -> None:
     assert session["bytes_in"] > 10 and session["bytes_out"] > 40
     done = shell(world, "cat; echo out; echo err >&2; kill -TERM $$", typed="given\n")
     assert (done.stdout, done.stderr) == ("given\nout\n", "err\n") and done.returncode != 0
+
+
+def test_the_command_reaches_the_guest(world: World, site: Site, tmp_path: Path) -> None:
+    """The installed program, as a member runs it."""
+    token = tmp_path / "token"
+    token.write_text(world.stack.secrets["member"])
+    token.chmod(0o600)
+    own = {"GPUAAS_API": site.base, "GPUAAS_TOKEN_FILE": str(token)}
+    done = subprocess.run(
+        [sys.executable, "-m", "reconciler.cli.main", "ssh", world.allocation, "--project", "demo",
+         "--key", str(world.key), "--", "id", "-un"],
+        env={**os.environ, **own, "XDG_CONFIG_HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.returncode) == (USER, 0), done.stderr
+    (session,) = until(lambda: [row for row in world.sessions() if row["closed_at"]])
+    assert (session["way"], session["reason"]) == ("jump", "closed")
 
 
 def test_the_log_holds_no_command_of_a_tenant(world: World, tmp_path: Path) -> None:
