@@ -30,6 +30,7 @@ from reconciler.db import journal, leader
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import (
     AppInstance,
+    allocations,
     api_tokens,
     console_sessions,
     nodes,
@@ -46,6 +47,7 @@ from reconciler.records import images as image_records
 from reconciler.records import nodes as node_records
 from reconciler.records import projects as project_records
 from reconciler.records import queue, ssh_sessions
+from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
@@ -54,7 +56,7 @@ from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
-from tests.unit.reconciler.console.browser import Browser, Page
+from tests.unit.reconciler.console.browser import Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools
 from tests.unit.reconciler.pools.test_pools import start
 
@@ -162,22 +164,61 @@ def test_a_member_cannot_make_the_call_of_an_operator(selling: Stack, browse: Br
         assert conn.execute(sa.select(nodes.c.state)).scalar() != "draining"
 
 
-def test_no_page_of_a_member_tells_of_a_host(selling: Stack, browse: Browse) -> None:
+def test_no_page_of_a_member_tells_of_a_host(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    console.state.settings = selling.settings.model_copy(update={"member_address": "gate.example"})
+    adopt(selling.settings, selling.engine)
     planted = canaries(selling)
     known = names(selling)
     fail(selling, known["allocation"])
     member = browse("member")
-    texts = [member.get(address(pattern, known)).text for pattern in SHARED]
+    texts = []
+
+    def shown(path: str, **params: str) -> str:
+        answer = member.get(path, params=params or None)
+        assert answer.status_code == 200, path
+        texts.append(answer.text)
+        return path
+
+    def refused(path: str, form: SentForm, **typed: str) -> str:
+        answer = member.send(path, form, **typed)
+        assert 400 <= answer.status_code < 500, (path, form.call)
+        texts.append(answer.text)
+        return answer.text
+
+    paths = [shown(address(pattern, known)) for pattern in SHARED if pattern != "/"]
     page = "/console/projects/demo/launch"
     for step in ("shape", "region", "image", "access", "review"):
-        texts.append(member.get(page, params={**CHOSEN, "gpu_count": "8", "step": step}).text)
-    review = member.open(launch_review(selling, gpu_count="8"))
-    texts.append(member.send(page, review.form("POST /projects/demo/allocations")).text)
-    assert "no_capacity" in texts[-1]
-    second = launch(selling, "second").json()["id"]
+        shown(page, **{**CHOSEN, "gpu_count": "8", "step": step})
+    review = launch_review(selling, gpu_count="8")
+    launched = member.open(review).form("POST /projects/demo/allocations")
+    assert "no_capacity" in refused(page, launched)
+    second = launch(selling, "second", terminal=True).json()["id"]
     activate(selling, second)
-    texts.append(member.get(f"/console/projects/demo/allocations/{second}").text)
+    with transaction(selling.engine) as conn:
+        connection = {"username": "tenant", "host_keys": [KEY], "node": NODE}
+        change = sa.update(allocations).where(allocations.c.id == second)
+        conn.execute(change.values(connection=connection))
+    selling.ingress_rule(second)
+    machine = shown(f"/console/projects/demo/allocations/{second}")
+    terminal = shown(f"{machine}/terminal")
+    ticket = member.open(terminal).form(f"POST /projects/demo/allocations/{second}/terminal")
+    texts.append(member.send(terminal, ticket).text)
+    assert "data-ticket" in texts[-1]
+    assert "works without scripts" not in texts[-1]
     assert ERROR["code"] in " ".join(texts)
+    forms = {
+        form.call: (path, form)
+        for path in (*paths, machine, terminal)
+        for form in member.open(path).forms
+        if form.call
+    }
+    assert len(forms) > 10
+    for path, form in forms.values():
+        # Something that no record has, or a field that no body has.
+        call = f"{form.call}0" if form.call.startswith("DELETE") else form.call
+        refused(path, form, _call=call, _generation="1", unknown__text="x")
     for text in texts:
         leaked = {canary for canary in planted if canary in text.lower()}
         assert leaked == set()
