@@ -44,9 +44,9 @@ from reconciler.lifecycle import host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import images as image_records
+from reconciler.records import leasing, queue, ssh_sessions
 from reconciler.records import nodes as node_records
 from reconciler.records import projects as project_records
-from reconciler.records import queue, ssh_sessions
 from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
 from tests.unit.reconciler import wipes
@@ -808,6 +808,14 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
         text = admin.get(place).text
         (ended,) = re.findall(r'Compare &lt;it&gt;</strong> <span class="soft">(.*?)</span>', text)
         assert ended == "failed: host_odd in 1.5 s", place
+
+
+def test_output_elsewhere_names_its_machine(selling: Stack, browse: Browse) -> None:
+    selling.client("admin").post(f"admin/nodes/{NODE}/parity")
+    with transaction(selling.engine) as conn:
+        (task,) = leasing.lease(conn, "control-2:7")
+    text = browse("admin").get(f"/console/tasks/{task.id}").text
+    assert "None on this machine. The task runs on control-2.</p>" in text
 
 
 def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
