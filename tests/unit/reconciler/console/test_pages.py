@@ -51,6 +51,7 @@ from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
+from tests.unit.reconciler.api.test_baremetal import let_in
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
 from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
@@ -344,25 +345,35 @@ def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
     assert '<button class="primary" disabled>Continue' in shape
 
 
-def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
-    member, page = browse("member"), "/console/projects/demo/launch"
-    shape = member.get(page).text
-    assert "required disabled" in option(shape, "lab*all")
-    assert "The site has none yet" in option(shape, "lab*all")
+def add_metal(stack: Stack) -> None:
+    """A whole machine of which nothing is known yet."""
     fields = {"address": "192.0.2.9", "profile": "lab", "region": "north"}
-    with transaction(selling.engine) as conn:
+    with transaction(stack.engine) as conn:
         node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
-    shape = member.get(page).text
-    assert "required disabled" in option(shape, "lab*all")
-    assert "0 free in north" in option(shape, "lab*all")
+
+
+def prepare_metal(stack: Stack) -> None:
+    """It is enrolled and discovered, and free."""
     document = discovery()
     identity = document["identity"] | {"machine_id": "0" * 32}
-    with transaction(selling.engine) as conn:
+    with transaction(stack.engine) as conn:
         host.enrolled(conn, "metal", ACT, **identity)
         host.bootstrapped(conn, "metal", ACT, identity=identity)
         host.record_discovery(conn, "metal", document | {"identity": identity}, ACT)
         metal = sa.update(nodes).where(nodes.c.id == "metal")
         conn.execute(metal.values(tenant_address="203.0.113.9"))
+
+
+def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
+    member, page = browse("member"), "/console/projects/demo/launch"
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "The site has none yet" in option(shape, "lab*all")
+    add_metal(selling)
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "0 free in north" in option(shape, "lab*all")
+    prepare_metal(selling)
     shape = member.get(page).text
     assert "1 free in north" in option(shape, "lab*all")
     assert "disabled" not in option(shape, "lab*all")
@@ -371,6 +382,25 @@ def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Br
     region = member.get(page, params={"offer": "lab*all", "step": "region"}).text
     assert "disabled" not in option(region, "north")
     assert "1 such machine is free" in option(region, "north")
+
+
+def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse) -> None:
+    add_metal(selling)
+    prepare_metal(selling)
+    member, page = browse("member"), "/console/projects/demo/launch"
+    typed = {name: CHOSEN[name] for name in ("hostname", "username", "ssh_keys")}
+    review = member.get(page, params={"offer": "lab*all", **typed, "step": "review"}).text
+    launched = member.send(page, Page(review).form("POST /projects/demo/allocations"))
+    mine = launched.headers["Location"]
+    id = mine.rpartition("/")[2]
+    assert "Waits" in member.get(mine).text
+    let_in(selling, id)
+    assert "203.0.113.9" in member.get(mine).text
+    form = member.open(mine).form(f"POST /projects/demo/allocations/{id}/release")
+    assert member.send(mine, form).headers["Location"] == mine
+    (task,) = selling.client("admin").get("admin/tasks?state=queued").json()["items"]
+    assert (task["kind"], task["allocation_id"]) == ("baremetal.release", id)
+    assert member.get(mine).status_code == 200
 
 
 def test_a_region_to_come_is_disabled_with_its_reason(
