@@ -49,6 +49,7 @@ from reconciler.records import nodes as node_records
 from reconciler.records import projects as project_records
 from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
+from reconciler.trust import ca
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_baremetal import let_in
@@ -1005,6 +1006,69 @@ def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -
         for action in ("enable", "disable", "withdraw"):
             expected.add(re.sub(r"{\w+}", "{}", operation.replace("ACTION", action)))
     assert expected - calls == set(NOT_OFFERED)
+
+
+REASON = {"reason": "test"}
+HOST = "/console/nodes/lab-host"
+# Page, label of the button, what is typed, and the kind of the task that it queues.
+HARMLESS: list[tuple[str, str, dict[str, str], str]] = [
+    (HOST, "Bootstrap", {}, "node.bootstrap"),
+    (HOST, "Discover", {}, "slice.topology_discover"),
+    (HOST, "Bind the devices", {}, "node.bind_topology"),
+    (HOST, "Measure parity", {}, "node.parity"),
+    (HOST, "Compare now", {}, "slice.drift_reconcile"),
+    (HOST, "Reboot the host", {"allocations__list": "MINE", **REASON}, "node.reboot"),
+    (HOST, "Firmware settings", {}, "node.firmware"),
+    (HOST, "Renew the certificate", {}, "node.enrol"),
+    (HOST, "Cache an image", {"image_id": "IMAGE"}, "node.image_cache"),
+    (HOST, "Enrolment token", {}, ""),
+    (HOST, "Drain", REASON, ""),
+    (f"{HOST}/discovery", "Discover now", {}, "slice.topology_discover"),
+    (f"{HOST}/discovery", "Dry run", {}, "node.storage_transition"),
+    (f"{HOST}/parity", "Measure now", {}, "node.parity"),
+    ("/console/allocations/MINE", "Ask the host what is left", {}, "slice.absence_verify"),
+    *(
+        ("/console/projects/demo/allocations/MINE", label, {}, "slice.vm_power")
+        for label in ("Stop", "Restart", "Reset")
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "label", "typed", "kind"), HARMLESS)
+def test_a_harmless_form_does_what_it_says(
+    selling: Stack, browse: Browse, page: str, label: str, typed: dict[str, str], kind: str
+) -> None:
+    mine, admin, api = launch(selling).json()["id"], browse("admin"), selling.client("admin")
+    activate(selling, mine)
+    if kind == "node.enrol":
+        signed = ca.certify_host(ca.open_trust(selling.settings.state_dir), KEY, NODE)
+        with transaction(selling.engine) as conn:
+            host.record_certificate(conn, NODE, ACT, certificate=signed, public_key=KEY)
+    page = page.replace("MINE", mine)
+    image = api.get("images").json()["items"][0]["id"]
+    typed = {
+        name: {"IMAGE": image, "MINE": mine}.get(value, value) for name, value in typed.items()
+    }
+    before = {task["id"] for task in api.get("admin/tasks").json()["items"]}
+    form = next(form for form in admin.open(page).forms if form.button == label)
+    answer = admin.send(page, form, **typed)
+    if label == "Enrolment token":
+        assert (answer.status_code, "shown once" in answer.text) == (200, True)
+        return
+    assert answer.status_code == 303, answer.text
+    tasks = [task for task in api.get("admin/tasks").json()["items"] if task["id"] not in before]
+    assert [task["kind"] for task in tasks] == [kind] * bool(kind)
+    there = dict(form.fields)["_back"].replace("{id}", tasks[0]["id"] if tasks else "")
+    assert answer.headers["Location"] == there
+    shown = admin.open(there)
+    if there.startswith("/console/tasks/"):
+        cancel = shown.form(f"POST /admin/tasks/{tasks[0]['id']}/cancel")
+        assert admin.send(there, cancel, **REASON).headers["Location"] == there
+        assert not [each for each in admin.open(there).forms if each.button == "Cancel"]
+    if label == "Drain":
+        resume = next(each for each in shown.forms if each.button == "Resume")
+        assert admin.send(page, resume, **REASON).headers["Location"] == page
+        assert api.get(f"admin/nodes/{NODE}").json()["state"] == "ready"
 
 
 def launch_review(selling: Stack, **other: str) -> str:
