@@ -194,18 +194,22 @@ def test_ssh_to_the_gateway_opens_a_shell_in_the_slice(world: World) -> None:
     assert (done.stdout, done.stderr) == ("given\nout\n", "err\n") and done.returncode != 0
 
 
-def test_the_command_reaches_the_guest(world: World, site: Site, tmp_path: Path) -> None:
+def gpuaas(world: World, site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     """The installed program, as a member runs it."""
-    token = tmp_path / "token"
+    token = world.key.with_name("token")
     token.write_text(world.stack.secrets["member"])
     token.chmod(0o600)
     own = {"GPUAAS_API": site.base, "GPUAAS_TOKEN_FILE": str(token)}
-    done = subprocess.run(
-        [sys.executable, "-m", "reconciler.cli.main", "ssh", world.allocation, "--project", "demo",
-         "--key", str(world.key), "--", "id", "-un"],
-        env={**os.environ, **own, "XDG_CONFIG_HOME": str(tmp_path)},
+    return subprocess.run(
+        [sys.executable, "-m", "reconciler.cli.main", words[0], world.allocation,
+         "--project", "demo", "--key", str(world.key), *words[1:]],
+        env={**os.environ, **own, "XDG_CONFIG_HOME": str(token.parent)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def test_the_command_reaches_the_guest(world: World, site: Site) -> None:
+    done = gpuaas(world, site, "ssh", "--", "id", "-un")
     assert (done.stdout.strip(), done.returncode) == (USER, 0), done.stderr
     (session,) = until(lambda: [row for row in world.sessions() if row["closed_at"]])
     assert (session["way"], session["reason"]) == ("jump", "closed")
@@ -262,24 +266,23 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
 
 @pytest.mark.parametrize("terminal", [False])
 def test_a_running_machine_gets_a_terminal_and_loses_it(world: World, site: Site) -> None:
-    """The member asks the service, and then root of the guest runs the script of the answer."""
+    """`gpuaas ssh-terminal` asks the service, and then root of the guest runs its script."""
     files = world.seed
     for file in files.values():
         file.unlink()
     assert "terminal_off" in shell(world, "id").stderr
     path = f"projects/demo/allocations/{world.allocation}/terminal"
-    member = world.stack.client("member")
+    names = {"10.100.0.1": "127.0.0.1", **{name: str(file) for name, file in files.items()}}
+    edits = " ".join(f"-e 's#{name}#{there}#g'" for name, there in names.items())
+    stubs = "sshd() { true; }; systemctl() { echo reloaded; }"
+    world.sudo.parent.mkdir()
+    world.sudo.write_text(f"#!/bin/sh\n(echo '{stubs}'; sed {edits}) | \"$@\"\n")
+    world.sudo.chmod(0o755)
+    assert world.run("command -v sudo").stdout.strip() == str(world.sudo), "not that of the machine"
 
     def switch(*, on: bool) -> None:
-        answer = member.put(path, json={"enabled": on})
-        assert answer.status_code == 200, answer.text
-        script = answer.json()["script"].replace("10.100.0.1", "127.0.0.1")
-        for name, file in files.items():
-            script = script.replace(name, str(file))
-        stubs = "sshd() { true; }\nsystemctl() { echo reloaded; }\n"
-        done = subprocess.run(
-            ["sh"], input=stubs + script, capture_output=True, text=True, check=True
-        )
+        done = gpuaas(world, site, "ssh-terminal", *([] if on else ["--off"]))
+        assert done.returncode == 0, done.stderr
         assert "reloaded" in done.stdout
 
     switch(on=True)
