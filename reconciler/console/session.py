@@ -14,6 +14,7 @@ from starlette.responses import Response
 from reconciler.api.http import correlation_id
 from reconciler.api.security import COOKIE, Caller, cookie_name, person, provider
 from reconciler.db.engine import asking, retrying
+from reconciler.lifecycle import ssh_access
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
@@ -55,12 +56,18 @@ def asks(request: Request, engine: Engine) -> bool:
 
 def start_by_provider(request: Request, state: State, login: str, claims: oidc.Claims) -> str:
     """Start a session for a person of the provider, or renew that of the request, and return its
-    secret. login: secret of the login, which starts no second session.
+    secret. login: secret of the login, which starts no second session. What the person had made
+    for projects of which they are no member any more ends.
     """
     settings: Settings = state.settings
     names = ("iss", "sub", settings.oidc_name_claim, settings.oidc_groups_claim)
     kept = {name: claims[name] for name in names if name in claims}
     caller = Caller.of_provider(oidc.identity_of(provider(settings), kept))
+    if caller.role != Role.PLATFORM_ADMIN:
+        why = "the provider names no group for it"
+        act = Act(caller.actor, why, correlation_id(request), role=caller.role)
+        lost = partial(ssh_access.end_lost, owner=caller.owner, projects=caller.projects, act=act)
+        retrying(state.engine, lost)
     current = secret_of(request)
     renew = partial(console_sessions.renew, secret=current, login=login, claims=kept)
     if retrying(state.engine, renew):

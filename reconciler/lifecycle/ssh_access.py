@@ -1,11 +1,14 @@
 """Access to the machine of an allocation through the gateway: who, with which key, where to.
 
 The same functions decide when a session begins and every two seconds while it is open. So the end
-of the allocation, of the key, or of its token with its membership also ends the session.
+of the allocation, of the key, or of its token with its membership also ends the session. The
+membership of a person of the OpenID provider is known at their logins only: one that shows a lost
+project ends their keys for it (`end_lost`), and every key ends after `PROVIDER_S`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +22,7 @@ from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import AllocationState, CapacityShape
 from reconciler.records import ssh_keys, tokens
 
-# A key of a member whom only the OpenID provider knows: its groups cannot be asked for later.
+# A key of a member whom only the OpenID provider knows: their groups are unknown until they log in.
 PROVIDER_S = 12 * 3600.0
 _REGISTER = "register it with `gpuaas ssh-keys add`"
 # By name here and below: the gateway's role in the database may read no other columns.
@@ -181,12 +184,29 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
         return 0
     actors = roles_of(actor)
     registered = ssh_keys.of_person(conn, actors)
+    return _end(conn, registered, allocations.c.requested_by.in_(actors), act)
+
+
+def end_lost(conn: sa.Connection, owner: str, projects: Collection[str], act: Act) -> None:
+    """End the keys and tokens of a person of the provider for all but these projects, of which
+    their login has just shown that they are a member. owner: names of persons may be equal.
+    """
+    registered = ssh_keys.outside(conn, owner, projects)
+    elsewhere = allocations.c.project_id.not_in(projects)
+    _end(conn, registered, sa.and_(allocations.c.owner == owner, elsewhere), act)
+    tokens.end_lost(conn, owner, projects, act)
+
+
+def _end(
+    conn: sa.Connection, registered: Iterable[SshKey], launched: sa.ColumnElement[bool], act: Act
+) -> int:
     keys = {(key.project_id, key.public_key): key.registered_by for key in registered}
     recent = sa.select(allocations).where(
-        allocations.c.requested_by.in_(actors), allocations.c.created_at > clock.now() - PROVIDER_S
+        launched, allocations.c.created_at > clock.now() - PROVIDER_S
     )
     for allocation in rows.every(conn, recent, Allocation):
-        for line in allocation.ssh_keys:
+        # A launch by a token ends with the token.
+        for line in allocation.ssh_keys if _of_provider(allocation.requested_by) else ():
             if ssh_keys.find(conn, allocation.project_id, line) is None:
                 keys[allocation.project_id, ssh_keys.bare(line)] = allocation.requested_by
     for (project_id, line), holder in keys.items():

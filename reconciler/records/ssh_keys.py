@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -68,12 +68,17 @@ def revoke(conn: sa.Connection, project_id: str, line: str, act: Act) -> SshKey:
 
 def of_person(conn: sa.Connection, actors: Sequence[str]) -> list[SshKey]:
     """Keys that a person registered and that would open something later."""
-    query = sa.select(ssh_keys).where(
-        ssh_keys.c.registered_by.in_(actors),
-        ssh_keys.c.revoked_at.is_(None),
-        ssh_keys.c.expires_at > clock.now(),
-    )
-    return rows.every(conn, query, SshKey)
+    return _ending(conn, ssh_keys.c.registered_by.in_(actors))
+
+
+def outside(conn: sa.Connection, owner: str, projects: Collection[str]) -> list[SshKey]:
+    """Like `of_person`, by the owner and for all but these projects."""
+    return _ending(conn, ssh_keys.c.owner == owner, ssh_keys.c.project_id.not_in(projects))
+
+
+def _ending(conn: sa.Connection, *which: sa.ColumnElement[bool]) -> list[SshKey]:
+    valid = (ssh_keys.c.revoked_at.is_(None), ssh_keys.c.expires_at > clock.now())
+    return rows.every(conn, sa.select(ssh_keys).where(*which, *valid), SshKey)
 
 
 def end(conn: sa.Connection, project_id: str, line: str, actor: str, act: Act) -> SshKey:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -198,6 +198,16 @@ def end_person(conn: sa.Connection, actor: str, act: Act) -> int:
         _revoke(conn, id, act, "admin.token.revoked") for id in conn.execute(query).scalars().all()
     ]
     return sum(revoked)
+
+
+def end_lost(conn: sa.Connection, owner: str, projects: Collection[str], act: Act) -> None:
+    """Revoke the tokens that a person of the provider has made, but those for these projects."""
+    table = api_tokens.c
+    lost = sa.or_(table.role == Role.PLATFORM_ADMIN.value, table.project_id.not_in(projects))
+    which = (table.owner == owner, table.parent_id.is_(None), lost, *_open(api_tokens))
+    query = sa.select(table.id).where(*which)
+    for id in conn.execute(query).scalars().all():
+        _revoke(conn, id, act, "token.revoked")
 
 
 def _revoke(conn: sa.Connection, id: str, act: Act, action: str) -> bool:

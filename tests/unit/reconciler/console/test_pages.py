@@ -30,6 +30,7 @@ from reconciler.db import journal, leader
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import (
     AppInstance,
+    allocations,
     api_tokens,
     console_sessions,
     nodes,
@@ -43,18 +44,21 @@ from reconciler.lifecycle import host, slices
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import images as image_records
+from reconciler.records import leasing, queue, ssh_sessions
 from reconciler.records import nodes as node_records
 from reconciler.records import projects as project_records
-from reconciler.records import queue, ssh_sessions
+from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
+from reconciler.trust import ca
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
+from tests.unit.reconciler.api.test_baremetal import let_in
 from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
 from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
-from tests.unit.reconciler.console.browser import Browser, Page
+from tests.unit.reconciler.console.browser import Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools
 from tests.unit.reconciler.pools.test_pools import start
 
@@ -162,22 +166,61 @@ def test_a_member_cannot_make_the_call_of_an_operator(selling: Stack, browse: Br
         assert conn.execute(sa.select(nodes.c.state)).scalar() != "draining"
 
 
-def test_no_page_of_a_member_tells_of_a_host(selling: Stack, browse: Browse) -> None:
+def test_no_page_of_a_member_tells_of_a_host(
+    selling: Stack, browse: Browse, console: FastAPI
+) -> None:
+    console.state.settings = selling.settings.model_copy(update={"member_address": "gate.example"})
+    adopt(selling.settings, selling.engine)
     planted = canaries(selling)
     known = names(selling)
     fail(selling, known["allocation"])
     member = browse("member")
-    texts = [member.get(address(pattern, known)).text for pattern in SHARED]
+    texts = []
+
+    def shown(path: str, **params: str) -> str:
+        answer = member.get(path, params=params or None)
+        assert answer.status_code == 200, path
+        texts.append(answer.text)
+        return path
+
+    def refused(path: str, form: SentForm, **typed: str) -> str:
+        answer = member.send(path, form, **typed)
+        assert 400 <= answer.status_code < 500, (path, form.call)
+        texts.append(answer.text)
+        return answer.text
+
+    paths = [shown(address(pattern, known)) for pattern in SHARED if pattern != "/"]
     page = "/console/projects/demo/launch"
     for step in ("shape", "region", "image", "access", "review"):
-        texts.append(member.get(page, params={**CHOSEN, "gpu_count": "8", "step": step}).text)
-    review = member.open(launch_review(selling, gpu_count="8"))
-    texts.append(member.send(page, review.form("POST /projects/demo/allocations")).text)
-    assert "no_capacity" in texts[-1]
-    second = launch(selling, "second").json()["id"]
+        shown(page, **{**CHOSEN, "gpu_count": "8", "step": step})
+    review = launch_review(selling, gpu_count="8")
+    launched = member.open(review).form("POST /projects/demo/allocations")
+    assert "no_capacity" in refused(page, launched)
+    second = launch(selling, "second", terminal=True).json()["id"]
     activate(selling, second)
-    texts.append(member.get(f"/console/projects/demo/allocations/{second}").text)
+    with transaction(selling.engine) as conn:
+        connection = {"username": "tenant", "host_keys": [KEY], "node": NODE}
+        change = sa.update(allocations).where(allocations.c.id == second)
+        conn.execute(change.values(connection=connection))
+    selling.ingress_rule(second)
+    machine = shown(f"/console/projects/demo/allocations/{second}")
+    terminal = shown(f"{machine}/terminal")
+    ticket = member.open(terminal).form(f"POST /projects/demo/allocations/{second}/terminal")
+    texts.append(member.send(terminal, ticket).text)
+    assert "data-ticket" in texts[-1]
+    assert "works without scripts" not in texts[-1]
     assert ERROR["code"] in " ".join(texts)
+    forms = {
+        form.call: (path, form)
+        for path in (*paths, machine, terminal)
+        for form in member.open(path).forms
+        if form.call
+    }
+    assert len(forms) > 10
+    for path, form in forms.values():
+        # Something that no record has, or a field that no body has.
+        call = f"{form.call}0" if form.call.startswith("DELETE") else form.call
+        refused(path, form, _call=call, _generation="1", unknown__text="x")
     for text in texts:
         leaked = {canary for canary in planted if canary in text.lower()}
         assert leaked == set()
@@ -303,25 +346,35 @@ def test_what_the_quota_leaves_is_shown_and_more_is_disabled(
     assert '<button class="primary" disabled>Continue' in shape
 
 
-def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
-    member, page = browse("member"), "/console/projects/demo/launch"
-    shape = member.get(page).text
-    assert "required disabled" in option(shape, "lab*all")
-    assert "The site has none yet" in option(shape, "lab*all")
+def add_metal(stack: Stack) -> None:
+    """A whole machine of which nothing is known yet."""
     fields = {"address": "192.0.2.9", "profile": "lab", "region": "north"}
-    with transaction(selling.engine) as conn:
+    with transaction(stack.engine) as conn:
         node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
-    shape = member.get(page).text
-    assert "required disabled" in option(shape, "lab*all")
-    assert "0 free in north" in option(shape, "lab*all")
+
+
+def prepare_metal(stack: Stack) -> None:
+    """It is enrolled and discovered, and free."""
     document = discovery()
     identity = document["identity"] | {"machine_id": "0" * 32}
-    with transaction(selling.engine) as conn:
+    with transaction(stack.engine) as conn:
         host.enrolled(conn, "metal", ACT, **identity)
         host.bootstrapped(conn, "metal", ACT, identity=identity)
         host.record_discovery(conn, "metal", document | {"identity": identity}, ACT)
         metal = sa.update(nodes).where(nodes.c.id == "metal")
         conn.execute(metal.values(tenant_address="203.0.113.9"))
+
+
+def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Browse) -> None:
+    member, page = browse("member"), "/console/projects/demo/launch"
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "The site has none yet" in option(shape, "lab*all")
+    add_metal(selling)
+    shape = member.get(page).text
+    assert "required disabled" in option(shape, "lab*all")
+    assert "0 free in north" in option(shape, "lab*all")
+    prepare_metal(selling)
     shape = member.get(page).text
     assert "1 free in north" in option(shape, "lab*all")
     assert "disabled" not in option(shape, "lab*all")
@@ -330,6 +383,25 @@ def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Br
     region = member.get(page, params={"offer": "lab*all", "step": "region"}).text
     assert "disabled" not in option(region, "north")
     assert "1 such machine is free" in option(region, "north")
+
+
+def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse) -> None:
+    add_metal(selling)
+    prepare_metal(selling)
+    member, page = browse("member"), "/console/projects/demo/launch"
+    typed = {name: CHOSEN[name] for name in ("hostname", "username", "ssh_keys")}
+    review = member.get(page, params={"offer": "lab*all", **typed, "step": "review"}).text
+    launched = member.send(page, Page(review).form("POST /projects/demo/allocations"))
+    mine = launched.headers["Location"]
+    id = mine.rpartition("/")[2]
+    assert "Waits" in member.get(mine).text
+    let_in(selling, id)
+    assert "203.0.113.9" in member.get(mine).text
+    form = member.open(mine).form(f"POST /projects/demo/allocations/{id}/release")
+    assert member.send(mine, form).headers["Location"] == mine
+    (task,) = selling.client("admin").get("admin/tasks?state=queued").json()["items"]
+    assert (task["kind"], task["allocation_id"]) == ("baremetal.release", id)
+    assert member.get(mine).status_code == 200
 
 
 def test_a_region_to_come_is_disabled_with_its_reason(
@@ -792,6 +864,14 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
         assert ended == "failed: host_odd in 1.5 s", place
 
 
+def test_output_elsewhere_names_its_machine(selling: Stack, browse: Browse) -> None:
+    selling.client("admin").post(f"admin/nodes/{NODE}/parity")
+    with transaction(selling.engine) as conn:
+        (task,) = leasing.lease(conn, "control-2:7")
+    text = browse("admin").get(f"/console/tasks/{task.id}").text
+    assert "None on this machine. The task runs on control-2.</p>" in text
+
+
 def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
     with transaction(selling.engine) as conn:
         fields = {"address": "192.0.2.9", "profile": "lab"}
@@ -949,6 +1029,69 @@ def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -
         for action in ("enable", "disable", "withdraw"):
             expected.add(re.sub(r"{\w+}", "{}", operation.replace("ACTION", action)))
     assert expected - calls == set(NOT_OFFERED)
+
+
+REASON = {"reason": "test"}
+HOST = "/console/nodes/lab-host"
+# Page, label of the button, what is typed, and the kind of the task that it queues.
+HARMLESS: list[tuple[str, str, dict[str, str], str]] = [
+    (HOST, "Bootstrap", {}, "node.bootstrap"),
+    (HOST, "Discover", {}, "slice.topology_discover"),
+    (HOST, "Bind the devices", {}, "node.bind_topology"),
+    (HOST, "Measure parity", {}, "node.parity"),
+    (HOST, "Compare now", {}, "slice.drift_reconcile"),
+    (HOST, "Reboot the host", {"allocations__list": "MINE", **REASON}, "node.reboot"),
+    (HOST, "Firmware settings", {}, "node.firmware"),
+    (HOST, "Renew the certificate", {}, "node.enrol"),
+    (HOST, "Cache an image", {"image_id": "IMAGE"}, "node.image_cache"),
+    (HOST, "Enrolment token", {}, ""),
+    (HOST, "Drain", REASON, ""),
+    (f"{HOST}/discovery", "Discover now", {}, "slice.topology_discover"),
+    (f"{HOST}/discovery", "Dry run", {}, "node.storage_transition"),
+    (f"{HOST}/parity", "Measure now", {}, "node.parity"),
+    ("/console/allocations/MINE", "Ask the host what is left", {}, "slice.absence_verify"),
+    *(
+        ("/console/projects/demo/allocations/MINE", label, {}, "slice.vm_power")
+        for label in ("Stop", "Restart", "Reset")
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "label", "typed", "kind"), HARMLESS)
+def test_a_harmless_form_does_what_it_says(
+    selling: Stack, browse: Browse, page: str, label: str, typed: dict[str, str], kind: str
+) -> None:
+    mine, admin, api = launch(selling).json()["id"], browse("admin"), selling.client("admin")
+    activate(selling, mine)
+    if kind == "node.enrol":
+        signed = ca.certify_host(ca.open_trust(selling.settings.state_dir), KEY, NODE)
+        with transaction(selling.engine) as conn:
+            host.record_certificate(conn, NODE, ACT, certificate=signed, public_key=KEY)
+    page = page.replace("MINE", mine)
+    image = api.get("images").json()["items"][0]["id"]
+    typed = {
+        name: {"IMAGE": image, "MINE": mine}.get(value, value) for name, value in typed.items()
+    }
+    before = {task["id"] for task in api.get("admin/tasks").json()["items"]}
+    form = next(form for form in admin.open(page).forms if form.button == label)
+    answer = admin.send(page, form, **typed)
+    if label == "Enrolment token":
+        assert (answer.status_code, "shown once" in answer.text) == (200, True)
+        return
+    assert answer.status_code == 303, answer.text
+    tasks = [task for task in api.get("admin/tasks").json()["items"] if task["id"] not in before]
+    assert [task["kind"] for task in tasks] == [kind] * bool(kind)
+    there = dict(form.fields)["_back"].replace("{id}", tasks[0]["id"] if tasks else "")
+    assert answer.headers["Location"] == there
+    shown = admin.open(there)
+    if there.startswith("/console/tasks/"):
+        cancel = shown.form(f"POST /admin/tasks/{tasks[0]['id']}/cancel")
+        assert admin.send(there, cancel, **REASON).headers["Location"] == there
+        assert not [each for each in admin.open(there).forms if each.button == "Cancel"]
+    if label == "Drain":
+        resume = next(each for each in shown.forms if each.button == "Resume")
+        assert admin.send(page, resume, **REASON).headers["Location"] == page
+        assert api.get(f"admin/nodes/{NODE}").json()["state"] == "ready"
 
 
 def launch_review(selling: Stack, **other: str) -> str:

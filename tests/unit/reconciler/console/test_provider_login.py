@@ -18,11 +18,15 @@ from starlette.testclient import TestClient
 
 from reconciler.console import login
 from reconciler.db.engine import transaction
-from reconciler.db.schema import console_sessions
+from reconciler.db.schema import allocations, console_sessions, ssh_keys
+from reconciler.lifecycle import ssh_access
+from reconciler.model.errors import Problem
 from reconciler.records import console_sessions as console_records
+from reconciler.records.ssh_keys import bare
 from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
 from tests.unit.reconciler.api.stack import KEY, Stack
+from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.console.browser import SAME, Browser
 from tests.unit.reconciler.service.service import until
 
@@ -31,7 +35,7 @@ pytestmark = pytest.mark.covers("CTRL-13", "CTRL-10")
 Browse = Callable[[str], Browser]
 FLEET = "/console/fleet"
 ADMIN, MEMBER = ["gpuaas-admins"], ["gpuaas-project-demo"]
-OTHER_KEY = KEY.replace("8rLa", "8rLb")
+OTHER_KEY, THIRD_KEY = KEY.replace("8rLa", "8rLb"), KEY.replace("8rLa", "8rLc")
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +178,64 @@ def test_who_has_left_loses_what_the_session_opened(
     denied = urlencode({"state": query["state"], "error": "access_denied"})
     assert browser.get(f"/console/login/callback?{denied}").status_code == 401
     assert browser.get("/console/projects").status_code == 303
+
+
+def test_a_group_that_is_lost_takes_its_keys_and_tokens(
+    site: Stack, browse: Browse, provider: Provider, console: FastAPI
+) -> None:
+    configure(site, console, oidc_name_claim="preferred_username")
+    both = [*MEMBER, "gpuaas-project-other"]
+
+    def enter(groups: list[str], sub: str) -> Browser:
+        provider.set(login=provider.order(groups=groups, sub=sub, preferred_username="alex"))
+        browser = browse("")
+        assert log_in(browser).status_code == 303
+        return browser
+
+    person, namesake = enter(both, "u-7"), enter(both, "u-8")
+    for who, project, key in (
+        (person, "demo", KEY),
+        (person, "other", KEY),
+        (namesake, "demo", OTHER_KEY),
+    ):
+        page = f"/console/projects/{project}/ssh"
+        form = who.open(page).form(f"POST /projects/{project}/ssh-keys")
+        assert who.send(page, form, public_key=key).status_code == 303
+        account = "/console/account"
+        form = who.open(account).form("POST /tokens")
+        assert "shown once" in who.send(account, form, name="t", project_id=project).text
+    mine = launch(site, ssh_keys=[KEY, THIRD_KEY]).json()["id"]
+    activate(site, mine)
+    with transaction(site.engine) as conn:
+        owner = sa.select(ssh_keys.c.owner).where(ssh_keys.c.public_key == bare(KEY)).limit(1)
+        change = sa.update(allocations).where(allocations.c.id == mine)
+        requested = {"requested_by": "member:oidc:alex", "owner": owner.scalar_subquery()}
+        conn.execute(change.values(requested))
+
+    def opens(key: str) -> bool:
+        try:
+            with transaction(site.engine) as conn:
+                ssh_access.authorise(conn, mine, bare(key))
+        except Problem as problem:
+            assert problem.code == "ssh_key_expired"
+            return False
+        return True
+
+    def valid(project: str) -> list[bool]:
+        rows = site.client("admin").get("admin/tokens").json()["items"]
+        return [row["valid"] for row in rows if (row["name"], row["project_id"]) == ("t", project)]
+
+    assert [opens(key) for key in (KEY, THIRD_KEY, OTHER_KEY)] == [True] * 3
+    # A login of the namesake judges nobody else, and one with the same groups nothing.
+    enter(both, "u-8")
+    enter(both, "u-7")
+    assert [opens(key) for key in (KEY, THIRD_KEY, OTHER_KEY)] == [True] * 3
+    provider.set(login=provider.order(groups=both[1:], sub="u-7", preferred_username="alex"))
+    log_in(person)
+    assert [opens(key) for key in (KEY, THIRD_KEY, OTHER_KEY)] == [False, False, True]
+    assert (sorted(valid("demo")), valid("other")) == ([False, True], [True])
+    (kept,) = site.client("admin").get("projects/other/ssh-keys").json()["items"]
+    assert kept["expires_at"] > in_an_hour()
 
 
 def test_another_person_does_not_get_the_session(

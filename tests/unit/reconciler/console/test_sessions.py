@@ -14,6 +14,7 @@ from reconciler.db.schema import console_sessions
 from reconciler.lifecycle import restore
 from reconciler.records import console_sessions as sessions
 from tests.unit.reconciler.api.stack import ACT, Stack
+from tests.unit.reconciler.api.test_launches import launch
 from tests.unit.reconciler.console.browser import SAME, Browser
 
 pytestmark = pytest.mark.covers("CTRL-13")
@@ -183,6 +184,17 @@ def test_every_answer_has_the_headers(browse: Browse, path: str) -> None:
     assert "frame-ancestors 'none'" in policy
     assert headers["Cache-Control"] == "no-store"
     assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_the_terminals_page_may_write_styles_and_no_scripts(browse: Browse, selling: Stack) -> None:
+    page = f"/console/projects/demo/allocations/{launch(selling).json()['id']}"
+    member = browse("member")
+    texts = [
+        member.get(path).headers["Content-Security-Policy"] for path in (page, f"{page}/terminal")
+    ]
+    policies = [dict(part.split(" ", 1) for part in text.split("; ")) for text in texts]
+    assert policies[1]["script-src"] == "'self'"
+    assert policies[1] == policies[0] | {"style-src": "'self' 'unsafe-inline'"}
 
 
 def test_login_and_logout_are_audited(browse: Browse, selling: Stack) -> None:

@@ -62,6 +62,11 @@ class World:
     seed: dict[str, Path] = field(default_factory=dict)
     running: Future[None] = field(default_factory=Future)
 
+    @property
+    def sudo(self) -> Path:
+        """Where the guest looks for it first."""
+        return self.key.with_name("bin") / "sudo"
+
     def launch(self, who: str = "member", **body: Any) -> str:
         """Activate another slice with this world's host and guest."""
         public = self.key.with_name(f"{self.key.name}.pub").read_text().strip()
@@ -174,6 +179,7 @@ def world(
     sshd = seed(trust, "")[-1]["content"]
     for name, file in files.items():
         sshd = sshd.replace(name, str(file))
+    sshd += f"\nSetEnv HOME={tmp_path}/guest PATH={tmp_path}/bin:/usr/bin:/bin"
     guest = boot("guest", login=public, settings=f"Subsystem sftp internal-sftp\n{MANY}\n{sshd}")
     monkeypatch.setattr(machine, "ACCOUNT", USER)
     monkeypatch.setattr(machine, "SSH_PORT", guest.port)

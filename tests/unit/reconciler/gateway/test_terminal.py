@@ -7,8 +7,10 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -192,6 +194,27 @@ def test_ssh_to_the_gateway_opens_a_shell_in_the_slice(world: World) -> None:
     assert (done.stdout, done.stderr) == ("given\nout\n", "err\n") and done.returncode != 0
 
 
+def gpuaas(world: World, site: Site, *words: str) -> subprocess.CompletedProcess[str]:
+    """The installed program, as a member runs it."""
+    token = world.key.with_name("token")
+    token.write_text(world.stack.secrets["member"])
+    token.chmod(0o600)
+    own = {"GPUAAS_API": site.base, "GPUAAS_TOKEN_FILE": str(token)}
+    return subprocess.run(
+        [sys.executable, "-m", "reconciler.cli.main", words[0], world.allocation,
+         "--project", "demo", "--key", str(world.key), *words[1:]],
+        env={**os.environ, **own, "XDG_CONFIG_HOME": str(token.parent)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_reaches_the_guest(world: World, site: Site) -> None:
+    done = gpuaas(world, site, "ssh", "--", "id", "-un")
+    assert (done.stdout.strip(), done.returncode) == (USER, 0), done.stderr
+    (session,) = until(lambda: [row for row in world.sessions() if row["closed_at"]])
+    assert (session["way"], session["reason"]) == ("jump", "closed")
+
+
 def test_the_log_holds_no_command_of_a_tenant(world: World, tmp_path: Path) -> None:
     """Nor a line for each thing that a client does. The SSH library logs both."""
     lines: list[tuple[str, str]] = []
@@ -243,24 +266,23 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
 
 @pytest.mark.parametrize("terminal", [False])
 def test_a_running_machine_gets_a_terminal_and_loses_it(world: World, site: Site) -> None:
-    """The member asks the service, and then root of the guest runs the script of the answer."""
+    """`gpuaas ssh-terminal` asks the service, and then root of the guest runs its script."""
     files = world.seed
     for file in files.values():
         file.unlink()
     assert "terminal_off" in shell(world, "id").stderr
     path = f"projects/demo/allocations/{world.allocation}/terminal"
-    member = world.stack.client("member")
+    names = {"10.100.0.1": "127.0.0.1", **{name: str(file) for name, file in files.items()}}
+    edits = " ".join(f"-e 's#{name}#{there}#g'" for name, there in names.items())
+    stubs = "sshd() { true; }; systemctl() { echo reloaded; }"
+    world.sudo.parent.mkdir()
+    world.sudo.write_text(f"#!/bin/sh\n(echo '{stubs}'; sed {edits}) | \"$@\"\n")
+    world.sudo.chmod(0o755)
+    assert world.run("command -v sudo").stdout.strip() == str(world.sudo), "not that of the machine"
 
     def switch(*, on: bool) -> None:
-        answer = member.put(path, json={"enabled": on})
-        assert answer.status_code == 200, answer.text
-        script = answer.json()["script"].replace("10.100.0.1", "127.0.0.1")
-        for name, file in files.items():
-            script = script.replace(name, str(file))
-        stubs = "sshd() { true; }\nsystemctl() { echo reloaded; }\n"
-        done = subprocess.run(
-            ["sh"], input=stubs + script, capture_output=True, text=True, check=True
-        )
+        done = gpuaas(world, site, "ssh-terminal", *([] if on else ["--off"]))
+        assert done.returncode == 0, done.stderr
         assert "reloaded" in done.stdout
 
     switch(on=True)
@@ -439,6 +461,17 @@ def test_pages_of_other_origins_open_nothing(site: Site, origin: str | None) -> 
     assert refused.value.response.status_code == 403
     with site.dial(site.cookie() | {"Origin": site.base}) as client:
         assert client.subprotocol == web.PROTOCOL
+
+
+def test_behind_the_documented_proxy_pages_are_of_https(site: Site) -> None:
+    """It ends TLS, and passes on which scheme and name the browser used."""
+    cookie = f"__Host-{site.cookie()['Cookie']}"
+    given = {"Cookie": cookie, "X-Forwarded-Proto": "https"}
+    with site.dial(given | {"Origin": site.base.replace("http:", "https:")}) as client:
+        assert client.subprotocol == web.PROTOCOL
+    with pytest.raises(InvalidStatus) as refused:
+        site.dial(given | {"Origin": site.base})
+    assert refused.value.response.status_code == 403
 
 
 def test_without_a_session_or_the_protocol_nothing_opens(site: Site) -> None:
