@@ -217,9 +217,22 @@ def world(
     # On its own loop, which may just be ending the last connection.
     loop.call_soon_threadsafe(acceptor.close)
     world.on_loop(gateway.stop())
+    world.on_loop(_ended())
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+async def _ended() -> None:
+    """End what is left on the loop, as `asyncio.run` does: a connection that is just being given up
+    closes its socket in a later turn of the loop.
+    """
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 class Mute:
