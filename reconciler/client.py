@@ -100,9 +100,7 @@ class Client:
         while True:
             headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
             try:
-                with self._http.stream(
-                    "GET", API + _require_names(path), headers=headers
-                ) as response:
+                with self._http.stream("GET", _address(path), headers=headers) as response:
                     if not response.is_success:
                         response.read()
                         raise _refusal(response)
@@ -156,9 +154,7 @@ class Client:
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
-        address = (
-            _require_names(path) if path.startswith(_OPERATORS) else API + _require_names(path)
-        )
+        address = _address(path)
         keyed = "Idempotency-Key" in arguments.get("headers", {})
         cut_off, ends = 0, math.inf
         while True:
@@ -193,8 +189,10 @@ class Client:
         )
 
 
-def _require_names(path: str) -> str:
-    """The path; Problem `name_invalid` for a word in it that would make it another route's."""
+def _address(path: str) -> str:
+    """The address of a route; Problem `name_invalid` for a word in it that would make it another
+    route's.
+    """
     if not _PATH.fullmatch(path):
         raise Problem(
             "name_invalid",
@@ -203,7 +201,7 @@ def _require_names(path: str) -> str:
             found=f"the path {path!r}",
             remedy="correct the words of the command: one may be an empty variable",
         )
-    return path
+    return path if path.startswith(_OPERATORS) else API + path
 
 
 def _timed_out(task: Mapping[str, Any]) -> Problem:

@@ -217,6 +217,14 @@ def _document(body: Body) -> Record:
         ) from error
 
 
+def _require_paid(wait_s: float, *, expected: str, found: str, remedy: str) -> None:
+    if wait_s > 0:
+        detail = {"retry_after_s": math.ceil(wait_s)}
+        raise Problem(
+            "rate_exceeded", 429, expected=expected, found=found, remedy=remedy, detail=detail
+        )
+
+
 class Rates:
     """The time until which the requests of each token are paid for, at PER_S of them a second, and
     the changes by each member, at ACTS_PER_S.
@@ -231,29 +239,22 @@ class Rates:
         holders: so many share the token.
         """
         paid, wait_s = self._next(token_id, PER_S * holders, BURST * holders)
-        if wait_s > 0:
-            raise Problem(
-                "rate_exceeded",
-                429,
-                expected=f"at most {PER_S * holders:.0f} requests a second of a token",
-                found=f"more, after {BURST * holders} at once",
-                remedy="send fewer; a stream of events needs no repeated request",
-                detail={"retry_after_s": math.ceil(wait_s)},
-            )
+        _require_paid(
+            wait_s,
+            expected=f"at most {PER_S * holders:.0f} requests a second of a token",
+            found=f"more, after {BURST * holders} at once",
+            remedy="send fewer; a stream of events needs no repeated request",
+        )
         self._pay(token_id, paid)
 
     def require_act(self, owner: str) -> None:
         """Problem `rate_exceeded` for a member who has changed too much."""
-        _, wait_s = self._next(f"acts of {owner}", ACTS_PER_S, ACTS_BURST)
-        if wait_s > 0:
-            raise Problem(
-                "rate_exceeded",
-                429,
-                expected=f"at most {ACTS_BURST} changes at once, and {ACTS_PER_S:g} a second",
-                found="more",
-                remedy="change less often; each change is kept in the audit log",
-                detail={"retry_after_s": math.ceil(wait_s)},
-            )
+        _require_paid(
+            self._next(f"acts of {owner}", ACTS_PER_S, ACTS_BURST)[1],
+            expected=f"at most {ACTS_BURST} changes at once, and {ACTS_PER_S:g} a second",
+            found="more",
+            remedy="change less often; each change is kept in the audit log",
+        )
 
     def count_act(self, owner: str) -> None:
         """Count a change by a member."""

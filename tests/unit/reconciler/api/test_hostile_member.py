@@ -52,6 +52,15 @@ def grab(stack: Stack, **changes: Any) -> Any:
     return attack(stack, "POST", "projects/other/allocations", json=wish)
 
 
+def rate(monkeypatch: pytest.MonkeyPatch, **rates: float) -> SimpleNamespace:
+    """Rates of requests under a clock that stands still, whose `now` a test moves."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(security, "time", clock)
+    for name, value in rates.items():
+        monkeypatch.setattr(security, name, value)
+    return clock
+
+
 def limit(stack: Stack, project: str, **limits: int) -> None:
     answer = stack.client("admin").put(f"admin/projects/{project}/quota", json=limits)
     assert answer.status_code == 200, answer.text
@@ -175,10 +184,7 @@ def test_the_rate_of_one_project_is_not_that_of_another(selling: Stack) -> None:
 def test_a_member_who_floods_the_service_stops_nobody_else(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(security, "PER_S", 0.5)
-    monkeypatch.setattr(security, "BURST", 5)
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(security, "time", clock)
+    clock = rate(monkeypatch, PER_S=0.5, BURST=5)
     client, path = selling.client(ATTACKER), "projects/other/quota"
     assert [client.get(path).status_code for _ in range(5)] == [200] * 5
     answer = refused(selling, lambda: client.get(path))
@@ -195,10 +201,7 @@ def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each change leaves rows in the audit log, which keeps them for ever."""
-    monkeypatch.setattr(security, "ACTS_PER_S", 0.5)
-    monkeypatch.setattr(security, "ACTS_BURST", 4)
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(security, "time", clock)
+    clock = rate(monkeypatch, ACTS_PER_S=0.5, ACTS_BURST=4)
     path = "projects/{}/terminal-recording"
 
     def switch(number: int) -> Any:
