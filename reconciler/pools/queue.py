@@ -25,6 +25,8 @@ log = logging.getLogger("gpuaas.jobs")
 T = TypeVar("T")
 
 TEND_S = 1.0
+# First pause of an idle worker after a job. Each further one is twice as long, up to the poll.
+_FIRST_S = 0.005
 Ended = Sequence[tuple[Call, Outcome]]
 
 
@@ -108,6 +110,7 @@ class DatabaseQueue:
         self._hints = hints
         self._id = pool_worker
         self._poll_s = poll_s
+        self._pause_s = 0.0
         # Of the claim that has had no answer yet, as when the connection dies at the commit. Its
         # repetition gets the same jobs, which otherwise would wait for the end of their lease.
         self._claim = ""
@@ -166,7 +169,7 @@ class DatabaseQueue:
         counted, calls = self._write(turn)
         self._claim = ""
         if calls:
-            self._vain = False
+            self._vain, self._pause_s = False, 0.0
         self._bury(leases.buried(ended, counted))
         return Turn(len(counted), calls)
 
@@ -182,20 +185,21 @@ class DatabaseQueue:
     def wait(self, stopping: threading.Event) -> None:
         # Hints name no model, and another worker may have taken the hint about a job of this
         # worker. So it polls as often as without hints.
-        rest_s = min(self._poll_s, TEND_S)
+        poll_s = self._poll_s if self._hints is None else min(self._poll_s, TEND_S)
+        self._pause_s = min(max(self._pause_s * 2, _FIRST_S), poll_s)
         if self._hints is None:
-            stopping.wait(self._poll_s)
+            stopping.wait(self._pause_s)
         elif self._vain:
             # Or a stream that always has an entry would keep the worker asking without a pause.
-            stopping.wait(rest_s)
+            stopping.wait(self._pause_s)
             self._hints.wait(0, STALE)
             self._vain = False
         else:
             began = time.monotonic()
-            if self._hints.wait(rest_s):
-                self._vain = time.monotonic() - began < rest_s / 2
+            if self._hints.wait(poll_s):
+                self._vain = time.monotonic() - began < poll_s / 2
             else:
-                stopping.wait(self._poll_s)
+                stopping.wait(self._pause_s)
 
     def renew(self, tokens: Sequence[str]) -> set[str]:
         renew = partial(leases.renew, worker=self._me, tokens=tokens, lease_s=self.lease_s)
