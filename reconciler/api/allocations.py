@@ -12,7 +12,7 @@ from typing import Annotated, Self
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from sqlalchemy import Connection as DatabaseConnection
 
 from reconciler.api import problems
@@ -196,6 +196,14 @@ class PowerRequest(Reasoned):
     action: PowerAction
 
 
+class Machine(Answer):
+    """What a slice keeps from its launch, whatever its hardware profile says later."""
+
+    vcpus: int
+    memory_mib: int
+    firmware: str
+
+
 class _AllocationFields(Answer):
     """Fields that members and operators see alike."""
 
@@ -205,6 +213,9 @@ class _AllocationFields(Answer):
     sku: str
     region: str
     gpu_count: int
+    machine: Annotated[Machine | None, BeforeValidator(lambda value: value or None)] = Field(
+        description="Null for a whole machine, and for a slice before its work has begun."
+    )
     hostname: str
     username: str
     ssh_keys: list[str]

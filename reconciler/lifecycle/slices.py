@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
@@ -37,11 +38,18 @@ BUILDING = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
 CLAIMED = (SlotState.RESERVED, SlotState.PROVISIONING)
 
 
-def provision_started(conn: sa.Connection, allocation_id: str, act: Act) -> bool:
-    """Record that a run has begun to build the allocation."""
+def provision_started(
+    conn: sa.Connection,
+    allocation_id: str,
+    act: Act,
+    *,
+    machine: Mapping[str, Any] = MappingProxyType({}),
+) -> bool:
+    """Record that a run has begun to build the allocation. machine: what the slice keeps of it."""
     if not _in_state(conn, allocation_id, AllocationState.REQUESTED):
         return False
-    advance_together(conn, allocation_id, "provision", act)
+    columns = {"machine": dict(machine)}
+    advance_together(conn, allocation_id, "provision", act, columns=columns)
     return True
 
 

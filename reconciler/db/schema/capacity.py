@@ -243,6 +243,9 @@ class Allocation(StateRow):
     stopped: bool
     power_action: Text
     started_boot_id: Text
+    # What a slice keeps from its launch: vcpus, memory_mib and firmware. The site may change its
+    # profile at any time, but the disk may not boot by other firmware, and the host may be full.
+    machine: dict[str, Any]
     # Packets that the guard of the slice refused, by kind, and the host's last counters of them.
     refused_packets: dict[str, Any]
     refused_readings: dict[str, Any]

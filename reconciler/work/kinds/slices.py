@@ -34,9 +34,8 @@ from reconciler.trust.downloads import url as download_url
 from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
 
-# Key in the result of a provision, of what a slice keeps: its disk may not boot by other firmware,
-# and its host may have no room for more.
-_MACHINE, _LASTING = "machine", ("vcpus", "memory_mib", "firmware")
+# What a slice keeps from its launch (`Allocation.machine`).
+_LASTING = ("vcpus", "memory_mib", "firmware")
 _KEPT = "/etc/cloud/cloud.cfg.d/99-gpuaas-seed.cfg"
 _NVLINK = "/etc/modprobe.d/gpuaas-nvlink.conf"
 _WITHOUT_NVLINK = "options nvidia NVreg_NvLinkDisable=1\n"
@@ -106,7 +105,10 @@ def image_document(work: Work, image: dict[str, Any]) -> dict[str, Any]:
 def begin_provision(work: Work) -> None:
     """Set the task's allocation to provisioning; Problem `canceled` when it has ended."""
     key = work.allocation_id
-    if slices.provision_started(work.conn, key, work.act.because("provisioning started")):
+    shape = _kept_shape(work)
+    machine = {name: shape[name] for name in _LASTING}
+    act = work.act.because("provisioning started")
+    if slices.provision_started(work.conn, key, act, machine=machine):
         return
     state = allocations.get(work.conn, key).state
     # Already provisioning: this run continues after a run that failed or never reached its host.
@@ -136,8 +138,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
         "slice_allocation": allocation,
         "slice_slots": slots,
         "slice_image": image_document(work, work.parameters["image"]),
-        "slice_vm": machine_shape(work.profile, len(slots))
-        | hardware.nvlink_partition(work.profile, slots),
+        "slice_vm": _kept_shape(work) | hardware.nvlink_partition(work.profile, slots),
         "slice_fabric": fabric_network(work),
         "slice_seed": {
             **seed_documents(
@@ -186,7 +187,7 @@ def machine_shape(
 ) -> dict[str, Any]:
     """Shape of a VM: the profile's share of CPUs and memory per GPU, times `gpus`.
 
-    kept: the part of a machine that exists (`_LASTING`). The site may have changed the profile.
+    kept: the part that is settled since the launch (`_LASTING`).
     """
     vm = profile["vm"]
     chosen = {name: vm[name] for name in ("mgmt_qos", "guest_runtime") if vm.get(name)}
@@ -205,6 +206,12 @@ def machine_shape(
         "nested": vm.get("nested", False),
         "qemu_arguments": vm["qemu_arguments"][lasting["firmware"]],
     }
+
+
+def _kept_shape(work: Work) -> dict[str, Any]:
+    """Shape of the task's VM: as it was launched, if it was, and else as the profile is now."""
+    kept = allocations.get(work.conn, work.allocation_id).machine
+    return machine_shape(work.profile, len(work.parameters["slots"]), kept)
 
 
 def fabric_network(work: Work) -> dict[str, Any]:
@@ -250,8 +257,7 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         connection=connection,
         boot_id=work.parameters["boot_id"],
     )
-    machine = machine_shape(work.profile, len(work.parameters["slots"]))
-    return {**evidence, _MACHINE: {name: machine[name] for name in _LASTING}}
+    return evidence
 
 
 def release_variables(work: Work) -> dict[str, Any]:
@@ -378,13 +384,10 @@ def power_variables(work: Work) -> dict[str, Any]:
         require_proven_boot(work)
         partition = hardware.nvlink_partition(work.profile, parameters["slots"])
     deadlines = work.profile["deadlines"]
-    provision = TaskKind.SLICE_VM_PROVISION
-    built = queue.every(work.conn, allocation_id=work.allocation_id, kind=provision, limit=1)
-    kept: dict[str, Any] = next((task.result.get(_MACHINE, {}) for task in built), {})
     return {
         "slice_allocation": parameters["allocation"],
         "slice_slots": parameters["slots"],
-        "slice_vm": machine_shape(work.profile, len(parameters["slots"]), kept) | partition,
+        "slice_vm": _kept_shape(work) | partition,
         "slice_fabric": fabric_network(work),
         "slice_power": action.value,
         # A reset is for a guest that does not answer.

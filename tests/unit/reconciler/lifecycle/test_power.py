@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, power, quota, slices, task_failures
+from reconciler.lifecycle import host, power, quota, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import PowerAction, TaskKind, TaskState
@@ -306,10 +306,8 @@ def test_a_later_start_keeps_the_machine_and_waits_as_the_profile_says(
         key = sold.allocate(conn)
         profile.write_text(text)
         (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.SLICE_VM_PROVISION])
-        slices.provision_started(conn, key, ADMIN)
-        work = open_work(conn, settings, task)
-        result = HANDLERS[task.kind].succeed(work, {"readiness": {}})
-        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN, result=result)
+        launch = HANDLERS[task.kind]
+        launch.start(open_work(conn, settings, task))
         for before, after in (
             ("firmware: bios", "firmware: uefi"),
             ("vcpus_per_gpu: 1", "vcpus_per_gpu: 2"),
@@ -319,6 +317,11 @@ def test_a_later_start_keeps_the_machine_and_waits_as_the_profile_says(
             assert before in text
             text = text.replace(before, after)
         profile.write_text(text)
+        # The profile has changed while the run went on; a second run of the launch is as the first.
+        work = open_work(conn, settings, task)
+        assert launch.variables(work)["slice_vm"]["firmware"] == "bios"
+        result = launch.succeed(work, {"readiness": {}})
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN, result=result)
         power.request(conn, key, PowerAction.RESTART, ADMIN)
         (task,) = leasing.lease(conn, "worker", kinds=[POWER])
         variables = HANDLERS[POWER].variables(open_work(conn, settings, task))
