@@ -3,7 +3,8 @@
 The peer is OpenSSH's own jump host (`ssh -J`) before the same guest, measured in turns with ours. A
 login is a whole `ssh` that runs `true` in the guest. Throughput is zeros that the guest sends; both
 ways are encrypted twice. The gateway has one hop more than its peer, because it reaches the guest
-through its host. Client, gateway, host and guest share this machine.
+through its host. Client, gateway, host and guest share this machine. `plain`: the same without the
+order of ciphers of `gpuaas ssh-config`, as a client with settings of its own has it.
 
 The site is that of the gateway's tests, with real SSH servers, so pytest builds it.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import time
@@ -41,7 +42,7 @@ def limits() -> Limits:
 def test_gateway(world: World, tmp_path: Path) -> None:
     """Measure both sides in turns, and keep the figures."""
     options = json.loads(os.environ[OPTIONS])
-    lines = {"ours": world.ssh(), "peer": peer(world, tmp_path)}
+    lines = {"ours": world.ssh(), "plain": plain(world), "peer": peer(world, tmp_path)}
     logins: dict[str, list[float]] = {side: [] for side in lines}
     rates: dict[str, list[float]] = {side: [] for side in lines}
     for line in lines.values():
@@ -58,6 +59,8 @@ def test_gateway(world: World, tmp_path: Path) -> None:
     figures: dict[str, Any] = {
         "login_ratio": round(login["ours"] / login["peer"], 3),
         "throughput_ratio": round(rate["ours"] / rate["peer"], 3),
+        "plain_login_ratio": round(login["plain"] / login["peer"], 3),
+        "plain_throughput_ratio": round(rate["plain"] / rate["peer"], 3),
         "logins": options["logins"],
         "transfers": options["transfers"],
         "mib": options["mib"],
@@ -66,6 +69,14 @@ def test_gateway(world: World, tmp_path: Path) -> None:
         figures[f"{side}_login_ms"] = round(login[side] * 1000, 1)
         figures[f"{side}_mib_s"] = round(rate[side], 1)
     document.add({"gateway": figures}, Path(options["output"]))
+
+
+def plain(world: World) -> list[str]:
+    """The command line of a client through the gateway, with an order of ciphers of its own."""
+    config = world.config()
+    own = config.with_name("plain_config")
+    own.write_text(re.sub(r"(?m)^ *Ciphers .*\n", "", config.read_text()))
+    return world.ssh(config=own)
 
 
 def peer(world: World, folder: Path) -> list[str]:
