@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
@@ -32,6 +31,7 @@ from reconciler.db.engine import asking, reading, retrying
 from reconciler.db.rows import Order
 from reconciler.db.schema import ApiToken
 from reconciler.model.act import Act
+from reconciler.model.buckets import Buckets
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 from reconciler.records import projects, tokens
@@ -61,7 +61,6 @@ PER_S, BURST = 100.0, 1000
 # Changes by a member, each of which leaves rows that are kept: in the audit log for ever, and under
 # its idempotency key for days.
 ACTS_PER_S, ACTS_BURST = 1.0, 300
-_LARGEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -225,32 +224,27 @@ def _require_paid(wait_s: float, *, expected: str, found: str, remedy: str) -> N
         )
 
 
-class Rates:
-    """The time until which the requests of each token are paid for, at PER_S of them a second, and
-    the changes by each member, at ACTS_PER_S.
-    """
-
-    def __init__(self) -> None:
-        self._paid: dict[str, float] = {}
+class Rates(Buckets):
+    """Requests of each token, at PER_S of them a second; changes by each member, at ACTS_PER_S."""
 
     def take(self, token_id: str, holders: int = 1) -> None:
         """Count a request; Problem `rate_exceeded` for one too many, which is not counted.
 
         holders: so many share the token.
         """
-        paid, wait_s = self._next(token_id, PER_S * holders, BURST * holders)
+        per_s, burst = PER_S * holders, BURST * holders
         _require_paid(
-            wait_s,
-            expected=f"at most {PER_S * holders:.0f} requests a second of a token",
-            found=f"more, after {BURST * holders} at once",
+            self.wait_s(token_id, per_s, burst),
+            expected=f"at most {per_s:.0f} requests a second of a token",
+            found=f"more, after {burst} at once",
             remedy="send fewer; a stream of events needs no repeated request",
         )
-        self._pay(token_id, paid)
+        self.count(token_id, per_s)
 
     def require_act(self, owner: str) -> None:
         """Problem `rate_exceeded` for a member who has changed too much."""
         _require_paid(
-            self._next(f"acts of {owner}", ACTS_PER_S, ACTS_BURST)[1],
+            self.wait_s(f"acts of {owner}", ACTS_PER_S, ACTS_BURST),
             expected=f"at most {ACTS_BURST} changes at once, and {ACTS_PER_S:g} a second",
             found="more",
             remedy="change less often; each change is kept in the audit log",
@@ -258,20 +252,7 @@ class Rates:
 
     def count_act(self, owner: str) -> None:
         """Count a change by a member."""
-        name = f"acts of {owner}"
-        self._pay(name, self._next(name, ACTS_PER_S, ACTS_BURST)[0])
-
-    def _next(self, name: str, per_s: float, burst: int) -> tuple[float, float]:
-        """The time until which one more would be paid for, and how long it would have to wait."""
-        now = time.monotonic()
-        paid = max(now, self._paid.get(name, 0.0)) + 1 / per_s
-        return paid, paid - now - burst / per_s
-
-    def _pay(self, name: str, paid: float) -> None:
-        if len(self._paid) >= _LARGEST:
-            now = time.monotonic()
-            self._paid = {key: until for key, until in self._paid.items() if until > now}
-        self._paid[name] = paid
+        self.count(f"acts of {owner}", ACTS_PER_S)
 
 
 def caller(

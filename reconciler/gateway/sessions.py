@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from reconciler.db import journal
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
+from reconciler.model.buckets import Buckets
 from reconciler.model.client_network import client_network, oldest_of_most
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_sessions
@@ -40,8 +42,9 @@ class Limits:
     these. strangers: connections without a login, which count apart; strangers_of_address: of one
     network. channels, keys: of one connection. unknown_s: how long open sessions outlast a silent
     database. refusals: audit rows in `report_s`, of strangers and of members each; refusals_of_one:
-    of one member or network. terminals: of one member; typed_s: life of a terminal without input;
-    terminal_s: life of a terminal. unread: bytes that a client of SSH leaves unread.
+    of one member or network. begun, begun_per_s: sessions that one member begins, at once and over
+    time, because each leaves rows. terminals: of one member; typed_s: life of a terminal without
+    input; terminal_s: life of a terminal. unread: bytes that a client of SSH leaves unread.
 
     of_allocation and terminals count the sessions of all gateways; terminals in browsers count
     apart.
@@ -63,6 +66,8 @@ class Limits:
     report_s: float = 30.0
     refusals: int = 60
     refusals_of_one: int = 10
+    begun: int = 300
+    begun_per_s: float = 1.0
     terminals: int = 32
     typed_s: float = 1800.0
     terminal_s: float = 12 * 3600.0
@@ -80,6 +85,7 @@ class Sessions:
 
     def __post_init__(self) -> None:
         self.clients: set[Session] = set()
+        self._begun = Buckets()
         self._refusals: set[tuple[bool, str, str, str]] = set()
         self._refused_at = self._reported_at = 0.0
         self._reporting: asyncio.Task[None] | None = None
@@ -148,6 +154,23 @@ class Sessions:
             return None
         strangers.sort(key=lambda client: client.came)
         return oldest_of_most({client: client.network for client in strangers})
+
+    def require_rate(self, owner: str) -> None:
+        """Problem `too_many_connections` for a member who begins sessions faster than people do."""
+        limits = self.limits
+        wait_s = self._begun.wait_s(owner, limits.begun_per_s, limits.begun)
+        if wait_s > 0:
+            raise too_many(
+                f"at most {limits.begun} sessions of a member at once, and"
+                f" {limits.begun_per_s:g} a second",
+                "more",
+                f"wait {math.ceil(wait_s)} s; many commands can share a connection"
+                " (ControlMaster of ssh)",
+            )
+
+    def count(self, owner: str) -> None:
+        """Count a session that has begun."""
+        self._begun.count(owner, self.limits.begun_per_s)
 
     async def _check(self, now: float) -> None:
         # A claim changes while the database answers, when a terminal is opened or ends.
@@ -340,6 +363,7 @@ class Session(ABC):
                 raise ConnectionError("the client has gone")
             if self.session:
                 return
+            self.gateway.require_rate(grant.owner)
             act = Act(grant.actor, "connected through the gateway")
 
             def work(conn: Connection) -> str:
@@ -357,6 +381,7 @@ class Session(ABC):
                 )
 
             self.session = await self.gateway.write(work)
+            self.gateway.count(grant.owner)
 
     def require_room(self, conn: Connection, grant: Grant, way: str) -> None:
         """Problem `too_many_connections` beyond the limits of the allocation and of its member."""
@@ -387,8 +412,8 @@ class Session(ABC):
                 self.ended.set()
 
 
-def too_many(expected: str, found: str) -> Problem:
-    return Problem("too_many_connections", 429, expected=expected, found=found, remedy="close some")
+def too_many(expected: str, found: str, remedy: str = "close some") -> Problem:
+    return Problem("too_many_connections", 429, expected=expected, found=found, remedy=remedy)
 
 
 _tasks: set[asyncio.Task[Any]] = set()

@@ -1018,6 +1018,15 @@ def test_two_gateways_share_the_limit_of_a_machine_and_its_release(world: World)
         world.on_loop(other.stop())
 
 
+def test_a_member_begins_sessions_at_a_rate(world: World) -> None:
+    """Each leaves a row of its own and two of the audit log."""
+    world.gateway.limits = replace(QUICK, begun=2, begun_per_s=0.001)
+    answers = [world.run("true") for _ in range(3)]
+    assert [each.returncode for each in answers] == [0, 0, 255]
+    assert "too_many_connections" in answers[-1].stderr
+    assert len(_sessions(world)) == 2
+
+
 def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:
     """Each machine there may have as many addresses as it likes."""
     gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", replace(QUICK, of_address=2))
