@@ -1091,18 +1091,14 @@ def test_an_idle_login_and_a_flood_of_refusals_leave_little(world: World) -> Non
     assert len(until(lambda: world.audit("gateway.refused"))) == 1
 
 
-@pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("limits", [ROOMY])
-def test_many_connections_at_once(world: World, number: int) -> None:
+def test_two_hundred_sessions_at_once_are_served_and_cut(world: World) -> None:
     line = world.ssh("echo in; exec sleep 600")
-    many = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(number)]
+    many = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(200)]
     try:
         assert all(client.stdout and client.stdout.readline() == b"in\n" for client in many)
         end_key(world)
-        since = time.monotonic()
         until(lambda: not world.gateway.clients, 60)
-        # CI's machines are slow, and play the small number.
-        assert number == 30 or time.monotonic() - since < 3
         assert {client.wait(60) for client in many} == {255}
     finally:
         for client in many:
