@@ -11,7 +11,7 @@ import pytest
 
 from reconciler.model.jobs import Outcome
 from tests.unit.reconciler.api.stack import Stack
-from tests.unit.reconciler.api.test_jobs import ERROR, play, with_model
+from tests.unit.reconciler.api.test_jobs import ERROR, bury, play, with_model
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("ORCH-2")
@@ -27,6 +27,7 @@ def test_the_life_of_jobs(
 ) -> None:
     with_model(new)
     gpuaas.at(new, "member")
+    assert run(gpuaas, "models") == [{"name": "m", "serving": True, "due": 0}]
     file = tmp_path / "input.json"
     file.write_text('{"x": 1}')
     monkeypatch.setattr(time, "sleep", lambda _seconds: play(new, Outcome({"y": 2})))
@@ -44,9 +45,27 @@ def test_the_life_of_jobs(
     assert (gpuaas.status, "sample_unfinished" in gpuaas.err) == (1, True)
     forced = run(gpuaas, "reprocess", "--sample", "0", "--force")["ids"]
     assert [sample, *forced] == [sample, *(set(others) - {sample})]
+    run(gpuaas, "submit", "m", str(file))
+    assert run(gpuaas, "list", "--model", "m", "--status", "done") != []
+    assert run(gpuaas, "list", "--model", "n") == []
+    monkeypatch.setattr("reconciler.pools.jobs.CANCEL_LIMIT", 2)
+    assert run(gpuaas, "cancel", "--model", "m") == {"canceled": 5}
+    play(new, Outcome(error=ERROR, permanent=True))
+    assert run(gpuaas, "cancel", "--all", "--dead") == {"canceled": 0}
+    for words in ((), ("--all", "--model", "m"), (first, "--all"), (first, "--dead")):
+        gpuaas("jobs", "cancel", *words, *AT)
+        assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
     file.write_text("[1]")
     gpuaas("jobs", "submit", "m", str(file), *AT)
     assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
+
+
+def test_operators_learn_whose_jobs_are_dead_letters(new: Stack, gpuaas: Gpuaas) -> None:
+    with_model(new)
+    bury(new)
+    gpuaas.at(new, "admin")
+    (project,) = json.loads(gpuaas("jobs", "queue", "--output", "json"))
+    assert (project["project_id"], project["dead_letter"], project["pending"]) == ("demo", 1, 0)
 
 
 @pytest.mark.parametrize("word", ["m", "m=module", "=a:b", "m=:b", "m=none.onnx"])
