@@ -19,7 +19,7 @@ from reconciler.cli.allocations import Project
 from reconciler.cli.options import Reason, read_json
 from reconciler.cli.session import client, current, secret
 from reconciler.model.errors import Problem
-from reconciler.model.jobs import JobStatus
+from reconciler.model.jobs import ENDED, JobStatus
 
 if TYPE_CHECKING:
     from reconciler.pools.queue import JobQueue
@@ -41,7 +41,7 @@ def submit(
     delay: Annotated[int, typer.Option(min=0, help="Seconds before it is due.")] = 0,
     attempts: Annotated[int, typer.Option(min=1, max=10, help="Attempts at most.")] = 3,
     timeout: Annotated[int, typer.Option(min=1, max=3600, help="Seconds of one attempt.")] = 60,
-    wait: Annotated[bool, typer.Option(help="Wait for the result of a single job.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait for the results.")] = False,
 ) -> None:
     """Queue a job, or all jobs of a list of at most 100 inputs."""
     content = read_json(
@@ -56,13 +56,23 @@ def submit(
     }
     if isinstance(content, list):
         body = {"jobs": [{**options, "input": item} for item in content]}
-        output.record(client().post(f"{_path(project)}/batch", body))
+        queued = client().post(f"{_path(project)}/batch", body)
+        if wait:
+            output.rows([_ended(project, id) for id in queued["ids"]], *COLUMNS, "result")
+        else:
+            output.record(queued)
         return
     job = client().post(_path(project), {**options, "input": content})
-    while wait and job["status"] in ("pending", "running"):
+    output.record(_ended(project, job["id"]) if wait else job)
+
+
+def _ended(project: str, id: str) -> dict[str, Any]:
+    """The job, once it has ended."""
+    while True:
+        job: dict[str, Any] = client().get(f"{_path(project)}/{id}")
+        if job["status"] in ENDED:
+            return job
         time.sleep(0.2)
-        job = client().get(f"{_path(project)}/{job['id']}")
-    output.record(job)
 
 
 @app.command("list")

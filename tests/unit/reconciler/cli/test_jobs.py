@@ -33,6 +33,10 @@ def test_the_life_of_jobs(
     monkeypatch.setattr(time, "sleep", lambda _seconds: play(new, Outcome({"y": 2})))
     assert run(gpuaas, "submit", "m", str(file), "--wait")["result"] == {"y": 2}
     file.write_text('[{"x": 1}, {"x": 2}, {"x": 3}]')
+    results = run(gpuaas, "submit", "m", str(file), "--wait")
+    assert [(job["input"]["x"], job["result"]) for job in results] == [
+        (number, {"y": 2}) for number in (1, 2, 3)
+    ]
     first, *others = run(gpuaas, "submit", "m", str(file))["ids"]
     assert run(gpuaas, "cancel", first)["status"] == "canceled"
     play(new, Outcome(error=ERROR, permanent=True))

@@ -543,6 +543,10 @@ def test_an_unknown_model_is_refused_by_name(queue: Queue) -> None:
         jobs.enqueue(c, "p1", [jobs.NewJob("m", {}), jobs.NewJob("none", {})], ADMIN)
     assert (refused.value.expected, refused.value.status) == ("one of the models m", 422)
     assert queue.claim() == []
+    queue.add(2)
+    with reading(queue.engine) as conn:
+        assert jobs.models(conn, "p1") == [("m", True, 2)]
+        assert jobs.models(conn, "p2") == [("m", True, 0)]
 
 
 def test_a_project_has_a_limit_of_open_jobs(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,6 +684,7 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         assert len(queue.finish(held[1:], FAILED)) == 2
         with reading(queue.engine) as conn:
             assert leases.any_to_tend(conn)
+            assert jobs.models(conn, "p1")
         assert queue.tend().due == 2
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1
