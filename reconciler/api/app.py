@@ -69,6 +69,7 @@ ROUTERS = (
     jobs.router,
     jobs.own_router,
     jobs.admin_router,
+    pools.project_router,
     worker.router,
     apps.router,
     catalog.router,

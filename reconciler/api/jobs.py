@@ -66,12 +66,35 @@ class Reprocess(Reasoned):
     force: Annotated[
         StrictFlag, Field(description="Also if the last sample has not succeeded.")
     ] = False
+    model: Annotated[Name | None, Field(description="Only those of this model.")] = None
 
     @model_validator(mode="after")
     def _names_one(self) -> Self:
         if (self.sample is None) is not self.all:
             raise ValueError("either a sample or all")
         return self
+
+
+class CancelJobs(Reasoned):
+    """Which jobs to cancel: those of a model, or all."""
+
+    model: Name | None = None
+    all: StrictFlag = False
+    dead_letters: Annotated[
+        StrictFlag, Field(description="Give up dead letters, and not jobs that have not ended.")
+    ] = False
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if (self.model is None) is not self.all:
+            raise ValueError("either a model or all")
+        return self
+
+
+class CanceledJobs(Answer):
+    """Number of jobs that were canceled. Repeat the request until it is 0."""
+
+    canceled: int
 
 
 class QueueDepth(Answer):
@@ -88,6 +111,22 @@ class SiteQueue(QueueDepth):
     projects: dict[str, dict[str, int]] = Field(
         description="Number of jobs by status, of each project that has any."
     )
+
+
+class ServedModel(Answer):
+    """A model that jobs of the project may call. serving: a worker takes its jobs now. due: jobs of
+    the project that wait for one.
+    """
+
+    name: str
+    serving: bool
+    due: int
+
+
+class ServedModels(Answer):
+    """Models by name."""
+
+    models: list[ServedModel]
 
 
 class JobIds(Answer):
@@ -176,8 +215,21 @@ def reprocess(project_id: Id, body: Reprocess, context: Member) -> JSONResponse:
     """Queue dead letters again with all their attempts; answers their ids."""
 
     def work(conn: Connection, act: Act) -> JobIds:
-        ids = jobs.reprocess(conn, project_id, act, sample=body.sample, force=body.force)
-        return JobIds(ids=ids)
+        options = body.model_dump(include={"sample", "force", "model"})
+        return JobIds(ids=jobs.reprocess(conn, project_id, act, **options))
+
+    return context.write(work, body=body, reason="requested by its project")
+
+
+@router.post("/cancel", response_model=CanceledJobs)
+def cancel_all(project_id: Id, body: CancelJobs, context: Member) -> JSONResponse:
+    """Cancel jobs of the project that have not ended, a thousand at a time. Their results do not
+    count, even if workers run them.
+    """
+
+    def work(conn: Connection, act: Act) -> CanceledJobs:
+        dead, model = body.dead_letters, body.model
+        return CanceledJobs(canceled=jobs.cancel_all(conn, project_id, act, dead=dead, model=model))
 
     return context.write(work, body=body, reason="requested by its project")
 
@@ -202,6 +254,13 @@ def depth(project_id: Id, context: Member) -> QueueDepth:
     return QueueDepth.of(queue._asdict(), step_s=jobs.DEPTH_STEP_S)
 
 
+@router.get("/models")
+def list_models(project_id: Id, context: Member) -> ServedModels:
+    """Models that a worker serves for the project, or has within 7 days."""
+    served = context.read(lambda conn: jobs.models(conn, project_id))
+    return ServedModels(models=[ServedModel.of(model._asdict()) for model in served])
+
+
 @admin_router.get("/queue")
 def site_queue(context: Admin) -> SiteQueue:
     """Jobs of all projects: the queue over the last hour, and their number by project."""
@@ -217,7 +276,9 @@ def show(project_id: Id, job_id: Id, context: Member) -> Job:
 
 @router.post("/{job_id}/cancel", response_model=JobSummary)
 def cancel(project_id: Id, job_id: Id, context: Member) -> JSONResponse:
-    """Cancel a job that has not ended. Its result does not count, even if a worker runs it."""
+    """Cancel a job that has not ended, or give up a dead letter. The result of a job that a worker
+    runs does not count.
+    """
     return context.write(
         lambda conn, _act: JobSummary.of_job(jobs.cancel(conn, project_id, job_id), context),
         counted=bool(idempotency_key(context.request.headers)),
@@ -243,7 +304,7 @@ def show_own(job_id: Id, context: Holder) -> Job:
 
 @own_router.post("/{job_id}/cancel", response_model=JobSummary)
 def cancel_own(job_id: Id, context: Holder) -> JSONResponse:
-    """Cancel a job of the token's project that has not ended."""
+    """Cancel a job of the token's project that has not ended, or give up a dead letter."""
     return cancel(_own_project(context), job_id, context)
 
 

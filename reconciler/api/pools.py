@@ -24,15 +24,16 @@ from reconciler.api.models import (
     RequiredText,
     StrictFlag,
 )
-from reconciler.api.security import Admin
+from reconciler.api.security import Admin, Member
 from reconciler.api.timeline import Change
 from reconciler.db import journal, schema
 from reconciler.db.rows import Page
 from reconciler.model.act import Act
-from reconciler.model.pools import PoolState
+from reconciler.model.pools import APART, PoolState
 from reconciler.pools import pools, remote, workers
 
 router = APIRouter(tags=["pools"])
+project_router = APIRouter(prefix="/projects/{project_id}/pools", tags=["pools"])
 
 _MOST_MIB = 1 << 30
 _DAY_S = 86_400
@@ -177,6 +178,40 @@ class Pool(Answer):
         ]
 
 
+class ProjectPool(Answer):
+    """A pool as its project sees it: nothing of its machine."""
+
+    id: str
+    name: str
+    target: Literal["host", "allocation", "remote"]
+    models: list[str]
+    replicas: int
+    memory_mib: int
+    state: PoolState
+    state_since: Moment
+    failure_code: str = Field(description="Empty unless it failed or was evicted for its memory.")
+    allocation_id: str | None = Field(description="The slice in which its workers run.")
+    workers: int = Field(description="That have loaded its models.")
+    jobs: int = Field(description="That its workers hold.")
+    created_at: Moment
+    ended_at: Moment | None
+
+    @classmethod
+    def of_pools(cls, conn: Connection, rows: list[schema.Pool]) -> dict[str, Self]:
+        living = workers.living(conn, [pool.id for pool in rows])
+        held = workers.holding(conn, [each.id for pool in rows for each in living[pool.id]])
+        return {
+            pool.id: cls.of(
+                pool,
+                target=pool.host_id if pool.host_id in APART else "host",
+                failure_code=pool.failure.get("code", ""),
+                workers=sum(bool(each.models) for each in living[pool.id]),
+                jobs=sum(held.get(each.id, 0) for each in living[pool.id]),
+            )
+            for pool in rows
+        }
+
+
 class Pools(Answer):
     """Pools that were stopped together."""
 
@@ -250,6 +285,29 @@ def list_pools(
     def read(conn: Connection) -> tuple[list[schema.Pool], dict[str, Pool]]:
         rows = pools.every(conn, state=state, live=live, page=paging.page(pools.ORDER))
         return rows, {pool.id: pool for pool in Pool.of_pools(conn, rows)}
+
+    rows, answers = context.read(read)
+    return paging.answer(pools.ORDER, rows, lambda pool: answers[pool.id])
+
+
+@project_router.get("")
+def list_of_project(
+    project_id: Id,
+    context: Member,
+    paging: Paging,
+    *,
+    live: Annotated[
+        bool | None, Query(description="true: without those that have ended; false: only those.")
+    ] = None,
+) -> PageOf[ProjectPool]:
+    """Pools that run the jobs of this project alone, the newest first. A launch may name one with
+    the target allocation.
+    """
+
+    def read(conn: Connection) -> tuple[list[schema.Pool], dict[str, ProjectPool]]:
+        page = paging.page(pools.ORDER)
+        rows = pools.every(conn, live=live, project_id=project_id, page=page)
+        return rows, ProjectPool.of_pools(conn, rows)
 
     rows, answers = context.read(read)
     return paging.answer(pools.ORDER, rows, lambda pool: answers[pool.id])

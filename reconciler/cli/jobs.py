@@ -16,8 +16,10 @@ import typer
 
 from reconciler.cli import failures, output
 from reconciler.cli.allocations import Project
-from reconciler.cli.options import read_json
+from reconciler.cli.options import Reason, read_json
 from reconciler.cli.session import client, current, secret
+from reconciler.model.errors import Problem
+from reconciler.model.jobs import ENDED, JobStatus
 
 if TYPE_CHECKING:
     from reconciler.pools.queue import JobQueue
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Inference jobs, and workers that run them.")
 COLUMNS = ("id", "model", "status", "attempts", "lost", "enqueued_at", "updated_at")
 JobId = Annotated[str, typer.Argument(help="The job's id.")]
+Model = Annotated[str, typer.Option(help="Only jobs of a model.")]
 
 
 @app.command()
@@ -38,7 +41,7 @@ def submit(
     delay: Annotated[int, typer.Option(min=0, help="Seconds before it is due.")] = 0,
     attempts: Annotated[int, typer.Option(min=1, max=10, help="Attempts at most.")] = 3,
     timeout: Annotated[int, typer.Option(min=1, max=3600, help="Seconds of one attempt.")] = 60,
-    wait: Annotated[bool, typer.Option(help="Wait for the result of a single job.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait for the results.")] = False,
 ) -> None:
     """Queue a job, or all jobs of a list of at most 100 inputs."""
     content = read_json(
@@ -53,23 +56,50 @@ def submit(
     }
     if isinstance(content, list):
         body = {"jobs": [{**options, "input": item} for item in content]}
-        output.record(client().post(f"{_path(project)}/batch", body))
+        queued = client().post(f"{_path(project)}/batch", body)
+        if wait:
+            output.rows([_ended(project, id) for id in queued["ids"]], *COLUMNS, "result")
+        else:
+            output.record(queued)
         return
     job = client().post(_path(project), {**options, "input": content})
-    while wait and job["status"] in ("pending", "running"):
+    output.record(_ended(project, job["id"]) if wait else job)
+
+
+def _ended(project: str, id: str) -> dict[str, Any]:
+    """The job, once it has ended."""
+    while True:
+        job: dict[str, Any] = client().get(f"{_path(project)}/{id}")
+        if job["status"] in ENDED:
+            return job
         time.sleep(0.2)
-        job = client().get(f"{_path(project)}/{job['id']}")
-    output.record(job)
 
 
 @app.command("list")
 def list_jobs(
     project: Project,
     status: Annotated[str, typer.Option(help="Only jobs of a status, such as dead_letter.")] = "",
+    model: Model = "",
 ) -> None:
     """List jobs, the newest first."""
-    query = {"status": status} if status else {}
+    given = {"status": status, "model": model}
+    query = {name: value for name, value in given.items() if value}
     output.rows(client().items(_path(project), **query), *COLUMNS)
+
+
+@app.command()
+def models(project: Project) -> None:
+    """List the models that jobs of a project may call."""
+    served = client().get(f"{_path(project)}/models")["models"]
+    output.rows(served, "name", "serving", "due")
+
+
+@app.command()
+def queue() -> None:
+    """List the projects with jobs and their number by status. For operators."""
+    projects = client().get("/admin/jobs/queue")["projects"].items()
+    numbers = [{"project_id": id, **number} for id, number in projects]
+    output.rows(numbers, "project_id", *(status.value for status in JobStatus))
 
 
 @app.command()
@@ -79,9 +109,34 @@ def show(job: JobId, project: Project) -> None:
 
 
 @app.command()
-def cancel(job: JobId, project: Project) -> None:
-    """Cancel a job that has not ended."""
-    output.record(client().post(f"{_path(project)}/{job}/cancel"))
+def cancel(
+    project: Project,
+    job: Annotated[str, typer.Argument(help="The job's id; not with --all and --model.")] = "",
+    *,
+    every: Annotated[bool, typer.Option("--all", help="All jobs that have not ended.")] = False,
+    model: Model = "",
+    dead: Annotated[
+        bool, typer.Option("--dead", help="Dead letters, and not jobs that have not ended.")
+    ] = False,
+    reason: Reason = "",
+) -> None:
+    """Cancel a job or many that have not ended, or give up dead letters."""
+    if bool(job) is (every or bool(model)) or (every and model) or (job and dead):
+        raise Problem(
+            "request_invalid",
+            422,
+            expected="a job, --all or --model, and --dead with one of the latter",
+            found="several of them, or none",
+            remedy="name one of them",
+        )
+    if job:
+        output.record(client().post(f"{_path(project)}/{job}/cancel"))
+        return
+    body = {"model": model or None, "all": every, "dead_letters": dead, "reason": reason}
+    total = 0
+    while canceled := client().post(f"{_path(project)}/cancel", body)["canceled"]:
+        total += canceled
+    output.record({"canceled": total})
 
 
 @app.command()
@@ -90,10 +145,12 @@ def reprocess(
     project: Project,
     sample: Annotated[int, typer.Option(min=0, help="Number of jobs, oldest first; 0: all.")] = 5,
     force: Annotated[bool, typer.Option(help="Also if the last sample has not succeeded.")] = False,
+    model: Model = "",
 ) -> None:
     """Queue dead letters again: first a sample, then all."""
     body: dict[str, Any] = {"sample": sample} if sample else {"all": True}
-    output.record(client().post(f"{_path(project)}/dlq/reprocess", {**body, "force": force}))
+    body |= {"force": force, "model": model or None}
+    output.record(client().post(f"{_path(project)}/dlq/reprocess", body))
 
 
 @app.command()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Pools of workers that run inference jobs.")
 COLUMNS = ("id", "name", "state", "models", "replicas", "memory_bytes", "memory_mib", "devices")
+PROJECT_COLUMNS = ("id", "name", "target", "state", "models", "workers", "replicas", "jobs")
 _LOOK_S = 0.2
 
 Direct = Annotated[
@@ -41,12 +42,19 @@ Wait = Annotated[bool, typer.Option(help="Wait until none of its processes is le
 def list_pools(
     *,
     every: Annotated[bool, typer.Option("--all", help="Also pools that have ended.")] = False,
+    project: Annotated[
+        str, typer.Option(help="Only pools of this project, as its members see them.")
+    ] = "",
     direct: Direct = False,
 ) -> None:
     """List pools, with the memory of all their workers in use and the limit of each."""
-    pools = _read() if direct else list(client().items("/pools"))
-    live = [pool for pool in pools if every or pool["state"] in LIVE_POOLS]
-    output.rows(live, *COLUMNS)
+    live = {} if every else {"live": True}
+    if project:
+        own = client().items(f"/projects/{project}/pools", **live)
+        output.rows(own, *PROJECT_COLUMNS, "allocation_id")
+        return
+    pools = _read() if direct else list(client().items("/pools", **live))
+    output.rows([pool for pool in pools if every or pool["state"] in LIVE_POOLS], *COLUMNS)
 
 
 @app.command()

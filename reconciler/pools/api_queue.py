@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -34,6 +35,9 @@ _TIMEOUT_S = 15.0
 _WAIT_S = 5
 # Interval of the question whether more is due, of a worker that has jobs.
 _LOOK_S = 1.0
+# So long a worker whose token is refused waits for another one in its file: people replace it on
+# each machine after the old one has ended. Leases, and so its calls, end on their own meanwhile.
+_PATIENCE_S = 60.0
 # Statuses of a service, or of a proxy before it, that may be better soon.
 _PASSING = frozenset({408, 425, 429})
 
@@ -65,6 +69,9 @@ class ApiQueue:
         self._claim = ""
         self._due = True
         self._asked = 0.0
+        # When the service last took a token of this worker; before the first time, none is waited
+        # for.
+        self._admitted = -math.inf
 
     def enter(self) -> bool:
         return True
@@ -156,10 +163,12 @@ class ApiQueue:
         return bool(self._ask("due", {"worker_id": self._id, "wait_s": wait_s}).get("due"))
 
     def _ask(self, act: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        status, answer = self._send(act, body)
-        if status == httpx.codes.UNAUTHORIZED and self._renewed():
-            status, answer = self._send(act, body)
+        token = self._token
+        status, answer = self._send(act, body, token)
+        if status == httpx.codes.UNAUTHORIZED and self._renewed(token):
+            status, answer = self._send(act, body, self._token)
         if status == httpx.codes.OK:
+            self._admitted = time.monotonic()
             # A pool that drains gives out nothing more.
             if answer.get("serving") is False:
                 self._serving = False
@@ -170,6 +179,9 @@ class ApiQueue:
         # A seat of the pool comes free within its lease.
         if status >= httpx.codes.INTERNAL_SERVER_ERROR or status in _PASSING or code == "pool_full":
             raise Away(f"the service refuses: {reason}")
+        waits = time.monotonic() < self._admitted + _PATIENCE_S
+        if status == httpx.codes.UNAUTHORIZED and waits and not self._stopping.is_set():
+            raise Away(f"the token's file is read again: {reason}")
         if code == "worker_not_found" and not self._stopping.is_set():
             self._return(str(body["worker_id"]))
             raise Away("the service had recorded this worker as ended; it is registered again")
@@ -185,17 +197,16 @@ class ApiQueue:
             if self._id == ended_id:
                 self._register()
 
-    def _renewed(self) -> bool:
-        """Whether the token has been replaced by another."""
-        before = self._token
+    def _renewed(self, refused: str) -> bool:
+        """Whether there is another token now. The other thread may have read it already."""
         with suppress(Problem):
             self._token = self._secret()
-        return self._token != before
+        return self._token != refused
 
-    def _send(self, act: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _send(self, act: str, body: Mapping[str, Any], token: str) -> tuple[int, dict[str, Any]]:
         """Status and document of an answer, which is limited in size and time."""
         end = time.monotonic() + _TIMEOUT_S + body.get("wait_s", 0)
-        headers = {"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"}
+        headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         content = bytearray()
         try:
             with self._http.stream(

@@ -21,7 +21,7 @@ from reconciler.pools import counts
 _ROW = "jobs"
 RETRY_S = 30
 # A worker without a heartbeat for so long is dead, or has lost its jobs.
-_SILENT_S = 30.0
+SILENT_S = 30.0
 # A literal, because SQLite uses a partial index only if the statement itself shows its condition.
 RUNNING = jobs.c.status == sa.literal_column(f"'{JobStatus.RUNNING.value}'")
 # The order in which transactions lock jobs. For that of the column itself, SQLite would read the
@@ -117,7 +117,7 @@ def follow(conn: sa.Connection) -> str:
         unaware = sa.and_(
             pool_workers.c.ended_at.is_(None),
             pool_workers.c.beat_at <= state.canceled_at,
-            pool_workers.c.beat_at > clock.now() - _SILENT_S,
+            pool_workers.c.beat_at > clock.now() - SILENT_S,
         )
         if conn.execute(sa.select(sa.exists().where(unaware))).scalar():
             return ""

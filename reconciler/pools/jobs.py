@@ -18,7 +18,8 @@ from reconciler.db.schema import Job, Project, jobs, pool_workers, pools
 from reconciler.lifecycle import quota
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.jobs import ENDED, JobStatus
+from reconciler.model.jobs import ENDED, OPEN, JobStatus
+from reconciler.model.pools import SERVING_POOLS
 from reconciler.pools import control, counts
 from reconciler.runs.contract import STORABLE, unstorable
 
@@ -33,8 +34,8 @@ INPUT_BYTES = 64 << 10
 READABLE_S = 60
 # Rows that make room at a time.
 _ROOM = 1_000
-# As deletion by age is bounded, so is a request to take jobs back.
-REPROCESS_LIMIT = 1_000
+# As deletion by age is bounded, so are requests to take jobs back and to cancel them.
+REPROCESS_LIMIT = CANCEL_LIMIT = 1_000
 # Of the chart of a queue: an hour by minutes.
 DEPTH_STEPS = 60
 DEPTH_STEP_S = 60
@@ -44,14 +45,8 @@ _STATUS: dict[JobStatus, sa.ColumnClause[str]] = {
 }
 _ENDED = jobs.c.status.in_([_STATUS[status] for status in ENDED])
 _DEAD = jobs.c.status == _STATUS[JobStatus.DEAD_LETTER]
-_FRESH = {
-    "status": JobStatus.PENDING,
-    "attempts": 0,
-    "lost": 0,
-    "token": "",
-    "not_before": None,
-    "lease_expires_at": None,
-}
+_ENDS = {"token": "", "not_before": None, "lease_expires_at": None}
+_FRESH = {**_ENDS, "status": JobStatus.PENDING, "attempts": 0, "lost": 0}
 
 
 _INSERT = sa.insert(jobs).values(
@@ -122,42 +117,85 @@ def every(
 
 
 def cancel(conn: sa.Connection, project_id: str, id: str) -> Job:
-    """Cancel a job that has not ended. The worker that runs it notices at its next heartbeat."""
+    """Cancel a job that has not ended, or give up a dead letter. The worker that runs it notices at
+    its next heartbeat.
+    """
     job = get(conn, project_id, id, lock=True)
     if job.status == JobStatus.CANCELED:
         return job
-    if job.status in ENDED:
+    if job.status == JobStatus.DONE:
         raise Problem(
             "job_ended",
-            expected="a job that is pending or running",
+            expected="a job that is pending or running, or a dead letter",
             found=f"{job.status}",
             remedy="read its result with GET",
         )
-    values = {**_FRESH, "attempts": job.attempts, "lost": job.lost, "status": JobStatus.CANCELED}
-    if job.status == JobStatus.RUNNING:
-        values["taken_from"] = job.worker
-    conn.execute(_changed(values).where(jobs.c.id == id))
-    counts.add(conn, [(project_id, job.status, JobStatus.CANCELED, 0)])
+    _cancel(conn, project_id, [job])
     return get(conn, project_id, id)
 
 
+def cancel_all(
+    conn: sa.Connection, project_id: str, act: Act, *, dead: bool = False, model: str | None = None
+) -> int:
+    """Cancel jobs that have not ended, or give up dead letters: a thousand at a time.
+
+    Returns their number.
+    """
+    rows.get(conn, Project, project_id)
+    query = sa.select(jobs.c.id, jobs.c.status, jobs.c.worker).where(
+        jobs.c.project_id == project_id, _DEAD if dead else jobs.c.status.in_(OPEN)
+    )
+    query = rows.where(query, jobs, model=model).order_by(control.BY_ID).limit(CANCEL_LIMIT)
+    result: sa.Result[Any] = conn.execute(query.with_for_update())
+    chosen = result.all()
+    if chosen:
+        _cancel(conn, project_id, chosen)
+        detail = {"jobs": len(chosen), "model": model, "dead_letters": dead}
+        journal.audit(
+            *(conn, act, "jobs.canceled", "project", project_id),
+            detail=detail,
+            project_id=project_id,
+        )
+    return len(chosen)
+
+
+def _cancel(conn: sa.Connection, project_id: str, chosen: Sequence[Job | sa.Row[Any]]) -> None:
+    """Cancel jobs, which are locked."""
+    values = {
+        **_ENDS,
+        "status": JobStatus.CANCELED,
+        "taken_from": sa.case(
+            (jobs.c.status == _STATUS[JobStatus.RUNNING], jobs.c.worker), else_=jobs.c.taken_from
+        ),
+    }
+    conn.execute(_changed(values).where(jobs.c.id.in_([job.id for job in chosen])))
+    counts.add(conn, [(project_id, job.status, JobStatus.CANCELED, 0) for job in chosen])
+
+
 def reprocess(
-    conn: sa.Connection, project_id: str, act: Act, *, sample: int | None, force: bool = False
+    conn: sa.Connection,
+    project_id: str,
+    act: Act,
+    *,
+    sample: int | None,
+    force: bool = False,
+    model: str | None = None,
 ) -> list[str]:
     """Queue dead letters again, with all their attempts: a sample of the oldest, or all (None).
+    Those that have never been taken back go first, so that a thousand that always fail do not keep
+    the others from it.
 
-    Refused while the last jobs that were taken back have not all succeeded, unless forced: their
-    cause is not mended yet. Returns the ids.
+    Refused while the last jobs of a model that were taken back have not all succeeded, unless
+    forced: their cause is not mended yet. Returns the ids.
     """
     control.require_normal(conn)
     # One request after the other, or each would see the sample of none.
     project = rows.get(conn, Project, project_id, lock=True)
     if not force:
-        _require_good_sample(conn, project_id)
+        _require_good_sample(conn, project_id, model)
+    dead = rows.where(sa.select(jobs.c.id).where(_DEAD), jobs, project_id=project_id, model=model)
     dead = (
-        sa.select(jobs.c.id)
-        .where(jobs.c.project_id == project_id, _DEAD)
-        .order_by(jobs.c.enqueued_at, jobs.c.id)
+        dead.order_by(sa.func.coalesce(jobs.c.reprocessed_at, 0), jobs.c.enqueued_at, jobs.c.id)
         .limit(min(sample or REPROCESS_LIMIT, REPROCESS_LIMIT))
         .with_for_update(skip_locked=True)
     )
@@ -168,13 +206,45 @@ def reprocess(
         conn.execute(_changed(values).where(jobs.c.id.in_(ids)))
         moves = [(project_id, JobStatus.DEAD_LETTER, JobStatus.PENDING, 0)] * len(ids)
         counts.add(conn, moves)
-        detail = {"jobs": len(ids), "sample": sample, "force": force}
+        detail = {"jobs": len(ids), "sample": sample, "force": force, "model": model}
         journal.audit(
             *(conn, act, "jobs.reprocessed", "project", project_id),
             detail=detail,
             project_id=project_id,
         )
     return ids
+
+
+class ServedModel(NamedTuple):
+    """A model that a project may call. serving: a worker takes its jobs now. due: jobs of the
+    project that wait for one.
+    """
+
+    name: str
+    serving: bool
+    due: int
+
+
+def models(conn: sa.Connection, project_id: str) -> list[ServedModel]:
+    """Models that a project may call, by name."""
+    present = sa.and_(
+        pool_workers.c.ended_at.is_(None),
+        pool_workers.c.beat_at > clock.now() - control.SILENT_S,
+        sa.or_(pools.c.id.is_(None), pools.c.state.in_(SERVING_POOLS)),
+    )
+    serving: dict[str, bool] = {}
+    query = _workers_of(project_id, pool_workers.c.models, present.label("present")).distinct()
+    for names, takes in conn.execute(query):
+        serving |= {name: bool(takes) or serving.get(name, False) for name in names}
+    # By the models, so that an index has the answer, and not by all jobs of the project.
+    due = sa.select(jobs.c.model, sa.func.count()).where(
+        jobs.c.model.in_(serving),
+        jobs.c.project_id == project_id,
+        jobs.c.status == _STATUS[JobStatus.PENDING],
+        jobs.c.not_before.is_(None),
+    )
+    waiting = {name: int(number) for name, number in conn.execute(due.group_by(jobs.c.model))}
+    return [ServedModel(name, serving[name], waiting.get(name, 0)) for name in sorted(serving)]
 
 
 def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
@@ -307,13 +377,11 @@ def _size(number: int, item: NewJob) -> int:
 def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> None:
     """Problem `model_unknown` for a model that no worker serves for the project, or has lately."""
     served: set[str] = set()
-    joined = pool_workers.outerjoin(pools, pools.c.id == pool_workers.c.pool_id)
-    mine = sa.or_(pools.c.project_id.is_(None), pools.c.project_id == project_id)
-    query = sa.select(pool_workers.c.models).distinct().select_from(joined).where(mine)
+    query = _workers_of(project_id, pool_workers.c.models).distinct()
     # Workers that have ended are read only for a model that none serves at present.
     for state in (pool_workers.c.ended_at.is_(None), pool_workers.c.ended_at.is_not(None)):
-        for models in conn.execute(query.where(state)).scalars():
-            served |= set(models)
+        for names_of in conn.execute(query.where(state)).scalars():
+            served |= set(names_of)
         if names <= served:
             return
     raise Problem(
@@ -323,6 +391,13 @@ def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> No
         found=f"{min(names - served)!r}, which no worker serves",
         remedy="correct the name, or ask the operators to start a worker of the model",
     )
+
+
+def _workers_of(project_id: str, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
+    """Workers, past ones included, that may run jobs of a project."""
+    joined = pool_workers.outerjoin(pools, pools.c.id == pool_workers.c.pool_id)
+    mine = sa.or_(pools.c.project_id.is_(None), pools.c.project_id == project_id)
+    return sa.select(*columns).select_from(joined).where(mine)
 
 
 def _require_room(conn: sa.Connection, project_id: str, count: int, size: int) -> None:
@@ -382,22 +457,24 @@ def _limited(name: str, use: float, asked: float, most: int) -> Problem:
     )
 
 
-def _require_good_sample(conn: sa.Connection, project_id: str) -> None:
-    mine = sa.and_(jobs.c.project_id == project_id, jobs.c.reprocessed_at.is_not(None))
-    last = sa.select(sa.func.max(jobs.c.reprocessed_at)).where(mine).scalar_subquery()
+def _require_good_sample(conn: sa.Connection, project_id: str, model: str | None) -> None:
+    mine = sa.select(jobs).where(jobs.c.reprocessed_at.is_not(None))
+    again = rows.where(mine, jobs, project_id=project_id, model=model).subquery()
+    last = sa.select(again.c.model, sa.func.max(again.c.reprocessed_at).label("at"))
+    last_of = last.group_by(again.c.model).subquery()
     query = (
         sa.select(sa.func.count())
-        .select_from(jobs)
-        .where(
-            mine,
-            jobs.c.reprocessed_at == last,
-            jobs.c.status.not_in((JobStatus.DONE, JobStatus.CANCELED)),
+        .select_from(again)
+        .join(
+            last_of,
+            sa.and_(last_of.c.model == again.c.model, last_of.c.at == again.c.reprocessed_at),
         )
+        .where(again.c.status.not_in((JobStatus.DONE, JobStatus.CANCELED)))
     )
     if bad := conn.execute(query).scalar_one():
         raise Problem(
             "sample_unfinished",
             expected="the last dead letters that were queued again to have succeeded",
             found=f"{bad} of them that have not",
-            remedy="read their errors and mend the cause, or repeat with force",
+            remedy="read their errors and mend the cause, cancel them, or repeat with force",
         )

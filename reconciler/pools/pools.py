@@ -107,10 +107,13 @@ def every(
     *,
     state: PoolState | None = None,
     live: bool | None = None,
+    project_id: str | None = None,
     page: Page | None = None,
 ) -> list[Pool]:
-    """Pools, the newest first. live: only those that may have processes, or only the others."""
-    query = rows.where(sa.select(table), table, state=state)
+    """Pools, the newest first. live: only those that may have processes, or only the others.
+    project_id: only those that run the jobs of this project alone.
+    """
+    query = rows.where(sa.select(table), table, state=state, project_id=project_id)
     if live is not None:
         query = query.where(_LIVE if live else sa.not_(_LIVE))
     return rows.every(conn, part(query, ORDER, page), Pool)

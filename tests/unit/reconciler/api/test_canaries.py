@@ -158,11 +158,13 @@ def infer(stack: Stack, member: Watch) -> None:
         (f"{at}/dlq/reprocess", {"sample": 1}),
     ):
         member.ask("POST", path, json=body)
-    member.ask("GET", f"{at}/depth")
+    for path in (f"{at}/depth", f"{at}/models", "projects/demo/pools"):
+        member.ask("GET", path)
     for path in (at, "jobs"):
         for job in member.ask("GET", path)["items"]:
             member.ask("GET", f"{path}/{job['id']}")
             member.ask("POST", f"{path}/{job['id']}/cancel")
+    member.ask("POST", f"{at}/cancel", json={"all": True})
 
 
 def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:

@@ -12,10 +12,10 @@ import sqlalchemy as sa
 from reconciler.db.engine import transaction
 from reconciler.db.schema import idempotency_keys
 from reconciler.model.jobs import Outcome
-from reconciler.pools import hints, jobs, leases
+from reconciler.pools import hints, jobs, leases, pools, remote
 from tests.redis_server import RedisServer
 from tests.unit.reconciler.api.refusals import kept, refused
-from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.api.stack import ACT, Stack
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -229,6 +229,46 @@ def test_dead_letters_come_back_by_a_sample_first(site: Stack) -> None:
         assert member.post(again, json=body).status_code == 422
     play(site, Outcome({}))
     assert set(member.post(again, json={"all": True}).json()["ids"]) == dead - {sample}
+
+
+def test_a_member_sees_which_models_it_may_call(site: Stack) -> None:
+    """Of other projects' models and of machines nothing is shown."""
+    with transaction(site.engine) as conn:
+        gone = leases.register(conn, host="canary-host", pid=2, models=["gone", "m"])
+        leases.sign_off(conn, gone.id)
+        for name, project in (("mine", "demo"), ("canary", "other")):
+            wish = pools.NewPool(name, [name], project_id=project, target="remote")
+            pool = pools.start(conn, wish, ACT, most=9)
+            remote.register(conn, pool, host="canary-host", pid=3, models=[name])
+            if name == "mine":
+                pools.stop(conn, pool.id, ACT)
+    enqueue(site, model="gone")
+    enqueue(site, model="gone", delay_s=60)
+    site.client("admin").post("projects/other/jobs", json=BODY)
+    answer = site.client("member").get(f"{PATH}/models")
+    assert answer.json()["models"] == [
+        {"name": "gone", "serving": False, "due": 1},
+        {"name": "m", "serving": True, "due": 0},
+        {"name": "mine", "serving": False, "due": 0},
+    ]
+    assert site.client("stranger").get(f"{PATH}/models").status_code in (403, 404)
+
+
+def test_a_member_cancels_all_jobs_and_gives_up_dead_letters(site: Stack) -> None:
+    member, stranger = site.client("member"), site.client("stranger")
+    dead, job = bury(site), enqueue(site)
+    path = f"{PATH}/cancel"
+    for body in ({}, {"model": "m", "all": True}, {"all": "yes"}):
+        assert refused(site, lambda body=body: member.post(path, json=body))["status"] == 422
+    assert stranger.post(path, json={"all": True}).status_code in (403, 404)
+    assert [member.post(path, json={"model": model}).json() for model in ("n", "m", "m")] == [
+        {"canceled": 0},
+        {"canceled": 1},
+        {"canceled": 0},
+    ]
+    assert member.get(f"{PATH}/{job}").json()["status"] == "canceled"
+    assert member.post(path, json={"all": True, "dead_letters": True}).json() == {"canceled": 1}
+    assert member.get(f"{PATH}/{dead}").json()["status"] == "canceled"
 
 
 def test_operators_see_the_queue_of_every_project(site: Stack) -> None:

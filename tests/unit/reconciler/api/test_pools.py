@@ -12,7 +12,7 @@ from reconciler.db import clock
 from reconciler.db.engine import transaction
 from reconciler.db.schema import pool_hosts
 from reconciler.model.pools import PoolState
-from reconciler.pools import pools, workers
+from reconciler.pools import leases, pools, workers
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, Stack
 from tests.unit.reconciler.api.test_operator import local
@@ -151,6 +151,31 @@ def test_members_have_no_pools(new: Stack) -> None:
         assert member.get(path).status_code == 403
     for path in ("pools", f"pools/{id}/stop", f"pools/{id}/evict", "pools/stop-all"):
         assert refused(new, lambda path=path: member.post(path, json=POOL))["status"] == 403
+
+
+def test_a_project_sees_its_own_pools_and_nothing_of_their_machine(new: Stack) -> None:
+    with_host(new)
+    with transaction(new.engine) as conn:
+        wish = pools.NewPool(**POOL, project_id="demo")
+        pool = pools.start(conn, wish, ACT.because("canary-reason"), most=9)
+        workers.move(conn, pool, "begin", ACT)
+        workers.add(conn, pools.get(conn, pool.id), "w1", host="control", boot_id="b", cgroup="")
+        leases.enter(conn, "w1", pid=4711, start_ticks=1)
+        leases.serve(conn, "w1", ["digits"], {})
+        for name, project in (("b", "other"), ("c", None)):
+            pools.start(conn, pools.NewPool(name, ["digits"], project_id=project), ACT, most=9)
+    answer = new.client("member").get("projects/demo/pools")
+    (mine,) = answer.json()["items"]
+    assert (mine["name"], mine["target"], mine["workers"]) == ("a", "host", 1)
+    for text in ("GPU-0", "4711", "canary", HOST["id"], HOST["name"]):
+        assert text not in answer.text
+    failure = {"code": "memory_exceeded", "expected": "a", "found": "93 % of the host"}
+    with transaction(new.engine) as conn:
+        pools.evict(conn, pool.id, ACT, failure)
+    (mine,) = new.client("member").get("projects/demo/pools", params={"live": True}).json()["items"]
+    assert (mine["state"], mine["failure_code"]) == ("stopping", "memory_exceeded")
+    assert "of the host" not in str(mine)
+    assert new.client("stranger").get("projects/demo/pools").status_code in (403, 404)
 
 
 def test_operators_on_the_machine_need_no_token(new: Stack, local: httpx.Client) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from reconciler.model.jobs import Outcome
 from tests.unit.reconciler.api.stack import Stack
-from tests.unit.reconciler.api.test_jobs import ERROR, play, with_model
+from tests.unit.reconciler.api.test_jobs import ERROR, bury, play, with_model
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 pytestmark = pytest.mark.covers("ORCH-2")
@@ -27,11 +27,16 @@ def test_the_life_of_jobs(
 ) -> None:
     with_model(new)
     gpuaas.at(new, "member")
+    assert run(gpuaas, "models") == [{"name": "m", "serving": True, "due": 0}]
     file = tmp_path / "input.json"
     file.write_text('{"x": 1}')
     monkeypatch.setattr(time, "sleep", lambda _seconds: play(new, Outcome({"y": 2})))
     assert run(gpuaas, "submit", "m", str(file), "--wait")["result"] == {"y": 2}
     file.write_text('[{"x": 1}, {"x": 2}, {"x": 3}]')
+    results = run(gpuaas, "submit", "m", str(file), "--wait")
+    assert [(job["input"]["x"], job["result"]) for job in results] == [
+        (number, {"y": 2}) for number in (1, 2, 3)
+    ]
     first, *others = run(gpuaas, "submit", "m", str(file))["ids"]
     assert run(gpuaas, "cancel", first)["status"] == "canceled"
     play(new, Outcome(error=ERROR, permanent=True))
@@ -44,9 +49,27 @@ def test_the_life_of_jobs(
     assert (gpuaas.status, "sample_unfinished" in gpuaas.err) == (1, True)
     forced = run(gpuaas, "reprocess", "--sample", "0", "--force")["ids"]
     assert [sample, *forced] == [sample, *(set(others) - {sample})]
+    run(gpuaas, "submit", "m", str(file))
+    assert run(gpuaas, "list", "--model", "m", "--status", "done") != []
+    assert run(gpuaas, "list", "--model", "n") == []
+    monkeypatch.setattr("reconciler.pools.jobs.CANCEL_LIMIT", 2)
+    assert run(gpuaas, "cancel", "--model", "m") == {"canceled": 5}
+    play(new, Outcome(error=ERROR, permanent=True))
+    assert run(gpuaas, "cancel", "--all", "--dead") == {"canceled": 0}
+    for words in ((), ("--all", "--model", "m"), (first, "--all"), (first, "--dead")):
+        gpuaas("jobs", "cancel", *words, *AT)
+        assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
     file.write_text("[1]")
     gpuaas("jobs", "submit", "m", str(file), *AT)
     assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
+
+
+def test_operators_learn_whose_jobs_are_dead_letters(new: Stack, gpuaas: Gpuaas) -> None:
+    with_model(new)
+    bury(new)
+    gpuaas.at(new, "admin")
+    (project,) = json.loads(gpuaas("jobs", "queue", "--output", "json"))
+    assert (project["project_id"], project["dead_letter"], project["pending"]) == ("demo", 1, 0)
 
 
 @pytest.mark.parametrize("word", ["m", "m=module", "=a:b", "m=:b", "m=none.onnx"])

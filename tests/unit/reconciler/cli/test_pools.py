@@ -69,6 +69,10 @@ def test_a_project_may_be_named(
     words = ("start", "c", "--model", "m", "--target", "remote", "--project")
     words += ("research", *(["--direct"] if direct else []))
     assert run(gpuaas, *words)["project_id"] == project.id
+    if not direct:
+        (own,) = run(gpuaas, "list", "--project", project.id)
+        assert (own["name"], own["target"], own["workers"]) == ("c", "remote", 0)
+        assert run(gpuaas, "list", "--project", "demo") == []
 
 
 def test_without_a_service_it_works_on_the_database(

@@ -86,9 +86,9 @@ class Queue:
         with transaction(self.engine) as conn:
             conn.execute(sa.update(table).where(table.c.id.in_(ids)).values(**values))
 
-    def reprocess(self, sample: int | None, *, force: bool = False) -> list[str]:
+    def reprocess(self, sample: int | None, **options: Any) -> list[str]:
         with transaction(self.engine) as conn:
-            return jobs.reprocess(conn, "p1", ADMIN, sample=sample, force=force)
+            return jobs.reprocess(conn, "p1", ADMIN, sample=sample, **options)
 
     def bury(self, count: int) -> list[str]:
         ids = self.add(count)
@@ -474,11 +474,79 @@ def test_dead_letters_come_back_by_a_sample_first(queue: Queue) -> None:
     assert [act["jobs"] for act in acts] == [2, 4]
 
 
+def test_dead_letters_that_always_fail_keep_no_others_from_coming_back(queue: Queue) -> None:
+    hopeless, good = queue.bury(2), queue.bury(2)
+    assert set(queue.reprocess(2)) == set(hopeless)
+    queue.finish(queue.claim(2), Outcome(error=ERROR, permanent=True))
+    assert set(queue.reprocess(2, force=True)) == set(good)
+    queue.finish(queue.claim(2), Outcome({}))
+    assert set(queue.reprocess(None)) == set(hopeless)
+    queue.finish(queue.claim(2), Outcome(error=ERROR, permanent=True))
+    with transaction(queue.engine) as conn:
+        given_up = jobs.cancel(conn, "p1", hopeless[0])
+        assert (given_up.status, given_up.error["code"]) == ("canceled", "function_failed")
+        assert jobs.cancel_all(conn, "p1", ADMIN, dead=True) == 1
+    queue.bury(1)
+    assert len(queue.reprocess(None)) == 1, "what was given up is no bad sample"
+
+
+def test_dead_letters_of_one_model_come_back_without_those_of_another(queue: Queue) -> None:
+    broken, mended = queue.bury(2), queue.bury(2)
+    queue.change(*broken, model="n")
+    assert set(queue.reprocess(2)) == set(broken)
+    queue.change(*broken, status="dead_letter")
+    assert set(queue.reprocess(1, model="m")) < set(mended)
+    with pytest.raises(Problem, match="sample_unfinished"):
+        queue.reprocess(None, model="m")
+    queue.finish(queue.claim(1), Outcome({}))
+    with pytest.raises(Problem, match="sample_unfinished"):
+        queue.reprocess(None)  # The last ones of the other model have failed.
+    assert set(queue.reprocess(None, model="m")) < set(mended)
+    queue.change(*broken, status="pending")
+
+
+def test_all_jobs_of_a_model_are_canceled_together(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "CANCEL_LIMIT", 3)
+    done = queue.add(1)
+    queue.finish(queue.claim(1), Outcome({}))
+    dead = queue.bury(1)
+    others = queue.add(1, "p2")
+    (held,), (delayed,), (other_model,) = queue.add(1), queue.add(1, delay_s=60), queue.add(1)
+    queue.change(other_model, model="n")
+    call = next(job for job in queue.claim(2) if job.id == held)
+    waiting = queue.add(2)
+
+    def cancel(**options: Any) -> int:
+        with transaction(queue.engine) as conn:
+            return jobs.cancel_all(conn, "p1", ADMIN, **options)
+
+    assert [cancel(model="m") for _ in range(3)] == [3, 1, 0]
+    for id in (held, delayed, *waiting):
+        job = queue.read(id)
+        assert (job.status, job.token, job.not_before) == ("canceled", "", None)
+    assert queue.read(call.id).taken_from == queue.worker.id
+    assert queue.finish([call], Outcome({})) == {}
+    assert queue.read(other_model).status == "pending"
+    assert (cancel(), cancel()) == (1, 0)
+    assert (cancel(dead=True), queue.read(dead[0]).status) == (1, "canceled")
+    assert queue.read(done[0]).status == "done"
+    assert queue.read(others[0], "p2").status in ("pending", "running")
+    with reading(queue.engine) as conn:
+        query = sa.select(audit_log.c.detail).where(audit_log.c.action == "jobs.canceled")
+        assert sorted(row["jobs"] for row in conn.execute(query).scalars()) == [1, 1, 1, 3]
+
+
 def test_an_unknown_model_is_refused_by_name(queue: Queue) -> None:
     with pytest.raises(Problem, match="model_unknown") as refused, transaction(queue.engine) as c:
         jobs.enqueue(c, "p1", [jobs.NewJob("m", {}), jobs.NewJob("none", {})], ADMIN)
     assert (refused.value.expected, refused.value.status) == ("one of the models m", 422)
     assert queue.claim() == []
+    queue.add(2)
+    with reading(queue.engine) as conn:
+        assert jobs.models(conn, "p1") == [("m", True, 2)]
+        assert jobs.models(conn, "p2") == [("m", True, 0)]
 
 
 def test_a_project_has_a_limit_of_open_jobs(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,6 +684,7 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         assert len(queue.finish(held[1:], FAILED)) == 2
         with reading(queue.engine) as conn:
             assert leases.any_to_tend(conn)
+            assert jobs.models(conn, "p1")
         assert queue.tend().due == 2
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1

@@ -130,7 +130,7 @@ def test_a_pool_from_its_token_to_its_end(workers: Workers, service: Service) ->
     job = workers.wait(id, "pending")
     assert (job.attempts, job.lost, job.token) == (0, 1, "")
     until(lambda: states(workers) == {"stopped", "evicted"})
-    workers.ended(worker)
+    os.kill(worker, signal.SIGKILL)  # It would wait for another token.
 
 
 def states(workers: Workers) -> set[str]:
@@ -171,7 +171,7 @@ def give_up(workers: Workers) -> None:
 @contextmanager
 def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
     """The address of a service that answers with documents, or bytes as they are, by path, and the
-    requests that it gets.
+    requests that it gets. A function of the request's credential may make an answer.
     """
     asked: list[tuple[str, dict[str, Any]]] = []
 
@@ -180,6 +180,8 @@ def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dic
             act = self.path.rpartition("/")[2]
             asked.append((act, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
             answer = answers[act]
+            if callable(answer):
+                answer = answer(self.headers["Authorization"])
             status, content = answer if isinstance(answer, tuple) else (200, answer)
             self.send_response(status)
             self.send_header("Location", "/elsewhere")
@@ -328,3 +330,54 @@ def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
             queue.turn((), (), 1)
     first, *repeated, fresh = [body["claim"]["token"] for act, body in asked if act == "turn"]
     assert repeated == [first, first] and fresh != first
+
+
+REFUSED = (401, {"code": "unauthenticated"})
+REGISTERED = {"worker_id": "w", "lease_s": 30.0, "beat_s": 10.0}
+
+
+def test_a_token_that_is_replaced_between_two_requests_dismisses_no_worker() -> None:
+    """The heartbeat and a turn are refused at the same time. The first of them reads the file."""
+    token = "old"
+
+    def renew(given: str) -> Any:
+        return {"held": [], "serving": True} if given == "Bearer new" else REFUSED
+
+    def turn(given: str) -> Any:
+        if given == "Bearer new":
+            return {"jobs": [], "counted": 0, "serving": True}
+        nonlocal token
+        token = "new"
+        assert queue.renew([]) == set()
+        return REFUSED
+
+    with scripted({"register": REGISTERED, "renew": renew, "turn": turn}) as (url, asked):
+        queue = ApiQueue(url, lambda: token, ["m"], threading.Event())
+        queue.serve({})
+        assert queue.turn((), (), 1) == (0, [])
+    assert [act for act, _ in asked] == ["register", "turn", "renew", "renew", "turn"]
+
+
+def test_a_worker_waits_for_the_file_with_a_new_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator copies it to the machines after the old token has ended."""
+    token = "old"
+
+    def renew(given: str) -> Any:
+        return {"held": [], "serving": True} if given == "Bearer new" else REFUSED
+
+    answers: dict[str, Any] = {"register": REFUSED, "renew": renew}
+    with scripted(answers) as (url, _):
+        queue = ApiQueue(url, lambda: token, ["m"], threading.Event())
+        with pytest.raises(Dismissed):
+            queue.serve({})  # One that never was valid.
+        answers["register"] = REGISTERED
+        queue.serve({})
+        with pytest.raises(Away):
+            queue.renew([])
+        token = "new"
+        assert queue.renew([]) == set()
+        token = "another"
+        queue._token = token
+        monkeypatch.setattr("reconciler.pools.api_queue._PATIENCE_S", 0.0)
+        with pytest.raises(Dismissed):
+            queue.renew([])
