@@ -139,6 +139,17 @@ def existing_database(engine: Engine) -> str:
     return f"{target} exists" if target.exists() else ""
 
 
+def left_log(engine: Engine) -> str:
+    """Log of a SQLite database that is gone, "" if there is none. SQLite would replay it into any
+    database of the same name.
+    """
+    target = Path(str(engine.url.database))
+    if engine.dialect.name == "postgresql" or target.exists():
+        return ""
+    logs = (target.with_name(f"{target.name}{end}") for end in ("-wal", "-journal"))
+    return next((f"{log} exists" for log in logs if log.exists()), "")
+
+
 def put_back_database(engine: Engine, file: Path) -> None:
     """Create the database from the copy, completely or not at all."""
     if engine.dialect.name == "postgresql":

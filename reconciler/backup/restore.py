@@ -65,6 +65,8 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
             present = archive.existing_database(engine)
             if present and not repeated:
                 raise _not_empty(present)
+            if log := archive.left_log(engine):
+                raise _not_empty(log)
             # From here on no command opens this site until the restore is complete: the records of
             # the backup may offer slots that have tenants by now.
             write_text(state / MARK, f"{backup}\n")
@@ -180,7 +182,8 @@ def _not_empty(found: str) -> Problem:
         "restore_not_empty",
         expected="an empty state folder and no database",
         found=found,
-        remedy="stop the service and move both away; nothing was restored",
+        remedy="stop the service and move both away, a database of SQLite with its -wal and"
+        " -journal; nothing was restored",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import socket
 import stat
 import tarfile
@@ -268,6 +269,29 @@ def test_a_site_is_never_restored_over_another(
         archive.write(before.settings, file)
     with reading(before.engine) as conn:
         assert allocations.get(conn, before.active).state == "active"
+
+
+@pytest.mark.covers("CTRL-2", "I4")
+@pytest.mark.parametrize("urls", ["sqlite"], indirect=True)
+def test_the_log_of_the_former_database_is_not_replayed(before: Life, tmp_path: Path) -> None:
+    """The service was killed, and only the database and the keys were moved away."""
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    with transaction(before.engine) as conn:
+        conn.execute(sa.insert(tables.projects).values(id="later", name="later"))
+    after = settled(tmp_path / "after")
+    log = after.state_dir / "reconciler.db-wal"
+    shutil.copy(before.settings.state_dir / log.name, log)
+
+    with pytest.raises(Problem, match="restore_not_empty") as refusal:
+        restore(after, file)
+    assert log.name in refusal.value.found
+    log.unlink()
+    restore(after, file)
+    engine = open_engine(after.database)
+    with reading(engine) as conn:
+        assert list(conn.execute(sa.select(tables.projects.c.id)).scalars()) == ["p1"]
+    engine.dispose()
 
 
 def cut_off(after: Settings, file: Path, module: ModuleType, name: str, when: str) -> None:
