@@ -37,6 +37,10 @@ from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
 
 _WORK_PREFIX = ".restore-"
+_RIGHTS_AGAIN = (
+    "an administrator of the database runs what `gpuaas gateway-role` prints, and grants"
+    " the rights of other roles again"
+)
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
@@ -70,8 +74,9 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
             # From here on no command opens this site until the restore is complete: the records of
             # the backup may offer slots that have tenants by now.
             write_text(state / MARK, f"{backup}\n")
+            rights = ""
             if not present:
-                archive.put_back_database(engine, folder / archive.DATABASE)
+                rights = archive.put_back_database(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
                 done = restored.result(conn, backup) or _doubt(conn, manifest, backup)
@@ -82,7 +87,8 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
         if not trust.exists():
             _put_keys(folder / archive.TRUST, folder / "keys", trust)
         (state / MARK).unlink()
-    return {**manifest, "revision": revision, **done, **accepted}
+    missing = {"rights_not_restored": f"{rights}; {_RIGHTS_AGAIN}"} if rights else {}
+    return {**manifest, "revision": revision, **done, **accepted, **missing}
 
 
 @contextmanager
