@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -34,6 +35,8 @@ from reconciler.settings import PREFIX, Settings, config_file
 SCHEMA = 1
 MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env", "trust/"
 _SERVICE = "gpuaas"
+# Entries of a dump that give rights to other roles, such as the gateway's.
+_RIGHTS = re.compile(r"[0-9]+; [0-9]+ [0-9]+ (ACL|DEFAULT ACL|POLICY|ROW SECURITY) ")
 # libpq strips white space from the end of a password in a service file, and a service cannot refer
 # to another service.
 _NOT_IN_A_FILE = {"password", "service"}
@@ -139,12 +142,23 @@ def existing_database(engine: Engine) -> str:
     return f"{target} exists" if target.exists() else ""
 
 
-def put_back_database(engine: Engine, file: Path) -> None:
-    """Create the database from the copy, completely or not at all."""
+def left_log(engine: Engine) -> str:
+    """Log of a SQLite database that is gone, "" if there is none. SQLite would replay it into any
+    database of the same name.
+    """
+    target = Path(str(engine.url.database))
+    if engine.dialect.name == "postgresql" or target.exists():
+        return ""
+    logs = (target.with_name(f"{target.name}{end}") for end in ("-wal", "-journal"))
+    return next((f"{log} exists" for log in logs if log.exists()), "")
+
+
+def put_back_database(engine: Engine, file: Path) -> str:
+    """Create the database from the copy, completely or not at all. Returns why the rights of other
+    roles in it are missing, "" when they are there: another server need not have these roles.
+    """
     if engine.dialect.name == "postgresql":
-        words = ["--no-owner", "--exit-on-error", "--single-transaction", str(file)]
-        _postgresql(engine, "pg_restore", words)
-        return
+        return _put_back_postgresql(engine, file)
     target = Path(str(engine.url.database))
     fresh = target.with_name(f".{target.name}.restored")
     fresh.touch(mode=0o600)
@@ -152,6 +166,28 @@ def put_back_database(engine: Engine, file: Path) -> None:
     with fresh.open("rb") as handle:
         os.fsync(handle.fileno())
     fresh.rename(target)
+    return ""
+
+
+def _put_back_postgresql(engine: Engine, file: Path) -> str:
+    words = ["--no-owner", "--exit-on-error", "--single-transaction", str(file)]
+    content = _run("pg_restore", ["--list", str(file)]).splitlines()
+    with tempfile.NamedTemporaryFile("w", suffix=".list", dir=file.parent) as chosen:
+
+        def restore(rights: bool) -> None:
+            chosen.seek(0)
+            chosen.truncate()
+            entries = (line for line in content if bool(_RIGHTS.match(line)) == rights)
+            chosen.write("".join(f"{line}\n" for line in entries))
+            chosen.flush()
+            _postgresql(engine, "pg_restore", [f"--use-list={chosen.name}", *words])
+
+        restore(rights=False)
+        try:
+            restore(rights=True)
+        except Problem as refusal:
+            return refusal.found
+    return ""
 
 
 def _settings() -> str:
@@ -191,6 +227,16 @@ def _unreadable(file: Path, found: str) -> Problem:
 
 
 def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
+    # The connection parameters of the service, including those for TLS.
+    _, parameters = engine.dialect.create_connect_args(engine.url)
+    password = parameters.get("password")
+    secret = {"PGPASSWORD": str(password)} if password else {}
+    with _service(parameters) as file:
+        connection = {"PGSERVICEFILE": str(file), **secret}
+        _run(program, [f"--dbname=service={_SERVICE}", *words], connection)
+
+
+def _run(program: str, words: Sequence[str], connection: Mapping[str, str] | None = None) -> str:
     if not shutil.which(program):
         raise Problem(
             "program_missing",
@@ -199,25 +245,23 @@ def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
             remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
             " docs/operations.md says, and keep the trust folder with the dump",
         )
-    # The connection parameters of the service, including those for TLS.
-    _, parameters = engine.dialect.create_connect_args(engine.url)
-    password = parameters.get("password")
-    secret = {"PGPASSWORD": str(password)} if password else {}
-    with _service(parameters) as file:
-        done = subprocess.run(
-            [program, f"--dbname=service={_SERVICE}", *words],
-            env={**os.environ, "PGSERVICEFILE": str(file), **secret},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    done = subprocess.run(
+        [program, *words],
+        env={**os.environ, **(connection or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
+        # Without the statement, which may be longer than the server's message.
+        message = " ".join(done.stderr.partition("Command was:")[0].split())
         raise Problem(
             "program_failed",
             expected=f"{program} to succeed",
-            found=f"exit {done.returncode}: {' '.join(done.stderr.split())[-300:]}",
+            found=f"exit {done.returncode}: {message[-300:]}",
             remedy="nothing was changed; correct the cause and repeat the command",
         )
+    return done.stdout
 
 
 @contextmanager

@@ -37,6 +37,10 @@ from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
 
 _WORK_PREFIX = ".restore-"
+_RIGHTS_AGAIN = (
+    "an administrator of the database runs what `gpuaas gateway-role` prints, and grants"
+    " the rights of other roles again"
+)
 
 
 def restore(settings: Settings, file: Path) -> dict[str, Any]:
@@ -65,11 +69,14 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
             present = archive.existing_database(engine)
             if present and not repeated:
                 raise _not_empty(present)
+            if log := archive.left_log(engine):
+                raise _not_empty(log)
             # From here on no command opens this site until the restore is complete: the records of
             # the backup may offer slots that have tenants by now.
             write_text(state / MARK, f"{backup}\n")
+            rights = ""
             if not present:
-                archive.put_back_database(engine, folder / archive.DATABASE)
+                rights = archive.put_back_database(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
                 done = restored.result(conn, backup) or _doubt(conn, manifest, backup)
@@ -80,7 +87,8 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
         if not trust.exists():
             _put_keys(folder / archive.TRUST, folder / "keys", trust)
         (state / MARK).unlink()
-    return {**manifest, "revision": revision, **done, **accepted}
+    missing = {"rights_not_restored": f"{rights}; {_RIGHTS_AGAIN}"} if rights else {}
+    return {**manifest, "revision": revision, **done, **accepted, **missing}
 
 
 @contextmanager
@@ -180,7 +188,8 @@ def _not_empty(found: str) -> Problem:
         "restore_not_empty",
         expected="an empty state folder and no database",
         found=found,
-        remedy="stop the service and move both away; nothing was restored",
+        remedy="stop the service and move both away, a database of SQLite with its -wal and"
+        " -journal; nothing was restored",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import socket
 import stat
 import tarfile
@@ -27,6 +28,7 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.migrations import migrate
 from reconciler.db.settings import site_scheduling
+from reconciler.gateway import role
 from reconciler.lifecycle import gate, invariants, slices
 from reconciler.lifecycle.restore import LEAP
 from reconciler.model.errors import Problem
@@ -270,6 +272,29 @@ def test_a_site_is_never_restored_over_another(
         assert allocations.get(conn, before.active).state == "active"
 
 
+@pytest.mark.covers("CTRL-2", "I4")
+@pytest.mark.parametrize("urls", ["sqlite"], indirect=True)
+def test_the_log_of_the_former_database_is_not_replayed(before: Life, tmp_path: Path) -> None:
+    """The service was killed, and only the database and the keys were moved away."""
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    with transaction(before.engine) as conn:
+        conn.execute(sa.insert(tables.projects).values(id="later", name="later"))
+    after = settled(tmp_path / "after")
+    log = after.state_dir / "reconciler.db-wal"
+    shutil.copy(before.settings.state_dir / log.name, log)
+
+    with pytest.raises(Problem, match="restore_not_empty") as refusal:
+        restore(after, file)
+    assert log.name in refusal.value.found
+    log.unlink()
+    restore(after, file)
+    engine = open_engine(after.database)
+    with reading(engine) as conn:
+        assert list(conn.execute(sa.select(tables.projects.c.id)).scalars()) == ["p1"]
+    engine.dispose()
+
+
 def cut_off(after: Settings, file: Path, module: ModuleType, name: str, when: str) -> None:
     """Restore in a process that is killed before or after a step of it."""
     real = getattr(module, name)
@@ -355,6 +380,43 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.covers("CTRL-2")
+@pytest.mark.parametrize("urls", ["postgresql"], indirect=True)
+def test_a_site_is_restored_on_a_server_without_its_other_roles(
+    before: Life, urls: tuple[str, str], postgres: Server, tmp_path: Path
+) -> None:
+    """Roles belong to the server, not to the database, so no dump has them."""
+
+    def gateway_reads(url: str) -> bool:
+        engine = open_engine(url)
+        query = f"SELECT has_column_privilege('{role.NAME}', 'nodes', 'address', 'SELECT')"
+        with reading(engine) as conn:
+            given = conn.exec_driver_sql(query).scalar_one()
+        engine.dispose()
+        return bool(given)
+
+    with reading(before.engine) as conn:
+        text = role.sql(conn, 40).replace("\\set ON_ERROR_STOP on", "")
+    where = ("-h", str(postgres.folder), "-U", "gpuaas")
+    postgres.run("psql", *where, "-d", str(before.engine.url.database), "-c", text)
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    before.engine.dispose()
+
+    same = restore(settled(tmp_path / "same", urls[1]), file)
+    assert "rights_not_restored" not in same and gateway_reads(urls[1])
+    for url in urls:
+        postgres.database(str(sa.make_url(url).database))
+    postgres.run("dropuser", *where, role.NAME)
+    other = restore(settled(tmp_path / "other", urls[1]), file)
+
+    assert f'role "{role.NAME}" does not exist' in other["rights_not_restored"]
+    assert other["lost_tasks"] == [before.task]
+    with pytest.raises(Problem, match="restore_not_empty"):
+        restore(settled(tmp_path / "third", urls[1]), file)
 
 
 @pytest.mark.postgres
