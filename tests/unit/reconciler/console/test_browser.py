@@ -6,7 +6,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from reconciler.api.app import create_app
 from reconciler.console import stream
 from reconciler.console.app import OPERATORS, SHARED, mount
-from reconciler.db import leader
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, nodes, slots
-from reconciler.pools import control
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, listening
+from tests.unit.reconciler.api.conftest import Saved
+from tests.unit.reconciler.api.stack import KEY, NODE, Stack, listening, stack_in
 from tests.unit.reconciler.api.test_canaries import fail
 from tests.unit.reconciler.api.test_follow import running, say
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.console.samples import hour_of_samples
-from tests.unit.reconciler.console.test_pages import address, launch_review, names
+from tests.unit.reconciler.console.full_site import full_site
+from tests.unit.reconciler.console.test_pages import address, launch_review
 
 pytestmark = pytest.mark.covers("CTRL-13")
 
@@ -52,11 +52,25 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+def examined() -> list[dict[str, str]]:
+    """Findings of `gpuaas doctor`."""
+    todo = {"expected": "at least 10 GiB", "remedy": "delete runs, or give the folder more room"}
+    return [
+        {"status": "ok", "check": "clock", "found": "equal", "expected": "", "remedy": ""},
+        {"status": "fail", "check": "disk_space", "found": "/var/lib/gpuaas: 1 MiB free", **todo},
+    ]
+
+
+def serving(stack: Stack) -> AbstractContextManager[str]:
+    """The address of the console, served on a free port."""
+    app = mount(create_app(stack.settings, stack.engine), examined)
+    return listening(app, access_log=False)
+
+
 @pytest.fixture
 def site(selling: Stack) -> Iterator[str]:
-    """The address of the console, served on a free port."""
-    app = mount(create_app(selling.settings, selling.engine))
-    with listening(app, access_log=False) as url:
+    """The console on a site with two free slots."""
+    with serving(selling) as url:
         yield url
 
 
@@ -97,36 +111,50 @@ class Watched:
 Open = Callable[..., Any]
 
 
-@pytest.fixture
-def window(chromium: Browser, site: str, selling: Stack) -> Iterator[Open]:
-    """Open a window that is logged in, "" for none; it has met no fault when the test ends."""
-    windows: list[Watched] = []
+def windows(chromium: Browser, site: str, stack: Stack) -> Open:
+    """Open a window that is logged in, "" for none; it has met no fault when it closes."""
 
     @contextmanager
     def opened(who: str, **options: Any) -> Iterator[Watched]:
         with chromium.new_context(viewport=options.pop("viewport", DESKTOP), **options) as context:
             watched = Watched(context, site)
-            windows.append(watched)
             if who:
-                watched.log_in(selling.secrets[who])
+                watched.log_in(stack.secrets[who])
             yield watched
         assert watched.faults == []
 
-    yield opened
+    return opened
 
 
-def pages(selling: Stack) -> dict[str, dict[str, str]]:
+@pytest.fixture
+def window(chromium: Browser, site: str, selling: Stack) -> Open:
+    return windows(chromium, site, selling)
+
+
+@dataclass
+class Full:
+    """The full site, on which no test changes anything. pages: of each role, by a name."""
+
+    stack: Stack
+    known: dict[str, str]
+    window: Open
+    pages: dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def full(
+    chromium: Browser, databases: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Full]:
+    stack = stack_in(tmp_path_factory.mktemp("full"), *databases["selling"])
+    known = full_site(stack, tmp_path_factory.mktemp("profiles"))
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with serving(stack) as url:
+        yield Full(stack, known, windows(chromium, url, stack), pages(stack, known))
+    stack.engine.dispose()
+
+
+def pages(stack: Stack, known: dict[str, str]) -> dict[str, dict[str, str]]:
     """The pages of each role, by a name for their picture."""
-    known = names(selling)
-    activate(selling, known["allocation"])
-    hour_of_samples(selling, known["allocation"])
-    mine = selling.client("admin").get(f"admin/allocations/{known['allocation']}").json()
-    known["correlation"] = mine["correlation_id"]
-    stuck = launch(selling, "stuck").json()["id"]
-    fail(selling, stuck)
-    with transaction(selling.engine) as conn:
-        leader.campaign(conn, leader.LOOPS, "p1", 3600)
-        control.drain(conn, ACT, 600)
 
     def named(patterns: dict[str, Any]) -> dict[str, str]:
         return {
@@ -137,10 +165,18 @@ def pages(selling: Stack) -> dict[str, dict[str, str]]:
 
     shared = named(SHARED)
     for step in ("region", "image", "access", "review"):
-        shared[f"launch-{step}"] = launch_review(selling, step=step)
+        shared[f"launch-{step}"] = launch_review(stack, step=step)
+    for state in ("stuck", "waiting", "metal"):
+        shared[f"allocation-{state}"] = f"/console/projects/demo/allocations/{known[state]}"
     operators = named(OPERATORS)
-    operators["stuck"] = f"/console/allocations/{stuck}"
-    operators["stuck-recovery"] = f"/console/allocations/{stuck}/recovery"
+    for state in ("stuck", "failed", "waiting", "metal"):
+        operators[f"operator-{state}"] = f"/console/allocations/{known[state]}"
+        operators[f"recovery-{state}"] = f"/console/allocations/{known[state]}/recovery"
+    for node in ("rack-2", "silent", "draining", "ordered", "metal"):
+        operators[f"node-{node}"] = f"/console/nodes/{node}"
+    for part in ("discovery", "parity"):
+        operators[f"{part}-rack-2"] = f"/console/nodes/rack-2/{part}"
+    operators["health-examined"] = "/console/health?examine=yes"
     return {"member": shared, "admin": shared | operators}
 
 
@@ -155,38 +191,31 @@ def judge(page: Page, rules: dict[str, Any]) -> list[str]:
     ]
 
 
-def examine(page: Page, name: str, *, light: bool = True) -> list[str]:
-    """Judge a page, and keep its pictures in light and dark at desktop and phone width.
-
-    light: judge it in light, and then only its colours in the dark. Otherwise in the dark alone,
-    which takes half of the time and suffices for a page that another visitor sees in light.
-    """
+def examine(page: Page, name: str) -> list[str]:
+    """Judge a page in light and dark at desktop and phone width, and keep its pictures."""
 
     def opened(state: str) -> None:
         page.evaluate(f"{DETAILS}.forEach(each => each.open = {state})")
 
-    def keep(width: str, scheme: str) -> None:
+    def look(width: str, scheme: str, rules: dict[str, Any]) -> list[str]:
         # A picture of the whole page takes twice as long; its colours show in a part of it.
-        whole = scheme == "light"
-        page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=whole)
+        page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=scheme == "light")
+        # Forms behind a summary are judged, too, and must fit the window.
+        opened("true")
+        found = judge(page, rules)
+        if page.evaluate(WIDER):
+            found.append(f"{page.url}: the page scrolls sideways at {width} width")
+        opened("false")
+        return found
 
-    keep("desktop", "light")
-    # Forms behind a summary are judged, too, and must fit a phone.
-    opened("true")
-    found = judge(page, STANDARDS) if light else []
-    # In the dark the colours are all that differs.
+    # The width decides the layout, the scheme only the colours.
+    found = look("desktop", "light", STANDARDS)
     page.emulate_media(color_scheme="dark")
-    found += judge(page, COLOURS if light else STANDARDS)
-    opened("false")
-    keep("desktop", "dark")
+    found += look("desktop", "dark", COLOURS)
     page.set_viewport_size(PHONE)
-    keep("phone", "dark")
+    found += look("phone", "dark", STANDARDS)
     page.emulate_media(color_scheme="light")
-    keep("phone", "light")
-    opened("true")
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    if wide > PHONE["width"]:
-        found.append(f"{page.url}: {wide} pixels wide on a phone")
+    found += look("phone", "light", COLOURS)
     page.set_viewport_size(DESKTOP)
     return found
 
@@ -194,20 +223,20 @@ def examine(page: Page, name: str, *, light: bool = True) -> list[str]:
 # Colours change at once, so that no picture is taken between two of them.
 STILL = {"color_scheme": "light", "reduced_motion": "reduce"}
 LINKS = "[...document.querySelectorAll('a[href]')].map(each => each.href.split('#')[0])"
+WIDER = "document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"
 
 
 @pytest.mark.parametrize("who", ["admin", "member"])
-def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open, who: str) -> None:
+def test_pages_are_accessible_and_fit_a_phone(full: Full, who: str) -> None:
     """And every link of them leads to a page without a fault."""
-    shown = pages(selling)[who]
-    SHOTS.mkdir(parents=True, exist_ok=True)
+    shown = full.pages[who]
     found: list[str] = []
-    with window(who, **STILL) as watched:
+    with full.window(who, **STILL) as watched:
         links: set[str] = set()
         for name, path in shown.items():
             page = watched.open(path)
             links |= set(page.evaluate(LINKS))
-            found += examine(page, f"{who}-{name}", light=who == "admin")
+            found += examine(page, f"{who}-{name}")
             # Buttons that only ask for another view.
             harmless = page.locator("form[method=get] button:enabled")
             for number in range(harmless.count()):
@@ -220,9 +249,8 @@ def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open, who:
     assert found == []
 
 
-def test_pages_without_a_session_are_accessible_and_fit_a_phone(window: Open) -> None:
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    with window("", **STILL) as watched:
+def test_pages_without_a_session_are_accessible_and_fit_a_phone(full: Full) -> None:
+    with full.window("", **STILL) as watched:
         found = examine(watched.open("/console/login"), "login")
         unknown = "/console/nowhere"
         found += examine(watched.open(unknown), "unknown")
