@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,8 @@ def _nodes(stack: Stack) -> None:
             ("PASS", "bridge", "br-slice has 10.100.0.1/24", ""),
         )
     ]
+    for id in ("rack-2", "rack-3", "rack-4"):
+        admin.patch(f"admin/nodes/{id}", json={"region": "eu-north-stockholm", "profile": "lab"})
     report = {**site.parity(2, failures=1), "warnings": 1, "checks": checks}
     document = site.document(2)
     degraded = [{"code": "fabric_missing", "detail": "the card has no port with a link"}]
@@ -251,7 +254,7 @@ def _work(stack: Stack) -> str:
 def _inventories(stack: Stack) -> None:
     """Differences with one inventory; the other did not answer."""
     finding = Finding("intent_differs", f"node {NODE}", "region eu-north", "no region", REASON)
-    reading = sync.NetboxReading(1.0, complete=True)
+    reading = sync.NetboxReading(time.time() - 300, complete=True)
     sync.READINGS.keep(stack.engine, reading, [finding], logging.getLogger())
-    failed = readings.Reading(2.0, error={**ERROR, "code": "maas_silent"})
+    failed = readings.Reading(time.time() - 60, error={**ERROR, "code": "maas_silent"})
     maas_sync.READINGS.keep(stack.engine, failed, [], logging.getLogger())
