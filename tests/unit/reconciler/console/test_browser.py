@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    Page,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 
 from reconciler.api.app import create_app
 from reconciler.console import stream
@@ -34,7 +41,8 @@ ROOT = Path(__file__).parents[4]
 AXE = ROOT / "tests" / "data" / "browser" / "axe-4.14.1.min.js"
 SHOTS = ROOT / "build" / "console"
 CHROMIUM = shutil.which("chromium")
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 DETAILS = "document.querySelectorAll('details')"
 STANDARDS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 COLOURS = {"type": "rule", "values": ["color-contrast"]}
@@ -216,6 +224,13 @@ def examine(page: Page, name: str) -> list[str]:
     found += look("phone", "dark", STANDARDS)
     page.emulate_media(color_scheme="light")
     found += look("phone", "light", COLOURS)
+    opened("true")
+    for words, size, style in STRETCHED:
+        page.set_viewport_size(size)
+        page.evaluate(RESTYLE, style)
+        clipped = page.evaluate(CLIPPED)
+        if clipped or page.evaluate(WIDER):
+            found.append(f"{page.url}: does not fit {words}: {clipped[:3]}")
     page.set_viewport_size(DESKTOP)
     return found
 
@@ -223,6 +238,29 @@ def examine(page: Page, name: str) -> list[str]:
 # Colours change at once, so that no picture is taken between two of them.
 STILL = {"color_scheme": "light", "reduced_motion": "reduce"}
 LINKS = "[...document.querySelectorAll('a[href]')].map(each => each.href.split('#')[0])"
+# WCAG 1.4.4, 1.4.10 and 1.4.12: the width that is left at 400 %, letters of twice their size, and
+# the distances that a reader may set.
+SPACED = (
+    "* { line-height: 1.5 !important; letter-spacing: 0.12em !important;"
+    " word-spacing: 0.16em !important } p { margin-bottom: 2em !important }"
+)
+STRETCHED: list[tuple[str, ViewportSize, str]] = [
+    ("320 pixels", {"width": 320, "height": 256}, ""),
+    ("320 pixels with wider text", {"width": 320, "height": 256}, SPACED),
+    ("a desktop with wider text", DESKTOP, SPACED),
+    ("a desktop with text of twice its size", DESKTOP, "html { font-size: 200% }"),
+]
+# The page's policy forbids a style element.
+RESTYLE = """css => {
+    const sheet = new CSSStyleSheet();
+    sheet.replaceSync(css);
+    document.adoptedStyleSheets = [sheet];
+}"""
+# Elements whose text is wider than they are.
+CLIPPED = """[...document.querySelectorAll(
+    "a, button, dd, dt, h1, h2, label, legend, li, p, summary, td, th, .state, .slot"
+)].filter(each => each.clientWidth && each.scrollWidth > each.clientWidth + 1)
+    .map(each => each.outerHTML.slice(0, 160))"""
 WIDER = "document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"
 
 
@@ -233,8 +271,10 @@ def test_pages_are_accessible_and_fit_a_phone(full: Full, who: str) -> None:
     found: list[str] = []
     with full.window(who, **STILL) as watched:
         links: set[str] = set()
+        titles: dict[str, set[str]] = {}
         for name, path in shown.items():
             page = watched.open(path)
+            titles.setdefault(page.title(), set()).add(path.partition("?")[0])
             links |= set(page.evaluate(LINKS))
             found += examine(page, f"{who}-{name}")
             # Buttons that only ask for another view.
@@ -247,11 +287,20 @@ def test_pages_are_accessible_and_fit_a_phone(full: Full, who: str) -> None:
         for address in rest:
             watched.open(address.removeprefix(watched.site))
     assert found == []
+    assert [each for each in titles.items() if len(each[1]) > 1] == [], "a title names one page"
 
 
 def test_pages_without_a_session_are_accessible_and_fit_a_phone(full: Full) -> None:
     with full.window("", **STILL) as watched:
-        found = examine(watched.open("/console/login"), "login")
+        page = watched.open("/console/login")
+        # A password manager may fill it in, and it may be pasted.
+        expect(page.get_by_label("Token")).to_have_attribute("autocomplete", "current-password")
+        page.get_by_label("Token").fill("pasted")
+        page.keyboard.press("Control+A")
+        page.keyboard.press("Control+X")
+        page.keyboard.press("Control+V")
+        expect(page.get_by_label("Token")).to_have_value("")
+        found = examine(page, "login")
         unknown = "/console/nowhere"
         found += examine(watched.open(unknown), "unknown")
         # The answer itself, and the browser's line about it.
@@ -284,6 +333,97 @@ def test_names_and_reasons_without_a_space_fit_a_phone(selling: Stack, window: O
             page = watched.open(f"/console{path}")
             page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
             assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
+
+
+# What Tab reaches, but for disabled controls and all but one of a group of radio buttons.
+REACHABLE = """() => {
+    window.stops = [...document.querySelectorAll(
+        "a[href], button:enabled, input:enabled:not([type=hidden]), select, textarea, summary,"
+        + " [tabindex='0']"
+    )].filter(each => each.checkVisibility());
+    return window.stops.filter(each => each.type !== "radio").map(each => stops.indexOf(each));
+}"""
+# The number of the element with the focus, whether it is in the window with nothing before it, and
+# whether it has a ring.
+FOCUS = """() => {
+    const focused = document.activeElement, style = getComputedStyle(focused);
+    const box = focused.getBoundingClientRect();
+    const x = Math.max(box.left, 0) + 3, y = Math.max(box.top, 0) + 3;
+    const on_top = document.elementFromPoint(x, y);
+    return [
+        stops.indexOf(focused),
+        focused.contains(on_top) || on_top?.contains(focused) || false,
+        style.outlineStyle === "solid" && parseFloat(style.outlineWidth) >= 2,
+    ];
+}"""
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_tab_reaches_all_in_the_order_of_the_page(full: Full, size: ViewportSize) -> None:
+    """And where the focus is can be seen, beginning with the link to the content."""
+    paths = [
+        full.pages["admin"][name]
+        for name in ("fleet", "nodes-node", "projects-project", "projects-project-launch")
+    ]
+    machine = full.pages["admin"]["projects-project-allocations-allocation"]
+    with full.window("admin", viewport=size) as watched:
+        # Without htmx, so that no part of the page is exchanged meanwhile.
+        watched.page.route("**/static/h*.js", lambda route: route.fulfill(body=""))
+        for path in (*paths, machine, f"{machine}/terminal"):
+            page = watched.open(path)
+            expected = page.evaluate(REACHABLE)
+            page.keyboard.press("Tab")
+            expect(page.get_by_role("link", name="Skip to the content")).to_be_in_viewport()
+            stops = [page.evaluate(FOCUS)]
+            # After the last one the focus leaves the page, or begins again.
+            while len(stops) < 2 or stops[-1][0] not in (-1, 0):
+                page.keyboard.press("Tab")
+                stops.append(page.evaluate(FOCUS))
+            numbers = [number for number, _, _ in stops[:-1]]
+            assert numbers == sorted(numbers), path
+            assert set(expected) - set(numbers) == set(), path
+            assert [stop for stop in stops[:-1] if not all(stop[1:])] == [], path
+        page.reload()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("main")).to_be_focused()
+
+
+def test_power_and_release_by_keyboard_alone(selling: Stack, window: Open) -> None:
+    """What has become of them is announced."""
+    made = launch(selling).json()["id"]
+    activate(selling, made)
+    with window("member") as watched:
+        page = watched.open(f"/console/projects/demo/allocations/{made}")
+        tab_to(page, "Restart")
+        page.keyboard.press("Enter")
+        status = page.get_by_role("status")
+        expect(status.filter(has_text="restart under way")).to_be_visible()
+        tab_to(page, "Release")
+        page.keyboard.press("Enter")
+        tab_to_kind(page, "text")
+        page.keyboard.type("no more")
+        page.keyboard.press("Enter")
+        expect(status.filter(has_text="releasing")).to_be_visible()
+
+
+def test_a_refused_field_is_named_beside_it(selling: Stack, window: Open) -> None:
+    """And what was typed is there still, as in the steps of a launch."""
+    with window("admin") as watched:
+        page = watched.open("/console/nodes/new")
+        page.get_by_label("Address", exact=True).fill("not an address!")
+        page.get_by_label("Region").fill("north")
+        page.get_by_role("button", name="Add the node").click()
+        wrong = page.get_by_label("Address", exact=True)
+        expect(wrong).to_be_focused()
+        expect(wrong).to_have_accessible_description(re.compile("should match"))
+        expect(wrong).to_have_attribute("aria-invalid", "true")
+        expect(page.get_by_role("alert")).to_contain_text("body.address")
+        expect(page.get_by_label("Region")).to_have_value("north")
+        expect(page).to_have_title(re.compile("^Refused: Add a node"))
+        assert judge(page, STANDARDS) == []
+        assert [fault for fault in watched.faults if "422" not in fault] == []
+        watched.faults.clear()
 
 
 @pytest.mark.parametrize("scripts", [True, False])
@@ -334,6 +474,8 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
         reason.fill("no more")
         activate(selling, made)
         expect(page.get_by_text("gate.example")).to_be_visible()
+        status = page.get_by_role("status")
+        expect(status.get_by_text("active", exact=True)).to_be_visible()
         # The answers to the page's own questions bring what can be done now. What a person has
         # opened and typed meanwhile stays.
         watched.page.unroute(f"**/allocations/{made}")
