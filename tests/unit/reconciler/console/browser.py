@@ -35,7 +35,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.forms: list[SentForm] = []
         self._form: SentForm | None = None
-        self._in = ""
+        self._in = self._named = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -50,6 +50,7 @@ class Page(HTMLParser):
             return
         elif tag == "button":
             self._form.disabled = "disabled" in values
+            self._form.button = self._named = values.get("aria-label", "")
         elif tag in ("input", "textarea", "select") and values.get("name"):
             ticked = values.get("type") not in ("checkbox", "radio") or "checked" in values
             if ticked and "disabled" not in values:
@@ -60,7 +61,7 @@ class Page(HTMLParser):
             self._form = None
 
     def handle_data(self, data: str) -> None:
-        if self._form is not None and self._in == "button":
+        if self._form is not None and self._in == "button" and not self._named:
             self._form.button += data.strip()
 
     def form(self, call: str) -> SentForm:

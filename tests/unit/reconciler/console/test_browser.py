@@ -6,27 +6,34 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    Page,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 
 from reconciler.api.app import create_app
 from reconciler.console import stream
 from reconciler.console.app import OPERATORS, SHARED, mount
-from reconciler.db import leader
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, nodes, slots
-from reconciler.pools import control
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, listening
+from tests.unit.reconciler.api.conftest import Saved
+from tests.unit.reconciler.api.stack import KEY, NODE, Stack, listening, stack_in
 from tests.unit.reconciler.api.test_canaries import fail
 from tests.unit.reconciler.api.test_follow import running, say
 from tests.unit.reconciler.api.test_launches import activate, launch
-from tests.unit.reconciler.console.samples import hour_of_samples
-from tests.unit.reconciler.console.test_pages import address, launch_review, names
+from tests.unit.reconciler.console.full_site import full_site
+from tests.unit.reconciler.console.test_pages import address, launch_review
 
 pytestmark = pytest.mark.covers("CTRL-13")
 
@@ -34,7 +41,8 @@ ROOT = Path(__file__).parents[4]
 AXE = ROOT / "tests" / "data" / "browser" / "axe-4.14.1.min.js"
 SHOTS = ROOT / "build" / "console"
 CHROMIUM = shutil.which("chromium")
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 DETAILS = "document.querySelectorAll('details')"
 STANDARDS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 COLOURS = {"type": "rule", "values": ["color-contrast"]}
@@ -52,11 +60,25 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+def examined() -> list[dict[str, str]]:
+    """Findings of `gpuaas doctor`."""
+    todo = {"expected": "at least 10 GiB", "remedy": "delete runs, or give the folder more room"}
+    return [
+        {"status": "ok", "check": "clock", "found": "equal", "expected": "", "remedy": ""},
+        {"status": "fail", "check": "disk_space", "found": "/var/lib/gpuaas: 1 MiB free", **todo},
+    ]
+
+
+def serving(stack: Stack) -> AbstractContextManager[str]:
+    """The address of the console, served on a free port."""
+    app = mount(create_app(stack.settings, stack.engine), examined)
+    return listening(app, access_log=False)
+
+
 @pytest.fixture
 def site(selling: Stack) -> Iterator[str]:
-    """The address of the console, served on a free port."""
-    app = mount(create_app(selling.settings, selling.engine))
-    with listening(app, access_log=False) as url:
+    """The console on a site with two free slots."""
+    with serving(selling) as url:
         yield url
 
 
@@ -97,36 +119,50 @@ class Watched:
 Open = Callable[..., Any]
 
 
-@pytest.fixture
-def window(chromium: Browser, site: str, selling: Stack) -> Iterator[Open]:
-    """Open a window that is logged in, "" for none; it has met no fault when the test ends."""
-    windows: list[Watched] = []
+def windows(chromium: Browser, site: str, stack: Stack) -> Open:
+    """Open a window that is logged in, "" for none; it has met no fault when it closes."""
 
     @contextmanager
     def opened(who: str, **options: Any) -> Iterator[Watched]:
         with chromium.new_context(viewport=options.pop("viewport", DESKTOP), **options) as context:
             watched = Watched(context, site)
-            windows.append(watched)
             if who:
-                watched.log_in(selling.secrets[who])
+                watched.log_in(stack.secrets[who])
             yield watched
         assert watched.faults == []
 
-    yield opened
+    return opened
 
 
-def pages(selling: Stack) -> dict[str, dict[str, str]]:
+@pytest.fixture
+def window(chromium: Browser, site: str, selling: Stack) -> Open:
+    return windows(chromium, site, selling)
+
+
+@dataclass
+class Full:
+    """The full site, on which no test changes anything. pages: of each role, by a name."""
+
+    stack: Stack
+    known: dict[str, str]
+    window: Open
+    pages: dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def full(
+    chromium: Browser, databases: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Full]:
+    stack = stack_in(tmp_path_factory.mktemp("full"), *databases["selling"])
+    known = full_site(stack, tmp_path_factory.mktemp("profiles"))
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with serving(stack) as url:
+        yield Full(stack, known, windows(chromium, url, stack), pages(stack, known))
+    stack.engine.dispose()
+
+
+def pages(stack: Stack, known: dict[str, str]) -> dict[str, dict[str, str]]:
     """The pages of each role, by a name for their picture."""
-    known = names(selling)
-    activate(selling, known["allocation"])
-    hour_of_samples(selling, known["allocation"])
-    mine = selling.client("admin").get(f"admin/allocations/{known['allocation']}").json()
-    known["correlation"] = mine["correlation_id"]
-    stuck = launch(selling, "stuck").json()["id"]
-    fail(selling, stuck)
-    with transaction(selling.engine) as conn:
-        leader.campaign(conn, leader.LOOPS, "p1", 3600)
-        control.drain(conn, ACT, 600)
 
     def named(patterns: dict[str, Any]) -> dict[str, str]:
         return {
@@ -137,10 +173,18 @@ def pages(selling: Stack) -> dict[str, dict[str, str]]:
 
     shared = named(SHARED)
     for step in ("region", "image", "access", "review"):
-        shared[f"launch-{step}"] = launch_review(selling, step=step)
+        shared[f"launch-{step}"] = launch_review(stack, step=step)
+    for state in ("stuck", "waiting", "metal"):
+        shared[f"allocation-{state}"] = f"/console/projects/demo/allocations/{known[state]}"
     operators = named(OPERATORS)
-    operators["stuck"] = f"/console/allocations/{stuck}"
-    operators["stuck-recovery"] = f"/console/allocations/{stuck}/recovery"
+    for state in ("stuck", "failed", "waiting", "metal"):
+        operators[f"operator-{state}"] = f"/console/allocations/{known[state]}"
+        operators[f"recovery-{state}"] = f"/console/allocations/{known[state]}/recovery"
+    for node in ("rack-2", "silent", "draining", "ordered", "metal"):
+        operators[f"node-{node}"] = f"/console/nodes/{node}"
+    for part in ("discovery", "parity"):
+        operators[f"{part}-rack-2"] = f"/console/nodes/rack-2/{part}"
+    operators["health-examined"] = "/console/health?examine=yes"
     return {"member": shared, "admin": shared | operators}
 
 
@@ -155,38 +199,38 @@ def judge(page: Page, rules: dict[str, Any]) -> list[str]:
     ]
 
 
-def examine(page: Page, name: str, *, light: bool = True) -> list[str]:
-    """Judge a page, and keep its pictures in light and dark at desktop and phone width.
-
-    light: judge it in light, and then only its colours in the dark. Otherwise in the dark alone,
-    which takes half of the time and suffices for a page that another visitor sees in light.
-    """
+def examine(page: Page, name: str) -> list[str]:
+    """Judge a page in light and dark at desktop and phone width, and keep its pictures."""
 
     def opened(state: str) -> None:
         page.evaluate(f"{DETAILS}.forEach(each => each.open = {state})")
 
-    def keep(width: str, scheme: str) -> None:
+    def look(width: str, scheme: str, rules: dict[str, Any]) -> list[str]:
         # A picture of the whole page takes twice as long; its colours show in a part of it.
-        whole = scheme == "light"
-        page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=whole)
+        page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=scheme == "light")
+        # Forms behind a summary are judged, too, and must fit the window.
+        opened("true")
+        found = judge(page, rules)
+        if page.evaluate(WIDER):
+            found.append(f"{page.url}: the page scrolls sideways at {width} width")
+        opened("false")
+        return found
 
-    keep("desktop", "light")
-    # Forms behind a summary are judged, too, and must fit a phone.
-    opened("true")
-    found = judge(page, STANDARDS) if light else []
-    # In the dark the colours are all that differs.
+    # The width decides the layout, the scheme only the colours.
+    found = look("desktop", "light", STANDARDS)
     page.emulate_media(color_scheme="dark")
-    found += judge(page, COLOURS if light else STANDARDS)
-    opened("false")
-    keep("desktop", "dark")
+    found += look("desktop", "dark", COLOURS)
     page.set_viewport_size(PHONE)
-    keep("phone", "dark")
+    found += look("phone", "dark", STANDARDS)
     page.emulate_media(color_scheme="light")
-    keep("phone", "light")
+    found += look("phone", "light", COLOURS)
     opened("true")
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    if wide > PHONE["width"]:
-        found.append(f"{page.url}: {wide} pixels wide on a phone")
+    for words, size, style in STRETCHED:
+        page.set_viewport_size(size)
+        page.evaluate(RESTYLE, style)
+        clipped = page.evaluate(CLIPPED)
+        if clipped or page.evaluate(WIDER):
+            found.append(f"{page.url}: does not fit {words}: {clipped[:3]}")
     page.set_viewport_size(DESKTOP)
     return found
 
@@ -194,20 +238,45 @@ def examine(page: Page, name: str, *, light: bool = True) -> list[str]:
 # Colours change at once, so that no picture is taken between two of them.
 STILL = {"color_scheme": "light", "reduced_motion": "reduce"}
 LINKS = "[...document.querySelectorAll('a[href]')].map(each => each.href.split('#')[0])"
+# WCAG 1.4.4, 1.4.10 and 1.4.12: the width that is left at 400 %, letters of twice their size, and
+# the distances that a reader may set.
+SPACED = (
+    "* { line-height: 1.5 !important; letter-spacing: 0.12em !important;"
+    " word-spacing: 0.16em !important } p { margin-bottom: 2em !important }"
+)
+STRETCHED: list[tuple[str, ViewportSize, str]] = [
+    ("320 pixels", {"width": 320, "height": 256}, ""),
+    ("320 pixels with wider text", {"width": 320, "height": 256}, SPACED),
+    ("a desktop with wider text", DESKTOP, SPACED),
+    ("a desktop with text of twice its size", DESKTOP, "html { font-size: 200% }"),
+]
+# The page's policy forbids a style element.
+RESTYLE = """css => {
+    const sheet = new CSSStyleSheet();
+    sheet.replaceSync(css);
+    document.adoptedStyleSheets = [sheet];
+}"""
+# Elements whose text is wider than they are.
+CLIPPED = """[...document.querySelectorAll(
+    "a, button, dd, dt, h1, h2, label, legend, li, p, summary, td, th, .state, .slot"
+)].filter(each => each.clientWidth && each.scrollWidth > each.clientWidth + 1)
+    .map(each => each.outerHTML.slice(0, 160))"""
+WIDER = "document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"
 
 
 @pytest.mark.parametrize("who", ["admin", "member"])
-def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open, who: str) -> None:
+def test_pages_are_accessible_and_fit_a_phone(full: Full, who: str) -> None:
     """And every link of them leads to a page without a fault."""
-    shown = pages(selling)[who]
-    SHOTS.mkdir(parents=True, exist_ok=True)
+    shown = full.pages[who]
     found: list[str] = []
-    with window(who, **STILL) as watched:
+    with full.window(who, **STILL) as watched:
         links: set[str] = set()
+        titles: dict[str, set[str]] = {}
         for name, path in shown.items():
             page = watched.open(path)
+            titles.setdefault(page.title(), set()).add(path.partition("?")[0])
             links |= set(page.evaluate(LINKS))
-            found += examine(page, f"{who}-{name}", light=who == "admin")
+            found += examine(page, f"{who}-{name}")
             # Buttons that only ask for another view.
             harmless = page.locator("form[method=get] button:enabled")
             for number in range(harmless.count()):
@@ -218,12 +287,20 @@ def test_pages_are_accessible_and_fit_a_phone(selling: Stack, window: Open, who:
         for address in rest:
             watched.open(address.removeprefix(watched.site))
     assert found == []
+    assert [each for each in titles.items() if len(each[1]) > 1] == [], "a title names one page"
 
 
-def test_pages_without_a_session_are_accessible_and_fit_a_phone(window: Open) -> None:
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    with window("", **STILL) as watched:
-        found = examine(watched.open("/console/login"), "login")
+def test_pages_without_a_session_are_accessible_and_fit_a_phone(full: Full) -> None:
+    with full.window("", **STILL) as watched:
+        page = watched.open("/console/login")
+        # A password manager may fill it in, and it may be pasted.
+        expect(page.get_by_label("Token")).to_have_attribute("autocomplete", "current-password")
+        page.get_by_label("Token").fill("pasted")
+        page.keyboard.press("Control+A")
+        page.keyboard.press("Control+X")
+        page.keyboard.press("Control+V")
+        expect(page.get_by_label("Token")).to_have_value("")
+        found = examine(page, "login")
         unknown = "/console/nowhere"
         found += examine(watched.open(unknown), "unknown")
         # The answer itself, and the browser's line about it.
@@ -256,6 +333,97 @@ def test_names_and_reasons_without_a_space_fit_a_phone(selling: Stack, window: O
             page = watched.open(f"/console{path}")
             page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
             assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
+
+
+# What Tab reaches, but for disabled controls and all but one of a group of radio buttons.
+REACHABLE = """() => {
+    window.stops = [...document.querySelectorAll(
+        "a[href], button:enabled, input:enabled:not([type=hidden]), select, textarea, summary,"
+        + " [tabindex='0']"
+    )].filter(each => each.checkVisibility());
+    return window.stops.filter(each => each.type !== "radio").map(each => stops.indexOf(each));
+}"""
+# The number of the element with the focus, whether it is in the window with nothing before it, and
+# whether it has a ring.
+FOCUS = """() => {
+    const focused = document.activeElement, style = getComputedStyle(focused);
+    const box = focused.getBoundingClientRect();
+    const x = Math.max(box.left, 0) + 3, y = Math.max(box.top, 0) + 3;
+    const on_top = document.elementFromPoint(x, y);
+    return [
+        stops.indexOf(focused),
+        focused.contains(on_top) || on_top?.contains(focused) || false,
+        style.outlineStyle === "solid" && parseFloat(style.outlineWidth) >= 2,
+    ];
+}"""
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_tab_reaches_all_in_the_order_of_the_page(full: Full, size: ViewportSize) -> None:
+    """And where the focus is can be seen, beginning with the link to the content."""
+    paths = [
+        full.pages["admin"][name]
+        for name in ("fleet", "nodes-node", "projects-project", "projects-project-launch")
+    ]
+    machine = full.pages["admin"]["projects-project-allocations-allocation"]
+    with full.window("admin", viewport=size) as watched:
+        # Without htmx, so that no part of the page is exchanged meanwhile.
+        watched.page.route("**/static/h*.js", lambda route: route.fulfill(body=""))
+        for path in (*paths, machine, f"{machine}/terminal"):
+            page = watched.open(path)
+            expected = page.evaluate(REACHABLE)
+            page.keyboard.press("Tab")
+            expect(page.get_by_role("link", name="Skip to the content")).to_be_in_viewport()
+            stops = [page.evaluate(FOCUS)]
+            # After the last one the focus leaves the page, or begins again.
+            while len(stops) < 2 or stops[-1][0] not in (-1, 0):
+                page.keyboard.press("Tab")
+                stops.append(page.evaluate(FOCUS))
+            numbers = [number for number, _, _ in stops[:-1]]
+            assert numbers == sorted(numbers), path
+            assert set(expected) - set(numbers) == set(), path
+            assert [stop for stop in stops[:-1] if not all(stop[1:])] == [], path
+        page.reload()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("main")).to_be_focused()
+
+
+def test_power_and_release_by_keyboard_alone(selling: Stack, window: Open) -> None:
+    """What has become of them is announced."""
+    made = launch(selling).json()["id"]
+    activate(selling, made)
+    with window("member") as watched:
+        page = watched.open(f"/console/projects/demo/allocations/{made}")
+        tab_to(page, "Restart")
+        page.keyboard.press("Enter")
+        status = page.get_by_role("status")
+        expect(status.filter(has_text="restart under way")).to_be_visible()
+        tab_to(page, "Release")
+        page.keyboard.press("Enter")
+        tab_to_kind(page, "text")
+        page.keyboard.type("no more")
+        page.keyboard.press("Enter")
+        expect(status.filter(has_text="releasing")).to_be_visible()
+
+
+def test_a_refused_field_is_named_beside_it(selling: Stack, window: Open) -> None:
+    """And what was typed is there still, as in the steps of a launch."""
+    with window("admin") as watched:
+        page = watched.open("/console/nodes/new")
+        page.get_by_label("Address", exact=True).fill("not an address!")
+        page.get_by_label("Region").fill("north")
+        page.get_by_role("button", name="Add the node").click()
+        wrong = page.get_by_label("Address", exact=True)
+        expect(wrong).to_be_focused()
+        expect(wrong).to_have_accessible_description(re.compile("should match"))
+        expect(wrong).to_have_attribute("aria-invalid", "true")
+        expect(page.get_by_role("alert")).to_contain_text("body.address")
+        expect(page.get_by_label("Region")).to_have_value("north")
+        expect(page).to_have_title(re.compile("^Refused: Add a node"))
+        assert judge(page, STANDARDS) == []
+        assert [fault for fault in watched.faults if "422" not in fault] == []
+        watched.faults.clear()
 
 
 @pytest.mark.parametrize("scripts", [True, False])
@@ -306,6 +474,8 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
         reason.fill("no more")
         activate(selling, made)
         expect(page.get_by_text("gate.example")).to_be_visible()
+        status = page.get_by_role("status")
+        expect(status.get_by_text("active", exact=True)).to_be_visible()
         # The answers to the page's own questions bring what can be done now. What a person has
         # opened and typed meanwhile stays.
         watched.page.unroute(f"**/allocations/{made}")
