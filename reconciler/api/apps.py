@@ -137,6 +137,27 @@ class AppMember(Answer):
         return cls.of(row, connection=connection, adapter_detail=detail)
 
 
+class AppMachine(Answer):
+    """A machine of the project, and whether a new application can use it."""
+
+    allocation_id: str
+    hostname: str
+    state: AllocationState
+    code: str = Field(description="Of the refusal of an application on it; empty if it is usable.")
+    reason: str = Field(description="Of the refusal, with its remedy.")
+
+    @classmethod
+    def of_machine(cls, row: Record) -> Self:
+        """The answer for a row, with the refusal that an application on it would get."""
+        problem = apps.refusal(row["id"], row["state"], row["app"])
+        return cls.of(
+            row,
+            allocation_id=row["id"],
+            code=problem.code if problem else "",
+            reason=f"{problem.found}: {problem.remedy}" if problem else "",
+        )
+
+
 class AppOperation(Answer):
     """One piece of work on a member."""
 
@@ -187,6 +208,13 @@ def list_instances(project_id: Id, context: Member, paging: Paging) -> PageOf[Ap
     """The project's instances, the newest first."""
     rows = partial(apps.every, project_id=project_id)
     return context.page(paging, apps.INSTANCES, rows, AppInstance.of)
+
+
+@router.get("/machines")
+def machines(project_id: Id, context: Member, paging: Paging) -> PageOf[AppMachine]:
+    """The project's machines that have not ended, and why an application cannot use each."""
+    rows = partial(apps.machines, project_id=project_id)
+    return context.page(paging, apps.MACHINES, rows, AppMachine.of_machine)
 
 
 @router.get("/{app_instance_id}", response_model=AppInstanceDetail)

@@ -71,18 +71,11 @@ async def apps(visit: Visit) -> Response:
     """Applications of a project, and the form that deploys one on machines that no other uses."""
     name = visit.named("project")
     path = f"/projects/{name}/app-instances"
-    instances = await visit.get(path, limit=20, **visit.query("cursor"))
-    active = await visit.get(f"/projects/{name}/allocations", state="active", limit=1000)
-    used: set[str] = set()
-    for row in instances["items"]:
-        if not row["ended_at"]:
-            members = await visit.get(f"{path}/{row['id']}/members", limit=100)
-            used |= {each["allocation_id"] for each in members["items"] if not each["left_at"]}
     return visit.page(
         "apps.html",
         project=name,
-        instances=instances,
-        machines=[row for row in active["items"] if row["id"] not in used],
+        instances=await visit.get(path, limit=20, **visit.query("cursor")),
+        machines=(await visit.get(f"{path}/machines", limit=1000))["items"],
         slugs=[(slug.value, slug.value) for slug in AppSlug],
     )
 

@@ -25,6 +25,7 @@ from reconciler.lifecycle import app_operations
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import (
+    ENDED_ALLOCATIONS,
     AllocationState,
     AppStatus,
     MemberRole,
@@ -35,6 +36,7 @@ from reconciler.records import projects
 
 INSTANCES = Order(app_instances, ("created_at", "id"), descending=True)
 MEMBERS = Order(app_members, ("created_at", "id"))
+MACHINES = Order(allocations, ("created_at", "id"), descending=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,43 @@ def members(conn: sa.Connection, instance_id: str, page: Page | None = None) -> 
     return rows.every(conn, part(query, MEMBERS, page))
 
 
+def machines(conn: sa.Connection, project_id: str, page: Page | None = None) -> list[Record]:
+    """The project's machines that have not ended, newest first. app: the application on each."""
+    query = (
+        sa.select(
+            *(allocations.c.id, allocations.c.hostname, allocations.c.state),
+            *(allocations.c.created_at, app_instances.c.name.label("app")),
+        )
+        .join(app_members, _member_of(allocations.c.id), isouter=True)
+        .join(app_instances, app_instances.c.id == app_members.c.instance_id, isouter=True)
+        .where(
+            allocations.c.project_id == project_id,
+            allocations.c.state.not_in(ENDED_ALLOCATIONS),
+        )
+    )
+    return rows.every(conn, part(query, MACHINES, page))
+
+
+def refusal(id: str, state: str, app: str | None) -> Problem | None:
+    """Why no application can use an allocation. app: the name of the one that does."""
+    if state != AllocationState.ACTIVE:
+        coming = state in (AllocationState.REQUESTED, AllocationState.PROVISIONING)
+        return Problem(
+            "allocation_not_active",
+            expected=f"allocation {id} active",
+            found=str(state),
+            remedy="wait until it is active, or name another one" if coming else "name another one",
+        )
+    if app is not None:
+        return Problem(
+            "allocation_in_app",
+            expected=f"allocation {id} in no application",
+            found=f"a member of the application {app}",
+            remedy="stop that application first, or name another allocation",
+        )
+    return None
+
+
 def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[AppOperation]:
     """Put the managed key on every member again. Returns the operations."""
     instance = _living(conn, project_id, id)
@@ -208,25 +247,15 @@ def _require_new_name(conn: sa.Connection, wish: NewApp) -> None:
 def _usable(conn: sa.Connection, project_id: str, id: str) -> Allocation:
     """Lock and return the allocation. Raises a Problem when no application can use it."""
     allocation = rows.of_project(conn, Allocation, project_id, id, lock=True)
-    if allocation.state != AllocationState.ACTIVE:
-        raise Problem(
-            "allocation_not_active",
-            expected=f"allocation {id} active",
-            found=str(allocation.state),
-            remedy="wait until it is active, or name another one",
-        )
-    query = sa.select(app_members).where(
-        app_members.c.allocation_id == id, app_members.c.left_at.is_(None)
-    )
-    taken = rows.first(conn, query, AppMember)
-    if taken is not None:
-        raise Problem(
-            "allocation_in_app",
-            expected=f"allocation {id} in no application",
-            found=f"a member of app instance {taken.instance_id}",
-            remedy="stop that instance first, or name another allocation",
-        )
+    query = sa.select(app_instances.c.name).join(app_members).where(_member_of(id))
+    if problem := refusal(id, allocation.state, conn.scalar(query)):
+        raise problem
     return allocation
+
+
+def _member_of(id: str | sa.Column[str]) -> sa.ColumnElement[bool]:
+    """Whether a row is of the allocation's membership that has not ended."""
+    return sa.and_(app_members.c.allocation_id == id, app_members.c.left_at.is_(None))
 
 
 def _present(conn: sa.Connection, instance_id: str) -> list[AppMember]:

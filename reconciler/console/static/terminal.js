@@ -60,5 +60,6 @@
   terminal.onData((text) => type(new TextEncoder().encode(text)));
   terminal.onBinary((text) => type(Uint8Array.from(text, (letter) => letter.charCodeAt(0))));
   terminal.onResize(() => ready && tell("resize"));
-  window.addEventListener("resize", () => fit.fit());
+  // The element also changes without the window, for example when the page gets a scroll bar.
+  new ResizeObserver(() => fit.fit()).observe(place);
 })();

@@ -225,6 +225,21 @@ def test_another_project_has_none_of_it(metal: Stack, allocation: str) -> None:
     assert stranger.get("projects/other/app-instances").json()["items"] == []
 
 
+def test_machines_say_with_what_an_application_on_them_is_refused(
+    metal: Stack, allocation: str
+) -> None:
+    member, at = metal.client("member"), f"{PATH}/machines"
+    (usable,) = member.get(at).json()["items"]
+    assert (usable["allocation_id"], usable["code"], usable["reason"]) == (allocation, "", "")
+    create(metal, allocation)
+    (used,) = member.get(at).json()["items"]
+    again = create(metal, allocation, "again", name="another").json()
+    assert (used["code"], used["reason"]) == (again["code"], f"{again['found']}: {again['remedy']}")
+    assert (
+        metal.client("stranger").get("projects/other/app-instances/machines").json()["items"] == []
+    )
+
+
 @pytest.mark.parametrize(
     ("wrong", "code"),
     [

@@ -180,7 +180,7 @@ def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
         failure = sa.update(tables.app_operations).values(failure=ERROR)
         conn.execute(failure)
     own = f"{at}/{made['id']}"
-    for path in (at, own, f"{own}/members", f"{own}/member-operations"):
+    for path in (at, f"{at}/machines", own, f"{own}/members", f"{own}/member-operations"):
         member.ask("GET", path)
     headers = {"Idempotency-Key": "ssh"}
     member.ask("POST", f"{own}/bootstrap-ssh/reconcile", headers=headers)

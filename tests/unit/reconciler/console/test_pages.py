@@ -1316,9 +1316,14 @@ def test_an_application_is_deployed_and_stopped_on_its_pages(
 ) -> None:
     page = "/console/projects/demo/apps"
     member, call = browse("member"), "POST /projects/demo/app-instances"
-    assert call not in {form.call for form in member.open(page).forms}, "nothing is active"
+    assert call not in {form.call for form in member.open(page).forms}, "there is no machine"
     first, second = (launch(selling, key, hostname=key).json()["id"] for key in ("one", "two"))
+    assert member.open(page).form(call).disabled, "nothing is active"
     activate(selling, first)
+    text = member.get(page).text
+    assert f'<option value="{second}" disabled>two, {second[:8]}: requested: wait until' in text
+    assert f'value="{second}" disabled> <span>two' in text and "Requested: wait until" in text
+    assert f'value="{first}" disabled' not in text and not Page(text).form(call).disabled
     activate(selling, second)
     typed = {
         "name": "slurm",
@@ -1334,7 +1339,8 @@ def test_an_application_is_deployed_and_stopped_on_its_pages(
     shown = member.get(mine).text
     assert "member_failed" in shown and "guest_unreachable_by_design" in shown
     assert all(f"/console/projects/demo/allocations/{id}" in shown for id in (first, second))
-    assert call not in {form.call for form in member.open(page).forms}, "both are used"
+    assert member.open(page).form(call).disabled, "both are used"
+    assert member.get(page).text.count("A member of the application slurm: stop") == 2
     path = f"/projects/demo/app-instances/{mine.rpartition('/')[2]}"
     for act, state in (("bootstrap-ssh/reconcile", "deploying"), ("stop", "stopped")):
         form = member.open(mine).form(f"POST {path}/{act}")
