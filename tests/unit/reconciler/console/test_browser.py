@@ -172,10 +172,12 @@ def pages(stack: Stack, known: dict[str, str]) -> dict[str, dict[str, str]]:
         }
 
     shared = named(SHARED)
+    # Operators see nothing else there.
+    member = dict(shared)
     for step in ("region", "image", "access", "review"):
-        shared[f"launch-{step}"] = launch_review(stack, step=step)
+        member[f"launch-{step}"] = launch_review(stack, step=step)
     for state in ("stuck", "waiting", "metal"):
-        shared[f"allocation-{state}"] = f"/console/projects/demo/allocations/{known[state]}"
+        member[f"allocation-{state}"] = f"/console/projects/demo/allocations/{known[state]}"
     operators = named(OPERATORS)
     for state in ("stuck", "failed", "waiting", "metal"):
         operators[f"operator-{state}"] = f"/console/allocations/{known[state]}"
@@ -185,7 +187,7 @@ def pages(stack: Stack, known: dict[str, str]) -> dict[str, dict[str, str]]:
     for part in ("discovery", "parity"):
         operators[f"{part}-rack-2"] = f"/console/nodes/rack-2/{part}"
     operators["health-examined"] = "/console/health?examine=yes"
-    return {"member": shared, "admin": shared | operators}
+    return {"member": member, "admin": shared | operators}
 
 
 def judge(page: Page, rules: dict[str, Any]) -> list[str]:
