@@ -44,7 +44,8 @@ options:
     description: >-
       Whether the allocation holds the slots. Giving them back needs the domain to be gone.
       C(kept) is C(held) for slots that the allocation already holds under the same fence, and takes
-      no other. C(fenced) only raises the fence, so that a late run of an older claim is refused.
+      no other. C(fenced) only raises the fence, so that a late run of an older claim is refused; it
+      is refused itself for slots that another allocation holds.
     type: str
     choices: [held, kept, fenced, released]
     default: held
@@ -409,7 +410,13 @@ def _plan_fence(params: _change.Params, state: State) -> _change.Plan:
         entry, fence = state.entries[str(slot["slot_id"])], int(slot["fence"])
         if entry.fence < fence:
             steps.append(_change.Step("raise_fence", entry.slot_id, entry.fence, fence))
-    return _change.Plan(tuple(steps), tuple(_stale(params["slots"], state)))
+    # The records may be older than this host: what would be removed and wiped is another tenant's.
+    others = [
+        _ledger.not_its_holder(entry, params["allocation_id"])
+        for entry in state.entries.values()
+        if entry.allocation_id not in ("", params["allocation_id"])
+    ]
+    return _change.Plan(tuple(steps), (*_stale(params["slots"], state), *others))
 
 
 def _plan_release(params: _change.Params, state: State) -> _change.Plan:

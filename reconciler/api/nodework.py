@@ -193,7 +193,7 @@ Report = TypeVar("Report", Discovery, Parity)
 @state_router.post("/drain", response_model=Node)
 def drain(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JSONResponse:
     """Sell nothing new on the node. Existing allocations stay until they are released."""
-    return _move(context, node_id, body, guard, host.drain)
+    return _move(context, node_id, body, guard, maintenance.drain)
 
 
 @state_router.post("/maintain", response_model=Node)

@@ -115,15 +115,30 @@ def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task:
     return queue.enqueue(conn, item, act)
 
 
+def drain(conn: sa.Connection, id: str, act: Act) -> Node:
+    """Stop accepting new work. A node that maintenance has drained stays so after its proof."""
+    node = rows.get(conn, Node, id, lock=True)
+    if not _drained(conn, node):
+        return host.drain(conn, id, act)
+    journal.remark(conn, "node", node, act, "drain")
+    journal.audit(conn, act, "admin.node.drain", "node", id)
+    return node
+
+
 def awaits_proof(conn: sa.Connection, node: Node) -> bool:
     """Whether maintenance that is over has drained the node, and no operator has since."""
+    return _drained(conn, node) and not _open(conn, node.id)
+
+
+def _drained(conn: sa.Connection, node: Node) -> bool:
+    """Whether the node's last drain was that of maintenance."""
     if node.state != NodeState.DRAINING:
         return False
     drains = sa.select(history.c.evidence).where(
         history.c.entity == "node", history.c.entity_id == node.id, history.c.event == "drain"
     )
     last = conn.execute(drains.order_by(history.c.id.desc()).limit(1)).scalar()
-    return _DRAINED in (last or {}) and not _open(conn, node.id)
+    return _DRAINED in (last or {})
 
 
 def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:

@@ -34,7 +34,7 @@ from reconciler.model.states import (
 )
 from reconciler.records import proofs, reports
 from reconciler.records import queue as task_queue
-from reconciler.records.claims import fence_off, held_slots, last_holder
+from reconciler.records.claims import fence_off, held_slots, last_holder, next_fence
 
 FORCE_CLEANUP = "admin.allocation.force_cleanup.applied"
 # Key of the recovery case that acted, in the evidence of an act and in its audit row.
@@ -270,7 +270,7 @@ def begin_cleanup(conn: sa.Connection, slot: Slot, act: Act) -> Slot:
 
     From the first step of the clean-up on, the host refuses any run that is still alive.
     """
-    return advance(conn, Slot, slot.id, "clean", act, columns={"fence": slot.fence + 1})
+    return advance(conn, Slot, slot.id, "clean", act, columns={"fence": next_fence(conn, slot)})
 
 
 def queue_host_task(
@@ -311,6 +311,8 @@ def queue_host_task(
 
 
 ORPHAN_STEP = "remove_orphan"
+# Code of a host that refuses to clean a slot up, because another allocation has it.
+LEASED = "slot_leased"
 
 
 def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Task:
@@ -361,11 +363,15 @@ def _remove_orphan(
 
 
 def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
-    """Refuse a blocked slot unless an orphan removal blocked it.
+    """Refuse a blocked slot unless an orphan removal blocked it, or its host has leased it to
+    another allocation since.
 
     A blocked slot may hold data of its last tenant, and the removal of another machine proves
-    nothing about that data. A slot blocked by an orphan removal was idle before.
+    nothing about that data. A slot blocked by an orphan removal was idle before, and a host leases
+    a slot only when nothing of its last tenant is left.
     """
+    if slot.health_detail.get("code") == LEASED:
+        return
     blocked = SlotState.CLEANUP_BLOCKED
     past = [row for row in journal.history_of(conn, "slot", slot.id) if row.target == blocked]
     first = [row for row in past if row.source != SlotState.CLEANUP]

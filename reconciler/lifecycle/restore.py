@@ -22,11 +22,9 @@ from reconciler.lifecycle import host, recovery_cases
 from reconciler.model.act import Act
 from reconciler.model.states import LIVE_CLAIMS, SlotState
 from reconciler.records import console_sessions, tokens
+from reconciler.records.claims import LEAP
 from reconciler.records.leasing import DUE
 
-# Added to every fence: more claims than a slot can have had since the backup. Hosts refuse a fence
-# that is lower than their highest.
-LEAP = 1_000_000
 _DONE = "admin.service.restored"
 
 

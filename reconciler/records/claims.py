@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.db import journal, rows
+from reconciler.db import journal, rows, settings
 from reconciler.db.journal import advance
 from reconciler.db.schema import Claim, Slot, claims, nodes, tasks
 from reconciler.db.schema import slots as slot_table
@@ -17,6 +17,9 @@ from reconciler.model.bundle import BUNDLE_FIELDS, run_bundle
 from reconciler.model.states import ClaimKind, ClaimState, SlotState, TaskKind
 
 ENDS = ("finish", "fail")
+# Added to a fence after a restore: more claims than a slot can have had since the backup. Hosts
+# refuse a fence that is lower than their highest.
+LEAP = 1_000_000
 _COPIED = (*BUNDLE_FIELDS, "nvme_identity", "fence", "disk_generation")
 
 
@@ -86,6 +89,16 @@ def next_node_fence(conn: sa.Connection, node_id: str) -> int:
     """Raise the node's fence, so that whole-machine runs under an older fence no longer count."""
     update = sa.update(nodes).where(nodes.c.id == node_id).values(fence=nodes.c.fence + 1)
     return int(conn.execute(update.returning(nodes.c.fence)).scalar_one())
+
+
+def next_fence(conn: sa.Connection, slot: Slot) -> int:
+    """The fence for a clean-up of a slot. Since a claim from before the records were restored, its
+    host may have seen any number of later claims.
+    """
+    claimed = sa.select(claims.c.created_at).where(claims.c.slot_id == slot.id)
+    last = conn.execute(claimed.order_by(claims.c.disk_generation.desc()).limit(1)).scalar()
+    restored_at = float(settings.read(conn, settings.RESTORED, 0.0))
+    return slot.fence + (LEAP if last is not None and last < restored_at else 1)
 
 
 def exclusive_ended_at(conn: sa.Connection, node_id: str) -> float:

@@ -236,7 +236,8 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
         "slot_leased",
         expected=f"slot {entry.slot_id} free or leased by {allocation_id}",
         found=f"leased by {entry.allocation_id or 'no allocation'}",
-        remedy="verify the absence of that allocation and release it first",
+        remedy="release that allocation; one that is in no record, as after the restore of an older"
+        " backup, is removed by its id with `gpuaas slots remove-orphan`",
     )
 
 

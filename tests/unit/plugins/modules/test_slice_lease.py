@@ -505,6 +505,21 @@ def test_fencing_shuts_out_the_older_run_and_keeps_the_lease(host: Path) -> None
     assert code(drive(RELEASED)) == "stale_fence"
 
 
+@pytest.mark.covers("I7", "I13")
+def test_no_clean_up_begins_on_what_another_allocation_holds(host: Path) -> None:
+    """The records are older than this host, and know only the tenant before its present one."""
+    assert drive({**PARAMS, "allocation_id": TWO}).changed
+    _ledger.mark_dirty("slot-3", fence=7, disk_identity=DISK.disk_identity)
+    for fence in (7, 8):
+        slots = [{"slot_id": "slot-3", "fence": fence}]
+        outcome = drive({**RELEASED, "state": "fenced", "slots": slots})
+        assert (code(outcome), outcome.changed) == ("slot_leased", False)
+        assert outcome.failure is not None and TWO in outcome.failure.found
+    # The one whose it is by name.
+    named = {**RELEASED, "allocation_id": TWO, "state": "fenced", "slots": slots}
+    assert drive(named).done == ["raise_fence"]
+
+
 def test_a_kept_lease_is_taken_from_no_release(host: Path) -> None:
     kept = {**PARAMS, "state": "kept"}
     assert code(drive(kept)) == "lease_missing"

@@ -30,10 +30,10 @@ from reconciler.db.migrations import migrate
 from reconciler.db.settings import site_scheduling
 from reconciler.gateway import role
 from reconciler.lifecycle import gate, invariants, slices
-from reconciler.lifecycle.restore import LEAP
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, queue, slots, tokens
+from reconciler.records.claims import LEAP
 from reconciler.service.process import adopt
 from reconciler.settings import Settings
 from reconciler.trust.ca import known_hosts, open_trust, user_ca

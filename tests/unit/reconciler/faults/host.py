@@ -174,6 +174,8 @@ def slice_lease(host: Host, params: Document) -> Document:
     for slot in slots:
         _ledger.check(slot["slot_id"], slot["fence"])
     if state == "fenced":
+        if {_ledger.load(slot["slot_id"]).allocation_id for slot in slots} - {"", key}:
+            raise refuse("slot_leased")
         for slot in slots:
             _ledger.raise_fence(slot["slot_id"], fence=slot["fence"])
         return {}

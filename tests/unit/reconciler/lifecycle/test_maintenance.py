@@ -214,6 +214,17 @@ def test_an_operators_own_drain_outlasts_the_restart(sold: Site, settings: Setti
         assert nodes.get(conn, "n1").state == NodeState.DRAINING
 
 
+def test_an_operators_drain_during_the_restart_outlasts_it(sold: Site, settings: Settings) -> None:
+    """It was refused, because the node was draining already, and the proof put it back on sale."""
+    with transaction(sold.engine) as conn:
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
+        assert maintenance.drain(conn, "n1", ADMIN).state == NodeState.DRAINING
+        succeed(begin(conn, settings, REBOOT), rebooted([]))
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
+        assert nodes.get(conn, "n1").state == NodeState.DRAINING
+        assert problem(maintenance.drain, conn, "n1", ADMIN).code == "transition_refused"
+
+
 def test_a_profile_may_leave_slices_stopped(sold: Site, settings: Settings, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
         key = running(conn, sold)

@@ -138,6 +138,30 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
         assert invariants.check(conn) == []
 
 
+@pytest.mark.covers("CTRL-7", "I7", "I12", "I13")
+def test_a_slot_that_was_sold_anew_since_the_backup_comes_back(sold: Site) -> None:
+    """The records know its tenant of before, and its host has seen any number of later claims."""
+    with transaction(sold.engine) as conn:
+        former = sold.active(conn)
+        slot_id = str(claims.of_allocation(conn, former)[0].slot_id)
+        restored.doubt(conn, sold.act)
+        launch.release(conn, former, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE, TaskState.FAILED)
+        stale = {"code": "stale_fence", "found": "fence 1"}
+        slices.release_failed(conn, former, sold.act, step="fence", error=stale)
+        recovery.force_cleanup(conn, former, sold.act, runtime_verified_absent=True)
+        task = sold.finish(conn, TaskKind.SLICE_WIPE, TaskState.FAILED)
+        assert task.fences[slot_id] > claims.LEAP, "above every fence of its host"
+        # Its host answers that another allocation has it.
+        leased = {"code": "slot_leased", "found": f"leased by {UNKNOWN}"}
+        slices.cleanup_failed(conn, [slot_id], sold.act, step="fence", error=leased)
+        task = recovery.remove_orphan(conn, slot_id, UNKNOWN, sold.act)
+        assert task.parameters["allocation"] == {"id": UNKNOWN}
+        cleaned(sold, conn, task)
+        assert slots.get(conn, slot_id).status == "disabled", "its host is not proven again"
+        assert invariants.check(conn) == []
+
+
 @pytest.mark.covers("CTRL-7", "I12")
 @pytest.mark.parametrize("named", [UNKNOWN, str(uuid.uuid4())], ids=["the same", "another"])
 def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Site, named: str) -> None:
