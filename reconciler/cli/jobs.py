@@ -149,7 +149,7 @@ def reprocess(
 ) -> None:
     """Queue dead letters again: first a sample, then all."""
     body: dict[str, Any] = {"sample": sample} if sample else {"all": True}
-    body |= {"force": force, "model": model or None}
+    body |= {"force": force, **({"model": model} if model else {})}
     output.record(client().post(f"{_path(project)}/dlq/reprocess", body))
 
 

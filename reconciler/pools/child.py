@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools.processes import MARK, SHIPPED
+from reconciler.pools.processes import MARK, NAME, SHIPPED
 from reconciler.pools.runner import DIGEST, LONGEST, MODEL_FILE, memory_exceeded
 
 # Time to load the models, some of which are large.
@@ -27,8 +27,6 @@ START_S = 300.0
 _GATHER_S = 0.005
 # Not with -m, which would give functions another InputError than the one that is caught.
 _MAIN = "import sys; from reconciler.pools.runner import main; main(sys.argv[2:])"
-# Names as the API takes them (`api.models.Name`).
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 # The runner gets nothing of the service's environment, which may hold the database's password.
@@ -297,7 +295,7 @@ def parse(words: Sequence[str]) -> dict[str, str]:
         usable = Path(path).is_file() if path.endswith(MODEL_FILE) else _FUNCTION.fullmatch(path)
         if at and not _DIGEST.fullmatch(digest):
             usable = None
-        if not _NAME.fullmatch(name) or name in models or not usable:
+        if not NAME.fullmatch(name) or name in models or not usable:
             raise Problem(
                 "model_unusable",
                 422,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ log = logging.getLogger("gpuaas.pools")
 
 # The environment variable that names host and worker of a process. Children inherit it.
 MARK = "POOL_WORKER"
+# Names of models as the API takes them (`api.models.Name`).
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Target of the model that is shipped, by its name.
 SHIPPED = {"digits": str(Path(__file__).with_name("digits.onnx"))}
 # Of every host, for drills that need a pool with a job.
@@ -128,6 +131,8 @@ def models(folder: Path) -> dict[str, str]:
     """
     targets = SHIPPED | DRILL
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not NAME.fullmatch(path.stem):
+            continue  # No pool could name it, and some names cannot be stored.
         if path.suffix == ".onnx" and path.is_file():
             targets[path.stem] = str(path)
         elif path.suffix == ".py" and path.is_file() and path.stem.isidentifier():

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.api.pools import PoolHost
 from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Job, Pool, PoolWorker, device_leases, pool_hosts, pool_workers
@@ -434,6 +435,18 @@ def test_a_host_that_comes_back_kills_what_was_given_up(control: Control) -> Non
     assert offered() == []
     until(lambda: offered() == ["GPU-0"])
     assert control.left() == {}
+
+
+def test_only_files_that_a_pool_can_name_are_models(control: Control) -> None:
+    """A name that is no UTF-8 made the lists of hosts fail, on every page that has them."""
+    folder = os.fsencode(processes.models_folder(control.settings))
+    for name in (b"mod\xe8le", b"my model", b"x=y", b"a" * 65, b"good"):
+        Path(os.fsdecode(folder + b"/" + name + b".onnx")).touch()
+    control.supervisor.tend()
+    with reading(control.engine) as conn:
+        (host,) = pools.hosts(conn)
+    assert host.models == ["digits", "drill", "good", "m"]
+    assert b"good" in PoolHost.of(host).model_dump_json().encode()
 
 
 @pytest.mark.covers("ORCH-8")
