@@ -60,11 +60,15 @@ async def project(visit: Visit) -> Response:
 
 
 async def jobs(visit: Visit) -> Response:
-    """Queue and dead letters of a project's inference jobs."""
+    """Queue, models and dead letters of a project's inference jobs."""
     path = f"/projects/{visit.named('project')}/jobs"
-    dead = await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor"))
-    chart = charts.of_queue(await visit.get(f"{path}/depth"))
-    return visit.page("jobs.html", project=visit.named("project"), dead=dead, charts=[chart])
+    return visit.page(
+        "jobs.html",
+        project=visit.named("project"),
+        charts=[charts.of_queue(await visit.get(f"{path}/depth"))],
+        models=(await visit.get(f"{path}/models"))["models"],
+        dead=await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor")),
+    )
 
 
 async def apps(visit: Visit) -> Response:

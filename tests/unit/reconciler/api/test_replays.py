@@ -315,6 +315,7 @@ ROWS = {
     "node_state_resume": _after("drain"),
     "node_state_retire": _after("drain", "maintain"),
     "jobs_cancel": _job({}, queued=True),
+    "jobs_cancel_all": _job({"all": True}, queued=True),
     "jobs_cancel_own": _job({}, queued=True),
     "jobs_create": _job(JOB),
     "jobs_create_own": _job(JOB),
