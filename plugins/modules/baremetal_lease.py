@@ -21,7 +21,8 @@ description:
   - V(given) records durably, before the tenant has an account, that the disks are the tenant's. It
     is refused when one of them has been written to since its wipe.
   - V(ending) shuts out every run with an older fence and marks every disk dirty. The tenant was
-    root, so earlier ledger entries of the disks do not count.
+    root, so earlier ledger entries of the disks do not count. It is refused while another
+    allocation holds the machine.
   - V(released) gives the machine back; refused while one of its disks is dirty, unless that one
     is in O(written_off). Such a disk stays dirty in the ledger, so that no tenant gets it unwiped
     should it come back. Refuses with C(disk_present) when one of them is there.
@@ -135,6 +136,9 @@ def observe(params: _change.Params) -> State:
         problems.append(_not_held(allocation, state.holder()))
     elif target == "given" and not state.given_to(allocation):
         problems += _whole_machine.remade(params["disks"])
+    if target == "ending" and state.holder() not in ("", allocation):
+        # The records may be older than this host: its disks are another tenant's.
+        problems.append(_ledger.not_its_holder(entries[MACHINE], allocation))
     if target == "released":
         spared = {MACHINE, *map(_whole_machine.slot_of, dead)}
         problems += [

@@ -237,7 +237,8 @@ def not_its_holder(entry: Entry, allocation_id: str) -> Refusal:
         expected=f"slot {entry.slot_id} free or leased by {allocation_id}",
         found=f"leased by {entry.allocation_id or 'no allocation'}",
         remedy="release that allocation; one that is in no record, as after the restore of an older"
-        " backup, is removed by its id with `gpuaas slots remove-orphan`",
+        " backup, is removed by its id with `gpuaas slots remove-orphan`, and from a whole machine"
+        " by a new installation",
     )
 
 

@@ -127,6 +127,20 @@ def test_what_the_tenant_wrote_into_the_ledger_saves_no_disk_from_the_wipe(host)
     assert wipe(2).done == ["wipe_disk"]
 
 
+@pytest.mark.covers("I7", "I13")
+def test_no_release_begins_on_a_machine_that_another_allocation_holds(host) -> None:
+    """The records are older than this host, and know only the tenant before its present one."""
+    present = "33bd713b-6073-4ef7-8a51-2897e902365d"
+    lease(fence=2, allocation_id=present)
+    wipe(2)
+    lease("given", fence=2, allocation_id=present)
+    host.write("nvme1n1", 20 << 20, b"tenant")
+    for fence in (2, 3):
+        assert code("ending", fence=fence) == "slot_leased"
+    assert _ledger.load(SLOT).fence == 2
+    assert lease("ending", fence=3, allocation_id=present).failure is None
+
+
 @pytest.mark.parametrize("text", ['{"mode": "slice"}', "{}", "not json", "[]"])
 def test_never_on_a_slice_host(host, text: str) -> None:
     _host.write(_boot_service.SLICE_MODE, text)
