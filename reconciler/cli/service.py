@@ -192,7 +192,7 @@ def restore(
 @commands.command()
 def doctor(
     allocation: Annotated[
-        str, typer.Option(help="Also check the way from the gateway to this slice.")
+        str, typer.Option(help="Try the way from the gateway to this slice, not to any.")
     ] = "",
 ) -> None:
     """Check settings, folders, keys, programs, database and processes; exit 1 on a failure.

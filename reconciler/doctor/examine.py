@@ -45,11 +45,12 @@ _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] =
     "leases": services.leases,
     "run_locks": services.run_locks,
     "member_address": services.member_address,
+    "way": services.any_way,
 }
 
 
 def examine(allocation_id: str = "") -> list[dict[str, str]]:
-    """All findings, each with the name of its check. allocation_id: whose way is examined, too.
+    """All findings, each with the name of its check. allocation_id: the slice to try the way to.
 
     Checks that need settings, a database or its schema are left out without them.
     """

@@ -15,12 +15,12 @@ from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import clock, leader, migrations, rows
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine
-from reconciler.db.schema import Allocation, Task, slots, tasks
+from reconciler.db.schema import Allocation, Task, allocations, slots, tasks
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.gateway.machine import Machine, probe
 from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem, Refusal
-from reconciler.model.states import Role, SlotState, TaskState
+from reconciler.model.states import AllocationState, CapacityShape, Role, SlotState, TaskState
 from reconciler.records import certificates, images, tokens
 from reconciler.runs import contract, lock
 from reconciler.runs.awx import request
@@ -36,6 +36,8 @@ from reconciler.trust.ca import GATEWAY, Trust, authorities, open_gateway
 _SKEW_S = 5.0
 # A host and its guest answer within this time.
 _ANSWER_S = 30.0
+# Whoever asks for no slice in particular does not wait longer for one that hangs.
+_SAMPLE_S = 10.0
 # Another worker takes over a task sooner than this.
 _FORGOTTEN_S = 60.0
 # Renewal begins a month before the end and is tried every day, so it has failed often by then.
@@ -288,13 +290,39 @@ def run_locks(settings: Settings, conn: Connection) -> Iterator[Finding]:
 
 def way(allocation_id: str, settings: Settings, conn: Connection) -> Iterator[Finding]:
     """The gateway's way to a slice: the host lets it in, and the guest proves itself there."""
+    yield _way(allocation_id, settings, conn, _ANSWER_S)
+
+
+def any_way(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """The gateway's way to one of the active slices: another one each time, because the tenant of
+    a slice can close it.
+    """
+    if not settings.member_address:
+        return  # A finding of the check of that address.
+    slice_ = allocations.c.capacity_shape == CapacityShape.GPU_SLICE
+    runs = sa.and_(allocations.c.state == AllocationState.ACTIVE, allocations.c.stopped.is_(False))
+    query = sa.select(allocations.c.id).where(slice_, runs).order_by(sa.func.random()).limit(1)
+    id = conn.scalar(query)
+    if id is None:
+        yield ok("no slice runs, so there is no way to try")
+        return
+    finding = _way(id, settings, conn, _SAMPLE_S)
+    yield warn(
+        f"slice {id}: {finding.found}",
+        unless=finding.status == "ok",
+        expected=finding.expected,
+        remedy=f"try others: run the doctor again, and `gpuaas doctor --allocation {id}`. A tenant"
+        " can close the way to one slice; a fault of the site closes more",
+    )
+
+
+def _way(allocation_id: str, settings: Settings, conn: Connection, answer_s: float) -> Finding:
     try:
         grant = ssh_access.require_slice(conn, rows.get(conn, Allocation, allocation_id))
-        asyncio.run(Machine(open_gateway(settings.state_dir), grant, _ANSWER_S).greet())
+        asyncio.run(Machine(open_gateway(settings.state_dir), grant, answer_s).greet())
     except Refusal as problem:
-        yield refused(problem, f"{problem.code}: {problem.found}")
-    else:
-        yield ok(f"host {grant.node_id} leads to {grant.address}, which has its host key")
+        return refused(problem, f"{problem.code}: {problem.found}")
+    return ok(f"host {grant.node_id} leads to {grant.address}, which has its host key")
 
 
 def member_address(settings: Settings, conn: Connection) -> Iterator[Finding]:

@@ -234,6 +234,27 @@ def test_the_doctor_says_where_the_way_to_a_slice_breaks(world: World) -> None:
     assert ask().found.startswith("host_keys_unknown")
 
 
+def test_the_doctor_tries_the_way_to_a_slice_that_runs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(**settings: str) -> list[tuple[str, str]]:
+        site = world.stack.settings.model_copy(update=settings)
+        with transaction(world.stack.engine) as conn:
+            return [(each.status, each.found) for each in services.any_way(site, conn)]
+
+    ((status, text),) = ask()
+    assert (status, world.allocation in text, world.sessions()) == ("ok", True, [])
+    assert ask(member_address="") == []
+    # It may be its tenant's doing, so the service itself has not failed.
+    monkeypatch.setattr(services, "_SAMPLE_S", 0.5)
+    with socket.create_server((NAME, 0)) as silent:
+        world.dial(silent.getsockname()[1])
+        ((status, text),) = ask()
+    assert status == "warn" and f"{world.allocation}: machine_silent" in text
+    _set(world, allocations, stopped=True)
+    assert ask() == [("ok", "no slice runs, so there is no way to try")]
+
+
 def test_a_whole_machine_has_the_same_door(world: World) -> None:
     """Its server is the tenant's own; the host's relay account is not asked."""
     _make_whole(world, world.guest.port)
