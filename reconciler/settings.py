@@ -118,6 +118,9 @@ class Settings(BaseSettings):
     keep_runs_days: int = Field(30, ge=1)
     """Days after which the run files of an ended task are deleted, with Ansible's output. Files
     and progress stay while the task's allocation lives or one of its slots is not clean."""
+    keep_jobs_days: int = Field(7, ge=1)
+    """Days after which an ended inference job is deleted, unless its project needs the room before.
+    A model stays known for as long after its last worker."""
     log_format: Literal["text", "json"] = "text"
     """Log lines as text for people, or as JSON objects for programs."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

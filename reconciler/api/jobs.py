@@ -256,7 +256,7 @@ def depth(project_id: Id, context: Member) -> QueueDepth:
 
 @router.get("/models")
 def list_models(project_id: Id, context: Member) -> ServedModels:
-    """Models that a worker serves for the project, or has within 7 days."""
+    """Models that a worker serves for the project, or has lately (GPUAAS_KEEP_JOBS_DAYS)."""
     served = context.read(lambda conn: jobs.models(conn, project_id))
     return ServedModels(models=[ServedModel.of(model._asdict()) for model in served])
 

@@ -68,8 +68,6 @@ _APP_STEPS: dict[str, FollowUp] = {
     "keys are to be removed": app_operations.REMOVE_KEYS,
 }
 DAY_S = 86_400.0
-# Ended jobs are kept for so long, unless their project needs the room before.
-JOBS_S = 7 * DAY_S
 # The loops count as stuck when no transaction began for so long. A statement may take a minute.
 STUCK_S = 90.0
 # Interval at which a machine checks its run folders.
@@ -258,7 +256,9 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
         "telemetry": retention.telemetry,
         "tokens": retention.tokens,
-        "jobs": partial(jobs.forget, age_s=JOBS_S, limit=retention.AT_ONCE),
+        "jobs": partial(
+            jobs.forget, age_s=settings.keep_jobs_days * DAY_S, limit=retention.AT_ONCE
+        ),
     }
     gone = dict.fromkeys(works, 0)
     for name, work in works.items():
