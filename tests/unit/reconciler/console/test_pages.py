@@ -847,7 +847,7 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
         values = {"firmware_differences": differences}
         conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(**values))
     parity = admin.get(f"{page}/parity").text
-    assert "1 failures, 0 warnings of 2 checks" in parity
+    assert "1 failure, 0 warnings of 2 checks" in parity
     assert parity.index("off &lt;b&gt;") < parity.index("is there"), "what failed comes first"
     assert "turn it on" in parity and ">none<" not in parity
     text = admin.get(page).text
