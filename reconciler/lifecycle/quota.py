@@ -29,6 +29,8 @@ _HOLDING = (*_OPEN, AllocationState.ACTIVE, AllocationState.RELEASING)
 # Code of a launch that failed by its tenant's own doing: a guest that is not reachable in time is
 # of the tenant's image, keys or data.
 _TENANTS_OWN = "readiness_failed"
+# What a tenant with root can leave on a disk, so that nobody can wipe it without a person.
+_LEFT_BY_TENANT = ("disk_locked", "disk_reserved")
 
 
 def change(conn: sa.Connection, id: str, limits: Mapping[str, int], act: Act) -> Project:
@@ -119,18 +121,21 @@ def _rows(conn: sa.Connection, project_id: str) -> list[Allocation]:
 
 
 def _count(conn: sa.Connection, records: list[Allocation], now: float) -> dict[str, int]:
-    # A release that waits for an operator is no use of its tenant.
-    holding = [
-        row
-        for row in records
-        if row.state in _HOLDING and not (row.state == AllocationState.RELEASING and row.error)
-    ]
+    holding = [row for row in records if row.state in _HOLDING and not _stranded(row)]
     return {
         "gpus": sum(row.gpu_count for row in holding),
         "machines": len(holding),
         "open_requests": sum(row.state in _OPEN for row in records) + _actions(conn, records),
         **{name: len(_in_hour(records, name, now)) for name in HOURLY},
     }
+
+
+def _stranded(row: Allocation) -> bool:
+    """Whether its release waits for an operator, which is no use of its tenant unless that caused
+    it: else machine after machine could be kept from others.
+    """
+    failed = row.state == AllocationState.RELEASING and bool(row.error)
+    return failed and row.error.get("code") not in _LEFT_BY_TENANT
 
 
 def _actions(conn: sa.Connection, records: list[Allocation]) -> int:

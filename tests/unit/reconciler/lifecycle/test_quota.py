@@ -54,6 +54,8 @@ def test_use_ends_with_the_allocation(sold: Site) -> None:
         launching.release(conn, key, ADMIN)
         assert refused(conn, sold).detail["used"] == 1, "its disk is still being wiped"
         stranded = sa.update(tables.allocations).where(tables.allocations.c.id == key)
+        conn.execute(stranded.values(error={"code": "disk_locked"}))
+        assert refused(conn, sold).detail["used"] == 1, "its tenant has locked the disk"
         conn.execute(stranded.values(error={"code": "identity_mismatch"}))
         sold.allocate(conn)  # a clean-up that waits for an operator is no use of the tenant
 
