@@ -32,7 +32,7 @@ from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
-from reconciler.records import certificates, queue, tokens
+from reconciler.records import certificates, queue, tokens, usage
 from reconciler.runs.paths import write_text
 from reconciler.settings import Settings
 
@@ -156,9 +156,9 @@ def _doubt(conn: Connection, manifest: dict[str, Any], backup: str) -> dict[str,
 
 
 def _accepted_again(conn: Connection) -> dict[str, Any]:
-    """Tokens and host keys that are valid by the records, and may have been revoked since.
+    """Tokens, host keys and allocations that are valid by the records, and may have ended since.
 
-    Each has the command that revokes it. A key that the host gave up after the backup may be in
+    Each has the command that ends it. A key that the host gave up after the backup may be in
     other hands: a new enrolment of the host records its current key and revokes this key again.
     """
     valid_tokens = [
@@ -180,7 +180,21 @@ def _accepted_again(conn: Connection) -> dict[str, Any]:
         }
         for key in certificates.accepted(conn)
     ]
-    return {"valid_tokens": valid_tokens, "valid_host_keys": valid_host_keys}
+    # Its usage goes on until its release, and so does its bill.
+    active_allocations = [
+        {
+            "allocation": row.allocation_id,
+            "project": row.project_id,
+            "since": clock.iso(row.started_at),
+            "if_released_since": f"gpuaas release {row.allocation_id} --project {row.project_id}",
+        }
+        for row in usage.unfinished(conn)
+    ]
+    return {
+        "valid_tokens": valid_tokens,
+        "valid_host_keys": valid_host_keys,
+        "active_allocations": active_allocations,
+    }
 
 
 def _not_empty(found: str) -> Problem:

@@ -107,6 +107,12 @@ def every(
     return rows.every(conn, part(_overlapping(span, project_id), ORDER, page))
 
 
+def unfinished(conn: sa.Connection) -> list[Usage]:
+    """Records of allocations that are active, the oldest first."""
+    query = sa.select(usage).where(usage.c.ended_at.is_(None))
+    return rows.every(conn, query.order_by(usage.c.started_at, usage.c.allocation_id), Usage)
+
+
 def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> list[Record]:
     """Sums over all records, by project, shape, SKU and price, as the lines of a bill."""
     each = _overlapping(span, project_id).subquery()

@@ -109,6 +109,8 @@ def test_the_same_allocations_and_nothing_done_twice(
     done = restore(after, file)
 
     assert done["lost_tasks"] == [before.task]
+    (billed,) = done["active_allocations"]
+    assert billed["if_released_since"] == f"gpuaas release {before.active} --project p1"
     assert len(done["closed_slots"]) == 1
     engine = open_engine(after.database)
     with reading(engine) as conn:
