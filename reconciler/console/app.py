@@ -67,6 +67,7 @@ OPERATORS: dict[str, Page] = {
     "/pools": pools.list_pools,
     "/pools/{pool}": pools.show,
     "/maintenance": pools.maintenance,
+    "/sessions/{session}": operators.replay,
     "/tasks": operators.list_tasks,
     "/tasks/{task}": operators.task,
     "/audit": operators.audit,
@@ -136,7 +137,7 @@ def _route(api: FastAPI, path: str, page: Page, *, admin: bool) -> Route:
                 visit.refused = refused
             else:
                 # A secret is shown once, so there is nothing to which a redirect could lead.
-                if not {"token", "ticket", "script"} & answer.keys():
+                if not {"token", "ticket", "script", "cast"} & answer.keys():
                     return visit.after(form, answer)
                 visit.shown = answer
         return await page(visit)

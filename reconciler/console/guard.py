@@ -14,7 +14,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-# xterm.js writes style elements. Its page shows nothing that another user has written into HTML.
+# xterm.js writes style elements. What others have written is in HTML of its pages only as text.
 TERMINAL_POLICY = _POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 _HEADERS = {
     "Content-Security-Policy": _POLICY,

@@ -10,6 +10,7 @@ from datetime import date, timedelta
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from reconciler.console import guard
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
 from reconciler.model import forced_end
@@ -233,6 +234,13 @@ async def comparisons(visit: Visit) -> list[tuple[str, str, Document | None]]:
         (name, title, await visit.get_or_none(f"/admin/{name}"))
         for name, title in (("netbox", "NetBox"), ("maas", "MAAS"))
     ]
+
+
+async def replay(visit: Visit) -> Response:
+    """What a terminal showed, as it was recorded, for an operator with a reason."""
+    answer = visit.page("replay.html", session=visit.named("session"))
+    answer.headers["Content-Security-Policy"] = guard.TERMINAL_POLICY
+    return answer
 
 
 async def health(visit: Visit) -> Response:

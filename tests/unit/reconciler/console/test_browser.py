@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -26,12 +27,14 @@ from reconciler.api.app import create_app
 from reconciler.console import stream
 from reconciler.console.app import OPERATORS, SHARED, mount
 from reconciler.db.engine import transaction
-from reconciler.db.schema import allocations, nodes, slots
+from reconciler.db.schema import allocations, nodes, slots, terminal_recordings
+from reconciler.records import terminals
 from tests.unit.reconciler.api.conftest import Saved
 from tests.unit.reconciler.api.stack import KEY, NODE, Stack, listening, stack_in
 from tests.unit.reconciler.api.test_canaries import fail
 from tests.unit.reconciler.api.test_follow import running, say
 from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.test_terminals import recorded
 from tests.unit.reconciler.console.full_site import full_site
 from tests.unit.reconciler.console.test_pages import address, launch_review
 
@@ -548,6 +551,53 @@ def test_recovery_by_keyboard_alone(selling: Stack, window: Open) -> None:
         expect(page.get_by_text("the guest never answered")).to_be_visible()
     case = selling.client("admin").get(f"admin/allocations/{stuck}/recovery").json()
     assert case["reason"] == "the guest never answered"
+
+
+def test_a_hostile_recording_is_replayed_by_keyboard(selling: Stack, window: Open) -> None:
+    mine = recorded(selling, launch(selling).json()["id"])
+    link = "\x1b]8;;https://elsewhere.example\x07click\x1b]8;;\x07"
+    lines: list[Any] = [
+        {"version": 2, "width": 60, "height": 10},
+        [0.5, "o", f"<img src=https://elsewhere.example> {link}\r\n"],
+        [0.6, "r", "1000000x1000000"],
+        [0.7, "i", "typed"],
+        [9000.0, "o", "\x1b[c\x1b]52;c;eA==\x07the end"],
+    ]
+    cast = "\n".join(["</pre><script>alert(1)</script>", *map(json.dumps, lines)])
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.delete(terminal_recordings))
+        terminals.append(conn, mine, "demo", cast)
+        terminals.finish(conn, mine, "d" * 64)
+    with window("admin") as watched:
+        page = watched.open("/console/projects/demo/ssh")
+        page.get_by_role("link", name="recorded").click()
+        page.get_by_label("Reason").fill("incident 7")
+        page.keyboard.press("Enter")
+        screen = page.locator(".xterm-rows")
+        position = page.get_by_label("Position in seconds")
+        play = page.get_by_role("button", name="Play")
+        expect(play).to_be_enabled()
+        play.focus()
+        page.keyboard.press("Space")
+        # The silence of two hours is not waited for.
+        expect(screen).to_contain_text("the end")
+        expect(play).to_be_focused()
+        text = screen.inner_text()
+        assert "<img src=https://elsewhere.example> click" in text and "typed" not in text
+        page.on("dialog", lambda dialog: watched.faults.append(dialog.message) or dialog.dismiss())
+        screen.get_by_text("click").hover(force=True)
+        screen.get_by_text("click").click(force=True)
+        assert judge(page, STANDARDS) == []
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SHOTS / "admin-sessions-replay-desktop.png")
+        position.focus()
+        page.keyboard.press("Home")
+        expect(screen).not_to_contain_text("the end")
+        page.keyboard.press("End")
+        expect(screen).to_contain_text("the end")
+        page.set_viewport_size(PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert len(watched.context.pages) == 1
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])

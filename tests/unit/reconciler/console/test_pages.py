@@ -69,7 +69,6 @@ Browse = Callable[[str], Browser]
 NOT_OFFERED = {
     "PUT /admin/nodes/{}/bmc-firmware": "its body is the output of a program",
     "POST /nodes/{}/enrol": "hosts call it",
-    "POST /admin/ssh-sessions/{}/replay": "its answer is a file, which `gpuaas ssh-replay` writes",
     "POST /projects/{}/jobs": "programs send jobs, and `gpuaas jobs`",
     "POST /jobs": "as above",
     "POST /jobs/{}/cancel": "as above",
@@ -97,6 +96,7 @@ def names(selling: Stack) -> dict[str, str]:
         "slot": admin.get(f"admin/nodes/{NODE}/resource-slots").json()["items"][0]["id"],
         "task": admin.get("admin/tasks").json()["items"][0]["id"],
         "correlation": "some-request",
+        "session": "some-session",
         "pool": busy_pools(selling),
         "app": empty_app(selling),
     }
@@ -1133,7 +1133,7 @@ def test_vendored_files_are_the_published_ones() -> None:
     for name, digest in VENDORED.items():
         assert hashlib.sha256((static / name).read_bytes()).hexdigest() == digest
     scripts = {file.name for file in static.iterdir() if file.suffix in (".js", ".css")}
-    assert scripts == {*VENDORED, "console.css", "terminal.js"}
+    assert scripts == {*VENDORED, "console.css", "replay.js", "terminal.js"}
     assert "Permission is hereby granted" in (static / "xterm-LICENSE.txt").read_text()
 
 
