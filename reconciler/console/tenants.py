@@ -60,13 +60,15 @@ async def project(visit: Visit) -> Response:
 
 
 async def jobs(visit: Visit) -> Response:
-    """Queue, models and dead letters of a project's inference jobs."""
-    path = f"/projects/{visit.named('project')}/jobs"
+    """Queue, models, pools and dead letters of a project's inference jobs."""
+    own = f"/projects/{visit.named('project')}"
+    path = f"{own}/jobs"
     return visit.page(
         "jobs.html",
         project=visit.named("project"),
         charts=[charts.of_queue(await visit.get(f"{path}/depth"))],
         models=(await visit.get(f"{path}/models"))["models"],
+        pools=(await visit.get(f"{own}/pools", live=True, limit=100))["items"],
         dead=await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor")),
     )
 

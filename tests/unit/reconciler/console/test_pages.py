@@ -1211,8 +1211,10 @@ def test_dead_letters_have_their_reasons_and_a_sample_is_queued_again(
     assert "function_failed" not in text
     assert "Jobs that have not ended. 2, 0 to 2" in text
     bury(selling)
+    start(selling.engine, "own", target="remote", project_id="demo")
     text = member.get(path).text
     assert "function_failed" in text and "<td>m</td><td>now</td>" in text
+    assert "<td>own</td>" in text and "0 of 1" in text
     forms = [form for form in Page(text).forms if form.call == "POST /projects/demo/jobs/cancel"]
     assert len(forms) == 2
     for form in forms:
