@@ -48,7 +48,7 @@ def full_site(stack: Stack, folder: Path) -> dict[str, str]:
     known = {"project": "demo", "node": NODE, **_allocations(stack)}
     known["pool"] = busy_pools(stack)
     known["app"] = _application(stack, known["allocation"])
-    _slice(stack, known["allocation"])
+    known["session"] = _slice(stack, known["allocation"])
     _nodes(stack)
     known["metal"] = _machine(stack)
     _projects(stack)
@@ -65,7 +65,8 @@ def activate(stack: Stack, allocation_id: str) -> None:
     key = KEY.rpartition(" ")[0]
     connection = {"host": "gate.example", "port": 2200, "username": "tenant", "host_keys": [key]}
     with transaction(stack.engine) as conn:
-        slices.provision_started(conn, allocation_id, ACT)
+        machine = {"vcpus": 24, "memory_mib": 196608, "firmware": "uefi"}
+        slices.provision_started(conn, allocation_id, ACT, machine=machine)
         slices.provision_succeeded(conn, allocation_id, ACT, connection=connection)
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
 
@@ -109,8 +110,8 @@ def _allocations(stack: Stack) -> dict[str, str]:
     return made
 
 
-def _slice(stack: Stack, id: str) -> None:
-    """Telemetry, ports and sessions of an active slice."""
+def _slice(stack: Stack, id: str) -> str:
+    """Telemetry, ports and sessions of an active slice; the id of one with a recording."""
     hour_of_samples(stack, id)
     sources = ["198.51.100.0/24", "203.0.113.7/32", "2001:db8:1234:5678::/64"][:2]
     rules = [
@@ -136,6 +137,7 @@ def _slice(stack: Stack, id: str) -> None:
         terminals.finish(conn, sessions[2], "d" * 64)
         ssh_sessions.close(conn, sessions[0], "client closed", (1 << 20, 70 << 30))
         ssh_sessions.close(conn, sessions[2], "the membership has ended", (1 << 10, 5 << 20))
+    return sessions[2]
 
 
 def _application(stack: Stack, controller: str) -> str:
