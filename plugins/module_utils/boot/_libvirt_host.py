@@ -139,9 +139,9 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(_OPEN)
     elif step.name == "enable_libvirt":
-        _command.run(["systemctl", "enable", _DAEMON])
+        _command.run(["systemctl", "enable", _DAEMON], timeout=120)
     else:
-        _command.run(["systemctl", "enable", "--now", _SOCKET])
+        _command.run(["systemctl", "enable", "--now", _SOCKET], timeout=120)
     return None
 
 

@@ -167,7 +167,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "start_rshim":
         _start_rshim()
     elif step.name in _COMMANDS:
-        _command.run(_COMMANDS[step.name])
+        # systemd gives the start of a unit 90 s.
+        _command.run(_COMMANDS[step.name], timeout=120)
     else:
         return _bridge.apply(params, step)
     return None
