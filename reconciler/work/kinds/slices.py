@@ -102,11 +102,15 @@ def image_document(work: Work, image: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def begin_provision(work: Work) -> None:
+def provision_begin(work: Work) -> None:
+    """Set the slice to provisioning, and record what it keeps of its machine."""
+    shape = _kept_shape(work)
+    begin_provision(work, {name: shape[name] for name in _LASTING})
+
+
+def begin_provision(work: Work, machine: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Set the task's allocation to provisioning; Problem `canceled` when it has ended."""
     key = work.allocation_id
-    shape = _kept_shape(work)
-    machine = {name: shape[name] for name in _LASTING}
     act = work.act.because("provisioning started")
     if slices.provision_started(work.conn, key, act, machine=machine):
         return
@@ -437,7 +441,7 @@ HANDLERS: dict[str, Handler] = {
         "provision_slice",
         provision_variables,
         provision_succeeded,
-        begin_provision,
+        provision_begin,
         deadlines=("clone", "ready"),
         arrange=partitions.join,
     ),
