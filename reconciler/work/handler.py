@@ -8,7 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.db.schema import Node, Task
+from reconciler.db import rows
+from reconciler.db.schema import Allocation, Node, Task
 from reconciler.lifecycle.task_failures import act_of
 from reconciler.model import hardware
 from reconciler.model.act import Act
@@ -41,6 +42,10 @@ class Work:
     def allocation_id(self) -> str:
         """Allocation of the task; "" for work on a node."""
         return self.task.allocation_id or ""
+
+    def allocation(self) -> Allocation:
+        """The record of the task's allocation as it is now, without its claims and tasks."""
+        return rows.get(self.conn, Allocation, self.allocation_id)
 
     @property
     def act(self) -> Act:

@@ -9,7 +9,7 @@ from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.states import TaskKind
 from reconciler.records import reports
 from reconciler.work.handler import Handler, Work
-from reconciler.work.kinds.slices import begin_provision
+from reconciler.work.kinds.slices import set_provisioning
 
 
 def provision_variables(work: Work) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def provision_variables(work: Work) -> dict[str, Any]:
 
 def provision_start(work: Work) -> None:
     """Problem `canceled`, which starts no run, if the allocation has ended."""
-    begin_provision(work)
+    set_provisioning(work)
     baremetal.entered(work.conn, work.task.node_id)
 
 

@@ -26,7 +26,7 @@ from reconciler.model.errors import Problem
 from reconciler.model.fabric import Isolation
 from reconciler.model.states import AllocationState, PowerAction, TaskKind
 from reconciler.pools import remote
-from reconciler.records import allocations, claims, images, queue, reports, segments
+from reconciler.records import claims, images, queue, reports, segments
 from reconciler.records import slots as slot_records
 from reconciler.runs.paths import run_secret
 from reconciler.trust.ca import GATEWAY, gateway_ca, open_trust
@@ -105,16 +105,16 @@ def image_document(work: Work, image: dict[str, Any]) -> dict[str, Any]:
 def provision_begin(work: Work) -> None:
     """Set the slice to provisioning, and record what it keeps of its machine."""
     shape = _kept_shape(work)
-    begin_provision(work, {name: shape[name] for name in _LASTING})
+    set_provisioning(work, {name: shape[name] for name in _LASTING})
 
 
-def begin_provision(work: Work, machine: Mapping[str, Any] = MappingProxyType({})) -> None:
+def set_provisioning(work: Work, machine: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Set the task's allocation to provisioning; Problem `canceled` when it has ended."""
     key = work.allocation_id
     act = work.act.because("provisioning started")
     if slices.provision_started(work.conn, key, act, machine=machine):
         return
-    state = allocations.get(work.conn, key).state
+    state = work.allocation().state
     # Already provisioning: this run continues after a run that failed or never reached its host.
     if state != AllocationState.PROVISIONING:
         raise canceled(f"allocation {key} requested, or being provisioned", str(state))
@@ -214,14 +214,14 @@ def machine_shape(
 
 def _kept_shape(work: Work) -> dict[str, Any]:
     """Shape of the task's VM: as it was launched, if it was, and else as the profile is now."""
-    kept = allocations.get(work.conn, work.allocation_id).machine
-    return machine_shape(work.profile, len(work.parameters["slots"]), kept)
+    slots = work.parameters["slots"]
+    return machine_shape(work.profile, len(slots), work.allocation().machine)
 
 
 def fabric_network(work: Work) -> dict[str, Any]:
     """Network of the tenant on the fabric. Its number stays the project's while this task lives."""
     kind = fabric.isolation(work.profile)
-    project = allocations.get(work.conn, work.allocation_id).project_id
+    project = work.allocation().project_id
     network: dict[str, Any] = {
         "isolation": kind.value,
         "link": work.profile["fabric"].get("link") or fabric.INFINIBAND,
@@ -241,8 +241,7 @@ def fabric_network(work: Work) -> dict[str, Any]:
 def ready_deadline(work: Work) -> int:
     """Seconds until an unreachable VM counts as failed; a launch may ask for less, not more."""
     allowed: int = work.profile["deadlines"]["ready"]
-    allocation = allocations.get(work.conn, work.allocation_id)
-    return min(allowed, int(allocation.parameters.get("ready_deadline_s", allowed)))
+    return min(allowed, int(work.allocation().parameters.get("ready_deadline_s", allowed)))
 
 
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:

@@ -91,13 +91,13 @@ def test_no_run_begins_for_an_allocation_that_has_ended(sold: Site) -> None:
         (task,) = queue.every(conn, allocation_id=key)
         work = Work(conn, task, nodes.get(conn, "n1"), {}, Settings())
         with conn.begin_nested() as begun:
-            slice_kinds.begin_provision(work)
-            slice_kinds.begin_provision(work)
+            slice_kinds.set_provisioning(work)
+            slice_kinds.set_provisioning(work)
             assert allocations.get(conn, key).state == "provisioning", "goes on"
             begun.rollback()
         launch.release(conn, key, ADMIN)
         with pytest.raises(Problem, match="canceled"):
-            slice_kinds.begin_provision(work)
+            slice_kinds.set_provisioning(work)
 
 
 @pytest.mark.covers("CTRL-4", "I20")
