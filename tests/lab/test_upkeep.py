@@ -112,7 +112,35 @@ def test_a_tenant_logs_in_and_copies_through_the_gateway(
         _client("scp", *words, str(tmp_path / "file"), f"{id}:copied")
         digest = hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
         assert digest in slice_steps.in_guest(stage, "sha256sum copied; rm copied")
+        _terminals_switched(stage, tmp_path)
+        examined = json.loads(_gpuaas(stage, tmp_path, "doctor", "--allocation", id).stdout)
+        (way,) = (row for row in examined["findings"] if row["check"] == "way")
+        assert way["status"] == "ok", way
     assert stage.on_host("getent", "passwd", "gpuaas-relay").strip().endswith(":/usr/sbin/nologin")
+
+
+def _terminals_switched(stage: Stage, folder: Path) -> None:
+    """The tenant's own commands close a running machine to terminals, and open it again."""
+    (folder / "token").write_text(stage.secrets["tenant"])
+    key = str(stage.folder / "tenant_key")
+    words = ["ssh-terminal", stage.facts["allocation"]["id"], "--key", key]
+    words += ["--project", stage.facts["project"]]
+    asked = f"sudo sshd -T -C user={slice_steps.USER},host=h,addr=10.100.0.1"
+    for off, lines in (["--off"], "0"), ([], "1"):
+        done = _gpuaas(stage, folder, "--token-file", str(folder / "token"), *words, *off)
+        assert done.returncode == 0, done.stderr
+        shown = slice_steps.in_guest(stage, f"{asked} | grep -c gpuaas-terminal-ca || true")
+        assert shown.strip() == lines, off
+
+
+def _gpuaas(stage: Stage, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a person does who has this folder for settings."""
+    assert stage.service is not None
+    line = [*stage.service.command, "--output", "json", *words]
+    environment = {**stage.service.environment, "XDG_CONFIG_HOME": str(home)}
+    return subprocess.run(
+        line, env=environment, capture_output=True, text=True, timeout=CLIENT_S, check=False
+    )
 
 
 def _client(*words: str) -> str:

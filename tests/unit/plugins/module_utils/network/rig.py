@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -226,6 +227,28 @@ class Rig:
     @property
     def leases(self) -> Path:
         return self.folder / "dnsmasq.leases"
+
+    def report(self) -> str:
+        """What the machines hold and have counted, to explain a connection that does not come."""
+        seen = [f"{process and process.args[4]}: {process and process.poll()}"  # type: ignore[index]
+                for process in (self.dhcp, self.switch, self.database)]  # fmt: skip
+        for place, used, *words in (
+            ("host", "(INPUT|FORWARD|POSTROUTING) |[1-9][0-9]*:", "iptables-save", "--counters"),
+            ("host", "packets [1-9]", "nft", "list", "ruleset"),
+            ("host", "n_packets=[1-9]", "ovs-ofctl", "dump-flows", NETWORK["bridge"]),
+            ("host", "", "ovs-appctl", "dpctl/dump-flows"),
+            ("host", "", "ovs-appctl", "dpctl/dump-conntrack"),
+            ("host", "", "cat", "/proc/thread-self/net/nf_conntrack"),
+            *((place, "", "ip", "neighbour") for place in ("host", "world", A.place)),
+            ("host", "", "tail", "-n", "9", str(self.folder / "ovs-vswitchd.out")),
+        ):
+            try:
+                told = self.run(words, place=self.place(place), timeout=20).stdout
+            except (subprocess.SubprocessError, OSError) as failure:
+                told = repr(failure)
+            seen.append(f"# {place}: {' '.join(words)}")
+            seen += [line for line in told.splitlines() if re.search(used, line)]
+        return "\n".join(seen)
 
     def close(self) -> None:
         for process in (self.dhcp, self.switch, self.database):

@@ -147,7 +147,10 @@ def reaches(
         client.settimeout(limit_s)
         if place == "world":
             client.bind((rigs.WORLD, 0))
-        return client.connect_ex(address) == 0
+        error = client.connect_ex(address)
+    if error and limit_s == PATIENCE_S:
+        print(f"error {error} from {place} to {address}", rig.report(), sep="\n")
+    return error == 0
 
 
 def guest_reaches_the_world(rig: Rig, limit_s: float = PATIENCE_S) -> bool:
@@ -221,6 +224,7 @@ def test_guests_and_containers_pass_side_by_side(rig: Rig, version: str) -> None
 @needs_ufw
 def test_ufw_and_docker_keep_their_rules_and_guests_their_way(rig: Rig) -> None:
     ufw = Ufw(rig)
+    assert guardian(rig) == []
     ufw("enable")
     try:
         # Our rules stood there before, so nothing is interrupted.
