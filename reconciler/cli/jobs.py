@@ -43,7 +43,10 @@ def submit(
     timeout: Annotated[int, typer.Option(min=1, max=3600, help="Seconds of one attempt.")] = 60,
     wait: Annotated[bool, typer.Option(help="Wait for the results.")] = False,
 ) -> None:
-    """Queue a job, or all jobs of a list of at most 100 inputs."""
+    """Queue a job, or all jobs of a list of at most 100 inputs.
+
+    With --wait, it exits 1 if a job ends without a result.
+    """
     content = read_json(
         *(file, "input_unreadable", "a JSON object, or a list of them"), "correct the file"
     )
@@ -57,13 +60,20 @@ def submit(
     if isinstance(content, list):
         body = {"jobs": [{**options, "input": item} for item in content]}
         queued = client().post(f"{_path(project)}/batch", body)
-        if wait:
-            output.rows([_ended(project, id) for id in queued["ids"]], *COLUMNS, "result")
-        else:
-            output.record(queued)
+        ids = queued["ids"]
+    else:
+        queued = client().post(_path(project), {**options, "input": content})
+        ids = [queued["id"]]
+    if not wait:
+        output.record(queued)
         return
-    job = client().post(_path(project), {**options, "input": content})
-    output.record(_ended(project, job["id"]) if wait else job)
+    ended = [_ended(project, id) for id in ids]
+    if isinstance(content, list):
+        output.rows(ended, *COLUMNS, "result")
+    else:
+        output.record(ended[0])
+    if any(job["status"] != JobStatus.DONE for job in ended):
+        raise typer.Exit(1)
 
 
 def _ended(project: str, id: str) -> dict[str, Any]:

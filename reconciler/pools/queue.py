@@ -25,8 +25,9 @@ log = logging.getLogger("gpuaas.jobs")
 T = TypeVar("T")
 
 TEND_S = 1.0
-# First pause of an idle worker after a job. Each further one is twice as long, up to the poll.
-_FIRST_S = 0.005
+# Pauses of an idle worker: the first after a job, and the longest. Each is twice as long as the one
+# before.
+_FIRST_S, _LONGEST_S = 0.002, 0.1
 Ended = Sequence[tuple[Call, Outcome]]
 
 
@@ -116,6 +117,8 @@ class DatabaseQueue:
         self._claim = ""
         # The last hint has brought no job: it was of a job that is done, or of another model.
         self._vain = False
+        # Such hints were dropped since the last job.
+        self._dropped = False
         # Failures to reclaim jobs that are not counted in the database yet.
         self._errors = 0
 
@@ -169,7 +172,7 @@ class DatabaseQueue:
         counted, calls = self._write(turn)
         self._claim = ""
         if calls:
-            self._vain, self._pause_s = False, 0.0
+            self._vain, self._dropped, self._pause_s = False, False, 0.0
         self._bury(leases.buried(ended, counted))
         return Turn(len(counted), calls)
 
@@ -185,15 +188,17 @@ class DatabaseQueue:
     def wait(self, stopping: threading.Event) -> None:
         # Hints name no model, and another worker may have taken the hint about a job of this
         # worker. So it polls as often as without hints.
-        poll_s = self._poll_s if self._hints is None else min(self._poll_s, TEND_S)
-        self._pause_s = min(max(self._pause_s * 2, _FIRST_S), poll_s)
+        poll_s = min(self._poll_s, TEND_S)
+        self._pause_s = min(max(self._pause_s * 2, _FIRST_S), poll_s, _LONGEST_S)
         if self._hints is None:
             stopping.wait(self._pause_s)
         elif self._vain:
-            # Or a stream that always has an entry would keep the worker asking without a pause.
-            stopping.wait(self._pause_s)
+            # A turn gets jobs without their hints, so these are dropped at once. A stream that has
+            # another such entry each time must not keep the worker asking without a pause.
+            if self._dropped:
+                stopping.wait(self._pause_s)
             self._hints.wait(0, STALE)
-            self._vain = False
+            self._vain, self._dropped = False, True
         else:
             began = time.monotonic()
             if self._hints.wait(poll_s):

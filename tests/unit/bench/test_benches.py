@@ -95,7 +95,8 @@ def test_jobs(tmp_path: Path) -> None:
         assert jobs[name]["ours_per_s"] > 0
         assert jobs[name]["p99_ms"] >= runs["p50_ms"][name] > 0
     # Peers are installed for a real run only.
-    assert {jobs["redis"][name] for name in ("best_peer", "ratio", "peer_p99_ms")} == {None}
+    of_peers = ("best_peer", "ratio", "peer_p99_ms", "peer_durable_p99_ms")
+    assert {jobs["redis"][name] for name in of_peers} == {None}
     assert {name: set(of) for name, of in runs["per_s"].items()} == {name: {"1"} for name in ours}
     assert all(mib > 10 for mib in runs["memory_mib"].values())
 

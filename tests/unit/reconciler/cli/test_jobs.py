@@ -37,6 +37,12 @@ def test_the_life_of_jobs(
     assert [(job["input"]["x"], job["result"]) for job in results] == [
         (number, {"y": 2}) for number in (1, 2, 3)
     ]
+    assert gpuaas.status == 0
+    failure = Outcome(error=ERROR, permanent=True)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: play(new, failure))
+    failed = run(gpuaas, "submit", "m", str(file), "--wait")
+    assert {(job["status"], gpuaas.status) for job in failed} == {("dead_letter", 1)}
+    run(gpuaas, "cancel", "--model", "m", "--dead")
     first, *others = run(gpuaas, "submit", "m", str(file))["ids"]
     assert run(gpuaas, "cancel", first)["status"] == "canceled"
     play(new, Outcome(error=ERROR, permanent=True))

@@ -256,6 +256,32 @@ def test_a_worker_that_has_jobs_asks_again_soon(
     assert pauses[0] < 0.1
 
 
+def test_hints_of_jobs_that_it_has_had_are_dropped_without_a_pause(
+    queue: Queue, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, stopping = Hints(server.url), threading.Event()
+    database = DatabaseQueue(queue.engine, ["m"], hints=streams, poll_s=60)
+    database.serve({})
+    database.wait(stopping)
+    streams.announce(queue.add(hints.STALE))
+    assert database.turn((), (), hints.STALE).calls
+    monkeypatch.setattr(stopping, "wait", lambda _: pytest.fail("it pauses"))
+    for _ in range(2):
+        database.wait(stopping)
+    assert streams.lengths()[STREAM] == 0
+
+
+def test_an_idle_worker_without_hints_asks_ten_times_a_second(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = DatabaseQueue(queue.engine, ["m"], poll_s=0.5)
+    stopping, pauses = threading.Event(), list[float]()
+    monkeypatch.setattr(stopping, "wait", pauses.append)
+    for _ in range(20):
+        database.wait(stopping)
+    assert max(pauses) == 0.1
+
+
 @contextmanager
 def impostor(path: Path, act: Callable[[socket.socket], object]) -> Iterator[Hints]:
     """The hints of a server that answers each request in another way than Redis."""
