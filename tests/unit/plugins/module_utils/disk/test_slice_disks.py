@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ def test_a_host_that_imports_any_pool_is_named(host: Path) -> None:
 
 
 LINK = DISK.removeprefix("/dev/")
+# As `scripts/setup --tests` unpacks it, on distributions with and without /bin of its own.
+UDEVADM = shutil.which("udevadm", path=f"{sys.prefix}/udev/bin:{sys.prefix}/udev/usr/bin")
 
 
 class Udev:
@@ -101,7 +104,8 @@ class Udev:
     """
 
     def __init__(self, folder: Path, program: Path, device: str) -> None:
-        self.folder, self.device = folder, device.removeprefix("/dev/")
+        self.folder, self.program = folder, program
+        self.device = device.removeprefix("/dev/")
         shutil.copytree(program.parents[1] / "lib/udev", folder)
         look = 'ENV{ID_FS_TYPE}!="?*", RUN+="/bin/register"\nSYMLINK+="disk/by-uuid/root"\n'
         self.write("69-standin", look)
@@ -112,7 +116,7 @@ class Udev:
     def of(self, link: str) -> str:
         """Properties of the device, and programs that are run for it, when it has this name."""
         self.write("61-names", f'KERNEL=="{self.device}", SYMLINK+="{link}"\n')
-        test = f"udevadm test --action=add /sys/class/block/{self.device} 2>&1"
+        test = f"{self.program} test --action=add /sys/class/block/{self.device} 2>&1"
         words = ["unshare", "--mount", "sh", "-c"]
         words.append(f"mount --bind {self.folder} /usr/lib/udev && {test}")
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
@@ -131,11 +135,11 @@ def disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     subprocess.run(["losetup", "--detach", device], check=True)
 
 
-@pytest.mark.skipif(not shutil.which("udevadm"), reason="no udevadm: install udev")
+@pytest.mark.skipif(not UDEVADM, reason="needs udev, unpacked by `scripts/setup --tests`")
 def test_udev_makes_nothing_of_a_tenants_disk(disk: tuple[Path, str], tmp_path: Path) -> None:
     """A copy of the host's EFI partition, a physical volume, a disk only bcache would recognise."""
     file, device = disk
-    udev = Udev(tmp_path / "udev", Path(shutil.which("udevadm") or "").resolve(), device)
+    udev = Udev(tmp_path / "udev", Path(UDEVADM or ""), device)
     assert "/bin/register" in udev.of(LINK)
     subprocess.run(["mkfs.vfat", "-n", "EFI", str(file)], check=True, capture_output=True)
     assert "disk/by-label/EFI" in udev.of(LINK)

@@ -460,8 +460,7 @@ def _quiet(place: str, interface: str) -> None:
             request = struct.pack("16sP", interface.encode(), ctypes.addressof(value)).ljust(
                 40, b"\0"
             )
-            with contextlib.suppress(OSError):
-                fcntl.ioctl(handle, 0x8946, request)  # SIOCETHTOOL
+            fcntl.ioctl(handle, 0x8946, request)  # SIOCETHTOOL
 
 
 def _until(ready: Any, deadline: float = 60) -> None:
