@@ -85,8 +85,8 @@ _ALLOCATIONS = """
     telemetry_of_whole_machine
 """
 _INGRESS = """
-    ingress_address_reserved ingress_address_unknown ingress_expiry_invalid ingress_limit
-    ingress_needs_slice ingress_off ingress_port_in_use
+    ingress_address_in_use ingress_address_reserved ingress_address_unknown ingress_expiry_invalid
+    ingress_limit ingress_needs_slice ingress_off ingress_port_in_use
 """
 _APPS = """
     allocation_in_app allocation_not_active app_instance_ended app_instance_exists

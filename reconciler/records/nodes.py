@@ -11,11 +11,18 @@ import sqlalchemy as sa
 from reconciler.db import journal, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Order, Page, part
-from reconciler.db.schema import Node, claims, nodes, slots
+from reconciler.db.schema import Node, claims, ingress_rules, nodes, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import TWICE, serial_of
-from reconciler.model.states import LIVE_CLAIMS, HealthState, NodeMode, NodeState, SlotState
+from reconciler.model.states import (
+    LIVE_CLAIMS,
+    LIVE_INGRESS,
+    HealthState,
+    NodeMode,
+    NodeState,
+    SlotState,
+)
 
 CHANGEABLE = (
     "name",
@@ -58,6 +65,7 @@ def create(
     CHANGEABLE; the table has their defaults.
     """
     _require_changeable(values)
+    _require_no_ingress(conn, values)
     taken = sa.or_(nodes.c.id == id, nodes.c.name == (name or id))
     if rows.first(conn, sa.select(nodes).where(taken), Node):
         raise Problem(
@@ -102,6 +110,8 @@ def change(conn: sa.Connection, id: str, act: Act, **values: Any) -> Node:
     """Change the fields that an operator may set: address, placement, profile, health."""
     _require_changeable(values)
     with locks.node(conn, id) as before:
+        if values.get("address") != before.address:
+            _require_no_ingress(conn, values)
         update(conn, id, **values)
     detail = {name: {"from": getattr(before, name), "to": value} for name, value in values.items()}
     journal.audit(conn, act, "admin.node.changed", "node", id, detail=detail)
@@ -117,6 +127,21 @@ def _require_changeable(values: Mapping[str, Any]) -> None:
             expected=", ".join(CHANGEABLE),
             found=", ".join(unknown),
             remedy="leave these fields out: the service maintains them",
+        )
+
+
+def _require_no_ingress(conn: sa.Connection, values: Mapping[str, Any]) -> None:
+    """A host of that address would hand its own ports to the tenants whose rules name it."""
+    query = sa.select(ingress_rules.c.id).where(
+        ingress_rules.c.public_address == values.get("address", ""),
+        ingress_rules.c.state.in_(LIVE_INGRESS),
+    )
+    if (rule := conn.scalar(query.limit(1))) is not None:
+        raise Problem(
+            "ingress_address_in_use",
+            expected="the address of a host that no rule of public ingress names",
+            found=f"{values['address']}, which rule {rule} names",
+            remedy="remove the rules of that address first, or give the host another one",
         )
 
 

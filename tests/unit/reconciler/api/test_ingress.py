@@ -93,6 +93,24 @@ def test_a_rule_is_requested_shown_and_removed(site: Stack, slice_id: str) -> No
     assert add(site, slice_id, key="next").status_code == 201, "its port is free"
 
 
+def test_no_host_takes_the_address_of_a_rule(site: Stack, slice_id: str) -> None:
+    rule = add(site, slice_id).json()
+    admin = site.client("admin")
+    (node,) = admin.get("admin/nodes").json()["items"]
+
+    def move() -> Any:
+        return admin.patch(f"admin/nodes/{node['id']}", json={"address": ADDRESS})
+
+    def create() -> Any:
+        return admin.post("admin/nodes", json={**new, "address": ADDRESS})
+
+    new = {"id": "gpu-99", "profile": node["profile"], "mode": "slice"}
+    for act in (move, create):
+        assert refused(site, act)["code"] == "ingress_address_in_use"
+    site.client("member").delete(f"{path(slice_id)}/{rule['id']}")
+    assert move().status_code == 200, move().text
+
+
 def _tasks(stack: Stack) -> list[Any]:
     with transaction(stack.engine) as conn:
         return queue.every(conn)
