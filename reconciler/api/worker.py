@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 # The longest wait for a job to be due.
 _WAIT_S = 20
+# First pause of a wait for a job. Each further one is twice as long, up to the service's poll.
+_FIRST_S = 0.02
 Key = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
 Line = Annotated[str, StringConstraints(max_length=2_000)]
 
@@ -264,6 +266,7 @@ async def due(body: Wait, worker: Worker) -> Due:
     """Answers as soon as a job is due, or when the time is over."""
     end = time.monotonic() + body.wait_s
     state = worker.request.app.state
+    pause_s = _FIRST_S
 
     def look(conn: Connection, pool: Pool) -> Due:
         return Due(
@@ -276,7 +279,8 @@ async def due(body: Wait, worker: Worker) -> Due:
             over = not may_wait or time.monotonic() >= end
             if over or answer.due or not answer.serving or await worker.request.is_disconnected():
                 return answer
-            await asyncio.sleep(state.settings.poll_s)
+            await asyncio.sleep(min(pause_s, state.settings.poll_s))
+            pause_s *= 2
 
 
 @router.post("/leave")
