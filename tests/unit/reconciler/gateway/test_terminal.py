@@ -257,11 +257,13 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
     assert "terminal_refused_by_guest" in shell(world, "id").stderr
     principals.write_text(right)
     assert shell(world, "id").returncode == 0
-    with transaction(world.stack.engine) as conn:
-        another = {"username": USER, "host_keys": [world.host.key]}
-        conn.execute(sa.update(allocations).values(connection=another))
-    assert "guest_not_proven" in shell(world, "id").stderr
-    world.refused("terminal_refused_by_guest", "guest_not_proven")
+    config, host = world.config(), f"gateway-{world.allocation}"
+    for keys, code in (([world.host.key], "guest_not_proven"), ([], "host_keys_unknown")):
+        with transaction(world.stack.engine) as conn:
+            another = {"username": USER, "host_keys": keys}
+            conn.execute(sa.update(allocations).values(connection=another))
+        assert code in world.run("id", config=config, host=host).stderr
+    world.refused("terminal_refused_by_guest", "guest_not_proven", "host_keys_unknown")
 
 
 @pytest.mark.parametrize("terminal", [False])
@@ -396,8 +398,12 @@ def test_a_machine_that_dies_and_a_database_that_is_away_are_named(
         terminal.ready()
         (hall,) = site.app.state.terminals
         hall.limits = replace(hall.limits, unknown_s=0)
+        ticket = site.ticket()["ticket"]
         monkeypatch.setattr(sessions, "reading", away)
         assert terminal.end()[:2] == ("authorisation_unavailable", 4012)
+        # No refusal, so it has no row: the service itself cannot.
+        with site.open(ticket) as second:
+            assert second.end() == ("internal_error", 4000, "The terminal cannot be opened now.")
         monkeypatch.undo()
     until(lambda: all(each["closed_at"] for each in world.sessions()))
     reasons = {each["reason"] for each in world.sessions()}
@@ -626,9 +632,12 @@ def test_an_idle_terminal_ends(world: World, site: Site) -> None:
     )  # fmt: skip
     with done:
         try:
-            assert done.wait(60) == 255
+            assert done.wait(60) == 255 and done.stdout
+            assert b"gpuaas: idle" in done.stdout.read()
         finally:
             done.kill()
+    until(lambda: all(each["closed_at"] for each in world.sessions()))
+    assert [each["reason"] for each in world.sessions()] == ["idle", "idle"]
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=1)])
@@ -878,7 +887,8 @@ def test_terminals_live_no_longer_before_the_guest_opens_them(
     mute.guest("channel")
     with site.open() as terminal:
         assert terminal.end()[:2] == ("time_is_over", 4006)
-    assert shell(world, "-tt").returncode == 255
+    done = shell(world, "-tt")
+    assert done.returncode == 255 and "gpuaas: time_is_over" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, typed_s=0.5)])
