@@ -37,6 +37,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, terminal_recordings, terminal_tickets
 from reconciler.gateway import sessions, web
 from reconciler.gateway.machine import Machine
+from reconciler.gateway.server import Client
 from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
@@ -618,6 +619,42 @@ def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) ->
         assert taken < 16 << 20
         end_allocation(world)
         until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+
+
+@pytest.mark.parametrize("paused", ["window", "connection"])
+def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
+    world: World, paused: str
+) -> None:
+    """The client fills its window, or grants a large one and does not read from its connection."""
+
+    async def read_nothing() -> tuple[int, int]:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        window = 64 << 10 if paused == "window" else 1 << 30
+        process = await client.create_process("yes", encoding=None, window=window)
+        assert await process.stdout.readexactly(2) == b"y\n"
+        stopped: Any = process.channel if paused == "window" else client._transport
+        stopped.pause_reading()
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client) and session._connection is not None
+        taken = -1
+        while taken != session.traffic()[1] and taken < 64 << 20:
+            taken = session.traffic()[1]
+            await asyncio.sleep(0.5)
+        near: Any = session._connection._transport
+        waiting = near.get_write_buffer_size()
+        waiting += sum(shell.channel.get_write_buffer_size() for shell in session._terminals)
+        stopped.resume_reading()
+        for _ in range(64):
+            assert await process.stdout.readexactly(1 << 16) == b"y\n" * (1 << 15)
+        client.abort()
+        return taken, waiting
+
+    taken, waiting = world.on_loop(read_nothing())
+    # What the kernel's buffers of the connection hold was taken, too.
+    assert taken < 16 << 20 and waiting < 2 << 20
 
 
 def test_an_idle_terminal_ends(world: World, site: Site) -> None:
