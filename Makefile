@@ -17,7 +17,7 @@ demo: ## Play the main job: prepare a slice host, launch a GPU VM for a tenant, 
 	@scripts/setup --demo
 	@$(PYTHON) -m lab.demo
 
-run: setup ## Start the reconciler and its console on 127.0.0.1 with SQLite; prints a login
+run: setup ## Start the reconciler and its console on 127.0.0.1 with SQLite; ends with its address and a login
 	@$(GPUAAS) serve --login
 
 ##@ Tests

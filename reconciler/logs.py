@@ -20,8 +20,8 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
 # The longest line. A path has up to 64 KiB, a host's answer more.
 _LONGEST = 16_000
 # Some log whole URLs, and the query of a download link is a key. One logs the commands of tenants.
-# Others log every step.
-_QUIET = ("httpx", "asyncssh", "uvicorn.access", "alembic")
+# Others log every step, and steps of starting after this program's own words.
+_QUIET = ("httpx", "asyncssh", "uvicorn.access", "uvicorn.error", "alembic")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +41,8 @@ def serve(
         bool, typer.Option("--api-only", help="Leave tasks and loops to `gpuaas worker`.")
     ] = False,
     login: Annotated[
-        bool, typer.Option("--login", help="Print a token of 12 hours for the console.")
+        bool,
+        typer.Option("--login", help="Print the console's address and a token of 12 hours."),
     ] = False,
 ) -> None:
     """Run the API, its workers and the loops until interrupted. Runs on hosts outlive it."""
@@ -250,6 +252,15 @@ def run_server(*, api_only: bool, login: bool = False) -> None:
     from reconciler.service import listeners, process
     from reconciler.settings import Settings
 
+    class Server(uvicorn.Server):
+        words: Sequence[str] = ()
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            # Last, and no lines of the log, which others may read: they have a token.
+            for text in self.words:
+                output.line(text)
+
     settings = Settings()
     logs.configure(settings)
     with listeners.api_sockets(settings) as sockets:
@@ -270,6 +281,7 @@ def run_server(*, api_only: bool, login: bool = False) -> None:
             ws_max_size=web.FRAME,
             ws_per_message_deflate=False,
         )
+        server = Server(config)
         # uvicorn stops at a signal and then raises it again. Without this handler the process would
         # end there, and its tasks would wait until their leases expire.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -280,13 +292,14 @@ def run_server(*, api_only: bool, login: bool = False) -> None:
                 process.running(settings, engine, api=True, work=not api_only),
             ):
                 log.info("database at %s, API on %s", revision, _listening(settings, sockets))
-                log.info("console on %s/console", _url(settings, sockets))
+                console = f"console on {_url(settings, sockets)}/console"
                 if login:
-                    # Not a line of the log, which others may read.
-                    output.line(f"log in with {_login(engine)}")
+                    server.words = [console, f"log in with {_login(engine)}"]
+                else:
+                    log.info(console)
                 # Its sockets take connections already.
                 process.announce()
-                uvicorn.Server(config).run(sockets)
+                server.run(sockets)
         finally:
             engine.dispose()
 

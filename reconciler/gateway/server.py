@@ -13,6 +13,7 @@ import logging
 import signal
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import asyncssh
 from sqlalchemy import Connection, Engine
@@ -276,20 +277,49 @@ class Client(Session, asyncssh.SSHServer):
         live = sum(not (near.lost and far.lost) for near, far in self._ends) + self._opening
         live += sum(not shell.gone for shell in self._terminals)
         live += self._machine.forsaken if self._machine else 0
-        if live >= self.gateway.limits.channels:
+        limit = self.gateway.limits.channels
+        if live >= limit:
+            problem = Problem(
+                "too_many_channels",
+                429,
+                expected=f"fewer than {limit} channels of a connection",
+                found=f"{live}",
+                remedy="close some, or connect again",
+            )
+            self._later(problem)
             raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many channels")
 
     def connection_requested(
         self, dest_host: str, dest_port: int, _orig_host: str, _orig_port: int
     ) -> Awaitable[asyncssh.SSHTCPSession[bytes]]:
         if (dest_host, dest_port) != (DESTINATION, PORT):
-            self._later(_not_there(f"{dest_host[:100]!r} port {dest_port}"))
-            raise asyncssh.ChannelOpenError(
-                _PROHIBITED, f"this gateway leads to {DESTINATION}:{PORT} only"
-            )
+            self._elsewhere(f"{dest_host[:100]!r} port {dest_port}")
         self._require_room()
         self._opening += 1
         return self._open()
+
+    def unix_connection_requested(self, _dest_path: str) -> NoReturn:
+        self._elsewhere("a socket")
+
+    def tun_requested(self, _unit: int | None) -> NoReturn:
+        self._elsewhere("a tunnel")
+
+    def tap_requested(self, _unit: int | None) -> NoReturn:
+        self._elsewhere("a tunnel")
+
+    def server_requested(self, _listen_host: str, _listen_port: int) -> bool:
+        self._later(_not_there("a port of the gateway"))
+        return False
+
+    def unix_server_requested(self, _listen_path: str) -> bool:
+        self._later(_not_there("a socket of the gateway"))
+        return False
+
+    def _elsewhere(self, found: str) -> NoReturn:
+        self._later(_not_there(found))
+        raise asyncssh.ChannelOpenError(
+            _PROHIBITED, f"this gateway leads to {DESTINATION}:{PORT} only"
+        )
 
     async def _open(self) -> asyncssh.SSHTCPSession[bytes]:
         near, far = pair()

@@ -5,6 +5,7 @@ The client is set up by `gpuaas ssh-config` alone: it knows every key before it 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import itertools
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -30,13 +32,13 @@ import pytest
 import sqlalchemy as sa
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
 from asyncssh.constants import MSG_CHANNEL_DATA, MSG_GLOBAL_REQUEST, MSG_IGNORE
-from asyncssh.packet import Boolean, String
+from asyncssh.packet import Boolean, String, UInt32
 
 from reconciler.db import rows
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, allocations, api_tokens, nodes
 from reconciler.doctor import Finding, services
-from reconciler.gateway import machine, sessions
+from reconciler.gateway import machine, role, server, sessions
 from reconciler.gateway.machine import probe
 from reconciler.gateway.server import Client, Gateway
 from reconciler.gateway.sessions import Limits
@@ -65,6 +67,40 @@ pytestmark = pytest.mark.covers("SLICE-10")
 def test_open_sessions_are_authorised_every_two_seconds() -> None:
     """A release cuts within three, so a round has one second for its answers."""
     assert Limits().check_s <= 2
+
+
+def test_every_refusal_and_every_end_is_played() -> None:
+    """Each code that the gateway gives is named by a test of this folder."""
+    files = (*Path(server.__file__).parent.glob("*.py"), Path(ssh_access.__file__))
+    codes = {code for file in files for code in _codes(ast.parse(file.read_text()))}
+    assert len(codes) > 30
+    tests = [ast.parse(file.read_text()) for file in Path(__file__).parent.glob("*.py")]
+    played = {word for test in tests for text in _texts(test) for word in re.split(r"\W+", text)}
+    assert codes - played == set()
+
+
+def _codes(source: ast.AST) -> Iterator[str]:
+    """Codes of refusals, reasons of ends, and returns of the functions that decide about them."""
+    for node in ast.walk(source):
+        givers: list[ast.AST] = []
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *_]):
+                if name in {"Problem", "_problem", "_ended", "_End", "_refusal", "cut", "end"}:
+                    givers = [first]
+            case ast.Assign(targets=[ast.Attribute(attr="_why"), *_], value=value):
+                givers = [value]
+            case ast.FunctionDef(name="reason" | "idle" | "ends" | "over"):
+                givers = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
+            case ast.AnnAssign(target=ast.Name(id="ENDS"), value=ast.Dict(keys=keys)):
+                givers = [key for key in keys if key]
+        for giver in givers:
+            yield from (text for text in _texts(giver) if re.fullmatch("[a-z]+(_[a-z]+)*", text))
+
+
+def _texts(source: ast.AST) -> Iterator[str]:
+    for node in ast.walk(source):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_a_tenant_reaches_the_slice(world: World) -> None:
@@ -276,9 +312,8 @@ def test_a_whole_machine_has_the_same_door(world: World) -> None:
         ["-T", "id"],
         ["-tt"],
         ["-s", "sftp"],
-        ["-N", "-o", "Tunnel=yes", "-o", "ExitOnForwardFailure=yes", "-w", "0:0"],
     ],
-    ids=["port", "address", "listen", "command", "terminal", "subsystem", "tunnel"],
+    ids=["port", "address", "listen", "command", "terminal", "subsystem"],
 )
 def test_the_gateway_itself_offers_nothing_else(world: World, words: list[str]) -> None:
     gateway = f"gateway-{world.allocation}"
@@ -290,9 +325,59 @@ def test_the_gateway_itself_offers_nothing_else(world: World, words: list[str]) 
     )
     assert done.returncode != 0 and "uid=" not in done.stdout, done.stderr
     assert world.sessions() == []
-    if words[0] == "-W":
-        (row,) = until(lambda: world.audit("gateway.refused"))
-        assert row["detail"]["code"] == "destination_refused"
+    if words[0] in ("-W", "-N"):
+        world.refused("destination_refused")
+    elif words[0] != "-s":
+        world.refused("terminal_off")
+
+
+@pytest.mark.parametrize("terminal", [True])
+def test_sockets_tunnels_agents_and_x11_are_refused(
+    world: World, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A row for each, although they are alike and quick.
+    monkeypatch.setattr(sessions.Sessions, "_is_new", lambda *_: True)
+
+    async def ask() -> list[bool | None]:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        for opening in (
+            client.open_unix_connection("/run/docker.sock"),
+            client.create_tun(asyncssh.SSHTunTapSession, 0),
+            client.create_tap(asyncssh.SSHTunTapSession, 0),
+        ):
+            with pytest.raises(asyncssh.ChannelOpenError, match="leads to slice:22 only"):
+                await opening
+        with pytest.raises(asyncssh.ChannelListenError):
+            await client.start_unix_server(lambda: None, "/run/mine.sock")
+        process = await client.create_process("echo in; exec cat")
+        assert await process.stdout.readline() == "in\n"
+        ask = process.channel._make_request
+        cookie = (String("MIT-MAGIC-COOKIE-1"), String("00" * 16), UInt32(0))
+        answers = [
+            await ask(b"auth-agent-req@openssh.com"),
+            await ask(b"x11-req", Boolean(False), *cookie),
+        ]
+        client.abort()
+        return answers
+
+    assert terminal
+    assert world.on_loop(ask()) == [False, False]
+    rows = until(lambda: world.audit("gateway.refused")[3:] and world.audit("gateway.refused"))
+    texts = sorted(row["detail"]["found"] for row in rows)
+    assert texts == ["a socket", "a socket of the gateway", "a tunnel", "a tunnel"]
+    assert {row["detail"]["code"] for row in rows} == {"destination_refused"}
+
+
+def test_a_gateway_without_a_name_or_a_role_to_make_says_so(world: World) -> None:
+    site = world.stack
+    settings = site.settings.model_copy(update={"member_address": ""})
+    with pytest.raises(Problem, match="gateway_nameless"):
+        asyncio.run(server.serve(settings, site.engine, world.gateway.trust, lambda: None))
+    with transaction(site.engine) as conn, pytest.raises(Problem, match="gateway_role_needless"):
+        role.sql(conn, 51)
 
 
 def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
@@ -583,6 +668,9 @@ def test_what_ends_cuts_the_session_and_admits_no_other(world: World, end: Any) 
     assert session["reason"] == code
     done = world.run("id", config=config)
     assert done.returncode == 255 and "Permission denied" in done.stderr
+    world.refused(code)
+    row = world.audit("gateway.refused")[0]
+    assert (row["subject_id"], row["detail"]["address"]) == (world.allocation, "127.0.0.1")
 
 
 def _sessions(world: World) -> list[dict[str, Any]]:
@@ -877,7 +965,7 @@ def test_channels_that_their_client_never_closes_are_bounded(world: World, termi
         (session,) = world.gateway.clients
         assert isinstance(session, Client)
         opened, variables = 0, {f"name{number}": "x" * 10_000 for number in range(50)}
-        with suppress(asyncssh.ChannelOpenError):
+        with pytest.raises(asyncssh.ChannelOpenError, match="too many channels"):
             while opened < 2 * world.gateway.limits.channels:
                 await client.create_session(Deaf, "true", env=variables)
                 opened += 1
@@ -887,6 +975,9 @@ def test_channels_that_their_client_never_closes_are_bounded(world: World, termi
 
     assert terminal
     assert world.on_loop(fill()) == (world.gateway.limits.channels, 0)
+    # The client aborts shells that are being opened, which leaves refusals of other kinds.
+    codes = {"too_many_channels"}
+    until(lambda: codes <= {row["detail"]["code"] for row in world.audit("gateway.refused")})
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, channels=3)])
@@ -1101,9 +1192,10 @@ def test_an_idle_login_and_a_flood_of_refusals_leave_little(world: World) -> Non
     world.gateway.limits = replace(patient, idle_s=0.5)
     idle = [*world.ssh(host=f"gateway-{world.allocation}")[:-1], "-N"]
     done = subprocess.run(
-        [*idle, f"gateway-{world.allocation}"], capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 255
+        [*idle, f"gateway-{world.allocation}"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 255 and done.stderr.rstrip().endswith("gpuaas: idle"), done.stderr
     world.gateway.limits = patient
     for port in range(30, 36):
         gateway = f"gateway-{world.allocation}"

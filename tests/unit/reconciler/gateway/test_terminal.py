@@ -37,6 +37,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, terminal_recordings, terminal_tickets
 from reconciler.gateway import sessions, web
 from reconciler.gateway.machine import Machine
+from reconciler.gateway.server import Client
 from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
 from reconciler.lifecycle import retention
@@ -257,11 +258,13 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
     assert "terminal_refused_by_guest" in shell(world, "id").stderr
     principals.write_text(right)
     assert shell(world, "id").returncode == 0
-    with transaction(world.stack.engine) as conn:
-        another = {"username": USER, "host_keys": [world.host.key]}
-        conn.execute(sa.update(allocations).values(connection=another))
-    assert "guest_not_proven" in shell(world, "id").stderr
-    world.refused("terminal_refused_by_guest", "guest_not_proven")
+    config, host = world.config(), f"gateway-{world.allocation}"
+    for keys, code in (([world.host.key], "guest_not_proven"), ([], "host_keys_unknown")):
+        with transaction(world.stack.engine) as conn:
+            another = {"username": USER, "host_keys": keys}
+            conn.execute(sa.update(allocations).values(connection=another))
+        assert code in world.run("id", config=config, host=host).stderr
+    world.refused("terminal_refused_by_guest", "guest_not_proven", "host_keys_unknown")
 
 
 @pytest.mark.parametrize("terminal", [False])
@@ -396,8 +399,12 @@ def test_a_machine_that_dies_and_a_database_that_is_away_are_named(
         terminal.ready()
         (hall,) = site.app.state.terminals
         hall.limits = replace(hall.limits, unknown_s=0)
+        ticket = site.ticket()["ticket"]
         monkeypatch.setattr(sessions, "reading", away)
         assert terminal.end()[:2] == ("authorisation_unavailable", 4012)
+        # No refusal, so it has no row: the service itself cannot.
+        with site.open(ticket) as second:
+            assert second.end() == ("internal_error", 4000, "The terminal cannot be opened now.")
         monkeypatch.undo()
     until(lambda: all(each["closed_at"] for each in world.sessions()))
     reasons = {each["reason"] for each in world.sessions()}
@@ -614,6 +621,42 @@ def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) ->
         until(lambda: [s for s in _sessions(world) if s["closed_at"]])
 
 
+@pytest.mark.parametrize("paused", ["window", "connection"])
+def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
+    world: World, paused: str
+) -> None:
+    """The client fills its window, or grants a large one and does not read from its connection."""
+
+    async def read_nothing() -> tuple[int, int]:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        window = 64 << 10 if paused == "window" else 1 << 30
+        process = await client.create_process("yes", encoding=None, window=window)
+        assert await process.stdout.readexactly(2) == b"y\n"
+        stopped: Any = process.channel if paused == "window" else client._transport
+        stopped.pause_reading()
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client) and session._connection is not None
+        taken = -1
+        while taken != session.traffic()[1] and taken < 64 << 20:
+            taken = session.traffic()[1]
+            await asyncio.sleep(0.5)
+        near: Any = session._connection._transport
+        waiting = near.get_write_buffer_size()
+        waiting += sum(shell.channel.get_write_buffer_size() for shell in session._terminals)
+        stopped.resume_reading()
+        for _ in range(64):
+            assert await process.stdout.readexactly(1 << 16) == b"y\n" * (1 << 15)
+        client.abort()
+        return taken, waiting
+
+    taken, waiting = world.on_loop(read_nothing())
+    # What the kernel's buffers of the connection hold was taken, too.
+    assert taken < 16 << 20 and waiting < 2 << 20
+
+
 def test_an_idle_terminal_ends(world: World, site: Site) -> None:
     with site.open() as terminal:
         terminal.ready()
@@ -626,9 +669,12 @@ def test_an_idle_terminal_ends(world: World, site: Site) -> None:
     )  # fmt: skip
     with done:
         try:
-            assert done.wait(60) == 255
+            assert done.wait(60) == 255 and done.stdout
+            assert b"gpuaas: idle" in done.stdout.read()
         finally:
             done.kill()
+    until(lambda: all(each["closed_at"] for each in world.sessions()))
+    assert [each["reason"] for each in world.sessions()] == ["idle", "idle"]
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=1)])
@@ -878,7 +924,8 @@ def test_terminals_live_no_longer_before_the_guest_opens_them(
     mute.guest("channel")
     with site.open() as terminal:
         assert terminal.end()[:2] == ("time_is_over", 4006)
-    assert shell(world, "-tt").returncode == 255
+    done = shell(world, "-tt")
+    assert done.returncode == 255 and "gpuaas: time_is_over" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, typed_s=0.5)])

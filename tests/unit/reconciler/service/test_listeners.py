@@ -14,6 +14,7 @@ import pytest
 
 from reconciler.service import listeners
 from reconciler.settings import PROJECT, Settings
+from tests.unit.reconciler.service.service import until
 
 
 @pytest.mark.covers("CTRL-1")
@@ -42,21 +43,25 @@ def test_make_run_ends_with_an_address_and_a_login_that_works(tmp_path: Path) ->
         stderr=subprocess.STDOUT,
         text=True,
     )
+    lines: list[str] = []
     try:
-        said = ""
         assert process.stdout is not None
         for line in process.stdout:
-            said += line
+            lines.append(line)
             if "log in with " in line:
                 break
-        address = re.search(r"console on (http://127\.0\.0\.1:\d+)/console", said)
-        token = re.search(r"log in with (gpuaas_[\w-]{43})$", said.rstrip())
-        assert address and token, said
+        address = re.search(r"console on (http://127\.0\.0\.1:\d+)/console$", lines[-2].rstrip())
+        token = re.search(r"log in with (gpuaas_[\w-]{43})$", lines[-1].rstrip())
+        assert address and token, lines
         with httpx.Client(base_url=address[1], timeout=120, trust_env=False) as browser:
+            until(lambda: browser.get("/readyz").is_success)
             form = {"token": token[1]}
             entered = browser.post("/console/login", data=form, headers={"Origin": address[1]})
             assert entered.status_code == 303
-            assert browser.get("/console/fleet").status_code == 200
+            first = browser.get("/console/", follow_redirects=True)
+            assert (first.status_code, first.url.path) == (200, "/console/fleet")
     finally:
-        process.terminate()
-        process.communicate(timeout=60)
+        # Without the lines of an orderly end.
+        process.kill()
+        rest = process.communicate(timeout=60)[0]
+    assert [line for line in rest.splitlines() if " gpuaas.api.request " not in line] == []
