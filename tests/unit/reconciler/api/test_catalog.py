@@ -173,6 +173,8 @@ def test_a_fleet_in_one_request(selling: Stack) -> None:
     made = launch(selling).json()["id"]
     fleet = selling.client("admin").get("admin/fleet").json()
     assert fleet["nodes"] == {"ready": 1}
+    assert fleet["regions"] == [{"region": "", "nodes": fleet["nodes"]}]
+    assert fleet["machines"] == [], "a host of slices is not sold as a whole"
     assert fleet["slots"] == {"available": 1, "reserved": 1}
     assert fleet["capacity"] == [{"region": "", "sku": "lab-edu-slice", "slots": fleet["slots"]}]
     (node,) = fleet["items"]

@@ -386,8 +386,16 @@ def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Br
 
 
 def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse) -> None:
+    def capacity() -> list[str]:
+        """On sale, in use, not on sale, and all, as an operator sees it."""
+        text = browse("admin").get("/console/fleet").text
+        (row,) = re.findall(r"<tr><td>north</td><td>lab</td>(.*?)</tr>", text)
+        return re.findall(r">(\d+)</td>", row)
+
     add_metal(selling)
+    assert capacity() == ["0", "0", "1", "1"]
     prepare_metal(selling)
+    assert capacity() == ["1", "0", "0", "1"]
     member, page = browse("member"), "/console/projects/demo/launch"
     typed = {name: CHOSEN[name] for name in ("hostname", "username", "ssh_keys")}
     review = member.get(page, params={"offer": "lab*all", **typed, "step": "review"}).text
@@ -396,6 +404,7 @@ def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse
     id = mine.rpartition("/")[2]
     assert "Waits" in member.get(mine).text
     let_in(selling, id)
+    assert capacity() == ["0", "1", "0", "1"]
     assert "203.0.113.9" in member.get(mine).text
     form = member.open(mine).form(f"POST /projects/demo/allocations/{id}/release")
     assert member.send(mine, form).headers["Location"] == mine
@@ -787,7 +796,7 @@ def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
     api = selling.client("admin")
     parity = f"admin/nodes/{NODE}/parity"
     api.post(parity)
-    selling.lease()
+    task = selling.lease()
     # The second of a node waits for the first.
     api.post(parity)
     rows = api.get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
@@ -801,6 +810,48 @@ def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
     (queued,) = api.get("admin/tasks", params={"state": "queued"}).json()["items"]
     assert queued["waits_for"]["detail"]
     assert html.escape(queued["waits_for"]["detail"], quote=True) in text[parts[2] : parts[3]]
+    assert "<dt>tasks waiting</dt><dd>1</dd>" in text
+    with transaction(selling.engine) as conn:
+        because = "no route to the host"
+        queue.wait_for_host(conn, task.id, task.lease_token, because, act=ACT)
+    text = browse("admin").get("/console/fleet").text
+    assert "<dt>tasks running</dt><dd>0</dd>" in text
+    assert "<dt>tasks waiting</dt><dd>2</dd>" in text
+    work = text[text.index('id="waits"') : text.index('id="capacity"')]
+    assert f"/console/tasks/{task.id}" in work and because in work
+
+
+def test_the_fleet_is_narrowed_by_region_and_state(selling: Stack, browse: Browse) -> None:
+    add_metal(selling)
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(region="south"))
+    admin, page = browse("admin"), "/console/fleet"
+
+    def choices(query: str) -> dict[str, str]:
+        text = admin.get(page + query).text
+        part = text[text.index('id="nodes"') : text.index('<ul class="fleet">')]
+        links = re.findall(r'<a href="([^"]*)"[^>]*>([^<]*)</a>', part)
+        return {html.unescape(label): html.unescape(link) for link, label in links}
+
+    def listed(query: str) -> set[str]:
+        return {NODE, "metal"} & {
+            link.rpartition("/")[2] for link in admin.open(page + query).links
+        }
+
+    every = {"all states": "?", "retired": "?state=retired", "all regions": "?"}
+    assert choices("") == every | {
+        "ready 1": "?state=ready",
+        "enrolling 1": "?state=enrolling",
+        "south 1": "?region=south",
+        "north 1": "?region=north",
+    }
+    north = choices("?region=north")
+    assert {north[name] for name in ("all states", "south 1")} == {"?region=north", "?region=south"}
+    assert "ready 1" not in north and north["enrolling 1"] == "?state=enrolling&region=north"
+    assert choices("?state=ready")["north 1"] == "?state=ready&region=north"
+    queries = ("", "?region=north", "?region=south", "?state=ready", "?state=ready&region=north")
+    assert [len(listed(query)) for query in queries] == [2, 1, 1, 1, 0]
+    assert listed(north["enrolling 1"]) == {"metal"}
 
 
 def test_the_fleet_says_that_more_nodes_are_blocked(
