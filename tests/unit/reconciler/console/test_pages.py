@@ -37,6 +37,7 @@ from reconciler.db.schema import (
     pool_workers,
     service_processes,
     slots,
+    ssh_keys,
 )
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
@@ -58,6 +59,7 @@ from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
+from tests.unit.reconciler.benchmark.sshd import new_key
 from tests.unit.reconciler.console.browser import Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools
 from tests.unit.reconciler.pools.test_pools import start
@@ -291,7 +293,8 @@ def test_launch_to_release_without_scripts(
     # A second click, or a reload, finds the first machine.
     assert member.send(page, form).headers["Location"] == mine
     allocation_id = mine.rsplit("/", 1)[1]
-    assert "Waits" in member.get(mine).text
+    waits = member.get(mine).text
+    assert "Waits" in waits and "the service starts it as soon as a worker is free" in waits
     activate(selling, allocation_id)
     assert "gate.example" in member.get(mine).text
     path = f"POST /projects/demo/allocations/{allocation_id}"
@@ -308,6 +311,53 @@ def test_launch_to_release_without_scripts(
     assert member.send(mine, stale).headers["Location"] == mine
     state = selling.client("member").get(f"{PATH}/{allocation_id}").json()["state"]
     assert state in ("releasing", "released")
+
+
+def test_registered_keys_are_chosen_at_a_launch(
+    selling: Stack, browse: Browse, tmp_path: Path
+) -> None:
+    """Those that open the gateway now, beside keys that are pasted."""
+    names_ = ("mine", "other", "revoked", "expired", "ended", "pasted")
+    keys = {name: new_key(tmp_path / name) for name in names_}
+    api, path = selling.client("member"), "projects/demo/ssh-keys"
+    program = api.post("tokens", json={"name": "program", "project_id": "demo"}).json()
+    selling.secrets["program"] = program["token"]
+    for name in names_[:-1]:
+        who = selling.client("program" if name == "ended" else "member")
+        assert who.post(path, json={"public_key": keys[name]}).status_code == 201
+    assert api.post(f"{path}/revoke", json={"public_key": keys["revoked"]}).status_code == 200
+    assert api.delete(f"tokens/{program['id']}").status_code == 200
+    with transaction(selling.engine) as conn:
+        expired = sa.update(ssh_keys).where(ssh_keys.c.public_key == keys["expired"])
+        conn.execute(expired.values(expires_at=1.0))
+    valid = {row["public_key"]: row["valid"] for row in api.get(path).json()["items"]}
+    assert valid == {keys[name]: name in ("mine", "other") for name in names_[:-1]}
+    member, page = browse("member"), "/console/projects/demo/launch"
+    image = api.get("images").json()["items"][0]["id"]
+    typed = {name: value for name, value in CHOSEN.items() if name != "ssh_keys"}
+    typed |= {"image_id": image}
+
+    def step(name: str, *given: str) -> str:
+        # As a browser sends the boxes and the text below them.
+        return member.get(page, params={**typed, "ssh_keys": list(given), "step": name}).text
+
+    def offered(text: str) -> dict[str, bool]:
+        shown = re.findall(r'<input type="checkbox" name="ssh_keys" value="([^"]*)"([^>]*)>', text)
+        return {html.unescape(key): "checked" in rest for key, rest in shown}
+
+    assert offered(step("access")) == {keys["mine"]: False, keys["other"]: False}
+    assert "Choose a key or paste one" in step("review", "")
+    boxes = (keys["mine"], keys["other"])
+    review = Page(step("review", *boxes, f"{keys['pasted']}\n{keys['mine']} laptop"))
+    launched = member.send(page, review.form("POST /projects/demo/allocations"))
+    mine = api.get(f"{PATH}/{launched.headers['Location'].rpartition('/')[2]}").json()
+    assert mine["ssh_keys"] == [*boxes, keys["pasted"]]
+    # Back from the review.
+    again = step("access", f"{keys['mine']}\n{keys['pasted']}")
+    assert offered(again) == {keys["mine"]: True, keys["other"]: False}
+    assert re.findall(r"<textarea[^>]*>(.*?)</textarea>", again, re.S) == [keys["pasted"]]
+    listed = member.get("/console/projects/demo/ssh").text
+    assert (listed.count("<td>ended</td>"), listed.count("<td>revoked</td>")) == (2, 1)
 
 
 def test_a_request_that_does_not_fit_shows_the_nearest_that_does(
@@ -485,6 +535,21 @@ def test_cost_is_shown_where_the_site_has_prices(
     assert "whole machine, lab" in review
     assert "1.99 EUR for a GPU" in review
     assert "2.49 EUR" not in review
+    add_metal(selling)
+    prepare_metal(selling)
+    launched = member.send(wizard, Page(review).form("POST /projects/demo/allocations"))
+    let_in(selling, launched.headers["Location"].rpartition("/")[2])
+    shown = member.get(page).text
+    for part in shown[shown.index('id="sums"') :].split('id="each"'):
+        cells = [
+            re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>.*?</tr>", part)
+        ]
+        prices = {(row[1], row[-2]) for row in cells if row}
+        assert prices == {
+            ("lab-edu-slice", ""),
+            ("lab-edu-slice", "2.49 EUR"),
+            ("lab", "1.99 EUR"),
+        }
 
 
 def test_the_last_day_of_a_period_counts(selling: Stack, browse: Browse) -> None:
@@ -539,8 +604,19 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
             names = {"project_id": "demo", "owner": "x", "fingerprint": "x", "way": "jump"}
             address = f"198.51.100.{number + 1}"
             ssh_sessions.open_session(conn, ACT, allocation_id=allocation, address=address, **names)
-    page = browse("member").get(f"/console/projects/demo/allocations/{mine}").text
+    member = browse("member")
+    page = member.get(f"/console/projects/demo/allocations/{mine}").text
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
+    with transaction(selling.engine) as conn:
+        for number in range(50):
+            address = f"203.0.113.{number}"
+            ssh_sessions.open_session(conn, ACT, allocation_id=mine, address=address, **names)
+    of_project = "/console/projects/demo/ssh"
+    shown = [member.get(of_project).text]
+    (older,) = [link for link in Page(shown[0]).links if link.startswith("?sessions=")]
+    shown.append(member.get(of_project + older).text)
+    rows = [re.findall(r">(198\.51\.100\.\d+|203\.0\.113\.\d+)</td>", text) for text in shown]
+    assert [len(each) for each in rows] == [50, 2] and len({*rows[0], *rows[1]}) == 52
 
 
 def test_a_release_is_offered_only_when_the_service_would(selling: Stack, browse: Browse) -> None:
