@@ -148,8 +148,9 @@ _PASSED_ON = {
 
 
 class Connection(Answer):
-    """The address for the tenant: the SSH gateway, behind which the machine is `slice`:
-    `ssh -J <allocation>@<host>:<port> <username>@slice`.
+    """The address for the tenant: the SSH gateway, behind which the machine is `slice`. With the
+    lines of `known_hosts` in the client's file:
+    `ssh -o HostKeyAlias=<allocation> -J <allocation>@<host>:<port> <username>@slice`.
 
     While no gateway is configured, a whole machine has its own address, and a slice none.
     """

@@ -248,9 +248,9 @@ def machines(context: Holder) -> Machines:
 
     def judge(conn: Connection) -> Machines:
         total: dict[tuple[str, str], int] = {}
-        for (profile, region), free in baremetal.free(conn).items():
+        for (profile, region), stock in baremetal.stock(conn).items():
             place = skus.get(profile, ""), region
-            total[place] = total.get(place, 0) + free
+            total[place] = total.get(place, 0) + stock.free
         rows = sorted(total.items())
         return Machines(
             counts=[MachineCount(sku=sku, region=region, free=free) for (sku, region), free in rows]
@@ -322,5 +322,5 @@ def _regions(conn: Connection, offers: Mapping[str, hardware.Offer]) -> dict[str
     sizes = {min(offer.counts, default=1) for offer in offers.values()}
     wants = [hardware.want(offers, size) for size in sorted(sizes)]
     with_room = placement.regions(conn, wants)
-    with_room |= {region for (_, region), count in baremetal.free(conn).items() if count}
+    with_room |= {region for (_, region), stock in baremetal.stock(conn).items() if stock.free}
     return {name: name in with_room for name in fleet.regions(conn)}

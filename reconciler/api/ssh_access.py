@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Literal, Self
 
@@ -15,7 +16,7 @@ from reconciler.api.models import Answer, Filter, Id, Moment, PublicKey, Reasone
 from reconciler.api.security import Member
 from reconciler.db import schema
 from reconciler.lifecycle import quota
-from reconciler.lifecycle.ssh_access import PROVIDER_S
+from reconciler.lifecycle.ssh_access import PROVIDER_S, in_force
 from reconciler.model.act import Act
 from reconciler.records import ssh_keys, ssh_sessions
 
@@ -38,10 +39,13 @@ class SshKey(Answer):
     created_at: Moment
     expires_at: Moment | None
     revoked_at: Moment | None
+    valid: bool = Field(description="Whether the gateway lets it through now.")
 
     @classmethod
-    def of_key(cls, key: schema.SshKey) -> Self:
-        return cls.of(key, fingerprint=ssh_keys.fingerprint(key.public_key))
+    def of_key(cls, key: schema.SshKey, valid: Collection[str]) -> Self:
+        """valid: ids of keys that are in force."""
+        fingerprint = ssh_keys.fingerprint(key.public_key)
+        return cls.of(key, fingerprint=fingerprint, valid=key.id in valid)
 
 
 class SshSession(Answer):
@@ -65,8 +69,14 @@ class SshSession(Answer):
 @router.get("/ssh-keys")
 def list_keys(project_id: Id, context: Member, paging: Paging) -> PageOf[SshKey]:
     """The keys that members have registered or revoked, the newest first."""
-    rows = partial(ssh_keys.every, project_id=project_id)
-    return context.page(paging, ssh_keys.ORDER, rows, SshKey.of_key)
+    page = paging.page(ssh_keys.ORDER)
+
+    def read(conn: Connection) -> PageOf[SshKey]:
+        keys = ssh_keys.every(conn, project_id, page)
+        valid = in_force(conn, keys)
+        return paging.answer(ssh_keys.ORDER, keys, lambda key: SshKey.of_key(key, valid))
+
+    return context.read(read)
 
 
 @router.post("/ssh-keys", status_code=201, response_model=SshKey)
@@ -83,7 +93,7 @@ def register_key(project_id: Id, body: GivenKey, context: Member) -> JSONRespons
         key = ssh_keys.register(
             *(conn, project_id, body.public_key, act), token_id=token_id, ttl_s=ttl_s
         )
-        return SshKey.of_key(key)
+        return SshKey.of_key(key, in_force(conn, [key]))
 
     return context.write(work, body=body, reason="registered by its member", status=201)
 
@@ -91,11 +101,12 @@ def register_key(project_id: Id, body: GivenKey, context: Member) -> JSONRespons
 @router.post("/ssh-keys/revoke", response_model=SshKey)
 def revoke_key(project_id: Id, body: GivenKey, context: Member) -> JSONResponse:
     """Revoke a key, registered or of a launch, for good, and cut its sessions."""
-    return context.write(
-        lambda conn, act: SshKey.of_key(ssh_keys.revoke(conn, project_id, body.public_key, act)),
-        body=body,
-        reason="revoked by its project",
-    )
+
+    def work(conn: Connection, act: Act) -> SshKey:
+        key = ssh_keys.revoke(conn, project_id, body.public_key, act)
+        return SshKey.of_key(key, in_force(conn, [key]))
+
+    return context.write(work, body=body, reason="revoked by its project")
 
 
 @router.get("/ssh-sessions")

@@ -15,11 +15,12 @@ from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
 from reconciler.model import forced_end
 from reconciler.model.errors import Problem
-from reconciler.model.states import SlotState
+from reconciler.model.states import SlotState, TaskState
 from reconciler.model.transitions import target
 
 _PAGE = 60
-_WAITING = 20
+# Of each state.
+_TASKS = 20
 # Findings of `gpuaas doctor`, each with status, check, found, expected and remedy.
 Examine = Callable[[], list[dict[str, str]]]
 _EXAMINING = threading.Lock()
@@ -33,16 +34,17 @@ async def glance(visit: Visit) -> Response:
     blocked: Document = {"items": [], "next": None}
     if any(fleet["slots"].get(status) for status in ("cleanup_blocked", "cleanup")):
         blocked = await visit.get("/admin/fleet", blocked="true", limit=_PAGE)
-    queued = await visit.get("/admin/tasks", state="queued", limit=_WAITING)
-    running = await visit.get("/admin/tasks", state="running", limit=_WAITING)
+    tasks = {
+        state: await visit.get("/admin/tasks", state=state, limit=_TASKS)
+        for state in (TaskState.RUNNING, TaskState.WAITING, TaskState.QUEUED)
+    }
     scheduling = await visit.get("/admin/settings/slice-scheduling")
     return visit.page(
         "fleet.html",
         fleet=fleet,
         blocked=blocked["items"],
         more_blocked=blocked["next"] is not None,
-        queued=queued["items"],
-        running=running["items"],
+        tasks=tasks,
         scheduling=scheduling["enabled"],
         maintenance=await visit.get("/control/maintenance"),
         chosen=chosen,

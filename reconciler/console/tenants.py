@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import RedirectResponse, Response
@@ -20,6 +21,8 @@ _FIELDS = (
     *("terminal:json", "worker_pool"),
 )
 _KEYS = "ssh_keys:lines"
+# Registered keys that the wizard offers, of those that were registered or revoked last.
+_OFFERED = 1000
 
 
 async def start(visit: Visit) -> Response:
@@ -171,11 +174,12 @@ def _path(visit: Visit) -> str:
 async def ssh(visit: Visit) -> Response:
     """Keys that open the project's machines through the gateway, and sessions through it."""
     path = f"/projects/{visit.named('project')}"
+    older = visit.query("cursor", "sessions")
     return visit.page(
         "ssh.html",
         project=visit.request.path_params["project"],
-        keys=await visit.get(f"{path}/ssh-keys", limit=50, **visit.query("cursor")),
-        sessions=await visit.get(f"{path}/ssh-sessions", limit=50),
+        keys=await visit.get(f"{path}/ssh-keys", limit=50, cursor=older["cursor"]),
+        sessions=await visit.get(f"{path}/ssh-sessions", limit=50, cursor=older["sessions"]),
         recording=await visit.get(f"{path}/terminal-recording"),
     )
 
@@ -209,6 +213,12 @@ async def launch(visit: Visit) -> Response:
         for name in ("", *(region["name"] for region in catalog["regions"])):
             gpus = values["gpu_count"] or 1
             free[name] = await _availability(visit, gpus, values["sku"], name)
+    keys: list[Document] = []
+    if step == "access":
+        registered = await visit.get(f"/projects/{project}/ssh-keys", limit=_OFFERED)
+        keys = [key for key in registered["items"] if key["valid"]]
+    given = _by_key([values["ssh_keys"]])
+    pasted = given.keys() - {key["public_key"] for key in keys}
     body = _body(values)
     quota = await visit.get(f"/projects/{project}/quota")
     return visit.page(
@@ -225,6 +235,10 @@ async def launch(visit: Visit) -> Response:
         sku=sku,
         free=free,
         machines=machines,
+        keys=keys,
+        given=given,
+        pasted="\n".join(line for key, line in given.items() if key in pasted),
+        without_key=visit.query("step")["step"] == "review" and not given,
         fields=[(name, values[name.partition(":")[0]]) for name in (*_FIELDS, _KEYS)],
         curl=_curl(visit, project, body),
     )
@@ -235,9 +249,12 @@ def _chosen(visit: Visit) -> dict[str, str]:
     query = visit.request.query_params
     sent = visit.form.values if visit.form else {}
     values = {}
-    for field in (*_FIELDS, _KEYS):
+    for field in _FIELDS:
         name = field.partition(":")[0]
         values[name] = sent[field][-1] if field in sent else query.get(name, "")
+    # Boxes of registered keys, and the text with others.
+    lines = sent.get(_KEYS) or query.getlist("ssh_keys")
+    values["ssh_keys"] = "\n".join(_by_key(lines).values())
     # One choice decides shape, SKU and number of GPUs.
     shape, _, count = query.get("offer", "").rpartition("*")
     if shape and count == "all":
@@ -246,6 +263,15 @@ def _chosen(visit: Visit) -> dict[str, str]:
     elif count.isdigit():
         values |= {"capacity_shape": "gpu_slice", "sku": shape, "gpu_count": count}
     return values
+
+
+def _by_key(texts: Sequence[str]) -> dict[str, str]:
+    """Lines by type and base64 of their keys. A registered key may have been pasted, too."""
+    keys: dict[str, str] = {}
+    for line in "\n".join(texts).splitlines():
+        if line.strip():
+            keys.setdefault(" ".join(line.split()[:2]), line.strip())
+    return keys
 
 
 def _step(visit: Visit, values: dict[str, str]) -> str:

@@ -33,6 +33,8 @@ from reconciler.trust.ca import GATEWAY, Trust, gateway_ca, gateway_host_key, re
 
 log = logging.getLogger("gpuaas.gateway")
 DESTINATION, PORT = "slice", 22
+# The client knows the key of the machine by the allocation's id, not by this name.
+COMMAND = f"ssh -o HostKeyAlias=ALLOCATION -J ALLOCATION@GATEWAY USER@{DESTINATION}"
 _SIGNATURES = (
     "ssh-ed25519",
     "sk-ssh-ed25519@openssh.com",
@@ -198,7 +200,7 @@ class Client(Session, asyncssh.SSHServer):
                     403,
                     expected="an allocation's id as user name",
                     found="another name",
-                    remedy="use `gpuaas ssh`, or ssh -J ALLOCATION@GATEWAY USER@slice",
+                    remedy=f"use `gpuaas ssh`, or {COMMAND}",
                 )
             grant = await self.gateway.ask(lambda conn: ssh_access.authorise(conn, username, line))
         except Problem as problem:
@@ -428,5 +430,5 @@ def _not_there(found: str) -> Problem:
         403,
         expected=f"{DESTINATION} port {PORT}",
         found=found,
-        remedy=f"ssh -J ALLOCATION@GATEWAY USER@{DESTINATION}",
+        remedy=COMMAND,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -35,8 +37,6 @@ from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_al
 
 # Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
 _TRIES = 20
-# Reason code of a node whose machine is not sold as a whole.
-_SLICE_HOST = "not_baremetal"
 
 
 def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
@@ -78,14 +78,32 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
     )
 
 
-def free(conn: sa.Connection) -> dict[tuple[str, str], int]:
-    """Machines that a launch could get now, by profile and region; 0 where all are in use."""
-    count: dict[tuple[str, str], int] = {}
-    for view in _views(conn, frozenset()):
-        if view.refusal != _SLICE_HOST:
-            place = view.profile, view.region
-            count[place] = count.get(place, 0) + (not view.refusal)
-    return count
+@dataclass
+class Stock:
+    """Numbers of machines in bare-metal mode. free: those that a launch could get now."""
+
+    free: int = 0
+    in_use: int = 0
+    not_on_sale: int = 0
+
+
+def stock(conn: sa.Connection) -> dict[tuple[str, str], Stock]:
+    """Machines in bare-metal mode by profile and region."""
+    count: dict[tuple[str, str], Stock] = defaultdict(Stock)
+    held = sa.select(claims.c.node_id).where(
+        claims.c.kind == ClaimKind.NODE_EXCLUSIVE, claims.c.state.in_(LIVE_CLAIMS)
+    )
+    in_use = set(conn.execute(held).scalars())
+    whole = sa.and_(nodes.c.mode == NodeMode.BAREMETAL, nodes.c.state != NodeState.RETIRED)
+    for node in rows.every(conn, sa.select(nodes).where(whole), Node):
+        place = count[node.profile, node.region]
+        if node.id in in_use:
+            place.in_use += 1
+        elif _refusal(conn, node):
+            place.not_on_sale += 1
+        else:
+            place.free += 1
+    return dict(count)
 
 
 def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
@@ -106,7 +124,7 @@ def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
 def _refusal(conn: sa.Connection, node: Node) -> str:
     """Reason code why a node cannot be allocated. "" when it can."""
     for wrong, reason in (
-        (node.mode != NodeMode.BAREMETAL, _SLICE_HOST),
+        (node.mode != NodeMode.BAREMETAL, "not_baremetal"),
         (node.state != NodeState.READY, f"node_{node.state}"),
         (node.unclean_allocation_id, "not_clean"),
         (node.health_state == HealthState.FAILED, "node_unhealthy"),

@@ -8,7 +8,7 @@ project ends their keys for it (`end_lost`), and every key ends after `PROVIDER_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,6 +172,20 @@ def _holder(conn: sa.Connection, allocation: Any, key: str) -> tuple[str, str]:
             f"the token of {actor.partition('#')[0]} is revoked or has expired",
         )
     return actor, owner
+
+
+def in_force(conn: sa.Connection, keys: Sequence[SshKey]) -> set[str]:
+    """Ids of those of these registered keys that the gateway lets through now."""
+    now = clock.read(conn)
+    ids = sorted({key.token_id for key in keys if key.token_id})
+    valid = {token.id for token in tokens.valid(conn, ids=ids)}
+    return {
+        key.id
+        for key in keys
+        if key.revoked_at is None
+        and (key.expires_at is None or key.expires_at > now)
+        and (not key.token_id or key.token_id in valid)
+    }
 
 
 def end_person(conn: sa.Connection, actor: str, act: Act) -> int:

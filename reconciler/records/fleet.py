@@ -20,16 +20,17 @@ _PRESENT = slots.c.retired_at.is_(None)
 
 @dataclass(frozen=True)
 class Sums:
-    """Numbers of nodes by state and of approved slots by region, profile and status."""
+    """Numbers of nodes by region and state, and of approved slots by region, profile and status."""
 
-    nodes: dict[str, int]
+    nodes: dict[str, dict[str, int]]
     slots: list[dict[str, Any]]
 
 
 def sums(conn: sa.Connection) -> Sums:
     """The sums over all nodes that are not retired."""
     living = nodes.c.state != NodeState.RETIRED
-    counted = sa.select(nodes.c.state, sa.func.count()).where(living).group_by(nodes.c.state)
+    place = (nodes.c.region, nodes.c.state)
+    counted = sa.select(*place, sa.func.count()).where(living).group_by(*place).order_by(*place)
     columns = (nodes.c.region, nodes.c.profile, slots.c.status)
     by_place = (
         sa.select(*columns, sa.func.count().label("count"))
@@ -38,8 +39,10 @@ def sums(conn: sa.Connection) -> Sums:
         .group_by(*columns)
         .order_by(*columns)
     )
-    by_state = {str(state): int(count) for state, count in conn.execute(counted)}
-    return Sums(by_state, [dict(row) for row in conn.execute(by_place).mappings()])
+    by_region: dict[str, dict[str, int]] = defaultdict(dict)
+    for region, state, count in conn.execute(counted):
+        by_region[region][str(state)] = int(count)
+    return Sums(dict(by_region), [dict(row) for row in conn.execute(by_place).mappings()])
 
 
 def regions(conn: sa.Connection) -> list[str]:

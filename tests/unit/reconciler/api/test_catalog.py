@@ -125,6 +125,8 @@ def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> N
     launch(selling)
     one = available(gpus=2)
     assert (one["fits"], one["largest"]) == (False, 1)
+    assert both["summary"] == "2 GPUs free, 2 on one node" and both["reasons"] == {}
+    assert one["summary"] == "1 GPU free, no 2 on one node" and one["reasons"] == {"reserved": 1}
     assert one["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
     elsewhere = available(gpus=1, sku="h200-sxm-slice")
     assert (elsewhere["fits"], elsewhere["free"]) == (False, 0)
@@ -173,6 +175,8 @@ def test_a_fleet_in_one_request(selling: Stack) -> None:
     made = launch(selling).json()["id"]
     fleet = selling.client("admin").get("admin/fleet").json()
     assert fleet["nodes"] == {"ready": 1}
+    assert fleet["regions"] == [{"region": "", "nodes": fleet["nodes"]}]
+    assert fleet["machines"] == [], "a host of slices is not sold as a whole"
     assert fleet["slots"] == {"available": 1, "reserved": 1}
     assert fleet["capacity"] == [{"region": "", "sku": "lab-edu-slice", "slots": fleet["slots"]}]
     (node,) = fleet["items"]

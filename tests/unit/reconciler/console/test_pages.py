@@ -37,6 +37,7 @@ from reconciler.db.schema import (
     pool_workers,
     service_processes,
     slots,
+    ssh_keys,
 )
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
@@ -58,6 +59,7 @@ from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
+from tests.unit.reconciler.benchmark.sshd import new_key
 from tests.unit.reconciler.console.browser import Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools
 from tests.unit.reconciler.pools.test_pools import start
@@ -291,7 +293,8 @@ def test_launch_to_release_without_scripts(
     # A second click, or a reload, finds the first machine.
     assert member.send(page, form).headers["Location"] == mine
     allocation_id = mine.rsplit("/", 1)[1]
-    assert "Waits" in member.get(mine).text
+    waits = member.get(mine).text
+    assert "Waits" in waits and "the service starts it as soon as a worker is free" in waits
     activate(selling, allocation_id)
     assert "gate.example" in member.get(mine).text
     path = f"POST /projects/demo/allocations/{allocation_id}"
@@ -308,6 +311,53 @@ def test_launch_to_release_without_scripts(
     assert member.send(mine, stale).headers["Location"] == mine
     state = selling.client("member").get(f"{PATH}/{allocation_id}").json()["state"]
     assert state in ("releasing", "released")
+
+
+def test_registered_keys_are_chosen_at_a_launch(
+    selling: Stack, browse: Browse, tmp_path: Path
+) -> None:
+    """Those that open the gateway now, beside keys that are pasted."""
+    names_ = ("mine", "other", "revoked", "expired", "ended", "pasted")
+    keys = {name: new_key(tmp_path / name) for name in names_}
+    api, path = selling.client("member"), "projects/demo/ssh-keys"
+    program = api.post("tokens", json={"name": "program", "project_id": "demo"}).json()
+    selling.secrets["program"] = program["token"]
+    for name in names_[:-1]:
+        who = selling.client("program" if name == "ended" else "member")
+        assert who.post(path, json={"public_key": keys[name]}).status_code == 201
+    assert api.post(f"{path}/revoke", json={"public_key": keys["revoked"]}).status_code == 200
+    assert api.delete(f"tokens/{program['id']}").status_code == 200
+    with transaction(selling.engine) as conn:
+        expired = sa.update(ssh_keys).where(ssh_keys.c.public_key == keys["expired"])
+        conn.execute(expired.values(expires_at=1.0))
+    valid = {row["public_key"]: row["valid"] for row in api.get(path).json()["items"]}
+    assert valid == {keys[name]: name in ("mine", "other") for name in names_[:-1]}
+    member, page = browse("member"), "/console/projects/demo/launch"
+    image = api.get("images").json()["items"][0]["id"]
+    typed = {name: value for name, value in CHOSEN.items() if name != "ssh_keys"}
+    typed |= {"image_id": image}
+
+    def step(name: str, *given: str) -> str:
+        # As a browser sends the boxes and the text below them.
+        return member.get(page, params={**typed, "ssh_keys": list(given), "step": name}).text
+
+    def offered(text: str) -> dict[str, bool]:
+        shown = re.findall(r'<input type="checkbox" name="ssh_keys" value="([^"]*)"([^>]*)>', text)
+        return {html.unescape(key): "checked" in rest for key, rest in shown}
+
+    assert offered(step("access")) == {keys["mine"]: False, keys["other"]: False}
+    assert "Choose a key or paste one" in step("review", "")
+    boxes = (keys["mine"], keys["other"])
+    review = Page(step("review", *boxes, f"{keys['pasted']}\n{keys['mine']} laptop"))
+    launched = member.send(page, review.form("POST /projects/demo/allocations"))
+    mine = api.get(f"{PATH}/{launched.headers['Location'].rpartition('/')[2]}").json()
+    assert mine["ssh_keys"] == [*boxes, keys["pasted"]]
+    # Back from the review.
+    again = step("access", f"{keys['mine']}\n{keys['pasted']}")
+    assert offered(again) == {keys["mine"]: True, keys["other"]: False}
+    assert re.findall(r"<textarea[^>]*>(.*?)</textarea>", again, re.S) == [keys["pasted"]]
+    listed = member.get("/console/projects/demo/ssh").text
+    assert (listed.count("<td>ended</td>"), listed.count("<td>revoked</td>")) == (2, 1)
 
 
 def test_a_request_that_does_not_fit_shows_the_nearest_that_does(
@@ -386,8 +436,16 @@ def test_a_whole_machine_that_is_not_free_is_disabled(selling: Stack, browse: Br
 
 
 def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse) -> None:
+    def capacity() -> list[str]:
+        """On sale, in use, not on sale, and all, as an operator sees it."""
+        text = browse("admin").get("/console/fleet").text
+        (row,) = re.findall(r"<tr><td>north</td><td>lab</td>(.*?)</tr>", text)
+        return re.findall(r">(\d+)</td>", row)
+
     add_metal(selling)
+    assert capacity() == ["0", "0", "1", "1"]
     prepare_metal(selling)
+    assert capacity() == ["1", "0", "0", "1"]
     member, page = browse("member"), "/console/projects/demo/launch"
     typed = {name: CHOSEN[name] for name in ("hostname", "username", "ssh_keys")}
     review = member.get(page, params={"offer": "lab*all", **typed, "step": "review"}).text
@@ -396,6 +454,7 @@ def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse
     id = mine.rpartition("/")[2]
     assert "Waits" in member.get(mine).text
     let_in(selling, id)
+    assert capacity() == ["0", "1", "0", "1"]
     assert "203.0.113.9" in member.get(mine).text
     form = member.open(mine).form(f"POST /projects/demo/allocations/{id}/release")
     assert member.send(mine, form).headers["Location"] == mine
@@ -476,6 +535,21 @@ def test_cost_is_shown_where_the_site_has_prices(
     assert "whole machine, lab" in review
     assert "1.99 EUR for a GPU" in review
     assert "2.49 EUR" not in review
+    add_metal(selling)
+    prepare_metal(selling)
+    launched = member.send(wizard, Page(review).form("POST /projects/demo/allocations"))
+    let_in(selling, launched.headers["Location"].rpartition("/")[2])
+    shown = member.get(page).text
+    for part in shown[shown.index('id="sums"') :].split('id="each"'):
+        cells = [
+            re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>.*?</tr>", part)
+        ]
+        prices = {(row[1], row[-2]) for row in cells if row}
+        assert prices == {
+            ("lab-edu-slice", ""),
+            ("lab-edu-slice", "2.49 EUR"),
+            ("lab", "1.99 EUR"),
+        }
 
 
 def test_the_last_day_of_a_period_counts(selling: Stack, browse: Browse) -> None:
@@ -530,8 +604,19 @@ def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> Non
             names = {"project_id": "demo", "owner": "x", "fingerprint": "x", "way": "jump"}
             address = f"198.51.100.{number + 1}"
             ssh_sessions.open_session(conn, ACT, allocation_id=allocation, address=address, **names)
-    page = browse("member").get(f"/console/projects/demo/allocations/{mine}").text
+    member = browse("member")
+    page = member.get(f"/console/projects/demo/allocations/{mine}").text
     assert ("198.51.100.1" in page, "198.51.100.2" in page) == (True, False)
+    with transaction(selling.engine) as conn:
+        for number in range(50):
+            address = f"203.0.113.{number}"
+            ssh_sessions.open_session(conn, ACT, allocation_id=mine, address=address, **names)
+    of_project = "/console/projects/demo/ssh"
+    shown = [member.get(of_project).text]
+    (older,) = [link for link in Page(shown[0]).links if link.startswith("?sessions=")]
+    shown.append(member.get(of_project + older).text)
+    rows = [re.findall(r">(198\.51\.100\.\d+|203\.0\.113\.\d+)</td>", text) for text in shown]
+    assert [len(each) for each in rows] == [50, 2] and len({*rows[0], *rows[1]}) == 52
 
 
 def test_a_release_is_offered_only_when_the_service_would(selling: Stack, browse: Browse) -> None:
@@ -787,7 +872,7 @@ def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
     api = selling.client("admin")
     parity = f"admin/nodes/{NODE}/parity"
     api.post(parity)
-    selling.lease()
+    task = selling.lease()
     # The second of a node waits for the first.
     api.post(parity)
     rows = api.get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
@@ -801,6 +886,48 @@ def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
     (queued,) = api.get("admin/tasks", params={"state": "queued"}).json()["items"]
     assert queued["waits_for"]["detail"]
     assert html.escape(queued["waits_for"]["detail"], quote=True) in text[parts[2] : parts[3]]
+    assert "<dt>tasks waiting</dt><dd>1</dd>" in text
+    with transaction(selling.engine) as conn:
+        because = "no route to the host"
+        queue.wait_for_host(conn, task.id, task.lease_token, because, act=ACT)
+    text = browse("admin").get("/console/fleet").text
+    assert "<dt>tasks running</dt><dd>0</dd>" in text
+    assert "<dt>tasks waiting</dt><dd>2</dd>" in text
+    work = text[text.index('id="waits"') : text.index('id="capacity"')]
+    assert f"/console/tasks/{task.id}" in work and because in work
+
+
+def test_the_fleet_is_narrowed_by_region_and_state(selling: Stack, browse: Browse) -> None:
+    add_metal(selling)
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(nodes).where(nodes.c.id == NODE).values(region="south"))
+    admin, page = browse("admin"), "/console/fleet"
+
+    def choices(query: str) -> dict[str, str]:
+        text = admin.get(page + query).text
+        part = text[text.index('id="nodes"') : text.index('<ul class="fleet">')]
+        links = re.findall(r'<a href="([^"]*)"[^>]*>([^<]*)</a>', part)
+        return {html.unescape(label): html.unescape(link) for link, label in links}
+
+    def listed(query: str) -> set[str]:
+        return {NODE, "metal"} & {
+            link.rpartition("/")[2] for link in admin.open(page + query).links
+        }
+
+    every = {"all states": "?", "retired": "?state=retired", "all regions": "?"}
+    assert choices("") == every | {
+        "ready 1": "?state=ready",
+        "enrolling 1": "?state=enrolling",
+        "south 1": "?region=south",
+        "north 1": "?region=north",
+    }
+    north = choices("?region=north")
+    assert {north[name] for name in ("all states", "south 1")} == {"?region=north", "?region=south"}
+    assert "ready 1" not in north and north["enrolling 1"] == "?state=enrolling&region=north"
+    assert choices("?state=ready")["north 1"] == "?state=ready&region=north"
+    queries = ("", "?region=north", "?region=south", "?state=ready", "?state=ready&region=north")
+    assert [len(listed(query)) for query in queries] == [2, 1, 1, 1, 0]
+    assert listed(north["enrolling 1"]) == {"metal"}
 
 
 def test_the_fleet_says_that_more_nodes_are_blocked(

@@ -183,6 +183,7 @@ def test_a_tenant_follows_its_own_machines_only(selling: Stack, browse: Browse, 
         texts.append(followed.event())
         assert texts[-1], "the stream ended"
     assert "Waits" in texts[0]
+    assert "the service starts it as soon as a worker is free" in texts[0]
     assert not {canary for canary in planted for text in texts if canary in text.lower()}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import html
 import itertools
 import os
 import re
@@ -34,6 +35,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
 from asyncssh.constants import MSG_CHANNEL_DATA, MSG_GLOBAL_REQUEST, MSG_IGNORE
 from asyncssh.packet import Boolean, String, UInt32
 
+from reconciler.api.app import create_app
+from reconciler.console.app import mount
 from reconciler.db import rows
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, allocations, api_tokens, nodes
@@ -53,6 +56,7 @@ from reconciler.work.handler import Work
 from reconciler.work.kinds import slices
 from tests.unit.reconciler.api.stack import ACT, NODE
 from tests.unit.reconciler.benchmark.sshd import SSHD, USER, new_key
+from tests.unit.reconciler.console.browser import Browser
 from tests.unit.reconciler.gateway.conftest import IMPATIENT, NAME, QUICK, World, open_way
 from tests.unit.reconciler.service.service import until
 
@@ -113,6 +117,30 @@ def test_a_tenant_reaches_the_slice(world: World) -> None:
     assert session["bytes_in"] > 1000 and session["bytes_out"] > 1000
     assert [row["project_id"] for row in world.audit("gateway.opened")] == ["demo"]
     assert len(world.audit("gateway.closed")) == 1
+
+
+def test_the_command_on_a_machines_page_works_with_the_lines_beside_it(world: World) -> None:
+    """Of a slice and of a whole machine, by a client that trusts no other key."""
+    site = world.stack
+    member = Browser(mount(create_app(site.settings, site.engine)))
+    assert member.log_in(site.secrets["member"]).status_code == 303
+    known, config = world.tree / "known_hosts", world.tree / "ssh_config"
+    config.write_text(
+        f"IdentityFile {world.key}\nUserKnownHostsFile {known}\nGlobalKnownHostsFile /dev/null\n"
+        "StrictHostKeyChecking yes\nUpdateHostKeys no\nBatchMode yes\n"
+    )
+    for shape in ("slice", "whole"):
+        if shape == "whole":
+            _make_whole(world, world.guest.port)
+        text = member.get(f"/console/projects/demo/allocations/{world.allocation}").text
+        shown = [html.unescape(each) for each in re.findall("<pre[^>]*>(.*?)</pre>", text, re.S)]
+        (line,) = (each for each in shown if each.startswith("ssh "))
+        (lines,) = (each for each in shown if each.startswith("@cert-authority"))
+        known.write_text(lines)
+        words = ["ssh", "-F", str(config), *shlex.split(line)[1:], "id -un"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.stdout.strip(), done.returncode) == (USER, 0), (shape, done.stderr)
+        assert f"gpuaas ssh {world.allocation}" in text
 
 
 def test_strangers_ask_for_no_key_exchange_that_takes_long(world: World) -> None:
