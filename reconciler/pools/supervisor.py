@@ -390,7 +390,7 @@ class Supervisor:
             "memory_bytes": total,
             "memory_used_bytes": used,
             "isolation": f"cgroup{self._parent.version}" if self._parent else "process",
-            "models": sorted(processes.models(processes.models_folder(self.settings))),
+            "models": processes.offered(processes.models_folder(self.settings)),
             # A process without a pool may still use any of them.
             "devices": [] if strays else self._gpus,
         }
