@@ -110,7 +110,7 @@ def build(
         overlay = Path(shutil.copytree(OVERLAY, Path(work) / "overlay"))
         if worker:
             program = REPOSITORY / "scripts" / "opt-venv"
-            given = ["requirements-dev.lock", "/usr/bin/python3", "worker"]
+            given = ["requirements.lock", "/usr/bin/python3", "worker"]
             run([program, overlay, *given], log=log)
         key = cache.content_key(inputs, [overlay, Path(image.__file__)])
         root = str(uuid.uuid5(uuid.NAMESPACE_OID, key))

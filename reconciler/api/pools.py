@@ -117,6 +117,9 @@ class Worker(Answer):
     id: str
     host: str
     pid: int
+    version: str = Field(
+        description="Of its program, with the revision of the database; empty: older, or unknown."
+    )
     models: list[str]
     memory_bytes: int
     oom_kills: int

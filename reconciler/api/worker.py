@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ T = TypeVar("T")
 _WAIT_S = 20
 # First pause of a wait for a job. Each further one is twice as long, up to the service's poll.
 _FIRST_S = 0.02
+# A worker names its version in this header. Older services refuse fields that they do not know.
+_PROGRAM = re.compile(r"gpuaas-worker/([A-Za-z0-9.+-]{1,64})")
 Key = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
 Line = Annotated[str, StringConstraints(max_length=2_000)]
 
@@ -231,7 +234,9 @@ class Left(Answer):
 @router.post("/register")
 def register(body: Registration, worker: Worker) -> Registered:
     """Called by a worker that has loaded its models."""
-    row = worker.write(remote.register, **body.model_dump())
+    program = _PROGRAM.match(worker.request.headers.get("user-agent", ""))
+    version = program[1] if program else ""
+    row = worker.write(remote.register, **body.model_dump(), version=version)
     return Registered(worker_id=row.id, lease_s=leases.LEASE_S, beat_s=leases.BEAT_S)
 
 

@@ -41,6 +41,7 @@ _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] =
     "host_certificates": services.host_certificates,
     "images": services.image_files,
     "processes": services.processes,
+    "job_workers": services.job_workers,
     "leader": services.loops_leader,
     "leases": services.leases,
     "run_locks": services.run_locks,

@@ -15,12 +15,23 @@ from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import clock, leader, migrations, rows
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine
-from reconciler.db.schema import Allocation, Task, allocations, slots, tasks
+from reconciler.db.schema import (
+    Allocation,
+    PoolWorker,
+    Task,
+    allocations,
+    pool_workers,
+    pools,
+    slots,
+    tasks,
+)
 from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.gateway.machine import Machine, probe
 from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem, Refusal
+from reconciler.model.pools import APART
 from reconciler.model.states import AllocationState, CapacityShape, Role, SlotState, TaskState
+from reconciler.pools.control import SILENT_S
 from reconciler.records import certificates, images, tokens
 from reconciler.runs import contract, lock
 from reconciler.runs.awx import request
@@ -241,6 +252,27 @@ def processes(_settings: Settings, conn: Connection) -> Iterator[Finding]:
             unless=role in live,
             expected="a running process of this role",
             remedy="start gpuaas.service, or gpuaas-worker.service beside gpuaas-api.service",
+        )
+
+
+def job_workers(_settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """Workers of jobs that use the database are of this version. Others use the API."""
+    version = migrations.program_version()
+    query = sa.select(pool_workers).outerjoin(pools, pools.c.id == pool_workers.c.pool_id)
+    query = query.where(
+        pool_workers.c.ended_at.is_(None),
+        pool_workers.c.pid != 0,
+        pool_workers.c.beat_at > clock.now() - SILENT_S,
+        pool_workers.c.version != version,
+        sa.or_(pools.c.host_id.is_(None), pools.c.host_id.not_in(APART)),
+    )
+    for worker in rows.every(conn, query.limit(20), PoolWorker):
+        yield warn(
+            f"process {worker.pid} on {worker.host}: version {worker.version or 'unknown'}",
+            expected=f"workers of jobs of version {version}",
+            remedy="wait: its service replaces it"
+            if worker.pool_id
+            else "end it with SIGTERM, and start it from the present version",
         )
 
 

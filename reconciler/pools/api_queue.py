@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from reconciler.db.migrations import program_version
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.pools import leases
@@ -61,7 +62,10 @@ class ApiQueue:
         self._stopping = stopping
         # A proxy would read a token that travels without TLS.
         private = url.startswith("https:")
-        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=private)
+        agent = {"user-agent": f"gpuaas-worker/{program_version()}"}
+        self._http = httpx.Client(
+            base_url=url, timeout=_TIMEOUT_S, trust_env=private, headers=agent
+        )
         self._id = ""
         self._registering = threading.Lock()
         self._serving = True

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
-from reconciler.pools.processes import MARK, NAME, SHIPPED
+from reconciler.pools.processes import MARK, NAME, SHIPPED, has_onnx
 from reconciler.pools.runner import DIGEST, LONGEST, MODEL_FILE, memory_exceeded
 
 # Time to load the models, some of which are large.
@@ -130,8 +130,7 @@ class Runner:
                 "model_unusable",
                 expected="models that can be loaded",
                 found=f"an error, which is above in the log, or no end within {START_S:.0f} s",
-                remedy="correct --model, or install what the model needs: gpuaas-slice[worker]"
-                " brings onnxruntime",
+                remedy="correct --model, or install what the model needs",
             )
         self._load_s = time.monotonic() - began
         # The next process gets the same files or none.
@@ -292,7 +291,17 @@ def parse(words: Sequence[str]) -> dict[str, str]:
     for word in words or [f"{name}={target}" for name, target in SHIPPED.items()]:
         name, _, target = word.partition("=")
         path, at, digest = target.partition(DIGEST)
-        usable = Path(path).is_file() if path.endswith(MODEL_FILE) else _FUNCTION.fullmatch(path)
+        is_onnx = path.endswith(MODEL_FILE)
+        if is_onnx and not has_onnx():
+            raise Problem(
+                "model_unusable",
+                422,
+                expected=f"onnxruntime, which model {name} needs",
+                found="an installation without it",
+                remedy="install the packages of requirements.lock, or the extra"
+                " gpuaas-slice[worker]; functions (MODULE:FUNCTION) run without it",
+            )
+        usable = Path(path).is_file() if is_onnx else _FUNCTION.fullmatch(path)
         if at and not _DIGEST.fullmatch(digest):
             usable = None
         if not NAME.fullmatch(name) or name in models or not usable:

@@ -130,13 +130,17 @@ LOST: Mapping[str, str] = {
 }
 
 
-def register(conn: sa.Connection, *, host: str, pid: int, models: Sequence[str]) -> PoolWorker:
+def register(
+    conn: sa.Connection, *, host: str, pid: int, models: Sequence[str], version: str = ""
+) -> PoolWorker:
     """Record a worker process and the models that it serves."""
-    values = {"id": rows.new_id(), "host": host, "pid": pid, "models": sorted(models)}
-    return rows.add(conn, PoolWorker, values)
+    values = {"id": rows.new_id(), "host": host, "pid": pid, "version": version}
+    return rows.add(conn, PoolWorker, {**values, "models": sorted(models)})
 
 
-def enter(conn: sa.Connection, worker_id: str, *, pid: int, start_ticks: int) -> PoolWorker | None:
+def enter(
+    conn: sa.Connection, worker_id: str, *, pid: int, start_ticks: int, version: str = ""
+) -> PoolWorker | None:
     """Record the process of a pool's worker; None if the pool does not wait for it any more."""
     update = (
         sa.update(pool_workers)
@@ -145,7 +149,7 @@ def enter(conn: sa.Connection, worker_id: str, *, pid: int, start_ticks: int) ->
             pool_workers.c.pid == 0,
             pool_workers.c.ended_at.is_(None),
         )
-        .values(pid=pid, start_ticks=start_ticks, beat_at=clock.now())
+        .values(pid=pid, start_ticks=start_ticks, version=version, beat_at=clock.now())
         .returning(pool_workers)
     )
     row = conn.execute(update).mappings().first()

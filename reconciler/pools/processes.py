@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from reconciler.db.schema import Pool, PoolWorker
+from reconciler.pools.runner import MODEL_FILE
 from reconciler.runs import lock
 from reconciler.settings import Settings
 
@@ -133,8 +135,20 @@ def models(folder: Path) -> dict[str, str]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not NAME.fullmatch(path.stem):
             continue  # No pool could name it, and some names cannot be stored.
-        if path.suffix == ".onnx" and path.is_file():
+        if path.suffix == MODEL_FILE and path.is_file():
             targets[path.stem] = str(path)
         elif path.suffix == ".py" and path.is_file() and path.stem.isidentifier():
             targets[path.stem] = f"{path.stem}:run"
     return targets
+
+
+def offered(folder: Path) -> list[str]:
+    """Names of the models of a folder that this installation can load."""
+    targets = models(folder)
+    onnx = has_onnx()
+    return sorted(name for name in targets if onnx or not targets[name].endswith(MODEL_FILE))
+
+
+def has_onnx() -> bool:
+    """Whether this installation has onnxruntime. It is loaded by the child of a worker only."""
+    return importlib.util.find_spec("onnxruntime") is not None

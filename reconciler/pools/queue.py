@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine, exc
 
 from reconciler.db import rows
 from reconciler.db.engine import reading, retrying
+from reconciler.db.migrations import program_version
 from reconciler.db.schema import PoolWorker
 from reconciler.model.jobs import Call, JobStatus, Outcome
 from reconciler.pools import leases
@@ -126,7 +127,13 @@ class DatabaseQueue:
         if not self._id:
             return True
         ticks = lock.start_ticks()
-        enter = partial(leases.enter, worker_id=self._id, pid=os.getpid(), start_ticks=ticks)
+        enter = partial(
+            leases.enter,
+            worker_id=self._id,
+            pid=os.getpid(),
+            start_ticks=ticks,
+            version=program_version(),
+        )
         if self._write(enter) is not None:
             return True
         log.warning("worker %s ends: its pool does not wait for it any more", self._id)
@@ -134,7 +141,11 @@ class DatabaseQueue:
 
     def serve(self, digests: Mapping[str, str]) -> str:
         serve: Callable[[Connection], PoolWorker] = partial(
-            leases.register, host=socket.gethostname(), pid=os.getpid(), models=self._models
+            leases.register,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            models=self._models,
+            version=program_version(),
         )
         if self._id:
             serve = partial(leases.serve, worker_id=self._id, models=self._models, digests=digests)

@@ -88,7 +88,13 @@ def authenticate(conn: sa.Connection, secret: str) -> Pool | None:
 
 
 def register(
-    conn: sa.Connection, pool: Pool, *, host: str, pid: int, models: Sequence[str]
+    conn: sa.Connection,
+    pool: Pool,
+    *,
+    host: str,
+    pid: int,
+    models: Sequence[str],
+    version: str = "",
 ) -> PoolWorker:
     """Record a worker of a pool, which has a seat for each of its replicas."""
     pool = rows.get(conn, Pool, pool.id, lock=True)
@@ -112,7 +118,8 @@ def register(
     # A guest is believed nothing of where it is.
     where = pool.allocation_id if pool.host_id == GUEST and pool.allocation_id else host
     values = {"id": rows.new_id(), "pool_id": pool.id, "host": where, "pid": pid}
-    return rows.add(conn, PoolWorker, {**values, "models": sorted(set(models))})
+    values |= {"version": version, "models": sorted(set(models))}
+    return rows.add(conn, PoolWorker, values)
 
 
 def turn(

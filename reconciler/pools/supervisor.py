@@ -22,6 +22,7 @@ from sqlalchemy import Engine
 
 from reconciler.db import clock, rows
 from reconciler.db.engine import reading, retrying
+from reconciler.db.migrations import program_version
 from reconciler.db.schema import Pool, PoolWorker
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
@@ -85,6 +86,8 @@ class Supervisor:
     _kills: dict[str, int] = field(default_factory=dict)
     # Workers that have got SIGTERM, and when the grace period of a worker began.
     _asked: set[str] = field(default_factory=set)
+    # Workers of another version that have been asked to end, so that others take their places.
+    _replaced: set[str] = field(default_factory=set)
     _ending: dict[str, float] = field(default_factory=dict)
     # Processes of each worker that are there, some of them without their mark by now.
     _known: dict[str, list[Process]] = field(default_factory=dict)
@@ -99,6 +102,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.host_id = runner_id(self.settings.state_dir)
+        self._version = program_version()
         self._own = memory.own_group()
         self._parent = memory.parent_group(self._own)
 
@@ -212,8 +216,33 @@ class Supervisor:
             if pause <= 0:
                 for _ in range(missing):
                     self._add(pool)
-        elif pool.state == PoolState.STARTING and all(worker.row.models for worker in living):
+        elif any(not worker.row.models for worker in living):
+            return
+        elif pool.state == PoolState.STARTING:
             self._move(pool, "ready")
+        else:
+            self._replace(pool, living)
+
+    def _replace(self, pool: Pool, living: list[_Worker]) -> None:
+        """Let a worker of another version end. The others follow once the next has loaded."""
+        worker = next((worker for worker in living if self._is_other(worker.row)), None)
+        if worker is None:
+            return
+        id = worker.row.id
+        if id not in self._replaced:
+            self._replaced.add(id)
+            log.info("worker %s has version %s: replaced", id, worker.row.version or "unknown")
+        self._terminate(worker)
+        since = self._ending.setdefault(id, time.monotonic())
+        if time.monotonic() - since > pool.grace_s:
+            self._kill(worker)
+
+    def _is_other(self, row: PoolWorker) -> bool:
+        """Whether a service before this one has started it, with a program of another version.
+
+        What this service starts is the installed program, even if that was replaced meanwhile.
+        """
+        return row.version != self._version and row.id not in self._children
 
     def _silence(self, row: PoolWorker) -> float:
         """Seconds since the worker's last heartbeat came here."""
@@ -282,9 +311,12 @@ class Supervisor:
         ending = "not there any more" if code is None else f"exit status {code}"
         if killed:
             ending += ", killed for its memory"
+        if worker.row.id in self._replaced:
+            ending = workers.REPLACED
         retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
         memory.remove(worker.row.cgroup)
         self._asked.discard(worker.row.id)
+        self._replaced.discard(worker.row.id)
         for of_worker in (self._beats, self._ending, self._known, self._due):
             of_worker.pop(worker.row.id, None)
         log.info("worker %s has ended: %s", worker.row.id, ending)
@@ -390,7 +422,7 @@ class Supervisor:
             "memory_bytes": total,
             "memory_used_bytes": used,
             "isolation": f"cgroup{self._parent.version}" if self._parent else "process",
-            "models": sorted(processes.models(processes.models_folder(self.settings))),
+            "models": processes.offered(processes.models_folder(self.settings)),
             # A process without a pool may still use any of them.
             "devices": [] if strays else self._gpus,
         }

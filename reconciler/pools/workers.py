@@ -30,6 +30,8 @@ from reconciler.pools import control
 
 log = logging.getLogger("gpuaas.pools")
 
+# Ending of a worker whose program had another version than the service. It does not count.
+REPLACED = "replaced by one of the present version"
 # In place of a project: the worker held jobs of several.
 _SEVERAL = "*"
 _PAUSE_S = 30
@@ -171,7 +173,8 @@ def pause(conn: sa.Connection, pool: Pool, ends: int) -> float:
 def _lately(pool: Pool) -> sa.ColumnElement[bool]:
     # Not those of before the clock was set back.
     recent = pool_workers.c.ended_at.between(clock.now() - ENDS_S, clock.now())
-    return sa.and_(pool_workers.c.pool_id == pool.id, recent)
+    itself = pool_workers.c.ending != REPLACED
+    return sa.and_(pool_workers.c.pool_id == pool.id, recent, itself)
 
 
 def conclude(

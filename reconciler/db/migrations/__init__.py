@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -65,3 +66,12 @@ def revisions() -> tuple[str, ...]:
 def head() -> str:
     """Revision that this version of the service needs."""
     return revisions()[-1]
+
+
+@cache
+def program_version() -> str:
+    """Version of this program and the revision that it needs, such as "0.1.0+0051".
+
+    As of the first call: the files of a running program may be replaced.
+    """
+    return f"{version('gpuaas-slice')}+{head()}"

@@ -139,6 +139,8 @@ class PoolWorker(Row):
     models: list[Any]
     memory_bytes: Number
     oom_kills: Number
+    # Of its program, with the revision of the schema; "" if its program did not record it yet.
+    version: Text
     # How it ended.
     ending: Text
     # The project whose jobs it held when it ended, or shortly before; "" without jobs, "*" with

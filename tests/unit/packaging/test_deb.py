@@ -57,6 +57,8 @@ def test_an_installation_ends_in_a_working_doctor(machine: Machine, package: Pat
     assert "n1" in _gpuaas(machine, *added)
     modes = machine.run("stat", "-c", "%a %U %G", "/etc/gpuaas", SETTINGS, "/var/lib/gpuaas")
     assert modes.splitlines() == ["750 root gpuaas", "640 root gpuaas", "700 gpuaas gpuaas"]
+    # The shipped model is in an ONNX file.
+    machine.run("/opt/gpuaas/bin/python", "-c", "import onnxruntime")
     # The service's user can change nothing of the program.
     theirs = machine.run(
         "find", "/opt/gpuaas", "!", "-user", "root", "-o", "!", "-type", "l", "-perm", "/022"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 import yaml
 
 from reconciler.shipped import COLLECTION
-from scripts import standalone
+from scripts import sbom, standalone
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = Path(sys.executable).parent
@@ -79,9 +81,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installe
     python = folder / "opt" / "bin" / "python"
     _quietly(OURS / "uv", "pip", "install", "--no-deps", "--offline", "--python", python, wheel)
     (packages,) = (folder / "opt" / "lib").glob("python*/site-packages")
-    # The dependencies are ours; what stands in a .pth file there, our checkout, does not count.
-    (there,) = [entry for entry in sys.path if entry.endswith("site-packages")]
-    (packages / "dependencies.pth").write_text(f"{there}\n")
+    _link_locked(packages)
     (python.parent / "ansible-playbook").symlink_to(OURS / "ansible-playbook")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -149,7 +149,16 @@ def test_service_and_commands_mean_one_site(serving: Installed) -> None:
     assert backup.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_worker_of_jobs_serves_the_shipped_model(serving: Installed) -> None:
+@pytest.fixture(scope="module")
+def project(serving: Installed) -> str:
+    """A project, and a token that the commands of the service's user find."""
+    words = ["token", "create", "--role", "platform-admin", "--name", "operator", "--save"]
+    saved = serving.run("gpuaas", *words)
+    assert saved.returncode == 0, saved.stderr
+    return str(_answer(serving, "projects", "add", "jobs")["id"])
+
+
+def test_a_worker_of_jobs_serves_the_shipped_model(serving: Installed, project: str) -> None:
     log = serving.folder / "jobs.log"
     environment = {**serving.environment, "GPUAAS_LOG_LEVEL": "info"}
     with log.open("wb") as output:
@@ -162,11 +171,71 @@ def test_a_worker_of_jobs_serves_the_shipped_model(serving: Installed) -> None:
         while "takes jobs" not in log.read_text():
             assert worker.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.1)
+        (serving.folder / "call.json").write_text('{"segments": [[0, 1, 1, 0, 0, 0, 0]]}')
+        words = ("digits", "call.json", "--project", project, "--wait")
+        assert _answer(serving, "jobs", "submit", *words)["result"]["digit"] == [1]
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(60) == 0, log.read_text()
     finally:
         worker.kill()
         worker.wait()
+
+
+def test_the_commands_of_the_documentation_get_a_digit(serving: Installed, project: str) -> None:
+    """The first lines of the page about pools, as an operator types them."""
+    page = (ROOT / "docs" / "pools.md").read_text()
+    lines = page.split("```\n")[1].replace("--project P", f"--project {project} --output json")
+    path = f"{serving.folder / 'opt' / 'bin'}:/usr/bin:/bin"
+    done = subprocess.run(
+        ["sh", "-ec", lines],
+        env={**serving.environment, "PATH": path},
+        cwd=serving.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])["result"]
+    assert result["digit"] == [1], result
+    assert _answer(serving, "pools", "stop", "demo", "--wait")["state"] == "stopped"
+
+
+def test_a_person_s_own_function_answers_in_a_pool(serving: Installed, project: str) -> None:
+    """The ten lines of Python of the documentation."""
+    page = (ROOT / "docs" / "pools.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    models = serving.folder / "state" / "models"
+    models.mkdir(mode=0o700, exist_ok=True)
+    (models / "double.py").write_text(code + "\n\nrun = double\n")
+    _until(lambda: "double" in _host(serving)["models"])
+    words = ["--model", "double", "--memory", "512", "--wait"]
+    assert _answer(serving, "pools", "start", "kit", *words)["state"] == "running"
+    (serving.folder / "call.json").write_text('{"number": 21}')
+    of_project = ("--project", project, "--wait")
+    job = _answer(serving, "jobs", "submit", "double", "call.json", *of_project)
+    assert job["result"] == {"twice": 42}
+    assert _answer(serving, "pools", "stop", "kit", "--wait")["state"] == "stopped"
+
+
+def test_without_onnxruntime_nothing_offers_the_shipped_model(
+    serving: Installed, project: str
+) -> None:
+    (packages,) = (serving.folder / "opt").glob("lib/python*/site-packages")
+    runtime, away = packages / "onnxruntime", serving.folder / "onnxruntime"
+    assert "digits" in _host(serving)["models"]
+    runtime.rename(away)
+    try:
+        _until(lambda: "digits" not in _host(serving)["models"])
+        assert "drill" in _host(serving)["models"]
+        for words in ((), ("--models", str(serving.folder), "--model", "digits")):
+            refused = serving.run("gpuaas", "jobs", "worker", *words)
+            assert refused.returncode == 1
+            assert "gpuaas-slice[worker]" in refused.stderr, refused.stderr
+            assert "Traceback" not in refused.stderr
+    finally:
+        away.rename(runtime)
+    _until(lambda: "digits" in _host(serving)["models"])
 
 
 def test_the_doctor_finds_it_whole(serving: Installed) -> None:
@@ -233,6 +302,38 @@ def _files(place: Path) -> dict[str, bytes]:
         for file in place.rglob("*")
         if file.is_file() and file.suffix != ".pyc"
     }
+
+
+def _answer(here: Installed, *words: str) -> dict[str, Any]:
+    """What a command prints as JSON."""
+    done = here.run("gpuaas", *words, "--output", "json")
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+def _host(here: Installed) -> dict[str, Any]:
+    done = here.run("gpuaas", "pools", "hosts", "--output", "json")
+    assert done.returncode == 0, done.stderr
+    (host,) = json.loads(done.stdout)
+    return dict(host)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def _link_locked(packages: Path) -> None:
+    """The packages of the service's lock, as they are installed here, and no others."""
+    locked = sbom.pins((ROOT / "requirements.lock").read_text())
+    for each in distributions():
+        if re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower() in locked:
+            names = {file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}
+            for name in names:
+                (packages / name).symlink_to(each.locate_file(name))
 
 
 def _doctor(here: Installed) -> list[dict[str, Any]]:

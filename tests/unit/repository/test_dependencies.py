@@ -28,7 +28,10 @@ def canonical(name: str) -> str:
 
 def test_the_service_is_locked_apart_from_its_tests() -> None:
     service, tests = sbom.pins(SERVICE), sbom.pins(TESTS)
-    assert {canonical(name) for name in PROJECT["project"]["dependencies"]} <= set(service)
+    needed = (
+        PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["worker"]
+    )
+    assert {canonical(name) for name in needed} <= set(service)
     needed = [*PROJECT["dependency-groups"]["dev"], *PROJECT["build-system"]["requires"]]
     assert {canonical(name) for name in needed} <= set(tests)
     assert service.items() <= tests.items(), "the tests run on the packages of the service"

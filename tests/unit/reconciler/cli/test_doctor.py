@@ -20,7 +20,9 @@ from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db import settings as site
 from reconciler.db.engine import transaction
+from reconciler.db.migrations import program_version
 from reconciler.doctor import examine, installation, services
+from reconciler.pools import leases
 from reconciler.records import images
 from reconciler.service.process import adopt
 from reconciler.settings import PROJECT, Settings
@@ -149,6 +151,13 @@ def _nobody_works(stack: Stack) -> None:
         leader.record_process(conn, "p1", ["api"], host="h", pid=1, version="1")
 
 
+def _older_worker(stack: Stack) -> None:
+    """Two that a person started, one of them from an older version."""
+    with transaction(stack.engine) as conn:
+        leases.register(conn, host="h", pid=7, models=["m"], version=program_version())
+        leases.register(conn, host="h", pid=8, models=["m"])
+
+
 def _nobody_leads(stack: Stack) -> None:
     with transaction(stack.engine) as conn:
         conn.execute(sa.update(tables.leaders).values(expires_at=0))
@@ -170,6 +179,7 @@ def _nobody_leads(stack: Stack) -> None:
         (_earlier_authorities, "authorities", "warn"),
         (_no_admin, "tokens", "warn"),
         (_nobody_works, "processes", "warn"),
+        (_older_worker, "job_workers", "warn"),
         (_nobody_leads, "leader", "fail"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import sqlalchemy as sa
 
 from reconciler.db.engine import transaction
-from reconciler.db.schema import telemetry_samples
+from reconciler.db.schema import pool_workers, telemetry_samples
 from reconciler.pools import leases, workers
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_jobs import bury, enqueue
@@ -46,4 +46,6 @@ def busy_pools(stack: Stack) -> str:
         loads = {f"w-{name}": (used << 20, 0) for name, (_, used) in mib.items()}
         workers.report(conn, HOST, loads)
         leases.claim(conn, replace(worker, id="w-hot"), limit=2)
+        of_hot = sa.update(pool_workers).where(pool_workers.c.id == "w-hot")
+        conn.execute(of_hot.values(version="0.0.9+0050"))
     return ids["hot"].id

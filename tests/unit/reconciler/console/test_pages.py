@@ -1377,7 +1377,7 @@ def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, brow
     refresh = {"HX-Request": "true", "HX-Target": "div#living"}
     assert "Queue of all projects" not in admin.get("/console/pools", headers=refresh).text
     shown = admin.get(f"/console/pools/{hot}").text
-    assert "94 %" in shown and "above 90 %" in shown
+    assert "94 %" in shown and "above 90 %" in shown and ">0.0.9+0050</td>" in shown
     history = shown[shown.index("History") :]
     assert history.index("create, by") < history.index("begin, by") < history.index("ready, by")
 

@@ -19,7 +19,8 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.db.engine import reading, transaction
-from reconciler.db.schema import PoolWorker
+from reconciler.db.migrations import program_version
+from reconciler.db.schema import PoolWorker, pool_workers
 from reconciler.db.schema import jobs as table
 from reconciler.pools import pools, remote
 from reconciler.pools.api_queue import ApiQueue
@@ -106,6 +107,9 @@ def test_a_pool_from_its_token_to_its_end(workers: Workers, service: Service) ->
         workers.ended(worker)  # It leaves its seat, of which there are two.
     worker = start(workers, service)
     workers.wait(*workers.submit(1), "done")
+    with reading(workers.queue.engine) as conn:
+        living = sa.select(pool_workers.c.version).where(pool_workers.c.ended_at.is_(None))
+        assert conn.execute(living).scalars().all() == [program_version()]
     issue(workers)
     workers.wait(*workers.submit(1), "done")  # It reads the token that has replaced its own.
     called = len(workers.ran())

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from reconciler.api.pools import PoolHost
 from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
+from reconciler.db.migrations import program_version
 from reconciler.db.schema import Job, Pool, PoolWorker, device_leases, pool_hosts, pool_workers
 from reconciler.db.schema import pools as table
 from reconciler.pools import jobs, memory, pools, processes, supervisor, watch, workers
@@ -206,6 +207,47 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
         pools.evict(conn, "a", ADMIN)
     control.until(pool, "evicted")
     assert control.left() == {}
+    for child in first._children.values():
+        child.wait(timeout=60)
+
+
+@pytest.mark.covers("ORCH-5")
+def test_workers_of_another_version_are_replaced_one_by_one(control: Control) -> None:
+    """As after an upgrade of the service, which leaves them running."""
+    pool = control.running(replicas=2)
+    former = {worker.id: worker for worker in control.workers(pool)}
+    assert {worker.version for worker in former.values()} == {program_version()}
+    with transaction(control.engine) as conn:
+        older = zip(former, ("", "0.0.9+0050"), strict=True)
+        for id, version in older:
+            update = sa.update(pool_workers).where(pool_workers.c.id == id)
+            conn.execute(update.values(version=version))
+    first, control.supervisor = control.supervisor, Supervisor(control.settings, control.engine)
+    # What this service has started itself stays, whatever it is.
+    first.tend()
+    assert {worker.id for worker in control.workers(pool)} == former.keys()
+    sent: list[str] = []
+
+    def replaced() -> bool:
+        sent.append(control.submit(seconds=0.05))
+        control.supervisor.tend()
+        living = [worker for worker in control.workers(pool) if worker.ended_at is None]
+        loaded = [worker for worker in living if worker.models]
+        assert loaded, "the jobs go on"
+        return len(loaded) == 2 and not former.keys() & {worker.id for worker in living}
+
+    until(replaced)
+    ended = [control.ended(id) for id in sent]
+    assert {(job.status, job.attempts, job.lost) for job in ended} == {("done", 1, 0)}
+    gone = control.workers(pool)
+    assert {worker.ending for worker in gone if worker.id in former} == {workers.REPLACED}
+    assert {worker.version for worker in gone if worker.id not in former} == {program_version()}
+    with reading(control.engine) as conn:
+        ends = workers.recent_ends(conn, pool)
+        assert (ends, workers.pause(conn, pool, ends)) == (0, 0)
+    kept = control.workers(pool)
+    control.supervisor.tend()
+    assert control.workers(pool) == kept
     for child in first._children.values():
         child.wait(timeout=60)
 

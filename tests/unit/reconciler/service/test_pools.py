@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
-from reconciler.db.engine import open_engine, transaction
+from reconciler.db.engine import open_engine, reading, retrying, transaction
+from reconciler.db.migrations import program_version
+from reconciler.db.schema import jobs, pool_workers
 from reconciler.model.states import Role
+from reconciler.pools.jobs import NewJob, enqueue
 from reconciler.records import projects, tokens
 from reconciler.settings import Settings
 from tests.unit.reconciler.conftest import ADMIN
@@ -51,18 +58,91 @@ def test_workers_outlive_the_service_and_end_without_it(tmp_path: Path) -> None:
         service.check()
 
 
+@pytest.mark.covers("ORCH-5")
+def test_an_upgrade_of_the_service_under_load_fails_no_job(tmp_path: Path) -> None:
+    """The workers of its pool are of the version before, and go on until each is replaced."""
+    with serving(tmp_path) as service, closing_engine(tmp_path) as engine:
+        service.start()
+        until(service.ready)
+        until(lambda: pools(service, "hosts"))
+        start = ("start", "a", "--model", "digits", "--memory", "512", "--replicas", "2", "--wait")
+        former = {worker["id"] for worker in pools(service, *start)["workers"]}
+        with transaction(engine) as conn:
+            projects.create(conn, "demo", ADMIN, id="demo")
+        load = Load(engine)
+        until(lambda: load.done() > 10)
+        service.kill()
+        with transaction(engine) as conn:
+            conn.execute(sa.update(pool_workers).values(version=""))
+        ran = load.done()
+        until(lambda: load.done() > ran + 10)
+        service.start("worker")
+
+        def replaced() -> bool:
+            (pool,) = pools(service, "list")
+            loaded = [worker for worker in pool["workers"] if worker["models"]]
+            assert loaded, "the jobs go on"
+            versions = {worker["version"] for worker in loaded}
+            others = {worker["id"] for worker in loaded} - former
+            return len(others) == 2 and versions == {program_version()}
+
+        until(replaced)
+        ran = load.done()
+        until(lambda: load.done() > ran + 10)
+        load.stop()
+        until(lambda: load.done() == len(load.sent))
+        with reading(engine) as conn:
+            ended = conn.execute(sa.select(jobs.c.attempts, jobs.c.lost).distinct()).all()
+        assert ended == [(1, 0)]
+        pools(service, "stop", "a")
+        service.check()
+
+
+class Load:
+    """A project that sends a job every few hundredths of a second."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self.sent: list[str] = []
+        self._engine = engine
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def done(self) -> int:
+        query = sa.select(sa.func.count()).where(jobs.c.status == "done")
+        with reading(self._engine) as conn:
+            return int(conn.execute(query).scalar_one())
+
+    def _run(self) -> None:
+        job = NewJob("digits", {"segments": [[0, 1, 1, 0, 0, 0, 0]]}, max_attempts=1)
+        while not self._ended.wait(0.05):
+            queued = retrying(self._engine, lambda conn: enqueue(conn, "demo", [job], ADMIN))
+            self.sent += queued
+
+
+@contextmanager
+def closing_engine(folder: Path) -> Iterator[sa.Engine]:
+    engine = open_engine(Settings(state_dir=folder).database)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
 @pytest.mark.covers("ORCH-2")
 def test_a_member_s_job_is_answered_by_the_shipped_model(tmp_path: Path) -> None:
     """By the path that needs no name of a project."""
     with serving(tmp_path) as service:
         service.start()
         until(service.ready)
-        engine = open_engine(Settings(state_dir=tmp_path).database)
-        with transaction(engine) as conn:
+        with closing_engine(tmp_path) as engine, transaction(engine) as conn:
             projects.create(conn, "demo", ADMIN, id="demo")
             given = {"role": Role.PROJECT_MEMBER, "project_id": "demo"}
             _, secret = tokens.issue(conn, ADMIN, name="member", **given)
-        engine.dispose()
         until(lambda: pools(service, "hosts"))
         pools(service, "start", "a", "--model", "digits", "--memory", "512", "--wait")
         with httpx.Client(
