@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ DASHBOARD = ROOT / "monitoring" / "grafana" / "gpuaas.json"
 METRIC = re.compile(r"\b(?:gpuaas|gpu_orchestrator|process)_[a-z0-9_]+")
 SELECTOR = re.compile(rf"({METRIC.pattern})(?:{{(.*?)}})?")
 # Of states, a scrape shows those that something has.
-STATES = {
+STATES: dict[str, dict[str, type[StrEnum]]] = {
     "gpuaas_slots": {"status": SlotState, "health_state": HealthState},
     "gpuaas_nodes": {"state": NodeState},
     "gpu_orchestrator_worker_pools": {"state": PoolState},
