@@ -340,21 +340,21 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
     # A host that is silent takes no pool, and may not come back.
     since = clock.read(conn) - pools.SILENT_S
     hosts = [host for host in pools.hosts(conn) if host.seen_at > since]
-    gpus = {(host.id, gpu["id"]): gpu for host in hosts for gpu in host.devices}
+    present = {(host.id, gpu["id"]) for host in hosts for gpu in host.devices}
+    gpus = pools.gpus(conn, live)
     leased = {(lease.host_id, lease.device) for lease in pools.leases(conn)}
     for pool in live:
         used = [worker.memory_bytes for worker in living[pool.id]]
         size.add_metric([pool.name], sum(used))
-        for device in pool.devices:
-            if gpu := gpus.get((pool.host_id, device)):
-                part = 100 * gpu["memory_used_bytes"] / gpu["memory_bytes"]
-                share.add_metric([pool.name, device], part)
+        for gpu in gpus[pool.id]:
+            part = 100 * gpu["memory_used_bytes"] / gpu["memory_bytes"]
+            share.add_metric([pool.name, gpu["id"]], part)
         if not pool.devices:
             part = 100 * max(used, default=0) / (pool.memory_mib << 20)
             share.add_metric([pool.name, ""], part)
     yield from (states, size, share)
     text = "Devices of the hosts that report themselves, and those that pools have."
-    yield _gauge(f"{prefix}_devices", text, len(gpus.keys() | leased))
+    yield _gauge(f"{prefix}_devices", text, len(present | leased))
     yield _gauge(f"{prefix}_leases", "Devices that pools have.", len(leased))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
@@ -29,7 +29,7 @@ from reconciler.api.timeline import Change
 from reconciler.db import journal, schema
 from reconciler.db.rows import Page
 from reconciler.model.act import Act
-from reconciler.model.pools import APART, PoolState
+from reconciler.model.pools import APART, PoolState, passed_percent
 from reconciler.pools import pools, remote, workers
 
 router = APIRouter(tags=["pools"])
@@ -128,6 +128,25 @@ class Worker(Answer):
     beat_at: Moment
 
 
+class Device(Answer):
+    """A GPU of a host."""
+
+    id: str
+    memory_bytes: int
+    memory_used_bytes: int
+
+
+class PoolGpu(Device):
+    """A GPU of a living pool. Nothing is evicted for its memory."""
+
+    above_percent: int = Field(description="85 or 90: so much of its memory is in use; else 0.")
+
+    @classmethod
+    def of_device(cls, device: dict[str, Any]) -> Self:
+        share = device["memory_used_bytes"] / device["memory_bytes"]
+        return cls.of(device, above_percent=passed_percent(share))
+
+
 class Pool(Answer):
     """A pool, with its living workers."""
 
@@ -141,6 +160,7 @@ class Pool(Answer):
     memory_mib: int
     kill_on_oom: bool
     devices: list[str] = Field(description="GPUs; of a slice, their addresses on its machine.")
+    gpus: list[PoolGpu] = Field(description="Those that a machine of the service reports.")
     allocation_id: str | None = Field(description="The slice in which its workers run.")
     image: str = Field(description="Name and version of the slice's image.")
     image_digest: str
@@ -169,6 +189,7 @@ class Pool(Answer):
         living = workers.living(conn, [pool.id for pool in rows])
         held = workers.holding(conn, [each.id for pool in rows for each in living[pool.id]])
         placed = workers.placed(conn, [pool.allocation_id for pool in rows if pool.allocation_id])
+        gpus = pools.gpus(conn, rows)
         return [
             cls.of(
                 pool,
@@ -176,6 +197,7 @@ class Pool(Answer):
                 workers=[Worker.of(each, jobs=held.get(each.id, 0)) for each in living[pool.id]],
                 memory_bytes=sum(each.memory_bytes for each in living[pool.id]),
                 jobs=sum(held.get(each.id, 0) for each in living[pool.id]),
+                gpus=[PoolGpu.of_device(device) for device in gpus[pool.id]],
             )
             for pool in rows
         ]
@@ -219,14 +241,6 @@ class Pools(Answer):
     """Pools that were stopped together."""
 
     items: list[Pool]
-
-
-class Device(Answer):
-    """A GPU of a host."""
-
-    id: str
-    memory_bytes: int
-    memory_used_bytes: int
 
 
 class PoolHost(Answer):

@@ -21,7 +21,7 @@ from reconciler.cli import output
 from reconciler.cli.allocations import Project
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
-from reconciler.model.pools import SERVING_POOLS
+from reconciler.model.pools import APART, SERVING_POOLS, PoolState
 
 app = typer.Typer(no_args_is_help=True, help="Rehearse emergencies of jobs and of the leader.")
 
@@ -31,6 +31,8 @@ _START_S = 60.0
 _RECLAIM_S = 60.0
 # A term, in which the last leader holds back, and elections every two seconds.
 _LEADER_S = 30.0
+# Three heartbeats of a worker.
+_BEATS_S = 30.0
 # For loading the model, and for the grace period of an eviction.
 _POOL_S = 120.0
 # The model that every host of pools has for drills.
@@ -153,8 +155,9 @@ def reclaim(project: Project) -> None:
 
 @app.command()
 def leader(reason: str = "drill") -> None:
-    """End the leader's term: another process takes over, with a newer term."""
+    """End the leader's term: another process takes over, and pools keep their workers."""
     with _drill("leader") as drill:
+        workers = _workers()
         before = client().get("/status/leader")
         candidates = client().get("/health")["processes"].get("loops", 0)
         client().post("/control/leader/release", {"reason": reason})
@@ -167,6 +170,10 @@ def leader(reason: str = "drill") -> None:
         evidence = f"{after['holder']} after {before['holder']}, of {candidates} candidates"
         other = after["holder"] != before["holder"] or candidates < 2
         drill.check("another process leads, if there is one", other, evidence)
+        _until(_BEATS_S, lambda: _gone(workers) or not _silent(workers))
+        gone, silent = _gone(workers), _silent(workers)
+        evidence = f"{len(workers)} workers before; gone: {gone}, without a heartbeat: {silent}"
+        drill.check("the workers of pools are known and serve as before", not silent, evidence)
         health = client().get("/health")
         drill.check("the site is alive", health["status"] == "ok", health["processes"])
 
@@ -210,6 +217,7 @@ def evict(project: Project, memory: Memory = 256) -> None:
 @app.command()
 def oom(project: Project, memory: Memory = 256) -> None:
     """Let a job exceed the memory of its worker: the kernel kills its process, and counts it.
+    Another pool has `kill_on_oom`, and is evicted.
 
     Refused on machines where the service samples memory, because nothing but itself would count.
     """
@@ -240,15 +248,29 @@ def oom(project: Project, memory: Memory = 256) -> None:
             jobs.submit([{"seconds": 0}])
             jobs.reach(lambda states: states == ["canceled", "done"], _START_S)
             drill.check("it takes the next job", jobs.states()[-1] == "done", jobs.states())
+        jobs = _Jobs(drill, project, _MODEL)
+        with _pool(drill, project, memory, kernel[0], kill_on_oom=True) as (path, _):
+            jobs.submit([{"seconds": 0, "mib": 2 * memory}], max_attempts=10)
+            began = time.monotonic()
+            _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
+            took_s = time.monotonic() - began
+            jobs.cancel()
+            pool = client().get(path)
+            code = pool["failure"].get("code")
+            evicted = (pool["state"], code) == ("evicted", "memory_exceeded")
+            evidence = f"{pool['state']} after {took_s:.1f} s, {code}"
+            drill.check("a pool with kill_on_oom is evicted for its memory", evicted, evidence)
 
 
 @contextmanager
 def _pool(
-    drill: _Drill, project: str, memory: int, host: str = ""
+    drill: _Drill, project: str, memory: int, host: str = "", *, kill_on_oom: bool = False
 ) -> Iterator[tuple[str, list[int]]]:
     """A pool of the drill while it runs: its path and its processes. It ends by eviction."""
     wish = {
-        **{"name": drill.model, "models": [_MODEL], "memory_mib": memory, "host": host},
+        # The pool before may not have ended yet.
+        **{"name": f"{drill.model}-kill" if kill_on_oom else drill.model, "host": host},
+        **{"models": [_MODEL], "memory_mib": memory, "kill_on_oom": kill_on_oom},
         **{"project_id": project, "grace_s": 2, "reason": "drill"},
     }
     path = f"/pools/{client().post('/pools', wish)['id']}"
@@ -260,6 +282,26 @@ def _pool(
         yield path, pids
     finally:
         client().post(f"{path}/evict", {"reason": "end of the drill"})
+
+
+def _workers() -> dict[str, str]:
+    """Last heartbeats of the workers of pools that run on machines of the service."""
+    return {
+        worker["id"]: worker["beat_at"]
+        for pool in client().items("/pools", live=True)
+        if pool["state"] == PoolState.RUNNING and pool["host_id"] not in APART
+        for worker in pool["workers"]
+    }
+
+
+def _gone(before: dict[str, str]) -> list[str]:
+    return sorted(before.keys() - _workers())
+
+
+def _silent(before: dict[str, str]) -> list[str]:
+    """Workers without a heartbeat since then."""
+    now = _workers()
+    return [id for id, beat in before.items() if now.get(id, beat) == beat]
 
 
 def _serving() -> set[str]:

@@ -59,7 +59,7 @@ def list_pools(
 
 @app.command()
 def show(pool: PoolKey) -> None:
-    """Show a pool with its workers."""
+    """Show a pool with its workers, and the memory of its GPUs."""
     output.record(client().get(f"/pools/{pool}"))
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from reconciler.console import charts
 from reconciler.console.visit import Document, Visit
 from reconciler.model.jobs import Mode
-from reconciler.model.pools import ACT_SHARE, APART, WARN_SHARE, PoolState
+from reconciler.model.pools import APART, PoolState, passed_percent
 
 _MIB = 1 << 20
 
@@ -24,7 +24,7 @@ async def list_pools(visit: Visit) -> Response:
         "pools.html",
         pools=await _living(visit),
         hosts=[
-            host | {"memory": _memory(host["memory_used_bytes"], host["memory_bytes"])}
+            _with_memory(host) | {"devices": [_with_memory(gpu) for gpu in host["devices"]]}
             for host in hosts
         ],
         names={host["id"]: host["name"] for host in hosts},
@@ -70,9 +70,10 @@ async def _living(visit: Visit) -> list[Document]:
 
 
 def _measured(pool: Document) -> Document:
-    """The pool and its workers with their memory. A pool is as near its limit as its fullest
-    worker, because the limit is of each. The memory of workers apart is not known.
+    """The pool, its workers and its GPUs with their memory. A pool is as near its limit as its
+    fullest worker, because the limit is of each. The memory of workers apart is not known.
     """
+    pool = pool | {"gpus": [_with_memory(gpu) for gpu in pool["gpus"]]}
     if pool["host_id"] in APART:
         workers = [worker | {"memory": None} for worker in pool["workers"]]
         return pool | {"workers": workers, "memory": None}
@@ -85,9 +86,12 @@ def _measured(pool: Document) -> Document:
     return pool | {"workers": workers, "memory": memory}
 
 
+def _with_memory(of: Document) -> Document:
+    return of | {"memory": _memory(of["memory_used_bytes"], of["memory_bytes"])}
+
+
 def _memory(used: int, limit: int, share: float | None = None) -> dict[str, Any]:
     """Memory in use against its limit. above: the threshold in percent that it has passed, or 0."""
     if share is None:
         share = used / limit if limit else 0.0
-    above = next((mark for mark in (ACT_SHARE, WARN_SHARE) if share >= mark), 0)
-    return {"used": used, "limit": limit, "share": share, "above": round(above * 100)}
+    return {"used": used, "limit": limit, "share": share, "above": passed_percent(share)}

@@ -23,6 +23,11 @@ ENDS_S = 600.0
 ENDS_WITH_JOBS = 3
 
 
+def passed_percent(share: float) -> int:
+    """The highest threshold in per cent that a share of memory has passed, or 0."""
+    return round(100 * next((mark for mark in (ACT_SHARE, WARN_SHARE) if share >= mark), 0))
+
+
 class PoolState(Described):
     """Lifecycle of a worker pool."""
 

@@ -138,6 +138,27 @@ def hosts(conn: sa.Connection) -> list[PoolHost]:
     return rows.every(conn, query, PoolHost)
 
 
+def gpus(conn: sa.Connection, of: Sequence[Pool]) -> dict[str, list[dict[str, Any]]]:
+    """GPUs of living pools by pool, with their memory as their host reports it: none of a silent
+    host.
+    """
+    since = clock.read(conn) - SILENT_S
+    known = {
+        (host.id, device["id"]): device
+        for host in hosts(conn)
+        if host.seen_at > since
+        for device in host.devices
+    }
+    return {
+        pool.id: [
+            known[pool.host_id, device]
+            for device in pool.devices
+            if (pool.host_id, device) in known and pool.state in LIVE_POOLS
+        ]
+        for pool in of
+    }
+
+
 def leases(
     conn: sa.Connection, *, ended: bool = False, page: Page | None = None
 ) -> list[DeviceLease]:

@@ -1,18 +1,50 @@
-"""The soak test of jobs, for some seconds and with faults that need no lease to run out."""
+"""The soak test of jobs, for some seconds and with leases that a fault ends at once."""
 
 from __future__ import annotations
 
 import csv
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.bench.soak import begin, percentile, schedule
+from tests.bench.soak import begin, percentile, schedule, unexplained
 
 ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.covers("ORCH-7")
+
+
+def test_a_soak_with_workers_killed_and_stopped_and_redis_away(tmp_path: Path) -> None:
+    command = [ROOT / "scripts" / "perf" / "orchestrator_soak.sh", "--output", tmp_path, "--short"]
+    # More than both workers do, so that each holds jobs when it is killed or stopped.
+    load = ["--seconds", "5", "--rate", "20", "--work", "0.12", "--workers", "2"]
+    faults = {1: "kill", 2: "stop"} | ({3: "redis"} if shutil.which("redis-server") else {})
+    words = ",".join(f"{second}:{name}" for second, name in faults.items())
+    done = subprocess.run(
+        [*command, *load, "--faults", words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("passed: offered ")
+    with (tmp_path / "soak.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {n: row["fault"] for n, row in enumerate(rows) if row["fault"]} == faults
+    assert int(rows[-1]["reclaims"]) >= 2, "jobs of the killed and of the stopped worker"
+
+
+def test_only_poisoned_jobs_may_fail() -> None:
+    ended = {"offered": 9, "refused": 5, "pending": 0, "running": 0, "canceled": 0}
+    assert unexplained({**ended, "done": 7, "dead_letter": 2}, poisoned=2) == []
+    for wrong in (
+        {"done": 0, "dead_letter": 9},
+        {"done": 6, "dead_letter": 3},
+        {"done": 8, "dead_letter": 1},
+        {"done": 6, "dead_letter": 2},
+        {"done": 6, "dead_letter": 2, "canceled": 1},
+        {"done": 6, "dead_letter": 2, "pending": 1},
+    ):
+        assert unexplained({**ended, **wrong}, poisoned=2), wrong
 
 
 @pytest.mark.long

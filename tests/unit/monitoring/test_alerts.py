@@ -1,10 +1,16 @@
-"""Alert rules, played by promtool: each fires for what it is for, and not for a little less."""
+"""Alert rules, played by promtool: each fires for what it is for, and not for a little less.
+
+Each part of each rule is needed: without it, the rule's own cases fail.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,8 @@ pytestmark = [
 
 ORCHESTRATOR = "gpu_orchestrator"
 # For each alert: the time of the verdict, samples a minute apart that fire it, and some that do
-# not. `A+BxN`: N further samples, each higher by B.
+# not. `A+BxN`: N further samples, each higher by B. What fires does not yet do so a minute before
+# the rule's `for` is over.
 Samples = dict[str, str]
 CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
     "JobsPending": (
@@ -42,10 +49,15 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
             {
                 f"{ORCHESTRATOR}_pending_jobs": "4x11",
                 f"{ORCHESTRATOR}_delayed_jobs": delayed,
-                f"{ORCHESTRATOR}_running_jobs": "0x11",
+                f"{ORCHESTRATOR}_running_jobs": running,
                 f'{ORCHESTRATOR}_mode{{mode="normal"}}': normal,
+                f'{ORCHESTRATOR}_mode{{mode="drain"}}': drain,
             }
-            for delayed, normal in (("3x11", "0x11"), ("4x11", "1x11"))
+            for delayed, running, normal, drain in (
+                ("3x11", "0x11", "0x11", "1x11"),
+                ("3x11", "1x11", "1x11", "0x11"),
+                ("4x11", "0x11", "1x11", "0x11"),
+            )
         ),
     ),
     "ReclaimerErrors": (
@@ -90,6 +102,8 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
         "16m",
         {f"{ORCHESTRATOR}_leases": "8x16", f"{ORCHESTRATOR}_devices": "8x16"},
         {f"{ORCHESTRATOR}_leases": "7x16", f"{ORCHESTRATOR}_devices": "8x16"},
+        # A site without GPUs.
+        {f"{ORCHESTRATOR}_leases": "0x16", f"{ORCHESTRATOR}_devices": "0x16"},
     ),
     "PoolMemoryHigh": (
         "6m",
@@ -105,11 +119,16 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
         "1m",
         {
             f'{ORCHESTRATOR}_mode{{mode="normal"}}': "0x2",
+            f'{ORCHESTRATOR}_mode{{mode="drained"}}': "1x2",
             f"{ORCHESTRATOR}_mode_seconds": "7200+60x2",
         },
         {
             f'{ORCHESTRATOR}_mode{{mode="normal"}}': "1x2",
             f"{ORCHESTRATOR}_mode_seconds": "7200+60x2",
+        },
+        {
+            f'{ORCHESTRATOR}_mode{{mode="normal"}}': "0x2",
+            f"{ORCHESTRATOR}_mode_seconds": "7140+60x2",
         },
     ),
     "NoMetrics": ("6m", {"up": "1x6"}, {"gpuaas_leader": "1x6"}),
@@ -121,7 +140,10 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
     ),
     "NoWorker": (
         "3m",
-        {'gpuaas_service_processes{role="worker"}': "0x3"},
+        {
+            'gpuaas_service_processes{role="worker"}': "0x3",
+            'gpuaas_service_processes{role="api"}': "1x3",
+        },
         {'gpuaas_service_processes{role="worker"}': "1x3"},
     ),
     "TasksWait": (
@@ -150,6 +172,8 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
             'gpuaas_slots{status="active",health_state="healthy"}': "7x61",
             'gpuaas_slots{status="available",health_state="healthy"}': "1x61",
         },
+        # A site without slots.
+        {"up": "1x61"},
     ),
     "HostUnreachable": (
         "11m",
@@ -173,7 +197,7 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
     ),
     "GuestPacketsRefused": (
         "21m",
-        {'gpuaas_refused_packets{kind="packet_rate"}': "0+66000x21"},
+        {'gpuaas_refused_packets{kind="packet_rate"}': "0+72000x21"},
         {'gpuaas_refused_packets{kind="packet_rate"}': "0+50000x21"},
     ),
     "HostCertificateEnds": (
@@ -187,17 +211,22 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
             {f"gpuaas_{name}_complete": "0x15", f"gpuaas_{name}_seconds": "40x15"},
             # The last of a site that has switched it off.
             {f"gpuaas_{name}_complete": "0x15", f"gpuaas_{name}_seconds": "3300+60x15"},
+            {f"gpuaas_{name}_complete": "1x15", f"gpuaas_{name}_seconds": "40x15"},
         )
         for alert, name in (("NetBoxNotCompared", "netbox"), ("MaasNotCompared", "maas"))
     },
     "HostCertificateExpired": (
         "1m",
         {'gpuaas_host_certificates{validity="expired"}': "1x1"},
-        {'gpuaas_host_certificates{validity="expired"}': "0x1"},
+        {
+            'gpuaas_host_certificates{validity="expired"}': "0x1",
+            'gpuaas_host_certificates{validity="valid"}': "8x1",
+        },
     ),
 }
 
 
+@cache
 def rules() -> dict[str, dict[str, Any]]:
     files = [yaml.safe_load(file.read_text()) for file in sorted(ALERTS.glob("*.yml"))]
     return {
@@ -214,31 +243,75 @@ def promtool(*words: str) -> str:
 def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     defined = rules()
     assert set(defined) == set(CASES)
-    tests = []
-    for name, (at, firing, *quiet) in CASES.items():
-        rule = defined[name]
-        labels = {**rule["labels"], **_kept_labels(rule, firing)}
-        alert = {"exp_labels": labels, "exp_annotations": rule["annotations"]}
-        for series, expected in ((firing, [alert]), *((each, []) for each in quiet)):
-            tests.append(
-                {
-                    "interval": "1m",
-                    # Two API processes show the same values.
-                    "input_series": [
-                        {"series": _of_instance(metric, instance), "values": values}
-                        for metric, values in series.items()
-                        for instance in ("a", "b")
-                    ],
-                    "alert_rule_test": [
-                        {"eval_time": at, "alertname": name, "exp_alerts": expected}
-                    ],
-                }
-            )
     files = [str(file) for file in ALERTS.glob("*.yml")]
     promtool("check", "rules", *files)
+    tests = [test for rule in defined.values() for test in _tests(rule)]
     cases = tmp_path / "cases.yml"
     cases.write_text(yaml.safe_dump({"rule_files": files, "tests": tests}))
     promtool("test", "rules", str(cases))
+
+
+def test_no_condition_time_or_label_of_a_rule_can_go_unnoticed(tmp_path: Path) -> None:
+    lessened = [(part, less) for rule in rules().values() for part, less in _lessened(rule)]
+    assert len(lessened) > 40
+    written = {}
+    for number, (part, rule) in enumerate(lessened):
+        file = tmp_path / f"{number}.yml"
+        file.write_text(yaml.safe_dump({"groups": [{"name": "less", "rules": [rule]}]}))
+        cases = {"rule_files": [str(file)], "tests": _tests(rule)}
+        written[file] = tmp_path / f"{number}-cases.yml", f"{rule['alert']} without {part}"
+        written[file][0].write_text(yaml.safe_dump(cases))
+    promtool("check", "rules", *map(str, written))
+    with ThreadPoolExecutor(4) as threads:
+        passed = list(threads.map(lambda each: _pass(each[0]), written.values()))
+    names = [name for _, name in written.values()]
+    unnoticed = [name for name, good in zip(names, passed, strict=True) if good]
+    assert not unnoticed, unnoticed
+
+
+def _pass(cases: Path) -> bool:
+    done = subprocess.run([PROMTOOL, "test", "rules", cases], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _lessened(rule: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A rule without one of its conditions, without its time, or without the labels of a metric."""
+    text = rule["expr"]
+    conditions = text.split(" and ")
+    for at, condition in enumerate(conditions) if len(conditions) > 1 else ():
+        yield condition, rule | {"expr": " and ".join(conditions[:at] + conditions[at + 1 :])}
+    for labels in re.finditer(r"\{.*?\}", text):
+        yield labels[0], rule | {"expr": text[: labels.start()] + text[labels.end() :]}
+    if "for" in rule:
+        yield "for", {name: value for name, value in rule.items() if name != "for"}
+
+
+def _tests(rule: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of an alert, as promtool reads them."""
+    name = rule["alert"]
+    at, firing, *quiet = CASES[name]
+    labels = {**rule["labels"], **_kept_labels(rule, firing)}
+    alert = {"exp_labels": labels, "exp_annotations": rule["annotations"]}
+    # That of the file, for a rule without its own.
+    lasts = int(rules()[name].get("for", "0m").replace("1h", "60m").rstrip("m"))
+    pending = [(f"{lasts - 1}m", [])] if lasts else []
+    verdicts = [[*pending, (at, [alert])], *([(at, [])] for _ in quiet)]
+    return [
+        {
+            "interval": "1m",
+            # Two API processes show the same values.
+            "input_series": [
+                {"series": _of_instance(metric, instance), "values": values}
+                for metric, values in series.items()
+                for instance in ("a", "b")
+            ],
+            "alert_rule_test": [
+                {"eval_time": time, "alertname": name, "exp_alerts": expected}
+                for time, expected in of_series
+            ],
+        }
+        for series, of_series in zip((firing, *quiet), verdicts, strict=True)
+    ]
 
 
 def test_actions_name_pages_that_exist() -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import clock, leader
 from reconciler.db.engine import transaction
+from reconciler.db.schema import control as modes
 from reconciler.db.schema import idempotency_keys
+from reconciler.db.schema import jobs as table
 from reconciler.model.jobs import Outcome
 from reconciler.pools import hints, jobs, leases, pools, remote
 from tests.redis_server import RedisServer
@@ -141,6 +144,20 @@ def test_a_wrong_job_is_refused(
 ) -> None:
     document = refused(site, lambda: site.client("member").post(PATH, json=BODY | changes))
     assert (document["status"], document["code"]) == (status, code)
+
+
+def test_a_job_for_a_pool_of_another_project_is_refused(new: Stack) -> None:
+    """Its model is unknown there, and named by its own project's member only."""
+    with transaction(new.engine) as conn:
+        wish = pools.NewPool("far", ["m"], project_id="other", target="remote")
+        pool = pools.start(conn, wish, ACT, most=9)
+        remote.register(conn, pool, host="canary-host", pid=3, models=["m"])
+    member = new.client("member")
+    for path, body in ((PATH, BODY), (f"{PATH}/batch", {"jobs": [BODY]}), ("jobs", BODY)):
+        document = refused(new, lambda path=path, body=body: member.post(path, json=body))
+        assert (document["status"], document["code"]) == (422, "model_unknown")
+        assert "far" not in str(document) and "canary" not in str(document)
+    assert new.client("admin").post("projects/other/jobs", json=BODY).status_code == 201
 
 
 def test_a_number_that_no_database_stores_is_refused(site: Stack) -> None:
@@ -311,3 +328,34 @@ def test_jobs_are_counted_and_announced(site: Stack, tmp_path: Path) -> None:
         "gpu_orchestrator_stream_length 4.0",
     ):
         assert line in text, line
+
+
+@pytest.mark.covers("ORCH-6")
+def test_what_workers_and_the_leader_did_is_in_a_scrape(site: Stack) -> None:
+    prefix = "gpu_orchestrator_"
+
+    def scraped(name: str) -> float:
+        text = site.client("admin", base="/").get("metrics").text
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{prefix}{name} ")]
+        return float(line.split()[1])
+
+    totals = ("job_retries_total", "reclaimed_total", "reclaimer_errors_total")
+    assert [scraped(name) for name in (*totals, "leader")] == [0, 0, 0, 0]
+    for _ in range(2):
+        enqueue(site)
+    play(site, Outcome(error=ERROR))
+    for _ in range(3):
+        enqueue(site)
+    with transaction(site.engine) as conn:
+        worker = leases.register(conn, host="canary-host", pid=1, models=["m"])
+        held = leases.claim(conn, worker, limit=9)
+        conn.execute(sa.update(table).where(table.c.worker == worker.id).values(lease_expires_at=1))
+        leases.tend(conn, errors=4)
+        conn.execute(sa.update(modes).values(since=clock.now() - 500))
+        leader.campaign(conn, leader.LOOPS, "p1", 3600)
+    assert len(held) == 3
+    assert [scraped(name) for name in (*totals, "leader")] == [2, 3, 4, 1]
+    assert 500 <= scraped("mode_seconds") < 900
+    with transaction(site.engine) as conn:
+        leader.release(conn, leader.LOOPS, ACT)
+    assert scraped("leader") == 0

@@ -92,6 +92,7 @@ def test_workers_are_shown_with_their_memory(new: Stack) -> None:
     (worker,) = pool["workers"]
     assert (worker["memory_bytes"], worker["oom_kills"], worker["pid"]) == (5 << 20, 2, 0)
     assert (pool["memory_bytes"], pool["jobs"], worker["jobs"]) == (5 << 20, 0, 0)
+    assert pool["gpus"] == [{**HOST["devices"][0], "above_percent": 0}]
     metrics = admin.get("metrics").text
     for line in (
         'gpu_orchestrator_worker_pools{state="starting"} 1.0',
@@ -101,6 +102,16 @@ def test_workers_are_shown_with_their_memory(new: Stack) -> None:
         "gpu_orchestrator_devices 1.0",
     ):
         assert f"{line}\n" in metrics, metrics
+    for used, above in ((3480, 0), (3482, 85), (3687, 90)):
+        full = [{"id": "GPU-0", "memory_bytes": 4 << 30, "memory_used_bytes": used << 20}]
+        with transaction(new.engine) as conn:
+            workers.report(conn, HOST | {"devices": full}, {})
+        shown = admin.get(f"pools/{id}").json()["gpus"]
+        assert shown == [{**full[0], "above_percent": above}]
+    silent = sa.update(pool_hosts).where(pool_hosts.c.id == HOST["id"])
+    with transaction(new.engine) as conn:
+        conn.execute(silent.values(seen_at=clock.now() - 60))
+    assert admin.get(f"pools/{id}").json()["gpus"] == [], "its host is silent"
     assert admin.post(f"pools/{id}/stop", json={}).json()["state"] == "draining"
     assert admin.post(f"pools/{id}/evict", json={}).json()["state"] == "stopping"
     assert "gpu_orchestrator_worker_pool_evictions_total 1.0\n" in admin.get("metrics").text
@@ -134,6 +145,22 @@ def test_a_wrong_pool_is_refused_by_name(
     admin = new.client("admin", base="/")
     document = refused(new, lambda: admin.post("pools", json=POOL | changes))
     assert (document["status"], document["code"]) == (status, code)
+
+
+def test_a_pool_that_is_not_there_is_refused_by_name(new: Stack) -> None:
+    started(new)
+    admin = new.client("admin", base="/")
+    for ask in (
+        lambda: admin.get("pools/none"),
+        lambda: admin.get("pools/none/history"),
+        lambda: admin.post("pools/none/stop", json={"reason": "night"}),
+        lambda: admin.post("pools/none/evict", json={"reason": "it hangs"}),
+        lambda: admin.post("pools/none/evict", json={"reason": "it burnt", "host_lost": True}),
+        lambda: admin.post("pools/none/token", json={}),
+    ):
+        document = refused(new, ask)
+        assert (document["status"], document["code"]) == (404, "pool_not_found")
+        assert "none" in document["found"]
 
 
 def test_the_site_has_no_more_pools_than_its_setting(new: Stack) -> None:

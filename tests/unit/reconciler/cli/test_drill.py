@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,14 +87,43 @@ def test_leader(gpuaas: Gpuaas, engine: sa.Engine) -> None:
         with reading(engine) as conn:
             return leader.live_roles(conn).get("loops", 0)
 
-    until(lambda: candidates() == 2)
+    until(lambda: candidates() == 2 and hosts(engine))
+    gpuaas("pools", "start", "kept", "--model", "drill", "--memory", "256", "--wait")
     document = gpuaas("drill", "leader")
     assert verdict(document) == "passed", document
+    evidence = steps(document)["the workers of pools are known and serve as before"]
+    assert evidence == "1 workers before; gone: [], without a heartbeat: []"
     found = steps(document)["another process leads, if there is one"]
     after, _, before, *_ = found.split()
     assert after != before and "of 2 candidates" in found
     shown = gpuaas("leader")
     assert (shown["live"], shown["holder"]) == (True, after)
+
+
+def test_leader_fails_if_a_pool_loses_a_worker(
+    gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of the test above, whose worker dies while no process leads."""
+    (worker,) = gpuaas("pools", "show", "kept")["workers"]
+    follow = drill._until
+    ended = sa.select(PoolWorker.TABLE.c.ended_at).where(PoolWorker.TABLE.c.id == worker["id"])
+
+    def is_recorded() -> bool:
+        with reading(engine) as conn:
+            return conn.execute(ended).scalar() is not None
+
+    def kill(seconds: float, ask: Callable[[], object]) -> bool:
+        monkeypatch.setattr(drill, "_until", follow)
+        os.kill(worker["pid"], signal.SIGKILL)
+        until(is_recorded)
+        return follow(seconds, ask)
+
+    monkeypatch.setattr(drill, "_until", kill)
+    document = gpuaas("drill", "leader")
+    assert verdict(document) == "failed"
+    (lost,) = (row for row in document["evidence"] if not row["holds"])
+    assert lost["found"].startswith(f"1 workers before; gone: ['{worker['id']}']")
+    gpuaas("pools", "stop", "kept", "--wait")
 
 
 def test_drain(gpuaas: Gpuaas) -> None:
@@ -162,6 +193,8 @@ def test_oom(gpuaas: Gpuaas, engine: sa.Engine) -> None:
     else:
         assert verdict(document) == "passed", document
         assert found["the kernel has counted it"] >= "oom_kill 1"
+        evidence = found["a pool with kill_on_oom is evicted for its memory"]
+        assert evidence.startswith("evicted") and evidence.endswith("memory_exceeded")
 
 
 def hosts(engine: sa.Engine) -> list[str]:

@@ -32,19 +32,21 @@ def hour_of_samples(stack: Stack, allocation_id: str) -> None:
 
 def busy_pools(stack: Stack) -> str:
     """Three pools in another order than that of their memory, a dead letter, and three jobs, of
-    which the pool `hot` holds two. Returns the id of `hot`.
+    which the pool `hot` holds two. Returns the id of `hot`, whose GPU is nearly full.
     """
-    host(stack.engine)
+    gpu = {"id": "GPU-0", "memory_bytes": 80 << 30, "memory_used_bytes": 70 << 30}
+    host(stack.engine, devices=[gpu])
     mib = {"hot": (512, 480), "big": (2048, 1024), "warm": (1024, 900)}
     ids = {}
     for name, (limit, _) in mib.items():
-        ids[name], worker = begun(stack.engine, start(stack.engine, name, memory_mib=limit))
+        wish = {"memory_mib": limit, "devices": ["GPU-0"] if name == "hot" else []}
+        ids[name], worker = begun(stack.engine, start(stack.engine, name, **wish))
     bury(stack)
     for _ in range(3):
         enqueue(stack)
     with transaction(stack.engine) as conn:
         loads = {f"w-{name}": (used << 20, 0) for name, (_, used) in mib.items()}
-        workers.report(conn, HOST, loads)
+        workers.report(conn, HOST | {"devices": [gpu]}, loads)
         leases.claim(conn, replace(worker, id="w-hot"), limit=2)
         of_hot = sa.update(pool_workers).where(pool_workers.c.id == "w-hot")
         conn.execute(of_hot.values(version="0.0.9+0050"))

@@ -1366,7 +1366,11 @@ def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, brow
     assert "not measured" in far and ">remote<" in far
     (link,) = [link for link in Page(far).links if "/pools/" in link]
     assert "no limit" in admin.get(link).text
-    assert marks == [[], ["above 85 %"], ["above 90 %"]]
+    # Of its memory, and of that of its GPU.
+    assert marks == [[], ["above 85 %"], ["above 90 %", "above 85 %"]]
+    assert "70 GiB of 80 GiB" in rows[2] and "no GPU" in rows[0]
+    (machine,) = [row for row in text.split("<tr>") if "Memory of control" in row]
+    assert "GPU-0" in machine and "70 GiB of 80 GiB" in machine and "above 85 %" in machine
     assert flying == [["0"], ["0"], ["2"]]
     assert "480 MiB of 512 MiB" in rows[2]
     # The queue of all projects; the dead letter has ended.
@@ -1378,6 +1382,7 @@ def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, brow
     assert "Queue of all projects" not in admin.get("/console/pools", headers=refresh).text
     shown = admin.get(f"/console/pools/{hot}").text
     assert "94 %" in shown and "above 90 %" in shown and ">0.0.9+0050</td>" in shown
+    assert "70 GiB of 80 GiB" in shown and "above 85 %" in shown
     history = shown[shown.index("History") :]
     assert history.index("create, by") < history.index("begin, by") < history.index("ready, by")
 
