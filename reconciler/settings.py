@@ -45,6 +45,8 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+# Name of a region to come, and its title.
+_REGION = r"[a-z0-9][a-z0-9-]{0,62}(=[^,=\x00-\x1f]{1,64})?"
 # URL of another server: with TLS, or on this machine.
 _SERVER = r"^$|^https://[^/?#@]+/?$|^http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?/?$"
 
@@ -121,6 +123,9 @@ class Settings(BaseSettings):
     keep_jobs_days: int = Field(7, ge=1)
     """Days after which an ended inference job is deleted, unless its project needs the room before.
     A model stays known for as long after its last worker."""
+    keep_recordings_days: int = Field(30, ge=1)
+    """Days after which a recording of a terminal is deleted; earlier, if its person's newer ones
+    need the room."""
     log_format: Literal["text", "json"] = "text"
     """Log lines as text for people, or as JSON objects for programs."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -135,10 +140,9 @@ class Settings(BaseSettings):
     """IPv4 addresses, separated by commas, that the site keeps for public ingress to slices. Each
     is on an interface of one host and is no management address. Empty: no ingress."""
 
-    planned_regions: str = Field(
-        "", pattern=r"^$|^[a-z0-9][a-z0-9-]{0,62}(, ?[a-z0-9][a-z0-9-]{0,62}){0,31}$"
-    )
-    """Names of regions to come, separated by commas. The catalogue shows them as disabled."""
+    planned_regions: str = Field("", pattern=rf"^$|^{_REGION}(, ?{_REGION}){{0,31}}$")
+    """Names of regions to come, separated by commas. The catalogue shows them as disabled. A name
+    may have a title for people (`eu-north=Stockholm`), which stays when the region has machines."""
 
     currency: str = Field("EUR", pattern=r"^[A-Z]{3}$")
     """Currency of the prices in hardware profiles (`gpu_hour_price`, `machine_gpu_hour_price`), by
@@ -302,9 +306,10 @@ class Settings(BaseSettings):
         return frozenset(_words(self.ingress_addresses))
 
     @property
-    def regions_to_come(self) -> list[str]:
-        """The names of planned_regions."""
-        return _words(self.planned_regions)
+    def regions_to_come(self) -> dict[str, str]:
+        """Titles of planned_regions by name; the name where none is set."""
+        pairs = (word.partition("=") for word in _words(self.planned_regions))
+        return {name: title or name for name, _, title in pairs}
 
     @property
     def gateway(self) -> tuple[str, int]:

@@ -57,21 +57,22 @@ class Region(Answer):
     """A region with machines, or one to come. `enabled`: a slice or a whole machine fits now."""
 
     name: str
+    title: str = Field(description="For people; the name where the site has set none.")
     enabled: bool
     planned: bool = Field(description="It has no machine yet.")
     reason: str
 
     @classmethod
-    def present(cls, name: str, *, enabled: bool) -> Region:
+    def present(cls, name: str, title: str, *, enabled: bool) -> Region:
         """A region with machines."""
         reason = "" if enabled else "nothing is free here now"
-        return cls(name=name, enabled=enabled, planned=False, reason=reason)
+        return cls(name=name, title=title, enabled=enabled, planned=False, reason=reason)
 
     @classmethod
-    def to_come(cls, name: str) -> Region:
+    def to_come(cls, name: str, title: str) -> Region:
         """A region without machines."""
         reason = "this region is to come"
-        return cls(name=name, enabled=False, planned=True, reason=reason)
+        return cls(name=name, title=title, enabled=False, planned=True, reason=reason)
 
 
 class Catalog(Answer):
@@ -200,12 +201,15 @@ def show(context: Holder) -> Catalog:
 
     question = ("catalog", *offers.items())
     rooms, disks = context.read(lambda conn: cache.share(conn, question, judge))
+    titles = settings.regions_to_come
+    present = [
+        Region.present(name, titles.get(name, name), enabled=enabled)
+        for name, enabled in sorted(rooms.items())
+    ]
+    to_come = [Region.to_come(name, titles[name]) for name in sorted(set(titles) - set(rooms))]
     return Catalog(
         skus=_skus(settings.profiles_dir, disks),
-        regions=[
-            *(Region.present(name, enabled=enabled) for name, enabled in sorted(rooms.items())),
-            *(Region.to_come(name) for name in sorted(set(settings.regions_to_come) - set(rooms))),
-        ],
+        regions=[*present, *to_come],
         currency=settings.currency,
     )
 

@@ -16,6 +16,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.profiles import hardware_profile
 from reconciler.records import projects, terminals
+from reconciler.settings import Settings
 from reconciler.trust.ca import Trust, gateway_ca
 
 router = APIRouter(prefix="/projects/{project_id}", tags=["terminals"])
@@ -46,12 +47,14 @@ class Recording(Answer):
     project_id: str
     enabled: bool
     required: bool = Field(description="Whether an operator has switched it on and must end it.")
+    kept_days: int = Field(description="Days after which a recording is deleted.")
 
     @classmethod
-    def read(cls, conn: Connection, project_id: str) -> Self:
+    def read(cls, conn: Connection, project_id: str, settings: Settings) -> Self:
         enabled = projects.get(conn, project_id).records_terminals
         required = terminals.is_required(conn, project_id)
-        return cls(project_id=project_id, enabled=enabled, required=required)
+        kept_days = settings.keep_recordings_days
+        return cls(project_id=project_id, enabled=enabled, required=required, kept_days=kept_days)
 
 
 class Replay(Answer):
@@ -116,7 +119,7 @@ def switch_terminal(
 @router.get("/terminal-recording", name="recording")
 def show_recording(project_id: Id, context: Member) -> Recording:
     """Whether the project's terminals are recorded."""
-    return context.read(lambda conn: Recording.read(conn, project_id))
+    return context.read(lambda conn: Recording.read(conn, project_id, context.settings))
 
 
 @router.put("/terminal-recording", response_model=Recording, name="switch_recording")
@@ -128,7 +131,7 @@ def switch_recording(project_id: Id, body: Switch, context: Member) -> JSONRespo
 
     def work(conn: Connection, act: Act) -> Recording:
         terminals.record_terminals(conn, project_id, act, enabled=body.enabled)
-        return Recording.read(conn, project_id)
+        return Recording.read(conn, project_id, context.settings)
 
     return context.write(work, body=body)
 

@@ -106,10 +106,14 @@ def catalog() -> None:
     columns = ("name", "title", "capacity_shape", "gpus", "vcpus_per_gpu", "memory_mib_per_gpu")
     output.rows(shown, *columns, "gpu_hour", "image_contains")
     regions = [
-        {"region": region["name"] or "none named", "now": region["reason"] or "available"}
+        {
+            "region": region["name"] or "none named",
+            "title": region["title"],
+            "now": region["reason"] or "available",
+        }
         for region in document["regions"]
     ]
-    output.rows(regions, "region", "now")
+    output.rows(regions, "region", "title", "now")
 
 
 @commands.command()

@@ -32,7 +32,6 @@ from reconciler.records import terminals
 
 # Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
-RECORDINGS_S = 30 * 86_400.0
 TOKENS_S = 30 * 86_400.0
 
 
@@ -74,12 +73,12 @@ def telemetry(conn: sa.Connection) -> int:
     return _delete(conn, table, key, old)
 
 
-def recordings(conn: sa.Connection) -> int:
-    """Delete recordings of terminals after 30 days, and a person's oldest beyond the limit. Their
+def recordings(conn: sa.Connection, *, age_s: float) -> int:
+    """Delete recordings of terminals after age_s, and a person's oldest beyond the limit. Their
     sessions stay.
     """
     table = terminal_recordings
-    late = table.c.at < clock.now() - RECORDINGS_S
+    late = table.c.at < clock.now() - age_s
     old = sa.select(table.c.id).where(sa.or_(late, table.c.session_id.in_(terminals.excess())))
     return _delete(conn, table, (table.c.id,), old)
 

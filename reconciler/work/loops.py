@@ -285,12 +285,13 @@ def mend_job_counts(engine: Engine, _settings: Settings) -> None:
             _JOBS_LOG.warning("job counts of project %s lacked %s and are mended", id, lack)
 
 
-def tend_sessions(engine: Engine, _settings: Settings) -> None:
+def tend_sessions(engine: Engine, settings: Settings) -> None:
     """Loop that deletes recordings of terminals that are old, or too many of a person, and closes
     sessions of processes that have ended.
     """
+    recordings = partial(retention.recordings, age_s=settings.keep_recordings_days * DAY_S)
     for work, at_once in (
-        (retention.recordings, retention.AT_ONCE),
+        (recordings, retention.AT_ONCE),
         (ssh_sessions.close_silent, ssh_sessions.SILENT_AT_ONCE),
     ):
         for _ in range(_TRANSACTIONS):

@@ -41,18 +41,22 @@ def test_offers_are_those_of_the_hardware_profiles(selling: Stack) -> None:
         (size,) = conn.execute(sa.select(slots.c.nvme_size_bytes).distinct()).scalars()
     assert disks == [(None, None), (size, size), (None, None)]
     (north,) = shown["regions"]
+    assert north.pop("title") == "north"
     assert north == {"name": "north", "enabled": True, "planned": False, "reason": ""}
 
 
 def test_regions_to_come_are_named_and_disabled(selling: Stack) -> None:
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(nodes).values(region="north"))
-    planned = {"planned_regions": "south, north"}
+    planned = {"planned_regions": "south=Lyon (Sud), north=Århus, west"}
     selling.settings = Settings(**{**selling.settings.model_dump(), **planned})
-    north, south = selling.client("member").get("catalog").json()["regions"]
+    north, south, west = selling.client("member").get("catalog").json()["regions"]
     assert (north["enabled"], north["planned"]) == (True, False)
+    # A title stays when the region gets its first machine.
+    titles = [each["title"] for each in (north, south, west)]
+    assert titles == ["Århus", "Lyon (Sud)", "west"]
     assert (south["name"], south["enabled"], south["planned"]) == ("south", False, True)
-    for wrong in ("South", "a b", "a,,b", "<b>"):
+    for wrong in ("South", "a b", "a,,b", "<b>", "a=", "a=b=c", "a=b\nc"):
         with pytest.raises(ValidationError):
             Settings(planned_regions=wrong)
 
@@ -77,6 +81,7 @@ def test_a_region_is_enabled_while_something_fits(selling: Stack, off: str) -> N
     (region,) = member.get("catalog").json()["regions"]
     assert region == {
         "name": "",
+        "title": "",
         "enabled": False,
         "planned": False,
         "reason": "nothing is free here now",

@@ -78,15 +78,16 @@ def test_a_person_pushes_out_recordings_of_its_own_only(
         )
     ]
     with transaction(selling.engine) as conn:
-        assert retention.recordings(conn) == 2
+        assert retention.recordings(conn, age_s=86_400) == 2
         query = sa.select(terminal_recordings.c.session_id).distinct()
         assert set(conn.execute(query).scalars()) == {mine[0], mine[2], mine[4]}
 
 
 def test_members_end_no_recording_that_an_operator_wants(selling: Stack) -> None:
+    selling.settings = selling.settings.model_copy(update={"keep_recordings_days": 3})
     member, admin = selling.client("member"), selling.client("admin")
     at = "projects/demo/terminal-recording"
-    state = {"project_id": "demo", "enabled": False, "required": False}
+    state = {"project_id": "demo", "enabled": False, "required": False, "kept_days": 3}
     assert member.get(at).json() == state
     on = {"enabled": True}
     assert member.put(at, json=on).json() == state | on

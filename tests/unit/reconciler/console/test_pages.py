@@ -466,7 +466,7 @@ def test_a_whole_machine_is_launched_and_released(selling: Stack, browse: Browse
 def test_a_region_to_come_is_disabled_with_its_reason(
     selling: Stack, browse: Browse, console: FastAPI
 ) -> None:
-    settings = selling.settings.model_copy(update={"planned_regions": "south, west"})
+    settings = selling.settings.model_copy(update={"planned_regions": "south=Lyon, west"})
     selling.settings = console.state.settings = settings
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(nodes).values(region="north"))
@@ -476,6 +476,7 @@ def test_a_region_to_come_is_disabled_with_its_reason(
         for name in ("south", "west"):
             assert " disabled>" in option(text, name)
             assert "this region is to come" in option(text, name)
+        assert "<strong>Lyon (south)</strong>" in option(text, "south")
         north = option(text, "north")
         if offer == "lab*all":
             assert " disabled>" in north and "No such machine is free" in north

@@ -40,7 +40,6 @@ from reconciler.gateway.machine import Machine
 from reconciler.gateway.server import Client
 from reconciler.gateway.sessions import Limits, Sessions
 from reconciler.gateway.terminal import Recording
-from reconciler.lifecycle import retention
 from reconciler.records import terminals
 from reconciler.settings import Settings
 from reconciler.work import loops
@@ -779,12 +778,14 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
     assert [at for at, _, _ in lines] == sorted(at for at, _, _ in lines)
     (row,) = world.audit("terminal.replayed")
     assert (row["reason"], row["subject_id"]) == ("incident 7", session["id"])
-    # Of many, the oldest go first; after a month, all.
+    # After the days of the setting, all go.
     with transaction(world.stack.engine) as conn:
-        terminals.append(conn, session["id"], "demo", "x" * 10)
-        conn.execute(sa.update(terminal_recordings).values(at=1))
-        assert retention.recordings(conn) >= 2
-    assert admin.post(replay, json={"reason": "again"}).status_code == 404
+        day_old = time.time() - 1.5 * loops.DAY_S
+        conn.execute(sa.update(terminal_recordings).values(at=day_old))
+    for days, status in ((2, 200), (1, 404)):
+        kept = world.stack.settings.model_copy(update={"keep_recordings_days": days})
+        loops.tend_sessions(world.stack.engine, kept)
+        assert admin.post(replay, json={"reason": "again"}).status_code == status
 
 
 @pytest.mark.parametrize("words", ["", "yes"], ids=["silent", "busy"])
