@@ -14,8 +14,10 @@ single workers. peer_durable_p99_ms: the same with a Redis that writes each comm
 disk, as our databases do.
 
 depth_slowdown: how much longer claiming and finishing 32 jobs takes with a million queued jobs
-of 100 projects than with 10,000; 0.2 is a fifth. jobs_runs: every figure, and the memory (PSS) of a
-worker with its child processes.
+of 100 projects than with 10,000; 0.2 is a fifth. Both queues are there at once and take turns with
+each group, so that the machine's other work slows both: the median over rounds of the medians'
+ratio, on SQLite and, in depth_slowdown_postgresql, on PostgreSQL. jobs_runs: every figure, and the
+memory (PSS) of a worker with its child processes.
 """
 
 from __future__ import annotations
@@ -68,6 +70,10 @@ _END_S = 300
 ACT = Act("bench", "jobs of the benchmark")
 PROJECTS = 100
 GROUP = 32
+# Of the depth. All groups together are fewer jobs than the 10,000 of the smaller queue.
+DEPTH_WARM = 16
+DEPTH_ROUNDS = 9
+DEPTH_GROUPS = 32
 Figures = dict[str, Any]
 
 
@@ -137,8 +143,7 @@ def measure(given: argparse.Namespace) -> Figures:
         }
         for at in (0, 1)
     )
-    depth = {str(size): depth_ms(size) for size in (given.depth // 100, given.depth)}
-    shallow, deep = depth.values()
+    depths = measure_depths(given.depth)
     peer_per_s = best[peer] if peer else None
 
     def ratio(name: str) -> float | None:
@@ -163,14 +168,15 @@ def measure(given: argparse.Namespace) -> Figures:
                 }
                 for name in OURS[1:]
             },
-            "depth_slowdown": round(deep / shallow - 1, 3),
+            "depth_slowdown": slowdown(depths["sqlite"]),
+            "depth_slowdown_postgresql": slowdown(depths["postgresql"]),
         },
         "jobs_runs": {
             "per_s": runs,
             "half_load_per_s": rate,
             "p50_ms": p50,
             "p99_ms": p99,
-            "claim_and_finish_ms": {size: round(each, 3) for size, each in depth.items()},
+            "claim_and_finish_ms": depths,
             "memory_mib": memory,
             "load": os.getloadavg()[0],
         },
@@ -358,26 +364,69 @@ def latency(name: str, rate: int, seconds: int, fsync: str) -> tuple[float, floa
         return parts[49], parts[98]
 
 
-def depth_ms(depth: int) -> float:
-    """Median milliseconds to claim and finish a group of jobs when so many are queued."""
+def measure_depths(depth: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds to claim and finish a group of jobs, by database and number of queued jobs: the
+    median of each round.
+    """
+    sizes = (depth // 100, depth)
     with tempfile.TemporaryDirectory(prefix="gpuaas-bench-", dir=ROOT / "build") as folder:
-        engine = open_engine(f"sqlite:///{folder}/reconciler.db")
-        site(engine)
+        urls = {size: f"sqlite:///{folder}/{size}.db" for size in sizes}
+        rounds = {"sqlite": in_turns(urls)}
+    with postgresql.running(fsync=True) as server:
+        rounds["postgresql"] = in_turns({size: server.database(f"d{size}") for size in sizes})
+    return rounds
+
+
+def slowdown(rounds: dict[str, list[float]]) -> float:
+    """By which part the second queue is slower than the first: the median over the rounds."""
+    shallow, deep = rounds.values()
+    ratios = [more / less for less, more in zip(shallow, deep, strict=True)]
+    return round(statistics.median(ratios) - 1, 3)
+
+
+def in_turns(urls: dict[int, str]) -> dict[str, list[float]]:
+    """The rounds of one database: urls by the number of jobs that each gets."""
+    with contextlib.ExitStack() as stack:
+        queues = {}
+        for size, url in urls.items():
+            engine = open_engine(url)
+            stack.callback(engine.dispose)
+            queues[size] = groups(engine, size)
+            for _ in range(DEPTH_WARM):
+                next(queues[size])
+        rounds: dict[str, list[float]] = {f"{size}": [] for size in urls}
+        for _ in range(DEPTH_ROUNDS):
+            times: dict[int, list[float]] = {size: [] for size in urls}
+            for number in range(DEPTH_GROUPS):
+                # Either is the first as often, because a commit may slow the next.
+                for size in list(queues)[:: 1 if number % 2 else -1]:
+                    times[size].append(next(queues[size]))
+            for size, each in times.items():
+                rounds[f"{size}"].append(round(statistics.median(each) * 1000, 3))
+    return rounds
+
+
+def groups(engine: sa.Engine, depth: int) -> Iterator[float]:
+    """The seconds of each group, in a new queue of so many jobs."""
+    site(engine)
+    with transaction(engine) as conn:
+        me = leases.register(conn, host="bench", pid=1, models=["m"])
+        for number in range(PROJECTS):
+            projects.create(conn, f"p{number}", ACT, id=f"p{number}")
+        id = _IDS[engine.dialect.name]
+        jobs = sa.text(_QUEUED.format(id=id, depth=depth, projects=PROJECTS))
+        conn.execute(jobs)
+    if engine.dialect.name == "postgresql":
+        # As its autovacuum does within a minute, which would fall into a round.
+        with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as conn:
+            conn.exec_driver_sql("VACUUM ANALYZE")
+    held: list[Any] = []
+    while True:
+        began = time.perf_counter()
         with transaction(engine) as conn:
-            me = leases.register(conn, host="bench", pid=1, models=["m"])
-            for number in range(PROJECTS):
-                projects.create(conn, f"p{number}", ACT, id=f"p{number}")
-            conn.exec_driver_sql(_QUEUED.format(depth=depth, projects=PROJECTS))
-        times = []
-        held: list[Any] = []
-        for _ in range(WARM * 4):
-            began = time.perf_counter()
-            with transaction(engine) as conn:
-                leases.finish(conn, [(job, Outcome({})) for job in held])
-                held = leases.claim(conn, me, limit=GROUP)
-            times.append(time.perf_counter() - began)
-        engine.dispose()
-        return statistics.median(times) * 1000
+            leases.finish(conn, [(job, Outcome({})) for job in held])
+            held = leases.claim(conn, me, limit=GROUP)
+        yield time.perf_counter() - began
 
 
 _QUEUED = """
@@ -385,9 +434,14 @@ INSERT INTO orchestrator_jobs (id, project_id, model, input, priority, status, a
   max_attempts, lost, timeout_s, token, worker, error, size, requested_by, correlation_id,
   enqueued_at, updated_at)
 WITH RECURSIVE counted(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM counted WHERE n + 1 < {depth})
-SELECT printf('00000000-0000-8000-8000-%012d', n), 'p' || (n % {projects}), 'm', '{{}}', 5,
+SELECT {id}, 'p' || (n % {projects}), 'm', '{{}}', 5,
   'pending', 0, 3, 0, 60, '', '', '{{}}', 2, 'bench', '', 1.0 + n, 1.0 + n FROM counted
 """
+_ID = "00000000-0000-8000-8000-"
+_IDS = {
+    "sqlite": f"printf('{_ID}%012d', n)",
+    "postgresql": f"'{_ID}' || lpad(n::text, 12, '0')",
+}
 
 
 if __name__ == "__main__":

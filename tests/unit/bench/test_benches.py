@@ -90,7 +90,12 @@ def test_jobs(tmp_path: Path) -> None:
     found = bench(tmp_path / "bench.json", "jobs", *words)
     jobs, runs = found["jobs"], found["jobs_runs"]
     ours = ("redis", "embedded", "postgresql")
-    assert set(jobs) == {*ours, "depth_slowdown"}
+    depths = ("depth_slowdown", "depth_slowdown_postgresql")
+    assert set(jobs) == {*ours, *depths}
+    for name, database in zip(depths, ("sqlite", "postgresql"), strict=True):
+        of_size = runs["claim_and_finish_ms"][database]
+        assert set(of_size) == {"40", "4000"} and len(of_size["40"]) == len(of_size["4000"])
+        assert jobs[name] > -1
     for name in ours:
         assert jobs[name]["ours_per_s"] > 0
         assert jobs[name]["p99_ms"] >= runs["p50_ms"][name] > 0
