@@ -23,7 +23,7 @@ from starlette.routing import Mount
 
 from reconciler.api import contract
 from reconciler.api.catalog import AnswerCache
-from reconciler.console import guard, operators, pages
+from reconciler.console import guard, operators, pages, runbook
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import journal, leader
@@ -58,8 +58,10 @@ from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.console.browser import Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools
+from tests.unit.reconciler.lifecycle.test_recovery_cases import Story
 from tests.unit.reconciler.pools.test_pools import start
 
 pytestmark = pytest.mark.covers("CTRL-13")
@@ -766,16 +768,97 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     assert "(1 blocked) Fleet" in admin.get("/console/fleet").text
     page = f"/console/allocations/{known['allocation']}/recovery"
     form = admin.open(page).form(f"POST /admin/allocations/{known['allocation']}/recover")
-    assert admin.send(page, form, reason="").status_code in (303, 422)
-    admin.send(page, form, reason="the guest never answered", _key="another")
+    refused = admin.send(page, form, reason="")
+    assert refused.status_code == 422 and "reason_required" in refused.text
     running = launch(selling, "running").json()["id"]
     activate(selling, running)
     other = admin.get(f"/console/allocations/{running}/recovery").text
     assert Page(other).form(f"POST /admin/allocations/{running}/recover").disabled
     assert "An active allocation: its tenant may be using it" in other
-    shown = admin.get(page).text
-    assert "opened" in shown
-    assert Page(shown).form(form.call).disabled
+    story = Story(Site(selling.engine), known["allocation"])
+
+    def shown() -> tuple[list[str], str]:
+        """The state of each step of the runbook, and its evidence."""
+        text = admin.get(page).text
+        steps = re.findall(r"<li[^>]*><strong>\d\. .*?</li>", text, re.S)
+        (current,) = [*re.findall('aria-current="step"><strong>(\\d)', text), ""][:1]
+        states = [re.findall('class="state [a-z]+">([a-z ]+)<', step)[0] for step in steps]
+        assert states.index("running") + 1 == int(current) if current else "running" not in states
+        return states, html.unescape("".join(steps))
+
+    ahead = ["to come"] * 5
+    assert shown()[0] == ahead
+    sent = admin.send(page, form, reason="the guest never answered", _key="another")
+    assert sent.headers["Location"] == page
+    states, text = shown()
+    assert states == ["done", *ahead[1:]]
+    assert f'"code": "{ERROR["code"]}"' in text and '"status": "cleanup_blocked"' in text
+    assert Page(admin.get(page).text).form(form.call).disabled
+    story.play()
+    assert shown()[0] == ["done", "running", *ahead[2:]]
+    story.answer(absent=False)
+    story.play()
+    states, text = shown()
+    assert states == ["done", "done", "running", *ahead[3:]]
+    assert '"absent": false' in text and '"absent": true' not in text
+    story.wipe()
+    story.play()
+    assert shown()[0] == ["done", "done", "done", "running", "to come"]
+    story.answer()
+    story.play()
+    states, text = shown()
+    assert states == ["done"] * 5
+    (proof,) = story.case().proof_ids
+    assert '"absent": true' in text and f'"id": "{proof}"' in text
+
+
+def test_a_recovery_without_leftovers_that_fails_shows_where(
+    selling: Stack, browse: Browse
+) -> None:
+    stuck = launch(selling).json()["id"]
+    fail(selling, stuck)
+    story = Story(Site(selling.engine), stuck)
+    story.open()
+    story.play()
+    story.answer()
+    story.play()
+    story.wipe(fails=True)
+    story.play()
+    text = browse("admin").get(f"/console/allocations/{stuck}/recovery").text
+    book = text[text.index('class="timeline runbook"') :]
+    states = re.findall('</strong> <span class="state [a-z]+">([a-z ]+)<', book)
+    assert states == ["done", "done", "failed", "not needed", "failed"]
+    assert "slots_not_recovered" in text and "nvme_wipe" in html.unescape(book)
+
+
+@pytest.mark.parametrize(
+    ("failed_in", "recorded", "states"),
+    [
+        ("opened", (), ["done", "failed", "not reached", "not reached", "not reached"]),
+        ("verifying", (), ["done", "failed", "not reached", "not reached", "not reached"]),
+        (
+            "verifying",
+            ("runtime_absence", "disk_evidence"),
+            ["done", "done", "failed", "not reached", "not reached"],
+        ),
+        (
+            "confirming",
+            ("runtime_absence", "force_cleanup", "repair"),
+            ["done", "done", "done", "failed", "not reached"],
+        ),
+        (
+            "confirming",
+            ("runtime_absence", "repair", "runtime_absence_after", "inventory_after"),
+            ["done", "done", "done", "done", "failed"],
+        ),
+    ],
+)
+def test_a_recovery_failed_in_the_step_that_did_not_come_to_its_end(
+    failed_in: str, recorded: tuple[str, ...], states: list[str]
+) -> None:
+    names = ("allocation", "inventory", *recorded)
+    case = {"state": "failed", "failed_in": failed_in, "steps": [{"step": name} for name in names]}
+    assert [step.state for step in runbook.steps(case)] == states
 
 
 def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
