@@ -79,7 +79,10 @@ class RecoveryFailure(Answer):
 
 
 class RecoveryCase(Answer):
-    """One attempt to bring back the slots of an allocation; it continues without its caller."""
+    """One attempt to bring back the slots of an allocation; it continues without its caller.
+
+    failed_in: the state in which it failed, null unless it did.
+    """
 
     id: str
     allocation_id: str
@@ -98,6 +101,7 @@ class RecoveryCase(Answer):
     proof_ids: list[str]
     waits_for: RecoveryWait | None
     failure: RecoveryFailure | None
+    failed_in: RecoveryState | None
     steps: list[RecoveryStep]
     correlation_id: str
     created_at: Moment
@@ -112,6 +116,7 @@ class RecoveryCase(Answer):
             step=steps[-1]["step"],
             waits_for=recovery_cases.waits_for(conn, case),
             failure=case.failure or None,
+            failed_in=case_records.failed_in(conn, case),
             steps=steps,
         )
 

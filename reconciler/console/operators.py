@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from reconciler.console import guard
+from reconciler.console import guard, runbook
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
 from reconciler.model import forced_end
@@ -126,6 +126,7 @@ async def recovery(visit: Visit) -> Response:
         "recovery.html",
         allocation=detail,
         case=case,
+        steps=runbook.steps(case),
         move=move,
         path=path,
         why_not=reasons["recover"],

@@ -21,7 +21,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 # The colour of a state. The word is always there too.
 _TONES = {
     "good": "available ready active succeeded healthy recovered applied pass PASS ok running"
-    " normal",
+    " normal done",
     "busy": "reserved provisioning releasing cleanup requested bootstrapping verifying cleaning"
     " confirming opened removing converting_to_slice converting_to_baremetal waiting enrolling"
     " starting stopping deploying reconciling accepted",

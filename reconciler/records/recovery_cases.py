@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from reconciler.db import journal, rows
 from reconciler.db.schema import RecoveryCase, recovery_cases
 from reconciler.model.errors import not_found
-from reconciler.model.states import OPEN_CASES
+from reconciler.model.states import OPEN_CASES, RecoveryState
 
 _OPEN = recovery_cases.c.state.in_(OPEN_CASES)
 _LATEST = (recovery_cases.c.created_at.desc(), recovery_cases.c.id.desc())
@@ -57,3 +57,10 @@ def steps(conn: sa.Connection, id: str) -> list[dict[str, Any]]:
         for row in journal.history_of(conn, "recovery_case", id)
         for step in row.evidence.get(STEPS, ())
     ]
+
+
+def failed_in(conn: sa.Connection, case: RecoveryCase) -> str | None:
+    """The state in which a case failed; None unless it failed."""
+    if case.state != RecoveryState.FAILED:
+        return None
+    return journal.history_of(conn, "recovery_case", case.id)[-1].source

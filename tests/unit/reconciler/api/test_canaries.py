@@ -204,7 +204,7 @@ def used(answers: list[httpx.Response]) -> set[str]:
     """Which operations of the contract that members may use were answered."""
     return {
         name
-        for name, verb, path in _member_operations()
+        for name, verb, path in member_operations()
         for answer in answers
         if answer.request.method.lower() == verb and path.fullmatch(answer.url.path)
     }
@@ -212,10 +212,10 @@ def used(answers: list[httpx.Response]) -> set[str]:
 
 def permitted() -> set[str]:
     """Every operation that members may use: a new one must be walked through above as well."""
-    return {name for name, _, _ in _member_operations()}
+    return {name for name, _, _ in member_operations()}
 
 
-def _member_operations() -> list[tuple[str, str, re.Pattern[str]]]:
+def member_operations() -> list[tuple[str, str, re.Pattern[str]]]:
     return [
         (operation["operationId"], verb, re.compile(re.sub("{[^}]*}", "[^/]+", path)))
         for path, verbs in contract.contract()["paths"].items()

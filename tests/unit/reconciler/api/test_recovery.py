@@ -49,6 +49,7 @@ def test_a_case_is_opened_once_and_followed(selling: Stack) -> None:
     play_recovery_cases(selling.engine, selling.settings)
     now = newest(selling, stuck).json()
     assert (now["state"], now["task_ids"]) == ("verifying", [now["task_id"]])
+    assert now["failed_in"] is None
     with transaction(selling.engine) as conn:
         host.lost(conn, NODE, ACT.because("no route"))
     waits = {"code": "host_unreachable", "detail": "no route", "remedy": ""}
@@ -78,6 +79,7 @@ def test_a_failed_case_says_what_to_do(selling: Stack) -> None:
     play_recovery_cases(selling.engine, selling.settings)
     case = newest(selling, stuck).json()
     assert (case["state"], case["failure"]["code"]) == ("failed", "absence_unknown")
+    assert case["failed_in"] == "verifying"
     assert case["failure"]["remedy"] and case["finished_at"] and case["waits_for"] is None
     assert recover(selling, stuck, once="again").json()["id"] != case["id"]
 

@@ -15,9 +15,10 @@ SAME = {"Sec-Fetch-Site": "same-origin"}
 
 @dataclass
 class SentForm:
-    """A form of a page with the fields that a browser would send."""
+    """A form of a page with the fields that a browser would send. action: "" for the page."""
 
     method: str
+    action: str = ""
     fields: list[tuple[str, str]] = field(default_factory=list)
     button: str = ""
     disabled: bool = False
@@ -44,7 +45,7 @@ class Page(HTMLParser):
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         elif tag == "form":
-            self._form = SentForm(values.get("method", "get"))
+            self._form = SentForm(values.get("method", "get"), values.get("action", ""))
             self.forms.append(self._form)
         elif self._form is None:
             return

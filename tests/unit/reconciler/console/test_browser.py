@@ -28,15 +28,25 @@ from reconciler.console import stream
 from reconciler.console.app import OPERATORS, SHARED, mount
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations, nodes, slots, terminal_recordings
+from reconciler.lifecycle import host
 from reconciler.records import terminals
+from reconciler.service.process import adopt
+from reconciler.trust import ca
 from tests.unit.reconciler.api.conftest import Saved
-from tests.unit.reconciler.api.stack import KEY, NODE, Stack, listening, stack_in
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, listening, stack_in
 from tests.unit.reconciler.api.test_canaries import fail
 from tests.unit.reconciler.api.test_follow import running, say
+from tests.unit.reconciler.api.test_jobs import bury, with_model
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.test_terminals import recorded
 from tests.unit.reconciler.console.full_site import full_site
-from tests.unit.reconciler.console.test_pages import address, launch_review
+from tests.unit.reconciler.console.test_pages import (
+    HARMLESS,
+    HOST,
+    REASON,
+    address,
+    launch_review,
+)
 
 pytestmark = pytest.mark.covers("CTRL-13")
 
@@ -158,7 +168,6 @@ def full(
 ) -> Iterator[Full]:
     stack = stack_in(tmp_path_factory.mktemp("full"), *databases["selling"])
     known = full_site(stack, tmp_path_factory.mktemp("profiles"))
-    SHOTS.mkdir(parents=True, exist_ok=True)
     with serving(stack) as url:
         yield Full(stack, known, windows(chromium, url, stack), pages(stack, known))
     stack.engine.dispose()
@@ -205,7 +214,18 @@ def judge(page: Page, rules: dict[str, Any]) -> list[str]:
 
 
 def examine(page: Page, name: str) -> list[str]:
-    """Judge a page in light and dark at desktop and phone width, and keep its pictures."""
+    """Judge a page in light and dark at desktop and phone width, and keep its four pictures.
+
+    The window must be one of light colours and desktop width.
+    """
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    pictures = [
+        SHOTS / f"{name}-{width}-{scheme}.png"
+        for width in ("desktop", "phone")
+        for scheme in ("light", "dark")
+    ]
+    for picture in pictures:
+        picture.unlink(missing_ok=True)
 
     def opened(state: str) -> None:
         page.evaluate(f"{DETAILS}.forEach(each => each.open = {state})")
@@ -237,6 +257,7 @@ def examine(page: Page, name: str) -> list[str]:
         if clipped or page.evaluate(WIDER):
             found.append(f"{page.url}: does not fit {words}: {clipped[:3]}")
     page.set_viewport_size(DESKTOP)
+    assert [picture.name for picture in pictures if not picture.exists()] == []
     return found
 
 
@@ -300,11 +321,17 @@ def test_pages_without_a_session_are_accessible_and_fit_a_phone(full: Full) -> N
         page = watched.open("/console/login")
         # A password manager may fill it in, and it may be pasted.
         expect(page.get_by_label("Token")).to_have_attribute("autocomplete", "current-password")
-        page.get_by_label("Token").fill("pasted")
+        page.evaluate(
+            "document.body.append(Object.assign(document.createElement('input'), {id: 'source'}))"
+        )
+        page.locator("#source").fill("copied")
         page.keyboard.press("Control+A")
-        page.keyboard.press("Control+X")
+        page.keyboard.press("Control+C")
+        page.evaluate("document.getElementById('source').remove()")
+        page.get_by_label("Token").fill("before ")
+        page.keyboard.press("End")
         page.keyboard.press("Control+V")
-        expect(page.get_by_label("Token")).to_have_value("")
+        expect(page.get_by_label("Token")).to_have_value("before copied")
         found = examine(page, "login")
         unknown = "/console/nowhere"
         found += examine(watched.open(unknown), "unknown")
@@ -363,19 +390,166 @@ FOCUS = """() => {
 }"""
 
 
+DEMO = "/console/projects/demo"
+MINE = f"{DEMO}/allocations/MINE"
+# Harmless forms of a member's pages: page, label of the button, what is typed, and what is shown.
+HARMLESS_OF_MEMBER: list[tuple[str, str, dict[str, str], str | re.Pattern[str]]] = [
+    (MINE, "Stop", {}, "stop under way"),
+    (MINE, "Restart", {}, "restart under way"),
+    (MINE, "Reset", {}, "reset under way"),
+    (f"{MINE}/terminal", "Let the machine accept terminals", {}, "Tell the machine"),
+    (f"{MINE}/terminal", "Accept terminals no longer", {}, "Tell the machine"),
+    ("/console/account", "Make the token", {"name": "nightly"}, "Token of nightly, shown once"),
+    ("/console/account", "Revoke nightly", {}, re.compile("nightly.*revoked")),
+    (f"{DEMO}/ssh", "Register a key", {"public_key": KEY}, "Registered by"),
+    (f"{DEMO}/ssh", "Revoke KEY", {}, "revoked"),
+    (f"{DEMO}/ssh", "Record terminals", {}, "What terminals show is recorded"),
+    (f"{DEMO}/ssh", "Record no longer", {}, "Nothing is recorded."),
+    (f"{DEMO}/jobs", "Queue the sample", {}, "Jobs that have not ended now 1"),
+    (f"{DEMO}/jobs", "Cancel these jobs", {}, "Jobs that have not ended now 0"),
+    (
+        f"{DEMO}/apps",
+        "Deploy",
+        {"name": "slurm", "controller_allocation_id": "MINE", "managed_key": KEY},
+        "Work on the members",
+    ),
+    (f"{DEMO}/apps/APP", "Install the key again", {}, "deploying"),
+    (f"{DEMO}/apps/APP", "Stop slurm", {}, "It has ended."),
+]
+# Not pressed here, with the reason.
+OTHERS_OF_MEMBER = {
+    "Log out": "test_sessions.py",
+    "Revoke member": "it ends this session",
+    "Open a terminal": "test_terminal_page.py, with a gateway",
+    "Open a port": "test_a_port_is_opened_and_removed_on_the_page; it needs public addresses",
+    "Release slice-1": "test_power_and_release_by_keyboard_alone; no way leads back",
+    "Give them up": "test_dead_letters_have_their_reasons_...; it is not harmless",
+    "Revoke any key": "as the button beside the key",
+}
+BUTTONS = """[...document.querySelectorAll("form[method=post] button:enabled")]
+    .map(each => each.ariaLabel || each.textContent.trim())"""
+# Of an operator's: what is shown after those that queue no task.
+SHOWN = {"Enrolment token": "shown once", "Drain": "draining", "Resume": "ready"} | {
+    power: f"{power.lower()} under way" for power in ("Stop", "Restart", "Reset")
+}
+# First and last, because a node that drains or reboots offers less.
+ORDER = {"Drain": 0, "Resume": 1, "Reboot the host": 3}
+
+
+def press(page: Page, label: str, typed: dict[str, str]) -> None:
+    """Fill in the form with this button, and press it."""
+    page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
+    button = page.get_by_role("button", name=label, exact=True).first
+    form = page.locator("form").filter(has=button)
+    for name, value in typed.items():
+        control = form.locator(f'[name="{name.replace("__", ":")}"]')
+        kind = control.evaluate("each => each.type")
+        if kind == "checkbox":
+            form.locator(f'[value="{value}"]').check()
+        elif kind == "select-one":
+            control.select_option(value)
+        else:
+            control.fill(value)
+    button.click()
+
+
+def cancel_tasks(stack: Stack) -> list[str]:
+    """Cancel the tasks that a form has queued, so that the next finds the site as it was. Returns
+    their kinds; the end of some queues others.
+    """
+    admin = stack.client("admin")
+    batches: list[list[Any]] = []
+    while rows := admin.get("admin/tasks", params={"state": "queued"}).json()["items"]:
+        batches.append(rows)
+        for task in rows:
+            answer = admin.post(f"admin/tasks/{task['id']}/cancel", json=REASON)
+            assert answer.status_code == 200, answer.text
+    return [task["kind"] for task in batches[0]] if batches else []
+
+
+def test_harmless_buttons_of_an_operator(selling: Stack, window: Open) -> None:
+    """Each with what its page shows then. What it does, test_a_harmless_form_... asserts."""
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    signed = ca.certify_host(ca.open_trust(selling.settings.state_dir), KEY, NODE)
+    with transaction(selling.engine) as conn:
+        host.record_certificate(conn, NODE, ACT, certificate=signed, public_key=KEY)
+    values = {"MINE": mine, "IMAGE": selling.client("admin").get("images").json()["items"][0]["id"]}
+    resume = (HOST, "Resume", REASON, "")
+    forms = sorted([*HARMLESS, resume], key=lambda each: ORDER.get(each[1], 2))
+    with window("admin") as watched:
+        for path, label, typed, kind in forms:
+            page = watched.open(path.replace("MINE", mine))
+            press(page, label, {name: values.get(each, each) for name, each in typed.items()})
+            # Either the page of the task, or one that lists it.
+            words = SHOWN.get(label) or re.compile(rf"{re.escape(kind)}\s*queued")
+            expect(page.get_by_role("main")).to_contain_text(words)
+            assert cancel_tasks(selling) == [kind] * bool(kind), label
+
+
+def test_harmless_buttons_of_a_member(selling: Stack, chromium: Browser) -> None:
+    """With what their pages say then. A key that was revoked comes back no more."""
+    gateway = {"member_address": "gate.example"}
+    selling.settings = selling.settings.model_copy(update=gateway)
+    adopt(selling.settings, selling.engine)
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    connection = {"username": "tenant", "host_keys": [KEY], "node": NODE}
+    with transaction(selling.engine) as conn:
+        conn.execute(sa.update(allocations).values(connection=connection))
+    with_model(selling)
+    bury(selling)
+    member = selling.client("member")
+    values = {"MINE": mine}
+    pressed, offered = set(), set()
+
+    def filled(text: str) -> str:
+        for name, value in values.items():
+            text = text.replace(name, value)
+        return text
+
+    with serving(selling) as url, windows(chromium, url, selling)("member") as watched:
+        for path, label, typed, words in HARMLESS_OF_MEMBER:
+            page = watched.open(filled(path))
+            offered |= set(page.evaluate(BUTTONS))
+            pressed.add(filled(label))
+            press(page, filled(label), {name: filled(value) for name, value in typed.items()})
+            expect(page.get_by_role("main")).to_contain_text(words)
+            if label == "Register a key":
+                (key,) = member.get("projects/demo/ssh-keys").json()["items"]
+                values["KEY"] = key["name"] or key["fingerprint"][-6:]
+            elif label == "Deploy":
+                values["APP"] = page.url.rpartition("/")[2]
+            cancel_tasks(selling)
+    assert offered - pressed == set(OTHERS_OF_MEMBER)
+    (key,) = member.get("projects/demo/ssh-keys").json()["items"]
+    assert key["revoked_at"]
+    again = member.post("projects/demo/ssh-keys", json={"public_key": KEY})
+    assert again.status_code == 409, again.text
+
+
+MAIN = (
+    *("fleet", "nodes-node", "nodes-node-discovery", "tokens", "images"),
+    *(f"projects-project{part}" for part in ("", "-launch", "-usage", "-allocations-allocation")),
+    "projects-project-allocations-allocation-terminal",
+)
+
+
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_tab_reaches_all_in_the_order_of_the_page(full: Full, size: ViewportSize) -> None:
-    """And where the focus is can be seen, beginning with the link to the content."""
-    paths = [
-        full.pages["admin"][name]
-        for name in ("fleet", "nodes-node", "projects-project", "projects-project-launch")
-    ]
-    machine = full.pages["admin"]["projects-project-allocations-allocation"]
+    """And where the focus is can be seen, beginning with the link to the content. Forms behind a
+    summary are open. At phone width the main pages, because each layout is used by several.
+    """
+    paths = list(dict.fromkeys(full.pages["admin"].values()))
+    if size == PHONE:
+        paths = [full.pages["admin"][name] for name in MAIN]
+    faults: list[tuple[str, Any]] = []
     with full.window("admin", viewport=size) as watched:
         # Without htmx, so that no part of the page is exchanged meanwhile.
         watched.page.route("**/static/h*.js", lambda route: route.fulfill(body=""))
-        for path in (*paths, machine, f"{machine}/terminal"):
+        for path in paths:
             page = watched.open(path)
+            page.evaluate(f"{DETAILS}.forEach(each => each.open = true)")
             expected = page.evaluate(REACHABLE)
             page.keyboard.press("Tab")
             expect(page.get_by_role("link", name="Skip to the content")).to_be_in_viewport()
@@ -385,9 +559,10 @@ def test_tab_reaches_all_in_the_order_of_the_page(full: Full, size: ViewportSize
                 page.keyboard.press("Tab")
                 stops.append(page.evaluate(FOCUS))
             numbers = [number for number, _, _ in stops[:-1]]
-            assert numbers == sorted(numbers), path
-            assert set(expected) - set(numbers) == set(), path
-            assert [stop for stop in stops[:-1] if not all(stop[1:])] == [], path
+            wrong = set(expected) - set(numbers) if numbers == sorted(numbers) else numbers
+            faults += [(path, wrong)] if wrong else []
+            faults += [(path, stop) for stop in stops[:-1] if not all(stop[1:])]
+        assert faults == []
         page.reload()
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
@@ -568,7 +743,7 @@ def test_a_hostile_recording_is_replayed_by_keyboard(selling: Stack, window: Ope
         conn.execute(sa.delete(terminal_recordings))
         terminals.append(conn, mine, "demo", cast)
         terminals.finish(conn, mine, "d" * 64)
-    with window("admin") as watched:
+    with window("admin", **STILL) as watched:
         page = watched.open("/console/projects/demo/ssh")
         page.get_by_role("link", name="recorded").click()
         page.get_by_label("Reason").fill("incident 7")
@@ -587,16 +762,12 @@ def test_a_hostile_recording_is_replayed_by_keyboard(selling: Stack, window: Ope
         page.on("dialog", lambda dialog: watched.faults.append(dialog.message) or dialog.dismiss())
         screen.get_by_text("click").hover(force=True)
         screen.get_by_text("click").click(force=True)
-        assert judge(page, STANDARDS) == []
-        SHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SHOTS / "admin-sessions-replay-desktop.png")
         position.focus()
         page.keyboard.press("Home")
         expect(screen).not_to_contain_text("the end")
         page.keyboard.press("End")
         expect(screen).to_contain_text("the end")
-        page.set_viewport_size(PHONE)
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert examine(page, "admin-sessions-replay") == []
         assert len(watched.context.pages) == 1
 
 

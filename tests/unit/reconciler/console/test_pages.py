@@ -7,6 +7,7 @@ import html
 import json
 import logging
 import re
+import shlex
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -23,7 +24,7 @@ from starlette.routing import Mount
 
 from reconciler.api import contract
 from reconciler.api.catalog import AnswerCache
-from reconciler.console import guard, operators, pages
+from reconciler.console import guard, operators, pages, runbook
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import journal, leader
@@ -53,15 +54,25 @@ from reconciler.settings import PROJECT
 from reconciler.trust import ca
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
+from tests.unit.reconciler.api.test_baremetal import BODY as METAL
 from tests.unit.reconciler.api.test_baremetal import let_in
-from tests.unit.reconciler.api.test_canaries import ERROR, canaries, fail
+from tests.unit.reconciler.api.test_canaries import (
+    ERROR,
+    Watch,
+    canaries,
+    deploy,
+    fail,
+    member_operations,
+)
 from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
 from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_usage import priced
 from tests.unit.reconciler.benchmark.sshd import new_key
+from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.console.browser import Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools
+from tests.unit.reconciler.lifecycle.test_recovery_cases import Story
 from tests.unit.reconciler.pools.test_pools import start
 
 pytestmark = pytest.mark.covers("CTRL-13")
@@ -176,6 +187,7 @@ def test_no_page_of_a_member_tells_of_a_host(
     planted = canaries(selling)
     known = names(selling)
     fail(selling, known["allocation"])
+    whole = whole_machine(selling)
     member = browse("member")
     texts = []
 
@@ -205,6 +217,13 @@ def test_no_page_of_a_member_tells_of_a_host(
         change = sa.update(allocations).where(allocations.c.id == second)
         conn.execute(change.values(connection=connection))
     selling.ingress_rule(second)
+    deploy(selling, Watch(selling), second)
+    rows = selling.client("member").get("projects/demo/app-instances").json()["items"]
+    (app,) = [row["id"] for row in rows if row["name"] == "s"]
+    application = shown(f"/console/projects/demo/apps/{app}")
+    assert ERROR["code"] in texts[-1] and ">up</td>" in texts[-1], "its members and its work"
+    metal = shown(f"/console/projects/demo/allocations/{whole}")
+    assert "203.0.113.9" in texts[-1], "what its tenant is told"
     machine = shown(f"/console/projects/demo/allocations/{second}")
     terminal = shown(f"{machine}/terminal")
     ticket = member.open(terminal).form(f"POST /projects/demo/allocations/{second}/terminal")
@@ -214,7 +233,7 @@ def test_no_page_of_a_member_tells_of_a_host(
     assert ERROR["code"] in " ".join(texts)
     forms = {
         form.call: (path, form)
-        for path in (*paths, machine, terminal)
+        for path in (*paths, metal, application, machine, terminal)
         for form in member.open(path).forms
         if form.call
     }
@@ -226,6 +245,35 @@ def test_no_page_of_a_member_tells_of_a_host(
     for text in texts:
         leaked = {canary for canary in planted if canary in text.lower()}
         assert leaked == set()
+        posts = [form for form in Page(text).forms if form.method == "post"]
+        assert {form.action for form in posts} <= {"", "/console/logout"}
+        calls = {form.call for form in posts if not form.action}
+        assert {call for call in calls if not of_members(call)} == set()
+
+
+def of_members(call: str) -> bool:
+    """Whether the contract lets members make the call of a form."""
+    verb, _, path = call.partition(" ")
+    return any(
+        verb.lower() == permitted and pattern.fullmatch(f"{prefix}{path}")
+        for _, permitted, pattern in member_operations()
+        for prefix in ("/api/v1", "")
+    )
+
+
+def whole_machine(stack: Stack) -> str:
+    """An active whole machine of the member, on a node with texts that no tenant is told."""
+    add_metal(stack)
+    prepare_metal(stack)
+    texts = ("address", "name", "machine_id", "host_key", "state_reason")
+    with transaction(stack.engine) as conn:
+        planted = {name: f"canary-{name}-of-metal" for name in texts}
+        conn.execute(sa.update(nodes).where(nodes.c.id == "metal").values(planted))
+    headers = {"Idempotency-Key": "whole"}
+    made = stack.client("member").post(PATH, json=METAL, headers=headers)
+    assert made.status_code == 201, made.text
+    let_in(stack, made.json()["id"])
+    return str(made.json()["id"])
 
 
 def option(text: str, value: str) -> str:
@@ -674,18 +722,30 @@ def test_a_port_is_opened_and_removed_on_the_page(
 
 
 def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: Browse) -> None:
-    values = CHOSEN | {"image_id": "some-image", "hostname": "it"}
-    answer = browse("member").get(
-        "/console/projects/demo/launch", params={**values, "step": "review"}
-    )
-    form = Page(answer.text).form("POST /projects/demo/allocations")
-    shown = re.search(r"-d &#39;(.*?)&#39;</pre>", answer.text, re.S)
+    member = browse("member")
+    quoted = f"{KEY.rpartition(' ')[0]} it's"
+    review = launch_review(selling, hostname="it", terminal="true", ssh_keys=quoted)
+    text = member.get(review).text
+    form = Page(text).form("POST /projects/demo/allocations")
+    shown = re.search(r"curl -X POST .*?(?=</pre>)", text, re.S)
     assert shown
-    body = json.loads(shown[1].replace("&#34;", '"'))
-    assert body["gpu_count"] == 1
-    assert body["ssh_keys"] == [KEY]
-    sent = {name.partition(":")[0] for name, value in form.fields if value and name[0] != "_"}
-    assert sent == set(body)
+    words = shlex.split(html.unescape(shown[0]))
+    body = json.loads(words[words.index("-d") + 1])
+    assert (body["gpu_count"], body["ssh_keys"]) == (1, [quoted])
+    headers = {"Idempotency-Key": "command", "Content-Type": "application/json"}
+    assert {f"{name}: " for name in headers} < {word[: word.find(" ") + 1] for word in words}
+    program = selling.client("member", base="/")
+    by_command = program.post(urlsplit(words[3]).path, content=json.dumps(body), headers=headers)
+    assert by_command.status_code == 201, by_command.text
+    by_form = member.send(review, form).headers["Location"].rpartition("/")[2]
+    with reading(selling.engine) as conn:
+        stored = [
+            conn.execute(sa.select(allocations).where(allocations.c.id == id)).mappings().one()
+            for id in (by_command.json()["id"], by_form)
+        ]
+    assert {name for name in stored[0] if stored[0][name] != stored[1][name]} <= {
+        *("id", "correlation_id", "created_at", "state_since", "deadline_at"),
+    }
 
 
 def test_a_refusal_keeps_what_was_typed(selling: Stack, browse: Browse) -> None:
@@ -852,16 +912,97 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     assert "(1 blocked) Fleet" in admin.get("/console/fleet").text
     page = f"/console/allocations/{known['allocation']}/recovery"
     form = admin.open(page).form(f"POST /admin/allocations/{known['allocation']}/recover")
-    assert admin.send(page, form, reason="").status_code in (303, 422)
-    admin.send(page, form, reason="the guest never answered", _key="another")
+    refused = admin.send(page, form, reason="")
+    assert refused.status_code == 422 and "reason_required" in refused.text
     running = launch(selling, "running").json()["id"]
     activate(selling, running)
     other = admin.get(f"/console/allocations/{running}/recovery").text
     assert Page(other).form(f"POST /admin/allocations/{running}/recover").disabled
     assert "An active allocation: its tenant may be using it" in other
-    shown = admin.get(page).text
-    assert "opened" in shown
-    assert Page(shown).form(form.call).disabled
+    story = Story(Site(selling.engine), known["allocation"])
+
+    def shown() -> tuple[list[str], str]:
+        """The state of each step of the runbook, and its evidence."""
+        text = admin.get(page).text
+        steps = re.findall(r"<li[^>]*><strong>\d\. .*?</li>", text, re.S)
+        (current,) = [*re.findall('aria-current="step"><strong>(\\d)', text), ""][:1]
+        states = [re.findall('class="state [a-z]+">([a-z ]+)<', step)[0] for step in steps]
+        assert states.index("running") + 1 == int(current) if current else "running" not in states
+        return states, html.unescape("".join(steps))
+
+    ahead = ["to come"] * 5
+    assert shown()[0] == ahead
+    sent = admin.send(page, form, reason="the guest never answered", _key="another")
+    assert sent.headers["Location"] == page
+    states, text = shown()
+    assert states == ["done", *ahead[1:]]
+    assert f'"code": "{ERROR["code"]}"' in text and '"status": "cleanup_blocked"' in text
+    assert Page(admin.get(page).text).form(form.call).disabled
+    story.play()
+    assert shown()[0] == ["done", "running", *ahead[2:]]
+    story.answer(absent=False)
+    story.play()
+    states, text = shown()
+    assert states == ["done", "done", "running", *ahead[3:]]
+    assert '"absent": false' in text and '"absent": true' not in text
+    story.wipe()
+    story.play()
+    assert shown()[0] == ["done", "done", "done", "running", "to come"]
+    story.answer()
+    story.play()
+    states, text = shown()
+    assert states == ["done"] * 5
+    (proof,) = story.case().proof_ids
+    assert '"absent": true' in text and f'"id": "{proof}"' in text
+
+
+def test_a_recovery_without_leftovers_that_fails_shows_where(
+    selling: Stack, browse: Browse
+) -> None:
+    stuck = launch(selling).json()["id"]
+    fail(selling, stuck)
+    story = Story(Site(selling.engine), stuck)
+    story.open()
+    story.play()
+    story.answer()
+    story.play()
+    story.wipe(fails=True)
+    story.play()
+    text = browse("admin").get(f"/console/allocations/{stuck}/recovery").text
+    book = text[text.index('class="timeline runbook"') :]
+    states = re.findall('</strong> <span class="state [a-z]+">([a-z ]+)<', book)
+    assert states == ["done", "done", "failed", "not needed", "failed"]
+    assert "slots_not_recovered" in text and "nvme_wipe" in html.unescape(book)
+
+
+@pytest.mark.parametrize(
+    ("failed_in", "recorded", "states"),
+    [
+        ("opened", (), ["done", "failed", "not reached", "not reached", "not reached"]),
+        ("verifying", (), ["done", "failed", "not reached", "not reached", "not reached"]),
+        (
+            "verifying",
+            ("runtime_absence", "disk_evidence"),
+            ["done", "done", "failed", "not reached", "not reached"],
+        ),
+        (
+            "confirming",
+            ("runtime_absence", "force_cleanup", "repair"),
+            ["done", "done", "done", "failed", "not reached"],
+        ),
+        (
+            "confirming",
+            ("runtime_absence", "repair", "runtime_absence_after", "inventory_after"),
+            ["done", "done", "done", "done", "failed"],
+        ),
+    ],
+)
+def test_a_recovery_failed_in_the_step_that_did_not_come_to_its_end(
+    failed_in: str, recorded: tuple[str, ...], states: list[str]
+) -> None:
+    names = ("allocation", "inventory", *recorded)
+    case = {"state": "failed", "failed_in": failed_in, "steps": [{"step": name} for name in names]}
+    assert [step.state for step in runbook.steps(case)] == states
 
 
 def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(
@@ -1001,26 +1142,23 @@ def test_output_elsewhere_names_its_machine(selling: Stack, browse: Browse) -> N
 
 
 def test_a_node_is_converted_both_ways(selling: Stack, browse: Browse) -> None:
-    with transaction(selling.engine) as conn:
-        fields = {"address": "192.0.2.9", "profile": "lab"}
-        node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
+    add_metal(selling)
+    prepare_metal(selling)
     admin = browse("admin")
-    forms = {
-        node: admin.open(f"/console/nodes/{node}").form(f"POST /admin/nodes/{node}/conversion")
-        for node in (NODE, "metal")
-    }
-    targets = {node: dict(form.fields)["to"] for node, form in forms.items()}
-    assert targets == {NODE: "baremetal", "metal": "slice"}
-    assert [form.button for form in forms.values()] == [
-        "Convert to bare metal",
-        "Convert to a slice host",
-    ]
-    answer = admin.send(f"/console/nodes/{NODE}", forms[NODE], reason="a tenant needs all of it")
-    assert answer.headers["Location"].startswith("/console/tasks/")
-    assert "node.convert" in admin.get(answer.headers["Location"]).text
-    with reading(selling.engine) as conn:
-        mode = conn.execute(sa.select(nodes.c.mode).where(nodes.c.id == NODE)).scalar()
-    assert mode == NodeMode.CONVERTING_TO_BAREMETAL
+    for node, to, button, kind in (
+        (NODE, "baremetal", "Convert to bare metal", "node.convert"),
+        ("metal", "slice", "Convert to a slice host", "node.bootstrap"),
+    ):
+        page = f"/console/nodes/{node}"
+        form = admin.open(page).form(f"POST /admin/nodes/{node}/conversion")
+        assert (dict(form.fields)["to"], form.button) == (to, button)
+        answer = admin.send(page, form, reason="another use")
+        assert answer.headers["Location"].startswith("/console/tasks/")
+        text = admin.get(answer.headers["Location"]).text
+        assert f"<h1>{kind}</h1>" in text and f'href="{page}"' in text
+        with reading(selling.engine) as conn:
+            mode = conn.execute(sa.select(nodes.c.mode).where(nodes.c.id == node)).scalar()
+        assert mode == f"converting_to_{to}"
 
 
 def test_what_a_form_changed_is_in_the_audit_and_in_its_trace(
@@ -1281,10 +1419,14 @@ def test_the_health_page_shows_every_machine_that_reports(selling: Stack, browse
     with transaction(selling.engine) as conn:
         for host, role in (("control-1", "loops"), ("control-2", "worker"), ("gate-1", "gateway")):
             leader.record_process(conn, host, [role], host=host, pid=7, version="1")
+        leader.campaign(conn, leader.LOOPS, "control-1", 3600)
         old = sa.update(service_processes).where(service_processes.c.host == "gate-1")
         conn.execute(old.values(seen_at=service_processes.c.seen_at - 2 * leader.STALE_S))
     text = browse("admin").get("/console/health").text
-    rows = [row for row in text.split("<tr>") if "control-" in row or "gate-1" in row]
+    (lead,) = re.findall(r'<h2 id="leader">.*?</section>', text, re.S)
+    assert "control-1, 7" in lead
+    machines = text[: text.index(lead)]
+    rows = [row for row in machines.split("<tr>") if "control-" in row or "gate-1" in row]
     assert [("lost" in row) for row in rows] == [False, False, True]
     assert "worker" in rows[1]
     assert f"answers here, {socket.gethostname()}, as" in text

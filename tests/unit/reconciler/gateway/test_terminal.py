@@ -44,9 +44,18 @@ from reconciler.records import terminals
 from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.unit.reconciler.api.provider import AUDIENCE, running
-from tests.unit.reconciler.api.stack import ACT, listening
+from tests.unit.reconciler.api.stack import ACT, NODE, listening
+from tests.unit.reconciler.api.test_canaries import ERROR, canaries
 from tests.unit.reconciler.benchmark.sshd import USER
-from tests.unit.reconciler.gateway.conftest import IMPATIENT, QUICK, Mute, World, seed
+from tests.unit.reconciler.gateway.conftest import (
+    IMPATIENT,
+    NAME,
+    QUICK,
+    Mute,
+    World,
+    open_way,
+    seed,
+)
 from tests.unit.reconciler.gateway.test_gateway import end_allocation, end_token
 from tests.unit.reconciler.service.service import until
 
@@ -264,6 +273,62 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
             conn.execute(sa.update(allocations).values(connection=another))
         assert code in world.run("id", config=config, host=host).stderr
     world.refused("terminal_refused_by_guest", "guest_not_proven", "host_keys_unknown")
+
+
+@pytest.mark.covers("CTRL-10")
+def test_words_of_refusals_name_nothing_of_the_host(world: World, site: Site) -> None:
+    """Those of the banner, of the jump and of the WebSocket, for every way that breaks."""
+    # Here the host and its guest have the tenant's own address.
+    planted = {text for text in canaries(world.stack) if NAME not in text}
+    other = world.boot("other", login=world.key.with_name("tenant.pub").read_text())
+
+    def no_way() -> None:
+        open_way(world)
+
+    def away() -> None:
+        world.dial(1)
+
+    def foreign() -> None:
+        world.dial(other.port)
+
+    def another_guest() -> None:
+        world.dial(world.host.port)
+        open_way(world, world.allocation)
+        with transaction(world.stack.engine) as conn:
+            another = {"username": USER, "host_keys": [world.host.key], "node": NODE}
+            conn.execute(sa.update(allocations).values(connection=another))
+
+    def failed() -> None:
+        with transaction(world.stack.engine) as conn:
+            conn.execute(sa.update(allocations).values(state="failed", error=ERROR))
+
+    def words_of(host: str) -> str:
+        # Clients show the banner from this level on.
+        line = " ".join(world.ssh("id", config=config, host=host))
+        words = line.replace("LogLevel=ERROR", "LogLevel=INFO").split()
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        return done.stderr
+
+    world.dial(world.host.port)
+    config = world.config()
+    for breaks, codes in (
+        (no_way, {"relay_refused"}),
+        (away, {"host_unreachable"}),
+        # A server without a certificate may end the connection first.
+        (foreign, {"host_not_proven", "host_unreachable"}),
+        (another_guest, {"guest_not_proven"}),
+        (failed, {"allocation_not_active"}),
+    ):
+        ticket = site.ticket()["ticket"]
+        breaks()
+        jump, shown = words_of(""), words_of(f"gateway-{world.allocation}")
+        with site.open(ticket) as terminal:
+            code, _, reason = terminal.end()
+        assert code in codes and reason, breaks.__name__
+        assert "gpuaas: " in shown, (breaks.__name__, shown)
+        for words in (jump, shown, reason):
+            leaked = [canary for canary in planted if canary in words.lower()]
+            assert not leaked, (breaks.__name__, words)
 
 
 @pytest.mark.parametrize("terminal", [False])

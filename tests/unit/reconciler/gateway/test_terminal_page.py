@@ -13,10 +13,11 @@ from playwright.sync_api import Browser, Page, WebSocketRoute, expect
 from tests.unit.reconciler.console.test_browser import (
     DESKTOP,
     PHONE,
-    SHOTS,
     STANDARDS,
+    STILL,
     Watched,
     chromium,
+    examine,
     judge,
 )
 from tests.unit.reconciler.gateway.conftest import World
@@ -51,19 +52,15 @@ def window(chromium: Browser, site: Site) -> Open:
 
 
 def test_type_resize_and_be_cut_by_a_release(world: World, window: Open) -> None:
-    with window(color_scheme="dark") as watched:
+    with window(**STILL) as watched:
         page = watched.page
         assert judge(page, STANDARDS) == []
         page.get_by_role("button", name="Open a terminal").click()
         expect(page.get_by_text("Connected.")).to_be_visible()
         until_columns(page, "-gt 100")
-        assert judge(page, STANDARDS) == []
-        SHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SHOTS / "member-terminal-open-desktop-dark.png", full_page=True)
+        assert examine(page, "member-terminal-open") == []
         page.set_viewport_size(PHONE)
         until_columns(page, "-lt 60")
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        page.screenshot(path=SHOTS / "member-terminal-open-phone-dark.png", full_page=True)
         # A scroll bar that appears takes room from the terminal, and none from the window.
         page.evaluate("document.getElementById('terminal').style.width = '200px'")
         until_columns(page, "-lt 30")

@@ -47,11 +47,13 @@ class Killed(Exception):
 
 
 class Story:
-    """One recovery at a time, with the host's part played by hand."""
+    """One recovery at a time, with the host's part played by hand. key: the failed allocation,
+    made when there is none.
+    """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, key: str = "") -> None:
         self.site = site
-        self.key = self.do(partial(site.failed, error_code="domain_failed"))
+        self.key = key or self.do(partial(site.failed, error_code="domain_failed"))
 
     def do(self, work: Callable[[sa.Connection], Any]) -> Any:
         return retrying(self.site.engine, work)
