@@ -51,6 +51,7 @@ SCHEDULE = "0.15:kill,0.3:stop,0.45:flush,0.55:redis,0.65:poison,0.8:drain"
 # Longer than a lease.
 _STOPPED_S = 40.0
 _AWAY_S = 10.0
+# In its place with --short.
 _SHORT_S = 1.0
 _POISONED = 20
 _TURN_S = 0.1
