@@ -110,7 +110,12 @@ def test_a_service_and_a_host_are_drained_and_upgraded(
     # The leader takes a turn while a command waits.
     monkeypatch.setattr(time, "sleep", lead)
     gpuaas.at(sound).ending(sound, lambda _conn, _task: {})
-    runbook("drain-and-upgrade", {"NODE": NODE, "/srv/backup": str(tmp_path)})
+    host_of_pools(sound.engine)
+    pool, _worker = begun(sound.engine, start(sound.engine, "vision"))
+    names = {"NODE": NODE, "POOL": pool.id, "/srv/backup": str(tmp_path)}
+    outputs = runbook("drain-and-upgrade", names)
+    assert "version" in outputs["gpuaas pools show POOL"]
+    assert "version unknown" in outputs["gpuaas doctor"]
     assert (tmp_path / "gpuaas-before-upgrade.tar.gz").stat().st_size > 1000
     node = sound.client("admin").get(f"admin/nodes/{NODE}").json()
     assert node["state"] == "ready"
