@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections import Counter
 
@@ -17,32 +16,8 @@ from reconciler.settings import Settings
 from reconciler.work.loops import follow_drain
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.pools.conftest import Workers
+from tests.unit.reconciler.pools.load import Load
 from tests.unit.reconciler.service.service import until
-
-
-class Load:
-    """A project that sends a job whenever it may, until it is stopped."""
-
-    def __init__(self, workers: Workers) -> None:
-        self.sent: list[str] = []
-        self.refused = 0
-        self._workers = workers
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(0.01):
-            call = {"file": str(self._workers.note), "number": len(self.sent), "seconds": 0.01}
-            try:
-                self.sent += self._workers.queue.submit([call])
-            except Problem as refused:
-                assert (refused.code, refused.status) == ("maintenance", 503)
-                self.refused += 1
 
 
 @pytest.mark.covers("ORCH-5")
@@ -50,15 +25,27 @@ class Load:
 def test_a_rolling_upgrade_under_load_fails_no_job(workers: Workers, rounds: int) -> None:
     engine = workers.queue.engine
     running = [workers.start() for _ in range(2)]
-    load = Load(workers)
+    refusals: list[Problem] = []
+
+    def send(number: int) -> list[str]:
+        """A project that sends a job whenever it may."""
+        call = {"file": str(workers.note), "number": number, "seconds": 0.01}
+        try:
+            return list(workers.queue.submit([call]))
+        except Problem as refused:
+            assert (refused.code, refused.status) == ("maintenance", 503)
+            refusals.append(refused)
+            return []
+
+    load = Load(send, 0.01)
     for _ in range(rounds):
         ran = len(workers.ran())
         until(lambda ran=ran: len(workers.ran()) > ran + 10)
         with transaction(engine) as conn:
             control.drain(conn, ADMIN, 600)
-        refused = load.refused
+        refused = len(refusals)
         until(lambda: drained(workers))
-        until(lambda refused=refused: load.refused > refused)
+        until(lambda refused=refused: len(refusals) > refused)
         ran = len(workers.ran())
         for pid in running:
             os.kill(pid, signal.SIGTERM)

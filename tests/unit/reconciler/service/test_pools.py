@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from reconciler.pools.jobs import NewJob, enqueue
 from reconciler.records import projects, tokens
 from reconciler.settings import Settings
 from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.pools.load import Load
 from tests.unit.reconciler.service.service import Service, alive, serving, until
 
 pytestmark = pytest.mark.covers("ORCH-1")
@@ -69,13 +69,23 @@ def test_an_upgrade_of_the_service_under_load_fails_no_job(tmp_path: Path) -> No
         former = {worker["id"] for worker in pools(service, *start)["workers"]}
         with transaction(engine) as conn:
             projects.create(conn, "demo", ADMIN, id="demo")
-        load = Load(engine)
-        until(lambda: load.done() > 10)
+        job = NewJob("digits", {"segments": [[0, 1, 1, 0, 0, 0, 0]]}, max_attempts=1)
+
+        def send(_number: int) -> list[str]:
+            return retrying(engine, lambda conn: enqueue(conn, "demo", [job], ADMIN))
+
+        def done() -> int:
+            query = sa.select(sa.func.count()).where(jobs.c.status == "done")
+            with reading(engine) as conn:
+                return int(conn.execute(query).scalar_one())
+
+        load = Load(send, 0.05)
+        until(lambda: done() > 10)
         service.kill()
         with transaction(engine) as conn:
             conn.execute(sa.update(pool_workers).values(version=""))
-        ran = load.done()
-        until(lambda: load.done() > ran + 10)
+        ran = done()
+        until(lambda: done() > ran + 10)
         service.start("worker")
 
         def replaced() -> bool:
@@ -87,41 +97,15 @@ def test_an_upgrade_of_the_service_under_load_fails_no_job(tmp_path: Path) -> No
             return len(others) == 2 and versions == {program_version()}
 
         until(replaced)
-        ran = load.done()
-        until(lambda: load.done() > ran + 10)
+        ran = done()
+        until(lambda: done() > ran + 10)
         load.stop()
-        until(lambda: load.done() == len(load.sent))
+        until(lambda: done() == len(load.sent))
         with reading(engine) as conn:
             ended = conn.execute(sa.select(jobs.c.attempts, jobs.c.lost).distinct()).all()
         assert ended == [(1, 0)]
         pools(service, "stop", "a")
         service.check()
-
-
-class Load:
-    """A project that sends a job every few hundredths of a second."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self.sent: list[str] = []
-        self._engine = engine
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def done(self) -> int:
-        query = sa.select(sa.func.count()).where(jobs.c.status == "done")
-        with reading(self._engine) as conn:
-            return int(conn.execute(query).scalar_one())
-
-    def _run(self) -> None:
-        job = NewJob("digits", {"segments": [[0, 1, 1, 0, 0, 0, 0]]}, max_attempts=1)
-        while not self._ended.wait(0.05):
-            queued = retrying(self._engine, lambda conn: enqueue(conn, "demo", [job], ADMIN))
-            self.sent += queued
 
 
 @contextmanager
