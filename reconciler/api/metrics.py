@@ -337,11 +337,8 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
         states.add_metric([state], sum(pool.state == state for pool in live))
     states.add_metric([PoolState.FAILED], pools.failed(conn, _FAILED_S))
     living = workers.living(conn, [pool.id for pool in live])
-    # A host that is silent takes no pool, and may not come back.
-    since = clock.read(conn) - pools.SILENT_S
-    hosts = [host for host in pools.hosts(conn) if host.seen_at > since]
-    present = {(host.id, gpu["id"]) for host in hosts for gpu in host.devices}
-    gpus = pools.gpus(conn, live)
+    present = pools.devices(conn)
+    gpus = pools.gpus(live, present)
     leased = {(lease.host_id, lease.device) for lease in pools.leases(conn)}
     for pool in live:
         used = [worker.memory_bytes for worker in living[pool.id]]
@@ -354,7 +351,7 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
             share.add_metric([pool.name, ""], part)
     yield from (states, size, share)
     text = "Devices of the hosts that report themselves, and those that pools have."
-    yield _gauge(f"{prefix}_devices", text, len(present | leased))
+    yield _gauge(f"{prefix}_devices", text, len(present.keys() | leased))
     yield _gauge(f"{prefix}_leases", "Devices that pools have.", len(leased))
 
 

@@ -189,7 +189,7 @@ class Pool(Answer):
         living = workers.living(conn, [pool.id for pool in rows])
         held = workers.holding(conn, [each.id for pool in rows for each in living[pool.id]])
         placed = workers.placed(conn, [pool.allocation_id for pool in rows if pool.allocation_id])
-        gpus = pools.gpus(conn, rows)
+        gpus = pools.gpus(rows, pools.devices(conn))
         return [
             cls.of(
                 pool,

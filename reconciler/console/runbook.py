@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from reconciler.console.visit import Document
 from reconciler.model.states import RecoveryState
 
-Document = dict[str, Any]
 # Title, explanation, and the names under which the case records the step's evidence.
 _STEPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (

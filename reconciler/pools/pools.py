@@ -138,17 +138,19 @@ def hosts(conn: sa.Connection) -> list[PoolHost]:
     return rows.every(conn, query, PoolHost)
 
 
-def gpus(conn: sa.Connection, of: Sequence[Pool]) -> dict[str, list[dict[str, Any]]]:
-    """GPUs of living pools by pool, with their memory as their host reports it: none of a silent
-    host.
+def devices(conn: sa.Connection) -> dict[tuple[str, str], dict[str, Any]]:
+    """GPUs by host and id, as their host reports them. A silent host takes no pool, and may not
+    come back: it has none.
     """
     since = clock.read(conn) - SILENT_S
-    known = {
-        (host.id, device["id"]): device
-        for host in hosts(conn)
-        if host.seen_at > since
-        for device in host.devices
-    }
+    reporting = [host for host in hosts(conn) if host.seen_at > since]
+    return {(host.id, device["id"]): device for host in reporting for device in host.devices}
+
+
+def gpus(
+    of: Sequence[Pool], known: Mapping[tuple[str, str], dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """GPUs of living pools by pool. known: the devices that hosts report."""
     return {
         pool.id: [
             known[pool.host_id, device]

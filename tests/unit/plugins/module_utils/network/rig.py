@@ -230,8 +230,8 @@ class Rig:
 
     def report(self) -> str:
         """What the machines hold and have counted, to explain a connection that does not come."""
-        seen = [f"{process and process.args[4]}: {process and process.poll()}"  # type: ignore[index]
-                for process in (self.dhcp, self.switch, self.database)]  # fmt: skip
+        processes = filter(None, (self.dhcp, self.switch, self.database))
+        seen = [f"{process.args!r} ended: {process.poll()}" for process in processes]
         for place, used, *words in (
             ("host", "(INPUT|FORWARD|POSTROUTING) |[1-9][0-9]*:", "iptables-save", "--counters"),
             ("host", "packets [1-9]", "nft", "list", "ruleset"),
