@@ -1,12 +1,12 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Account of a bare-metal tenant: present, ended, or removed with every trace."""
+"""Account of a bare-metal tenant and workers of its pool: present, ended, or removed."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: baremetal_tenant
-short_description: The account of a bare-metal tenant on this host
+short_description: The account of a bare-metal tenant on this host, and the workers of its pool
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
@@ -15,10 +15,12 @@ description:
     uid, and of that uid only. What sudo started counts by its login uid, which the kernel keeps.
   - V(absent) does the same, and removes crontabs, queued jobs, lingering, the account, its home and
     every file of its uid in folders that all may write to.
+  - With O(workers), V(present) also starts workers of a pool for inference jobs; V(ended) ends them
+    with their unit and token, and V(absent) removes their models.
   - A tenant has had root. Traces that a tenant left as root are not searched here but reported by
     M(gpuaas.slice.host_baseline).
   - Refuses with C(node_in_slice_mode), C(stale_fence), C(account_taken), C(username_invalid),
-    C(key_invalid), C(processes_left), C(home_has_mounts).
+    C(key_invalid), C(processes_left), C(home_has_mounts), C(worker_kit_missing).
 options:
   username:
     description: The account's name.
@@ -37,6 +39,22 @@ options:
     description: Public keys. Required with O(state=present).
     type: list
     elements: str
+  workers:
+    description: Workers of a pool that this machine runs, if any. Its installation has the program.
+    type: dict
+    suboptions:
+      token:
+        description: What the workers log in with.
+        type: str
+        required: true
+      unit:
+        description: The template unit C(gpuaas-worker@.service).
+        type: str
+        required: true
+      replicas:
+        description: Number of workers.
+        type: int
+        required: true
   state:
     description: Requested state of the account.
     type: str
@@ -93,6 +111,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
+    _pool_workers,
     _tenant_account,
     _whole_machine,
 )
@@ -108,6 +127,8 @@ class State:
     user: _accounts.User | None
     keys: str | None
     sudoers: str | None
+    token: str | None
+    unit: str | None
     traces: _tenant_account.Traces
     problems: tuple[Refusal, ...]
 
@@ -120,10 +141,13 @@ def observe(params: _change.Params) -> State:
     problems += _whole_machine.stale(params["fence"], machine)
     if params["state"] == "present":
         problems += [*_tenant_account.taken(name, uid), *_keys(params["ssh_keys"])]
+        problems += _pool_workers.missing_program() if params["workers"] else []
     return State(
         user=next((user for user in _accounts.users() if user.uid == uid), None),
         keys=_host.read(f"{home}/.ssh/authorized_keys"),
         sudoers=_host.read(_tenant_account.SUDOERS),
+        token=_host.read(_pool_workers.TOKEN),
+        unit=_host.read(_pool_workers.UNIT),
         traces=_tenant_account.traces(name, uid),
         problems=tuple(problems),
     )
@@ -148,6 +172,20 @@ def _present(params: _change.Params, state: State) -> list[_change.Step]:
     rule = _rule(name)
     if state.sudoers != rule:
         steps.append(_change.Step("write_sudoers", _tenant_account.SUDOERS, state.sudoers, rule))
+    return steps + (_start(params["workers"], state) if params["workers"] else [])
+
+
+def _start(workers: _change.Params, state: State) -> list[_change.Step]:
+    """The token is in no step, because steps are printed."""
+    steps = []
+    if state.token != workers["token"]:
+        steps.append(_change.Step("write_token", _pool_workers.TOKEN))
+    unit = workers["unit"].rstrip("\n")
+    if state.unit != unit:
+        steps.append(_change.Step("write_unit", _pool_workers.UNIT, state.unit, unit))
+    units, enabled = _pool_workers.instances(workers["replicas"]), _pool_workers.enabled()
+    if steps or enabled != sorted(units):
+        steps.append(_change.Step("start_workers", _pool_workers.UNIT, enabled, units))
     return steps
 
 
@@ -162,6 +200,8 @@ def _end(params: _change.Params, state: State) -> list[_change.Step]:
         steps.append(_change.Step("end_sessions", f"sessions of {name}", "alive", "ended"))
     if left.processes:
         steps.append(_change.Step("end_processes", f"uid {params['uid']}", list(left.processes)))
+    if left.workers:
+        steps.append(_change.Step("end_workers", _pool_workers.UNIT, list(left.workers), []))
     return steps
 
 
@@ -170,7 +210,7 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
     home = _tenant_account.home_of(name)
     steps = []
     if left.lingering:
-        steps.append(_change.Step("remove_linger", f"linger of {name}", "set", None))
+        steps.append(_change.Step("remove_linger", f"/var/lib/systemd/linger/{name}", "set", None))
     if left.schedules:
         subject = f"schedules of uid {params['uid']}"
         steps.append(_change.Step("remove_schedules", subject, list(left.schedules), []))
@@ -182,6 +222,8 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
     if left.files:
         subject = f"files of uid {params['uid']}"
         steps.append(_change.Step("remove_files", subject, list(left.files), []))
+    if left.models:
+        steps.append(_change.Step("remove_models", _pool_workers.MODELS, "present", None))
     return steps
 
 
@@ -202,10 +244,8 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             _tenant_account.end_sessions(uid)
         case "end_processes":
             return {"ended": _accounts.end_processes(uid, grace=params["grace"])}
-        case "remove_sudoers":
+        case "remove_sudoers" | "remove_linger":
             _host.remove(step.subject)
-        case "remove_linger":
-            _host.remove(f"/var/lib/systemd/linger/{name}")
         case "unmount_home":
             _tenant_account.unmount_home(name)
         case "remove_account":
@@ -214,7 +254,23 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             _tenant_account.remove_home(name)
         case "remove_schedules" | "remove_files":
             _tenant_account.remove_files(_FOLDERS[step.name], uid)
+        case _:
+            _apply_workers(params, step)
     return None
+
+
+def _apply_workers(params: _change.Params, step: _change.Step) -> None:
+    match step.name:
+        case "write_token":
+            _host.write(step.subject, f"{params['workers']['token']}\n", mode=0o600)
+        case "write_unit":
+            _host.write(step.subject, f"{step.after}\n")
+        case "start_workers":
+            _pool_workers.start(step.after)
+        case "end_workers":
+            _pool_workers.end(params["grace"])
+        case "remove_models":
+            _pool_workers.remove_models()
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
@@ -280,6 +336,14 @@ def main() -> None:
             "uid": {"type": "int", "default": 59000},
             "fence": {"type": "int", "required": True},
             "ssh_keys": {"type": "list", "elements": "str", "no_log": False},
+            "workers": {
+                "type": "dict",
+                "options": {
+                    "token": {"type": "str", "required": True, "no_log": True},
+                    "unit": {"type": "str", "required": True},
+                    "replicas": {"type": "int", "required": True},
+                },
+            },
             "state": {
                 "type": "str",
                 "choices": ["present", "ended", "absent"],

@@ -114,7 +114,8 @@ class NewAllocation(Body):
     worker_pool: Label = Field(
         default="",
         description="Id or name of a pool of the project with the target allocation, whose workers"
-        " the slice runs. Its image must contain `worker-kit`.",
+        " the machine runs. The image of a slice must declare `worker-kit`; the installation of a"
+        " whole machine must have the program.",
     )
 
     @model_validator(mode="after")
@@ -379,7 +380,6 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         present = "a whole machine is delivered with its present installation"
         problems.require_default(body, "user_data", present)
         problems.require_default(body, "terminal", present)
-        problems.require_default(body, "worker_pool", present)
     own = cloud_config.parse(body.user_data)
     # Before the transaction, because a name server may be slow.
     api = guest_pool.api_addresses(context.settings) if body.worker_pool else []

@@ -55,7 +55,7 @@ def launch(
         bool, typer.Option("--terminal", help="Let a slice accept the gateway's terminals.")
     ] = False,
     worker_pool: Annotated[
-        str, typer.Option(help="Run the workers of this pool, by id or name, in the slice.")
+        str, typer.Option(help="Run the workers of this pool, by id or name, there.")
     ] = "",
     wait: Annotated[bool, typer.Option(help="Wait until it can be used.")] = True,
 ) -> None:

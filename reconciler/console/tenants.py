@@ -258,7 +258,7 @@ def _chosen(visit: Visit) -> dict[str, str]:
     # One choice decides shape, SKU and number of GPUs.
     shape, _, count = query.get("offer", "").rpartition("*")
     if shape and count == "all":
-        values |= dict.fromkeys(("gpu_count", "image_id", "terminal", "worker_pool"), "")
+        values |= dict.fromkeys(("gpu_count", "image_id", "terminal"), "")
         values |= {"capacity_shape": "baremetal", "sku": shape}
     elif count.isdigit():
         values |= {"capacity_shape": "gpu_slice", "sku": shape, "gpu_count": count}

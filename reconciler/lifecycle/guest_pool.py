@@ -1,8 +1,7 @@
-"""Pools in slices: which pool a launch may name, and the files by which its guest runs workers.
+"""Pools in slices and on whole machines: which pool a launch may name, and how workers start there.
 
-The token in these files opens jobs of the pool and nothing else, because root of the guest reads
-it. It ends with the allocation. Processes in a guest are proven absent by the absence of its
-machine only.
+Their token opens jobs of the pool and nothing else, because its tenant is root. It ends with the
+allocation. Processes in a guest are proven absent by the absence of its machine only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.schema import Allocation, Image, Pool
+from reconciler.db.schema import Allocation, Pool
 from reconciler.db.schema import pools as table
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
@@ -116,29 +115,34 @@ def admit(conn: sa.Connection, key: str, project_id: str) -> Pool:
     return pool
 
 
-def require_fit(pool: Pool, offer: Offer, gpus: int, api: Sequence[str], machine: str) -> None:
-    """Problem unless slices of this hardware have the memory for the pool's workers and reach the
-    API. machine: the address of the host, which guests never reach.
-    """
-    needed, most = pool.replicas * pool.memory_mib, offer.memory_mib * gpus
-    if needed > most:
+def require_memory(pool: Pool, most: int) -> None:
+    """Problem unless a machine with this memory, in MiB, has room for the pool's workers."""
+    if pool.replicas * pool.memory_mib > most:
         raise Problem(
             "pool_memory_exceeded",
             422,
-            expected=f"at most {most} MiB for all workers of the pool, as the slice has",
+            expected=f"at most {most} MiB for all workers of the pool, as the machine has",
             found=f"{pool.replicas} x {pool.memory_mib} MiB",
-            remedy="launch more GPUs, or have an operator start a smaller pool",
+            remedy="launch a larger machine, or have an operator start a smaller pool",
         )
+
+
+def require_reach(offer: Offer, api: Sequence[str], machine: str) -> None:
+    """Problem unless slices of this hardware reach the API. machine: the address of the host, which
+    guests never reach.
+    """
     for address in api:
         if address == machine or not offer.reaches(address):
             raise _unreachable(f"{address}, which guests on this hardware do not reach")
 
 
-def attach(conn: sa.Connection, pool: Pool, allocation: Allocation, image: Image, act: Act) -> None:
+def attach(
+    conn: sa.Connection, pool: Pool, allocation: Allocation, act: Act, *, image_digest: str = ""
+) -> None:
     """Record that the workers of an admitted pool run in this allocation."""
     update = sa.update(table).where(table.c.id == pool.id)
     conn.execute(update.values(allocation_id=allocation.id))
-    detail = {"name": pool.name, "allocation_id": allocation.id, "image_digest": image.digest}
+    detail = {"name": pool.name, "allocation_id": allocation.id, "image_digest": image_digest}
     _audit(conn, act, "attached", pool, detail)
 
 
@@ -162,7 +166,7 @@ def mint(conn: sa.Connection, allocation_id: str, secret: str, act: Act) -> Pool
 
 
 def detach(conn: sa.Connection, allocation_id: str, act: Act) -> None:
-    """End the token of the allocation's guest. Another launch may have the pool then."""
+    """End the token of the allocation's workers. Another launch may have the pool then."""
     # Of a pool that has ended, the allocation stays in its record.
     query = sa.select(table).where(
         table.c.allocation_id == allocation_id, table.c.state.in_(LIVE_POOLS)
@@ -173,18 +177,22 @@ def detach(conn: sa.Connection, allocation_id: str, act: Act) -> None:
         _audit(conn, act, "detached", pool, {"name": pool.name, "allocation_id": allocation_id})
 
 
-def files(pool: Pool, secret: str, url: str) -> list[dict[str, str]]:
-    """Files of the guest, for cloud-init: the token, which root alone reads, and the unit."""
-    unit = _SERVICE.format(
+def unit(pool: Pool, url: str) -> str:
+    """Template unit of the workers."""
+    return _SERVICE.format(
         url=url,
         models="".join(f" --model {name}" for name in pool.models),
         memory=pool.memory_mib,
         drain=pool.grace_s * _DRAIN,
         grace=pool.grace_s,
     )
+
+
+def files(pool: Pool, secret: str, url: str) -> list[dict[str, str]]:
+    """Files of the guest, for cloud-init: the token, which root alone reads, and the unit."""
     return [
         {"path": TOKEN, "content": f"{secret}\n", "permissions": "0600"},
-        {"path": UNIT, "content": unit, "permissions": "0644"},
+        {"path": UNIT, "content": unit(pool, url), "permissions": "0644"},
     ]
 
 

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
 from reconciler.db.rows import Record, batch_insert
-from reconciler.db.schema import Allocation, Image, Slot, Task, nodes
+from reconciler.db.schema import Allocation, Image, Pool, Slot, Task, nodes
 from reconciler.db.schema import images as image_table
 from reconciler.db.schema import projects as project_table
 from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, placement, quota
@@ -39,7 +39,7 @@ class Launch:
     hardware profile, by profile name. A requested SKU must be in the catalogue. prices: of a GPU
     hour by shape and SKU, in a currency. offers: what slices each hardware profile sells.
     user_data: the tenant's own cloud-config, parsed. worker_pool: id or name of the project's pool
-    whose workers the slice runs. api: addresses of the API for them.
+    whose workers the machine runs. api: addresses of the API for them.
     """
 
     project_id: str
@@ -99,9 +99,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     if launch.capacity_shape == CapacityShape.BAREMETAL:
         return _whole_machine(conn, launch, act)
     _check(launch)
-    pool = None
-    if launch.worker_pool:
-        pool = guest_pool.admit(conn, launch.worker_pool, launch.project_id)
+    pool = _worker_pool(conn, launch)
     quota.admit(conn, launch.project_id, launch.gpu_count)
     try:
         node_id, chosen = placement.reserve(conn, launch.want)
@@ -116,7 +114,8 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     offer = launch.offers.get(node["profile"], Offer())
     _require_runtime(image, (*offer.runtime, *((guest_pool.KIT,) if pool else ())))
     if pool:
-        guest_pool.require_fit(pool, offer, launch.gpu_count, launch.api, node["address"])
+        guest_pool.require_memory(pool, offer.memory_mib * launch.gpu_count)
+        guest_pool.require_reach(offer, launch.api, node["address"])
     with batch_insert(conn):
         allocation = _record(conn, launch, act, node, gpu_count=launch.gpu_count, image_id=image.id)
         slot_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
@@ -142,24 +141,35 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
         )
         task = queue.add(conn, item, act)
     if pool:
-        guest_pool.attach(conn, pool, allocation, image, act)
+        guest_pool.attach(conn, pool, allocation, act, image_digest=image.digest)
     # Equal to the result of a fresh `get`, without another read.
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
 
 
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     """Allocate a whole machine, with every unused disk that was taken over."""
+    pool = _worker_pool(conn, launch)
     quota.admit(conn, launch.project_id, 0)
     node, discovery = baremetal.reserve(conn, launch.want)
     document = discovery.document
     gpus = gpu_count(document)
     quota.admit(conn, launch.project_id, gpus)
+    if pool:
+        guest_pool.require_memory(pool, document["host"]["memory_mib"])
     allocation = _record(conn, launch, act, vars(node), gpu_count=gpus)
     claim_act = act.because(act.reason or "allocated", {"allocation_id": allocation.id})
     disks = tenant_disks(document, proofs.taken_over(conn, node))
     claim_node(conn, allocation.id, node.id, claim_act, disks=disks)
     baremetal.queue_provision(conn, allocation, node.boot_id, act)
+    if pool:
+        guest_pool.attach(conn, pool, allocation, act)
     return allocation_records.get(conn, allocation.id)
+
+
+def _worker_pool(conn: sa.Connection, launch: Launch) -> Pool | None:
+    if not launch.worker_pool:
+        return None
+    return guest_pool.admit(conn, launch.worker_pool, launch.project_id)
 
 
 def _record(
@@ -218,11 +228,11 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
                 queue.cancel(conn, task.id, act.because("its allocation is released"))
         ended: dict[str, Any] = {"power_action": "", "error": {}}
         advance_together(conn, id, "release", act, columns=ended)
+        guest_pool.detach(conn, id, act)
         if allocation.capacity_shape == CapacityShape.BAREMETAL:
             baremetal.queue_release(conn, allocation, act)
         else:
             ingress.end_all(conn, id, act)
-            guest_pool.detach(conn, id, act)
             held = of_allocation(conn, id)
             item = run_on_slots(allocation, TaskKind.SLICE_VM_RELEASE, held)
             queue.enqueue(conn, item, act)

@@ -73,7 +73,7 @@ def living(conn: sa.Connection, pool_ids: Sequence[str]) -> dict[str, list[PoolW
 
 @dataclass(frozen=True)
 class Placed:
-    """What the records know of the slice of a pool's workers."""
+    """What the records know of the machine of a pool's workers."""
 
     devices: list[Any]
     image: str = ""
@@ -81,7 +81,7 @@ class Placed:
 
 
 def placed(conn: sa.Connection, allocation_ids: Sequence[str]) -> dict[str, Placed]:
-    """Image and GPUs by allocation."""
+    """Image and GPUs by allocation of slices."""
     if not allocation_ids:
         return {}
     gpus: dict[str, list[Any]] = {id: [] for id in allocation_ids}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _pool_workers
 
 SUDOERS = "/etc/sudoers.d/90-gpuaas-tenant"
 # Folders in which every user may create files.
@@ -43,6 +44,8 @@ class Traces:
     mounts: tuple[str, ...] = ()
     home: bool = False
     files: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    models: bool = False
 
     def checks(self) -> dict[str, dict[str, object]]:
         """An entry for each trace, in the form of slice_absence."""
@@ -55,6 +58,8 @@ class Traces:
             "schedules": ", ".join(self.schedules),
             "home": ", ".join(("present", *self.mounts)) if self.home else "",
             "files": ", ".join(self.files[:20]),
+            "workers": ", ".join(self.workers),
+            "models": _pool_workers.MODELS if self.models else "",
         }
         return {
             name: {"absent": not text, "known": True, "detail": text or "nothing found"}
@@ -112,6 +117,8 @@ def traces(name: str, uid: int) -> Traces:
         # Judged by its owner: a home that existed before belongs to another user, and stays.
         home=_owns(home, uid),
         files=_owned(SHARED, uid),
+        workers=_pool_workers.traces(),
+        models=_pool_workers.has_models(),
     )
 
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from reconciler.lifecycle import baremetal
+from reconciler.db.schema import Pool
+from reconciler.lifecycle import baremetal, guest_pool
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.states import TaskKind
 from reconciler.records import reports
 from reconciler.work.handler import Handler, Work
-from reconciler.work.kinds.slices import set_provisioning
+from reconciler.work.kinds.slices import set_provisioning, worker_pool
 
 
 def provision_variables(work: Work) -> dict[str, Any]:
+    pool, secret = worker_pool(work)
     return {
         "slice_allocation": work.parameters["allocation"],
         "slice_fence": work.parameters["fence"],
         "slice_disks": baremetal.claim_of(work.conn, work.allocation_id).disks,
         "boot_id": work.parameters["boot_id"],
+        **({"slice_workers": _workers(pool, secret, work)} if pool else {}),
     }
+
+
+def _workers(pool: Pool, secret: str, work: Work) -> dict[str, Any]:
+    unit = guest_pool.unit(pool, work.settings.api_url)
+    return {"token": secret, "unit": unit, "replicas": pool.replicas}
 
 
 def provision_start(work: Work) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from reconciler.db import locks, rows
 from reconciler.db import settings as site
-from reconciler.db.schema import IngressRule
+from reconciler.db.schema import IngressRule, Pool
 from reconciler.lifecycle import (
     app_operations,
     drift,
@@ -178,12 +178,17 @@ def _terminal(work: Work, authority: str) -> list[dict[str, str]]:
 
 def _workers(work: Work) -> tuple[list[dict[str, str]], list[list[str]]]:
     """Files and commands of the guest for the workers of its pool, with a token of this run."""
-    secret = remote.PREFIX + run_secret(work.settings.state_dir, queue.run_id(work.task))
-    pool = guest_pool.mint(work.conn, work.allocation_id, secret, work.act)
+    pool, secret = worker_pool(work)
     if pool is None:
         return [], []
     url, names = work.settings.api_url, work.settings.api_names
     return guest_pool.files(pool, secret, url), guest_pool.commands(pool, names)
+
+
+def worker_pool(work: Work) -> tuple[Pool | None, str]:
+    """The pool of the allocation, if it has one, and the token that this run gives its workers."""
+    secret = remote.PREFIX + run_secret(work.settings.state_dir, queue.run_id(work.task))
+    return guest_pool.mint(work.conn, work.allocation_id, secret, work.act), secret
 
 
 def machine_shape(

@@ -22,7 +22,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _ledger,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
+    _pool_workers,
+    _tenant_account,
+)
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant as module
 
 pytestmark = pytest.mark.covers("CTRL-15")
@@ -112,7 +115,8 @@ def accounts(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Accounts:
 
 def drive(state: str, *, fence: int = 1, check_mode: bool = False, **more: Any) -> _change.Outcome:
     params = {"username": "alice", "uid": UID, "fence": fence, "ssh_keys": [KEY], "grace": 1}
-    return _change.drive(SUBJECT, {**params, "state": state, **more}, check_mode=check_mode)
+    params |= {"workers": None, "state": state}
+    return _change.drive(SUBJECT, params | more, check_mode=check_mode)
 
 
 def code(state: str, **more: Any) -> str:
@@ -162,6 +166,66 @@ def test_everything_of_the_tenant_goes_and_nothing_of_others(accounts: Accounts)
     left = [path for path in mine if (accounts.tree / path).exists()]
     assert left == [] and others.exists() and (accounts.tree / "home/ops").is_dir()
     assert drive("absent").changed is False
+
+
+WORKERS = {"token": "gpw_secret", "unit": "[Service]\nExecStart=true\n", "replicas": 2}
+GROUP = f"sys/fs/cgroup/system.slice/{_pool_workers._SLICE}"
+
+
+def test_workers_of_a_pool_start_and_end_with_their_tenant(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def systemctl(argv: Any, **options: Any) -> Any:
+        if argv[0] != "systemctl" or "user-" in argv[-1]:
+            return accounts.run(argv, **options)
+        asked.append(argv[1:])
+        group = accounts.tree / GROUP
+        if argv[1] == "enable":
+            wants = accounts.tree / "etc/systemd/system/multi-user.target.wants"
+            wants.mkdir(parents=True, exist_ok=True)
+            for unit in argv[2:]:
+                (wants / unit).unlink(missing_ok=True)
+                (wants / unit).symlink_to("../gpuaas-worker@.service")
+        elif argv[1] == "restart":
+            group.mkdir(parents=True, exist_ok=True)
+        elif argv[1] == "kill":
+            group.rmdir()
+        return _command.Result(0, "", "")
+
+    monkeypatch.setattr(_command, "run", systemctl)
+    monkeypatch.setattr(_pool_workers, "_KILL_S", 0)
+    tree = accounts.tree
+    refused = drive("present", workers=WORKERS, check_mode=True).failure
+    assert refused and refused.code == "worker_kit_missing" and asked == []
+    (tree / "opt/gpuaas/bin").mkdir(parents=True)
+    (tree / "opt/gpuaas/bin/gpuaas").write_text("")
+    made = drive("present", workers=WORKERS)
+    assert made.failure is None, made.failure
+    assert made.done[3:] == ["write_token", "write_unit", "start_workers"]
+    assert WORKERS["token"] not in str(made.document())
+    token = tree / _pool_workers.TOKEN.lstrip("/")
+    assert (token.read_text(), token.stat().st_mode & 0o777) == ("gpw_secret\n", 0o600)
+    units = ["gpuaas-worker@1.service", "gpuaas-worker@2.service"]
+    assert asked[1:] == [["enable", *units], ["restart", "--no-block", *units]]
+    assert drive("present", workers=WORKERS).changed is False
+    # Another run has another token, with which running workers are started again.
+    again = drive("present", workers=WORKERS | {"token": "other"})
+    assert again.done == ["write_token", "start_workers"] and asked[-1][0] == "restart"
+
+    # The tenant has made a folder of the unit, and its workers do not end by SIGTERM.
+    (tree / _pool_workers.UNIT.lstrip("/")).unlink()
+    (tree / _pool_workers.UNIT.lstrip("/")).mkdir()
+    (tree / _pool_workers.MODELS.lstrip("/") / "m.py").write_text("")
+    ended = drive("ended", grace=0)
+    assert ended.done[-1] == "end_workers" and not (tree / GROUP).exists()
+    assert [words[0] for words in asked[-3:]] == ["stop", "kill", "daemon-reload"]
+    assert ended.facts["absence"]["checks"]["models"]["absent"] is False
+    gone = drive("absent")
+    assert gone.facts["absence"]["absent"] and not token.exists()
+    for place in ("opt/gpuaas/bin/gpuaas", "etc/systemd/system/multi-user.target.wants"):
+        assert (tree / place).exists(), place
 
 
 def test_very_many_files_of_any_name_are_removed_and_few_listed(accounts: Accounts) -> None:
@@ -281,6 +345,7 @@ text = lambda: [Path(file).read_text() for file in files if Path(file).exists()]
 before, told = text(), []
 for state in ("present", "ended", "absent"):
     params = {"username": "gpuaastest", "uid": 59431, "fence": 1, "ssh_keys": ["ssh-ed25519 A"]}
+    params["workers"] = None
     found = _change.drive(subject, {**params, "state": state, "grace": 1}, check_mode=False)
     told.append([str(found.failure), found.done])
     if state == "present":

@@ -12,10 +12,13 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
 from reconciler.db.schema import nodes as node_table
 from reconciler.lifecycle import baremetal, host, slices
-from reconciler.model.states import NodeMode, TaskState
+from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.records import nodes, queue, tokens
+from reconciler.runs import contract
 from reconciler.trust import ca
+from reconciler.work import worker
 from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack, discovery
 from tests.unit.reconciler.api.test_usage import priced
 
@@ -79,6 +82,45 @@ def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: Stack
     seen = metal.client("admin").get(f"admin/allocations/{mine['id']}").json()
     assert [claim["kind"] for claim in seen["claims"]] == ["node_exclusive"]
     assert [task["kind"] for task in seen["tasks"]] == ["baremetal.provision"]
+
+
+@pytest.mark.covers("CTRL-15", "ORCH-1")
+def test_a_machine_runs_the_workers_of_its_pool_until_its_release(
+    metal: Stack, tmp_path: Path
+) -> None:
+    # Its name is in the networks of the site: the host itself reaches the API, unlike a guest.
+    metal.settings = metal.settings.model_copy(
+        update={"public_url": "https://10.1.2.3", "state_dir": tmp_path}
+    )
+    admin = metal.client("admin", base="/")
+    wish = {"models": ["m"], "project_id": "demo", "target": "allocation", "replicas": 2}
+    for name, memory in (("g", 256), ("large", 1 << 20)):
+        made = admin.post("pools", json=wish | {"name": name, "memory_mib": memory})
+        assert made.status_code == 201, made.text
+    assert launch(metal, worker_pool="large").json()["code"] == "pool_memory_exceeded"
+    mine = launch(metal, worker_pool="g").json()
+    pool = admin.get("pools/g").json()
+    assert (pool["allocation_id"], pool["image"], pool["devices"]) == (mine["id"], "", [])
+
+    task = metal.lease()
+    handler = HANDLERS[TaskKind.BAREMETAL_PROVISION]
+    run_id = queue.run_id(task)
+    spec = worker.prepare(metal.engine, metal.settings, handler, task, run_id)
+    contract.check_vars("provision_baremetal", spec.variables)
+    workers = spec.variables["slice_workers"]
+    assert workers["replicas"] == 2 and "--api https://10.1.2.3 jobs worker" in workers["unit"]
+    metal.secrets["workers"] = workers["token"]
+    body = {"host": "another", "pid": 7, "models": ["m"]}
+    assert metal.client("workers").post("worker/register", json=body).status_code == 200
+    (shown,) = admin.get("pools/g").json()["workers"]
+    assert shown["host"] == mine["id"], "it is not believed where it is"
+
+    with transaction(metal.engine) as conn:
+        baremetal.provision_succeeded(conn, mine["id"], ACT, baseline={}, task_id="t")
+        queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
+    assert metal.client("member").post(f"{PATH}/{mine['id']}/release").status_code == 200
+    assert metal.client("workers").post("worker/register", json=body).status_code == 401
+    assert admin.get("pools/g").json()["allocation_id"] is None
 
 
 def test_the_catalogue_counts_free_machines_by_sku_and_region(metal: Stack) -> None:

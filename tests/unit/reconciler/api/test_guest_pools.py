@@ -132,8 +132,6 @@ def test_what_a_launch_may_not_have(ready: Stack) -> None:
     assert code(worker_pool="away") == "pool_not_for_slices"
     admin.post("pools/old/stop", json={})
     assert code(worker_pool="old") == "pool_ended"
-    whole = {"capacity_shape": "baremetal", "gpu_count": None, "image": None, "image_version": ""}
-    assert code(**whole) == "field_without_effect"
 
 
 @pytest.mark.parametrize("field", ["host", "devices", "kill_on_oom", "project_id"])
