@@ -54,7 +54,8 @@ class Runner:
 
     def __init__(self, models: Mapping[str, str], memory_mib: int) -> None:
         self._models = dict(models)
-        # SHA-256 of the models' files, from when they are loaded.
+        # SHA-256 of the models' files, from when they are loaded. The shipped model is the
+        # release's, and may be another after an upgrade.
         self.digests: dict[str, str] = {}
         self._memory = str(memory_mib)
         self._process: subprocess.Popen[bytes] | None = None
@@ -134,7 +135,11 @@ class Runner:
             )
         self._load_s = time.monotonic() - began
         # The next process gets the same files or none.
-        self.digests = {name: digest for name, digest in ready["digests"].items() if digest}
+        self.digests = {
+            name: digest
+            for name, digest in ready["digests"].items()
+            if digest and self._models[name] not in SHIPPED.values()
+        }
 
     def stop(self) -> None:
         """End the process, whatever it does. Its jobs stay here."""
