@@ -25,7 +25,6 @@ Identity = Annotated[
 ]
 # Of the gateway, those that cost it least first. Each client since OpenSSH 6.5 has them.
 _CIPHERS = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,aes128-ctr,aes192-ctr,aes256-ctr"
-COLUMNS = ("fingerprint", "name", "registered_by", "created_at", "expires_at", "revoked_at")
 
 
 @commands.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -129,7 +128,8 @@ def add_key(key: File, project: Project) -> None:
 @app.command("list")
 def list_keys(project: Project) -> None:
     """List the keys that were registered or revoked."""
-    output.rows(client().items(_keys(project)), *COLUMNS)
+    columns = ("fingerprint", "name", "registered_by", "valid", "expires_at", "revoked_at")
+    output.rows(client().items(_keys(project)), *columns)
 
 
 @app.command("revoke")
