@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
-from referencing import Registry, Resource
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012
 
 from reconciler.runs.spec import RunError
 from reconciler.shipped import PROJECT
@@ -83,14 +84,8 @@ def check_result(document: object) -> dict[str, Any]:
     return cast("dict[str, Any]", document)
 
 
-def check_discovery(document: object) -> dict[str, Any]:
-    """The discovery itself when its schema allows it; its readers rely on that form."""
-    _check(UNREADABLE, "../discovery", document)
-    return cast("dict[str, Any]", document)
-
-
 def schema(name: str) -> dict[str, Any]:
-    """The schema of a playbook, or `result` or `common`, or `../discovery`."""
+    """The schema of a playbook, or `result` or `common`, or `../discovery`, its part."""
     text = (DIRECTORY / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
     return cast("dict[str, Any]", json.loads(text))
 
@@ -163,7 +158,7 @@ def _pattern(
 
 def _of_bounded(keyword: str, bound: str) -> Callable[..., Iterator[ValidationError]]:
     """The keyword, which does not look into a value that is too large: a host may have filled it
-    with a million entries, and this process is the service's.
+    with a million entries.
     """
 
     def validate(
@@ -186,8 +181,12 @@ def _max_bytes(
 
 @functools.cache
 def _validator(name: str) -> Draft202012Validator:
-    common = Resource.from_contents(schema("common"))
-    registry: Registry[Any] = Registry().with_resource("common.schema.json", common)
+    registry: Registry[Any] = Registry()
+    for part in ("common", "../discovery"):
+        contents = schema(part)
+        # What names its dialect would be judged by it, without the keywords below.
+        del contents["$schema"]
+        registry = registry.with_resource(part + _SUFFIX, DRAFT202012.create_resource(contents))
     # jsonschema does not annotate this function.
     extended: Callable[..., type[Draft202012Validator]] = extend
     strict = extended(

@@ -109,15 +109,15 @@ FULL: dict[str, dict[str, object]] = {
 @pytest.mark.covers("HOST-13", "P1")
 @pytest.mark.parametrize("document", FULL.values(), ids=FULL)
 def test_a_report_filled_by_a_hostile_host_is_refused_at_once(document: dict[str, object]) -> None:
-    """The service reads a discovery itself, while it writes to the database."""
+    result = {"schema": 1, "playbook": "discover", "ok": True, "step": "", "error": {}}
+    result["evidence"] = {"discovery": document}
     began = time.process_time()
-    assert contract.unstorable(document) is None
-    with pytest.raises(ContractError, match="outcome_unreadable"):
-        contract.check_discovery(document)
+    with pytest.raises(ContractError, match="result_invalid"):
+        contract.check_result(result)
     assert time.process_time() - began < 1
     tracemalloc.start()
     with pytest.raises(ContractError):
-        contract.check_discovery(document)
+        contract.check_result(result)
     held = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert held < 8 << 20
