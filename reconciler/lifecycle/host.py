@@ -49,6 +49,7 @@ def enrolled(
     certified.
     """
     before = rows.get(conn, Node, id, lock=True)
+    _require_not_after_tenant(conn, before, machine_id)
     if before.tenant_machine_ids:
         _installed_anew(conn, before, act, machine_id=machine_id, host_key=host_key)
     identity = {"machine_id": machine_id, "host_key": host_key, "boot_id": boot_id}
@@ -63,6 +64,26 @@ def enrolled(
         record_answer(conn, id, act)
         return node_records.get(conn, id)
     return advance(conn, Node, id, "enrol", act.because("enrolled", {"identity": identity}))
+
+
+def _require_not_after_tenant(conn: sa.Connection, node: Node, machine_id: str) -> None:
+    """Problem `reinstall_required` for an installation on which a tenant of another node was root,
+    which may be retired by now.
+
+    A machine id that the node has already is let through, because a tenant can set any.
+    """
+    if machine_id == node.machine_id:
+        return
+    others = sa.select(nodes.c.id, nodes.c.tenant_machine_ids).where(nodes.c.id != node.id)
+    for other in conn.execute(others):
+        if machine_id in other.tenant_machine_ids:
+            raise Problem(
+                node_records.REINSTALL,
+                expected="a machine that was installed anew after its tenant",
+                found=f"the installation on which a tenant of node {other.id} was root",
+                remedy="install the machine anew, then run the script that"
+                f" `gpuaas nodes userdata {node.id}` prints on it as root",
+            )
 
 
 def _installed_anew(

@@ -11,11 +11,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, cast
 
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
-from referencing import Registry, Resource
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012
 
 from reconciler.runs.spec import RunError
 from reconciler.shipped import PROJECT
@@ -42,6 +44,9 @@ STORABLE = (
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # Names in a document come from the host too.
 _LONGEST_PATH = 200
+# Errors of which the first one to name is chosen. Each takes kilobytes, and a host may make
+# millions.
+_MOST_ERRORS = 50
 
 
 class ContractError(RunError):
@@ -79,14 +84,8 @@ def check_result(document: object) -> dict[str, Any]:
     return cast("dict[str, Any]", document)
 
 
-def check_discovery(document: object) -> dict[str, Any]:
-    """The discovery itself when its schema allows it; its readers rely on that form."""
-    _check(UNREADABLE, "../discovery", document)
-    return cast("dict[str, Any]", document)
-
-
 def schema(name: str) -> dict[str, Any]:
-    """The schema of a playbook, or `result` or `common`, or `../discovery`."""
+    """The schema of a playbook, or `result` or `common`, or `../discovery`, its part."""
     text = (DIRECTORY / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
     return cast("dict[str, Any]", json.loads(text))
 
@@ -97,8 +96,8 @@ def unstorable(document: object) -> str | None:
     The rules are the same for both databases. PostgreSQL accepts no NUL and no half of a surrogate
     pair in text, and no infinite number. A document nested without end cannot be written or read.
     """
-    path = next(_unstorable(document, "", _DEEPEST), None)
-    return None if path is None else path.lstrip(".")[:_LONGEST_PATH]
+    path = next(_unstorable(document, (), _DEEPEST), None)
+    return None if path is None else ".".join(map(storable_text, path))[:_LONGEST_PATH]
 
 
 def storable_text(text: str) -> str:
@@ -106,7 +105,8 @@ def storable_text(text: str) -> str:
     return _NO_TEXT.sub("\ufffd", text)
 
 
-def _unstorable(value: object, path: str, deeper: int) -> Iterator[str]:
+def _unstorable(value: object, path: tuple[str, ...], deeper: int) -> Iterator[tuple[str, ...]]:
+    # The path is put together at the end: a name may be as long as the document.
     if isinstance(value, str):
         if _NO_TEXT.search(value):
             yield path
@@ -117,17 +117,17 @@ def _unstorable(value: object, path: str, deeper: int) -> Iterator[str]:
         yield path
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            inside = f"{path}.{storable_text(str(name))}"
+            inside = (*path, str(name))
             if _NO_TEXT.search(str(name)):
                 yield inside
             yield from _unstorable(inner, inside, deeper - 1)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            yield from _unstorable(inner, f"{path}.{number}", deeper - 1)
+            yield from _unstorable(inner, (*path, str(number)), deeper - 1)
 
 
 def _check(code: str, name: str, document: object) -> None:
-    errors = list(_validator(name).iter_errors(document))
+    errors = list(islice(_validator(name).iter_errors(document), _MOST_ERRORS))
     if not errors:
         return
     first = _deepest(min(errors, key=lambda error: len(error.absolute_path)))
@@ -156,6 +156,21 @@ def _pattern(
         yield ValidationError(f"{instance[:100]!r} does not match {pattern!r}")
 
 
+def _of_bounded(keyword: str, bound: str) -> Callable[..., Iterator[ValidationError]]:
+    """The keyword, which does not look into a value that is too large: a host may have filled it
+    with a million entries.
+    """
+
+    def validate(
+        validator: Any, rule: Any, instance: Any, schema: Mapping[str, Any]
+    ) -> Iterator[ValidationError]:
+        sized = isinstance(instance, list | Mapping)
+        if not sized or len(instance) <= schema.get(bound, len(instance)):
+            yield from Draft202012Validator.VALIDATORS[keyword](validator, rule, instance, schema)
+
+    return validate
+
+
 def _max_bytes(
     _validator: object, limit: int, instance: object, _schema: object
 ) -> Iterator[ValidationError]:
@@ -166,9 +181,23 @@ def _max_bytes(
 
 @functools.cache
 def _validator(name: str) -> Draft202012Validator:
-    common = Resource.from_contents(schema("common"))
-    registry: Registry[Any] = Registry().with_resource("common.schema.json", common)
+    registry: Registry[Any] = Registry()
+    for part in ("common", "../discovery"):
+        contents = schema(part)
+        # What names its dialect would be judged by it, without the keywords below.
+        del contents["$schema"]
+        registry = registry.with_resource(part + _SUFFIX, DRAFT202012.create_resource(contents))
     # jsonschema does not annotate this function.
     extended: Callable[..., type[Draft202012Validator]] = extend
-    strict = extended(Draft202012Validator, {"pattern": _pattern, "maxBytes": _max_bytes})
+    strict = extended(
+        Draft202012Validator,
+        {
+            "pattern": _pattern,
+            "maxBytes": _max_bytes,
+            "items": _of_bounded("items", "maxItems"),
+            "uniqueItems": _of_bounded("uniqueItems", "maxItems"),
+            "additionalProperties": _of_bounded("additionalProperties", "maxProperties"),
+            "propertyNames": _of_bounded("propertyNames", "maxProperties"),
+        },
+    )
     return strict(schema(name), registry=registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
@@ -109,6 +110,17 @@ def shown(text: str) -> str:
     """A printable form of a name or line for plans and results."""
     decoded = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
     return decoded.replace("\0", "\\x00")
+
+
+def abridged(text: str, longest: int) -> str:
+    """A printable form of at most `longest` characters. Of a longer text it has the beginning and a
+    digest, so that no difference is cut off.
+    """
+    whole = shown(text)
+    if len(whole) <= longest:
+        return whole
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    return f"{whole[: longest - 17]} {digest}"
 
 
 def _why(problem: Exception) -> str:

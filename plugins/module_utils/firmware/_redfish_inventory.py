@@ -135,7 +135,7 @@ def _free(name: str, section: Mapping[str, str]) -> str:
 
 
 def _cut(text: str) -> str:
-    return _host.shown(text)[:LONGEST]
+    return _host.abridged(text, LONGEST)
 
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -239,4 +239,4 @@ def _bmc() -> tuple[Section, Unreadable]:
 
 
 def _cut(text: str) -> str:
-    return _host.shown(text)[:LONGEST]
+    return _host.abridged(text, LONGEST)

@@ -9,7 +9,6 @@ from reconciler.lifecycle import gate as slot_gate
 from reconciler.model import hardware
 from reconciler.model.states import NodeMode, NodeState, TaskKind
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
-from reconciler.runs import contract
 from reconciler.work import partitions
 from reconciler.work.handler import Handler, Work, canceled
 from reconciler.work.kinds.slices import image_document
@@ -74,7 +73,7 @@ def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    document = contract.check_discovery(evidence["discovery"])
+    document = evidence["discovery"]
     host.record_discovery(
         work.conn,
         work.task.node_id,

@@ -220,6 +220,26 @@ def test_an_enrolment_under_a_tenant_lifts_nothing(metal: Metal) -> None:
     assert metal.enrol(again).json()["code"] == "reinstall_required"
 
 
+@pytest.mark.covers("CTRL-15", "HOST-13")
+def test_the_tenants_installation_is_not_believed_as_another_node_either(metal: Metal) -> None:
+    """The operator retires the node, registers the machine again and makes a new host key."""
+    metal.release(metal.tenant())
+    for step in ("drain", "maintain", "retire"):
+        answer = metal.admin.post(f"{ADMIN}/{step}", json={"reason": "a new name"})
+        assert answer.status_code == 200, answer.text
+    body = {"id": "renamed", "address": "127.0.0.1", "profile": "lab", "mode": "baremetal"}
+    assert metal.admin.post("admin/nodes", json=body).status_code == 201
+    token = str(metal.admin.post("admin/nodes/renamed/enrollment-token").json()["token"])
+
+    def enrol(identity: dict[str, str]) -> Any:
+        body = {**identity, "token": token, "node_id": "renamed", "hostname": "metal"}
+        return metal.stack.client().post("nodes/renamed/enrol", json=body)
+
+    refused = enrol(fresh(metal.folder) | {"machine_id": metal.identity["machine_id"]})
+    assert (refused.status_code, refused.json()["code"]) == (409, "reinstall_required")
+    assert enrol(fresh(metal.folder)).status_code == 200
+
+
 @pytest.mark.covers("CTRL-15")
 def test_a_machine_installed_anew_before_its_clean_up_keeps_its_key(metal: Metal) -> None:
     key = metal.tenant()

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+import time
+import tracemalloc
+from typing import Any
+
 import pytest
 
 from reconciler.runs import contract
@@ -85,6 +90,47 @@ def test_a_document_without_end_is_no_result(levels: int) -> None:
         contract.check_result(result)
     assert caught.value.code == "outcome_unreadable"
     assert caught.value.field.startswith("evidence.told.")
+
+
+# Of four megabytes, each of these took hours, or gigabytes.
+_MANY = 5_000
+FULL: dict[str, dict[str, object]] = {
+    "entries of a wrong type": {"gpu": [0] * _MANY},
+    "entries that cannot be sorted": {
+        "candidate_summary": {"blockers": [item for n in range(_MANY) for item in (n, f"a{n}")]}
+    },
+    "entries of a dictionary": {
+        "bootstrap": {"vfio_modules": dict.fromkeys(map(str, range(_MANY)))}
+    },
+    "a long name above many values": {"k" * 1_000_000: [0] * 10 * _MANY},
+}
+
+
+@pytest.mark.covers("HOST-13", "P1")
+@pytest.mark.parametrize("document", FULL.values(), ids=FULL)
+def test_a_report_filled_by_a_hostile_host_is_refused_at_once(document: dict[str, object]) -> None:
+    result = {"schema": 1, "playbook": "discover", "ok": True, "step": "", "error": {}}
+    result["evidence"] = {"discovery": document}
+    began = time.process_time()
+    with pytest.raises(ContractError, match="result_invalid"):
+        contract.check_result(result)
+    assert time.process_time() - began < 1
+    tracemalloc.start()
+    with pytest.raises(ContractError):
+        contract.check_result(result)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 8 << 20
+
+
+@pytest.mark.parametrize("name", ["../discovery", "../parity", "result"])
+def test_every_list_of_a_report_has_a_limit(name: str) -> None:
+    def unbounded(node: Any) -> list[str]:
+        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+        bare = isinstance(node, dict) and node.get("type") == "array" and "maxItems" not in node
+        return [json.dumps(node)] * bare + [row for value in inner for row in unbounded(value)]
+
+    assert unbounded(contract.schema(name)) == []
 
 
 def test_a_trailing_newline_does_not_slip_through_a_pattern() -> None:

@@ -21,7 +21,6 @@ from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import NodeMode, PowerAction, TaskKind
 from reconciler.records import leasing, nodes, queue, reports, slots
-from reconciler.runs import contract
 from reconciler.runs.collect import Outcome
 from reconciler.runs.events import Recorder, judge
 from reconciler.settings import Settings
@@ -287,5 +286,5 @@ def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind
             assert invariants.check(conn) == [], path
             stored = reports.latest_discovery(conn, "n1")
             assert stored is not None
-            contract.check_discovery(stored.document)
+            assert answered("discover", {"discovery": stored.document}).ok
     assert states == {"succeeded", "failed"}

@@ -89,6 +89,9 @@ def test_a_bmc_with_very_many_users_is_bounded(bmc: standin.Bmc) -> None:
     assert len(users) == _redfish_inventory.MOST
     assert max(map(len, users.values())) == _redfish_inventory.LONGEST
     assert report["unreadable"]["redfish_users"] == "147 more entries"
+    many[0] = many[0] | {"RoleId": "Administrator"}
+    after = read(bmc, **{ACCOUNTS: {"Members": many}})["sections"]["redfish_users"]
+    assert [name for name in users if users[name] != after[name]] == ["user 0"]
 
 
 def test_the_program_prints_the_report_and_no_password(bmc: standin.Bmc) -> None:

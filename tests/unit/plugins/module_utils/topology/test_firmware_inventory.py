@@ -194,6 +194,9 @@ def test_a_machine_with_very_many_entries_is_bounded_and_says_so(host: Any) -> N
     assert len(report["sections"]["uefi"]) == _firmware_inventory.MOST
     assert report["unreadable"]["uefi"] == "45 more entries"
     assert max(map(len, report["sections"]["uefi"].values())) == _firmware_inventory.LONGEST
+    put(host, "Boot0000", option("x" * 400, file("\\b")))
+    changed = _firmware_inventory.take(PROFILE)["sections"]["uefi"]
+    assert changed["Boot0000"] != report["sections"]["uefi"]["Boot0000"]
 
 
 def test_this_machine_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
