@@ -24,7 +24,8 @@ def boot_order(facts: Facts) -> Verdict:
 
     An entry after it is only a warning. So are copies of the identifiers by which the firmware and
     GRUB find the host's partitions: a tenant can write them on its disk, and must not be able to
-    take the other slots off sale.
+    take the other slots off sale. An entry of a network before it is a warning, because only the
+    site knows what it starts: MAAS starts the first disk with a boot loader, whoever's it is.
     """
     if not facts.slots:
         return passed("no approved disk")
@@ -39,9 +40,12 @@ def boot_order(facts: Facts) -> Verdict:
     guids = {guid: disk for disk in approved for _number, guid in _guids(disk)}
     problems: list[str] = []
     later: list[str] = []
+    networks: list[str] = []
     reached = False
     for name, entry in _efi_variables.boot_order(data):
         reached = reached or (bool(own) and entry.partition == own) or entry.namespace in others
+        if entry.network and not reached:
+            networks.append(f"{name} ({entry.description!a}) starts from the network first")
         for disk in approved:
             if entry.namespace and entry.namespace == disk.eui:
                 where = later if reached else problems
@@ -49,7 +53,7 @@ def boot_order(facts: Facts) -> Verdict:
         if entry.partition in guids:
             copy = f"a partition of {guids[entry.partition].disk_identity} has the GUID of {name}"
             copies.append(copy)
-    return verdict(problems, "the host's own entry is first", [*later, *copies])
+    return verdict(problems, "the host's own entry is first", [*networks, *later, *copies])
 
 
 def _is_approved(facts: Facts, disk: _block.Disk) -> bool:

@@ -32,15 +32,15 @@ _VENDORS = (
 )
 _GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ACTIVE = 1
-# Types of device path nodes: partition, file, NVMe namespace, end.
-_PARTITION, _FILE, _NVME, _END = (4, 1), (4, 4), (3, 23), (0x7F, 0xFF)
+# Types of device path nodes: partition, file, NVMe namespace, network card, end.
+_PARTITION, _FILE, _NVME, _CARD, _END = (4, 1), (4, 4), (3, 23), (3, 11), (0x7F, 0xFF)
 _GUID_SIGNATURE = 2
 
 
 @dataclass(frozen=True)
 class LoadOption:
     """A boot entry. partition: GUID of the partition that it names, or "". namespace: EUI64 of the
-    NVMe namespace in the byte order of the path, or "".
+    NVMe namespace in the byte order of the path, or "". network: whether it starts from a network.
     """
 
     active: bool
@@ -48,6 +48,7 @@ class LoadOption:
     path: str
     partition: str = ""
     namespace: str = ""
+    network: bool = False
 
 
 def variables() -> tuple[dict[str, bytes], dict[str, str]]:
@@ -98,11 +99,11 @@ def numbers(data: bytes) -> list[str]:
 
 
 def boot_order(data: Mapping[str, bytes]) -> Iterator[tuple[str, LoadOption]]:
-    """The entries that the firmware tries, in order; BootNext first."""
-    order = [*numbers(data.get("BootNext", b"")), *numbers(data.get("BootOrder", b""))]
-    for number in dict.fromkeys(order):
+    """The entries that the firmware tries, in order; BootNext first, which need not be active."""
+    following = numbers(data.get("BootNext", b""))
+    for number in dict.fromkeys([*following, *numbers(data.get("BootOrder", b""))]):
         option = load_option(data.get(f"Boot{number}", b""))
-        if option is not None:
+        if option is not None and (option.active or number in following):
             yield f"Boot{number}", option
 
 
@@ -121,6 +122,7 @@ def load_option(data: bytes) -> LoadOption | None:
         path="/".join(_shown(kind, body) for kind, body in nodes),
         partition=next((_partition(body) for kind, body in nodes if kind == _PARTITION), ""),
         namespace=next((body[4:12].hex() for kind, body in nodes if kind == _NVME), ""),
+        network=any(kind == _CARD for kind, _body in nodes),
     )
 
 

@@ -31,15 +31,19 @@ def disk(eui: str, name: str) -> _block.Disk:
     return _block.Disk(f"eui.{eui}", by_id, name, "S", eui, "", 4 << 30, "M", "259:1")
 
 
-def entry(namespace: str = "", partition: str = "") -> bytes:
-    nodes = b""
+# Nodes of a network card and of IPv4, as the UEFI specification lays them out.
+NETWORK = "030b2500" + "0200000000fe" + 26 * "00" + "01" + "030c1b00" + 23 * "00"
+
+
+def entry(namespace: str = "", partition: str = "", network: str = "", *, active: int = 1) -> bytes:
+    nodes = bytes.fromhex(network)
     if namespace:
         nodes += struct.pack("<BBHI", 3, 23, 16, 1) + bytes.fromhex(namespace)
     if partition:
         body = struct.pack("<IQQ", 1, 2048, 9) + uuid.UUID(partition).bytes_le + b"\2\2"
         nodes += struct.pack("<BBH", 4, 1, 4 + len(body)) + body
     nodes += b"\x7f\xff\4\0"
-    return struct.pack("<IH", 1, len(nodes)) + "disk\0".encode("utf-16-le") + nodes
+    return struct.pack("<IH", active, len(nodes)) + "disk\0".encode("utf-16-le") + nodes
 
 
 class Boot:
@@ -89,6 +93,23 @@ def test_an_approved_disk_before_the_hosts_own_entry_fails(boot: Boot) -> None:
     assert boot.order(1, following=2).status == "FAIL"
     boot.own = ""
     assert boot.order(1, 2).status == "FAIL"
+
+
+def test_an_entry_that_is_not_active_starts_nothing_unless_it_is_next(boot: Boot) -> None:
+    boot.data["Boot0001"] = entry(OWN, active=0)
+    assert boot.order(1, 2).status == "FAIL"
+    boot.data |= {"Boot0001": entry(OWN), "Boot0002": entry(TENANT, active=0)}
+    assert boot.order(2, 1).status == "PASS"
+    assert boot.order(1, following=2).status == "FAIL"
+
+
+def test_a_network_before_the_hosts_own_entry_is_named(boot: Boot) -> None:
+    """MAAS leaves the network first, and starts the first disk on which it finds a boot loader."""
+    boot.data["Boot0003"] = entry(network=NETWORK)
+    first = boot.order(3, 1)
+    assert first.status == "WARN"
+    assert first.detail == "Boot0003 ('disk') starts from the network first"
+    assert boot.order(1, 3).status == "PASS"
 
 
 def test_what_a_tenant_copies_is_named_and_takes_nothing_off_sale(boot: Boot) -> None:
