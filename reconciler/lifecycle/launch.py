@@ -368,6 +368,7 @@ def _naming(how: str) -> sa.Select[Any]:
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
     with locks.allocation(conn, id):
         for task in queued:
+            queue.forget_tenant_data(conn, task)
             ended = queue.cancel(conn, task.id, act)
             # A worker may have started the task since `queued` was read.
             if ended.state != TaskState.CANCELED or ended.started_at is not None:
