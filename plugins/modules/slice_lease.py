@@ -247,6 +247,9 @@ def _given(
     gpus = [str(slot["gpu_pci_address"]) for slot in slots]
     cells, lacking = _cells(params, slots, taken, state)
     layout = _layout(params, slots, cells)
+    if requirements["hugepages"] and requirements["memory_mib"] % 1024:
+        found = f"{requirements['memory_mib']} MiB"
+        lacking.append(_object_names.invalid("memory_mib", "whole pages of 1 GiB", found))
     for cell in cells if not state.active else ():
         pages, place = requirements["hugepages"], _place(cell)
         promised = _pinning.memory_promised_mib(place, hugepages=pages, except_for=allocation)

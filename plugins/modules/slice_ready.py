@@ -58,6 +58,10 @@ options:
     description: GPUs that must compute.
     type: int
     default: 1
+  functions:
+    description: Fabric functions, each of which must have an active port in V(rdma).
+    type: int
+    default: 0
   judged:
     description: >-
       Whether a failed probe in the guest fails the module. Otherwise the module waits two minutes
@@ -241,7 +245,7 @@ def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> l
     settings = {
         "egress": {"target": runtime.get("egress_target", "")},
         "gpu_compute": {"driver": runtime.get("driver", ""), "gpus": params["gpus"]},
-        "rdma": {},
+        "rdma": {"functions": params["functions"]},
     }
     longest = params["deadline"]
     if not params["judged"]:
@@ -333,6 +337,7 @@ def main() -> None:
             "deadline": {"type": "int", "default": 600},
             "guest_runtime": {"type": "dict", "default": {}},
             "gpus": {"type": "int", "default": 1},
+            "functions": {"type": "int", "default": 0},
             "judged": {"type": "bool", "default": True},
             "tenant_code": {"type": "bool", "default": False},
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import IO, Protocol
 from reconciler.model.errors import Problem
 
 BLOCK = 1 << 20
+# Errors of a file system without room.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Readable(Protocol):
@@ -37,6 +40,17 @@ def too_large(limit_bytes: int, found: str) -> Problem:
         expected=f"a raw image of at most {limit_bytes} bytes",
         found=found,
         remedy="if the source is meant to be as large as that, raise --max-gib",
+    )
+
+
+def no_room(folder: Path, expected: str, found: str) -> Problem:
+    """Problem `image_no_room`."""
+    return Problem(
+        "image_no_room",
+        507,
+        expected=f"{expected} in {folder}",
+        found=found,
+        remedy="remove files that no image names, or use a larger file system",
     )
 
 

@@ -141,13 +141,7 @@ def _require_size(size: int, limit_bytes: int, folder: Path) -> None:
         raise bounds.invalid(f"a disk of whole sectors of {SECTOR} bytes", f"{size} bytes")
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise Problem(
-            "image_no_room",
-            507,
-            expected=f"{size} bytes free in {folder}",
-            found=f"{free} bytes",
-            remedy="remove files that no image names, or use a larger file system",
-        )
+        raise bounds.no_room(folder, f"{size} bytes free", f"{free} bytes")
 
 
 def _run_qemu_img(disk: IO[bytes], raw: Path, size: int) -> None:
@@ -208,7 +202,11 @@ def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Co
     if compression == "zstd":
         packed = raw.with_suffix(".zst")
         words = ["zstd", "-q", "-T0", "-o", str(packed), "--", str(raw)]
-        subprocess.run(words, check=True, timeout=LIMIT_S)
+        done = subprocess.run(words, capture_output=True, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            text = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+            expected = "room for the packed file of the raw disk"
+            raise bounds.no_room(folder, expected, f"zstd: exit {done.returncode}: {text}")
         raw, file = packed, file.with_suffix(".raw.zst")
     raw.chmod(0o644)
     with raw.open("rb") as stream:
@@ -231,4 +229,9 @@ def _drafts(folder: Path) -> Iterator[Path]:
             remedy="create it, or run this as its owner on a machine of the service",
         ) from error
     with drafts as name:
-        yield Path(name)
+        try:
+            yield Path(name)
+        except OSError as error:
+            if error.errno not in bounds.FULL:
+                raise
+            raise bounds.no_room(folder, "room for the disk", error.strerror or "") from error

@@ -63,6 +63,8 @@ def extract(source: Path, target: Path, limit_bytes: int, manifest_digest: str =
             if search.through(layer):
                 break
     except (OSError, EOFError, ValueError, RecursionError, zlib.error, tarfile.TarError) as error:
+        if isinstance(error, OSError) and error.errno in bounds.FULL:
+            raise
         reason = f"{type(error).__name__}: {error}"
         raise bounds.invalid("an OCI image that can be read", reason[:300]) from error
     if not target.exists():

@@ -20,7 +20,14 @@ from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, placement
 from reconciler.lifecycle.slices import advance_together, move_claims, run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.hardware import Offer, gpu_count, tenant_disks, want
+from reconciler.model.hardware import (
+    NVLINK_PARTITIONS,
+    WITHOUT_NVLINK,
+    Offer,
+    gpu_count,
+    tenant_disks,
+    want,
+)
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import AllocationState, CapacityShape, ProofKind, TaskKind, TaskState
@@ -113,6 +120,8 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     _require_room(image, chosen[0])
     offer = launch.offers.get(node["profile"], Offer())
     _require_runtime(image, (*offer.runtime, *((guest_pool.KIT,) if pool else ())))
+    if launch.gpu_count > 1 and offer.nvlink == NVLINK_PARTITIONS:
+        _require_nvlink(image)
     if pool:
         guest_pool.require_memory(pool, offer.memory_mib * launch.gpu_count)
         guest_pool.require_reach(offer, launch.api, node["address"])
@@ -310,6 +319,19 @@ def _require_runtime(image: Image, required: Sequence[str]) -> None:
         )
 
 
+def _require_nvlink(image: Image) -> None:
+    """Problem `image_runtime_missing` for an image whose driver leaves NVLink alone. CUDA starts in
+    its guests, so no probe would find it.
+    """
+    if WITHOUT_NVLINK in image.runtime:
+        raise Problem(
+            "image_runtime_missing",
+            expected="an image whose driver uses NVLink",
+            found=f"{image.name} {image.version}, whose record has {WITHOUT_NVLINK}",
+            remedy="choose another image, or one GPU",
+        )
+
+
 def _require_image(conn: sa.Connection, launch: Launch) -> None:
     """Raise a Problem when the project or the image does not exist."""
     projects.get(conn, launch.project_id)
@@ -356,6 +378,7 @@ def _naming(how: str) -> sa.Select[Any]:
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:
     with locks.allocation(conn, id):
         for task in queued:
+            queue.forget_tenant_data(conn, task)
             ended = queue.cancel(conn, task.id, act)
             # A worker may have started the task since `queued` was read.
             if ended.state != TaskState.CANCELED or ended.started_at is not None:

@@ -172,6 +172,8 @@ def want(offers: Mapping[str, Offer], gpus: int, **fields: Any) -> Want:
 
 
 NVLINK_UNSUPPORTED, NVLINK_PARTITIONS = "unsupported", "partitions"
+# What an image record calls a driver that leaves NVLink alone.
+WITHOUT_NVLINK = "nvlink-disabled"
 
 
 def nvlink(profile: Mapping[str, Any]) -> str:
@@ -267,7 +269,7 @@ def baked_runtime(profile: Mapping[str, Any]) -> tuple[str, ...]:
         f"cuda-{runtime.get('cuda')}": runtime.get("cuda"),
         "rdma": runtime.get("rdma"),
         # The driver of an image loads before cloud-init could tell it.
-        "nvlink-disabled": driver != "edu" and leaves_nvlink_alone(profile),
+        WITHOUT_NVLINK: driver != "edu" and leaves_nvlink_alone(profile),
     }
     return tuple(name for name, needed in names.items() if needed)
 

@@ -345,6 +345,15 @@ def lose(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) ->
     )
 
 
+def forget_tenant_data(conn: sa.Connection, task: Task) -> None:
+    """Remove its tenant's cloud-config from a task that ends. It may hold passwords, and records of
+    tasks are kept for ever.
+    """
+    rest = {name: value for name, value in task.parameters.items() if name != "tenant_data"}
+    if rest != task.parameters:
+        conn.execute(sa.update(tasks).where(tasks.c.id == task.id).values(parameters=rest))
+
+
 def get(conn: sa.Connection, id: str) -> Task:
     """The task with an id."""
     return db_rows.get(conn, Task, id)

@@ -149,7 +149,8 @@ def _installer(runtime: Mapping[str, Any]) -> str:
 set -eux
 exec > /dev/console 2>&1
 export DEBIAN_FRONTEND=noninteractive
-apt-get -q update
+# An apt of the system's own may hold the lists, and no option waits for it.
+for _ in $(seq 20); do apt-get -q update && break; sleep 30; done
 apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 install {" ".join(packages)}
 touch {_INSTALLED}
 """

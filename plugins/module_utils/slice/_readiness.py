@@ -171,9 +171,11 @@ def _answer(document: Mapping[str, Any], probes: Mapping[str, Any]) -> dict[str,
         if not number or not 0 <= value <= limits[key]:
             raise ValueError("a number in range")
     text = "".join(c for c in detail[:_DETAIL_CHARACTERS] if c.isprintable())
-    expected = int(probes[name].get("gpus", 0))
-    if ok and values.get("gpus", expected) != expected:
-        ok, text = False, f"{values['gpus']:g} GPUs compute, expected {expected}"
+    gpus, functions = (int(probes[name].get(key, 0)) for key in ("gpus", "functions"))
+    if ok and values.get("gpus", gpus) != gpus:
+        ok, text = False, f"{values['gpus']:g} GPUs compute, expected {gpus}"
+    elif ok and values.get("active_ports", functions) < functions:
+        ok, text = False, f"{values['active_ports']:g} ports are active, expected {functions}"
     return {"ok": ok, "detail": text, "values": values}
 
 

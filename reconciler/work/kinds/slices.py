@@ -250,6 +250,7 @@ def ready_deadline(work: Work) -> int:
 
 
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    queue.forget_tenant_data(work.conn, work.task)
     host, port = work.settings.gateway
     connection = {
         "host": host,

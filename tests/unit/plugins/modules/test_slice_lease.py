@@ -28,6 +28,7 @@ pytestmark = pytest.mark.covers("SLICE-1")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
+PASSTHROUGH = _slots.passthrough
 GPU = "0000:43:00.0"
 BOOT = "0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51"
 BY_ID = "/dev/disk/by-id/nvme-eui.5e0000000000a003"
@@ -156,6 +157,8 @@ def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> Non
         (params_with(vcpus=3), "cpus_unavailable"),
         (params_with(memory_mib=2048), "memory_unavailable"),
         (params_with(memory_mib=2048, hugepages=True), "hugepages_unavailable"),
+        # It would be refused after the clone by the domain, which leaves a blocked slot.
+        (params_with(memory_mib=1000, hugepages=True), "spec_invalid"),
         (params_with(bridge="br0"), "bridge_missing"),
     ],
 )
@@ -518,6 +521,20 @@ def test_no_clean_up_begins_on_what_another_allocation_holds(host: Path) -> None
     # The one whose it is by name.
     named = {**RELEASED, "allocation_id": TWO, "state": "fenced", "slots": slots}
     assert drive(named).done == ["raise_fence"]
+
+
+@pytest.mark.covers("I18")
+def test_no_start_has_a_device_that_does_not_answer(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of the host. The lease stays, and the device is named."""
+    drive(PARAMS)
+    monkeypatch.setattr(_slots, "passthrough", PASSTHROUGH)
+    (host / "sys/bus/pci/devices" / GPU / "config").write_bytes(b"\xff" * 64)
+    outcome = drive({**PARAMS, "state": "kept"})
+    assert (code(outcome), outcome.changed) == ("device_not_answering", False)
+    assert outcome.failure is not None and GPU in outcome.failure.expected
+    assert _ledger.load("slot-3").allocation_id == ONE
 
 
 def test_a_kept_lease_is_taken_from_no_release(host: Path) -> None:

@@ -33,6 +33,7 @@ PARAMS: dict[str, Any] = {
     "deadline": 5,
     "guest_runtime": {},
     "gpus": 1,
+    "functions": 0,
     "judged": True,
     "tenant_code": False,
 }
@@ -109,11 +110,13 @@ def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
         return {"gpu_compute": {**row, "seconds": 3.0, "deadline_s": 4}}
 
     monkeypatch.setattr(module._readiness, "ask", ask)
-    runtime = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 900}}
-    module_run = Module(check_mode=False, guest_runtime=runtime, gpus=2, tenant_code=own)
+    runtime = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 900, "rdma": 2}}
+    given = {"gpus": 2, "functions": 2, "tenant_code": own}
+    module_run = Module(check_mode=False, guest_runtime=runtime, **given)
     _change.attend(module_run, module.watch)
     # The deadline of the launch is a limit of every probe.
-    assert asked == [{"gpu_compute": {"driver": "570-server", "gpus": 2}}, {"gpu_compute": 5}]
+    asked_of = {"gpu_compute": {"driver": "570-server", "gpus": 2}, "rdma": {"functions": 2}}
+    assert asked == [asked_of, {"gpu_compute": 5, "rdma": 2}]
     rows = module_run.answer["readiness"]["probes"]
     names = ["address", "lease", "ssh", "gpu_compute"]
     assert [(row["name"], row["ok"]) for row in rows] == [(n, True) for n in names[:3]] + [

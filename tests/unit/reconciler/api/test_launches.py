@@ -425,6 +425,23 @@ def test_an_image_without_the_runtime_of_the_profile_is_refused(
     assert launch(selling, image_version="2").status_code == 201
 
 
+@pytest.mark.covers("SLICE-3")
+def test_gpus_that_are_to_use_nvlink_get_no_image_without_it(
+    selling: Stack, tmp_path: Path
+) -> None:
+    """Its driver would start CUDA, and leave alone what its tenant pays for."""
+    sets = {"module_ids": {"0000:43:00.0": 1, "0000:44:00.0": 3}, "nvlink_sets": [[1, 3]]}
+    joined = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}, **sets}
+    stack = with_profile(selling, tmp_path, gpu=joined)
+    image = IMAGE | {"version": "2", "runtime": ["nvlink-disabled"]}
+    stack.client("admin").post("admin/images", json=image)
+    answer = refused(stack, lambda: launch(stack, gpu_count=2, image_version="2"))
+    assert (answer["status"], answer["code"]) == (409, "image_runtime_missing")
+    assert answer["expected"] == "an image whose driver uses NVLink"
+    assert "nvlink-disabled" in answer["found"]
+    assert launch(stack, gpu_count=2, image_version="1").status_code == 201
+
+
 def test_a_member_sees_how_long_it_takes(selling: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since when its step lasts, and how long earlier launches took, if that says anything."""
     first = launch(selling, "a").json()["id"]

@@ -1,4 +1,4 @@
-"""A host as far as provision and release change it, and what the modules do to it.
+"""A host as far as provision, power and release change it, and what the modules do to it.
 
 The ledger is the collection's own (`_ledger.py`) over files in memory, so fences are judged by the
 code that judges them on a host. The rest follows the modules' documentation: what each refuses,
@@ -72,7 +72,7 @@ def refuse(code: str, found: str = "otherwise") -> Refusal:
 class Host:
     """disks: identity to whose bytes are on it, "" for none.
 
-    running: allocation to the disks that its machine has open.
+    running: allocation to the disks that its machine has open. off: machines that are defined only.
     """
 
     boot_id: str
@@ -86,6 +86,7 @@ class Host:
     seeds: set[str] = field(default_factory=set)
     vlans: dict[str, int] = field(default_factory=dict)
     running: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    off: set[str] = field(default_factory=set)
     accounts: set[str] = field(default_factory=set)
     mounts: set[str] = field(default_factory=set)
     baselines: set[str] = field(default_factory=set)
@@ -153,7 +154,7 @@ def disk_of(slot: Document) -> str:
 
 def slice_lease(host: Host, params: Document) -> Document:
     key, slots, state = params["allocation_id"], params["slots"], params["state"]
-    if state == "held":
+    if state in ("held", "kept"):
         if params["boot_id"] != host.boot_id:
             raise refuse("boot_changed", f"boot {host.boot_id}")
         for slot in slots:
@@ -161,8 +162,8 @@ def slice_lease(host: Host, params: Document) -> Document:
             others = {disk for k, disks in host.running.items() if k != key for disk in disks}
             if disk_of(slot) in others:
                 raise refuse("device_in_use")
-            if entry.dirty and entry.allocation_id != key:
-                raise refuse("disk_dirty")
+            if entry.allocation_id != key and (entry.dirty or state == "kept"):
+                raise refuse("lease_missing" if state == "kept" else "disk_dirty")
         host.plans.add(key)
         for slot in slots:
             args = {"fence": slot["fence"], "allocation_id": key, "disk_identity": disk_of(slot)}
@@ -254,10 +255,14 @@ def domain(host: Host, params: Document) -> Document:
     key, slots = params["allocation_id"], params["slots"]
     for slot in slots:
         _ledger.check(slot["slot_id"], slot["fence"])
-    if params["state"] == "absent":
+    if params["state"] in ("absent", "stopped"):
         gone = host.running.pop(key, None)
         power = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
-        return {"domain": {}, "evidence": power}
+        if params["state"] == "absent":
+            host.off.discard(key)
+            return {"domain": {}, "evidence": power}
+        host.off |= {key} if gone else set()
+        return {"domain": {"state": "shut off" if key in host.off else "absent"}, "evidence": power}
     disks = tuple(disk_of(slot) for slot in slots)
     held = {e.disk_identity for e in _ledger.entries() if e.allocation_id == key}
     if not held.issuperset(disks):
@@ -271,6 +276,7 @@ def domain(host: Host, params: Document) -> Document:
                 host.proofs.pop(disk_of(slot), None)
             host.disks[disk_of(slot)] = key
         host.running[key] = disks
+        host.off.discard(key)
     return {"domain": {"state": "running"}}
 
 
@@ -320,7 +326,7 @@ def slice_absence(host: Host, params: Document) -> Document:
     key = params["allocation_id"]
     held = {disk for disks in host.running.values() for disk in disks}
     left = {
-        "domain": key in host.running,
+        "domain": key in host.running or key in host.off,
         "reservation": key in host.reservations,
         "seed": key in host.seeds,
         "fabric_isolation": key in host.vlans,
@@ -384,6 +390,19 @@ def slice_holdings(host: Host, params: Document) -> Document:
                 "disks": [slot["nvme_device"] for slot in slots],
             }
             for key, slots in machines.items()
+        ]
+        + [
+            {
+                "name": f"gpuaas-slice-{key.replace('-', '')}",
+                "allocation_id": key,
+                "state": "shut off",
+                "active": False,
+                # A guest that obeys a stop does not differ from one that powers off by itself.
+                "off_by_guest": True,
+                "devices": [],
+                "disks": [],
+            }
+            for key in sorted(host.off)
         ],
         "processes": [{"pid": 7, "allocation_id": key} for key in machines],
         "leases": [
@@ -400,7 +419,11 @@ def slice_holdings(host: Host, params: Document) -> Document:
             {"allocation_id": key, "mac": by_ip[ip]["management_mac"], "ip": ip}
             for key, ip in host.reservations.items()
         ],
-        "addresses": [],
+        "addresses": [
+            {"mac": by_ip[ip]["management_mac"], "ip": ip}
+            for key, ip in host.reservations.items()
+            if key in machines
+        ],
         "ports": [
             {"port": _object_names.port_name(key), "owner": key.replace("-", "")[:12]}
             for key in machines
@@ -552,6 +575,7 @@ MODULES: dict[str, Callable[[Host, Document], Document]] = {
     "give_functions": fabric_functions,
     "take_functions": fabric_functions,
     "start_domain": domain,
+    "stop_domain": domain,
     "remove_domain": domain,
     "open_way": slice_relay,
     "slice_ready": slice_ready,

@@ -55,7 +55,8 @@ class Slice(ScriptedSite):
         for key, allocation in live.items():
             if allocation.state == AllocationState.ACTIVE:
                 theirs = self.host.running.get(key, ())
-                if not theirs or any(self.host.disks[disk] != key for disk in theirs):
+                there = theirs or key in self.host.off
+                if not there or any(self.host.disks[disk] != key for disk in theirs):
                     problems.append(f"the machine of {key} is not what its tenant had")
         return problems
 

@@ -269,6 +269,8 @@ class _Run:
         try:
             yield from self.tasks(task["block"], folder)
         except Failed as failed:
+            if "rescue" not in task:
+                raise
             self._rescuing = True
             self._scope.known["ansible_failed_task"] = {"name": failed.task}
             self._scope.known["ansible_failed_result"] = failed.result
@@ -328,7 +330,7 @@ def _action(task: Document) -> tuple[str, Any]:
 def _reachable(tasks: Iterable[Document], folder: Path) -> Iterable[tuple[str, str]]:
     for task in tasks:
         if "block" in task:
-            yield from _reachable(task["block"] + task["rescue"], folder)
+            yield from _reachable(task["block"] + task.get("rescue", []), folder)
             continue
         action, arguments = _action(task)
         if action.startswith(OURS):

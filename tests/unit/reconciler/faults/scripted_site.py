@@ -38,7 +38,7 @@ from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, pla
 # How a step is done, by its place in the run; Stopped and Killed may come out of it.
 Decide = Callable[["Run", int, Step], How | None]
 # Of what a host has, that which is of one tenant.
-EMPTY = ("reservations", "seeds", "running", "plans", "accounts", "mounts", "baselines")
+EMPTY = ("reservations", "seeds", "running", "off", "plans", "accounts", "mounts", "baselines")
 
 
 class Stopped(Exception):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
 import json
+import os
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from reconciler.images import convert
+from reconciler.images import bounds, convert
 from reconciler.model.errors import Problem
 
 MIB = 1 << 20
@@ -287,6 +289,27 @@ def test_broken_images(image: Image, folder: Path, change: Callable[[Image], Non
 def test_layers_are_counted_before_they_are_read(image: Image, folder: Path) -> None:
     image.layers(*[layer(disk__a=DISK)] * 129)
     assert refused(image.folder, folder).found == "129 layers"
+
+
+def test_a_file_system_that_fills_up_is_not_the_fault_of_the_image(
+    image: Image, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image.layers(layer(disk__a=DISK))
+
+    def full(*_given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bounds, "copy_sparse", full)
+        refusal = refused(image.folder, folder)
+    assert (refusal.code, refusal.expected) == ("image_no_room", f"room for the disk in {folder}")
+    # zstd says so itself.
+    (folder.parent / "zstd").write_text("#!/bin/sh\necho No space left >&2\nexit 1\n")
+    (folder.parent / "zstd").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder.parent}:{os.environ['PATH']}")
+    with pytest.raises(Problem, match=r"image_no_room.*No space left"):
+        convert.convert(image.folder, folder, limit_bytes=2 * MIB, compression="zstd")
+    assert list(folder.iterdir()) == []
 
 
 def test_no_file_descriptor_stays_open(image: Image, folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import guest_terminal
+from reconciler.lifecycle import guest_terminal, launch, task_failures
 from reconciler.model import hardware
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
@@ -20,7 +20,7 @@ from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work.kinds import slices as slice_kinds
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.conftest import READINESS, Runs, attend_next
+from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next
 
 PROFILES = Path(__file__).parents[4] / "profiles"
 
@@ -156,3 +156,31 @@ def test_a_launch_gives_its_host_the_partition(sold: Site, runs: Runs, tmp_path:
     files = spec.variables["slice_seed"]["user_data"]["write_files"]
     assert [file["path"] for file in files if "nvlink" in file["path"]] == []
     contract.check_vars("provision_slice", spec.variables)
+
+
+@pytest.mark.covers("P13")
+@pytest.mark.parametrize("end", ["succeeded", "failed", "lost", "canceled", "withdrawn"])
+def test_the_record_of_a_launch_keeps_no_cloud_config_of_its_tenant(
+    sold: Site, runs: Runs, attend: Attend, end: str
+) -> None:
+    """It may hold passwords. Records of tasks are kept for ever."""
+    with transaction(sold.engine) as conn:
+        own = replace(sold.launch(1), user_data={"runcmd": ["canary"]})
+        key = launch.allocate(conn, own, ADMIN).id
+        (task,) = queue.every(conn)
+        if end == "withdrawn":
+            launch.release(conn, key, ADMIN)
+        elif end == "canceled":
+            task_failures.cancel(conn, task.id, ADMIN)
+    if end in ("succeeded", "failed", "lost"):
+        evidence = {"readiness": READINESS, "plan": {}, "image": {}}
+        status = "successful" if end == "succeeded" else end
+        error = {"code": "planted", "expected": "a", "found": "b", "remedy": "c"}
+        runs.ends(status, evidence=evidence, error={} if end == "succeeded" else error)
+        assert attend().state == end
+        (spec,) = runs.launched
+        assert spec.variables["slice_seed"]["tenant_data"] == {"runcmd": ["canary"]}
+    with transaction(sold.engine) as conn:
+        ended = queue.get(conn, task.id)
+    assert "tenant_data" not in ended.parameters
+    assert ended.parameters["slots"] == task.parameters["slots"]

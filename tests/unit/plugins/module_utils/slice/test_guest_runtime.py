@@ -95,16 +95,20 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
     state = {"mode": "reboot", "condition": f"test -e {_guest_runtime._INSTALLED}"}
     assert config["power_state"] == state
     assert config["apt"]["sources"]["gpuaas-cuda"]["keyid"] == "A" * 40
-    # The script itself, with an apt-get that fails and one that works.
-    done = tmp_path / "installed"
+    # The script itself, with an apt-get that fails, and one that works when another has ended.
+    done, taken = tmp_path / "installed", tmp_path / "taken"
     script = script.replace(_guest_runtime._INSTALLED, str(done))
     script = script.replace("/dev/console", str(tmp_path / "console"))
-    for code, exists in ((1, False), (0, True)):
-        (tmp_path / "apt-get").write_text(f"#!/bin/sh\nexit {code}\n")
-        (tmp_path / "apt-get").chmod(0o755)
-        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    programs = {"apt-get": "exit 1", "sleep": f"rm -f {taken}"}
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for exists in (False, True):
+        for name, body in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+            (tmp_path / name).chmod(0o755)
         ran = subprocess.run(["/bin/sh", "-c", script], env=path, check=False)
         assert (ran.returncode == 0, done.exists()) == (exists, exists)
+        taken.touch()
+        programs["apt-get"] = f"test $2 != update || test ! -e {taken}"
 
 
 def test_limits_of_the_guest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -117,13 +118,29 @@ def test_a_connection_that_breaks_is_made_again_under_the_same_nonce(
     assert len(set(nonces)) == 1
 
 
-def test_fewer_gpus_than_the_slice_has_fail(channel: socket.socket) -> None:
-    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
-        connection.sendall(line(request["nonce"]))
+RDMA = {"probe": "rdma", "values": {"devices": 2, "active_ports": 1}}
 
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "detail"),
+    [
+        ({"driver": "cuda", "gpus": 2}, {}, "1 GPUs compute, expected 2"),
+        ({"functions": 2}, RDMA, "1 ports are active, expected 2"),
+        ({"functions": 1}, RDMA, ""),
+        # A card of the site's own may have a second port.
+        ({"functions": 1}, RDMA | {"values": {"devices": 2, "active_ports": 2}}, ""),
+    ],
+)
+def test_fewer_devices_than_the_slice_has_fail(
+    channel: socket.socket, settings: dict[str, Any], answer: dict[str, Any], detail: str
+) -> None:
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        connection.sendall(line(request["nonce"], **answer))
+
+    name = answer.get("probe", "gpu_compute")
     with guest(channel, answers):
-        result = ask({"gpu_compute": {"driver": "cuda", "gpus": 2}})["gpu_compute"]
-    assert (result["ok"], result["detail"]) == (False, "1 GPUs compute, expected 2")
+        result = ask({name: settings})[name]
+    assert (result["ok"], result["detail"]) == (not detail, detail)
 
 
 def test_the_answers_of_an_h200_are_read(channel: socket.socket) -> None:
@@ -321,6 +338,103 @@ def test_the_guest_program_answers_each_probe(channel: socket.socket) -> None:
     assert "libcuda.so.1" in result["gpu_compute"]["detail"]
     assert not result["rdma"]["ok"]
     assert "ibv_devinfo" in result["rdma"]["detail"]
+
+
+class Library:
+    """NVIDIA's driver library with two GPUs of 1 GiB. results: by function, 0 for success."""
+
+    def __init__(self, memory: bytes = b"\xa5", **results: int) -> None:
+        self._memory, self._results = memory, results
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self._called(name, *arguments)
+
+    def _called(self, name: str, *arguments: Any) -> int:
+        if name == "cuGetErrorName":
+            arguments[1]._obj.value = b"CUDA_ERROR_SYSTEM_NOT_READY"
+        elif name == "cuDeviceGetCount":
+            arguments[0]._obj.value = 2
+        elif name == "cuDeviceTotalMem_v2":
+            arguments[0]._obj.value = 1 << 30
+        elif name == "cuMemcpyDtoH_v2":
+            arguments[0].raw = self._memory * arguments[2].value
+        return self._results.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("library", "detail"),
+    [
+        (Library(), ""),
+        # nvidia-smi passes meanwhile, as on a board whose Fabric Manager nobody waits for.
+        (Library(cuInit=802), "cuInit: error 802 CUDA_ERROR_SYSTEM_NOT_READY"),
+        (Library(b"\0"), "GPU 0 does not keep what is written to its memory"),
+    ],
+)
+def test_a_gpu_computes_if_cuda_starts_and_its_memory_keeps(
+    monkeypatch: pytest.MonkeyPatch, library: Library, detail: str
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+    monkeypatch.setattr(_guest_probes, "_SAMPLE_BYTES", 4096)
+    values = {} if detail else {"gpus": 2, "memory_bytes": 2 << 30}
+    answer = {"ok": not detail, "detail": detail, "values": values}
+    assert _guest_probes.run("gpu_compute", {"driver": "580-server-open"}) == answer
+
+
+def test_a_stand_in_that_only_keeps_what_is_written_does_not_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_guest_probes, "_DEVICES", tmp_path)
+    for address, device in (("0000:01:00.0", "0x11e8"), ("0000:02:00.0", "0x1000")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "vendor").write_text("0x1234\n")
+        (tmp_path / address / "device").write_text(f"{device}\n")
+        (tmp_path / address / "resource0").write_bytes(bytes(4096))
+    answer = _guest_probes.run("gpu_compute", {"driver": "edu"})
+    assert (answer["ok"], answer["detail"]) == (False, "0000:01:00.0 computes 10 for 10!")
+
+
+# Output of ibv_devinfo (rdma-core: libibverbs/examples/devinfo.c), shortened.
+DEVINFO = """\
+hca_id:\tmlx5_0
+\ttransport:\t\t\tInfiniBand (0)
+\tphys_port_cnt:\t\t\t1
+\t\tport:\t1
+\t\t\tstate:\t\t\tPORT_ACTIVE (4)
+
+hca_id:\tmlx5_1
+\ttransport:\t\t\tInfiniBand (0)
+\tphys_port_cnt:\t\t\t1
+\t\tport:\t1
+\t\t\tstate:\t\t\tPORT_{second}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "end", "detail"),
+    [
+        ("ACTIVE (4)", 0, ""),
+        ("INIT (2)", 0, ""),
+        ("ACTIVE (4)", 255, "ibv_devinfo ends with 255: Failed to get IB devices list"),
+    ],
+)
+def test_rdma_devices_and_active_ports_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str, end: int, detail: str
+) -> None:
+    said = DEVINFO.format(second=second)
+    program = tmp_path / "ibv_devinfo"
+    program.write_text(
+        f"#!/bin/sh\nprintf '%s' '{said}'\necho Failed to get IB devices list >&2\nexit {end}\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    answer = _guest_probes.run("rdma", {"functions": 2})
+    assert (answer["ok"], answer["detail"]) == (not detail, detail)
+    active = said.count("PORT_ACTIVE")
+    assert answer["values"] == ({} if detail else {"devices": 2, "active_ports": active})
+    none = program.read_text().replace("PORT_ACTIVE", "PORT_DOWN")
+    program.write_text(none.replace("exit 255", "exit 0"))
+    assert _guest_probes.run("rdma", {})["detail"] == "2 RDMA devices, none with an active port"
 
 
 def test_a_repeated_request_gets_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
