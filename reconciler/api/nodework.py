@@ -327,11 +327,12 @@ def reboot(node_id: Id, body: Reboot, context: Admin, guard: IfMatch) -> JSONRes
 def change_firmware(
     node_id: Id, context: Admin, guard: IfMatch, body: FirmwareChange | None = None
 ) -> JSONResponse:
-    """Plan, or apply, the BIOS settings that slices need. A plan changes nothing; its task's result
-    has `digest`, which approves it.
+    """Plan, or apply, the BIOS settings that slices need. A plan changes no setting; its task's
+    result has `digest`, which approves it.
 
     Applying it power-cycles the machine and follows the BMC's job; refused while anything is on the
-    node. Discovery and parity follow, and a pass takes a drained node back into use.
+    node. Discovery and parity follow, and a pass takes a drained node back into use, unless the job
+    may still be open.
     """
     body = body or FirmwareChange(acknowledged_jobs=[])
     if not body.apply:

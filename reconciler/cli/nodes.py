@@ -161,14 +161,28 @@ def reboot(
 
 @app.command("plan-firmware")
 def plan_firmware(node: Node, wait: Wait = True) -> None:
-    """Show the BIOS settings that must change for slices, and the digest that approves them."""
+    """Show the BIOS settings that must change for slices, and the digest that approves them. Fails
+    if they could not be read.
+    """
     task = tasks.queue(f"/admin/nodes/{node}/firmware", wait=wait)
-    if task is None or output.in_json(result := task["result"]):
+    if task is None:
         return
-    output.rows(result["bios"].get("differences", []), "name", "subject", "before", "after")
-    for refusal in result["bios"].get("refusals", []):
-        output.line(f"{refusal['code']}: {refusal['found']}")
-    output.line(f"digest {result['digest'] or 'none: nothing to change'}")
+    result = task["result"]
+    bios = result["bios"]
+    if not output.in_json(result) and bios:
+        output.rows(bios.get("differences", []), "name", "subject", "before", "after")
+        # apply-firmware allows the power cycle.
+        refusals = [
+            row for row in bios.get("refusals", []) if row.get("code") != "power_cycle_not_allowed"
+        ]
+        if refusals:
+            output.rows(refusals, "code", "expected", "found", "remedy")
+        output.line(f"digest {result['digest'] or 'none: nothing to change'}")
+    for check in result["preflight"]["checks"] if not bios else ():
+        if check.get("check") == "bios_settings":
+            output.line(f"settings not read: {check.get('detail')}; {check.get('remediation')}")
+            if check.get("status") == "FAIL":
+                raise typer.Exit(1)
 
 
 @app.command("apply-firmware")

@@ -31,8 +31,9 @@ from reconciler.records import nodes, queue, slots
 
 Guests = list[dict[str, Any]]
 
-# Key of the task's kind in the evidence of a drain that maintenance has made.
-_DRAINED = "maintenance"
+# Keys in the evidence of a drain: the kind of the task for which maintenance has made it, and the
+# task whose BIOS job may still restart the host.
+_DRAINED, _HELD = "maintenance", "open_bios_job"
 _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 
 
@@ -115,10 +116,27 @@ def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task:
     return queue.enqueue(conn, item, act)
 
 
+def hold(conn: sa.Connection, task: Task, act: Act) -> None:
+    """Keep a node drained after its proof, because a BIOS job of the task may restart it later.
+
+    It ends when a firmware change follows the job to its end, or when a person resumes the node.
+    """
+    node = rows.get(conn, Node, task.node_id, lock=True)
+    why = act.because(
+        "its BIOS job may still restart the host: look at the BMC's job queue, then plan and apply "
+        "the firmware settings again, or resume the node",
+        {_HELD: task.id},
+    )
+    if node.state == NodeState.READY:
+        host.drain(conn, node.id, why)
+    elif _DRAINED in _last_drain(conn, node):
+        journal.remark(conn, "node", node, why, "drain")
+
+
 def drain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Stop accepting new work. A node that maintenance has drained stays so after its proof."""
     node = rows.get(conn, Node, id, lock=True)
-    if not _drained(conn, node):
+    if node.state != NodeState.DRAINING or not _last_drain(conn, node) & {_DRAINED, _HELD}:
         return host.drain(conn, id, act)
     journal.remark(conn, "node", node, act, "drain")
     journal.audit(conn, act, "admin.node.drain", "node", id)
@@ -131,14 +149,17 @@ def awaits_proof(conn: sa.Connection, node: Node) -> bool:
 
 
 def _drained(conn: sa.Connection, node: Node) -> bool:
-    """Whether the node's last drain was that of maintenance."""
-    if node.state != NodeState.DRAINING:
-        return False
+    """Whether the node is drained, and its last drain was that of maintenance."""
+    return node.state == NodeState.DRAINING and _DRAINED in _last_drain(conn, node)
+
+
+def _last_drain(conn: sa.Connection, node: Node) -> set[str]:
+    """Keys in the evidence of the node's last drain."""
     drains = sa.select(history.c.evidence).where(
         history.c.entity == "node", history.c.entity_id == node.id, history.c.event == "drain"
     )
     last = conn.execute(drains.order_by(history.c.id.desc()).limit(1)).scalar()
-    return _DRAINED in (last or {})
+    return set(last or {})
 
 
 def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:
@@ -173,8 +194,13 @@ def _begin(
             found="the host has restarted, or may have, since its last discovery",
             remedy=f"run `gpuaas nodes discover {node.id}`, then try again",
         )
-    if node.state == NodeState.READY and _sells_slices(conn, node):
-        host.drain(conn, node.id, act.because(act.reason, {**act.evidence, _DRAINED: kind.value}))
+    if _sells_slices(conn, node):
+        why = act.because(act.reason, {**act.evidence, _DRAINED: kind.value})
+        if node.state == NodeState.READY:
+            host.drain(conn, node.id, why)
+        elif kind == TaskKind.NODE_FIRMWARE and _HELD in _last_drain(conn, node):
+            # A drain that was a person's has no such evidence.
+            journal.remark(conn, "node", node, why, "drain")
     journal.audit(conn, act, f"admin.{kind}", "node", node.id, detail=detail)
     return queue.add(conn, queue.Enqueue(kind, node.id, parameters=parameters), act)
 

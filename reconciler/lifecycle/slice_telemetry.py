@@ -51,9 +51,12 @@ _ACTIVE = sa.and_(
 
 def due(conn: sa.Connection) -> list[Node]:
     """Hosts of active slices without a sample of this minute, by any process of the service."""
+    since = clock.read(conn) - (PERIOD_S - 5)
     fresh = sa.exists().where(
         telemetry_samples.c.allocation_id == allocations.c.id,
-        telemetry_samples.c.at > clock.now() - (PERIOD_S - 5),
+        # The only places of samples since then, so that not all of them are read.
+        telemetry_samples.c.minute.in_([_place(since), _place(since + PERIOD_S)]),
+        telemetry_samples.c.at > since,
     )
     waiting = sa.exists().where(allocations.c.node_id == nodes.c.id, _ACTIVE, ~fresh)
     query = sa.select(nodes).where(waiting, nodes.c.state != NodeState.UNREACHABLE)
@@ -76,13 +79,18 @@ def record(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> int:
         }
         guest = part.guest and part.guest.model_dump(mode="json", exclude_none=True)
         values = {"at": now, "host": host, "guest": guest}
-        place = {"allocation_id": allocation_id, "minute": int(now // PERIOD_S) % RING}
+        place = {"allocation_id": allocation_id, "minute": _place(now)}
         insert = rows.conflict_insert(conn.dialect.name, telemetry_samples)
         row = insert.values(**place, **values)
         conn.execute(row.on_conflict_do_update(index_elements=list(place), set_=values))
     refused = [{"allocation_id": key, "refused": by_id[key].host.refused_packets} for key in ids]
     record_refused(conn, node_id, {"found": refused})
     return len(ids)
+
+
+def _place(at: float) -> int:
+    """The minute of the day."""
+    return int(at // PERIOD_S) % RING
 
 
 def switched_off(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> list[str]:

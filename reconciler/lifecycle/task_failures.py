@@ -30,6 +30,16 @@ from reconciler.model.states import TaskKind
 from reconciler.records import claims, queue
 from reconciler.records.leasing import DUE
 
+# Refusals of a firmware change by its host before it makes a BIOS job. Any other end, such as that
+# of a canceled run, may leave a job, whose power cycle comes when the BMC is ready for it.
+_BEFORE_BIOS_JOB = frozenset(
+    [
+        *("attribute_invalid", "attribute_read_only", "attribute_unknown", "command_missing"),
+        *("foreign_pending_values", "host_in_use", "job_in_queue", "plan_changed"),
+        *("power_cycle_not_allowed", "staging_failed", "wrong_node"),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -149,8 +159,12 @@ def _power_failed(conn: Connection, task: Task, failure: Failure) -> None:
 
 def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """Prove the host again, which also starts the slices that the run has stopped."""
-    if task.kind == TaskKind.NODE_FIRMWARE and not task.parameters.get("apply"):
-        return
+    if task.kind == TaskKind.NODE_FIRMWARE:
+        if not task.parameters.get("apply"):
+            return
+        refused = failure.known and failure.error["code"] in _BEFORE_BIOS_JOB
+        if not (refused or failure.untouched):
+            maintenance.hold(conn, task, act_of(task))
     restarted = failure.error["code"] == host.BOOT_CHANGED
     prove = maintenance.restarted if restarted else maintenance.bring_back
     prove(conn, task, act_of(task).because(failure.error["code"]))

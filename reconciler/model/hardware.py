@@ -78,8 +78,11 @@ def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, 
 
 def limit_s(profile: Mapping[str, Any], parts: Iterable[str]) -> int:
     """Seconds that the profile allows for these consecutive parts of a run."""
-    # Ansible applies the reboot limit twice: until the new boot begins, and until it answers.
-    return sum(int(profile["deadlines"][part]) * (1 + (part == "reboot")) for part in parts)
+    # Playbooks apply these limits twice: until the new boot begins, and until it answers; until the
+    # host is back, and until the BIOS job has ended.
+    twice = ("reboot", "firmware")
+    allowed = {"firmware": 3600, **profile["deadlines"]}
+    return sum(int(allowed[part]) * (1 + (part in twice)) for part in parts)
 
 
 def maas_tags(tags: list[str] | None) -> dict[str, Any]:

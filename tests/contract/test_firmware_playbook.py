@@ -53,6 +53,7 @@ def play(folder: Path, *, beside: str = "", **variables: Any) -> tuple[int, dict
 def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")
     state = tmp_path / "racadm-state.json"
+    state.write_text('{"power": 1}')
     allowed = {"slice_apply": True, "slice_allow_reboot": True}
     code, result = play(tmp_path, **allowed, slice_approved_plan=f"sha256:{'0' * 64}")
     assert (code, result["error"]["code"]) == (2, "plan_changed")
@@ -64,6 +65,21 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     }  # fmt: skip
     checks = {one["check"]: one["status"] for one in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"] == "PASS" and json.loads(state.read_text())["cycles"] == 1
+    # A run that was lost after it had made its job: the next one follows the same job.
+    controller = json.loads(state.read_text())
+    controller["settings"]["ProcSettings"]["LogicalProc"] = "Disabled"
+    state.write_text(json.dumps(controller))
+    for words in (
+        ("set", "BIOS.ProcSettings.LogicalProc", "Enabled"),
+        ("jobqueue", "create", "BIOS.Setup.1-1", "-r", "pwrcycle", "-s", "TIME_NOW"),
+    ):
+        subprocess.run([tmp_path / "racadm", *words], check=True, capture_output=True)
+    _code, result = play(tmp_path, slice_apply=False, slice_allow_reboot=False)
+    plan = firmware.approvable(result["evidence"]["bios"]["differences"])
+    assert [step["name"] for step in plan["differences"]] == ["finish_job"]
+    code, result = play(tmp_path, **allowed, slice_approved_plan=plan["digest"])
+    assert (code, result["evidence"]["bios"]["settled"]) == (0, True)
+    assert json.loads(state.read_text())["cycles"] == 2
 
 
 @pytest.mark.covers("HOST-2")

@@ -65,6 +65,6 @@ HANDLERS: dict[str, Handler] = {
         stopped="slice_guests",
     ),
     TaskKind.NODE_FIRMWARE: Handler(
-        "firmware", firmware_variables, firmware_succeeded, firmware_begin, deadlines=("reboot",)
+        "firmware", firmware_variables, firmware_succeeded, firmware_begin, deadlines=("firmware",)
     ),
 }

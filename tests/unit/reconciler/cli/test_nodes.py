@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.records import nodes, queue
+from reconciler.work.kinds.maintenance import firmware_succeeded
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -137,6 +139,61 @@ def test_no_drift_is_no_failure(prepared: Stack, gpuaas: Gpuaas) -> None:
     nothing: dict[str, Any] = {"differences": [], "unknown": {}, "skipped": []}
     gpuaas.at(prepared).ending(prepared, lambda _conn, _task: dict(nothing))("nodes", "drift", NODE)
     assert (gpuaas.status, "differences 0" in gpuaas.err) == (0, True)
+
+
+STAGE = {
+    "name": "stage_attribute",
+    "subject": "ProcSettings.LogicalProc",
+    "before": {"current": "Disabled"},
+    "after": {"current": "Disabled", "pending": "Enabled"},
+    "destroys": False,
+}
+REFUSAL = {"code": "job_in_queue", "expected": "none", "found": "JID_1", "remedy": "let it end"}
+POWER = {**REFUSAL, "code": "power_cycle_not_allowed"}
+UNREAD = {"check": "bios_settings", "status": "FAIL", "detail": "no key", "remediation": "get it"}
+
+
+@pytest.mark.covers("HOST-1")
+@pytest.mark.parametrize(
+    ("bios", "check", "status", "words"),
+    [
+        ({"differences": [STAGE], "refusals": [POWER]}, {}, 0, ["LogicalProc", "digest sha256:"]),
+        ({"differences": [], "refusals": [], "settled": True}, {}, 0, ["none: nothing to change"]),
+        ({"differences": [STAGE], "refusals": [REFUSAL]}, {}, 0, ["JID_1", "let it end"]),
+        ({}, UNREAD, 1, ["not read: no key", "get it"]),
+        ({}, {**UNREAD, "status": "PASS", "detail": "not_applicable"}, 0, ["not_applicable"]),
+    ],
+)
+def test_a_firmware_plan_shows_what_would_change_and_its_digest(
+    prepared: Stack,
+    gpuaas: Gpuaas,
+    bios: dict[str, Any],
+    check: dict[str, str],
+    status: int,
+    words: list[str],
+) -> None:
+    report = {"bios": bios, "preflight": {"checks": [check] if check else []}}
+    work: Any = SimpleNamespace(parameters={})
+
+    def act(_conn: Any, _task: Task) -> dict[str, Any]:
+        return firmware_succeeded(work, report)
+
+    gpuaas.at(prepared).ending(prepared, act)("nodes", "plan-firmware", NODE)
+    shown = gpuaas.out + gpuaas.err
+    assert gpuaas.status == status and all(word in shown for word in words), shown
+    assert "power_cycle_not_allowed" not in shown, "apply-firmware allows it"
+    assert ("nothing to change" in shown) == (bios.get("differences") == [])
+    gpuaas("nodes", "plan-firmware", NODE, "--output", "json")
+    digest = json.loads(gpuaas.out)["digest"]
+    assert gpuaas.status == status and bool(digest) == bool(bios.get("differences"))
+    approve = ("apply-firmware", NODE, "--reason", "slices", "--no-wait", "--digest")
+    gpuaas("nodes", *approve, f"sha256:{'0' * 64}")
+    assert (gpuaas.status, "firmware_plan_changed" in gpuaas.err) == (1, True)
+    if digest:
+        gpuaas("nodes", *approve, digest, "--acknowledged-job", "JID_500000000002")
+        with reading(prepared.engine) as conn:
+            (task,) = queue.open_of_node(conn, NODE)
+        assert task.parameters["acknowledged_jobs"] == ["JID_500000000002"]
 
 
 def test_a_failed_task_tells_its_error(prepared: Stack, gpuaas: Gpuaas) -> None:

@@ -284,3 +284,70 @@ def test_firmware_is_not_changed_under_a_tenant(sold: Site, settings: Settings) 
         digest = planned(conn, settings, PLAN)
         sold.active(conn)
         assert problem(apply, conn, digest).code == "node_in_use"
+
+
+FINISH = {"name": "finish_job", "subject": "BIOS.Setup.1-1", "destroys": False}
+OPEN = {"differences": [{**FINISH, "before": {"open": "JID_1"}, "after": {"open": ""}}]}
+
+
+@pytest.mark.parametrize("code", ["plan_changed", "host_in_use", "foreign_pending_values"])
+def test_a_firmware_change_that_its_host_refused_gives_the_node_back(
+    sold: Site, settings: Settings, code: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        boot_id = nodes.get(conn, "n1").boot_id
+        apply(conn, planned(conn, settings, PLAN))
+        fail(begin(conn, settings, FIRMWARE), code, {"bios": {}})
+        assert prove(conn, sold, settings, boot_id)["resumed"]
+        task = apply(conn, planned(conn, settings, PLAN))
+        task_failures.cancel(conn, task.id, ADMIN)
+        assert prove(conn, sold, settings, boot_id)["resumed"], "its run never began"
+
+
+@pytest.mark.parametrize(
+    ("code", "known"), [("bios_job_timeout", True), ("run_canceled", False), ("run_lost", False)]
+)
+def test_a_host_that_its_bmc_may_still_restart_is_not_sold(
+    sold: Site, settings: Settings, code: str, known: bool
+) -> None:
+    """The host answers and is proven, while the BMC has a job with a power cycle."""
+    with transaction(sold.engine) as conn:
+        boot_id = nodes.get(conn, "n1").boot_id
+        apply(conn, planned(conn, settings, PLAN))
+        fail(begin(conn, settings, FIRMWARE), code, {"bios": {}}, known=known)
+        assert not prove(conn, sold, settings, boot_id)["resumed"]
+        node = nodes.get(conn, "n1")
+        assert node.state == NodeState.DRAINING and not maintenance.awaits_proof(conn, node)
+        why = list(journal.history_of(conn, "node", "n1"))[-1]
+        assert (why.event, "job queue" in why.reason) == ("drain", True)
+        # Asked again, the change follows the same job, and the node comes back.
+        apply(conn, planned(conn, settings, OPEN))
+        succeed(begin(conn, settings, FIRMWARE), {"bios": {"settled": True}, "preflight": {}})
+        assert prove(conn, sold, settings, NEW_BOOT)["resumed"]
+        # A drain of an operator, before the change or after it, outlasts it.
+        for before in (False, True):
+            if before:
+                host.drain(conn, "n1", ADMIN)
+            apply(conn, planned(conn, settings, PLAN))
+            fail(begin(conn, settings, FIRMWARE), code, {"bios": {}}, known=known)
+            prove(conn, sold, settings, boot_id)
+            if not before:
+                assert maintenance.drain(conn, "n1", ADMIN).state == NodeState.DRAINING
+            apply(conn, planned(conn, settings, OPEN))
+            succeed(begin(conn, settings, FIRMWARE), {"bios": {"settled": True}, "preflight": {}})
+            assert not prove(conn, sold, settings, boot_id)["resumed"]
+            host.resume(conn, "n1", ADMIN)
+
+
+def test_a_whole_machine_that_its_bmc_may_still_restart_is_not_given_away(
+    site: Site, settings: Settings
+) -> None:
+    machines = Machines(site)
+    machines.machine(profile="lab")
+    with transaction(site.engine) as conn:
+        queue.enqueue(conn, queue.Enqueue(FIRMWARE, "m1"), ADMIN)
+        digest = succeed(begin(conn, settings, FIRMWARE), {"bios": PLAN})["digest"]
+        maintenance.request_firmware(conn, "m1", ADMIN, digest=digest, acknowledged_jobs=[])
+        fail(begin(conn, settings, FIRMWARE), "run_lost", {}, known=False)
+        machines.discover(conn, "m1", 1)
+        assert nodes.get(conn, "m1").state == NodeState.DRAINING

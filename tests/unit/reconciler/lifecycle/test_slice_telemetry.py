@@ -147,3 +147,29 @@ def test_a_host_is_due_once_per_minute_while_it_has_active_slices(on_either: Sit
         assert slice_telemetry.due(conn) == []
         conn.execute(sa.update(telemetry_samples).values(at=clock.now() - 56))
         assert [node.id for node in slice_telemetry.due(conn)] == ["n1"]
+
+
+def test_a_day_of_samples_makes_the_question_for_due_hosts_no_slower(sold: Site) -> None:
+    """It is asked every few seconds, and read all samples of all slices."""
+    steps: list[int] = []
+    with transaction(sold.engine) as conn:
+        mine, now = sold.active(conn), clock.read(conn)
+        database = conn.connection.driver_connection
+        assert database is not None
+        for minutes in (range(2, 4), range(4, slice_telemetry.RING)):
+            samples = [
+                {
+                    "allocation_id": mine,
+                    "minute": int(now // 60 - back) % slice_telemetry.RING,
+                    "at": now - back * 60,
+                    "host": {"state": "running"},
+                    "guest": None,
+                }
+                for back in minutes
+            ]
+            conn.execute(sa.insert(telemetry_samples), samples)
+            steps.append(0)
+            database.set_progress_handler(lambda: steps.__setitem__(-1, steps[-1] + 1), 10)
+            assert [node.id for node in slice_telemetry.due(conn)] == ["n1"]
+            database.set_progress_handler(None, 0)
+    assert steps[1] < steps[0] + 20, steps

@@ -50,6 +50,22 @@ def test_every_disk_of_a_run_has_the_time_of_one(sold: Site, kind: TaskKind) -> 
     assert many == LONGEST_S
 
 
+@pytest.mark.covers("HOST-1")
+@pytest.mark.parametrize(("given", "limit_s"), [({}, 3600), ({"firmware": 9000}, 9000)])
+def test_a_run_that_changes_firmware_has_the_time_of_its_bios_job(
+    sold: Site, given: dict[str, int], limit_s: int
+) -> None:
+    """The playbook waits that long for the host, and then for the job."""
+    profile = hardware_profile(PROFILES, "xe9680l-h200")
+    profile = profile | {"deadlines": {"reboot": 60, **given}}
+    task: Any = SimpleNamespace(deadline_s=60)
+    with reading(sold.engine) as conn:
+        work = Work(conn, task, nodes.get(conn, "n1"), profile, Settings())
+        assert HANDLERS[TaskKind.NODE_FIRMWARE].deadline_s(work, {}) >= 2 * limit_s
+    playbook = (PROFILES.parent / "playbooks" / "firmware.yml").read_text()
+    assert "slice_profile.deadlines.firmware | default(3600)" in playbook
+
+
 @pytest.mark.covers("CTRL-8", "I12")
 def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
     sold: Site, tmp_path: Path
