@@ -210,6 +210,8 @@ def _templates(faults: Faults) -> list[dict[str, Any]]:
     for number, playbook in enumerate(PLAYBOOKS, FIRST_TEMPLATE):
         fields = {**common, "name": f"gpuaas.slice.{playbook}"}
         fields["playbook"] = f"playbooks/{playbook}.yml"
+        # AWX stores variables as text, and its form leaves this mark in an empty field.
+        fields["extra_vars"] = "---\n"
         faulty = {**faults.templates, **faults.changed.get(fields["name"], {})}
         summary = {
             **{kind: {"id": id, "name": fields[kind]} for kind, id in names.items()},
