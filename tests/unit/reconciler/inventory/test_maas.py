@@ -312,11 +312,13 @@ def test_a_list_takes_longer_than_a_request_of_a_task(
     assert maas.compare().complete
 
 
-def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:
+@pytest.mark.parametrize("faults", [{"lost": ["lock"]}, {"other": {"lock": "other9"}}])
+def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas, faults: dict[str, Any]) -> None:
     with transaction(maas.engine) as conn:
         key = maas.machines.active(conn)
-    maas.begin(lost=["lock"])
-    assert maas.compare().error
+    maas.begin(machine(), machine("other9", tag_names=[]), **faults)
+    reading = maas.compare()
+    assert reading.error or "maas_wrong_machine" in by_code(reading, "not_written").found
     with transaction(maas.engine) as conn:
         launching.release(conn, key, ADMIN)
         assert maas.machines.released(conn, key)
