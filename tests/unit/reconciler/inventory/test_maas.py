@@ -19,6 +19,7 @@ from reconciler.inventory.readings import Reading
 from reconciler.lifecycle import launch as launching
 from reconciler.model.states import NodeMode, SlotState
 from reconciler.records import nodes
+from tests.standin.maas import TABLE
 from tests.unit.reconciler.conftest import ADMIN, code
 from tests.unit.reconciler.work import test_maas
 from tests.unit.reconciler.work.test_maas import BAREMETAL, SLICE, Maas, machine
@@ -411,6 +412,12 @@ def test_a_slice_host_to_be_is_not_locked_again_while_it_is_installed(maas: Maas
     assert maas.compare().done == {}
     assert maas.play().state == "succeeded"
     assert maas.asked()[-4:] == ["lock", "unlock", "release", "deploy"]
+
+
+def test_statuses_and_events_have_the_words_of_maas() -> None:
+    for status in client.Status:
+        assert TABLE["statuses"][status.name]["number"] == status
+    assert TABLE["events"] == [client._LOCKING, client._UNLOCKING]
 
 
 def test_strange_tags_reach_no_run(maas: Maas) -> None:
