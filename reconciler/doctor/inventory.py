@@ -73,16 +73,13 @@ def _rights(client: Client, settings: Settings) -> Iterator[Finding]:
     missing = [
         f"{verb} {path}" for path in _NEEDED for verb in sorted(_NEEDED[path] - rights[path])
     ]
-    try:
-        client.notes("dcim.device", 0)
-    except RunError as refusal:
-        if refusal.code != "netbox_forbidden":
-            raise
-        missing.append(f"view {JOURNAL}")
+    unseen = [path for path in sorted(_NEEDED) if not client.may_view(path)]
+    missing += [f"view {path}" for path in unseen]
     if missing:
-        yield (fail if settings.netbox_sync else warn)(
+        yield (fail if settings.netbox_sync or PREFIXES in unseen else warn)(
             f"the token may not: {', '.join(missing)}",
-            expected="the rights of docs/netbox.md, without which only a comparison is possible",
+            expected="the rights of docs/netbox.md; without the view of prefixes not even a"
+            " comparison is possible",
             remedy="give them to the token's user in NetBox",
         )
     excess = [f"{verb} {path}" for path in _NEEDED for verb in sorted(rights[path] - _NEEDED[path])]

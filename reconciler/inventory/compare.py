@@ -149,9 +149,12 @@ def compare(
     paired = {device.id for device in pairs.values()}
     addresses = {expected.node.address for expected in nodes}
     serials = {serial_of(row.node.hardware) for row in nodes if not is_retired(row.node)}
-    for device in netbox.devices:
-        if device.id not in paired | contradictory and purpose_of(device):
-            _new_node(result, device, netbox.networks, profiles, addresses, serials)
+    candidates = [
+        _new_node(result, device, netbox.networks, profiles, addresses, serials)
+        for device in netbox.devices
+        if device.id not in paired | contradictory and purpose_of(device)
+    ]
+    _add(result, [new for new in candidates if new is not None], netbox.devices)
     usable = {id: device for id, device in pairs.items() if device.id not in contradictory}
     result.known = {id: _known(device) for id, device in usable.items() if " " not in id}
     if _has_fields(result, netbox.machines, MACHINE_FIELDS):
@@ -358,10 +361,10 @@ def _new_node(
     device: Device,
     networks: Sequence[Prefix],
     profiles: Collection[str],
-    addresses: set[str],
+    addresses: Collection[str],
     serials: Collection[str],
-) -> None:
-    """A tagged device without a node. It is added if nothing about it is in doubt."""
+) -> NewNode | None:
+    """The node of a tagged device that has none; None if something about it is in doubt."""
     name, address, profile = device.name or "", _address(device), _profile(device)
     subject, before = f"device {device_name(device)}", len(result.findings)
     remedy = "correct the device in NetBox"
@@ -390,11 +393,22 @@ def _new_node(
             profile or "none",
             "set gpuaas.hardware_profile in the device's local config context",
         )
-    if not _outside(result, device, networks) and len(result.findings) == before:
-        new = NewNode(name, purpose_of(device), address, device.site.slug, profile, device)
-        addresses.add(address)
+    if _outside(result, device, networks) or len(result.findings) > before:
+        return None
+    return NewNode(name, purpose_of(device), address, device.site.slug, profile, device)
+
+
+def _add(result: Comparison, candidates: Sequence[NewNode], devices: Sequence[Device]) -> None:
+    """Nodes to be added: none for a device whose name or address another device has, too."""
+    count = Counter(key for device in devices for key in (device.name, _address(device)))
+    for new in candidates:
+        subject = f"device {device_name(new.device)}"
+        if max(count[new.id], count[new.address]) > 1:
+            expected = f"one device with the name {new.id}, and one with {new.address}"
+            result.note("new_twice", subject, expected, "several", "correct them in NetBox")
+            continue
         remedy = "`gpuaas netbox sync` adds it in the state enrolling"
-        result.note("new_device", subject, f"a node {name}", "none", remedy, "add_node")
+        result.note("new_device", subject, f"a node {new.id}", "none", remedy, "add_node")
         result.new_nodes.append(new)
 
 

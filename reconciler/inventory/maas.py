@@ -38,6 +38,8 @@ from reconciler.settings import Settings
 API = "/MAAS/api/2.0"
 # Code of a request that MAAS has refused for lack of rights, without effect.
 FORBIDDEN = "maas_forbidden"
+# Code of an answer about another machine, which says nothing about the effect of the request.
+WRONG_MACHINE = "maas_wrong_machine"
 # Types of the events of a lock and of its end (src/maascommon/events.py).
 _LOCKING, _UNLOCKING = "User locking node", "User unlocking node"
 # Oldest supported version; it has release scripts and workload annotations.
@@ -326,6 +328,11 @@ class Client(Conversation):
             "oauth_timestamp": str(int(time.time())),
         }
         return "OAuth " + ", ".join(f'{name}="{quote(v, safe="")}"' for name, v in values.items())
+
+
+def had_no_effect(refusal: RunError) -> bool:
+    """Whether MAAS certainly did not carry out the request that ended so."""
+    return not isinstance(refusal, LauncherAway) and refusal.code != WRONG_MACHINE
 
 
 def _form(fields: Mapping[str, str]) -> dict[str, Any]:

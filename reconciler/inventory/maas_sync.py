@@ -22,7 +22,15 @@ from reconciler.db import journal, leader, locks
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node, slots
 from reconciler.inventory.compare import shown
-from reconciler.inventory.maas import FORBIDDEN, Client, MaasAccess, Machine, Status, maas_access
+from reconciler.inventory.maas import (
+    FORBIDDEN,
+    Client,
+    MaasAccess,
+    Machine,
+    Status,
+    had_no_effect,
+    maas_access,
+)
 from reconciler.inventory.machines import (
     UNSURE,
     UNSURE_LOCK,
@@ -321,7 +329,7 @@ def _write(
             try:
                 maas.lock(system_id, comment=reason)
             except RunError as refusal:
-                if not isinstance(refusal, LauncherAway):
+                if had_no_effect(refusal):
                     # MAAS refused, so a lock that exists now is a person's.
                     keep(locked=False)
                 raise

@@ -360,8 +360,20 @@ class Client(Conversation):
     def add_journal(self, entries: Sequence[Mapping[str, Any]]) -> None:
         self._request("POST", JOURNAL, json=list(entries))
 
+    def may_view(self, path: str) -> bool:
+        """Whether the token may view these objects."""
+        try:
+            self._request("GET", path, params={"limit": "1", "fields": "id"})
+        except RunError as refusal:
+            if refusal.code != "netbox_forbidden":
+                raise
+            return False
+        return True
+
     def rights(self, path: str) -> frozenset[str]:
-        """`add`, `change` and `delete`, as far as the token has the right for these objects."""
+        """`add`, `change` and `delete`, as far as the token has the right for these objects.
+        NetBox answers this also without the right to view them.
+        """
         document, _ = self._request("OPTIONS", path)
         actions = document.get("actions") if isinstance(document, dict) else None
         names = {"POST": "add", "PUT": "change"}

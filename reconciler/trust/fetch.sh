@@ -35,15 +35,17 @@ while :; do
     --max-time 60 "$@" --header 'Content-Type: application/json' --data @- \
     --output "$work/enrol.sh" --write-out '%{http_code}' \
     "$api_url/api/v1/nodes/$node_id/userdata" 2> "$work/curl") || failed=$?
-  # A service that starts, or a network that comes up. A ticket that was used is refused by 401.
+  # A service that starts or ends, or a network that comes up. A ticket that was used is refused by
+  # 401. curl: 6, 7 no connection, 28 no answer in time, 35, 52, 55, 56 a connection that ended.
   case $failed/$http in
     0/200) break ;;
-    0/50[0-9] | [67]/* | 28/*) ;;
+    0/50[0-9] | 0/408 | 0/425 | 0/429 | [67]/* | 28/* | 35/* | 5[256]/*) ;;
     0/*) die "no enrolment script: HTTP $http" ;;
     *) die "no enrolment script: $(tr -cd '[:print:]' < "$work/curl" | cut -c1-200)" ;;
   esac
   tries=$((tries + 1))
-  [ "$tries" -lt 20 ] || die "no enrolment script from $api_name"
+  # Ten minutes for a service that is upgraded: nobody asks for this machine's enrolment again.
+  [ "$tries" -lt 200 ] || die "no enrolment script from $api_name"
   sleep "$pause"
 done
 # An error page, or an answer that was cut off, is no script.

@@ -19,7 +19,14 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import clock, locks
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, Task
-from reconciler.inventory.maas import FORBIDDEN, Client, Machine, Status, maas_access
+from reconciler.inventory.maas import (
+    FORBIDDEN,
+    Client,
+    Machine,
+    Status,
+    had_no_effect,
+    maas_access,
+)
 from reconciler.inventory.maas_sync import MAAS_SCRIPTS, shipped_digest
 from reconciler.inventory.machines import (
     OTHER_SERIAL,
@@ -131,7 +138,7 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
                 with transaction(engine) as conn:
                     if verb == "unlock" and refusal.code == FORBIDDEN:
                         _remember(conn, task, locked=True)
-                    if verb == "release" and _is_definite(refusal):
+                    if verb == "release" and had_no_effect(refusal):
                         _remember(conn, task, returned=_is_returned(node))
                 raise
             _give_back(engine, task, replace(progress, answered=True), asdict(progress))
@@ -207,11 +214,6 @@ def _request(kind: TaskKind, node: Node, machine: Machine, progress: Progress) -
 def _is_returned(node: Node) -> bool:
     """Whether another client may have had the machine with the same user, since its release."""
     return bool((node.maas or {}).get("returned")) and not installation.is_installed(node)
-
-
-def _is_definite(refusal: RunError) -> bool:
-    """Whether the request certainly had no effect."""
-    return not isinstance(refusal, LauncherAway) and refusal.code != "maas_wrong_machine"
 
 
 def _asking(progress: Progress, verb: Verb, now: float) -> Progress:

@@ -102,6 +102,7 @@ def test_every_field_arrives(imported: Import) -> None:
     common = yaml.safe_load((ROOT / "awx" / "job_templates.yml").read_text())["job_template"]
     references = {"organization", "project", "inventory", "execution_environment", "credentials"}
     plain = {name: value for name, value in common.items() if name not in references}
+    plain["extra_vars"] = json.dumps(plain["extra_vars"])
     launched = [t for t in objects["job_templates"] if t["name"].startswith("gpuaas.slice.")]
     for template in launched:
         assert {name: template[name] for name in plain} == plain
@@ -202,7 +203,8 @@ def test_teams_get_what_they_need_and_no_more(imported: Import) -> None:
 
 def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import) -> None:
     before = imported.controller.objects()
-    imported.controller.spoil("gpuaas.slice.parity", limit="all", allow_simultaneous=False)
+    change = {"limit": "all", "allow_simultaneous": False, "start_at_task": "Look again"}
+    imported.controller.spoil("gpuaas.slice.parity", extra_vars="slice_remediate: true", **change)
     deleted = ("gpuaas.slice.reboot_node", "gpuaas operate node", "gpuaas compare NetBox")
     for name in deleted:
         imported.controller.delete(name)
@@ -221,6 +223,7 @@ def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import
     template = named(after["job_templates"], "gpuaas.slice.parity")
     assert template["limit"] == "no-host-chosen"
     assert template["allow_simultaneous"] is True
+    assert (template["extra_vars"], template["start_at_task"]) == ("{}", "")
     assert scheduled(after) == scheduled(before)
     for name in deleted:
         old, new = (named(objects["job_templates"], name) for objects in (before, after))

@@ -35,12 +35,9 @@ _HEADER = re.compile(
     r' oauth_signature="(?P<signature>[^"]+)", oauth_nonce="(?P<nonce>[0-9a-f]{16,})",'
     r' oauth_timestamp="(?P<timestamp>[0-9]+)"'
 )
-_NAMES = {
-    **{1: "Commissioning", 4: "Ready", 6: "Deployed", 8: "Broken", 9: "Deploying", 10: "Allocated"},
-    **{11: "Failed deployment", 12: "Releasing", 13: "Failed releasing", 16: "Rescue mode"},
-}
+_NAMES = {row["number"]: row["label"] for row in TABLE["statuses"].values()}
 # Statuses that end by themselves, with their end.
-_MOVING = {9: 6, 12: 4}
+_MOVING = {9: 6, 12: 4, 14: 4}
 _DEFAULTS: dict[str, Any] = {
     **{"owner": "", "locked": False, "tag_names": [], "status_message": "", "status": 4},
     **{"workload_annotations": {}, "osystem": "ubuntu", "distro_series": "noble"},
@@ -56,7 +53,8 @@ class Faults:
     somebody else, by operation, just before it. vanish: machine that MAAS loses at its next moving
     state. body: answer to each GET. list_s: seconds until a list of machines is answered.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
-    deployment fails. missing: tags that nobody has made. events: those from before, oldest first.
+    deployment fails. erases: MAAS is set to erase disks at each release. missing: tags that nobody
+    has made. events: those from before, oldest first.
     """
 
     token: str = TOKEN
@@ -78,6 +76,7 @@ class Faults:
     fails: list[str] = field(default_factory=list)
     events: list[dict[str, str]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    erases: bool = False
     list_s: float = 0.0
 
 
@@ -248,24 +247,26 @@ class Handler(BaseHTTPRequestHandler):
         refused = ""
         if verb in ("lock", "unlock"):
             if machine["locked"] == (verb == "lock"):
-                refused = f"Machine is already {verb}ed"
+                refused = f"Machine is {'already' if verb == 'lock' else 'not'} locked"
             elif verb == "lock" and status not in (6, 9):
                 refused = "Can't lock, machine isn't deployed"
             else:
                 machine["locked"] = verb == "lock"
                 text = f"({USER}) - {fields['comment']}"
-                row = {"node": machine["system_id"], "type": f"User {verb}ing node"}
+                kind = TABLE["events"][("lock", "unlock").index(verb)]
+                row = {"node": machine["system_id"], "type": kind}
                 maas.events.append({**row, "description": text})
         elif held:
             return 403, "You do not have permission to edit this machine."
         elif verb == "set_workload_annotations":
             machine["workload_annotations"] |= fields
-        elif verb == "release" and status not in (4, 6, 9, 10, 11, 12, 13, 15):
+        elif verb == "release" and status not in (4, 12, *TABLE["releasable"]):
             refused = f"Machine cannot be released in its current state ({status})."
         elif verb == "release" and fields.get("scripts", "") not in ("", *maas.scripts):
             return 400, {"scripts": [f"{fields['scripts']} is not one of the available choices."]}
         elif verb == "release" and status not in (4, 12):
-            maas.move(machine, 12)
+            # With a script of ours beside MAAS's own, MAAS shows "Releasing".
+            maas.move(machine, 14 if maas.faults.erases and not fields.get("scripts") else 12)
         elif verb == "deploy" and status not in (4, 10):
             refused = f"Can't deploy a machine that is in the '{_NAMES[status]}' state"
         elif verb == "deploy":

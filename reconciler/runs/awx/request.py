@@ -22,8 +22,8 @@ from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.scrub import scrub
 from reconciler.runs.spec import PYTHON, NodeAccess, RunError, RunSpec
 
-# Required fields of a template. Without allow_simultaneous, nodes would wait for each other. Tags
-# and slices would carry out a part of the playbook, or several copies.
+# Required fields of a template. Without allow_simultaneous, nodes would wait for each other. Tags,
+# slices and another first task would carry out a part of the playbook, or several copies.
 REQUIRED: dict[str, Any] = {
     "job_type": "run",
     "ask_variables_on_launch": True,
@@ -33,8 +33,11 @@ REQUIRED: dict[str, Any] = {
     "survey_enabled": False,
     "job_tags": "",
     "skip_tags": "",
+    "start_at_task": "",
     "job_slice_count": 1,
 }
+# Texts of AWX for a template without variables of its own.
+_NO_VARIABLES = ("", "---", "{}")
 # What Ansible takes for a template; the header may declare marks of its own.
 _TEMPLATE_MARKS = ("{{", "{%", "{#", "#jinja2:")
 # Variables of the connection that Ansible would take from the facts that a host answers, where
@@ -238,6 +241,8 @@ def _wrong_fields(template: dict[str, Any], playbook: str) -> Iterator[str]:
     for field, value in {**REQUIRED, "playbook": f"playbooks/{playbook}.yml"}.items():
         if template.get(field) != value:
             yield f"{field} is {template.get(field)!r} and not {value!r}"
+    if str(template.get("extra_vars") or "").strip() not in _NO_VARIABLES:
+        yield "it has variables of its own, which a run gets too"
     if template.get("scm_branch"):
         yield f"it has a branch of its own, {template['scm_branch']!r}"
     if not isinstance(template.get("inventory"), int):

@@ -1,6 +1,7 @@
 """Fields of AWX's objects from its source: python tests/data/awx/extract.py GIT-FOLDER COMMIT
 
-GIT-FOLDER: a clone of ansible/awx. Prints the text of fields-24.6.1.json. Names and choices only.
+GIT-FOLDER: a clone of ansible/awx. Prints the text of fields-24.6.1.json. Names and choices, and
+the explanations of jobs by which the launcher tells how they ended.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ KINDS = {
     "notification_templates": "NotificationTemplateSerializer",
     "teams": "TeamSerializer",
 }
+# What the launcher reads and sends.
+LAUNCHED = {
+    "job": "JobDetailSerializer",
+    "job_event": "JobEventSerializer",
+    "host": "HostSerializer",
+    "launch": "JobLaunchSerializer",
+}
+EXPLANATIONS = ("Task was marked as running", "Job reaped", "Job terminated due to")
 FOLDER, COMMIT = sys.argv[1:]
 
 
@@ -60,7 +69,7 @@ def bases(name: str) -> list[str]:
     return list(dict.fromkeys([name, *(row for parent in parents for row in bases(parent))]))
 
 
-def texts(node: ast.expr) -> list[str]:
+def texts(node: ast.AST) -> list[str]:
     return [str(c.value) for c in ast.walk(node) if isinstance(c, ast.Constant)]
 
 
@@ -122,13 +131,29 @@ def choices(name: str, field: str) -> list[object]:
         known.update(assignments(CLASSES[row].body))
 
     def value(node: ast.expr | None) -> ast.expr | None:
-        named = isinstance(node, (ast.Name, ast.Attribute))
-        return known.get(ast.unparse(node).rpartition(".")[2]) if named and node else node
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return node
+        owner, _, name = ast.unparse(node).rpartition(".")
+        if owner in CLASSES:
+            return dict(assignments(CLASSES[owner].body)).get(name)
+        return value(known.get(name))
 
     given = value(keyword(declared(name, field) or declared(model(name), field), "choices"))
     rows = given.elts if isinstance(given, (ast.List, ast.Tuple)) else []
     pairs = [value(row.elts[0]) for row in rows if isinstance(row, ast.Tuple)]
     return [row.value for row in pairs if isinstance(row, ast.Constant)]
+
+
+def explanations() -> Iterator[str]:
+    for module in (*modules("awx/main/dispatch"), *modules("awx/main/tasks")):
+        yield from (text for text in texts(module) if text.startswith(EXPLANATIONS))
+
+
+def without(name: str) -> list[str]:
+    """Fields that the class takes away from those that it inherits."""
+    (own,) = (node for node in CLASSES[name].body if isinstance(node, ast.ClassDef))
+    words = texts(dict(assignments(own.body))["fields"])
+    return sorted(word[1:] for word in words if word.startswith("-"))
 
 
 def main() -> None:
@@ -148,7 +173,15 @@ def main() -> None:
             "choices": {field: rows for field, rows in known.items() if rows},
         }
     source = f"ansible/awx at {git('rev-parse', f'{COMMIT}^{{commit}}').strip()} (Apache-2.0)"
-    document = {"source": f"{source}, by {sys.argv[0]}: awx/api, awx/main/models", "kinds": kinds}
+    launched = {kind: " ".join(sorted(meta(name, "fields"))) for kind, name in LAUNCHED.items()}
+    document = {
+        "source": f"{source}, by {sys.argv[0]}: awx/api, awx/main",
+        "kinds": kinds,
+        "launched": launched,
+        "not_in_lists_of_jobs": without("UnifiedJobListSerializer"),
+        "statuses": choices("JobDetailSerializer", "status"),
+        "explanations": sorted(set(explanations())),
+    }
     print(json.dumps(document, indent=1))
 
 

@@ -105,6 +105,11 @@ def test_the_doctor_checks_version_fields_and_least_rights(
     reading = [*least, f"PATCH {DEVICES}", "POST /api/virtualization/virtual-machines/"]
     (_, missing) = findings(forbidden=[*least, "GET /api/extras/journal-entries/"])
     assert missing == ("warn", "the token may not: view /extras/journal-entries/")
+    unseen = [f"GET {path}" for path in ("/api/ipam/prefixes/", *network)]
+    (_, missing) = findings(forbidden=[*least, *unseen])
+    # Without the networks of sites there is no comparison.
+    names = "/dcim/mac-addresses/, view /ipam/ip-addresses/, view /ipam/prefixes/, view /ipam/vrfs/"
+    assert missing == ("fail", f"the token may not: view {names}")
     (_, missing) = findings(forbidden=reading)
     assert missing[0] == "warn"
     assert "change /dcim/devices/, add /virtualization/virtual-machines/" in missing[1]

@@ -19,6 +19,7 @@ from reconciler.inventory.readings import Reading
 from reconciler.lifecycle import launch as launching
 from reconciler.model.states import NodeMode, SlotState
 from reconciler.records import nodes
+from tests.standin.maas import TABLE
 from tests.unit.reconciler.conftest import ADMIN, code
 from tests.unit.reconciler.work import test_maas
 from tests.unit.reconciler.work.test_maas import BAREMETAL, SLICE, Maas, machine
@@ -312,11 +313,13 @@ def test_a_list_takes_longer_than_a_request_of_a_task(
     assert maas.compare().complete
 
 
-def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas) -> None:
+@pytest.mark.parametrize("faults", [{"lost": ["lock"]}, {"other": {"lock": "other9"}}])
+def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas, faults: dict[str, Any]) -> None:
     with transaction(maas.engine) as conn:
         key = maas.machines.active(conn)
-    maas.begin(lost=["lock"])
-    assert maas.compare().error
+    maas.begin(machine(), machine("other9", tag_names=[]), **faults)
+    reading = maas.compare()
+    assert reading.error or "maas_wrong_machine" in by_code(reading, "not_written").found
     with transaction(maas.engine) as conn:
         launching.release(conn, key, ADMIN)
         assert maas.machines.released(conn, key)
@@ -409,6 +412,12 @@ def test_a_slice_host_to_be_is_not_locked_again_while_it_is_installed(maas: Maas
     assert maas.compare().done == {}
     assert maas.play().state == "succeeded"
     assert maas.asked()[-4:] == ["lock", "unlock", "release", "deploy"]
+
+
+def test_statuses_and_events_have_the_words_of_maas() -> None:
+    for status in client.Status:
+        assert TABLE["statuses"][status.name]["number"] == status
+    assert TABLE["events"] == [client._LOCKING, client._UNLOCKING]
 
 
 def test_strange_tags_reach_no_run(maas: Maas) -> None:

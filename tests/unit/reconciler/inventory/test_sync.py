@@ -474,6 +474,20 @@ def test_what_people_gave_to_a_slice_is_never_deleted_with_it(netbox: Pass, stat
             ["netbox_serial_twice", "netbox_serial_twice"],
         ),
         ([device("n1"), device("n1", "10.0.0.7")], {}, ["netbox_device_twice"]),
+        # New machines: NetBox has a name once in each site, and an address once in each VRF.
+        (
+            [device("gpu9", "10.0.0.98"), device("gpu9", "10.0.0.99")],
+            {},
+            ["netbox_missing", *["netbox_new_twice"] * 2],
+        ),
+        (
+            [
+                device("gpu8", "10.0.0.99"),
+                device("gpu9", "10.0.0.99", local_context_data=None),
+            ],
+            {},
+            ["netbox_missing", "netbox_new_twice", "netbox_profile_unknown"],
+        ),
         (
             [device("gpu9", "192.0.2.1")],
             {"prefixes": [PREFIX]},
@@ -513,6 +527,14 @@ def test_contradictions_are_named_and_nothing_is_done_about_them(
     assert (result.done, set(methods(netbox))) == ({}, {"GET"})
     with reading(netbox.site.engine) as conn:
         assert [node.id for node in node_records.every(conn)] == ["n1"]
+
+
+def test_a_node_with_an_address_outside_the_networks_of_its_site_is_named_and_shown(
+    netbox: Pass,
+) -> None:
+    netbox.begin(device("n1"), prefixes=[{**PREFIX, "prefix": "192.0.2.0/24"}])
+    result = netbox(apply=True)
+    assert (codes(result), result.done) == (["netbox_address_outside"], {"devices written": 1})
 
 
 @pytest.mark.parametrize(

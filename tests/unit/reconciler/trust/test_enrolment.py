@@ -137,16 +137,24 @@ def test_a_machine_of_maas_fetches_its_script_with_a_ticket(
     host: Host, api: Api, trust: ca.Trust
 ) -> None:
     script = userdata(api.url, "n1", TOKEN)
-    enrols, starting = certifying(trust), [(503, "{}")]
-    api.reply = lambda body: (
-        (starting.pop() if starting else (200, script)) if "ticket" in body else enrols(body)
-    )
+    # The service starts, has too many at once, and ends its connections.
+    enrols, starting = certifying(trust), [(503, "{}"), (429, "{}"), None]
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        if "ticket" not in body:
+            return enrols(body)
+        answer = starting.pop() if starting else (200, script)
+        assert answer, "the connection ends without an answer"
+        return answer
+
+    api.reply = reply
     fetch = userdata(api.url, "n1", "ticket-canary-0123456789", ticket=True)
     done = host.run(fetch)
     assert done.returncode == 0, done.stderr
-    again, first, second = api.asked
-    assert again == first == ("/api/v1/nodes/n1/userdata", {"ticket": "ticket-canary-0123456789"})
-    assert (second[0], second[1]["token"]) == ("/api/v1/nodes/n1/enrol", TOKEN)
+    *fetches, enrolment = api.asked
+    wish = ("/api/v1/nodes/n1/userdata", {"ticket": "ticket-canary-0123456789"})
+    assert fetches == [wish] * 4
+    assert (enrolment[0], enrolment[1]["token"]) == ("/api/v1/nodes/n1/enrol", TOKEN)
     assert "ticket-canary" not in host.text("arguments")
 
 

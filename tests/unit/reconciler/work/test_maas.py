@@ -188,6 +188,21 @@ def test_after_a_tenant_the_machine_is_installed_anew_by_itself(maas: Maas) -> N
     assert kinds == ["slice.topology_discover"]
 
 
+@pytest.mark.parametrize("erased", [True, False])
+def test_a_site_whose_maas_erases_disks_at_each_release(maas: Maas, erased: bool) -> None:
+    maas.tenancy()
+    maas.begin(erases=True, failing={} if erased else {"14": 15}, slow=3)
+    task = maas.play()
+    assert (task.error or {}).get("code", "") == ("" if erased else "maas_failed")
+    if not erased:
+        assert "Failed disk erasing" in task.error["found"]
+        # MAAS takes the release of such a machine.
+        maas.begin(machine(status=15))
+        maas.queue()
+        assert maas.play().state == "succeeded"
+    assert maas.asked()[-2:] == ["release", "deploy"]
+
+
 def test_answers_that_are_lost_are_read_and_not_asked_again(maas: Maas) -> None:
     maas.tenancy()
     maas.begin(lost=["release", "deploy"])

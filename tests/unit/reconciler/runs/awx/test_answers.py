@@ -1,18 +1,24 @@
-"""Answers of AWX 24.6.1, as they were measured, in the stand-in: each of these was once another."""
+"""Answers of AWX 24.6.1, as they were measured, in the stand-in: each of these was once another.
+Names of fields and explanations are those of its source (tests/data/awx).
+"""
 
 from __future__ import annotations
 
+import json
 import ssl
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.standin.awx import REAPED_AT_START, REAPED_FROM_QUEUE
+from reconciler.runs.awx import job as launcher
+from reconciler.runs.awx import request
+from tests.standin.awx import ACTIVE, REAPED_AT_START, REAPED_BY_PEER, REAPED_FROM_QUEUE
 from tests.standin.controller import TOKEN, Controller
-from tests.unit.reconciler.runs.awx.conftest import events
+from tests.unit.reconciler.runs.awx.conftest import ROOT, events, spec
 
 pytestmark = pytest.mark.covers("CTRL-9")
+SOURCE = json.loads((ROOT / "tests/data/awx/fields-24.6.1.json").read_text())
 FORBIDDEN = "You do not have permission to perform this action."
 
 
@@ -107,3 +113,32 @@ def test_lists_and_refusals(
 def test_a_stranger(awx: Controller) -> None:
     status, detail = ask(awx, "GET /jobs/", token="another")
     assert (status, "To establish a login session" in detail) == (401, True)
+
+
+def test_answers_and_requests_have_the_fields_of_awx_and_no_others(awx: Controller) -> None:
+    def fields(request_line: str) -> set[str]:
+        answer = ask(awx, request_line)[1]
+        return set(answer["results"][0] if "results" in answer else answer)
+
+    known = {kind: set(names.split()) for kind, names in SOURCE["launched"].items()}
+    begin(awx)
+    page, listed = fields("GET /jobs/1/"), fields("GET /jobs/")
+    assert page <= known["job"]
+    # What only a job's own page shows.
+    assert page - listed == page & set(SOURCE["not_in_lists_of_jobs"])
+    assert {"result_traceback", "event_processing_finished"} <= page - listed
+    assert fields("GET /jobs/1/job_events/") <= known["job_event"]
+    assert fields("GET /inventories/3/hosts/") <= known["host"]
+    template = SOURCE["kinds"]["job_templates"]
+    written = {*template["writable"].split(), *template["read_only"].split()}
+    assert fields("GET /job_templates/") <= written
+    assert set(request.body(spec())) <= known["launch"]
+
+
+def test_ends_of_jobs_are_told_by_words_of_awx() -> None:
+    assert set(SOURCE["statuses"]) - {"new"} == {*ACTIVE, *launcher._OVER}
+    told = SOURCE["explanations"]
+    assert {REAPED_AT_START, REAPED_FROM_QUEUE, REAPED_BY_PEER} == {
+        text for text in told if text.startswith(launcher._REAPED)
+    }
+    assert any(launcher._TIMED_OUT.startswith(text) for text in told)

@@ -48,6 +48,9 @@ def refused(site: Site) -> RunError:
         ({"templates": {"ask_variables_on_launch": False}}, "awx_template_wrong"),
         ({"templates": {"playbook": "playbooks/release_slice.yml"}}, "awx_template_wrong"),
         ({"templates": {"inventory": None}}, "awx_template_wrong"),
+        # A disk that is not wiped, and a task at which the playbook begins.
+        ({"templates": {"extra_vars": '{"slice_written_off": []}'}}, "awx_template_wrong"),
+        ({"templates": {"start_at_task": "Look again"}}, "awx_template_wrong"),
         (
             {"templates": {"summary_fields": {"user_capabilities": {"start": False}}}},
             "awx_forbidden",
