@@ -265,9 +265,20 @@ def parity(node: Node, wait: Wait = True) -> None:
     if not tasks.queue(path, wait=wait):
         return
     report = client().get(path)["document"]
-    if not output.in_json(report):
-        not_passed = [row for row in report["checks"] if row["status"] != "PASS"]
-        output.rows(not_passed, "status", "check", "detail", "remediation")
+    show_checks(report)
+    require_passed(report)
+
+
+def show_checks(report: dict[str, Any]) -> None:
+    """The checks of a parity report that did not pass."""
+    if output.in_json(report):
+        return
+    not_passed = [row for row in report["checks"] if row["status"] != "PASS"]
+    output.rows(not_passed, "status", "check", "detail", "remediation")
+
+
+def require_passed(report: dict[str, Any]) -> None:
+    """Exit with an error when a check of a parity report failed."""
     output.line(f"failures {report['failures']}, warnings {report['warnings']}")
     if report["failures"]:
         raise typer.Exit(1)

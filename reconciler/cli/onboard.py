@@ -24,8 +24,9 @@ from reconciler.runs.paths import write_text
 
 Record = dict[str, Any]
 
-# Blockers of a candidate that the takeover of its disk ends.
+# Blockers of a candidate, and of a slot, that the takeover of its disk ends.
 _LIFTED = frozenset({"mounted", "mounted_child", "unexpected_filesystem", "partitions_present"})
+_UNPROVEN = frozenset({"proof_missing", "proof_outdated", "proof_stale"})
 _ENROL_S = 900
 _PAUSE_S = 2.0
 
@@ -61,7 +62,7 @@ def onboard(
     if not walk.proven():
         # Both count only when they are newer than the approval.
         walk.discover()
-        nodes.parity(node)
+        walk.prove()
     walk.sell()
 
 
@@ -107,16 +108,23 @@ class _Walk:
                 )
 
     def bootstrap(self) -> None:
-        row = client().get(self.path)
-        if row["state"] == "ready" and row["mode"] == "slice":
+        if self._prepared():
             return
+        row = client().get(self.path)
         path, why = f"{self.path}/bootstrap", {"reason": self.reason}
         plan = (tasks.queue(path, {**why, "plan_only": True}, wait=True) or {})["result"]
         digest = plan["plan_digest"]
         shown = {"address": row["address"], "allow_reboot": self.allow_reboot, "plan": digest}
+        if self._prepared():
+            # A bootstrap of an earlier call, which was interrupted, has ended before the plan.
+            return
         self._ask("bootstrap", shown, self._bootstrap_lines(row["address"], plan))
         body = {**why, "allow_reboot": self.allow_reboot, "expected_plan": digest}
         tasks.queue(path, body, wait=True)
+
+    def _prepared(self) -> bool:
+        row = client().get(self.path)
+        return (row["state"], row["mode"]) == ("ready", "slice")
 
     def _bootstrap_lines(self, address: str, plan: Record) -> list[str]:
         kernel = plan["kernel"]
@@ -134,14 +142,31 @@ class _Walk:
         return [*lines, f"  restart {restart}{allowed}"]
 
     def discover(self) -> None:
-        nodes.discover(self.node)
+        report = self._report("slice-topology/discovery")
+        if not output.is_json():
+            nodes.show_candidates(report)
+
+    def prove(self) -> None:
+        """Run parity; exits with an error when a check failed."""
+        report = self._report("parity")
+        if not output.is_json():
+            nodes.show_checks(report)
+        nodes.require_passed(report)
+
+    def _report(self, kind: str) -> Record:
+        """A new report of the host. Of JSON the command prints one document, the slots."""
+        tasks.queue(f"{self.path}/{kind}", wait=True)
+        document: Record = client().get(f"{self.path}/{kind}")["document"]
+        return document
 
     def take_disks(self) -> None:
-        """Erase the disks of candidates that have no proof of it yet."""
-        done = self._taken() | {slot["nvme_device"] for slot in self._slots()}
+        """Erase the disks of candidates, and of slots off sale, that have no proof of it yet."""
+        slots = self._slots()
+        done = self._taken() | {slot["nvme_device"] for slot in slots}
         rows = [row for row in self._candidates() if _codes(row) <= _LIFTED]
         devices = [row["bundle"]["nvme_device"] for row in rows]
         devices = [device for device in devices if device and device not in done]
+        devices += [slot["nvme_device"] for slot in slots if self._unproven(slot)]
         if not devices:
             return
         path, body = f"{self.path}/storage-transition", {"devices": devices, "reason": self.reason}
@@ -170,10 +195,10 @@ class _Walk:
             raise self._problem("candidate_not_found", "a candidate without blockers", "none", "")
 
     def bind(self) -> None:
-        """Bind the slots' devices, unless that was done since the last approval."""
+        """Bind the slots' devices, unless that was done since the last approval and bootstrap."""
         bound = max((task["created_at"] for task in self._tasks("node.bind_topology")), default="")
         approved = max(slot["approved_at"] for slot in self._slots())
-        if bound < approved:
+        if bound < max(approved, self._bootstrapped_at()):
             tasks.queue(f"{self.path}/bind-topology", {"reason": self.reason}, wait=True)
 
     def proven(self) -> bool:
@@ -237,12 +262,7 @@ class _Walk:
 
     def _taken(self) -> set[str]:
         """Disks that were erased for slots since the host was last made a slice host."""
-        prepared = [
-            task
-            for task in self._tasks("node.bootstrap")
-            if not task["parameters"].get("plan_only")
-        ]
-        since = max((task["created_at"] for task in prepared), default="")
+        since = self._bootstrapped_at()
         return {
             device["nvme_device"]
             for task in self._tasks("node.storage_transition")
@@ -250,6 +270,19 @@ class _Walk:
             for device in task["result"].get("devices", [])
             if device.get("proof")
         }
+
+    def _unproven(self, slot: Record) -> bool:
+        """Whether the slot is off sale for want of a proof of this installation for its disk."""
+        if slot["status"] != "disabled":
+            return False
+        gate = client().get(f"{self.path}/resource-slots/{slot['id']}")["gate"]
+        return not _UNPROVEN.isdisjoint(row["code"] for row in gate)
+
+    def _bootstrapped_at(self) -> str:
+        """When the last bootstrap that succeeded was asked for; "" for never."""
+        tasks = self._tasks("node.bootstrap")
+        made = (task["created_at"] for task in tasks if not task["parameters"].get("plan_only"))
+        return max(made, default="")
 
     def _tasks(self, kind: str) -> list[Record]:
         query = {"node_id": self.node, "kind": kind, "state": "succeeded"}

@@ -17,6 +17,7 @@ import yaml
 from reconciler.runs import contract
 from scripts.scenarios import RELEASES
 from tests.collection.conftest import ROOT, Installed
+from tests.unit.plugins.inventory import inventories
 
 pytestmark = pytest.mark.covers("ECO-1")
 
@@ -83,8 +84,31 @@ def test_a_release_of_ansible_takes_and_runs_the_collection(
     listed = ansible.run("ansible-playbook", "--syntax-check", "-i", "localhost,", *playbooks)
     assert listed.count("playbook: ") == len(playbooks)
     assert contract.check_result(ansible.discovered())["evidence"]["discovery"]["schema"] == 1
+    assert_inventories(ansible, tmp_path)
     series_of = "import sys; print('%d.%d' % sys.version_info[:2])"
     RELEASES.record(release, subprocess.check_output([python, "-c", series_of], text=True).strip())
+
+
+def assert_inventories(ansible: Installed, folder: Path) -> None:
+    """Both inventory plugins, which build on classes of Ansible that change with its releases."""
+    trap = "{{ lookup('ansible.builtin.pipe', 'touch " + str(folder / "trap") + "') }}"
+    made = {"compose": {"copied": "gpuaas_name ~ ''"}, "strict": True}
+    with inventories.answering() as service:
+        service.answers = {
+            "nodes": inventories.page({**inventories.NODE, "name": trap}),
+            "machines": [inventories.deployed("gpu1")],
+        }
+        zones = [{"prefix": "zone", "key": "maas_zone"}]
+        url = {case: service.url(case) for case in service.answers}
+        nodes = inventories.source(folder, "reconciler", url=url["nodes"], **made)
+        machines = inventories.source(folder, "maas", url=url["machines"], keyed_groups=zones)
+        words = ("-i", str(nodes), "-i", str(machines), "--list")
+        listed = ansible.json("ansible-inventory", *words)
+    assert listed["zone_rack_1"] == {"hosts": ["gpu1"]}
+    node = listed["_meta"]["hostvars"]["node-1"]
+    assert node["copied"] == {"__ansible_unsafe": trap}
+    assert node["gpuaas_scheduling"] is True
+    assert not (folder / "trap").exists()
 
 
 def test_the_collection_claims_the_releases_that_are_played() -> None:

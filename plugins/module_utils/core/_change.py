@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -221,6 +221,8 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
 
 def _unforeseen(about: str, problem: Exception) -> Refusal:
     """A system error as a refusal, so that completed steps are restored after it too."""
+    if isinstance(problem, PermissionError) and os.geteuid() != 0:
+        return _root_required(problem)
     frames = traceback.extract_tb(problem.__traceback__)
     plugin_frames = [frame for frame in frames if "/plugins/" in frame.filename] or frames
     where = f"{plugin_frames[-1].filename.rpartition('/')[2]}:{plugin_frames[-1].lineno}"
@@ -272,8 +274,9 @@ def run_parts(module: Any, parts: Sequence[Part]) -> None:
 
 def _run(module: Any, work: Callable[[], Outcome]) -> None:
     try:
-        answered_by = refuse_wrong_node()
-        outcome = work()
+        with _as_root():
+            answered_by = refuse_wrong_node()
+            outcome = work()
     except Refusal as refusal:
         module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
         return
@@ -290,6 +293,26 @@ def _run(module: Any, work: Callable[[], Outcome]) -> None:
         failed_step=outcome.failed_step,
         **({"part": outcome.failed_part} if outcome.failed_part else {}),
         **document,
+    )
+
+
+@contextlib.contextmanager
+def _as_root() -> Iterator[None]:
+    """Name the reason where a file is closed to a user who is not root."""
+    try:
+        yield
+    except PermissionError as denied:
+        if os.geteuid() == 0:
+            raise
+        raise _root_required(denied) from denied
+
+
+def _root_required(denied: PermissionError) -> Refusal:
+    return Refusal(
+        "root_required",
+        expected="root on the host",
+        found=f"user {os.geteuid()}: {denied}",
+        remedy="pass -b, or set ansible_become in the inventory",
     )
 
 
@@ -324,8 +347,9 @@ def attend(
     failure returns the values too, because they are its evidence.
     """
     try:
-        answered_by = refuse_wrong_node()
-        facts, refusal = watch(module.params, module.check_mode)
+        with _as_root():
+            answered_by = refuse_wrong_node()
+            facts, refusal = watch(module.params, module.check_mode)
         facts = {**facts, **answered_by}
     except Refusal as invalid:
         facts, refusal = {}, invalid

@@ -20,6 +20,53 @@ import yaml
 ROOT = Path(__file__).resolve().parents[4]
 
 
+NODE: dict[str, Any] = {
+    "id": "node-1",
+    "name": "node-1",
+    "address": "192.0.2.7",
+    "port": 22,
+    "ssh_user": "ubuntu",
+    "state": "ready",
+    "mode": "slice",
+    "profile": "xe9680l-h200",
+    "pool": "default",
+    "region": "",
+    "health_state": "healthy",
+    "fabric_interface": "",
+    "fabric_address": "",
+    "slice_scheduling": True,
+    "reboot_required": False,
+    "reinstall_required": False,
+    "maas_tags": None,
+}
+
+
+def page(*nodes: Any, more: Any = None) -> dict[str, Any]:
+    """An answer of the reconciler."""
+    return {"items": list(nodes), "next": more}
+
+
+def machine(name: str, **fields: Any) -> dict[str, Any]:
+    """A machine as MAAS shows it."""
+    return {
+        "system_id": f"{name}id",
+        "hostname": name,
+        "fqdn": f"{name}.maas",
+        "status": 6,
+        "tag_names": ["gpuaas-slice", "virtual"],
+        "ip_addresses": ["172.16.0.4", "10.20.0.4"],
+        "hardware_uuid": "4c4c4544-0051-3810-8057-b7c04f4e4733",
+        "zone": {"id": 1, "name": "rack-1"},
+        "pool": {"id": 0, "name": "default"},
+        "locked": False,
+        **fields,
+    }
+
+
+def deployed(name: str, **fields: Any) -> dict[str, Any]:
+    return machine(name, status_name="Deployed", **fields)
+
+
 def environment(**variables: str) -> dict[str, str]:
     """That of an Ansible program with our collection, and without settings of this machine."""
     return {

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.standin.maas import TOKEN
 from tests.standin.service import standing
-from tests.unit.plugins.inventory.inventories import answering, hosts, inventory, source
+from tests.unit.plugins.inventory.inventories import (
+    answering,
+    deployed,
+    hosts,
+    inventory,
+    machine,
+    source,
+)
 
 pytestmark = pytest.mark.covers("ECO-1", "ECO-3")
-
-
-def machine(name: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "system_id": f"{name}id",
-        "hostname": name,
-        "fqdn": f"{name}.maas",
-        "status": 6,
-        "tag_names": ["gpuaas-slice", "virtual"],
-        "ip_addresses": ["172.16.0.4", "10.20.0.4"],
-        "hardware_uuid": "4c4c4544-0051-3810-8057-b7c04f4e4733",
-        "zone": {"id": 1, "name": "rack-1"},
-        "pool": {"id": 0, "name": "default"},
-        "locked": False,
-        **fields,
-    }
 
 
 def test_deployed_machines_with_the_tag_and_an_address_of_the_site(tmp_path: Path) -> None:
@@ -62,10 +52,6 @@ def test_deployed_machines_with_the_tag_and_an_address_of_the_site(tmp_path: Pat
     assert "gpu4 is left out" in done.stderr
     assert record["violations"] == []
     assert [request["fields"] for request in record["requests"]] == [{}]
-
-
-def deployed(name: str, **fields: Any) -> dict[str, Any]:
-    return machine(name, status_name="Deployed", **fields)
 
 
 def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:

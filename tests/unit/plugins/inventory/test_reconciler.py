@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._service import LARGEST
 
 from tests.standin.bmc import authority
 from tests.standin.controller import standing
-from tests.unit.plugins.inventory.inventories import answering, hosts, inventory, source
+from tests.unit.plugins.inventory.inventories import NODE, answering, hosts, inventory, page, source
 
 pytestmark = pytest.mark.covers("ECO-1", "ECO-4")
-
-NODE: dict[str, Any] = {
-    "id": "node-1",
-    "name": "node-1",
-    "address": "192.0.2.7",
-    "port": 22,
-    "ssh_user": "ubuntu",
-    "state": "ready",
-    "mode": "slice",
-    "profile": "xe9680l-h200",
-    "pool": "default",
-    "region": "",
-    "health_state": "healthy",
-    "fabric_interface": "",
-    "fabric_address": "",
-    "slice_scheduling": True,
-    "reboot_required": False,
-    "reinstall_required": False,
-    "maas_tags": None,
-}
-
-
-def page(*nodes: Any, more: Any = None) -> dict[str, Any]:
-    return {"items": list(nodes), "next": more}
-
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "twice": (page(NODE, NODE), "reconciler_name_ambiguous"),
@@ -53,7 +30,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "endless": (page(more="again"), "reconciler_invalid"),
     "portal": (b"<html>log in</html>", "reconciler_silent"),
     "deep": (b"[" * 100_000, "reconciler_silent"),
-    "large": (b" " * (33 << 20), "reconciler_silent"),
+    "large": (b" " * LARGEST + json.dumps(page(NODE)).encode(), "reconciler_silent"),
     "moved": (page(NODE), "reconciler_refused"),
     "drip": (None, "reconciler_silent"),
 }

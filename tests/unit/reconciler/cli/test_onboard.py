@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,16 @@ class Host:
         self.foreseen = f"sha256:{'a' * 64}"
         self.kernel: dict[str, Any] = {"arguments": ["iommu=pt"], "reboot_reasons": ["x"]}
         self.unforeseen = ""
+        # A bootstrap that an earlier command has asked for ends before the plan of the next one.
+        self.late = False
+        self.identity: dict[str, Any] = discovery()["identity"]
         self.erased: set[str] = set()
         self.broken: set[int] = set()
 
     def discovery(self) -> dict[str, Any]:
         """The recorded one, with a fabric function for each free slot, and a disk to erase."""
         document = copy.deepcopy(discovery())
+        document["identity"] = self.identity
         used = bundle(FREE[0])["nvme_device"] not in self.erased
         fabric = [{"code": "fabric_vf_missing", "detail": "none"}]
         blockers = dict.fromkeys(self.broken, fabric) | {
@@ -52,9 +57,10 @@ class Host:
         return document
 
     def __call__(self, conn: Any, task: Task) -> dict[str, Any]:
-        identity = discovery()["identity"]
         match task.kind:
             case "node.bootstrap" if task.parameters.get("plan_only"):
+                if self.late:
+                    host.bootstrapped(conn, NODE, ACT, identity=self.identity)
                 packages = {"part": "packages", "steps": "install_package(zstd)", "open": ""}
                 libvirt = {"part": "libvirt", "steps": "", "open": "command_missing"}
                 kernel = {"part": "kernel", "steps": "", "open": self.unforeseen}
@@ -62,14 +68,14 @@ class Host:
                 return {**plan, "kernel": {"running": ["quiet"], **self.kernel}}
             case "node.bootstrap":
                 assert task.parameters["expected_plan"] == self.foreseen
-                host.bootstrapped(conn, NODE, ACT, identity=identity)
+                host.bootstrapped(conn, NODE, ACT, identity=self.identity)
             case "slice.topology_discover":
                 host.record_discovery(conn, NODE, self.discovery(), ACT, task_id=task.id)
             case "node.storage_transition":
                 return {"devices": [self._disk(conn, task, d) for d in task.parameters["devices"]]}
             case "node.parity":
                 report = {"failures": self.failures, "warnings": 0, "checks": []}
-                report |= wipes.proven(discovery())
+                report |= wipes.proven(self.discovery())
                 host.record_parity(conn, NODE, report, ACT, task_id=task.id)
                 gate.open_gate(conn, NODE, ACT)
         return {}
@@ -145,16 +151,53 @@ def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
     assert kinds(new).count("node.storage_transition.apply") == 1
     with reading(new.engine) as conn:
         assert slots.of_node(conn, NODE) == []
-    gpuaas(*ONBOARD, "--yes-to", approve)
+    # A program reads one document, although two discoveries and a parity report come before it.
+    gpuaas("--output", "json", *ONBOARD, "--yes-to", approve)
     assert gpuaas.status == 0, gpuaas.err
+    assert {slot["status"] for slot in json.loads(gpuaas.out)} == {"available"}
     assert kinds(new).count("node.bootstrap") == 1
     assert kinds(new).count("node.storage_transition.apply") == 1
     assert kinds(new)[-3:] == ["node.bind_topology", "slice.topology_discover", "node.parity"]
-    assert "available" in gpuaas.out
     assert "the site sells no slices" in gpuaas.err
     ended = kinds(new)
     gpuaas(*ONBOARD)
     assert (gpuaas.status, kinds(new)) == (0, ended)
+
+
+def test_a_bootstrap_that_outlived_its_command_is_not_asked_for_again(
+    new: Stack, gpuaas: Gpuaas
+) -> None:
+    machine = Host()
+    gpuaas.at(new).ending(new, machine)
+    with transaction(new.engine) as conn:
+        host.enrolled(conn, NODE, ACT, **discovery()["identity"])
+    machine.late, machine.foreseen = True, f"sha256:{'c' * 64}"
+    gpuaas(*ONBOARD)
+    assert kinds(new)[1:] == ["slice.topology_discover", "node.storage_transition"]
+
+
+def test_a_host_that_was_installed_anew_is_erased_bound_and_proven_again(
+    selling: Stack, gpuaas: Gpuaas
+) -> None:
+    """Its slots are still approved. The new installation has no proof of their disks."""
+    machine = Host()
+    gpuaas.at(selling).ending(selling, machine)
+    gpuaas("nodes", "bind", NODE)
+    with transaction(selling.engine) as conn:
+        machine.identity = {**machine.identity, "machine_id": "f" * 32, "boot_id": "b2"}
+        host.enrolled(conn, NODE, ACT, **machine.identity)
+    words: list[str] = []
+    for _plan in range(2):
+        gpuaas(*ONBOARD, *words)
+        words += ["--yes-to", plan(gpuaas)]
+    assert gpuaas.err.count("to be wiped: ") == len(FREE)
+    gpuaas(*ONBOARD, *words)
+    assert gpuaas.status == 0, gpuaas.err
+    assert kinds(selling)[-4:] == [
+        "slice.topology_discover", "node.bind_topology", "slice.topology_discover", "node.parity",
+    ]  # fmt: skip
+    with reading(selling.engine) as conn:
+        assert {slot.status for slot in slots.of_node(conn, NODE)} == {"available"}
 
 
 def test_a_candidate_that_was_left_out_becomes_a_slot_once_it_is_mended(

@@ -111,6 +111,29 @@ def test_a_host_refuses_the_run_of_another_node(
     assert document.get("answered_by") == (None if code else enrolled or None)
 
 
+def test_who_is_not_root_and_may_not_read_is_told_to_become_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Playbooks do not become root by themselves."""
+
+    def closed(*_given: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "/sys/firmware/acpi/tables/DMAR")
+
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    subject = _change.Subject(closed, closed, closed)
+    for drive, given in (
+        (_change.inform, closed),
+        (_change.run, subject),
+        (_change.run_parts, (part("first", subject),)),
+    ):
+        module = Module()
+        drive(module, given)
+        how, document = module.left
+        assert (how, document["error"]["code"]) == ("fail", "root_required")
+        assert "user 1000" in document["error"]["found"]
+        assert "-b" in document["error"]["remedy"]
+
+
 def part(name: str, subject: _change.Subject) -> _change.Part:
     return _change.Part(name, subject, lambda params, facts: {**params, "before": dict(facts)})
 
