@@ -101,6 +101,30 @@ def test_a_run_outlives_a_restart_of_its_unit(machine: Machine) -> None:
     assert (task["state"], task["attempt"]) == ("succeeded", 1), task
 
 
+@pytest.mark.covers("ORCH-1")
+def test_a_pool_of_the_unit_answers_and_outlives_its_restart(machine: Machine) -> None:
+    """The shipped model, within the unit's filters and limits."""
+    gpuaas(machine, "projects", "add", "p")
+    gpuaas(machine, "pools", "start", "a", "--model", "digits", "--memory", "512", "--wait")
+    machine.run("tee", "/tmp/call.json", text='{"segments": [[0, 1, 1, 0, 0, 0, 0]]}')
+
+    def digit() -> Any:
+        of = ("--project", "p", "--wait", "--output", "json")
+        return json.loads(gpuaas(machine, "jobs", "submit", "digits", "/tmp/call.json", *of))
+
+    def pids() -> list[int]:
+        pool = json.loads(gpuaas(machine, "pools", "show", "a", "--output", "json"))
+        return [worker["pid"] for worker in pool["workers"]]
+
+    assert digit()["result"]["digit"] == [1]
+    before = pids()
+    machine.run("systemctl", "restart", "gpuaas.service")
+    until(machine, ready)
+    assert digit()["result"]["digit"] == [1] and pids() == before
+    gpuaas(machine, "pools", "stop", "a", "--wait")
+    assert machine.try_("test", "-e", f"/proc/{before[0]}").returncode == 1
+
+
 def test_a_killed_service_is_started_again(machine: Machine) -> None:
     before = shown(machine, "gpuaas.service", "MainPID")
     machine.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", "gpuaas.service")

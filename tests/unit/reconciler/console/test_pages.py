@@ -1551,6 +1551,11 @@ def test_a_pool_is_started_stopped_and_evicted_on_its_page(selling: Stack, brows
     assert not [form for form in Page(text).forms if id in form.call]
     assert path in admin.open("/console/pools").links, "among those that have ended"
 
+    apart = {"name": "apart", "models__words": "m", "target": "allocation", "project_id": "demo"}
+    form = admin.open("/console/pools").form("POST /pools")
+    path = admin.send("/console/pools", form, **apart).headers["Location"]
+    assert "the launch that names it" in admin.get(path).text
+
     path = f"/console/pools/{hot}"
     admin.send(path, admin.open(path).form(f"POST /pools/{hot}/stop"), reason="enough")
     page = admin.open(path)
