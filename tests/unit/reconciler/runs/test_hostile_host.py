@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.config.manager import ConfigManager
 from ansible.plugins.connection import ssh as ansible_ssh
 from ansible.vars.clean import clean_facts
 
@@ -413,6 +414,9 @@ def test_a_job_of_awx_leaves_no_variable_of_the_connection_to_a_host() -> None:
     moot = {"ansible_control_path", "ansible_control_path_dir"}
     assert "ControlPath=" in given["ansible_ssh_args"]
     assert left - set(given) == moot
+    # A job reads this file of AWX's project. Other facts would replace variables of the run.
+    project = ConfigManager(conf_file=str(ROOT / "ansible.cfg"))
+    assert project.get_config_value("INJECT_FACTS_AS_VARS") is False
 
 
 def _evidence(outcome: Outcome) -> dict[str, Any]:
