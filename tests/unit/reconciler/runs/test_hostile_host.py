@@ -311,6 +311,14 @@ def test_an_endless_answer_is_cut_off_before_it_is_held(
 
 
 @pytest.mark.covers("I12")
+def test_what_a_run_leaves_on_the_disk_is_bounded(pair: Pair) -> None:
+    pair.answer({"failed": True, "msg": "x" * 4_000_000, "warnings": ["y" * 500_000]})
+    assert pair.run(pair.site, pair.spec(pair.a, "run-a")).status == "failed"
+    files = [path for path in (pair.folder / "runs" / "run-a").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 2 << 20
+
+
+@pytest.mark.covers("I12")
 def test_a_slow_endless_answer_ends_with_the_deadline(pair: Pair) -> None:
     endless = ENDLESS.format(stream="sys.stdout", start="", text="x", times=1, pause=0.1)
     (pair.a.folder / "answer.py").write_text(endless)
