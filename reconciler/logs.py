@@ -19,6 +19,8 @@ _ids: ContextVar[dict[str, str]] = ContextVar("ids", default={})  # noqa: B039 -
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(ids)s"
 # The longest line. A path has up to 64 KiB, a host's answer more.
 _LONGEST = 16_000
+# The longest traceback, whose last words may be a host's. One of our own has some kilobytes.
+_LONGEST_ERROR = 64_000
 # Some log whole URLs, and the query of a download link is a key. One logs the commands of tenants.
 # Others log every step, and steps of starting after this program's own words.
 _QUIET = ("httpx", "asyncssh", "uvicorn.access", "uvicorn.error", "alembic")
@@ -61,7 +63,7 @@ class Text(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         # Not splitlines(), which also splits at characters that a terminal does not.
-        lines = super().formatException(ei).split("\n")
+        lines = _shortened(super().formatException(ei), _LONGEST_ERROR).split("\n")
         return "\n".join(f"  {_printable(line)}" for line in lines)
 
 
@@ -73,25 +75,29 @@ class Json(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _shortened(record.getMessage()),
             **getattr(record, "context_ids", {}),
         }
         if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
+            line["error"] = _shortened(self.formatException(record.exc_info), _LONGEST_ERROR)
         # ASCII, so that a line end or a terminal sequence from a host is escaped.
         return json.dumps(line)
 
 
 def _printable(text: str) -> str:
     """The text with every control, separator and direction character escaped, and cut if long."""
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]} [{len(text) - _LONGEST} more characters]"
+    text = _shortened(text)
     if text.isprintable():
         return text
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def _shortened(text: str, longest: int = _LONGEST) -> str:
+    more = len(text) - longest
+    return f"{text[:longest]} [{more} more characters]" if more > 0 else text
 
 
 def _with_ids(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Retention: delete old events, answers and progress of finished work, in batches.
+"""Retention: delete old events, answers, reports and progress of finished work, in batches.
 
 History, audit, claims, usage, proofs and tasks are the permanent record and are never deleted. Data
 of an allocation that has not ended, or that left an unclean slot behind, is kept too.
@@ -17,8 +17,10 @@ from reconciler.db.schema import (
     allocations,
     api_tokens,
     console_sessions,
+    discoveries,
     idempotency_keys,
     outbox,
+    parities,
     slots,
     ssh_keys,
     task_events,
@@ -33,6 +35,9 @@ from reconciler.records import terminals
 # Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
 TOKENS_S = 30 * 86_400.0
+# Reports of a kind that a node keeps. Each may have megabytes, and a host can make the service ask
+# for one every few minutes.
+REPORTS = 20
 
 
 def events(conn: sa.Connection, *, sent_s: float, unsent_s: float) -> int:
@@ -71,6 +76,24 @@ def telemetry(conn: sa.Connection) -> int:
     key = (table.c.allocation_id, table.c.minute)
     old = sa.select(*key).where(table.c.at < clock.now() - slice_telemetry.KEPT_S)
     return _delete(conn, table, key, old)
+
+
+def reports(conn: sa.Connection) -> int:
+    """Delete all but the newest discoveries and parity reports of each node. Only the newest decide
+    anything; of parity, also the newest that passed.
+    """
+    count = 0
+    for table, kind in (
+        (discoveries, (discoveries.c.node_id,)),
+        (parities, (parities.c.node_id, parities.c.intent, parities.c.failures > 0)),
+    ):
+        newest = sa.func.row_number().over(partition_by=kind, order_by=table.c.id.desc())
+        ranked = sa.select(table.c.id, newest.label("rank")).subquery()
+        old = sa.select(ranked.c.id).where(ranked.c.rank > REPORTS)
+        approved = sa.exists().where(slots.c.approved_discovery_id == ranked.c.id)
+        old = old.where(~approved) if table is discoveries else old
+        count += _delete(conn, table, (table.c.id,), old)
+    return count
 
 
 def recordings(conn: sa.Connection, *, age_s: float) -> int:

@@ -7,6 +7,7 @@ AWX carries out goes on without its process, which is then started again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -22,7 +23,7 @@ import ansible_runner
 
 from reconciler.runs import contract, lock
 from reconciler.runs.events import Recorder, judge
-from reconciler.runs.paths import RunPaths, read_json, write_json
+from reconciler.runs.paths import RunPaths, read_json, write_json, write_text
 from reconciler.runs.spec import BY_HAND
 
 # Ansible's message when SSH ended while the first module was being sent: it hides SSH's reason.
@@ -32,6 +33,8 @@ _PROBE = "probe"
 _PROBE_LIMIT_S = 120
 # Ansible needs 60 MiB, and about ten times the length of the longest answer (`bounded_ssh`).
 _MEMORY = 320 * 1024 * 1024
+# The files of a run are kept for weeks.
+_LONGEST_OUTPUT = 1024 * 1024
 
 
 def main(arguments: list[str]) -> int:
@@ -94,6 +97,7 @@ def _carry_out(paths: RunPaths, stop_requested: Callable[[], bool]) -> None:
         problem = f"{contract.INVALID}: playbook: {manifest['playbook']}"
         verdict |= {"status": "failed", "result": None, "problem": problem}
     _forget_variables(paths)
+    _shorten(paths.output)
     write_json(
         paths.outcome,
         {
@@ -181,6 +185,14 @@ def _forget_variables(paths: RunPaths) -> None:
         if folder.is_dir():
             shutil.rmtree(folder)
     (paths.artifacts / "command").unlink(missing_ok=True)
+
+
+def _shorten(output: Path) -> None:
+    """Keep the end of the output, of which people read less. A host may have filled it."""
+    with contextlib.suppress(FileNotFoundError), output.open("rb") as handle:
+        if handle.seek(0, os.SEEK_END) > _LONGEST_OUTPUT:
+            handle.seek(-_LONGEST_OUTPUT, os.SEEK_END)
+            write_text(output, handle.read().decode("utf-8", "replace"))
 
 
 if __name__ == "__main__":

@@ -255,6 +255,7 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         "answers": partial(retention.answers, age_s=settings.keep_answers_days * DAY_S),
         "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
         "telemetry": retention.telemetry,
+        "reports": retention.reports,
         "tokens": retention.tokens,
         "jobs": partial(
             jobs.forget, age_s=settings.keep_jobs_days * DAY_S, limit=retention.AT_ONCE

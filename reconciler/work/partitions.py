@@ -46,15 +46,12 @@ Expected = tuple[str, int | None] | None
 
 @dataclass(frozen=True)
 class Tenant:
-    """A project's partition. numbers: of the site. guids: of the machine's functions. mates: of the
-    project's other live machines. ours: of all slots.
-    """
+    """A project and its partition. numbers: of the site. guids: of the machine's functions."""
 
+    project: str
     key: int
     numbers: range
     guids: frozenset[str]
-    mates: frozenset[str]
-    ours: frozenset[str]
 
 
 def join(engine: Engine, settings: Settings, task: Task) -> None:
@@ -70,9 +67,13 @@ def join(engine: Engine, settings: Settings, task: Task) -> None:
     with Client(ufm_access(settings)) as ufm:
         before = ufm.partitions()
         _refuse_full_default(before, tenant.guids)
-        strangers = before.get(tenant.key, _EMPTY).members.keys() - tenant.mates - tenant.guids
-        if strangers - tenant.ours:
-            raise _strangers(tenant.key, strangers - tenant.ours)
+        strangers = before.get(tenant.key, _EMPTY).members.keys() - tenant.guids
+        # Read after the partitions: another machine of the project may have joined meanwhile.
+        with reading(engine) as conn:
+            strangers -= _mates(conn, tenant.project)
+            ours = set(conn.execute(sa.select(slots.c.fabric_identity)).scalars())
+        if strangers - ours:
+            raise _strangers(tenant.key, strangers - ours)
         if strangers:
             ufm.remove(tenant.key, strangers)
         _leave(ufm, before, tenant.guids, (n for n in tenant.numbers if n != tenant.key))
@@ -151,19 +152,19 @@ def _tenant(work: Work) -> Tenant:
                 found=guid or "none was approved",
                 remedy="discover the node, withdraw the slot and approve it again",
             )
-    mates = (
+    key = segments.assign(work.conn, project, Isolation.PARTITION, numbers)
+    return Tenant(project, key, numbers, frozenset(guids.values()))
+
+
+def _mates(conn: Connection, project_id: str) -> set[str]:
+    """GUIDs of the functions of a project's live machines."""
+    query = (
         sa.select(slots.c.fabric_identity)
         .join(claims, claims.c.slot_id == slots.c.id)
         .join(allocations, allocations.c.id == claims.c.allocation_id)
-        .where(allocations.c.project_id == project, claims.c.state.in_(LIVE_CLAIMS))
+        .where(allocations.c.project_id == project_id, claims.c.state.in_(LIVE_CLAIMS))
     )
-    return Tenant(
-        segments.assign(work.conn, project, Isolation.PARTITION, numbers),
-        numbers,
-        frozenset(guids.values()),
-        frozenset(work.conn.execute(mates).scalars()),
-        frozenset(work.conn.execute(sa.select(slots.c.fabric_identity)).scalars()),
-    )
+    return set(conn.execute(query).scalars())
 
 
 def _identities(conn: Connection, task: Task) -> dict[str, str]:

@@ -16,10 +16,10 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
 from reconciler.db.idempotency import Answer, Call
 from reconciler.db.schema import Task
-from reconciler.lifecycle import invariants, launch, retention, slices
+from reconciler.lifecycle import host, invariants, launch, retention, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind, TaskState
-from reconciler.records import leasing, queue, tokens
+from reconciler.records import leasing, queue, reports, slots, tokens
 from reconciler.runs.paths import RunPaths, run_directory, write_json
 from reconciler.settings import Settings
 from reconciler.work.loops import DAY_S, LOOPS, forget, tidy
@@ -121,7 +121,8 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
     site.node()
     key = provisioned(site, settings)
     pass_time(site.engine, 2.5)
-    nothing = dict.fromkeys(("events", "answers", "progress", "telemetry", "tokens", "jobs"), 0)
+    kinds = ("events", "answers", "progress", "telemetry", "reports", "tokens", "jobs")
+    nothing = dict.fromkeys(kinds, 0)
     assert forget(site.engine, settings) == nothing
     assert tidy(site.engine, settings, NEVER) == []
     with pytest.raises(Problem, match="idempotency_key_reused"):
@@ -229,6 +230,36 @@ def test_a_token_that_ended_goes_after_what_came_from_it(site: Site, settings: S
     with reading(site.engine) as conn:
         left = conn.execute(sa.select(tables.api_tokens.c.id)).scalars().all()
     assert given.id in left and not {first, second} & {*left}
+
+
+def test_a_node_keeps_its_newest_reports_and_those_that_decide(
+    site: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile host fills each with megabytes."""
+    monkeypatch.setattr(retention, "REPORTS", 2)
+    site.node()
+    site.node("n2", (0,), 1)
+    with transaction(site.engine) as conn:
+        for failures in (0, 1, 1, 1):
+            host.record_discovery(conn, "n1", site.document(0), site.act)
+            host.record_parity(conn, "n1", site.parity(failures=failures), site.act)
+        found, checked = ids(conn, tables.discoveries), ids(conn, tables.parities)
+        approved = {slot.approved_discovery_id for slot in slots.of_node(conn, "n1")}
+    assert forget(site.engine, settings)["reports"] > 0
+    assert forget(site.engine, settings)["reports"] == 0
+    with reading(site.engine) as conn:
+        assert {*ids(conn, tables.discoveries)} == {*found[-2:], *approved} < {*found}
+        left = ids(conn, tables.parities)
+        assert left[-2:] == checked[-2:] and len(left) == 4 < len(checked)
+        assert reports.passed(conn, "n1", site.document(0)["identity"]["boot_id"])
+        assert reports.latest_parity(conn, "n2") and reports.latest_discovery(conn, "n2")
+        assert invariants.check(conn) == []
+
+
+def ids(conn: sa.Connection, table: sa.Table) -> list[int]:
+    """Of the reports of node n1, the oldest first."""
+    query = sa.select(table.c.id).where(table.c.node_id == "n1")
+    return list(conn.execute(query.order_by(table.c.id)).scalars())
 
 
 def test_the_leader_does_it() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.config.manager import ConfigManager
 from ansible.plugins.connection import ssh as ansible_ssh
 from ansible.vars.clean import clean_facts
 
@@ -310,6 +311,14 @@ def test_an_endless_answer_is_cut_off_before_it_is_held(
 
 
 @pytest.mark.covers("I12")
+def test_what_a_run_leaves_on_the_disk_is_bounded(pair: Pair) -> None:
+    pair.answer({"failed": True, "msg": "x" * 4_000_000, "warnings": ["y" * 500_000]})
+    assert pair.run(pair.site, pair.spec(pair.a, "run-a")).status == "failed"
+    files = [path for path in (pair.folder / "runs" / "run-a").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 2 << 20
+
+
+@pytest.mark.covers("I12")
 def test_a_slow_endless_answer_ends_with_the_deadline(pair: Pair) -> None:
     endless = ENDLESS.format(stream="sys.stdout", start="", text="x", times=1, pause=0.1)
     (pair.a.folder / "answer.py").write_text(endless)
@@ -413,6 +422,9 @@ def test_a_job_of_awx_leaves_no_variable_of_the_connection_to_a_host() -> None:
     moot = {"ansible_control_path", "ansible_control_path_dir"}
     assert "ControlPath=" in given["ansible_ssh_args"]
     assert left - set(given) == moot
+    # A job reads this file of AWX's project. Other facts would replace variables of the run.
+    project = ConfigManager(conf_file=str(ROOT / "ansible.cfg"))
+    assert project.get_config_value("INJECT_FACTS_AS_VARS") is False
 
 
 def _evidence(outcome: Outcome) -> dict[str, Any]:

@@ -121,3 +121,16 @@ def test_an_error_with_a_hosts_words_is_one_event(
     assert all(" gpuaas.test " in line for line in events)
     assert "  ValueError: " in "\n".join(lines)
     assert len(lines[-1]) < 20_000 and "more characters" in lines[-1]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_event_has_a_largest_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    logs.configure(Settings.model_validate({"state_dir": tmp_path, "log_format": form}))
+    try:
+        raise ValueError("a\n" * 1_000_000)
+    except ValueError:
+        log.exception("host said %s", "b" * 1_000_000)
+    written = capsys.readouterr().err
+    assert len(written) < 200_000 and written.count("more characters") == 2

@@ -148,6 +148,29 @@ def test_projects_never_share_a_partition(
     assert (now["0x10"], now["0x11"]) == ({BARE[0]: "full"}, {BARE[1]: "full"})
 
 
+def test_two_machines_of_a_project_that_join_at_the_same_time_both_stay(
+    sold: Site,
+    runs: Runs,
+    attend: Callable[[], Task],
+    manager: Manager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one is claimed and joins while this one asks for the partitions."""
+    reads = ufm.Client.partitions
+    launch(sold, runs)
+
+    def meanwhile(client: ufm.Client) -> dict[int, ufm.Partition]:
+        monkeypatch.setattr(ufm.Client, "partitions", reads)
+        with transaction(sold.engine) as conn:
+            sold.allocate(conn)
+        client.add(0x10, GUIDS[1:])
+        return reads(client)
+
+    monkeypatch.setattr(ufm.Client, "partitions", meanwhile)
+    assert attend().state == "succeeded"
+    assert manager.record()["partitions"]["0x10"] == dict.fromkeys(BARE, "full")
+
+
 def test_what_an_earlier_tenant_left_is_removed_first(
     sold: Site, runs: Runs, attend: Callable[[], Task], manager: Manager
 ) -> None:
