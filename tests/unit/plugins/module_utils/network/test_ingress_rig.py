@@ -212,7 +212,7 @@ def test_the_removal_cuts_an_open_connection(rig: Rig, service: socket.socket) -
             server.sendall(b"still here")
             with pytest.raises(TimeoutError):
                 server.recv(100)
-            # Without its entry the host takes the client's packet for one of its own, and resets it.
+            # Without its entry the host takes the client's packet for its own, and resets it.
             with pytest.raises((TimeoutError, ConnectionResetError)):
                 client.recv(100)
         talk(kept, service)[0].close()
