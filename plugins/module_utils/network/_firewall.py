@@ -11,6 +11,10 @@ the connection.
 The table has its own chains. It drops, and never accepts for others: a site's own firewall decides
 after it. It is replaced as a whole in one transaction.
 
+NAT keeps the source port of a guest, or takes another one below 512 for one below 512. The kernel
+would then forward a client's new connection to that port of the host, as an answer to the guest: to
+sshd, for example. So guests connect from no such port, nor from that of the host's DHCP client.
+
 All guests share the host's dnsmasq, which limits open DNS queries and connections and is the DHCP
 server too. Each guest has its own limits for DNS queries, DNS connections and DHCP messages.
 
@@ -94,6 +98,8 @@ table inet {table} {{
 {denied}    ct status dnat ct direction reply goto ingress
     ct state established,related return
     ct state invalid goto refuse_private_network
+    tcp sport 0-511 goto refuse_host_service
+    udp sport 68 goto refuse_host_service
 {allowed}    ip daddr {{ {private} }} goto refuse_private_network
   }}
   chain world_to_guest {{

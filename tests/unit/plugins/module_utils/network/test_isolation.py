@@ -766,6 +766,28 @@ def test_every_mutant_of_the_guard_is_seen(rig: Rig, monkeypatch: pytest.MonkeyP
     assert unnoticed == []
 
 
+@pytest.mark.covers("P9")
+def test_a_guest_cannot_take_the_hosts_clients_away(rig: Rig) -> None:
+    """As of a controller behind a firewall, which answers nothing that it did not ask for."""
+    silent = "table ip silent {\nchain input {\ntype filter hook input priority 0; policy accept;\n"
+    silent += "tcp flags & (syn | ack) == syn drop\n}\n}\n"
+    world = rig.place("world")
+    rig.run(["nft", "-f", "-"], place=world, input=silent)
+    try:
+        with rigs.inside(rig.host):
+            sshd = socket.create_server((rigs.UPLINK, 22))
+        with sshd, rigs.inside(world), socket.socket() as client, Places(rig) as places:
+            frame = frames.Sender(A).segment(rigs.WORLD, 22, 20000, 0x02)
+            places.sockets[A.place].send(frame(places.macs[A.place], b"<000000>"))
+            assert "host" in places.seen({b"<000000>": frozenset({"host"})})[b"<000000>"]
+            client.settimeout(30)
+            client.bind((rigs.WORLD, 20000))
+            client.connect((rigs.UPLINK, 22))
+            sshd.accept()[0].close()
+    finally:
+        rig.run(["nft", "delete", "table", "ip", "silent"], place=world)
+
+
 # Kinds that the firewall refuses too, if the guard lets them pass.
 SECOND = ("host_address", "host_service", "private_network", "denied_network", "neighbour")
 OPEN = _acts("LOCAL", lambda f: f.table in (_flows.FROM_GUEST, _flows.TRACKED, _flows.OUTBOUND))
