@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
@@ -431,7 +432,7 @@ def lease(rig: Rig, guest: rigs.Guest) -> str:
             body = frames.udp("0.0.0.0", "255.255.255.255", 68, 67, data)
             packet = frames.ipv4("0.0.0.0", "255.255.255.255", 17, body)
             # As clients do: a datagram that met a full buffer, or a limit, is sent again.
-            for _try in range(15):
+            for _try in range(30):
                 handle.send(frames.ether(guest.guard.mac, frames.EVERYONE, 0x0800, packet))
                 if answer := _dhcp_answer(handle):
                     break
@@ -441,7 +442,7 @@ def lease(rig: Rig, guest: rigs.Guest) -> str:
 
 
 def _dhcp_answer(handle: socket.socket) -> str:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         try:
             frame = handle.recv(4096)
@@ -528,15 +529,24 @@ def test_a_guest_leaves_the_dhcp_server_to_its_neighbour(rig: Rig) -> None:
     began = time.monotonic()
     with rigs.packet_socket(rig.place(A.place), "eth0") as handle:
         frame = client_frame(frames.dhcp(1, A.guard.mac, b""))
-        for number in range(300):
+        for _ in range(300):
             handle.send(frame)
-            # The switch in user space loses frames that come faster than it reads.
-            time.sleep(0.01 if number % 50 == 0 else 0)
+            time.sleep(0.004)
     assert lease(rig, B) == B.guard.ip
     lasted = time.monotonic() - began
-    assert log.read_text().count(mine) - served <= _firewall.RATE * (1 + lasted)
+    answered = log.read_text().count(mine) - served
+    assert answered <= _firewall.DHCP_BURST + _firewall.DHCP_RATE * lasted
     assert refused(rig)["packet_rate"] - cut > 100
     assert refused(rig, B)["packet_rate"] == 0
+
+
+def _asked_until_answered(client: socket.socket, message: bytes) -> tuple[bytes, Any]:
+    """The answer and its sender. Earlier messages may have used up the guest's part."""
+    for _try in range(30):
+        client.sendto(message, ("255.255.255.255", 67))
+        with contextlib.suppress(TimeoutError):
+            return client.recvfrom(2048)
+    raise TimeoutError("no answer")
 
 
 @pytest.mark.covers("P5", "P9")
@@ -552,11 +562,10 @@ def test_a_guest_that_asks_for_a_broadcast_gets_its_answer_alone(rig: Rig) -> No
             client.bind(("", 68))
         neighbour = rigs.packet_socket(rig.place(B.place), "eth0")
         with client, neighbour:
-            client.settimeout(30)
+            client.settimeout(1)
             for kind, requested in ((1, ""), (3, A.guard.ip)):
                 message = frames.dhcp(kind, A.guard.mac, b"", requested=requested, flags=0x8000)
-                client.sendto(message, ("255.255.255.255", 67))
-                answer, sender = client.recvfrom(2048)
+                answer, sender = _asked_until_answered(client, message)
                 assert sender == (rigs.GATEWAY, 67)
                 assert socket.inet_ntoa(answer[16:20]) == A.guard.ip
             time.sleep(SETTLE_S)
