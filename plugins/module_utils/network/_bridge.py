@@ -151,10 +151,7 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     bridge = params["bridge"]
-    blockers = [*_mismatch(params)]
-    if not blockers:
-        blockers += _guards.problems(params, list(state.local))
-    blockers += state.lacking
+    blockers = [*_mismatch(params), *state.lacking]
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []

@@ -11,6 +11,10 @@ the connection.
 The table has its own chains. It drops, and never accepts for others: a site's own firewall decides
 after it. It is replaced as a whole in one transaction.
 
+NAT keeps the source port of a guest, or takes another one below 512 for one below 512. The kernel
+would then forward a client's new connection to that port of the host, as an answer to the guest: to
+sshd, for example. So guests connect from no such port, nor from that of the host's DHCP client.
+
 All guests share the host's dnsmasq, which limits open DNS queries and connections and is the DHCP
 server too. Each guest has its own limits for DNS queries, DNS connections and DHCP messages.
 
@@ -50,9 +54,11 @@ _COUNTER = re.compile(r"counter (\w+)_([a-z0-9]+) \{\s*packets ([0-9]+) bytes")
 
 # Concurrent TCP connections of a guest to the name server, which serves 20 in all.
 _TCP_QUERIES = 2
-# Per second and guest: DHCP messages, of which a client sends a few when it starts, and new TCP
-# connections to the name server, which starts a process for each.
+# New TCP connections of a guest to the name server a second. The server starts a process for each.
 RATE = 10
+# DHCP messages of a guest in a second, and at once: a client sends a few when it starts. dnsmasq
+# logs each of them with its answer.
+DHCP_RATE, DHCP_BURST = 1, 10
 
 # Offsets in bits from the UDP header: relay address (giaddr) and hardware address (chaddr).
 _RELAY, _HARDWARE = "@th,256,32", "@th,288,48"
@@ -94,6 +100,8 @@ table inet {table} {{
 {denied}    ct status dnat ct direction reply goto ingress
     ct state established,related return
     ct state invalid goto refuse_private_network
+    tcp sport 0-511 goto refuse_host_service
+    udp sport 68 goto refuse_host_service
 {allowed}    ip daddr {{ {private} }} goto refuse_private_network
   }}
   chain world_to_guest {{
@@ -214,7 +222,7 @@ def _digits(guard: _flows.Guard) -> str:
 
 def _client(guard: _flows.Guard) -> str:
     own = f"    udp dport 67 ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
-    return f"{own} {_over(RATE)} goto refuse_packet_rate\n{own} return\n"
+    return f"{own} {_over(DHCP_RATE, DHCP_BURST)} goto refuse_packet_rate\n{own} return\n"
 
 
 def _queries(guard: _flows.Guard) -> str:
@@ -230,8 +238,8 @@ def _queries(guard: _flows.Guard) -> str:
     )
 
 
-def _over(rate: int) -> str:
-    return f"limit rate over {rate}/second burst {rate} packets"
+def _over(rate: int, burst: int = 0) -> str:
+    return f"limit rate over {rate}/second burst {burst or rate} packets"
 
 
 def _answer(guard: _flows.Guard) -> str:

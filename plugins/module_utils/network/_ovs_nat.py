@@ -25,6 +25,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
+    _guards,
     _start_hook,
 )
 
@@ -110,6 +111,10 @@ def observe(params: Params) -> State:
 def plan(params: Params, state: State) -> _change.Plan:
     live = _bridge.plan(params, state.live)
     blockers = [*_unsafe(params), *live.blockers]
+    if not blockers:
+        # Not at boot: an address that the host got since would take the network from its guests.
+        # Their guards refuse it, and parity names it.
+        blockers += _guards.problems(params, list(state.live.local))
     runs = state.rshim.active and state.rshim.enabled
     start_rshim = params["tmfifo"] and state.rshim_installed and not runs
     steps = []

@@ -347,11 +347,7 @@ def commands_on(rig_folder: Path, host: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def missing() -> str:
     """Why the rig cannot run here, or ""."""
-    absent = [
-        tool
-        for tool in TOOLS
-        if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    ]
+    absent = [tool for tool in TOOLS if not is_installed(tool)]
     if absent:
         return f"needs {', '.join(absent)}"
     if os.geteuid() != 0:
@@ -359,6 +355,10 @@ def missing() -> str:
     tried = ["unshare", "--net", "nft", "add", "table", "inet", "rig"]
     done = subprocess.run(tried, check=False, capture_output=True, text=True)
     return f"needs a kernel with namespaces and nftables: {done.stderr}" if done.returncode else ""
+
+
+def is_installed(tool: str) -> bool:
+    return shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is not None
 
 
 @contextlib.contextmanager

@@ -276,6 +276,26 @@ def test_boot_does_the_same_and_stays(
     assert capsys.readouterr().out == "done: nothing to do\n"
 
 
+def test_an_address_that_came_into_an_allowed_network_takes_no_network_away(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards and firewall refuse it, and parity names it. No boot takes a tenant's network."""
+    network.write("proc/net/fib_trie", "  |-- 10.40.0.7\n     /32 host LOCAL")
+    rule = {"allowed_networks": ["10.40.0.0/24"]}
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False, **rule}))
+    boot(monkeypatch, network.rules.clear, *[lambda: None] * 4)
+    assert capsys.readouterr().out.splitlines() == [
+        f"done: {', '.join(BUILT)}", "restored: add_nat nat rule",
+    ]  # fmt: skip
+    flows = _guards.rules_of(rule, GUARD, 4, _flows.local_addresses())
+    verdicts = {
+        flow.priority: flow.actions
+        for flow in flows
+        if flow.match & {"nw_dst=10.40.0.7", "nw_dst=10.40.0.0/24"}
+    }
+    assert verdicts[max(verdicts)] == "drop" and len(verdicts) == 2
+
+
 @pytest.mark.covers("HOST-7")
 def test_the_watch_restores_what_is_lost_and_survives_a_switch_that_is_away(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

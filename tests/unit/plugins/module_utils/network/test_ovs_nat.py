@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,27 @@ def test_the_older_service_is_migrated_away(systemd: Systemd) -> None:
 def test_a_bridge_name_cannot_add_lines(systemd: Systemd, name: str) -> None:
     outcome = drive(bridge=name)
     assert outcome.failure is not None and outcome.failure.code == "network_invalid"
+    assert systemd.calls == []
+
+
+@pytest.mark.parametrize(
+    ("networks", "named"),
+    [
+        ({"allowed_networks": ["10.20.0.0/16"]}, "10.20.0.0/16, which contains 10.20.0.7"),
+        ({"allowed_networks": ["10.0.0.0/8"]}, "10.0.0.0/8, which contains 10.20.0.7"),
+        ({"allowed_networks": ["10.100.0.128/25"]}, "the slice subnet 10.100.0.0/24"),
+        ({"denied_networks": ["8.8.8.8/24"]}, "has host bits set"),
+        ({"packets_per_second": 999}, "999"),
+    ],
+)
+def test_a_rule_that_lets_guests_reach_the_host_is_refused(
+    systemd: Systemd, monkeypatch: pytest.MonkeyPatch, networks: dict[str, Any], named: str
+) -> None:
+    live = replace(_bridge.observe(PARAMS), local=("10.20.0.7",))
+    monkeypatch.setattr(_bridge, "observe", lambda _params: live)
+    failure = drive(**networks).failure
+    assert failure is not None and failure.code == "network_invalid"
+    assert named in failure.found and next(iter(networks)) in failure.remedy
     assert systemd.calls == []
 
 
