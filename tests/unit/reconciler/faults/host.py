@@ -163,8 +163,10 @@ def slice_lease(host: Host, params: Document) -> Document:
             others = {disk for k, disks in host.running.items() if k != key for disk in disks}
             if disk_of(slot) in others:
                 raise refuse("device_in_use")
-            if entry.allocation_id != key and (entry.dirty or state == "kept"):
-                raise refuse("lease_missing" if state == "kept" else "disk_dirty")
+            others_lease = entry.allocation_id != key
+            ended = state == "kept" and (others_lease or entry.fence != slot["fence"])
+            if ended or (others_lease and entry.dirty):
+                raise refuse("lease_missing" if ended else "disk_dirty")
         host.plans.add(key)
         for slot in slots:
             args = {"fence": slot["fence"], "allocation_id": key, "disk_identity": disk_of(slot)}
