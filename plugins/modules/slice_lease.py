@@ -27,7 +27,8 @@ description:
     C(stale_fence), C(slot_leased), C(lease_missing), C(disk_dirty), C(not_clean),
     C(identity_mismatch), C(disk_in_use), C(os_disk), C(device_missing), C(not_bound),
     C(device_not_answering), C(group_not_viable), C(device_in_use), C(bridge_missing),
-    C(cpus_unavailable), C(memory_unavailable), C(hugepages_unavailable), C(domain_present).
+    C(cpus_unavailable), C(memory_unavailable), C(hugepages_unavailable), C(domain_present), and
+    as the Fabric Manager does.
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.
@@ -87,6 +88,20 @@ options:
           Let virtual CPUs float over the host instead of giving each a hardware thread.
         type: bool
         default: false
+      nvlink_partition:
+        description: >-
+          NVLink partition that the start of the VM will activate, as in M(gpuaas.slice.slice_vm).
+          The Fabric Manager is asked for it with O(state=held), because a launch that it refuses
+          after the clone leaves a blocked slot.
+        type: dict
+        suboptions:
+          modules:
+            description: Module of each GPU on the board.
+            type: list
+            elements: int
+            required: true
+          address: {description: IPv4 address of the Fabric Manager., type: str}
+          socket: {description: Its Unix socket on this host instead., type: str}
 seealso:
   - module: gpuaas.slice.slice_lease_info
   - module: gpuaas.slice.baremetal_lease
@@ -152,7 +167,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge, _nvlink
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _libvirt,
@@ -199,6 +214,9 @@ def observe(params: _change.Params) -> State:
     pids = list(_libvirt.processes(name))
     disks: dict[str, _block.Disk] = {}
     problems = _not_for_slices(allocation)
+    partition = params["requirements"].get("nvlink_partition")
+    if partition and params["state"] == "held":
+        problems += _nvlink.refusals(partition)
     for slot in slots:
         disk, trouble = _slots.disk(slot, own_pids=pids)
         if disk is not None:
@@ -519,6 +537,14 @@ def main() -> None:
         "bridge": {"type": "str", "default": "ovsbr0"},
         "host_cpus": {"type": "int", "default": 0},
         "shared_cpus": {"type": "bool", "default": False},
+        "nvlink_partition": {
+            "type": "dict",
+            "options": {
+                "modules": {"type": "list", "elements": "int", "required": True},
+                "address": {"type": "str"},
+                "socket": {"type": "str"},
+            },
+        },
     }
     module = AnsibleModule(
         argument_spec={

@@ -121,7 +121,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     offer = launch.offers.get(node["profile"], Offer())
     _require_runtime(image, (*offer.runtime, *((guest_pool.KIT,) if pool else ())))
     if launch.gpu_count > 1 and offer.nvlink == NVLINK_PARTITIONS:
-        _require_nvlink(image)
+        _require_nvlink(image, chosen, offer)
     if pool:
         guest_pool.require_memory(pool, offer.memory_mib * launch.gpu_count)
         guest_pool.require_reach(offer, launch.api, node["address"])
@@ -319,9 +319,12 @@ def _require_runtime(image: Image, required: Sequence[str]) -> None:
         )
 
 
-def _require_nvlink(image: Image) -> None:
+def _require_nvlink(image: Image, chosen: Sequence[Slot], offer: Offer) -> None:
     """Problem `image_runtime_missing` for an image whose driver leaves NVLink alone. CUDA starts in
     its guests, so no probe would find it.
+
+    Problem `nvlink_unsupported` for slots that no partition joins: the host would refuse them after
+    the clone. Slots keep the partitions by which they are placed from their approval.
     """
     if WITHOUT_NVLINK in image.runtime:
         raise Problem(
@@ -329,6 +332,13 @@ def _require_nvlink(image: Image) -> None:
             expected="an image whose driver uses NVLink",
             found=f"{image.name} {image.version}, whose record has {WITHOUT_NVLINK}",
             remedy="choose another image, or one GPU",
+        )
+    if frozenset(slot.gpu_pci_address for slot in chosen) not in offer.joined:
+        raise Problem(
+            "nvlink_unsupported",
+            expected=f"{len(chosen)} GPUs that a partition of the hardware profile joins",
+            found="slots that were approved under other partitions",
+            remedy="ask for one GPU; an operator withdraws the node's slots and approves them anew",
         )
 
 

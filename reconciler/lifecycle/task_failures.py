@@ -135,7 +135,6 @@ def _request(act: Act) -> dict[str, str]:
 def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """Free the slots only if the host reports that nothing was touched (I6)."""
     evidence = failure.evidence
-    queue.forget_tenant_data(conn, task)
     # Close the gate first, so that freed slots meet a closed gate.
     _close_gate_after_reboot(conn, task, failure)
     slot_ids = [slot["slot_id"] for slot in task.parameters["slots"]]
@@ -147,6 +146,7 @@ def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
         error=failure.error,
         untouched=dict.fromkeys(slot_ids, evidence) if failure.untouched else None,
     )
+    queue.forget_tenant_data(conn, task)
 
 
 def _power_failed(conn: Connection, task: Task, failure: Failure) -> None:

@@ -98,6 +98,7 @@ class Offer:
     slices, "" for a board without them. spans_numa: whether a slice may span NUMA nodes.
     runtime: what an image must contain. price, machine_price: of a GPU hour in a slice and in a
     whole machine, None when nothing is asked.
+    joined: GPUs that a partition of NVLink joins, by address; of no board without partitions.
     memory_mib: of a guest, for each GPU. allowed, denied: private networks that guests reach, and
     public ones that they do not.
     """
@@ -111,6 +112,7 @@ class Offer:
     price: Decimal | None = None
     machine_price: Decimal | None = None
     memory_mib: int = 0
+    joined: frozenset[frozenset[str]] = frozenset()
     allowed: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
 
@@ -127,6 +129,7 @@ class Offer:
             price=_price(profile, CapacityShape.GPU_SLICE),
             machine_price=_price(profile, CapacityShape.BAREMETAL),
             memory_mib=int((profile.get("vm") or {}).get("memory_mib_per_gpu") or 0),
+            joined=_joined(profile),
             allowed=tuple((profile.get("network") or {}).get("allowed_networks") or ()),
             denied=tuple((profile.get("network") or {}).get("denied_networks") or ()),
         )
@@ -188,6 +191,16 @@ def nvlink(profile: Mapping[str, Any]) -> str:
 def leaves_nvlink_alone(profile: Mapping[str, Any]) -> bool:
     """Whether CUDA starts in a guest only when its driver does not use NVLink."""
     return nvlink(profile) not in ("", NVLINK_PARTITIONS)
+
+
+def _joined(profile: Mapping[str, Any]) -> frozenset[frozenset[str]]:
+    if nvlink(profile) != NVLINK_PARTITIONS:
+        return frozenset()
+    gpu = profile["gpu"]
+    address = {module: address for address, module in gpu["module_ids"].items()}
+    return frozenset(
+        frozenset(address.get(module, "") for module in modules) for modules in gpu["nvlink_sets"]
+    )
 
 
 def nvlink_partition(

@@ -146,16 +146,29 @@ def find(wanted: Partition) -> Row | None:
     return next((row for row in rows if row.modules == modules), None)
 
 
+def refusals(options: Mapping[str, Any]) -> list[Refusal]:
+    """Reasons against a start with the partition in these options, as far as they show before."""
+    try:
+        wanted = partition(options)
+        return [_missing(wanted)] if find(wanted) is None else []
+    except Refusal as refusal:
+        return [refusal]
+
+
+def _missing(wanted: Partition) -> Refusal:
+    return Refusal(
+        "nvlink_partition_missing",
+        expected=f"a partition of {wanted.text} in `fmpm -l`",
+        found="none; `fmpm --list-unsupported-partitions` names those with a failed link",
+        remedy="compare gpu.module_ids and gpu.nvlink_sets of the profile with the board",
+    )
+
+
 def change(wanted: Partition, *, active: bool) -> dict[str, Any]:
     """Activate or deactivate the slice's partition and read it back; returns evidence."""
     row = find(wanted)
     if row is None and active:
-        raise Refusal(
-            "nvlink_partition_missing",
-            expected=f"a partition of {wanted.text} in `fmpm -l`",
-            found="none; `fmpm --list-unsupported-partitions` names those with a failed link",
-            remedy="compare gpu.module_ids and gpu.nvlink_sets of the profile with the board",
-        )
+        raise _missing(wanted)
     if row is not None and row.active != active:
         _ask(wanted, "-a" if active else "-d", str(row.id), timeout=_CHANGE_S)
         left = find(wanted)

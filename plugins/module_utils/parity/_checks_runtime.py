@@ -138,7 +138,10 @@ def hugepages(facts: Facts) -> Verdict:
     if not virtual.get("hugepages"):
         tuned = f"{pages.pages} pages of 1 GiB" if pages else "not_requested"
         return verdict(problems, tuned)
-    each = -(-int(virtual["memory_mib_per_gpu"]) // 1024)
+    memory = int(virtual["memory_mib_per_gpu"])
+    if memory % 1024:
+        problems.append(f"memory_mib_per_gpu is {memory}, not in whole pages of 1 GiB")
+    each = -(-memory // 1024)
     for node in sorted({int(slot["numa_node"]) for slot in facts.slots}):
         needed = each * sum(int(slot["numa_node"]) == node for slot in facts.slots)
         have = _hugepages.have(node)

@@ -134,8 +134,8 @@ def _settings(
 
 
 def _installer(runtime: Mapping[str, Any]) -> str:
-    """Script that installs the named versions. After a failure the guest is not restarted, so its
-    probes never answer, and its console shows the reason.
+    """Script that installs the named versions. After a failure the guest is not restarted: its
+    probes run at once and fail, and its console shows the reason.
     """
     packages = ["linux-headers-$(uname -r)"]
     if driver := runtime.get("driver"):
@@ -149,6 +149,7 @@ def _installer(runtime: Mapping[str, Any]) -> str:
 set -eux
 exec > /dev/console 2>&1
 export DEBIAN_FRONTEND=noninteractive
+trap 'test -e {_INSTALLED} || rm -f {_PENDING}' EXIT
 # An apt of the system's own may hold the lists, and no option waits for it.
 for _ in $(seq 20); do apt-get -q update && break; sleep 30; done
 apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 install {" ".join(packages)}

@@ -250,7 +250,6 @@ def ready_deadline(work: Work) -> int:
 
 
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    queue.forget_tenant_data(work.conn, work.task)
     host, port = work.settings.gateway
     connection = {
         "host": host,
@@ -266,6 +265,7 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         connection=connection,
         boot_id=work.parameters["boot_id"],
     )
+    queue.forget_tenant_data(work.conn, work.task)
     return evidence
 
 

@@ -24,6 +24,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
 )
 from ansible_collections.gpuaas.slice.plugins.modules import slice_lease as module
 
+from tests.unit.plugins.fabric_manager import FabricManager, manager
+
+__all__ = ["manager"]
 pytestmark = pytest.mark.covers("SLICE-1")
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -408,6 +411,27 @@ def test_pages_of_one_gib_are_not_divided(
     requirements = {**two_nodes["requirements"], "hugepages": True, "memory_mib": 5 * 1024}
     cells = drive({**two_nodes, "requirements": requirements}).facts["bundle"]["cells"]
     assert [cell["memory_mib"] for cell in cells] == [3 * 1024, 2 * 1024]
+
+
+@pytest.mark.parametrize(
+    ("modules", "state", "expected"),
+    [
+        ([1, 3], {}, ""),
+        ([1, 3], {"active": [3]}, ""),
+        ([1, 4], {}, "nvlink_partition_missing"),
+        ([1, 3], {"active": [1]}, "nvlink_partition_overlap"),
+        ([1, 3], {"faults": {"-l": "down"}}, "fabric_manager_unreachable"),
+    ],
+)
+def test_a_partition_that_cannot_be_had_is_known_before_the_clone(
+    host: Path, manager: FabricManager, modules: list[int], state: dict[str, Any], expected: str
+) -> None:
+    """Until it can, the release of a slice whose disk was written would fail, too."""
+    manager.set(**state)
+    active = manager.active
+    outcome = drive(params_with(nvlink_partition={"modules": modules, "address": "192.0.2.9"}))
+    assert (code(outcome), outcome.changed) == (expected, not expected)
+    assert manager.active == active
 
 
 @pytest.mark.parametrize(

@@ -430,8 +430,9 @@ def test_gpus_that_are_to_use_nvlink_get_no_image_without_it(
     selling: Stack, tmp_path: Path
 ) -> None:
     """Its driver would start CUDA, and leave alone what its tenant pays for."""
-    sets = {"module_ids": {"0000:43:00.0": 1, "0000:44:00.0": 3}, "nvlink_sets": [[1, 3]]}
-    joined = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}, **sets}
+    one, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
+    joined = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}}
+    joined |= {"module_ids": {one: 1, other: 3, "0000:99:00.0": 4}, "nvlink_sets": [[1, 3]]}
     stack = with_profile(selling, tmp_path, gpu=joined)
     image = IMAGE | {"version": "2", "runtime": ["nvlink-disabled"]}
     stack.client("admin").post("admin/images", json=image)
@@ -439,6 +440,12 @@ def test_gpus_that_are_to_use_nvlink_get_no_image_without_it(
     assert (answer["status"], answer["code"]) == (409, "image_runtime_missing")
     assert answer["expected"] == "an image whose driver uses NVLink"
     assert "nvlink-disabled" in answer["found"]
+    # The slots were approved before the profile joined any GPUs, so they are placed without it.
+    stale = with_profile(selling, tmp_path, gpu=joined | {"nvlink_sets": [[1, 4]]})
+    answer = refused(stale, lambda: launch(stale, gpu_count=2, image_version="1"))
+    assert (answer["status"], answer["code"]) == (409, "nvlink_unsupported")
+    assert one not in str(answer)
+    stack = with_profile(selling, tmp_path, gpu=joined)
     assert launch(stack, gpu_count=2, image_version="1").status_code == 201
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -162,8 +163,10 @@ def slice_lease(host: Host, params: Document) -> Document:
             others = {disk for k, disks in host.running.items() if k != key for disk in disks}
             if disk_of(slot) in others:
                 raise refuse("device_in_use")
-            if entry.allocation_id != key and (entry.dirty or state == "kept"):
-                raise refuse("lease_missing" if state == "kept" else "disk_dirty")
+            others_lease = entry.allocation_id != key
+            ended = state == "kept" and (others_lease or entry.fence != slot["fence"])
+            if ended or (others_lease and entry.dirty):
+                raise refuse("lease_missing" if ended else "disk_dirty")
         host.plans.add(key)
         for slot in slots:
             args = {"fence": slot["fence"], "allocation_id": key, "disk_identity": disk_of(slot)}
@@ -262,7 +265,9 @@ def domain(host: Host, params: Document) -> Document:
             host.off.discard(key)
             return {"domain": {}, "evidence": power}
         host.off |= {key} if gone else set()
-        return {"domain": {"state": "shut off" if key in host.off else "absent"}, "evidence": power}
+        state = "shut off" if key in host.off else "absent"
+        # A guest that obeys a stop does not differ from one that powers off by itself.
+        return {"domain": {"state": state, "off_by_guest": bool(gone)}, "evidence": power}
     disks = tuple(disk_of(slot) for slot in slots)
     held = {e.disk_identity for e in _ledger.entries() if e.allocation_id == key}
     if not held.issuperset(disks):
@@ -278,6 +283,23 @@ def domain(host: Host, params: Document) -> Document:
         host.running[key] = disks
         host.off.discard(key)
     return {"domain": {"state": "running"}}
+
+
+def host_idle(host: Host, params: Document) -> Document:
+    leased = {entry.allocation_id for entry in _ledger.entries()} - {""}
+    if {*host.running, *leased} - {*params["allocations"]}:
+        raise refuse("host_in_use")
+    if params.get("boot_id") not in (None, "", host.boot_id):
+        raise refuse("boot_changed", f"boot {host.boot_id}")
+    return {"identity": {"boot_id": host.boot_id, "machine_id": "", "host_key": ""}}
+
+
+def reboot(host: Host, _params: Document) -> Document:
+    host.boot_id = str(uuid.UUID(int=uuid.UUID(host.boot_id).int + 1))
+    host.off |= {*host.running}
+    host.running.clear()
+    host.vlans.clear()
+    return {"rebooted": True}
 
 
 def slice_ready(host: Host, params: Document) -> Document:
@@ -397,7 +419,6 @@ def slice_holdings(host: Host, params: Document) -> Document:
                 "allocation_id": key,
                 "state": "shut off",
                 "active": False,
-                # A guest that obeys a stop does not differ from one that powers off by itself.
                 "off_by_guest": True,
                 "devices": [],
                 "disks": [],
@@ -576,6 +597,8 @@ MODULES: dict[str, Callable[[Host, Document], Document]] = {
     "take_functions": fabric_functions,
     "start_domain": domain,
     "stop_domain": domain,
+    "host_idle": host_idle,
+    "reboot": reboot,
     "remove_domain": domain,
     "open_way": slice_relay,
     "slice_ready": slice_ready,

@@ -25,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[4]
 OURS = "gpuaas.slice."
 CORE = "ansible.builtin."
 OMIT = object()
-_PLAIN = {"name", "when", "vars", "register", "check_mode", "failed_when"}
+REBOOT = f"{CORE}reboot"
+_PLAIN = {
+    *("name", "when", "vars", "register", "check_mode", "failed_when"),
+    *("loop", "loop_control"),
+}
 
 # Modules that do several steps in one call; each of them may go wrong by itself.
 PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[_change.Part]]] = {
@@ -260,8 +264,8 @@ class _Run:
             self.stats |= self._scope.value(arguments["data"])
         elif action == f"{CORE}fail":
             raise Failed(task["name"], {"msg": self._scope.value(arguments["msg"])})
-        elif action.startswith(OURS):
-            yield from self._module(task, action.removeprefix(OURS), arguments)
+        elif action.startswith(OURS) or action == REBOOT:
+            yield from self._module(task, action.rpartition(".")[2], arguments)
         else:
             raise NotImplementedError(f"{action} in {task['name']!r}")
 
@@ -279,26 +283,39 @@ class _Run:
     def _module(
         self, task: Document, module: str, arguments: Document
     ) -> Generator[Step, How | None, None]:
-        params = self._scope.value(arguments)
-        dry = bool(task.get("check_mode", False))
-        if module in PARTS:
-            result: Document = {}
-            for part in PARTS[module](params):
-                done = yield from self._act_once(
-                    task["name"], part.name, dict(part.params(params, result)), dry
-                )
-                result |= done
-                if done.get("failed"):
-                    result["part"] = part.name
-                    break
+        if "loop" not in task:
+            result = yield from self._call(task, module, arguments)
         else:
-            result = yield from self._act_once(task["name"], module, params, dry)
+            results = []
+            for item in self._scope.value(task["loop"]):
+                self._scope.known["item"] = item
+                done = yield from self._call(task, module, arguments)
+                results.append({**done, "item": item})
+            result = {"results": results, "failed": any(each.get("failed") for each in results)}
         if task.get("failed_when") is False:
             result = {**result, "failed": False}
         if "register" in task:
             self._scope.known[task["register"]] = result
         if result.get("failed"):
             raise Failed(task["name"], result)
+
+    def _call(
+        self, task: Document, module: str, arguments: Document
+    ) -> Generator[Step, How | None, Document]:
+        params = self._scope.value(arguments)
+        dry = bool(task.get("check_mode", False))
+        if module not in PARTS:
+            return (yield from self._act_once(task["name"], module, params, dry))
+        result: Document = {}
+        for part in PARTS[module](params):
+            done = yield from self._act_once(
+                task["name"], part.name, dict(part.params(params, result)), dry
+            )
+            result |= done
+            if done.get("failed"):
+                result["part"] = part.name
+                break
+        return result
 
     def _act_once(
         self, name: str, module: str, params: Document, dry: bool
@@ -333,7 +350,7 @@ def _reachable(tasks: Iterable[Document], folder: Path) -> Iterable[tuple[str, s
             yield from _reachable(task["block"] + task.get("rescue", []), folder)
             continue
         action, arguments = _action(task)
-        if action.startswith(OURS):
-            yield from _steps(task["name"], action.removeprefix(OURS), arguments)
+        if action.startswith(OURS) or action == REBOOT:
+            yield from _steps(task["name"], action.rpartition(".")[2], arguments)
         elif action == f"{CORE}include_tasks":
             yield from _reachable(read(folder / arguments), folder)

@@ -142,6 +142,8 @@ class Runner:
 
     def _seen(self, playbook: str) -> dict[str, Any]:
         """The host is well, whoever looks."""
+        identity = self._discovery["identity"] | {"boot_id": self.host.boot_id}
+        self._discovery = self._discovery | {"identity": identity}
         report: dict[str, Any] = {"intent": "slice", "failures": 0, "warnings": 0}
         report |= {**wipes.proven(self._discovery)}
         evidence = {"discovery": self._discovery} if playbook == "discover" else {"parity": report}

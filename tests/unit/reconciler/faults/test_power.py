@@ -1,5 +1,6 @@
-"""Power of a slice, with a fault at every step; then its project asks again, and gets it.
+"""Power of a slice, and a restart of its host, with a fault at every step.
 
+Then its project asks again, and gets it. After a restart of the host the slice starts by itself.
 Whatever goes wrong, nothing is freed. A comparison with the host finds the machine as the records
 say that it is to be, or off although it is owed a start.
 """
@@ -13,15 +14,16 @@ import pytest
 
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Allocation
-from reconciler.lifecycle import power
+from reconciler.lifecycle import maintenance, power
 from reconciler.model.states import PowerAction, TaskKind
-from reconciler.records import allocations
+from reconciler.records import allocations, nodes
 from tests.unit.reconciler.conftest import ADMIN, Database
 from tests.unit.reconciler.faults.kinds import Slice
-from tests.unit.reconciler.faults.playing import How, steps_of
+from tests.unit.reconciler.faults.playing import steps_of
 from tests.unit.reconciler.faults.scripted_site import scripted_site
 from tests.unit.reconciler.faults.test_drift import Look
 from tests.unit.reconciler.faults.test_steps import (
+    Decide,
     Moment,
     at_step,
     beginnings,
@@ -34,7 +36,7 @@ from tests.unit.reconciler.faults.test_steps import (
 __all__ = ["beginnings"]
 pytestmark = pytest.mark.covers("CTRL-9", "I11", "I12", "I13", "I15")
 
-POWER = TaskKind.SLICE_VM_POWER
+POWER, REBOOT = TaskKind.SLICE_VM_POWER, "reboot_node"
 Open = Callable[[bool], tuple[Slice, str]]
 
 
@@ -103,8 +105,9 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
     every = {module for _name, module in steps_of("power_slice")} - {"write_seed"}
     assert action != PowerAction.RESTART or set(steps) == every
     runs = action != PowerAction.STOP
-    faults: list[tuple[int, How]] = [(0, kill_before)]
-    faults += [(index, how) for index in range(len(steps)) for how in (fail_after, kill_after)]
+    faults = [(0, kill_before), *((index, kill_after) for index in range(len(steps)))]
+    if action != PowerAction.START:  # A restart fails at its steps, too.
+        faults += [(index, fail_after) for index in range(len(steps))]
     for index, how in faults:
         where = f"{action}, {how.__name__} at {steps[index]}"
         scripted, key = slices(stopped)
@@ -131,6 +134,50 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
         assert (row.error, row.stopped, key in scripted.host.running) == ({}, not runs, runs), where
         assert differences(scripted) == set(), where
     come_back(scripted, str(action))
+
+
+@pytest.mark.covers("I16")
+def test_a_restart_of_the_host_that_goes_wrong_leaves_its_slice_running(slices: Open) -> None:
+    """Once the host is proven, also under the boot that it had."""
+    scripted, key = slices(False)
+    boot_id = restart(scripted, key)
+    (first, *_) = [run for run in scripted.runner.runs.values() if run.spec.playbook == REBOOT]
+    steps = [step.module for step in first.steps]
+    assert {*steps} == {module for _name, module in steps_of(REBOOT)}
+    assert scripted.host.boot_id != boot_id
+    faults = [(index, kill_after) for index in range(len(steps))]
+    faults += [(steps.index(module), fail_after) for module in ("stop_domain", "reboot")]
+    for index, how in faults:
+        where = f"{how.__name__} at {steps[index]}"
+        scripted, key = slices(False)
+        decide = at_step(index, lambda how=how: how)
+        restart(scripted, key, decide, killed=how is kill_after)
+        row = record(scripted, key)
+        assert (row.state, row.stopped, row.error) == ("active", False, {}), where
+        assert key in scripted.host.running, where
+        assert row.started_boot_id == scripted.host.boot_id, where
+        scripted.sound(where)
+        with reading(scripted.engine) as conn:
+            assert nodes.get(conn, "n1").state == "ready", where
+            assert scripted.site.statuses(conn) == ["active", "available"], where
+        assert differences(scripted) == set(), where
+    come_back(scripted, "restart of the host")
+
+
+def restart(
+    scripted: Slice, key: str, decide: Decide | None = None, *, killed: bool = False
+) -> str:
+    """An operator restarts the host; returns the boot before."""
+    before = scripted.host.boot_id
+    if decide:
+        scripted.runner.faults[TaskKind.NODE_REBOOT] = decide
+    with transaction(scripted.engine) as conn:
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[key])
+    if killed:
+        scripted.die()
+    else:
+        scripted.work()
+    return before
 
 
 def played(scripted: Slice, key: str, action: PowerAction) -> list[str]:

@@ -111,6 +111,9 @@ def test_images_and_memory(parity: Any, machine: Any) -> None:
     )
     machine.file(pages, "2")
     assert _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm)).status == "PASS"
+    vm["memory_mib_per_gpu"] = 2000
+    detail = _checks_runtime.hugepages(parity.facts(parity.slot, vm=vm)).detail
+    assert detail == "memory_mib_per_gpu is 2000, not in whole pages of 1 GiB"
 
 
 @pytest.mark.covers("HOST-5")

@@ -96,8 +96,8 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
     assert config["power_state"] == state
     assert config["apt"]["sources"]["gpuaas-cuda"]["keyid"] == "A" * 40
     # The script itself, with an apt-get that fails, and one that works when another has ended.
-    done, taken = tmp_path / "installed", tmp_path / "taken"
-    script = script.replace(_guest_runtime._INSTALLED, str(done))
+    done, taken, waiting = (tmp_path / name for name in ("installed", "taken", "pending"))
+    script = script.replace(_guest_runtime._INSTALLED, str(done)).replace(pending, str(waiting))
     script = script.replace("/dev/console", str(tmp_path / "console"))
     programs = {"apt-get": "exit 1", "sleep": f"rm -f {taken}"}
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
@@ -105,8 +105,11 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
         for name, body in programs.items():
             (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
             (tmp_path / name).chmod(0o755)
+        waiting.touch()
         ran = subprocess.run(["/bin/sh", "-c", script], env=path, check=False)
         assert (ran.returncode == 0, done.exists()) == (exists, exists)
+        # The probes of a guest without its runtime fail at once.
+        assert waiting.exists() is exists
         taken.touch()
         programs["apt-get"] = f"test $2 != update || test ! -e {taken}"
 
