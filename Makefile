@@ -5,6 +5,8 @@ GPUAAS := .venv/bin/gpuaas
 export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/build/collections
 # The default scenario plays the whole bootstrap; `ls molecule` lists the others.
 SCENARIO ?= slice_host
+# Release of the lab host.
+DISTRO ?= $(GPUAAS_LAB_DISTRO)
 
 help: ## Show this list
 	@awk -F':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

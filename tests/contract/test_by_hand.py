@@ -56,6 +56,28 @@ def test_no_play_decides_for_its_caller_whether_it_becomes_root() -> None:
             assert "become" not in part, playbook
 
 
+def test_every_play_that_reads_a_profile_takes_the_values_of_a_single_host() -> None:
+    reading = [
+        text
+        for file in FOLDER.glob("*.yml")
+        if "file', slice_profile_file" in (text := file.read_text())
+    ]
+    assert reading and all("combine(slice_profile_overrides" in text for text in reading)
+
+
+def test_no_play_restarts_a_group_of_hosts_at_once() -> None:
+    batches = set()
+    for playbook in FOLDER.glob("*.yml"):
+        text = playbook.read_text()
+        if "slice_allow_reboot" in text:
+            assert {part.get("serial") for part in yaml.safe_load(text)} != {None}, playbook
+            batches |= {part["serial"] for part in yaml.safe_load(text)}
+        elif "ansible.builtin.reboot" in text:
+            assert [part["serial"] for part in yaml.safe_load(text)] == [1], playbook
+    (batch,) = batches
+    assert batch.startswith("{{ slice_serial | default(slice_allow_reboot ")
+
+
 @pytest.mark.parametrize(("word", "becomes"), [((), False), (("-b",), True)])
 def test_b_makes_root_of_a_user_whom_only_ssh_knows(
     tmp_path: Path, word: tuple[str, ...], becomes: bool
@@ -96,10 +118,13 @@ def played(profile: dict[str, object], *words: str) -> str:
 
 def test_a_part_that_fails_fails_the_playbook() -> None:
     """Ansible takes a failure for rescued if no task of the rescue has the tag."""
-    network = {"bridge": "br0", "address": "no address", "subnet": "x", "tmfifo": {}}
-    said = played({"network": network}, "--tags", "network")
+    # A value of a single host stands beside the profile that its group shares.
+    own = json.dumps({"slice_profile_overrides": {"network": {"tmfifo": "neither"}}})
+    shared = f"slice_profile_file={ROOT}/profiles/lab.yml"
+    words = ("-e", shared, "-e", own, "--tags", "network")
+    said = play(FOLDER / "bootstrap.yml", *HERE, *words)
     assert "rescued=1" in said and "failed=1" in said, said
-    assert '"ok": false' in said
+    assert '"ok": false' in said and "'neither'" in said
 
 
 def test_a_part_puts_no_host_into_slice_mode_and_reports_nothing() -> None:
@@ -112,12 +137,19 @@ def test_a_part_puts_no_host_into_slice_mode_and_reports_nothing() -> None:
         assert done == ["Refuse a machine that a tenant has as a whole"]
 
 
-@pytest.mark.parametrize(("reboots", "tried"), [("true", 1), ("false", 2)])
-def test_hosts_that_may_reboot_go_one_after_the_other(reboots: str, tried: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "tried"),
+    [
+        (("slice_allow_reboot=true",), 1),
+        (("slice_allow_reboot=false",), 2),
+        (("slice_allow_reboot=true", "slice_serial=2"), 2),
+    ],
+)
+def test_hosts_that_may_reboot_go_one_after_the_other(words: tuple[str, ...], tried: int) -> None:
     """The first failure spares the rest. Nothing listens on port 1."""
     said = play(
         FOLDER / "bootstrap.yml", "-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1",
-        "-e", f"slice_allow_reboot={reboots}", "-e", "{slice_profile: {}}",
+        "-e", "{slice_profile: {}}", *(part for word in words for part in ("-e", word)),
         hosts="slicehost1,slicehost2,",
     )  # fmt: skip
     assert said.count("unreachable=1") == tried, said

@@ -116,10 +116,12 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
 
 
 def _start_guardians(done: list[str]) -> None:
-    """Start the guardians that were stopped; systemd itself restarts those that fail or hang."""
+    """Start the guardians and the telemetry that were stopped; systemd itself restarts those that
+    fail or hang.
+    """
     units = [
         unit
-        for unit in (_boot_units.NETWORK, _boot_units.FABRIC)
+        for unit in (_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
         if _host.path(unit.path).exists() and _host.path(unit.settings_path).exists()
     ]
     states = _boot_service.services([unit.service for unit in units]) if units else {}

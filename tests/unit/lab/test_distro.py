@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from lab import distro, host_image
 from lab.command import LabError
+from lab.paths import REPOSITORY
 
 DEB822 = """\
 Types: deb
@@ -86,3 +89,18 @@ def test_the_lab_host_may_have_another_release(tmp_path: Path) -> None:
     assert names[0][-16:] != names[1][-16:]
     with pytest.raises(LabError, match=r"bookworm, trixie on debian; it is 'noble'"):
         distro.host_distro({"GPUAAS_LAB_DISTRO": "noble"}, root)
+
+
+@pytest.mark.parametrize("target", ["lab-up", "lab-load"])
+def test_make_takes_the_release_from_its_argument_or_the_environment(target: str) -> None:
+    """Without the argument, the variable of the environment became empty."""
+    for words, suite in (([], "trixie"), (["DISTRO=bookworm"], "bookworm")):
+        shown = subprocess.run(
+            ["make", "-n", target, *words],
+            cwd=REPOSITORY,
+            env={**os.environ, "GPUAAS_LAB_DISTRO": "trixie"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert f"GPUAAS_LAB_DISTRO={suite} " in shown and "GPUAAS_LAB_DISTRO= " not in shown

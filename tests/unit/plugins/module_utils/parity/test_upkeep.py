@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
+    _boot_units,
     _command,
     _host,
     _repairs,
@@ -133,6 +134,8 @@ def test_everything_that_was_lost_comes_back_and_is_recorded(rig: Rig) -> None:
     rig.run(["nft", "delete", "table", "inet", "gpuaas_slice"])
     SYSTEMD.active.add("dcgm.service")
     SYSTEMD.active.discard("gpuaas-slice-network-baseline.service")
+    # It is installed, and a person has stopped it.
+    _host.write(_boot_units.TELEMETRY.path, "[Service]\n")
     done, left = _upkeep.keep(PARAMS, check_mode=False)
     assert left == []
     names = {step.split()[0] for step in done}
@@ -140,6 +143,7 @@ def test_everything_that_was_lost_comes_back_and_is_recorded(rig: Rig) -> None:
         "add_nat", "forward_ipv4", "address_interface", "remove_flows", "load_firewall",
         "admit_guests", "stop_service", "start_service",
     }  # fmt: skip
+    assert "start_service gpuaas-slice-telemetry.service" in done
     assert {row["step"] for row in _repairs.read()} >= set(done)
     assert _upkeep.keep(PARAMS, check_mode=False) == ([], [])
 
