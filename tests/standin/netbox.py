@@ -159,6 +159,7 @@ class Netbox(ThreadingHTTPServer):
         if path == JOURNAL:
             # As the text fields of Django REST framework do.
             new["comments"] = new["comments"].strip()
+            new.setdefault("created", datetime.now(UTC).isoformat())
         values = row.get("custom_fields") or {}
         ours = {DEVICES: self.faults.fields, MACHINES: ["gpuaas_allocation_id", "gpuaas_written"]}
         names = ours.get(path, [])
@@ -314,8 +315,12 @@ class Handler(BaseHTTPRequestHandler):
                 rows = [r for r in rows if r["name"] in values]
             elif name in ("assigned_object_id", "assigned_object_type"):
                 rows = [r for r in rows if str(r[name]) in values]
+            elif name == "created_after":
+                since = datetime.fromisoformat(values[0])
+                rows = [r for r in rows if datetime.fromisoformat(r["created"]) >= since]
             elif name == "site_id":
-                rows = [r for r in rows if str(r["scope_id"]) in values]
+                # `_site`: that of a network whose scope is a location.
+                rows = [r for r in rows if str(r.get("_site", r["scope_id"])) in values]
         start, most = int(query.get("start", ["0"])[0]), self.server.faults.page
         # No limit, and 0, mean the largest page.
         limit = min(int(query.get("limit", ["0"])[0]) or most, most)

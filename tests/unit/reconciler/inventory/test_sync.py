@@ -535,6 +535,14 @@ def test_a_node_with_an_address_outside_the_networks_of_its_site_is_named_and_sh
     netbox.begin(device("n1"), prefixes=[{**PREFIX, "prefix": "192.0.2.0/24"}])
     result = netbox(apply=True)
     assert (codes(result), result.done) == (["netbox_address_outside"], {"devices written": 1})
+    # The network of a room of another site says nothing about this one.
+    room = {"prefix": "192.0.2.0/24", "scope_type": "dcim.location", "scope_id": 1, "_site": 2}
+    there = {"site": {"id": 2, "slug": "fra1"}}
+    for address, expected in (("192.0.2.9", "new_device"), ("10.0.2.16", "address_outside")):
+        netbox.begin(device("n1"), device("gpu9", address, **there), prefixes=[room])
+        assert [(row.code, row.subject) for row in netbox().findings if row.action != "write"] == [
+            (f"netbox_{expected}", "device gpu9")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -679,6 +687,7 @@ def test_an_object_that_netbox_cannot_create_keeps_no_other_back(netbox: Pass) -
 
 
 def test_a_journal_that_netbox_cannot_write_keeps_nothing_else_back(netbox: Pass) -> None:
+    fleet(netbox, 7)
     netbox(apply=True)
     with transaction(netbox.site.engine) as conn:
         netbox.site.allocate(conn)
@@ -689,7 +698,10 @@ def test_a_journal_that_netbox_cannot_write_keeps_nothing_else_back(netbox: Pass
         assert (result.error or {})["code"] == "netbox_silent"
         assert result.done["virtual machines created"] == 1
     netbox.begin(*netbox.objects(DEVICES))
-    assert netbox(apply=True).done["journal entries"] == 1
+    assert netbox(apply=True).done["journal entries"] == 8
+    # It was looked whether NetBox has them.
+    looks = [row for row in netbox.record["requests"] if row.startswith(f"GET {JOURNAL}")]
+    assert len(looks) == 1
 
 
 def journal_of(netbox: Pass) -> dict[str, list[dict[str, Any]]]:
