@@ -504,6 +504,8 @@ def _machine(
     if foreign:
         result.note(*foreign_edit(expected.name, foreign, actual, target))
     elif patch:
+        for values, item in ((actual, machine), (target, device)):
+            values["cluster"] = item.cluster.id if item.cluster else None
         names = [name for name in target if actual[name] != target[name]]
         result.note(
             *("outdated", expected.name, _listed(names, target), _listed(names, actual)),

@@ -189,8 +189,15 @@ class Netbox(ThreadingHTTPServer):
                 if each["id"] != row.get("id") and all(each[n] == row[n] for n in names):
                     yield each
 
-        if path == MACHINES and (row["name"] in self.faults.invalid or any(others("name"))):
-            return {"__all__": ["Virtual machine name must be unique."]}
+        if path == MACHINES:
+            device = self.objects[DEVICES].get(row.get("device") or 0)
+            cluster = (device["cluster"] or {}).get("id") if device else row.get("cluster")
+            problems = {
+                "__all__": row["name"] in self.faults.invalid or any(others("name")),
+                # `VirtualMachine.clean`, whatever the request changes.
+                "cluster": cluster != row.get("cluster"),
+            }
+            return {name: ["It must be another."] for name, bad in problems.items() if bad} or None
         if path == JOURNAL and row["assigned_object_id"] not in self.objects[DEVICES]:
             number = row["assigned_object_id"]
             return {"non_field_errors": [f"Invalid assigned_object: dcim.device ID {number}"]}
