@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address, ip_interface
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_interface
 from typing import Any
 
 from reconciler.inventory.expected import (
@@ -22,7 +22,7 @@ from reconciler.inventory.expected import (
     ExpectedNode,
     is_retired,
 )
-from reconciler.inventory.netbox import Address, Device, Machine, Prefix, VmInterface
+from reconciler.inventory.netbox import Address, Device, Machine, VmInterface
 from reconciler.inventory.networks import MANAGED, Network, Parts, parts_of, vrf_name
 from reconciler.inventory.patches import (
     BLOCKED,
@@ -39,6 +39,7 @@ from reconciler.inventory.patches import (
 from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
 from reconciler.model.states import AllocationState
 
+Networks = Mapping[int, Sequence[IPv4Network | IPv6Network]]
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LONGEST = 200
@@ -80,12 +81,12 @@ class NewNode:
 @dataclass(frozen=True)
 class Inventory:
     """NetBox's side: devices with our tags or with the names of our nodes, our virtual machines,
-    and the networks of the devices' sites. slice_network: None if it could not be read.
+    and networks by the number of their site. slice_network: None if it could not be read.
     """
 
     devices: Sequence[Device]
     machines: Sequence[Machine]
-    networks: Sequence[Prefix] = ()
+    networks: Networks = field(default_factory=dict)
     slice_network: Network | None = None
     # Fingerprints (SEAL) that this service has written last, by device id.
     written: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -297,9 +298,7 @@ def _other_serials(
             yield device.id
 
 
-def _intent(
-    result: Comparison, expected: ExpectedNode, device: Device, networks: Sequence[Prefix]
-) -> None:
+def _intent(result: Comparison, expected: ExpectedNode, device: Device, networks: Networks) -> None:
     """Intent that differs from the node. A person decides: a conversion erases disks."""
     node = expected.node
     if is_retired(node):
@@ -359,7 +358,7 @@ def foreign_edit(
 def _new_node(
     result: Comparison,
     device: Device,
-    networks: Sequence[Prefix],
+    networks: Networks,
     profiles: Collection[str],
     addresses: Collection[str],
     serials: Collection[str],
@@ -412,16 +411,11 @@ def _add(result: Comparison, candidates: Sequence[NewNode], devices: Sequence[De
         result.new_nodes.append(new)
 
 
-def _outside(result: Comparison, device: Device, networks: Sequence[Prefix]) -> bool:
-    """Whether the address is outside the networks of the device's site. A network with another
-    scope than a site counts for every site. A site without networks is not judged.
+def _outside(result: Comparison, device: Device, networks: Networks) -> bool:
+    """Whether the address is outside the networks of the device's site. A site without networks is
+    not judged.
     """
-    text = _address(device)
-    near = [
-        row.prefix
-        for row in networks
-        if row.scope_type != "dcim.site" or row.scope_id == device.site.id
-    ]
+    text, near = _address(device), networks.get(device.site.id, ())
     if not text or not near:
         return False
     address = ip_address(text)
@@ -510,6 +504,8 @@ def _machine(
     if foreign:
         result.note(*foreign_edit(expected.name, foreign, actual, target))
     elif patch:
+        for values, item in ((actual, machine), (target, device)):
+            values["cluster"] = item.cluster.id if item.cluster else None
         names = [name for name in target if actual[name] != target[name]]
         result.note(
             *("outdated", expected.name, _listed(names, target), _listed(names, actual)),

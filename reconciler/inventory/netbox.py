@@ -138,6 +138,7 @@ class Machine(Tracked):
     name: Text
     status: _Choice
     device: _Object | None
+    cluster: _Object | None
     primary_ip4: _Object | None
     interface_count: int | None = None
 
@@ -196,11 +197,9 @@ class IpAddress(_Assigned):
 
 
 class Prefix(_Object):
-    """A network of a site."""
+    """A network of a site, or of one of its locations."""
 
     prefix: IPvAnyNetwork
-    scope_type: Text | None
-    scope_id: int | None
 
 
 class JournalEntry(_Object):
@@ -351,11 +350,16 @@ class Client(Conversation):
             raise self.silent(f"POST {path}", "other objects than it was asked to create")
         return items
 
-    def notes(self, kind: str, number: int) -> list[str]:
-        """Journal entries of an object. kind: as `virtualization.virtualmachine`."""
-        query = {"assigned_object_type": kind, "assigned_object_id": str(number)}
-        rows = self.every(JournalEntry, **query)
-        return [row.comments for row in rows if row.assigned_object_id == number]
+    def notes(self, kind: str, numbers: Sequence[int], *, after: str = "") -> set[tuple[int, str]]:
+        """Journal entries of objects, with the objects' numbers, from a time on.
+
+        kind: as `virtualization.virtualmachine`.
+        """
+        query: dict[str, str | list[str]] = {"assigned_object_type": kind}
+        query |= {"assigned_object_id": [str(number) for number in numbers]}
+        rows = self.every(JournalEntry, **query, **({"created_after": after} if after else {}))
+        notes = {(row.assigned_object_id, row.comments) for row in rows}
+        return {note for note in notes if note[0] in numbers}
 
     def add_journal(self, entries: Sequence[Mapping[str, Any]]) -> None:
         self._request("POST", JOURNAL, json=list(entries))

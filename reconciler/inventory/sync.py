@@ -25,7 +25,6 @@ from reconciler.inventory.netbox import (
     VmInterface,
     Vrf,
     by_query,
-    chunks,
     netbox_access,
 )
 from reconciler.inventory.networks import MANAGED, Network
@@ -134,11 +133,8 @@ def _compare(
     for some in by_query(name for name in missing if len(name) <= _LONGEST_NAME):
         devices |= {device.id: device for device in netbox.every(Device, name=some)}
     sites = sorted({device.site.id for device in devices.values()})
-    networks = [
-        prefix
-        for some in chunks(sites)
-        for prefix in netbox.every(Prefix, site_id=[str(id) for id in some])
-    ]
+    # By a request for each site: a network of a location does not show its site.
+    networks = {id: [row.prefix for row in netbox.every(Prefix, site_id=str(id))] for id in sites}
     document.nodes, document.devices, document.machines = len(nodes), len(devices), len(machines)
     refusal, slice_network = None, None
     if machines or slices:

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -351,7 +352,7 @@ class Writer:
     def _notes(self, machine: Machine) -> list[str]:
         """Journal entries of people, which would end with the virtual machine."""
         try:
-            return ["a journal entry"] if self._netbox.notes(_MACHINE, machine.id) else []
+            return ["a journal entry"] if self._netbox.notes(_MACHINE, [machine.id]) else []
         except RunError as refusal:
             if refusal.code != "netbox_forbidden":
                 raise
@@ -426,23 +427,31 @@ class Writer:
         with reading(self._engine) as conn:
             self._pending = site.read(conn, _JOURNAL) or {}
         self._stored = deepcopy(self._pending)
-        for key, row in list(self._pending.items()):
+        # A device that is no longer ours, or another one with its number in a NetBox that was built
+        # anew, gets no entry; a refused one would keep the later entries from NetBox.
+        seals = self._comparison.seals
+        written: dict[str, tuple[int, str]] = {}
+        for key, row in self._pending.items():
             number = row["entry"]["assigned_object_id"]
-            # A device that is no longer ours, or another one with its number in a NetBox that was
-            # built anew, gets no entry; a refused one would keep the later entries from NetBox.
-            seals = self._comparison.seals
-            written = number in seals and row["seal"] in ("", seals[number])
-            if not written or row["entry"]["comments"] in self._device_notes(number):
-                del self._pending[key]
+            if number in seals and row["seal"] in ("", seals[number]):
+                written[key] = (number, row["entry"]["comments"])
+        # A day, by which the clocks may differ, before the first of these entries.
+        first = min((key.partition(" ")[2] for key in written), default="")
+        after = str(datetime.fromisoformat(first).date() - timedelta(days=1)) if first else ""
+        existing: set[tuple[int, str]] = set()
+        for some in chunks(sorted({number for number, _ in written.values()})):
+            existing |= self._device_notes(some, f"{after}T00:00:00Z")
+        missing = {key for key, note in written.items() if note not in existing}
+        self._pending = {key: row for key, row in self._pending.items() if key in missing}
         self._write_journal(last=False)
 
-    def _device_notes(self, number: int) -> list[str]:
+    def _device_notes(self, numbers: Sequence[int], after: str) -> set[tuple[int, str]]:
         try:
-            return self._netbox.notes(_DEVICE, number)
+            return self._netbox.notes(_DEVICE, numbers, after=after)
         except RunError as refusal:
             if refusal.code != "netbox_forbidden":
                 raise
-            return []
+            return set()
 
     @contextlib.contextmanager
     def _refusable(self, subject: str, item: Tracked | None = None) -> Iterator[None]:

@@ -159,6 +159,7 @@ class Netbox(ThreadingHTTPServer):
         if path == JOURNAL:
             # As the text fields of Django REST framework do.
             new["comments"] = new["comments"].strip()
+            new.setdefault("created", datetime.now(UTC).isoformat())
         values = row.get("custom_fields") or {}
         ours = {DEVICES: self.faults.fields, MACHINES: ["gpuaas_allocation_id", "gpuaas_written"]}
         names = ours.get(path, [])
@@ -188,8 +189,15 @@ class Netbox(ThreadingHTTPServer):
                 if each["id"] != row.get("id") and all(each[n] == row[n] for n in names):
                     yield each
 
-        if path == MACHINES and (row["name"] in self.faults.invalid or any(others("name"))):
-            return {"__all__": ["Virtual machine name must be unique."]}
+        if path == MACHINES:
+            device = self.objects[DEVICES].get(row.get("device") or 0)
+            cluster = (device["cluster"] or {}).get("id") if device else row.get("cluster")
+            problems = {
+                "__all__": row["name"] in self.faults.invalid or any(others("name")),
+                # `VirtualMachine.clean`, whatever the request changes.
+                "cluster": cluster != row.get("cluster"),
+            }
+            return {name: ["It must be another."] for name, bad in problems.items() if bad} or None
         if path == JOURNAL and row["assigned_object_id"] not in self.objects[DEVICES]:
             number = row["assigned_object_id"]
             return {"non_field_errors": [f"Invalid assigned_object: dcim.device ID {number}"]}
@@ -314,8 +322,12 @@ class Handler(BaseHTTPRequestHandler):
                 rows = [r for r in rows if r["name"] in values]
             elif name in ("assigned_object_id", "assigned_object_type"):
                 rows = [r for r in rows if str(r[name]) in values]
+            elif name == "created_after":
+                since = datetime.fromisoformat(values[0])
+                rows = [r for r in rows if datetime.fromisoformat(r["created"]) >= since]
             elif name == "site_id":
-                rows = [r for r in rows if str(r["scope_id"]) in values]
+                # `_site`: that of a network whose scope is a location.
+                rows = [r for r in rows if str(r.get("_site", r["scope_id"])) in values]
         start, most = int(query.get("start", ["0"])[0]), self.server.faults.page
         # No limit, and 0, mean the largest page.
         limit = min(int(query.get("limit", ["0"])[0]) or most, most)

@@ -180,6 +180,26 @@ def test_a_slice_is_followed_to_its_release(netbox: Pass) -> None:
     assert codes(result) == unknown
 
 
+def test_a_slice_follows_its_device_into_a_cluster_and_out_of_it(netbox: Pass) -> None:
+    """NetBox takes no change of a virtual machine that has another cluster than its device."""
+    with transaction(netbox.site.engine) as conn:
+        netbox.site.allocate(conn)
+    netbox(apply=True)
+    kinds = (VRFS, INTERFACES, MACS, ADDRESSES)
+    for cluster, state in ((7, "active"), (None, "active"), (8, "releasing")):
+        with transaction(netbox.site.engine) as conn:
+            conn.execute(sa.update(allocations).values(state=state))
+        (host,), (machine,) = netbox.objects(DEVICES), netbox.objects(MACHINES)
+        network = {kind: netbox.objects(kind) for kind in kinds}
+        host["cluster"] = cluster and {"id": cluster}
+        netbox.begin(host, machines=[machine], network=network)
+        (finding,) = netbox().findings
+        assert finding.expected.startswith("cluster" if cluster is None else "status")
+        result = netbox(apply=True)
+        assert (codes(result), result.done) == ([], {"virtual machines changed": 1})
+        assert netbox.objects(MACHINES)[0]["cluster"] == cluster
+
+
 def test_the_network_of_a_slice_is_created_kept_and_ends_with_it(netbox: Pass) -> None:
     with transaction(netbox.site.engine) as conn:
         key = netbox.site.allocate(conn)
@@ -535,6 +555,14 @@ def test_a_node_with_an_address_outside_the_networks_of_its_site_is_named_and_sh
     netbox.begin(device("n1"), prefixes=[{**PREFIX, "prefix": "192.0.2.0/24"}])
     result = netbox(apply=True)
     assert (codes(result), result.done) == (["netbox_address_outside"], {"devices written": 1})
+    # The network of a room of another site says nothing about this one.
+    room = {"prefix": "192.0.2.0/24", "scope_type": "dcim.location", "scope_id": 1, "_site": 2}
+    there = {"site": {"id": 2, "slug": "fra1"}}
+    for address, expected in (("192.0.2.9", "new_device"), ("10.0.2.16", "address_outside")):
+        netbox.begin(device("n1"), device("gpu9", address, **there), prefixes=[room])
+        assert [(row.code, row.subject) for row in netbox().findings if row.action != "write"] == [
+            (f"netbox_{expected}", "device gpu9")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -679,6 +707,7 @@ def test_an_object_that_netbox_cannot_create_keeps_no_other_back(netbox: Pass) -
 
 
 def test_a_journal_that_netbox_cannot_write_keeps_nothing_else_back(netbox: Pass) -> None:
+    fleet(netbox, 7)
     netbox(apply=True)
     with transaction(netbox.site.engine) as conn:
         netbox.site.allocate(conn)
@@ -689,7 +718,10 @@ def test_a_journal_that_netbox_cannot_write_keeps_nothing_else_back(netbox: Pass
         assert (result.error or {})["code"] == "netbox_silent"
         assert result.done["virtual machines created"] == 1
     netbox.begin(*netbox.objects(DEVICES))
-    assert netbox(apply=True).done["journal entries"] == 1
+    assert netbox(apply=True).done["journal entries"] == 8
+    # It was looked whether NetBox has them.
+    looks = [row for row in netbox.record["requests"] if row.startswith(f"GET {JOURNAL}")]
+    assert len(looks) == 1
 
 
 def journal_of(netbox: Pass) -> dict[str, list[dict[str, Any]]]:
