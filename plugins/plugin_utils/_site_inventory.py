@@ -110,18 +110,28 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
         super().parse(inventory, loader, path)
         self._read_config_data(path)
         self.load_cache_plugin()
-        added: list[str] = []
+        known = {
+            name: (dict(host.vars), list(host.groups))
+            for name, host in self.inventory.hosts.items()
+        }
         try:
             hosts = self._hosts(self._records(self.get_cache_key(path), cache))
-            added += [name for name in hosts if name not in self.inventory.hosts]
             for name, variables in hosts.items():
                 self._add(name, variables)
             self._require_hosts(hosts)
         except (AnsibleError, Refusal) as problem:
-            for name in added:
-                if host := self.inventory.hosts.get(name):
-                    self.inventory.remove_host(host)
+            self._restore(known)
             raise AnsibleParserError(f"{path}: {problem}") from None
+
+    def _restore(self, known: Mapping[str, tuple[Record, list[Any]]]) -> None:
+        """Take the hosts of this source back. known: variables and groups of the hosts before."""
+        for name, host in list(self.inventory.hosts.items()):
+            if name not in known:
+                self.inventory.remove_host(host)
+                continue
+            host.vars, groups = known[name]
+            for group in [group for group in host.groups if group not in groups]:
+                group.remove_host(host)
 
     def credential(self, option: str) -> str:
         """The only word in a file."""

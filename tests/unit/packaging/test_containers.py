@@ -23,6 +23,9 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: row for name, row in SERVICES.items() if row["image"] == "gpuaas:local"}
 DASHBOARDS = "/var/lib/grafana/dashboards"
+# What the commands of the page set. Another variable without a default would be an error.
+PAGE = (ROOT / "docs/scaling.md").read_text().partition("## In containers")[2]
+EXPORTED = dict(pair.split("=") for pair in re.findall(r"^export (.+)$", PAGE, re.M)[0].split())
 CA = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGPuYXMtdGVzdC1jYS1wdWJsaWMta2V5LTAwMDAwMDAw"
 
 
@@ -54,6 +57,8 @@ def test_a_container_starts_a_command_with_settings_that_exist(
     role = "gpuaas_gateway:" if name == "gateway" else "gpuaas:secret"
     assert read.database_url == f"postgresql+psycopg://{role}@postgres/gpuaas"
     assert read.url_for_hosts == "https://gpuaas.example"
+    # Without it the gateway does not start.
+    assert read.member_address == "ssh.gpuaas.example:2222"
     assert read.workers == (4 if name == "worker" else 3)
 
 
@@ -99,7 +104,6 @@ def _make(script: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _given(variable: re.Match[str]) -> str:
-    values = {"DATABASE_PASSWORD": "secret", "PUBLIC_URL": "https://gpuaas.example"}
-    return values.get(
-        variable[1].removeprefix("GPUAAS_"), variable[2] if ":-" in variable[0] else ""
-    )
+    required = ":?" in variable[0]
+    value = EXPORTED[variable[1]] if required else variable[2]
+    return "secret" if value == "…" else value

@@ -64,9 +64,13 @@ def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_p
     static.write_text(yaml.safe_dump({"all": {"hosts": {"bastion": bastion}}}))
     compose = {"copied": "gpuaas_name ~ ''"}
     with answering() as service:
-        service.answers = {"site": page(*nodes)}
+        late = [{**NODE, "id": name, "state": "draining"} for name in ("bastion", "node-2")]
+        service.answers = {"site": page(*nodes), "broken": page(*late)}
         site = source(tmp_path, "reconciler", url=service.url("site"), compose=compose)
-        found = hosts(inventory(static, site))
+        unmade = {"url": service.url("broken"), "compose": {"copied": "gpuaas_none.x"}}
+        broken = source(tmp_path, "reconciler", "broken", strict=True, **unmade)
+        done = inventory(static, site, broken)
+        found = hosts(done)
     assert not (tmp_path / "trap").exists()
     text = [
         v["__ansible_unsafe"] if isinstance(v, dict) else v for v in (found["node-1"]["copied"],)
@@ -76,7 +80,10 @@ def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_p
     assert found["node-1"]["ansible_host"] == "192.0.2.7"
     assert found["bastion"]["ansible_host"] == "192.0.2.1"
     assert found["bastion"]["ansible_port"] == 2222
-    assert found["bastion"]["gpuaas_state"] == "ready"
+    # Nothing is left of a source that is refused while its hosts are added.
+    assert "Could not set copied" in done.stderr
+    assert (found["bastion"]["gpuaas_state"], "node-2" in found) == ("ready", False)
+    assert "state_draining" not in json.loads(done.stdout)
 
 
 def test_a_login_of_netrc_replaces_no_token(tmp_path: Path) -> None:
