@@ -12,11 +12,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import journal, rows
-from reconciler.db.schema import Node
+from reconciler.db.schema import Node, nodes
 from reconciler.lifecycle import gate
 from reconciler.model import firmware
 from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
+from reconciler.model.hardware import serial_of
+from reconciler.model.states import NodeState
 from reconciler.records import nodes as node_records
 from reconciler.records import reports
 
@@ -44,6 +46,23 @@ def forget_bmc(conn: sa.Connection, node_id: str) -> None:
 def forget(conn: sa.Connection, node_id: str) -> None:
     """Forget the record, because no tenant was on the machine."""
     node_records.update(conn, node_id, firmware_before=None, firmware_differences=[])
+
+
+def take_over(conn: sa.Connection, node_id: str) -> None:
+    """Take over the record of a retired node whose machine is this node's now, by its serial
+    number.
+    """
+    node = rows.get(conn, Node, node_id, lock=True)
+    serial = serial_of(node.hardware)
+    if not serial or node.firmware_before is not None:
+        return
+    retired = sa.select(nodes.c.id, nodes.c.hardware).where(nodes.c.state == NodeState.RETIRED)
+    same = [id for id, hardware in conn.execute(retired) if serial_of(hardware) == serial]
+    for former in (rows.get(conn, Node, id) for id in same):
+        if former.firmware_before is not None:
+            node_records.update(conn, node_id, firmware_before=former.firmware_before)
+            forget(conn, former.id)
+            return
 
 
 def compare(

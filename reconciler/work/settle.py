@@ -11,6 +11,7 @@ policy requests the work again.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,8 @@ from reconciler.work.handler import Handler, Work, open_work
 
 # A smaller difference of a host's clock makes no certificate invalid.
 _LEAST_S = 60.0
+# Of a failed task. That of an honest host has some kilobytes.
+_LONGEST_EVIDENCE = 64 * 1024
 # Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
@@ -225,7 +228,11 @@ def _fail(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> N
 
 
 def _task_error(failure: Failure) -> dict[str, Any]:
-    return {**failure.error, "step": failure.step, "evidence": failure.evidence}
+    """The error that the task keeps, for ever. A host may fail each comparison with megabytes."""
+    length = len(json.dumps(failure.evidence))
+    left_out = {"left_out": f"{length} bytes; see the output of the task"}
+    evidence = failure.evidence if length <= _LONGEST_EVIDENCE else left_out
+    return {**failure.error, "step": failure.step, "evidence": evidence}
 
 
 def _storable(outcome: Outcome) -> Outcome:

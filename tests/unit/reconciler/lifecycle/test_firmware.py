@@ -114,6 +114,25 @@ def test_a_person_accepts_them_with_a_reason(machines: Machines) -> None:
         assert names(conn) == []
 
 
+def test_the_record_goes_with_the_machine_to_another_node(machines: Machines) -> None:
+    """The node is retired after its tenant, and the machine registered again."""
+    machines.serials = {"m1": "ABC1234", "m2": "ABC1234"}
+    with transaction(machines.engine) as conn:
+        machines.discover(conn, "m1", 1)
+        tenancy(machines, conn)
+        for event in (host.drain, host.maintain, host.retire):
+            event(conn, "m1", machines.act)
+        nodes.create(
+            conn, machines.act, id="m2", tenant_address="203.0.113.2", mode=NodeMode.BAREMETAL
+        )
+        machines.firmware = {"uefi": CHANGED}
+        machines.reinstall(conn, "m2")
+        assert machines.reasons(conn) == {"m2": "firmware_changed"}
+        firmware.accept(conn, "m2", machines.act)
+        machines.discover(conn, "m2", 1)
+        assert machines.reasons(conn) == {"m2": ""}
+
+
 def test_a_slice_host_sells_no_slot_meanwhile(site: Site) -> None:
     site.node("n1", (0,), 4)
     with transaction(site.engine) as conn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -288,3 +289,18 @@ def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind
             assert stored is not None
             assert answered("discover", {"discovery": stored.document}).ok
     assert states == {"succeeded", "failed"}
+
+
+def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path) -> None:
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1"), ADMIN)
+        (task,) = leasing.lease(conn, "worker")
+    error = {"code": "x", "expected": "x", "found": "the cause", "remedy": "x"}
+    evidence = {"unrepaired": ["x" * 2_000_000]}
+    ended = Outcome("failed", {"step": "s", "error": error, "evidence": evidence})
+    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, ended)
+    with reading(sold.engine) as conn:
+        kept = queue.get(conn, task.id).error
+    assert kept["found"] == "the cause" and "bytes" in kept["evidence"]["left_out"]
+    assert len(json.dumps(kept)) < 1000
