@@ -11,9 +11,9 @@ the connection.
 The table has its own chains. It drops, and never accepts for others: a site's own firewall decides
 after it. It is replaced as a whole in one transaction.
 
-NAT keeps the source port of a guest, or takes another one below 512 for one below 512. The kernel
-would then forward a client's new connection to that port of the host, as an answer to the guest: to
-sshd, for example. So guests connect from no such port, nor from that of the host's DHCP client.
+NAT keeps the source port of a guest, or changes a port below 512 to another one below 512. The
+kernel then takes what the guest's peer sends to that port of the host for an answer, also a new
+connection to sshd. So a guest connects from no such port, nor from that of a DHCP client.
 
 All guests share the host's dnsmasq, which limits open DNS queries and connections and is the DHCP
 server too. Each guest has its own limits for DNS queries, DNS connections and DHCP messages.

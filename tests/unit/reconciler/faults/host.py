@@ -259,6 +259,9 @@ def domain(host: Host, params: Document) -> Document:
     for slot in slots:
         _ledger.check(slot["slot_id"], slot["fence"])
     if params["state"] in ("absent", "stopped"):
+        open_ = key in host.running and key in (*host.forwards.values(), *host.ways)
+        if params["state"] == "absent" and open_:
+            raise refuse("way_in_open", "clients of a guest that is about to stop")
         gone = host.running.pop(key, None)
         power = {"stop_domain": {"shutdown": "graceful"}} if gone else {}
         if params["state"] == "absent":
