@@ -102,6 +102,17 @@ def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
     assert (code, result["ok"]) == (2, False)
     assert f"file://{tmp_path}/no-key.asc" in result["error"]["expected"]
     assert result["evidence"]["preflight"]["checks"]
+    # On a machine that a tenant has as a whole, nothing is trusted or installed.
+    entry = json.dumps({"slot_id": "machine", "fence": 1, "allocation_id": "a-tenant"})
+    tenant = (
+        "mount -t tmpfs tmpfs /opt && mkdir /opt/u /opt/w && mount -t overlay overlay"
+        " -o lowerdir=/var/lib,upperdir=/opt/u,workdir=/opt/w /var/lib &&"
+        f" mkdir -p /var/lib/gpuaas/ledger && echo '{entry}' > /var/lib/gpuaas/ledger/machine.json"
+        " || exit;"
+    )
+    code, result = play(tmp_path, beside=tenant, **mine, slice_apply=False)
+    checks = {one["check"]: one for one in result["evidence"]["preflight"]["checks"]}
+    assert (code, "a-tenant" in checks["bios_settings"]["detail"]) == (0, True)
 
 
 @pytest.mark.covers("HOST-2")
