@@ -138,6 +138,8 @@ class Machine(Tracked):
     name: Text
     status: _Choice
     device: _Object | None
+    cluster: _Object | None
+    site: _Object | None
     primary_ip4: _Object | None
     interface_count: int | None = None
 
