@@ -33,6 +33,7 @@ from reconciler.inventory.patches import (
     is_of_twin,
     machine_patch,
     machine_values,
+    place_of,
     purpose_of,
     shown_machine,
 )
@@ -504,8 +505,7 @@ def _machine(
     if foreign:
         result.note(*foreign_edit(expected.name, foreign, actual, target))
     elif patch:
-        for values, item in ((actual, machine), (target, device)):
-            values["cluster"] = item.cluster.id if item.cluster else None
+        actual, target = actual | place_of(machine), target | place_of(device)
         names = [name for name in target if actual[name] != target[name]]
         result.note(
             *("outdated", expected.name, _listed(names, target), _listed(names, actual)),

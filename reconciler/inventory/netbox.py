@@ -139,6 +139,7 @@ class Machine(Tracked):
     status: _Choice
     device: _Object | None
     cluster: _Object | None
+    site: _Object | None
     primary_ip4: _Object | None
     interface_count: int | None = None
 

@@ -61,7 +61,7 @@ def machine_patch(
     expected: ExpectedMachine, machine: Machine, device: Device
 ) -> tuple[dict[str, Any], list[str]]:
     """As `device_patch`, for the virtual machine of a slice. NetBox takes no change of one that has
-    another cluster than its device, so nobody else chooses its cluster.
+    another cluster or site than its device, so nobody else chooses these.
     """
     actual, target = shown_machine(machine), machine_values(expected, device)
     changes, foreign = _changes(actual, target, machine.custom_fields.get(SEAL), expected.site)
@@ -70,9 +70,15 @@ def machine_patch(
     patch = {name: value for name, value in changes.items() if name != SEAL}
     if changes:
         patch["custom_fields"] = {SEAL: changes[SEAL]}
-    if machine.cluster != device.cluster:
-        patch["cluster"] = device.cluster.id if device.cluster else None
-    return patch, []
+    before, after = place_of(machine), place_of(device)
+    return patch | {name: value for name, value in after.items() if before[name] != value}, []
+
+
+def place_of(item: Device | Machine) -> dict[str, int | None]:
+    return {
+        "cluster": item.cluster.id if item.cluster else None,
+        "site": item.site.id if item.site else None,
+    }
 
 
 def machine_document(expected: ExpectedMachine, device: Device) -> dict[str, Any]:

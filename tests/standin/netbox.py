@@ -48,7 +48,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     DEVICES: {"name": None, "cluster": None, "serial": "", "asset_tag": None, "oob_ip": None}
     | {"primary_ip4": None, "local_context_data": None, "site": {"id": 1, "slug": "ams1"}}
     | {"status": {"value": "active", "label": "Active"}},
-    MACHINES: {"status": "active", "device": None, "cluster": None, "primary_ip4": None},
+    MACHINES: {"status": "active", "device": None, "cluster": None, "primary_ip4": None}
+    | {"site": None},
     INTERFACES: {"primary_mac_address": None, "vrf": None, "enabled": True},
     MACS: {"assigned_object_type": None, "assigned_object_id": None},
     ADDRESSES: {"assigned_object_type": None, "assigned_object_id": None, "vrf": None}
@@ -56,7 +57,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     JOURNAL: {"kind": "info"},
 }
 # Fields that are written as a number and shown as an object.
-_REFERENCES = ("device", "cluster", "virtual_machine", "vrf", "primary_mac_address", "primary_ip4")
+_REFERENCES = (
+    *("device", "cluster", "site", "virtual_machine", "vrf", "primary_mac_address", "primary_ip4"),
+)
 # Canary: no record or log of a test may contain it.
 TOKEN = "nbt_canary91c4.e07-do-not-print"
 # Of gunicorn, for the first line of a request.
@@ -154,6 +157,8 @@ class Netbox(ThreadingHTTPServer):
     def add(self, path: str, row: dict[str, Any]) -> dict[str, Any]:
         number = max(self.objects[path], default=0) + 1
         new = {"id": number, "tags": [], **_DEFAULTS.get(path, {}), **row}
+        if path == MACHINES and new["device"] in self.objects[DEVICES]:
+            new["site"] = new["site"] or self.objects[DEVICES][new["device"]]["site"]["id"]
         if path == MACS:
             new["mac_address"] = new["mac_address"].upper()
         if path == JOURNAL:
@@ -196,6 +201,7 @@ class Netbox(ThreadingHTTPServer):
                 "__all__": row["name"] in self.faults.invalid or any(others("name")),
                 # `VirtualMachine.clean`, whatever the request changes.
                 "cluster": cluster != row.get("cluster"),
+                "site": device and row["site"] not in (None, device["site"]["id"]),
             }
             return {name: ["It must be another."] for name, bad in problems.items() if bad} or None
         if path == JOURNAL and row["assigned_object_id"] not in self.objects[DEVICES]:

@@ -51,6 +51,21 @@ _PINNED: dict[str, Any] = {
     "ansible_sftp_batch_mode": True,
     "ansible_ssh_host_key_checking": True,
 }
+# What the playbooks take for variables of the contract that a run leaves out. A job would get them
+# from AWX's inventory, if that has any, for example that a disk is not to be wiped.
+_ABSENT: dict[str, Any] = {
+    "slice_allow_reboot": False,
+    "slice_api_names": {},
+    "slice_approved_plan": "",
+    "slice_bios_acknowledged_jobs": [],
+    "slice_expected": {},
+    "slice_expected_plan": "",
+    "slice_maas_tags": None,
+    "slice_plan_only": False,
+    "slice_remediate": False,
+    "slice_restore_fstab": False,
+    "slice_written_off": [],
+}
 # As a limit these do not name a single host.
 _GROUPS = frozenset({"all", "ungrouped"})
 
@@ -182,11 +197,13 @@ def jinja_setting(client: Client) -> str:
 
 def body(spec: RunSpec) -> dict[str, Any]:
     """The body of the launch request. AWX itself marks these variables as no templates."""
+    known = contract.schema(spec.playbook)["properties"].keys()
     return {
         "limit": spec.node.node_id,
         "timeout": spec.deadline_s,
         # The playbooks' own host pattern, so that a dropped limit does not mean every host.
         "extra_vars": {
+            **{name: value for name, value in _ABSENT.items() if name in known},
             **spec.variables,
             "slice_hosts": spec.node.node_id,
             # Runs on this machine set it in their environment, which a job does not inherit.

@@ -180,24 +180,33 @@ def test_a_slice_is_followed_to_its_release(netbox: Pass) -> None:
     assert codes(result) == unknown
 
 
-def test_a_slice_follows_its_device_into_a_cluster_and_out_of_it(netbox: Pass) -> None:
-    """NetBox takes no change of a virtual machine that has another cluster than its device."""
+def test_a_slice_follows_its_device_to_another_cluster_or_site(netbox: Pass) -> None:
+    """NetBox takes no change of a virtual machine that has another cluster or site than its
+    device.
+    """
     with transaction(netbox.site.engine) as conn:
         netbox.site.allocate(conn)
     netbox(apply=True)
     kinds = (VRFS, INTERFACES, MACS, ADDRESSES)
-    for cluster, state in ((7, "active"), (None, "active"), (8, "releasing")):
+    for cluster, state, number in (
+        *((7, "active", 1), (None, "active", 1), (8, "releasing", 1)),
+        *((8, "releasing", 2), (None, "active", 3)),
+    ):
         with transaction(netbox.site.engine) as conn:
             conn.execute(sa.update(allocations).values(state=state))
         (host,), (machine,) = netbox.objects(DEVICES), netbox.objects(MACHINES)
         network = {kind: netbox.objects(kind) for kind in kinds}
-        host["cluster"] = cluster and {"id": cluster}
+        status, before = machine["status"], machine["cluster"]
+        host["cluster"], host["site"]["id"] = cluster and {"id": cluster}, number
         netbox.begin(host, machines=[machine], network=network)
         (finding,) = netbox().findings
-        assert finding.expected.startswith("cluster" if cluster is None else "status")
+        assert ("cluster" in finding.expected, "status" in finding.expected) == (
+            *(before != cluster, status != {"releasing": "decommissioning"}.get(state, state)),
+        )
         result = netbox(apply=True)
         assert (codes(result), result.done) == ([], {"virtual machines changed": 1})
-        assert netbox.objects(MACHINES)[0]["cluster"] == cluster
+        (machine,) = netbox.objects(MACHINES)
+        assert (machine["cluster"], machine["site"]) == (cluster, number)
 
 
 def test_the_network_of_a_slice_is_created_kept_and_ends_with_it(netbox: Pass) -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from reconciler.runs import collect
+from reconciler.runs import collect, contract
 from reconciler.runs.awx import request
 from reconciler.runs.awx.request import JobRecord
+from reconciler.runs.contract import PLAYBOOKS
 from reconciler.runs.paths import RunPaths
 from tests.standin.controller import Controller
-from tests.unit.reconciler.runs.awx.conftest import LAUNCH, RESULT, TEMPLATE, Play, events, spec
+from tests.unit.reconciler.runs.awx.conftest import (
+    LAUNCH,
+    RESULT,
+    ROOT,
+    TEMPLATE,
+    Play,
+    events,
+    spec,
+)
 
 pytestmark = pytest.mark.covers("CTRL-9", "ECO-4")
 
@@ -34,6 +44,25 @@ def test_what_awx_is_asked_for(awx: Controller, play: Play) -> None:
     assert variables["ansible_ssh_retries"] == 0
     assert variables["ansible_target_log_info"] == "run=run-1 correlation_id=c-1"
     assert "HostKeyAlias=node-1" in variables["ansible_ssh_args"]
+
+
+def test_awx_and_its_inventory_add_no_variable_of_the_contract() -> None:
+    """The launch has all of them, with the meaning that the playbooks give to their absence."""
+    ours = {"slice_run": spec().variables["slice_run"]}
+    for playbook in PLAYBOOKS:
+        text = (ROOT / "playbooks" / f"{playbook}.yml").read_text()
+        schema = contract.schema(playbook)
+        optional = schema["properties"].keys() - set(schema["required"])
+        run = replace(spec(), playbook=playbook, variables=ours)
+        sent = request.body(run)["extra_vars"]
+        # Without it the profile says which racadm; the reconciler always sends the topology.
+        assert optional - sent.keys() <= {"slice_racadm", "slice_api_topology"}, playbook
+        for name in optional & sent.keys():
+            value = json.dumps(sent[name]).replace("null", "none")
+            meanings = (f"{name} | default({value})".replace('"', "'"), f"{name}: {value}\n")
+            assert any(meaning in text for meaning in meanings), name
+        run = replace(run, variables={**ours, **dict.fromkeys(optional, 7)})
+        assert {request.body(run)["extra_vars"][name] for name in optional} <= {7}
 
 
 @pytest.mark.parametrize("others", [0, 1, 4])
