@@ -23,7 +23,7 @@ import ansible_runner
 
 from reconciler.runs import contract, lock
 from reconciler.runs.events import Recorder, judge
-from reconciler.runs.paths import RunPaths, read_json, write_json, write_text
+from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.spec import BY_HAND
 
 # Ansible's message when SSH ended while the first module was being sent: it hides SSH's reason.
@@ -188,11 +188,17 @@ def _forget_variables(paths: RunPaths) -> None:
 
 
 def _shorten(output: Path) -> None:
-    """Keep the end of the output, of which people read less. A host may have filled it."""
-    with contextlib.suppress(FileNotFoundError), output.open("rb") as handle:
+    """Keep the end of the output, of which people read less. A host may have filled it.
+
+    In place, so that a full disk does not prevent it. The outcome must be written in any case.
+    """
+    with contextlib.suppress(OSError), output.open("r+b") as handle:
         if handle.seek(0, os.SEEK_END) > _LONGEST_OUTPUT:
             handle.seek(-_LONGEST_OUTPUT, os.SEEK_END)
-            write_text(output, handle.read().decode("utf-8", "replace"))
+            end = handle.read()
+            handle.seek(0)
+            handle.write(end)
+            handle.truncate()
 
 
 if __name__ == "__main__":
