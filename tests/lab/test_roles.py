@@ -42,18 +42,22 @@ SCENARIOS = [
     if name not in ELSEWHERE
 ]
 
-# Possible leftovers of a scenario. Wipe proofs are true statements and stay.
+# Possible leftovers of a scenario. Wipe proofs are true statements and stay, and so does the mark
+# that a GPU has been used, which the tenant of a whole machine leaves.
 LOOK = r"""
 cd /
 for place in etc/gpuaas etc/hosts etc/passwd etc/group etc/sudoers.d etc/apt etc/sysctl.d \
   etc/modprobe.d etc/modules-load.d etc/initramfs-tools etc/default/grub etc/default/grub.d \
   boot/grub/grub.cfg etc/fstab etc/netplan etc/dnsmasq.d etc/systemd/system \
-  etc/security/limits.d usr/local/sbin var/lib/gpuaas/ledger var/lib/gpuaas/before \
+  etc/security/limits.d usr/local/sbin var/lib/gpuaas/before \
   var/lib/gpuaas/dnsmasq/hosts.d var/lib/gpuaas/clones var/lib/gpuaas/seeds; do
   [ -e $place ] || continue
   find $place -type l -printf "%p -> %l\n"
   find $place -type f ! -name "*lock*" -exec sha256sum {} +
 done | sort -k 2
+for entry in var/lib/gpuaas/ledger/*.json; do
+  echo "$(sed 's/"gpu_used": [a-z]*//' $entry | sha256sum) $entry"
+done
 ls -d var/lib/gpuaas-molecule* home/* 2> /dev/null
 for device in sys/bus/pci/devices/*; do echo $device $(readlink $device/driver); done
 grep . sys/bus/pci/drivers_autoprobe sys/bus/pci/devices/*/sriov_drivers_autoprobe \
