@@ -64,6 +64,7 @@ _ABSENT: dict[str, Any] = {
     "slice_plan_only": False,
     "slice_remediate": False,
     "slice_restore_fstab": False,
+    "slice_workers": {},
     "slice_written_off": [],
 }
 # As a limit these do not name a single host.
