@@ -51,7 +51,7 @@ _PINNED: dict[str, Any] = {
     "ansible_sftp_batch_mode": True,
     "ansible_ssh_host_key_checking": True,
 }
-# What the playbooks take for variables of the contract that a run leaves out. A job would get them
+# What playbooks take for variables of the contract that a run leaves out. A job would get them
 # from AWX's inventory, if that has any, for example that a disk is not to be wiped.
 _ABSENT: dict[str, Any] = {
     "slice_allow_reboot": False,
@@ -198,13 +198,12 @@ def jinja_setting(client: Client) -> str:
 
 def body(spec: RunSpec) -> dict[str, Any]:
     """The body of the launch request. AWX itself marks these variables as no templates."""
-    known = contract.schema(spec.playbook)["properties"].keys()
     return {
         "limit": spec.node.node_id,
         "timeout": spec.deadline_s,
         # The playbooks' own host pattern, so that a dropped limit does not mean every host.
         "extra_vars": {
-            **{name: value for name, value in _ABSENT.items() if name in known},
+            **_ABSENT,
             **spec.variables,
             "slice_hosts": spec.node.node_id,
             # Runs on this machine set it in their environment, which a job does not inherit.
