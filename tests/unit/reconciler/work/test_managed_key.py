@@ -188,6 +188,15 @@ def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
     settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    document = machines.site.document
+
+    def of_another_machine(number: int) -> dict[str, Any]:
+        report = document(number)
+        report["identity"]["machine_id"] = "2" * 32
+        return report
+
+    # Each installation has a machine id of its own.
+    monkeypatch.setattr(machines.site, "document", of_another_machine)
     machines.machine("m2", 2, profile="lab")
     with transaction(machines.engine) as conn:
         key = machines.active(conn, node_id="m2")
