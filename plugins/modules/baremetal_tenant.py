@@ -129,6 +129,7 @@ class State:
     sudoers: str | None
     token: str | None
     unit: str | None
+    enabled: tuple[str, ...]
     traces: _tenant_account.Traces
     problems: tuple[Refusal, ...]
 
@@ -148,6 +149,7 @@ def observe(params: _change.Params) -> State:
         sudoers=_host.read(_tenant_account.SUDOERS),
         token=_host.read(_pool_workers.TOKEN),
         unit=_host.read(_pool_workers.UNIT),
+        enabled=tuple(_pool_workers.enabled()),
         traces=_tenant_account.traces(name, uid),
         problems=tuple(problems),
     )
@@ -183,9 +185,10 @@ def _start(workers: _change.Params, state: State) -> list[_change.Step]:
     unit = workers["unit"].rstrip("\n")
     if state.unit != unit:
         steps.append(_change.Step("write_unit", _pool_workers.UNIT, state.unit, unit))
-    units, enabled = _pool_workers.instances(workers["replicas"]), _pool_workers.enabled()
-    if steps or enabled != sorted(units):
-        steps.append(_change.Step("start_workers", _pool_workers.UNIT, enabled, units))
+    units = _pool_workers.instances(workers["replicas"])
+    if steps or list(state.enabled) != sorted(units):
+        before = list(state.enabled)
+        steps.append(_change.Step("start_workers", _pool_workers.UNIT, before, units))
     return steps
 
 
@@ -270,7 +273,7 @@ def _apply_workers(params: _change.Params, step: _change.Step) -> None:
         case "end_workers":
             _pool_workers.end(params["grace"])
         case "remove_models":
-            _pool_workers.remove_models()
+            _command.remove_trees(step.subject)
 
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:

@@ -537,14 +537,7 @@ def main() -> None:
         "bridge": {"type": "str", "default": "ovsbr0"},
         "host_cpus": {"type": "int", "default": 0},
         "shared_cpus": {"type": "bool", "default": False},
-        "nvlink_partition": {
-            "type": "dict",
-            "options": {
-                "modules": {"type": "list", "elements": "int", "required": True},
-                "address": {"type": "str"},
-                "socket": {"type": "str"},
-            },
-        },
+        "nvlink_partition": _nvlink.OPTION,
     }
     module = AnsibleModule(
         argument_spec={

@@ -328,6 +328,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_profiles
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlink
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _cloud_seed,
     _machine,
@@ -416,14 +417,7 @@ SPEC: dict[str, Any] = {
             "burst_kb": {"type": "int", "required": True},
         },
     },
-    "nvlink_partition": {
-        "type": "dict",
-        "options": {
-            "modules": {"type": "list", "elements": "int", "required": True},
-            "address": {"type": "str"},
-            "socket": {"type": "str"},
-        },
-    },
+    "nvlink_partition": _nvlink.OPTION,
     "qemu_arguments": _strings(),
 }
 OPTIONS: dict[str, Any] = {

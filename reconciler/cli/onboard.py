@@ -108,23 +108,19 @@ class _Walk:
                 )
 
     def bootstrap(self) -> None:
-        if self._prepared():
-            return
         row = client().get(self.path)
+        if _is_prepared(row):
+            return
         path, why = f"{self.path}/bootstrap", {"reason": self.reason}
         plan = (tasks.queue(path, {**why, "plan_only": True}, wait=True) or {})["result"]
         digest = plan["plan_digest"]
         shown = {"address": row["address"], "allow_reboot": self.allow_reboot, "plan": digest}
-        if self._prepared():
+        if _is_prepared(client().get(self.path)):
             # A bootstrap of an earlier call, which was interrupted, has ended before the plan.
             return
         self._ask("bootstrap", shown, self._bootstrap_lines(row["address"], plan))
         body = {**why, "allow_reboot": self.allow_reboot, "expected_plan": digest}
         tasks.queue(path, body, wait=True)
-
-    def _prepared(self) -> bool:
-        row = client().get(self.path)
-        return (row["state"], row["mode"]) == ("ready", "slice")
 
     def _bootstrap_lines(self, address: str, plan: Record) -> list[str]:
         kernel = plan["kernel"]
@@ -291,6 +287,10 @@ class _Walk:
     def _problem(self, code: str, expected: str, found: str, how: str) -> Problem:
         command = f"`gpuaas nodes onboard {self.node}` goes on from here {how}".rstrip()
         return Problem(code, expected=expected, found=found, remedy=command)
+
+
+def _is_prepared(node: Record) -> bool:
+    return bool((node["state"], node["mode"]) == ("ready", "slice"))
 
 
 def _codes(row: Record) -> set[str]:

@@ -56,10 +56,10 @@ def take_over(conn: sa.Connection, node_id: str) -> None:
     serial = serial_of(node.hardware)
     if not serial or node.firmware_before is not None:
         return
-    retired = sa.select(nodes.c.id, nodes.c.hardware).where(nodes.c.state == NodeState.RETIRED)
-    same = [id for id, hardware in conn.execute(retired) if serial_of(hardware) == serial]
-    for former in (rows.get(conn, Node, id) for id in same):
-        if former.firmware_before is not None:
+    columns = (nodes.c.id, nodes.c.hardware, nodes.c.firmware_before)
+    retired = sa.select(*columns).where(nodes.c.state == NodeState.RETIRED)
+    for former in conn.execute(retired).all():
+        if former.firmware_before is not None and serial_of(former.hardware) == serial:
             node_records.update(conn, node_id, firmware_before=former.firmware_before)
             forget(conn, former.id)
             return

@@ -183,6 +183,13 @@ def remove(absolute: str) -> None:
         _sync_directory(target.parent)
 
 
+def wait_gone(absolute: str, limit_s: float) -> None:
+    """Wait until a folder is gone, or the time is over."""
+    end = time.monotonic() + limit_s
+    while path(absolute).is_dir() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
 @contextlib.contextmanager
 def locked(directory: str, *, mode: int, wait_s: float = 0) -> Iterator[None]:
     """Lock with one holder at a time on this host. A missing directory is created with `mode`.

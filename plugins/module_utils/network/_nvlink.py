@@ -29,6 +29,15 @@ _ANSWER_S, _CHANGE_S = 15.0, 60.0
 _LONGEST = 1 << 20
 _BOUNDED = f'"$@" 2>/dev/null | head -c {_LONGEST + 1}'
 _NO_PROGRAM = 127
+# Argument of modules: the partition of a slice.
+OPTION: dict[str, Any] = {
+    "type": "dict",
+    "options": {
+        "modules": {"type": "list", "elements": "int", "required": True},
+        "address": {"type": "str"},
+        "socket": {"type": "str"},
+    },
+}
 _LOOK = "look at the Fabric Manager (shared mode is FABRIC_MODE=1) and at `fmpm -l` on this host"
 
 

@@ -7,7 +7,6 @@ the tenant is root. The reconciler writes the same paths into guests of slices.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
@@ -20,8 +19,8 @@ MODELS = "/var/lib/gpuaas/models"
 _WANTS = "/etc/systemd/system/multi-user.target.wants"
 # systemd's group of all instances of the unit.
 _SLICE = r"system-gpuaas\x2dworker.slice"
+_GROUP = f"/sys/fs/cgroup/system.slice/{_SLICE}"
 _KILL_S = 15
-_REMOVAL_S = 3600
 
 
 def missing_program() -> list[Refusal]:
@@ -52,7 +51,7 @@ def enabled() -> list[str]:
 
 def alive() -> bool:
     """Whether an instance runs (control groups v2)."""
-    return _host.path(f"/sys/fs/cgroup/system.slice/{_SLICE}").is_dir()
+    return _host.path(_GROUP).is_dir()
 
 
 def traces() -> tuple[str, ...]:
@@ -78,31 +77,15 @@ def end(grace: float) -> None:
     if alive():
         # 5: systemd does not know the slice any more.
         _command.run(["systemctl", "stop", "--no-block", _SLICE], ok=(0, 5))
-        _wait(grace)
+        _host.wait_gone(_GROUP, grace)
     if alive():
         _command.run(["systemctl", "kill", "--signal=SIGKILL", _SLICE], ok=(0, 1, 5))
-        _wait(_KILL_S)
-    _remove(*(f"{_WANTS}/{name}" for name in enabled()), UNIT, TOKEN)
+        _host.wait_gone(_GROUP, _KILL_S)
+    # A tenant may have made folders of these files.
+    _command.remove_trees(*(f"{_WANTS}/{name}" for name in enabled()), UNIT, TOKEN)
     _command.run(["systemctl", "daemon-reload"])
 
 
 def has_models() -> bool:
     """Whether a folder of models is there."""
     return os.path.lexists(_host.path(MODELS))
-
-
-def remove_models() -> None:
-    """Remove the folder of models."""
-    _remove(MODELS)
-
-
-def _remove(*places: str) -> None:
-    # A tenant may have made folders of files.
-    paths = [str(_host.path(place)) for place in places]
-    _command.run(["rm", "-rf", "--one-file-system", "--", *paths], timeout=_REMOVAL_S)
-
-
-def _wait(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while alive() and time.monotonic() < end:
-        time.sleep(0.2)

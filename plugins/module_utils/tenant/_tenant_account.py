@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,6 @@ _LISTED = 100
 SCHEDULES = ("/var/spool/cron/crontabs", "/var/spool/cron/atjobs")
 # systemd removes the control group after its answer; after this time it will not.
 _SLICE_S = 15
-_REMOVAL_S = 3600
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 
@@ -124,7 +122,7 @@ def traces(name: str, uid: int) -> Traces:
 
 def slice_alive(uid: int) -> bool:
     """Whether a session of the uid, or a process started from it, is alive (control groups v2)."""
-    return _host.path(f"/sys/fs/cgroup/user.slice/user-{uid}.slice").is_dir()
+    return _host.path(_group(uid)).is_dir()
 
 
 def end_sessions(uid: int) -> None:
@@ -133,9 +131,11 @@ def end_sessions(uid: int) -> None:
     """
     # 5: systemd does not know the slice any more.
     _command.run(["systemctl", "stop", f"user-{uid}.slice"], ok=(0, 5), timeout=150)
-    end = time.monotonic() + _SLICE_S
-    while slice_alive(uid) and time.monotonic() < end:
-        time.sleep(0.2)
+    _host.wait_gone(_group(uid), _SLICE_S)
+
+
+def _group(uid: int) -> str:
+    return f"/sys/fs/cgroup/user.slice/user-{uid}.slice"
 
 
 def remove_home(name: str) -> None:
@@ -151,9 +151,7 @@ def remove_home(name: str) -> None:
             found=", ".join(mounted),
             remedy="unmount it first: the mounted file system may belong to another owner",
         )
-    # Python's own removal fails in folders that are nested a thousand times.
-    words = ["rm", "-rf", "--one-file-system", "--", str(_host.path(home))]
-    _command.run(words, timeout=_REMOVAL_S)
+    _command.remove_trees(home)
 
 
 def remove_files(folders: Sequence[str], uid: int) -> None:
@@ -164,7 +162,7 @@ def remove_files(folders: Sequence[str], uid: int) -> None:
     if places:
         # find works with descriptors, bottom up, so a link placed meanwhile leads nowhere.
         words = ["find", *places, "-mindepth", "1", "-uid", str(uid), "-delete"]
-        _command.run(words, ok=(0, 1), timeout=_REMOVAL_S)
+        _command.run(words, ok=(0, 1), timeout=_command.REMOVAL_S)
 
 
 def unmount_home(name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _pool_workers
 
 from reconciler.db import rows
 from reconciler.db.engine import reading, transaction
@@ -216,6 +217,13 @@ def test_guests_reach_what_the_hosts_rules_let_through() -> None:
     reached = ["10.40.0.7", "1.1.1.1"]
     refused = ["10.40.1.7", "127.0.0.1", "169.254.0.1", "8.8.8.8", "::1", "224.0.0.1"]
     assert [a for a in (*reached, *refused) if offer.reaches(a)] == reached
+
+
+def test_guests_and_whole_machines_have_workers_at_the_same_paths() -> None:
+    names = ("PROGRAM", "UNIT", "TOKEN", "MODELS")
+    assert {name: getattr(guest_pool, name) for name in names} == {
+        name: getattr(_pool_workers, name) for name in names
+    }
 
 
 def unit_of(pool: Pool, secret: str, url: str) -> str:
