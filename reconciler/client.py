@@ -25,6 +25,7 @@ _TIMEOUT_S = 60.0
 _PATH = re.compile(r"(/(?!\.{1,2}(/|$))[^/?#\\\s\x00-\x1f\x7f]+)+")
 # About a minute, in which a service can restart.
 _RECONNECTS, _REPEAT_S = 15, 60.0
+_AWAY = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ class Client:
         self._http = httpx.Client(
             base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=private
         )
+        # The service has answered before.
+        self._reached = False
 
     def close(self) -> None:
         self._http.close()
 
     def get(self, path: str, **query: Any) -> Any:
-        """The document of a path. Empty values of the query are left out."""
+        """The document of a path. Empty values of the query are left out.
+
+        Repeated for a minute once the service has answered this client: it may restart meanwhile.
+        """
         return self._send("GET", path, params=query)
 
     def items(self, path: str, **query: Any) -> Iterator[Any]:
@@ -156,19 +162,26 @@ class Client:
         params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
         address = _address(path)
         keyed = "Idempotency-Key" in arguments.get("headers", {})
+        again = method == "GET" and self._reached
         cut_off, ends = 0, math.inf
         while True:
             try:
                 response = self._http.request(method, address, params=params, **arguments)
             except httpx.TransportError as lost:
                 unsent = not cut_off and isinstance(lost, httpx.ConnectError | httpx.ConnectTimeout)
-                if unsent or not keyed or time.monotonic() > ends:
+                # A service that hangs is not asked again: it has had its time.
+                repeat = again and not isinstance(lost, httpx.ReadTimeout)
+                if not (repeat or (keyed and not unsent)) or time.monotonic() > ends:
                     unknown = not unsent and method != "GET"
                     raise self._unreachable(lost, unknown=unknown) from lost
             else:
-                # The first one may still be worked on.
-                under_way = cut_off and response.status_code == HTTPStatus.CONFLICT
-                if not (under_way and _refusal(response).code == "idempotency_in_flight"):
+                self._reached = True
+                code = "" if response.is_success else _refusal(response).code
+                # The first request may still be worked on.
+                under_way = cut_off and code == "idempotency_in_flight"
+                # A proxy answers for a service that restarts.
+                away = again and response.status_code in _AWAY and code == "http_error"
+                if not (under_way or (away and time.monotonic() < ends)):
                     break
             cut_off += 1
             ends = min(ends, time.monotonic() + _REPEAT_S)
@@ -180,12 +193,17 @@ class Client:
 
     def _unreachable(self, lost: httpx.TransportError, *, unknown: bool = False) -> Problem:
         again = "look whether it was done before you repeat it; " if unknown else ""
+        way = "correct --api or GPUAAS_API; on its own machine start it, with"
+        way += " `systemctl start gpuaas` or `gpuaas serve`"
+        if "CERTIFICATE_VERIFY_FAILED" in str(lost):
+            way = "correct --api or GPUAAS_API; for a CA of the site's own, set SSL_CERT_FILE to a"
+            way += " file with its certificate in PEM"
         return Problem(
             "reconciler_unreachable",
             503,
             expected=f"the reconciler to answer on {self._http.base_url}",
             found=str(lost) or type(lost).__name__,
-            remedy=f"{again}start it with `gpuaas serve`, or set GPUAAS_API",
+            remedy=f"{again}{way}",
         )
 
 

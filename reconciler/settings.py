@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     request repeated later is carried out again."""
     keep_progress_days: int = Field(30, ge=1)
     """Days for which the progress of an ended task is kept. Its result, history, audit and
-    usage are kept for ever."""
+    usage are kept for ever, but for long results of old comparisons of hosts."""
     keep_runs_days: int = Field(30, ge=1)
     """Days after which the run files of an ended task are deleted, with Ansible's output. Files
     and progress stay while the task's allocation lives or one of its slots is not clean."""
@@ -171,6 +171,9 @@ class Settings(BaseSettings):
     for which the token's user needs the right to read the project."""
     awx_project_branch: str = Field("", max_length=256)
     """Branch, tag or commit that this project has in AWX; compared with the URL."""
+    awx_execution_environment_image: str = Field("", max_length=1024)
+    """Image of the execution environment in AWX, compared before each launch; with a digest it
+    cannot be replaced in the registry either. Unset: any."""
     ufm_url: str = Field("", pattern=_SERVER)
     """URL of UFM, the manager of an InfiniBand fabric with partitions. Empty: none."""
     ufm_token_file: Path | None = None

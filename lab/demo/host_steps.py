@@ -12,8 +12,6 @@ from lab.demo.report import Evidence
 from lab.demo.stage import NODE, Stage
 from lab.distro import this_distro
 
-# Two slots, a NUMA node each, because a node of this host has one CPU: so two slices run at once.
-SLOTS = (0, 3)
 IMAGE_NAME = "lab-slice"
 
 
@@ -52,12 +50,14 @@ def enrol(stage: Stage) -> Evidence:
     if answer.exit_code != 0:
         raise LabError(f"enrolment failed on the host: {answer.output[-1000:]}")
     node = api.get(stage.path())
-    said = "gpuaas-enrol: "
+    prefix = "gpuaas-enrol: "
     return {
         "state": node["state"],
         "machine_id": node["machine_id"],
         "host_said": [
-            line.removeprefix(said) for line in answer.output.splitlines() if line.startswith(said)
+            line.removeprefix(prefix)
+            for line in answer.output.splitlines()
+            if line.startswith(prefix)
         ],
         "token_expires_at": token["expires_at"],
     }
@@ -82,7 +82,7 @@ def discover(stage: Stage) -> Evidence:
 
 
 def transition(stage: Stage) -> Evidence:
-    """Take over two disks of host storage: plan first, then erase under the approved identity."""
+    """Take over disks of host storage: plan first, then erase under the approved identity."""
     disks = _disks(stage)
     devices = sorted(disks)
     path = stage.path("/storage-transition")
@@ -102,9 +102,9 @@ def transition(stage: Stage) -> Evidence:
 
 
 def approve(stage: Stage) -> Evidence:
-    """Approve two bundles from a fresh discovery, as the operator; they stay disabled."""
+    """Approve the stage's bundles from a fresh discovery, as the operator; they stay disabled."""
     stage.task(stage.path("/slice-topology/discovery"))
-    bundles = [_bundles(stage)[index] for index in SLOTS]
+    bundles = [_bundles(stage)[index] for index in stage.slots]
     body = {"slots": bundles, "reason": "demo: approved from discovery"}
     slots = stage.api().post(stage.path("/resource-slots"), body)["items"]
     if {slot["status"] for slot in slots} != {"disabled"}:
@@ -168,5 +168,5 @@ def _bundles(stage: Stage) -> list[dict[str, Any]]:
 
 
 def _disks(stage: Stage) -> dict[str, dict[str, Any]]:
-    devices = {_bundles(stage)[index]["nvme_device"] for index in SLOTS}
+    devices = {_bundles(stage)[index]["nvme_device"] for index in stage.slots}
     return {disk["by_id"]: disk for disk in _document(stage)["nvme"] if disk["by_id"] in devices}

@@ -39,6 +39,9 @@ class Stage:
     folder: Path
     firmware: str = "bios"
     console: Console = field(default_factory=lambda: Console(stderr=True))
+    # Candidates that become slots: one on each NUMA node, because a node has one CPU by default. So
+    # two slices run at once.
+    slots: tuple[int, ...] = (0, 3)
     # Environment variables of the service; they override those that the stage sets.
     settings: Mapping[str, str] = field(default_factory=dict)
     # Set by `open` and by the steps.
@@ -241,9 +244,12 @@ class Stage:
 
     def use_vm(self, **changes: Any) -> None:
         """Change the profile's `vm`, for VMs whose run starts from now on."""
+        self.use(vm={**self.profile()["vm"], **changes})
+
+    def use(self, **changes: Any) -> None:
+        """Change parts of the profile, for runs that start from now on."""
         file = self.folder / "profiles" / "lab.yml"
-        profile = yaml.safe_load(file.read_text())
-        profile["vm"] |= changes
+        profile = {**self.profile(), **changes}
         half = file.with_suffix(".partial")
         half.write_text(yaml.safe_dump(profile, sort_keys=False))
         half.rename(file)

@@ -41,6 +41,8 @@ options:
     type: list
     elements: str
     default: []
+    env:
+      - name: GPUAAS_MAAS_TAGS
   host_name:
     description: The field of a machine that names its host.
     type: str
@@ -53,6 +55,8 @@ options:
     type: list
     elements: str
     default: []
+    env:
+      - name: GPUAAS_MAAS_NETWORKS
 extends_documentation_fragment:
   - gpuaas.slice.site_inventory
   - constructed

@@ -15,10 +15,13 @@ description:
   - Writes a block of C(/etc/libvirt/qemu.conf) that has guests confined, filtered by seccomp, and
     their console logs limited. A value that the site sets before the block stays in force, and
     parity names it.
+  - Lets guests read the CPUs of the host's NUMA nodes where AppArmor confines them, by a block of
+    C(/etc/apparmor.d/local/abstractions/libvirt-qemu). QEMU needs it for pages of 1 GiB.
   - The daemon ends by itself when idle, so its socket is kept active instead.
   - The first run records libvirt's earlier state in C(/var/lib/gpuaas/before/libvirt.json), which
     is a change even when there is nothing else to do. O(state=absent) restores that state. libvirt
     stays installed, and unchanged without a record.
+  - O(state=absent) removes QEMU's logs of slices from C(/var/log/libvirt/qemu).
 options:
   directory:
     description: libvirt's state directory; set to mode 0755.

@@ -12,6 +12,9 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Runs Open vSwitch, gives its bridge an address, switches IPv4 forwarding on, masquerades the
     slice subnet and has dnsmasq serve reservations only (C(/var/lib/gpuaas/dnsmasq/hosts.d)).
+  - NAT gives guests' TCP and UDP connections the ports 32768 to 65535 of the host, where no service
+    of the host should be, and toward O(allowed_networks) reserved ports for reserved ports. The
+    rules have the comment C(gpuaas-slice), but for that of all other packets.
   - The bridge fails closed. Guests reach public addresses, O(allowed_networks), and of the host
     DHCP, DNS and ping; nothing but answers and managed ingress reaches a guest. Open vSwitch and
     the host's firewall (table C(inet gpuaas_slice)) both enforce this.

@@ -218,6 +218,16 @@ class Reconciler:
 
 def act(params: Mapping[str, Any]) -> Record:
     """Carry out the action; returns the module's values."""
+    try:
+        return _act(params)
+    except (AttributeError, KeyError, TypeError, ValueError) as broken:
+        text = f"{type(broken).__name__}: {broken}"
+        remedy = "check url, and compare the versions of collection and reconciler"
+        expected = "answers in the form of the reconciler's API"
+        raise refuse("reconciler_invalid", expected, text, remedy) from broken
+
+
+def _act(params: Mapping[str, Any]) -> Record:
     action, subject, reason = params["action"], params["subject"], params["reason"].strip()
     if len(reason) < 10:
         raise refuse("reason_missing", "a reason of ten characters or more", reason, "say why")
@@ -253,7 +263,11 @@ def _follow(reconciler: Reconciler, task_id: str) -> Record:
     """The last task of the chain that begins with this one."""
     following: str | None = task_id
     task: Record = {}
+    chain: list[str] = []
     while following:
+        if following in chain:
+            raise ValueError(f"task {following} follows on itself")
+        chain.append(following)
         path = f"/admin/tasks/{following}"
         task = reconciler.until(path, lambda document: document.get("state") in _ENDED)
         if task["state"] != "succeeded":

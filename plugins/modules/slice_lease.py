@@ -45,8 +45,9 @@ options:
     description: >-
       Whether the allocation holds the slots. Giving them back needs the domain to be gone.
       C(kept) is C(held) for slots that the allocation already holds under the same fence, and takes
-      no other. C(fenced) only raises the fence, so that a late run of an older claim is refused; it
-      is refused itself for slots that another allocation holds.
+      no other. C(fenced) only raises the fence, so that a late run of an older claim is refused,
+      and ends the power fence, so that no run of power of this claim acts any more; it is refused
+      itself for slots that another allocation holds.
     type: str
     choices: [held, kept, fenced, released]
     default: held
@@ -57,6 +58,11 @@ options:
       with the parity report. Under another boot nothing is leased. Required with O(state=held)
       and O(state=kept).
     type: str
+  power_fence:
+    description: >-
+      Number of a run of power, as in M(gpuaas.slice.slice_vm). One that has a successor is refused
+      with O(state=kept).
+    type: int
   requirements:
     description: Requirements of the slice VM as a whole. Required as O(boot_id) is.
     type: dict
@@ -151,6 +157,11 @@ ledger:
   returned: always
   type: list
   elements: dict
+domain:
+  description: The state of the VM, C(absent) without one.
+  returned: always
+  type: dict
+  sample: {state: running}
 """
 
 from dataclasses import dataclass, field
@@ -185,7 +196,7 @@ class State:
 
     entries: dict[str, _ledger.Entry]
     active: bool
-    defined: bool
+    life: _libvirt.State | None
     recorded: dict[str, Any] | None = None
     disks: dict[str, _block.Disk] = field(default_factory=dict)
     problems: tuple[Refusal, ...] = ()
@@ -197,15 +208,17 @@ def observe(params: _change.Params) -> State:
     name = _object_names.domain_name(allocation)
     held = params["state"] in _HOLDING
     if held:
-        _same_boot(params["boot_id"])
+        _slots.require_boot(params["boot_id"])
     needed = {} if held else {"needed": ("slot_id", "fence")}
     slots = _slots.checked(params["slots"], **needed)
+    if params.get("power_fence") is not None:
+        _ledger.check_each({**slot, "power_fence": params["power_fence"]} for slot in slots)
     domain = _libvirt.state(name)
     entries = {str(slot["slot_id"]): _ledger.load(str(slot["slot_id"])) for slot in slots}
     state = State(
         entries=entries,
         active=bool(domain and domain.active) or bool(_libvirt.processes(name)),
-        defined=domain is not None,
+        life=domain,
         recorded=_pinning.recorded(allocation),
     )
     if not held:
@@ -231,24 +244,12 @@ def observe(params: _change.Params) -> State:
     return State(
         entries=entries,
         active=state.active,
-        defined=state.defined,
+        life=state.life,
         recorded=state.recorded,
         disks=disks,
         problems=(*problems, *lacking),
         given=given,
     )
-
-
-def _same_boot(proven: str) -> None:
-    """A parity proof is valid for one boot (I16)."""
-    boot_id = _host.identity()["boot_id"]
-    if not boot_id or boot_id != proven:
-        raise Refusal(
-            "boot_changed",
-            expected=f"the boot under which parity passed, {proven or 'not named'}",
-            found=f"boot {boot_id or 'unknown'}",
-            remedy="discover the node and run its parity again; the host has been restarted since",
-        )
 
 
 def _not_for_slices(allocation: str) -> list[Refusal]:
@@ -266,9 +267,9 @@ def _given(
     cells, lacking = _cells(params, slots, taken, state)
     layout = _layout(params, slots, cells)
     if requirements["hugepages"] and requirements["memory_mib"] % 1024:
-        found = f"{requirements['memory_mib']} MiB"
-        lacking.append(_object_names.invalid("memory_mib", "whole pages of 1 GiB", found))
-    for cell in cells if not state.active else ():
+        memory = f"{requirements['memory_mib']} MiB"
+        lacking.append(_object_names.invalid("memory_mib", "whole pages of 1 GiB", memory))
+    for cell in cells if not _has_memory(params, state) else ():
         pages, place = requirements["hugepages"], _place(cell)
         promised = _pinning.memory_promised_mib(place, hugepages=pages, except_for=allocation)
         free = _pinning.memory_free_mib(place, hugepages=pages)
@@ -301,6 +302,16 @@ def _given(
         "disks": [str(slot["nvme_device"]) for slot in slots],
     }
     return given, lacking
+
+
+def _has_memory(params: _change.Params, state: State) -> bool:
+    """Whether the guest that runs has the memory already. After a change of the profile its next
+    start takes pages of another kind.
+    """
+    if not (state.active and state.life and state.life.active):
+        return state.active
+    live = _libvirt.definition(_object_names.domain_name(params["allocation_id"]), live=True)
+    return bool(_domain.parse(live)["hugepages"] == params["requirements"]["hugepages"])
 
 
 def _cells(
@@ -429,7 +440,8 @@ def _plan_fence(params: _change.Params, state: State) -> _change.Plan:
     steps = []
     for slot in params["slots"]:
         entry, fence = state.entries[str(slot["slot_id"])], int(slot["fence"])
-        if entry.fence < fence:
+        powered = entry.allocation_id and entry.power_fence != _ledger.NO_POWER
+        if entry.fence < fence or powered:
             steps.append(_change.Step("raise_fence", entry.slot_id, entry.fence, fence))
     # The records may be older than this host: what would be removed and wiped is another tenant's.
     others = [
@@ -450,7 +462,7 @@ def _plan_release(params: _change.Params, state: State) -> _change.Plan:
     ]
     if state.recorded is not None:
         steps.append(_change.Step("forget_plan", "host plan", state.recorded, None))
-    if steps and (state.defined or state.active):
+    if steps and (state.life or state.active):
         blockers.append(
             Refusal(
                 "domain_present",
@@ -487,7 +499,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             disk_identity=step.after["disk"],
         )
     elif step.name == "raise_fence":
-        _ledger.raise_fence(step.subject, fence=fences[step.subject])
+        _ledger.end_power(step.subject, fence=fences[step.subject])
     elif step.name == "release_slot":
         _ledger.release(step.subject, fence=fences[step.subject])
     elif step.name == "forget_plan":
@@ -497,10 +509,12 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
 
 def facts(params: _change.Params, state: State) -> dict[str, Any]:
     ledger = [entry.document() for entry in state.entries.values()]
+    domain = {"state": state.life.name if state.life else "absent"}
+    seen = {"ledger": ledger, "domain": domain}
     if params["state"] not in _HOLDING:
-        return {"ledger": ledger}
+        return seen
     slots = [_resolved(slot, state) for slot in _slots.checked(params["slots"])]
-    return {"ledger": ledger, "bundle": {**state.given, "slots": slots}}
+    return {**seen, "bundle": {**state.given, "slots": slots}}
 
 
 def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
@@ -545,6 +559,7 @@ def main() -> None:
             "slots": {"type": "list", "elements": "dict", "required": True},
             "state": {"type": "str", "choices": STATES, "default": "held"},
             "boot_id": {"type": "str"},
+            "power_fence": {"type": "int"},
             "requirements": {"type": "dict", "options": requirements},
         },
         required_if=[("state", state, ("boot_id", "requirements")) for state in _HOLDING],

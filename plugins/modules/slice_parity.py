@@ -88,7 +88,9 @@ parity:
       - check: nat
         status: FAIL
         detail: no rule of POSTROUTING translates 10.100.0.0/24
-        remediation: run playbook gpuaas.slice.bootstrap (role slice_network)
+        remediation: >-
+          run playbook gpuaas.slice.bootstrap (role slice_network); rules and services that it names
+          are the site's
         playbook: gpuaas.slice.bootstrap
         role: slice_network
 """

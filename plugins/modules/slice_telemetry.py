@@ -13,6 +13,8 @@ description:
   - Installs C(gpuaas-slice-telemetry.service), which asks libvirt, Open vSwitch, the guards and
     dnsmasq about each slice, and reads what each guest reports over its virtio-serial channel. Of
     a guest, only known names with numbers within limits are kept.
+  - The snapshot names what differs of the host's baseline and only M(gpuaas.slice.slice_upkeep)
+    repairs or names, so that the reconciler compares the host at once.
   - Adds the account C(gpuaas-telemetry) and its principals file, by which a certificate with this
     principal prints the newest snapshot and can do nothing else. No port is opened.
   - The network of the slices must have been established, because the service reads its settings.

@@ -13,12 +13,13 @@ description:
   - Runs the checks of M(gpuaas.slice.slice_parity) that hold at any time, also beside tenants,
     among them a guest that asks for an address, a name and a way out. If a check fails, it
     restores what the failed check names, and checks again.
-  - Restores the network (M(gpuaas.slice.ovs_nat)) with the values of the last bootstrap, quiesces
-    the GPU services (M(gpuaas.slice.gpu_services)) and starts guardians, and the service of
-    telemetry, that were stopped. Has sshd accept O(gateway_authority) for the gateway's account,
-    where the host has that account. If it replaces another authority, it also ends that account's
-    connections, because the former authority may be stolen. Nothing else of a tenant is freed,
-    started or ended.
+  - Restores the network (M(gpuaas.slice.ovs_nat)) and the guards of fabric functions with the
+    values of the last bootstrap, quiesces the GPU services (M(gpuaas.slice.gpu_services)) and
+    starts guardians, and the service of telemetry, that were stopped. Limits the port of a running
+    slice again that has lost its rate limit. Has sshd accept
+    O(gateway_authority) for the gateway's account, where the host has that account. If it replaces
+    another authority, it also ends that account's connections, because the former authority may be
+    stolen. Nothing else of a tenant is freed, started or ended.
   - A difference that remains is returned in RV(baseline) and does not fail the module. The same
     applies to a full file system, and to a network of the profile that bootstrap has not
     established. On a host that is not in slice mode the baseline is unknown, with C(known) false.

@@ -34,13 +34,18 @@ description:
   - The port's limits (O(spec.mgmt_qos)) are set before the guest runs too, read back from the
     switch's database, and gone with the VM.
   - Stopping asks the guest first and takes the power away after O(shutdown_deadline).
+  - A restart (O(state=restarted)) does everything that a start does before the domain starts, and
+    asks everything that its start asks, before the guest stops. What would be refused is refused
+    while the guest runs on, with the same code. libvirt takes the new definition before, too.
+  - With O(power_fence) each step is refused after a later run of power began, or the release.
   - Removing leaves no definition, NVRAM, console log, port or flow behind. The disk is not
     touched.
   - Refuses with C(spec_invalid), C(lease_missing), C(stale_fence), C(mac_in_use), C(ip_in_use),
     C(dnsmasq_down), C(function_missing), C(wrong_link), C(function_renamed),
     C(function_link_state), C(function_guarded), C(vlan_invalid), C(domain_differs),
     C(domain_paused), C(domain_crashed), C(domain_busy), C(port_missing), C(qemu_orphan),
-    C(domain_not_stopped), C(mgmt_attachment_unsupported), C(fabric_manager_unreachable),
+    C(domain_not_stopped), C(not_bootstrapped), C(boot_changed),
+    C(mgmt_attachment_unsupported), C(fabric_manager_unreachable),
     C(fabric_manager_refused), C(fabric_manager_invalid), C(nvlink_partition_overlap),
     C(nvlink_partition_missing), C(nvlink_partition_unchanged), C(nvlink_record_unreadable).
 options:
@@ -50,9 +55,9 @@ options:
     required: true
   state:
     description: Requested state of the VM. A VM that is C(stopped) keeps its definition, address
-      and fabric functions.
+      and fabric functions. C(restarted) stops a VM that runs, and starts it.
     type: str
-    choices: [running, stopped, absent]
+    choices: [running, restarted, stopped, absent]
     default: running
   slots:
     description: >-
@@ -62,12 +67,24 @@ options:
     type: list
     elements: dict
     default: []
+  power_fence:
+    description: >-
+      Number of this run of power of the allocation. The host refuses a run with a lower number
+      than the highest that it has seen. Without it the fences of the slots count alone.
+    type: int
+  boot_id:
+    description: >-
+      The boot under which this host passed parity. A run with O(power_fence) does nothing under
+      another boot; without this option it does not ask.
+    type: str
   bridge:
     description: The Open vSwitch bridge, whose addresses dnsmasq serves.
     type: str
     default: ovsbr0
   bridge_address:
-    description: The bridge's own address with prefix length. Required with O(state=running).
+    description: >-
+      The bridge's own address with prefix length. Required with O(state=running) and
+      O(state=restarted).
     type: str
   mac:
     description: MAC of the management interface, in lower case and quoted. Required unless
@@ -120,7 +137,7 @@ options:
     type: int
     default: 60
   spec:
-    description: Resources of the VM. Required with O(state=running).
+    description: Resources of the VM. Required with O(state=running) and O(state=restarted).
     type: dict
     suboptions:
       vcpus: {description: Virtual CPUs., type: int, required: true}
@@ -332,6 +349,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlin
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _cloud_seed,
     _machine,
+    _power_fence,
     _reservation,
 )
 
@@ -343,8 +361,11 @@ def parts(params: _change.Params) -> tuple[_change.Part, ...]:
     """A guest never sees the network of another tenant, or of idle functions: the domain comes last
     and goes first.
     """
+    late = [_change.Part("fence_power", _power_fence.SUBJECT, _fenced)]
+    fence = [] if params.get("power_fence") is None else late
+    stop = _change.Part("stop_domain", _machine.SUBJECT, _stopped)
     if params["state"] == "stopped":
-        return (_change.Part("stop_domain", _machine.SUBJECT, lambda given, _facts: given),)
+        return (*fence, stop)
     if params["state"] == "absent":
         return (
             _change.Part("remove_domain", _machine.SUBJECT, _absent),
@@ -353,12 +374,16 @@ def parts(params: _change.Params) -> tuple[_change.Part, ...]:
             _change.Part("remove_seed", _cloud_seed.SUBJECT, _absent),
         )
     seed = _change.Part("write_seed", _cloud_seed.SUBJECT, _present)
+    # Parts before the stop refuse what the start would, and change nothing for a guest that runs.
+    prepare = _change.Part("prepare_domain", _machine.SUBJECT, _prepared)
     return (
+        *fence,
         # Only the first start of a slice has a seed.
         *([] if params.get("user_data") is None else [seed]),
         _change.Part("reserve_address", _reservation.SUBJECT, _present),
         # A restart of the host has taken the functions out of the tenant's network.
         _change.Part("give_functions", _slice_fabric.SUBJECT, _present),
+        *((prepare, stop) if params["state"] == "restarted" else ()),
         _change.Part("start_domain", _machine.SUBJECT, _running),
     )
 
@@ -367,14 +392,31 @@ def _absent(params: _change.Params, _facts: _Facts) -> _change.Params:
     return {**params, "state": "absent"}
 
 
-def _present(params: _change.Params, _facts: _Facts) -> _change.Params:
+def _fenced(params: _change.Params, _facts: _Facts) -> _change.Params:
+    """With the power fence in each slot, where every part checks it before each step."""
+    if params.get("power_fence") is None:
+        return params
+    slots = [{**slot, "power_fence": params["power_fence"]} for slot in params["slots"]]
+    return {**params, "slots": slots}
+
+
+def _present(params: _change.Params, facts: _Facts) -> _change.Params:
     tuning = {"sysctl": _GUEST.sysctl, "memlock": _GUEST.memlock}
-    return {**params, "state": "present", "tuning": tuning}
+    return {**_fenced(params, facts), "state": "present", "tuning": tuning}
+
+
+def _stopped(params: _change.Params, facts: _Facts) -> _change.Params:
+    return {**_fenced(params, facts), "state": "stopped"}
+
+
+def _prepared(params: _change.Params, facts: _Facts) -> _change.Params:
+    return {**_running(params, facts), "state": "prepared"}
 
 
 def _running(params: _change.Params, facts: _Facts) -> _change.Params:
     seed = facts.get("seed", {}).get("path", "")
-    return {**params, "spec": {**params["spec"], "mac": params["mac"], "seed_path": seed}}
+    spec = {**params["spec"], "mac": params["mac"], "seed_path": seed}
+    return {**_fenced(params, facts), "state": "running", "spec": spec}
 
 
 def _strings(*, required: bool = False) -> dict[str, Any]:
@@ -422,8 +464,14 @@ SPEC: dict[str, Any] = {
 }
 OPTIONS: dict[str, Any] = {
     "allocation_id": {"type": "str", "required": True},
-    "state": {"type": "str", "choices": ["running", "stopped", "absent"], "default": "running"},
+    "state": {
+        "type": "str",
+        "choices": ["running", "restarted", "stopped", "absent"],
+        "default": "running",
+    },
     "slots": {"type": "list", "elements": "dict", "default": []},
+    "power_fence": {"type": "int"},
+    "boot_id": {"type": "str"},
     "bridge": {"type": "str", "default": "ovsbr0"},
     "bridge_address": {"type": "str"},
     "mac": {"type": "str"},
@@ -446,6 +494,7 @@ def main() -> None:
         argument_spec=OPTIONS,
         required_if=[
             ("state", "running", ("spec", "mac", "ip", "bridge_address")),
+            ("state", "restarted", ("spec", "mac", "ip", "bridge_address")),
             ("state", "absent", ("mac", "ip")),
         ],
         supports_check_mode=True,

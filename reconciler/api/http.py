@@ -19,6 +19,7 @@ from reconciler.api.models import Answer, Record
 from reconciler.db import locks
 from reconciler.db.rows import Key, Order, Page
 from reconciler.db.schema import Row
+from reconciler.model.act import invalid_idempotency_key, require_idempotency_key
 from reconciler.model.errors import Problem
 
 T = TypeVar("T")
@@ -191,7 +192,6 @@ def encode(answer: BaseModel) -> Record:
 # -- Idempotency keys ---------------------------------------------------------------------------
 
 IDEMPOTENCY_HEADERS = ("Idempotency-Key", "X-Idempotency-Key")
-_IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str:
@@ -200,18 +200,5 @@ def idempotency_key(headers: Mapping[str, str]) -> str:
     if not keys:
         return ""
     if len(keys) > 1:
-        raise _invalid_key("one key, in one of its two headers", "two different keys")
-    (key,) = keys
-    if not _IDEMPOTENCY_KEY.fullmatch(key):
-        raise _invalid_key("1 to 255 visible ASCII characters", f"{len(key)} characters of others")
-    return key
-
-
-def _invalid_key(expected: str, found: str) -> Problem:
-    return Problem(
-        "idempotency_key_invalid",
-        400,
-        expected=expected,
-        found=found,
-        remedy="make a new key (a UUID) for each act, and repeat it only to repeat that act",
-    )
+        raise invalid_idempotency_key("one key, in one of its two headers", "two different keys")
+    return require_idempotency_key(keys.pop())

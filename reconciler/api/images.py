@@ -13,13 +13,15 @@ from starlette.types import Receive, Scope, Send
 
 from reconciler.api import problems
 from reconciler.api.http import PageOf, Paging
-from reconciler.api.models import Answer, Bytes, Id, Label, Moment, Name, Reasoned
+from reconciler.api.models import Answer, Bytes, Filter, Id, Label, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder
 from reconciler.db import clock
 from reconciler.db import settings as site
 from reconciler.db.engine import reading
+from reconciler.db.schema import Image as Row
 from reconciler.model.errors import Problem, not_found
-from reconciler.records import images
+from reconciler.profiles import profile_offers
+from reconciler.records import fleet, images
 from reconciler.trust import downloads
 
 router = APIRouter(tags=["images"])
@@ -66,7 +68,16 @@ class MemberImage(Answer):
     created_at: Moment
 
 
-class MemberImages(PageOf[MemberImage]):
+class OfferedImage(MemberImage):
+    """An image as a launch can name it."""
+
+    refusal: dict[str, str] | None = Field(
+        description="Why a slice of `sku` with `gpus` GPUs is not launched from it: code, expected,"
+        " found, remedy. Null when it is, or when no SKU was named."
+    )
+
+
+class MemberImages(PageOf[OfferedImage]):
     """One page of the catalogue for members."""
 
 
@@ -120,9 +131,28 @@ def list_images(context: Admin, paging: Paging) -> PageOf[Image]:
 
 
 @router.get("/images", response_model=MemberImages)
-def offered(context: Holder, paging: Paging) -> PageOf[MemberImage]:
-    """The images that a launch can name."""
-    return context.page(paging, images.ORDER, images.every, MemberImage.of)
+def offered(
+    context: Holder,
+    paging: Paging,
+    *,
+    sku: Filter = None,
+    gpus: Annotated[int, Query(ge=1, le=1024, description="GPUs in one slice.")] = 1,
+) -> PageOf[OfferedImage]:
+    """The images that a launch can name, judged for a slice of an SKU as a launch would."""
+    known = profile_offers(context.settings.profiles_dir) if sku else {}
+    # A launch chooses hardware of the SKU that sells this size and takes the image.
+    sold = {name: o for name, o in known.items() if o.sku == sku and not o.refusal(gpus)}
+    present = context.read(fleet.disk_sizes) if sold else {}
+    # Before the first slot of any, all of them count.
+    alike = [sold[name] for name in sold if name in present] or [*sold.values()]
+
+    def judged(image: Row) -> OfferedImage:
+        named = f"{image.name} {image.version}"
+        problems = [offer.image_problem(named, image.runtime, gpus) for offer in alike]
+        unfit = problems[0] if problems and all(problems) else None
+        return OfferedImage.of(image, refusal=unfit.to_dict() if unfit else None)
+
+    return context.page(paging, images.ORDER, images.every, judged)
 
 
 @router.get("/images/{digest}/content", response_class=FileResponse)
@@ -142,7 +172,7 @@ def content(
                 401,
                 expected="the download token of this image",
                 found="none, another one, or one that has expired",
-                remedy="start the task again; its run gets a valid link",
+                remedy="request the work again; its run gets a valid link",
             )
         image = images.get(conn, image_id)
     file = downloads.open_file(settings.images_dir, image.url)

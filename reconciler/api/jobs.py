@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -190,7 +190,7 @@ def create(project_id: Id, body: NewJob, context: Member) -> JSONResponse:
         (id,) = jobs.enqueue(conn, project_id, [_wish(body)], act)
         return JobSummary.of_job(jobs.get(conn, project_id, id), context)
 
-    return _announced(context, work, body)
+    return _announced(context, project_id, [body.model], work, body)
 
 
 @own_router.post("", status_code=201, response_model=JobSummary)
@@ -207,7 +207,7 @@ def create_together(project_id: Id, body: NewJobs, context: Member) -> JSONRespo
         wishes = [_wish(job) for job in body.jobs]
         return JobIds(ids=jobs.enqueue(conn, project_id, wishes, act))
 
-    return _announced(context, work, body)
+    return _announced(context, project_id, [job.model for job in body.jobs], work, body)
 
 
 @router.post("/dlq/reprocess", response_model=JobIds)
@@ -322,9 +322,13 @@ def _own_project(context: Context) -> str:
 
 
 def _announced(
-    context: Context, work: Callable[[Connection, Act], JobSummary | JobIds], body: Body
+    context: Context,
+    project_id: str,
+    models: Sequence[str],
+    work: Callable[[Connection, Act], JobSummary | JobIds],
+    body: Body,
 ) -> JSONResponse:
-    """Queue jobs, and wake workers once they are committed."""
+    """Queue jobs of these models, and wake workers once they are committed."""
     ids: list[str] = []
 
     def done(conn: Connection, act: Act) -> JobSummary | JobIds:
@@ -335,6 +339,8 @@ def _announced(
     # The limits of jobs bound what is left.
     reason = "requested by its project"
     response = context.write(done, body=body, reason=reason, status=201, counted=False)
+    if ids:
+        context.request.app.state.waits.wake(project_id, models)
     streams = hints.of(context.settings.redis_url)
     if streams is not None and ids:
         streams.announce(ids)

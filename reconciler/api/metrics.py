@@ -31,7 +31,7 @@ from reconciler.inventory.readings import Readings
 from reconciler.lifecycle import drift, slice_telemetry
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Mode
-from reconciler.model.pools import LIVE_POOLS, PoolState
+from reconciler.model.pools import APART, LIVE_POOLS, PoolState
 from reconciler.model.states import TaskState
 from reconciler.pools import control, hints, jobs, pools, workers
 from reconciler.records import certificates
@@ -295,6 +295,8 @@ def _jobs(conn: Connection, redis_url: str) -> Iterator[Metric]:
     yield _gauge(f"{prefix}_pending_jobs", "Jobs that wait.", number["pending"])
     text = "Those of them that wait for their own time, and for no worker."
     yield _gauge(f"{prefix}_delayed_jobs", text, jobs.delayed(conn))
+    text = "Those of them whose time has come, and that no living worker takes."
+    yield _gauge(f"{prefix}_unserved_jobs", text, jobs.unserved(conn))
     yield _gauge(f"{prefix}_running_jobs", "Jobs that workers hold.", number["running"])
     yield _gauge(f"{prefix}_dlq_length", "Jobs that failed too often.", number["dead_letter"])
     # Families without a value, such as this one without Redis, are named all the same.
@@ -340,7 +342,8 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
     present = pools.devices(conn)
     gpus = pools.gpus(live, present)
     leased = {(lease.host_id, lease.device) for lease in pools.leases(conn)}
-    for pool in live:
+    # Of workers apart, no memory is known.
+    for pool in (pool for pool in live if pool.host_id not in APART):
         used = [worker.memory_bytes for worker in living[pool.id]]
         size.add_metric([pool.name], sum(used))
         for gpu in gpus[pool.id]:

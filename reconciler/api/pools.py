@@ -337,7 +337,7 @@ def list_hosts(context: Admin) -> PoolHosts:
 
 
 @router.post("/pools/stop-all", response_model=Pools)
-def stop_all(body: Reasoned, context: Admin) -> JSONResponse:
+def stop_all(context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Stop every living pool, as `POST /pools/{pool_id}/stop`."""
     return context.write(
         lambda conn, act: Pools(items=Pool.of_pools(conn, pools.stop_all(conn, act))), body=body
@@ -361,7 +361,7 @@ def list_history(pool_id: Id, context: Admin, paging: Paging) -> PageOf[Change]:
 
 
 @router.post("/pools/{pool_id}/stop", response_model=Pool)
-def stop(pool_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
+def stop(pool_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
     """Let a pool finish the jobs that it holds within drain_s, then end it."""
     return context.write(
         lambda conn, act: Pool.of_pool(conn, pools.stop(conn, pool_id, act)), body=body
@@ -369,11 +369,11 @@ def stop(pool_id: Id, body: Reasoned, context: Admin) -> JSONResponse:
 
 
 @router.post("/pools/{pool_id}/evict", response_model=Pool)
-def evict(pool_id: Id, body: Eviction, context: Admin) -> JSONResponse:
+def evict(pool_id: Id, context: Admin, body: Eviction | None = None) -> JSONResponse:
     """End a pool without waiting for its jobs: SIGTERM, and SIGKILL after grace_s. Its jobs go to
     other workers.
     """
-    evict = pools.evict_lost if body.host_lost else pools.evict
+    evict = pools.evict_lost if body and body.host_lost else pools.evict
     return context.write(lambda conn, act: Pool.of_pool(conn, evict(conn, pool_id, act)), body=body)
 
 

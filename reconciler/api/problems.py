@@ -96,7 +96,8 @@ _JOBS = """
     device_leased device_unknown input_invalid input_too_large job_ended job_limit job_not_found
     maintenance model_unknown pool_ended pool_exists pool_full pool_host_missing pool_in_use
     pool_limit pool_memory_exceeded pool_not_for_slices pool_not_found pool_unreachable
-    pool_host_present pool_without_token project_required sample_unfinished worker_not_found
+    pool_host_present pool_without_token project_required sample_unfinished timeout_too_long
+    worker_not_found
 """
 CODES: frozenset[str] = frozenset(
     " ".join(
@@ -112,7 +113,8 @@ def respond(request: Request, problem: Problem) -> JSONResponse:
         "type": f"urn:gpuaas:problem:{problem.code}",
         "title": problem.code.replace("_", " ").capitalize(),
         "status": problem.status,
-        "detail": f"Expected {problem.expected}; found {problem.found}. {problem.remedy}.",
+        "detail": f"Expected {problem.expected}; found {problem.found}."
+        f" {problem.remedy[:1].upper()}{problem.remedy[1:]}.",
         "instance": request.url.path,
         "correlation_id": correlation_id(request),
     }

@@ -42,11 +42,12 @@ Limit = Annotated[Integer, Field(ge=0, le=1_000_000)] | None
 
 
 class Limits(Reasoned):
-    """Limits of a project. For a limit that is left out, the site's limit holds.
+    """Limits of a project, or of the site for every project without a limit of its own.
 
     An allocation counts as a machine until it is released. A failure is a launch whose guest was
     not reachable in time. jobs_open: jobs that have not ended. jobs_kept: all stored jobs;
     jobs_mib: size of their inputs and results. Without them, the service's limits of jobs hold.
+    jobs_timeout_s: the longest timeout_s of a job.
     """
 
     gpus: Limit = None
@@ -58,6 +59,7 @@ class Limits(Reasoned):
     jobs_kept: Limit = None
     jobs_mib: Limit = None
     jobs_per_hour: Limit = None
+    jobs_timeout_s: Limit = None
 
 
 class Quota(Answer):
@@ -93,10 +95,25 @@ def show_quota(project_id: Id, context: Member) -> Quota:
 
 @router.put("/admin/projects/{project_id}/quota", response_model=Quota)
 def limit(project_id: Id, body: Limits, context: Admin) -> JSONResponse:
-    """Replace the limits of a project. What it holds already stays."""
+    """Replace the limits of a project. What it holds already stays. For a limit that is left out,
+    the site's limit holds.
+    """
 
     def work(conn: Connection, act: Act) -> Quota:
         quotas.change(conn, project_id, _given(body), act)
+        return Quota.read(conn, project_id)
+
+    return context.write(work, body=body)
+
+
+@router.patch("/admin/projects/{project_id}/quota", response_model=Quota, name="amend_quota")
+def amend(project_id: Id, body: Limits, context: Admin) -> JSONResponse:
+    """Change some limits of a project. A limit that is left out stays as it is, and null removes
+    it, so that the site's limit holds.
+    """
+
+    def work(conn: Connection, act: Act) -> Quota:
+        quotas.amend(conn, project_id, _named(body), act)
         return Quota.read(conn, project_id)
 
     return context.write(work, body=body)
@@ -124,8 +141,25 @@ def change_defaults(body: Limits, context: Admin) -> JSONResponse:
     return context.write(work, body=body)
 
 
+@router.patch(
+    "/admin/settings/default-quota", response_model=DefaultQuota, name="amend_default_quota"
+)
+def amend_defaults(body: Limits, context: Admin) -> JSONResponse:
+    """Change some limits of the site. A limit that is left out stays as it is; null removes it."""
+
+    def work(conn: Connection, act: Act) -> DefaultQuota:
+        quotas.amend_defaults(conn, _named(body), act)
+        return DefaultQuota(limits=quotas.defaults(conn))
+
+    return context.write(work, body=body)
+
+
 def _given(body: Limits) -> dict[str, int]:
     return body.model_dump(exclude={"reason"}, exclude_none=True)
+
+
+def _named(body: Limits) -> dict[str, int | None]:
+    return body.model_dump(exclude={"reason"}, exclude_unset=True)
 
 
 @router.post("/admin/projects", status_code=201, response_model=Project)

@@ -268,7 +268,8 @@ def caller(
             401,
             expected="Authorization: Bearer with a valid token",
             found="no token, or one that is unknown, expired or revoked",
-            remedy="get one with `gpuaas token create`, or from the site's OpenID provider",
+            remedy="ask the operators for one, or run `gpuaas login` where the site has an OpenID"
+            " provider; an operator makes one with `gpuaas token create` on the service's machine",
         )
     if identity.role != Role.PLATFORM_ADMIN:
         request.app.state.rates.take(identity.owner)
@@ -403,5 +404,5 @@ def _wrong_role(who: Caller, *allowed: Role) -> Problem:
         403,
         expected=f"a token of the role {' or '.join(allowed)}",
         found=f"a token of the role {who.role}",
-        remedy=f"use a token of {needed}",
+        remedy=f"use a token of {needed}, or ask the operators of the site",
     )

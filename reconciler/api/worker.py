@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -42,22 +41,63 @@ Key = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9-]+$"
 Line = Annotated[str, StringConstraints(max_length=2_000)]
 
 
+class WaitingRequest:
+    """A request that waits for a job of its pool. models: of its worker; those of the pool until
+    they are read. woken: it looks for a job soon.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.models = pool.models
+        self.woken = False
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Called by any thread."""
+        self.woken = True
+        # The loop is closed when the process ends.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for so long, or until a job has come."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        self._wake.clear()
+        self.woken = False
+
+
 class Waits:
-    """Requests of each pool that wait for jobs, in this process."""
+    """Requests that wait for jobs, in this process."""
 
     def __init__(self) -> None:
-        self._count: Counter[str] = Counter()
+        self._waits: dict[WaitingRequest, None] = {}
 
     @contextmanager
-    def waiting(self, pool: Pool) -> Iterator[bool]:
-        """Whether the pool may have another request wait: one for each of its workers."""
-        self._count[pool.id] += 1
+    def waiting(self, pool: Pool) -> Iterator[WaitingRequest | None]:
+        """None if the pool may have no other request wait: it has one for each of its workers."""
+        wait = WaitingRequest(pool)
+        self._waits[wait] = None
         try:
-            yield self._count[pool.id] <= pool.replicas
+            yield wait if self._number(pool) <= pool.replicas else None
         finally:
-            self._count[pool.id] -= 1
-            if not self._count[pool.id]:
-                del self._count[pool.id]
+            del self._waits[wait]
+
+    def _number(self, pool: Pool) -> int:
+        return sum(wait.pool.id == pool.id for wait in self._waits)
+
+    def wake(self, project_id: str, models: Iterable[str]) -> None:
+        """Let a request look at once for each of a project's new jobs, by their models.
+
+        Others hear of a job at their next look, as they do of jobs that came to another process.
+        """
+        waits = [wait for wait in list(self._waits) if wait.pool.project_id == project_id]
+        for model in models:
+            for wait in waits:
+                if model in wait.models and not wait.woken:
+                    wait.wake()
+                    break
 
 
 @dataclass(frozen=True)
@@ -273,18 +313,19 @@ async def due(body: Wait, worker: Worker) -> Due:
     state = worker.request.app.state
     pause_s = _FIRST_S
 
-    def look(conn: Connection, pool: Pool) -> Due:
-        return Due(
-            due=remote.is_due(conn, pool, body.worker_id), serving=pool.state in SERVING_POOLS
-        )
+    def look(conn: Connection, pool: Pool) -> tuple[Due, list[str]]:
+        due, models = remote.look(conn, pool, body.worker_id)
+        return Due(due=due, serving=pool.state in SERVING_POOLS), models
 
-    with state.waits.waiting(worker.pool) as may_wait:
+    with state.waits.waiting(worker.pool) as wait:
         while True:
-            answer = await run_in_threadpool(partial(worker.read, look))
-            over = not may_wait or time.monotonic() >= end
-            if over or answer.due or not answer.serving or await worker.request.is_disconnected():
+            answer, models = await run_in_threadpool(partial(worker.read, look))
+            left_s = end - time.monotonic()
+            ends = answer.due or not answer.serving or left_s <= 0
+            if wait is None or ends or await worker.request.is_disconnected():
                 return answer
-            await asyncio.sleep(min(pause_s, state.settings.poll_s))
+            wait.models = models
+            await wait.pause(min(pause_s, state.settings.poll_s, left_s))
             pause_s *= 2
 
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from reconciler.cli import output
-from reconciler.cli.options import Yes
-from reconciler.cli.projects import project_id, suggesting
+from reconciler.cli.options import Yes, at_terminal, confirm
+from reconciler.cli.projects import own_project, project_option
 from reconciler.cli.session import client
+from reconciler.model.act import require_idempotency_key
 from reconciler.model.errors import Problem
+from reconciler.model.forced_end import finishing_command
 from reconciler.model.states import PowerAction
 from reconciler.wait_timeout import WaitTimeout
 
-
-def _project_option(text: str) -> Any:
-    return typer.Option(envvar="GPUAAS_PROJECT", callback=project_id, help=text)
-
-
-Project = Annotated[str, _project_option("The project's id or name.")]
-Allocation = Annotated[str, typer.Argument(help="The allocation's id.")]
+Project = Annotated[str, project_option("The project's id or name.", required=True)]
+AllocationId = Annotated[str, typer.Argument(help="The allocation's id.")]
+Allocation = Annotated[
+    str, typer.Argument(help="The allocation's id, or the machine's host name while it lives.")
+]
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# In the order in which an allocation has them.
+_LIVING = ("requested", "provisioning", "active", "releasing")
+_OWN = "Default: for admins all, for others their only project."
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
 
 commands = typer.Typer()
@@ -35,7 +42,9 @@ commands.add_typer(app, name="allocation")
 def launch(
     *,
     project: Project,
-    image: Annotated[str, typer.Option(help="Name of an image; required for a slice.")] = "",
+    image: Annotated[
+        str, typer.Option(help="Name, or name:version, of an image; required for a slice.")
+    ] = "",
     image_version: Annotated[str, typer.Option(help="Default: the newest.")] = "",
     key: Annotated[list[Path], typer.Option(help="File with a public SSH key; may be repeated.")],
     shape: Annotated[
@@ -57,9 +66,20 @@ def launch(
     worker_pool: Annotated[
         str, typer.Option(help="Run the workers of this pool, by id or name, there.")
     ] = "",
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(help="A second launch with this key returns the first allocation."),
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until it can be used.")] = True,
 ) -> None:
     """Launch a virtual machine with whole GPUs, or a whole bare-metal machine."""
+    # As `gpuaas images cache` names it. No name of an image has a colon.
+    image, _, version = image.partition(":")
+    if version and image_version:
+        raise typer.BadParameter("give the version either in --image or as --image-version")
+    # An empty key, as of a variable that is not set, would let the same launch happen twice.
+    if idempotency_key is not None:
+        require_idempotency_key(idempotency_key)
     body: dict[str, Any] = {
         "capacity_shape": shape,
         "username": username,
@@ -67,7 +87,7 @@ def launch(
         "region": region,
         "pool": pool,
         "sku": sku,
-        "image_version": image_version,
+        "image_version": version or image_version,
         "ssh_keys": [public_key(file) for file in key],
     }
     if shape == "gpu_slice":
@@ -81,7 +101,8 @@ def launch(
     if user_data:
         body["user_data"] = _text_of(user_data)
     try:
-        allocation = client().post(f"/projects/{project}/allocations", body)
+        path = f"/projects/{project}/allocations"
+        allocation = client().post(path, body, key=idempotency_key or "")
     except Problem as problem:
         _explain_refusal(problem, gpus)
         raise
@@ -92,19 +113,21 @@ def launch(
 
 @commands.command()
 def catalog() -> None:
-    """List what can be launched, with the sizes of each offer and its price."""
+    """List what can be launched: sizes and price of each offer, and how many GPUs are free now."""
     document = client().get("/catalog")
     if output.in_json(document):
         return
+    free = _free(document["skus"])
     shown = []
     for sku in document["skus"]:
         price = sku["gpu_hour_price"]
         words = f"{price} {document['currency']}" if price else ""
         needs = ", ".join(sku["image_runtime"])
         gpus = ", ".join(map(str, sku["gpu_counts"]))
-        shown.append(sku | {"gpus": gpus, "gpu_hour": words, "image_contains": needs})
+        more = {"gpus": gpus, "gpu_hour": words, "image_contains": needs}
+        shown.append(sku | more | {"free_gpus": free.get(sku["name"], "unknown")})
     columns = ("name", "title", "capacity_shape", "gpus", "vcpus_per_gpu", "memory_mib_per_gpu")
-    output.rows(shown, *columns, "gpu_hour", "image_contains")
+    output.rows(shown, *columns, "gpu_hour", "free_gpus", "image_contains")
     regions = [
         {
             "region": region["name"] or "none named",
@@ -116,14 +139,40 @@ def catalog() -> None:
     output.rows(regions, "region", "title", "now")
 
 
+def _free(skus: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """GPUs that are free now, by offer; without offers that cannot be judged at the moment."""
+    free: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for sku in skus:
+        name, sizes = sku["name"], sku["gpu_counts"]
+        if sku["capacity_shape"] != "gpu_slice":
+            whole[name] = sizes[0]
+        elif sizes:
+            with suppress(Problem):
+                judged = client().get("/catalog/availability", gpus=sizes[0], sku=name)
+                free[name] = judged["free"]
+    with suppress(Problem):
+        counts = client().get("/catalog/machines")["counts"]
+        free |= dict.fromkeys(whole, 0)
+        for row in counts:
+            free[row["sku"]] = free.get(row["sku"], 0) + row["free"] * whole.get(row["sku"], 0)
+    return free
+
+
 @commands.command()
 def release(
     allocation: Allocation,
     project: Project,
+    yes: Yes = False,
     wait: Annotated[bool, typer.Option(help="Wait until its disks are proven clean.")] = True,
 ) -> None:
-    """Give an allocation back."""
-    document = client().post(f"/projects/{project}/allocations/{allocation}/release")
+    """Give an allocation back: its machine ends, and its disks are wiped. Asks at a terminal."""
+    id = allocation_id(project, allocation)
+    # Programs release as well, and their input is no terminal.
+    if not yes and at_terminal():
+        what = id if id == allocation else f"{allocation} ({id})"
+        confirm(f"Everything on the disks of {what} is lost. Go on?")
+    document = client().post(f"/projects/{project}/allocations/{id}/release")
     if wait:
         document = _wait_for(document, "released")
     output.record(document)
@@ -140,7 +189,7 @@ def _power(action: PowerAction) -> Callable[..., None]:
         project: Project,
         wait: Annotated[bool, typer.Option(help="Wait until it is done.")] = True,
     ) -> None:
-        path = f"/projects/{project}/allocations/{allocation}"
+        path = f"/projects/{project}/allocations/{allocation_id(project, allocation)}"
         document = client().post(f"{path}/power", {"action": action.value})
         timeout = WaitTimeout(_POWER_S)
         while wait and document["power_action"]:
@@ -153,7 +202,8 @@ def _power(action: PowerAction) -> Callable[..., None]:
                     remedy="look again with `gpuaas allocations`; the service goes on by itself."
                     " If it lasts, the operators see what it waits for",
                 )
-            time.sleep(1)
+            with output.waiting(f"{action.value} of {allocation}", "gpuaas allocations"):
+                time.sleep(1)
             document = client().get(path)
         if wait and document["error_code"]:
             raise Problem(
@@ -161,7 +211,7 @@ def _power(action: PowerAction) -> Callable[..., None]:
                 expected=f"{action.value} of allocation {allocation}",
                 found="its run failed",
                 remedy="ask again; an operator sees the cause in"
-                f" `gpuaas tasks list --allocation {allocation}`",
+                f" `gpuaas tasks list --allocation {document['id']}`",
             )
         output.record(document)
 
@@ -175,29 +225,36 @@ for _action in PowerAction:
 
 @commands.command("allocations")
 def list_allocations(
-    project: Annotated[str, _project_option("Default: all, for admins only.")] = "",
+    project: Annotated[str, project_option(_OWN)] = "",
     state: Annotated[str, typer.Option(help="Only this state, such as active or failed.")] = "",
 ) -> None:
     """List the allocations of a project, or of all projects."""
-    if project:
-        output.rows(client().items(f"/projects/{project}/allocations", state=state), *COLUMNS)
-        return
-    columns = ("id", "project_id", "state", "node_id", "gpu_count", "error.code")
-    with suggesting():
-        output.rows(client().items("/admin/allocations", state=state), *columns)
+    if not project:
+        columns = ("id", "project_id", "state", "node_id", "gpu_count", "error.code")
+        try:
+            output.rows(client().items("/admin/allocations", state=state), *columns)
+        except Problem as problem:
+            project = own_project(problem)
+        else:
+            return
+    output.rows(client().items(f"/projects/{project}/allocations", state=state), *COLUMNS)
 
 
 @app.command("show")
 def show_allocation(
     allocation: Allocation,
-    project: Annotated[
-        str, _project_option("Show what members see. Default: everything, for admins only.")
-    ] = "",
+    project: Annotated[str, project_option(f"Show what members see. {_OWN}")] = "",
 ) -> None:
     """Show an allocation; admins also see its claims, tasks and history."""
-    path = f"/projects/{project}/allocations" if project else "/admin/allocations"
-    with suggesting():
-        document = client().get(f"{path}/{allocation}")
+    document: dict[str, Any] = {}
+    if not project:
+        try:
+            document = client().get(f"/admin/allocations/{allocation}")
+        except Problem as problem:
+            project = own_project(problem)
+    if project:
+        id = allocation_id(project, allocation)
+        document = client().get(f"/projects/{project}/allocations/{id}")
     if output.is_json() or project:
         output.record(document)
         return
@@ -221,8 +278,8 @@ def telemetry(
     minutes: Annotated[int, typer.Option(min=1, max=1440, help="For JSON: how far back.")] = 60,
 ) -> None:
     """Show the newest telemetry of a slice: measured by its host, and reported by its guest."""
-    path = f"/projects/{project}/allocations/{allocation}/telemetry"
-    document = client().get(path, minutes=minutes)
+    id = allocation_id(project, allocation)
+    document = client().get(f"/projects/{project}/allocations/{id}/telemetry", minutes=minutes)
     if output.in_json(document):
         return
     latest = document["latest"]
@@ -240,15 +297,13 @@ def telemetry(
 
 @app.command("force-release")
 def force_release(
-    allocation: Allocation,
+    allocation: AllocationId,
     reason: Annotated[str, typer.Option(help="Kept in history and audit.")],
     yes: Yes = False,
 ) -> None:
     """End use and billing although the host never answers; its slots stay blocked."""
     if not yes:
-        typer.confirm(
-            f"{allocation} ends for its tenant, even if it still runs. Go on?", abort=True, err=True
-        )
+        confirm(f"{allocation} ends for its tenant, even if it still runs. Go on?")
     path = f"/admin/allocations/{allocation}/force-release"
     output.record(client().post(path, {"reason": reason}))
 
@@ -256,8 +311,8 @@ def force_release(
 @commands.command()
 def explain(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the slice.")] = 1,
-    region: str = "",
-    pool: str = "",
+    region: Annotated[str, typer.Option(help="Consider only this region.")] = "",
+    pool: Annotated[str, typer.Option(help="Consider only this pool.")] = "",
     node: Annotated[str, typer.Option(help="Consider only this node.")] = "",
 ) -> None:
     """Explain where a launch would be placed, and why not elsewhere. Reserves nothing."""
@@ -269,6 +324,28 @@ def explain(
     nodes = summary.pop("nodes")
     output.record(summary | (document["placement"] or {}))
     output.rows(nodes, "node_id", "slots", "free", "largest", "reasons")
+
+
+def allocation_id(project: str, name: str) -> str:
+    """The id of the project's allocation with this id, or of its machine with this host name.
+
+    Problem `allocation_not_found`, or `allocation_ambiguous` if several machines have the name.
+    """
+    if _ID.fullmatch(name):
+        return name
+    path = f"/projects/{project}/allocations"
+    # A launch that goes on between two of these requests is met twice, and not missed.
+    rows = (row for state in _LIVING for row in client().items(path, state=state))
+    ids = list({str(row["id"]): None for row in rows if row["hostname"] == name})
+    if len(ids) == 1:
+        return ids[0]
+    raise Problem(
+        "allocation_ambiguous" if ids else "allocation_not_found",
+        409 if ids else 404,
+        expected="the id of an allocation, or a host name that a single machine of the project has",
+        found=f"{name!r}, the name of {', '.join(ids)}" if ids else f"{name!r}",
+        remedy="see `gpuaas allocations`",
+    )
 
 
 def public_key(file: Path) -> str:
@@ -308,12 +385,19 @@ def _explain_refusal(problem: Problem, gpus: int) -> None:
         output.line(f"`gpuaas explain --gpus {gpus}` shows it by node")
 
 
+# Another launch of the same image and cloud-config would fail in the same way.
+_BY_TENANT = (
+    "the guest did not get its address, or did not answer SSH, in time: look at the image and at"
+    " your cloud-config before you launch again"
+)
+
+
 def _wait_for(allocation: dict[str, Any], expected: str) -> dict[str, Any]:
     """The allocation in the expected state; a Problem when it fails or takes too long."""
     path = f"/projects/{allocation['project_id']}/allocations/{allocation['id']}"
     # As long as the service allows: eight disks are wiped one after another, some for hours.
-    timeout, last_state = WaitTimeout(), ""
-    while allocation["state"] not in (expected, "failed"):
+    timeout, last_state, last_step = WaitTimeout(), "", ""
+    while allocation["state"] not in (expected, "failed", "released"):
         if allocation["state"] != last_state:
             last_state = allocation["state"]
             output.line(f"allocation {allocation['id']} {last_state}")
@@ -326,28 +410,50 @@ def _wait_for(allocation: dict[str, Any], expected: str) -> dict[str, Any]:
                 found=allocation["state"],
                 remedy="look again with `gpuaas allocations`; the service goes on by itself",
             )
-        time.sleep(1)
+        last_step = _show_step(path, last_step)
+        with output.waiting(f"allocation {allocation['id']}", "gpuaas allocations"):
+            time.sleep(1)
         allocation = client().get(path)
-    if allocation["state"] == "failed":
+    if allocation["state"] == "released" != expected:
         raise Problem(
-            allocation["error_code"] or "allocation_failed",
+            "allocation_released",
+            expected=f"allocation {allocation['id']} to be {expected}",
+            found="released: it was given back meanwhile",
+            remedy="launch again",
+        )
+    if allocation["state"] == "failed":
+        code = allocation["error_code"] or "allocation_failed"
+        first = _BY_TENANT if code == "readiness_failed" else "launch again"
+        raise Problem(
+            code,
             expected=f"allocation {allocation['id']} to be {expected}",
             found="failed",
-            remedy="launch again; an operator sees the cause in"
+            remedy=f"{first}; an operator sees the cause in"
             f" `gpuaas tasks list --allocation {allocation['id']}`",
         )
     return allocation
 
 
+def _show_step(path: str, last: str) -> str:
+    """Print the step of an allocation's run at a terminal, unless it is the last; returns it."""
+    if output.is_json() or not sys.stderr.isatty():
+        return last
+    step = str(client().get(f"{path}/timeline")["step"])
+    if step and step != last:
+        output.line(f"  {step.replace('_', ' ')}")
+    return step or last
+
+
 def _refuse_failed_release(allocation: dict[str, Any]) -> None:
     """A failed release goes on only after an operator has acted, so the command does not wait."""
     if allocation["state"] == "releasing" and allocation["error_code"]:
+        finish = finishing_command(allocation["id"], allocation["capacity_shape"])
         raise Problem(
             allocation["error_code"],
             expected=f"allocation {allocation['id']} to be released",
             found="releasing: its clean-up has failed",
-            remedy="leave it to the operators, who finish it with"
-            f" `gpuaas recover {allocation['id']} --reason WHY`; `gpuaas allocations` shows when",
+            remedy=f"leave it to the operators, who finish it with `{finish}`; `gpuaas allocations`"
+            " shows when",
         )
 
 

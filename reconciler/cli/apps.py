@@ -19,7 +19,7 @@ Instance = Annotated[str, typer.Argument(help="The instance's id.")]
 
 @app.command()
 def create(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Name for people.")],
     *,
     project: Project,
     controller: Annotated[str, typer.Option(help="Id of the controller's allocation.")],

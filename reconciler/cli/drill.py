@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from reconciler.cli import output
 from reconciler.cli.allocations import Project
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
+from reconciler.model.jobs import JobStatus
 from reconciler.model.pools import APART, SERVING_POOLS, PoolState
 
 app = typer.Typer(no_args_is_help=True, help="Rehearse emergencies of jobs and of the leader.")
@@ -47,6 +48,7 @@ class _Drill:
         self.model = f"drill-{secrets.token_hex(4)}"
         self.folder = Path()
         self.evidence: list[dict[str, Any]] = []
+        self.jobs: list[_Jobs] = []
 
     def check(self, step: str, holds: object, found: object) -> bool:
         """Record what was found, and whether it is as it must be."""
@@ -72,6 +74,11 @@ def _drill(name: str) -> Iterator[_Drill]:
         except Problem as problem:
             evidence = f"{problem.code}: expected {problem.expected}; found {problem.found}"
             drill.check("the drill came to its end", False, evidence)
+        finally:
+            # What a failed drill leaves would wait for ever, or be in the way of the next drill.
+            for jobs in drill.jobs:
+                with suppress(Problem):
+                    jobs.give_up()
     passed = all(row["holds"] for row in drill.evidence)
     verdict = "passed" if passed else "failed"
     seconds = round(time.monotonic() - began, 1)
@@ -134,7 +141,7 @@ def _drained(drill: _Drill, jobs: _Jobs, patience: int) -> None:
 
 @app.command()
 def reclaim(project: Project) -> None:
-    """Kill a worker in the middle of a job: another one does the job."""
+    """Kill a worker in the middle of a job: another worker does the job."""
     with _drill("reclaim") as drill:
         jobs = _Jobs(drill, project)
         before = _metric("reclaimed_total")
@@ -154,7 +161,9 @@ def reclaim(project: Project) -> None:
 
 
 @app.command()
-def leader(reason: str = "drill") -> None:
+def leader(
+    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "drill",
+) -> None:
     """End the leader's term: another process takes over, and pools keep their workers."""
     with _drill("leader") as drill:
         workers = _workers()
@@ -359,6 +368,7 @@ class _Jobs:
         self._model = model or drill.model
         self._drill = drill
         self._ids: list[str] = []
+        drill.jobs.append(self)
 
     def submit(self, inputs: list[dict[str, Any]], **options: Any) -> None:
         """Queue jobs, as soon as the drill's worker serves its model."""
@@ -388,6 +398,12 @@ class _Jobs:
     def cancel(self) -> None:
         for id in self._ids:
             client().post(f"{self.path}/{id}/cancel")
+
+    def give_up(self) -> None:
+        """Cancel those that have not ended, and dead letters."""
+        for row in self.read():
+            if row["status"] not in (JobStatus.DONE, JobStatus.CANCELED):
+                client().post(f"{self.path}/{row['id']}/cancel")
 
     def reprocess(self, **wish: Any) -> None:
         client().post(f"{self.path}/dlq/reprocess", {**wish, "reason": "drill"})

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reconciler.model.errors import Problem, Refusal
 
@@ -33,8 +33,10 @@ _SQLITE_AWAY = (
 )
 # PostgreSQL's classes: no connection, operator intervention, no login.
 _AWAY_CLASSES = ("08", "57P", "28")
-# No such database, too many connections, lock not available, read-only server.
-_AWAY = ("3D000", "53300", "55P03", "25006")
+# No such database, disk full, too many connections, lock not available, read-only server.
+_AWAY = ("3D000", "53100", "53300", "55P03", "25006")
+# Of writes to an open file, such an error names no file.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -44,7 +46,8 @@ def logged() -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        if _of_settings(failure) is None and (_of_database(failure) or _of_file(failure)):
+        local = _of_room(failure) or _of_database(failure) or _of_file(failure)
+        if _of_settings(failure) is None and local:
             if hasattr(failure, "hide_parameters"):
                 # Keep the values of a statement out of the log.
                 failure.hide_parameters = True
@@ -59,9 +62,8 @@ def as_problem(failure: Exception) -> Problem | None:
     if isinstance(failure, Refusal):
         parts = {name: getattr(failure, name) for name in ("expected", "found", "remedy")}
         return Problem(failure.code, 422, **parts)
-    return (
-        _of_settings(failure) or _of_database(failure) or _of_program(failure) or _of_file(failure)
-    )
+    kinds = (_of_settings, _of_room, _of_database, _of_program, _of_file)
+    return next((problem for kind in kinds if (problem := kind(failure))), None)
 
 
 def _of_settings(failure: Exception) -> Problem | None:
@@ -97,6 +99,22 @@ def _of_settings(failure: Exception) -> Problem | None:
         expected="settings that docs/configuration.md allows",
         found="; ".join(f"{name}: {rule}" for name, rule in loaded.refused(failure)),
         remedy=f"correct them in the environment or in {file}; then `gpuaas doctor`",
+    )
+
+
+def _of_room(failure: Exception) -> Problem | None:
+    cause: Any = getattr(failure, "orig", failure)
+    full = getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    if not full and getattr(cause, "errno", None) not in _FULL:
+        return None
+    file = getattr(cause, "filename", None)
+    return Problem(
+        "disk_full",
+        507,
+        expected="room on the disks of this machine that the command writes to",
+        found=f"{file}: {cause.strerror}" if file else str(cause),
+        remedy="free space (`df -h; df -i`), mostly of GPUAAS_STATE_DIR or of the folder that the"
+        " command names, then repeat the command; `gpuaas doctor` warns before it is too late",
     )
 
 

@@ -172,7 +172,7 @@ def transition(
     # Without --approved, the plan becomes the approval when a person reads it and agrees.
     expected = approvals if approved else {disk["nvme_device"]: disk["approval"] for disk in disks}
     if not yes:
-        nodes.show_approvals(expected, ask=True)
+        nodes.show_approvals(expected, ask=True, instead="--approved FILE --yes")
     result = play(expected, erase=True)
     if output.in_json(result):
         return

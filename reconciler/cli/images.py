@@ -15,6 +15,9 @@ from reconciler.model.errors import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Images for virtual machines.")
 
+Compression = Annotated[
+    Literal["none", "zstd"], typer.Option(help="How the file is packed; hosts unpack it.")
+]
 Runtime = Annotated[
     list[str] | None,
     typer.Option(help="What it contains, such as driver-570-server; may be repeated."),
@@ -24,13 +27,18 @@ Runtime = Annotated[
 @app.command("list")
 def list_images() -> None:
     """List the images that a launch can name."""
-    columns = ("id", "name", "version", "size_bytes", "digest")
+    columns: tuple[str, ...] = ("id", "name", "version", "contains", "size_bytes", "digest")
     try:
-        output.rows(client().items("/admin/images"), *columns, "compression")
+        images = list(client().items("/admin/images"))
+        columns = (*columns, "compression")
     except Problem as problem:
         if problem.code != "role_required":
             raise
-        output.rows(client().items("/images"), *columns)
+        images = list(client().items("/images"))
+    if output.in_json(images):
+        return
+    # `gpuaas catalog` shows what each offer needs in the same words.
+    output.rows([row | {"contains": ", ".join(row["runtime"])} for row in images], *columns)
 
 
 @app.command()
@@ -40,11 +48,11 @@ def add(
         typer.Argument(help="An http(s) URL, or a file in GPUAAS_IMAGES_DIR of the reconciler."),
     ],
     *,
-    name: Annotated[str, typer.Option()],
-    version: Annotated[str, typer.Option()],
+    name: Annotated[str, typer.Option(help="Name by which launches ask for it.")],
+    version: Annotated[str, typer.Option(help="Version; a launch gets the newest of a name.")],
     digest: Annotated[str, typer.Option(help="sha256:… of the raw image.")] = "",
     size: Annotated[int, typer.Option(help="Bytes of the raw image.")] = 0,
-    compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
+    compression: Compression = "none",
     runtime: Runtime = None,
 ) -> None:
     """Register an image. For a raw file on this machine, digest and size are computed."""
@@ -71,13 +79,13 @@ def import_image(
         typer.Argument(help="A raw or qcow2 file, or an OCI image (folder or tar) with a disk."),
     ],
     *,
-    name: Annotated[str, typer.Option()],
-    version: Annotated[str, typer.Option()],
+    name: Annotated[str, typer.Option(help="Name by which launches ask for it.")],
+    version: Annotated[str, typer.Option(help="Version; a launch gets the newest of a name.")],
     source_digest: Annotated[
         str, typer.Option(help="sha256:… that the file, or the OCI manifest, must have.")
     ] = "",
     max_gib: Annotated[int, typer.Option(min=1, help="Largest raw image.")] = 64,
-    compression: Annotated[Literal["none", "zstd"], typer.Option()] = "none",
+    compression: Compression = "none",
     runtime: Runtime = None,
 ) -> None:
     """Convert a disk into GPUAAS_IMAGES_DIR of this machine, and register it."""

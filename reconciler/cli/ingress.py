@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import output
-from reconciler.cli.allocations import Allocation, Project
+from reconciler.cli.allocations import Allocation, Project, allocation_id
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
@@ -70,7 +70,7 @@ def remove(
 
 
 def _path(project: str, allocation: str) -> str:
-    return f"/projects/{project}/allocations/{allocation}/ingress"
+    return f"/projects/{project}/allocations/{allocation_id(project, allocation)}/ingress"
 
 
 def _wait_for(rule: output.Record, project: str, expected: str) -> output.Record:
@@ -85,7 +85,8 @@ def _wait_for(rule: output.Record, project: str, expected: str) -> output.Record
                 found=rule["state"],
                 remedy="look again with `gpuaas ingress list`; the service goes on by itself",
             )
-        time.sleep(1)
+        with output.waiting(f"rule {rule['id']}", "gpuaas ingress list"):
+            time.sleep(1)
         rule = client().get(path)
     if rule["state"] == "failed" and expected == "applied":
         raise Problem(

@@ -67,7 +67,10 @@ def submit(
     if not wait:
         output.record(queued)
         return
-    ended = [_ended(project, id) for id in ids]
+    # Before the wait, whatever ends it.
+    output.line(f"queued {' '.join(ids)}")
+    with output.waiting("the work", f"gpuaas jobs list --project {project}"):
+        ended = [_ended(project, id) for id in ids]
     if isinstance(content, list):
         output.rows(ended, *COLUMNS, "result")
     else:

@@ -9,7 +9,7 @@ import typer
 from reconciler.cli import output, tasks
 from reconciler.cli.netbox import asked, show_reading
 from reconciler.cli.nodes import Node
-from reconciler.cli.options import Reason, Yes
+from reconciler.cli.options import Reason, Yes, confirm
 from reconciler.cli.session import client
 
 app = typer.Typer(no_args_is_help=True, help="MAAS, which installs the site's machines.")
@@ -66,4 +66,4 @@ def _confirm(node: str, what: str, yes: bool) -> None:
     machine = client().get(f"/admin/nodes/{node}")["maas_system_id"] or "none in MAAS"
     output.line(f"machine {machine} of node {node} {what}")
     if not yes:
-        typer.confirm("Its installation is lost. Go on?", abort=True, err=True)
+        confirm("Its installation is lost. Go on?")

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -55,6 +55,8 @@ for module in (service, tokens, allocations, ssh, recovery, site):
 
 # Options with a value, in the next word or after "=".
 SHARED = ("--api", "--token-file", "--output")
+# Values of -o. Behind `ssh`, -o belongs to ssh or to the command that runs there.
+FORMATS = get_args(Output)
 
 # These commands get all later words: `lab` is a program of its own, and a capture's --output is a
 # file.
@@ -84,7 +86,7 @@ def shared(
         Path | None, typer.Option(envvar="GPUAAS_TOKEN_FILE", help="A file with an API token.")
     ] = None,
     output_format: Annotated[
-        Output, typer.Option("--output", help="For people (table) or for programs (json).")
+        Output, typer.Option("--output", "-o", help="For people (table) or for programs (json).")
     ] = "table",
     _version: Annotated[
         bool,
@@ -120,7 +122,9 @@ def hoist(words: Sequence[str]) -> list[str]:
     queue = list(words)
     while queue:
         word = queue.pop(0)
-        if word in SHARED and queue:
+        if word == "-o" and queue and queue[0] in FORMATS and rest[:1] != ["ssh"]:
+            front += ["--output", queue.pop(0)]
+        elif word in SHARED and queue:
             front += [word, queue.pop(0)]
         elif word.partition("=")[0] in SHARED:
             front.append(word)

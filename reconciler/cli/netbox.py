@@ -14,7 +14,7 @@ from reconciler.model.errors import Problem
 app = typer.Typer(
     no_args_is_help=True, help="NetBox, whose tagged devices are the site's machines."
 )
-# A pass ends within four minutes. One that has begun already may come before it.
+# A pass ends within four minutes. A pass that has begun already may come before it.
 _WAIT_S = 600.0
 
 

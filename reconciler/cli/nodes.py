@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import output, tasks
-from reconciler.cli.options import Reason, Yes, read_json, with_options
+from reconciler.cli.options import Reason, Yes, confirm, read_json, with_options
 from reconciler.cli.session import client
 from reconciler.model.approval import approval_of
 from reconciler.model.errors import Problem
@@ -103,6 +103,8 @@ def show_node(node: Node) -> None:
 def userdata(node: Node) -> None:
     """Print the script that enrols the machine. Its token is valid for 15 minutes."""
     answer = client().post(f"/admin/nodes/{node}/enrollment-token")
+    if output.in_json(answer):
+        return
     output.line(f"good until {answer['expires_at']}")
     sys.stdout.write(answer["userdata"])
 
@@ -297,7 +299,7 @@ def drift(
     path = f"/admin/nodes/{node}/drift"
     task = client().get(path)["task"] if latest else tasks.queue(path, wait=wait)
     if task is None:
-        if latest:
+        if latest and not output.in_json(None):
             output.line("never compared")
         return
     result = task["result"]
@@ -375,7 +377,11 @@ def accept_firmware(node: Node, reason: Reason) -> None:
 
 
 @app.command()
-def scheduling(node: Node, switch: Literal["on", "off"], reason: Reason) -> None:
+def scheduling(
+    node: Node,
+    switch: Annotated[Literal["on", "off"], typer.Argument(help="Whether its slots are sold.")],
+    reason: Reason,
+) -> None:
     """Sell the node's slots, or stop."""
     body = {"enabled": switch == "on", "reason": reason}
     output.record(client().put(f"/admin/nodes/{node}/scheduling", body))
@@ -405,7 +411,7 @@ def resume(node: Node, reason: Reason) -> None:
 def retire(node: Node, reason: Reason, yes: Yes = False) -> None:
     """Retire a node for good. It must be in maintenance, or must never have enrolled."""
     if not yes:
-        typer.confirm(f"{node} never comes back under this id. Go on?", abort=True, err=True)
+        confirm(f"{node} never comes back under this id. Go on?")
     _post(node, "retire", reason)
 
 
@@ -427,12 +433,14 @@ def approval_line(path: str, approval: dict[str, Any]) -> str:
     )
 
 
-def show_approvals(approvals: Mapping[str, dict[str, Any]], *, ask: bool) -> None:
-    """Print what is lost on each disk. ask: abort unless a person agrees."""
+def show_approvals(
+    approvals: Mapping[str, dict[str, Any]], *, ask: bool, instead: str = "--yes"
+) -> None:
+    """Print what is lost on each disk. ask: end unless a person agrees, or gave `instead`."""
     for path, approval in approvals.items():
         output.line(approval_line(path, approval))
     if ask:
-        typer.confirm("Everything on these disks is lost. Go on?", abort=True, err=True)
+        confirm("Everything on these disks is lost. Go on?", instead=instead)
 
 
 def _require_proven(node: str, task: dict[str, Any] | None) -> None:

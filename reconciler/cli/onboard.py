@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from reconciler.cli import nodes, output, slots, tasks
-from reconciler.cli.options import Reason
+from reconciler.cli.options import Reason, confirm
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.runs.paths import write_text
@@ -84,7 +84,7 @@ class _Walk:
         row = client().get(self.path)
         if row["state"] == "enrolling" and userdata:
             answer = client().post(f"{self.path}/enrollment-token")
-            # The script holds a token. A new file replaces a link, or one that others may read.
+            # The script holds a token. A new file replaces a link, or a file that others may read.
             write_text(userdata, answer["userdata"])
             output.line(f"run {userdata} on the machine as root; good until {answer['expires_at']}")
             ends = time.monotonic() + _ENROL_S
@@ -93,7 +93,10 @@ class _Walk:
                 row = client().get(self.path)
         if row["state"] == "enrolling":
             raise self._problem(
-                "node_not_enrolled", "a machine that has enrolled", "none yet", "with --userdata"
+                "node_not_enrolled",
+                "a machine that has enrolled",
+                "none yet",
+                "with --userdata FILE",
             )
         for field, allowed, verb in (
             ("mode", ("slice", "converting_to_slice"), f"convert {self.node} slice"),
@@ -188,7 +191,8 @@ class _Walk:
             body = {"slots": bundles, "reason": self.reason}
             client().post(f"{self.path}/resource-slots", body)
         elif not self._slots():
-            raise self._problem("candidate_not_found", "a candidate without blockers", "none", "")
+            how = "once the blockers of those left out are mended"
+            raise self._problem("candidate_not_found", "a candidate without blockers", "none", how)
 
     def bind(self) -> None:
         """Bind the slots' devices, unless that was done since the last approval and bootstrap."""
@@ -236,7 +240,7 @@ class _Walk:
                 ", ".join(self.yes_to),
                 f"with --yes-to {digest}",
             )
-        typer.confirm("Go on?", abort=True, err=True)
+        confirm("Go on?", instead=f"--yes-to {digest}")
 
     def _candidates(self) -> list[Record]:
         latest = client().get(f"{self.path}/slice-topology/discovery")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -50,6 +51,37 @@ def with_options(
         return command
 
     return decorate
+
+
+def at_terminal() -> bool:
+    """Whether a person can answer. Python has no input at all if the caller has closed it."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def confirm(question: str, *, instead: str = "--yes") -> None:
+    """Ask a person before an act that nothing takes back; the command ends without a yes.
+
+    instead: the option that stands for the answer. Problem `confirmation_missing` without a person.
+    """
+    agreed = None
+    if sys.stdin is not None:
+        try:
+            agreed = typer.confirm(question, err=True)
+        except typer.Abort:
+            # Interrupted at a terminal. Anywhere else the input has ended: no person answers there.
+            if at_terminal():
+                raise
+            sys.stderr.write("\n")
+    if agreed is None:
+        raise Problem(
+            "confirmation_missing",
+            422,
+            expected=f"an answer to the question, or {instead}",
+            found="no input to read it from",
+            remedy=f"repeat the command with {instead} once a person has decided",
+        )
+    if not agreed:
+        raise typer.Abort
 
 
 def read_json(file: Path, code: str, expected: str, remedy: str) -> Any:

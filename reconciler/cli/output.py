@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -82,6 +83,22 @@ def in_json(content: Any) -> bool:
 def line(text: str) -> None:
     """A remark on standard error; standard output holds only the answer."""
     sys.stderr.write(clean(text) + "\n")
+
+
+def more(page: Record, limit: int) -> None:
+    """Say that the service has more than the rows of a page."""
+    if page["next"]:
+        line(f"the newest {limit}; --limit shows more")
+
+
+@contextmanager
+def waiting(subject: str, command: str) -> Iterator[None]:
+    """Say, when a person interrupts the wait, that the work goes on, and how to look at it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        line(f"{subject} goes on without this command; `{command}` shows it")
+        raise
 
 
 def failure(problem: Problem, *, as_json: bool) -> None:

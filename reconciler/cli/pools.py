@@ -17,7 +17,7 @@ from reconciler.cli.options import Reason
 from reconciler.cli.projects import project_id
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
-from reconciler.model.pools import LIVE_POOLS
+from reconciler.model.pools import APART, LIVE_POOLS, PoolState
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -47,14 +47,16 @@ def list_pools(
     ] = "",
     direct: Direct = False,
 ) -> None:
-    """List pools, with the memory of all their workers in use and the limit of each."""
+    """List pools, the largest first: memory of all their workers in use, and the limit of each."""
     live = {} if every else {"live": True}
     if project:
         own = client().items(f"/projects/{project}/pools", **live)
         output.rows(own, *PROJECT_COLUMNS, "allocation_id")
         return
     pools = _read() if direct else list(client().items("/pools", **live))
-    output.rows([pool for pool in pools if every or pool["state"] in LIVE_POOLS], *COLUMNS)
+    pools = [pool for pool in pools if every or pool["state"] in LIVE_POOLS]
+    pools.sort(key=lambda pool: pool["memory_bytes"], reverse=True)
+    output.rows(pools, *COLUMNS)
 
 
 @app.command()
@@ -79,7 +81,7 @@ def leases() -> None:
 
 @app.command()
 def start(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Name of the pool.")],
     *,
     model: Annotated[list[str], typer.Option(help="A model of the host; may be repeated.")],
     replicas: Annotated[int, typer.Option(min=1, max=64, help="Workers.")] = 1,
@@ -107,7 +109,10 @@ def start(
     reason: Reason = "",
     wait: Annotated[bool, typer.Option(help="Wait until its workers have loaded.")] = False,
 ) -> None:
-    """Start a pool of workers: on a machine of the service, in a slice, or elsewhere."""
+    """Start a pool of workers: on a machine of the service, in a slice, or elsewhere.
+
+    With --wait, it exits 1 if the pool ends before its workers have loaded.
+    """
     body = {
         "name": name,
         "models": model,
@@ -127,6 +132,8 @@ def start(
         time.sleep(_LOOK_S)
         pool = _read(pool["id"])[0] if direct else client().get(f"/pools/{pool['id']}")
     output.record(pool)
+    if wait and pool["state"] != PoolState.RUNNING:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -138,7 +145,8 @@ def token(
 ) -> None:
     """Print a new token of a remote pool, for `jobs worker --pool-token`. The previous one ends."""
     issued = client().post(f"/pools/{pool}/token", {"ttl_s": ttl, "reason": reason})
-    typer.echo(issued["token"])
+    if not output.in_json(issued):
+        typer.echo(issued["token"])
 
 
 @app.command()
@@ -264,10 +272,12 @@ def _act(reason: str) -> Act:
 
 def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> list[dict[str, Any]]:
     """Do the work on the database and wait for its end. Pools of this machine are ended by this
-    command itself if no service runs here; those of others by theirs.
+    command itself if no service runs here; those of others by theirs. The end of pools whose
+    workers use the API is recorded here, once these hold no jobs.
     """
     from reconciler.db.engine import reading, retrying
     from reconciler.db.schema import Pool
+    from reconciler.pools import remote
     from reconciler.pools.supervisor import Supervisor
 
     act = _act(reason)
@@ -289,8 +299,15 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
             if not any(pool.host_id == supervisor.host_id for pool in left):
                 break
             time.sleep(_LOOK_S)
+        if any(pool.host_id in APART for pool in left):
+            retrying(engine, remote.tend)
+            with reading(engine) as conn:
+                left = [pool for pool in current(conn) if pool.state in LIVE_POOLS]
         for pool in left:
-            output.line(f"pool {pool.name} is ended by the service on its host {pool.host_id}")
+            rest = f"ended by the service on its host {pool.host_id}"
+            if pool.host_id in APART:
+                rest = f"{pool.state}: its workers may end their jobs; `evict` ends its token now"
+            output.line(f"pool {pool.name} is {rest}")
         return _answers(engine, current)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -31,22 +29,42 @@ def project_id(name: str) -> str:
 Project = Annotated[str, typer.Argument(callback=project_id, help="The project's id or name.")]
 
 
-@contextmanager
-def suggesting(options: str = "--project P") -> Iterator[None]:
-    """Tell a member which options to use, when the command without them is for admins only."""
-    try:
-        yield
-    except Problem as problem:
-        if problem.code != "role_required":
-            raise
-        raise Problem(
-            problem.code,
-            problem.status,
-            expected=f"{problem.expected}, or {options}",
-            found=problem.found,
-            remedy=f"give {options}, a project of `gpuaas projects list`",
-            detail=problem.detail,
-        ) from problem
+def required_project(name: str) -> str:
+    """The same; without a name the only project of the caller, or Problem `project_required`."""
+    if name:
+        return project_id(name)
+    names = {str(row["id"]): str(row["name"]) for row in client().items("/projects", limit=1000)}
+    if len(names) == 1:
+        return next(iter(names))
+    raise Problem(
+        "project_required",
+        422,
+        expected="one of your projects, by --project or GPUAAS_PROJECT",
+        found=f"none named, of {', '.join(sorted(names.values())[:10])}" if names else "no project",
+        remedy="name it; `gpuaas projects list` shows them"
+        if names
+        else "ask the operators for a project",
+    )
+
+
+def project_option(text: str, *, required: bool = False) -> Any:
+    """The option --project. required: a command that left it out acts on the only project."""
+    return typer.Option(
+        envvar="GPUAAS_PROJECT",
+        callback=required_project if required else project_id,
+        default_factory=str if required else None,
+        show_default="your only project" if required else True,
+        help=text,
+    )
+
+
+def own_project(problem: Problem, project: str = "") -> str:
+    """The project of a member whom `problem` has refused what is for admins: the named project, or
+    the only one.
+    """
+    if problem.code != "role_required":
+        raise problem
+    return project or required_project("")
 
 
 @app.command("list")
@@ -56,7 +74,7 @@ def list_projects() -> None:
 
 
 _DEFAULTS = "/admin/settings/default-quota"
-Limit = Annotated[int | None, typer.Option(min=0)]
+Limit = int | None
 SomeProject = Annotated[
     str, typer.Argument(callback=project_id, help="Left out: the site's limits for all projects.")
 ]
@@ -66,44 +84,79 @@ SomeProject = Annotated[
 class Limits:
     """Limits of a project, as the options of `set-quota`."""
 
-    gpus: Limit = None
-    machines: Limit = None
-    open_requests: Limit = None
-    launches_per_hour: Limit = None
-    failures_per_hour: Limit = None
-    jobs_open: Limit = None
-    jobs_kept: Limit = None
-    jobs_mib: Limit = None
-    jobs_per_hour: Limit = None
+    gpus: Annotated[Limit, typer.Option(min=0, help="GPUs of its allocations.")] = None
+    machines: Annotated[Limit, typer.Option(min=0, help="Allocations that hold something.")] = None
+    open_requests: Annotated[
+        Limit, typer.Option(min=0, help="Launches and power actions under way.")
+    ] = None
+    launches_per_hour: Annotated[Limit, typer.Option(min=0, help="Launches within an hour.")] = None
+    failures_per_hour: Annotated[
+        Limit, typer.Option(min=0, help="Launches within an hour that failed by its own doing.")
+    ] = None
+    jobs_open: Annotated[Limit, typer.Option(min=0, help="Jobs that have not ended.")] = None
+    jobs_kept: Annotated[Limit, typer.Option(min=0, help="Jobs altogether.")] = None
+    jobs_mib: Annotated[
+        Limit, typer.Option(min=0, help="MiB of the inputs and results of its jobs.")
+    ] = None
+    jobs_per_hour: Annotated[Limit, typer.Option(min=0, help="Jobs within an hour.")] = None
+    jobs_timeout_s: Annotated[
+        Limit, typer.Option(min=0, help="Longest time that a job may ask for, in seconds.")
+    ] = None
 
 
 @app.command()
 def quota(project: SomeProject = "") -> None:
-    """Show the limits of a project and their use."""
-    _show_quota(client().get(f"/projects/{project}/quota" if project else _DEFAULTS))
+    """Show the limits of a project and their use. A member may leave out its only project."""
+    if not project:
+        try:
+            _show_quota(client().get(_DEFAULTS))
+        except Problem as problem:
+            project = own_project(problem)
+    if project:
+        _show_quota(client().get(f"/projects/{project}/quota"))
 
 
 @app.command("set-quota")
 @with_options(Limits)
-def set_quota(project: SomeProject = "", *, reason: Reason = "", **limits: Any) -> None:
-    """Replace the limits of a project. An omitted limit is the site's, or none."""
+def set_quota(
+    project: SomeProject = "",
+    *,
+    remove: Annotated[
+        list[str] | None, typer.Option(help="Limit to remove, such as gpus; may be repeated.")
+    ] = None,
+    reason: Reason = "",
+    **limits: Any,
+) -> None:
+    """Change limits of a project. A limit that is not named stays as it is.
+
+    --remove takes a limit away from the project, and the site's limit holds, if there is one.
+    """
+    changes = {name: limit for name, limit in limits.items() if limit is not None}
+    removed = {name.replace("-", "_") for name in remove or ()}
+    if both := removed & set(changes):
+        raise typer.BadParameter(f"{', '.join(sorted(both))}: set it or remove it")
     path = f"/admin/projects/{project}/quota" if project else _DEFAULTS
-    _show_quota(client().put(path, limits | {"reason": reason}))
+    # The reason first, so that the service refuses to remove it as any other name that is no limit.
+    _show_quota(client().patch(path, {"reason": reason} | changes | dict.fromkeys(removed)))
 
 
 def _show_quota(document: dict[str, Any]) -> None:
     if output.in_json(document):
         return
-    limits = document["limits"]
-    used = document.get("used", dict.fromkeys(limits))
-    table = [{"limit": key, "used": used[key], "allowed": limits.get(key)} for key in used]
+    limits, used = document["limits"], document.get("used", {})
+    # Of some limits, such as that of a job's time, there is no use.
+    table = [
+        {"limit": key, "used": used.get(key), "allowed": limits.get(key)} for key in used | limits
+    ]
     output.rows(table, "limit", "used", "allowed")
 
 
 @app.command()
 def add(
-    name: str,
-    key: Annotated[str, typer.Option("--id", help="Default: generated.")] = "",
+    name: Annotated[str, typer.Argument(help="Name for people.")],
+    key: Annotated[
+        str, typer.Option("--id", help="The API and the console show it. Default: a UUID.")
+    ] = "",
 ) -> None:
     """Add a project. Commands accept its name as well as its id."""
     body = {"name": name} | ({"id": key} if key else {})

@@ -52,7 +52,7 @@ def recover(
 
 
 def _open(allocation: str, reason: str) -> Record:
-    """The open case, or a new one. Without a reason: the newest, whether or not it has ended."""
+    """The open case, or a new case. Without a reason: the newest, whether or not it has ended."""
     path = f"/admin/allocations/{allocation}"
     if not reason:
         try:

@@ -36,8 +36,11 @@ class Session:
         from reconciler.client import Client
 
         file = self.token_file or default_token_file()
-        remedy = "`gpuaas token create --role platform-admin --name YOU --save`"
-        return Client(self.safe_url, secret(file, f"{remedy}, or set GPUAAS_TOKEN_FILE"))
+        remedy = (
+            "set GPUAAS_TOKEN_FILE to the file with your token; an operator makes one on the"
+            " service's machine with `gpuaas token create --role platform-admin --name YOU --save`"
+        )
+        return Client(self.safe_url, secret(file, remedy))
 
     @property
     def safe_url(self) -> str:

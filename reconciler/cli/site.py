@@ -11,8 +11,9 @@ import typer
 
 from reconciler.cli import output
 from reconciler.cli.options import Reason
-from reconciler.cli.projects import project_id, suggesting
+from reconciler.cli.projects import own_project, project_option
 from reconciler.cli.session import client
+from reconciler.model.errors import Problem
 
 commands = typer.Typer()
 
@@ -22,15 +23,19 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Recoveries begun within 
 
 @commands.command()
 def audit(
-    action: str = "",
+    action: Annotated[
+        str, typer.Option(help="Only this action, such as admin.task.canceled.")
+    ] = "",
     subject: Annotated[str, typer.Option(help="Id of a node, slot, allocation, …")] = "",
     correlation: Annotated[str, typer.Option(help="X-Correlation-Id of a request.")] = "",
-    limit: int = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most this many.")] = 50,
 ) -> None:
     """List administrative actions with actor and reason, newest first."""
     filters = {"action": action, "subject_id": subject, "correlation_id": correlation}
-    events = client().get("/admin/audit", limit=limit, **filters)["items"]
-    output.rows(events, "at", "actor", "action", "subject_id", "reason", "correlation_id")
+    page = client().get("/admin/audit", limit=limit, **filters)
+    columns = ("at", "actor", "action", "subject_id", "reason", "correlation_id")
+    output.rows(page["items"], *columns)
+    output.more(page, limit)
 
 
 @commands.command()
@@ -56,22 +61,23 @@ def usage(
         str, typer.Option("--from", help="A date (from its beginning in UTC), or RFC 3339.")
     ] = "",
     end: Annotated[str, typer.Option("--to", help="The same, exclusive; default: now.")] = "",
-    project: Annotated[
-        str, typer.Option(callback=project_id, help="Only this project, by id or name.")
-    ] = "",
-    member: Annotated[bool, typer.Option(help="As a member of the project.")] = False,
+    project: Annotated[str, project_option("Only this project, by id or name.")] = "",
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
 ) -> None:
     """List the usage of every allocation that was active in the period."""
-    if member and not project:
-        raise typer.BadParameter("--member goes with --project")
-    query = {"from": _moment(start), "to": _moment(end), "project": "" if member else project}
-    path = f"/projects/{project}/usage" if member else "/admin/usage"
-    with suggesting("--member --project P"):
-        if csv:
-            sys.stdout.write(client().text(path, format="csv", **query))
-            return
-        rows = list(client().items(path, **query))
+    query = {"from": _moment(start), "to": _moment(end)}
+    try:
+        _print_usage("/admin/usage", query | {"project": project}, csv=csv)
+    except Problem as problem:
+        project = own_project(problem, project)
+        _print_usage(f"/projects/{project}/usage", query, csv=csv)
+
+
+def _print_usage(path: str, query: dict[str, str], *, csv: bool) -> None:
+    if csv:
+        sys.stdout.write(client().text(path, format="csv", **query))
+        return
+    rows = list(client().items(path, **query))
     columns = ("allocation_id", "project_id", "capacity_shape", "sku", "gpu_count", "started_at")
     cost = ("price", "price_kept", "cost", "currency")
     output.rows(rows, *columns, "ended_at", "counted_seconds", "gpu_seconds", *cost)
@@ -79,7 +85,9 @@ def usage(
 
 @commands.command()
 def scheduling(
-    switch: Annotated[Literal["show", "on", "off"], typer.Argument()] = "show",
+    switch: Annotated[
+        Literal["show", "on", "off"], typer.Argument(help="Whether the site sells slices.")
+    ] = "show",
     reason: Annotated[str, typer.Option(help="Kept in the audit log; required by on, off.")] = "",
 ) -> None:
     """Show or set whether this site sells slices. Each node has a switch of its own as well."""

@@ -21,12 +21,25 @@ Reason = Annotated[str, typer.Option(help="Kept in history and audit.")]
 SHOWN = 10
 _DEVICES = ("gpu_pci_address", "nvme_device", "private_ip")
 COLUMNS = ("slot_index", "id", "status", "health_state", *_DEVICES, "status_reason")
+_OF_SITE = ("node_id", *COLUMNS[:4], "allocation_id", "status_reason")
 
 
 @app.command("list")
-def list_slots(node: Node) -> None:
-    """List the node's approved slots."""
-    output.rows(client().items(_path(node)), *COLUMNS)
+def list_slots(
+    node: Annotated[str, typer.Argument(help="The node's id; left out: all nodes.")] = "",
+    blocked: Annotated[
+        bool, typer.Option("--blocked", help="Only slots that wait for recovery.")
+    ] = False,
+) -> None:
+    """List approved slots: of a node with their devices, or of the site with their allocations."""
+    if node:
+        slots = list(client().items(_path(node)))
+    else:
+        nodes = client().items("/admin/fleet", blocked=blocked)
+        slots = [{"node_id": row["id"], **slot} for row in nodes for slot in row["slots"]]
+    if blocked:
+        slots = [slot for slot in slots if slot["status"] == "cleanup_blocked"]
+    output.rows(slots, *(COLUMNS if node else _OF_SITE))
 
 
 @app.command("show")

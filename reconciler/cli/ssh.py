@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from reconciler.cli import output
-from reconciler.cli.allocations import Allocation, Project, public_key
+from reconciler.cli.allocations import Allocation, Project, allocation_id, public_key
 from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
@@ -32,10 +32,11 @@ def ssh(
     context: typer.Context, allocation: Allocation, project: Project, key: Identity = None
 ) -> None:
     """Log in to a machine, or run a command: `gpuaas ssh ALLOCATION [SSH OPTIONS] [-- COMMAND]`."""
-    file = _folder() / f"{allocation}.conf"
-    _write(file, _config(allocation, project, key))
+    id = allocation_id(project, allocation)
+    file = _folder() / f"{id}.conf"
+    _write(file, _config(id, project, key))
     sys.stdout.flush()
-    words = ["ssh", "-F", str(file), allocation, *context.args]
+    words = ["ssh", "-F", str(file), id, *context.args]
     try:
         os.execvp(words[0], words)  # noqa: S606 - the words are no text of a shell
     except FileNotFoundError:
@@ -53,7 +54,7 @@ def ssh_config(allocation: Allocation, project: Project, key: Identity = None) -
 
     Append them to ~/.ssh/config, then use the allocation's id as host: `scp FILE ALLOCATION:`.
     """
-    sys.stdout.write(_config(allocation, project, key))
+    sys.stdout.write(_config(allocation_id(project, allocation), project, key))
 
 
 @commands.command("ssh-terminal")
@@ -65,11 +66,12 @@ def terminal(
     key: Identity = None,
 ) -> None:
     """Let a running machine accept terminals: asks the service, then tells the machine by ssh."""
-    path = f"/projects/{project}/allocations/{allocation}/terminal"
+    id = allocation_id(project, allocation)
+    path = f"/projects/{project}/allocations/{id}/terminal"
     document = client().put(path, {"enabled": not off})
-    file = _folder() / f"{allocation}.conf"
-    _write(file, _config(allocation, project, key))
-    words = ["ssh", "-F", str(file), allocation, "sudo", "sh"]
+    file = _folder() / f"{id}.conf"
+    _write(file, _config(id, project, key))
+    words = ["ssh", "-F", str(file), id, "sudo", "sh"]
     done = subprocess.run(words, input=document["script"], text=True, check=False)
     if done.returncode:
         raise Problem(
@@ -78,7 +80,7 @@ def terminal(
             found=f"exit status {done.returncode}",
             remedy="repeat the command once it can; the page of the terminal shows its script",
         )
-    output.record({"allocation_id": allocation, "enabled": not off})
+    output.record({"allocation_id": id, "enabled": not off})
 
 
 @commands.command("ssh-sessions")
@@ -133,10 +135,38 @@ def list_keys(project: Project) -> None:
 
 
 @app.command("revoke")
-def revoke_key(key: File, project: Project, reason: Reason = "") -> None:
+def revoke_key(
+    key: Annotated[
+        str, typer.Argument(help="File with the public key, or the key's fingerprint SHA256:….")
+    ],
+    project: Project,
+    reason: Reason = "",
+) -> None:
     """Revoke a key for good, and cut its sessions."""
-    body = {"public_key": public_key(key), "reason": reason}
-    output.record(client().post(f"{_keys(project)}/revoke", body))
+    # Who has lost a key may have lost its file, too.
+    lost = key.startswith("SHA256:")
+    line = _by_fingerprint(project, key) if lost else public_key(Path(key))
+    output.record(client().post(f"{_keys(project)}/revoke", {"public_key": line, "reason": reason}))
+
+
+def _by_fingerprint(project: str, fingerprint: str) -> str:
+    """The public key, among those that were registered and those of launches."""
+    from reconciler.records import ssh_keys
+
+    for row in client().items(_keys(project)):
+        if row["fingerprint"] == fingerprint:
+            return str(row["public_key"])
+    for allocation in client().items(f"/projects/{project}/allocations"):
+        for line in allocation["ssh_keys"]:
+            if ssh_keys.fingerprint(line) == fingerprint:
+                return str(line)
+    raise Problem(
+        "ssh_key_not_found",
+        404,
+        expected="the fingerprint of a key of this project, registered or of a launch",
+        found=fingerprint,
+        remedy="see `gpuaas ssh-keys list`, or the keys of `gpuaas allocation show`",
+    )
 
 
 def _keys(project: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -31,13 +32,22 @@ Task = Annotated[str, typer.Argument(help="The task's id.")]
 
 
 @app.command("list")
-def list_tasks(node: str = "", allocation: str = "", state: str = "", limit: int = 30) -> None:
+def list_tasks(
+    node: Annotated[str, typer.Option(help="Only tasks of this node.")] = "",
+    allocation: Annotated[str, typer.Option(help="Only tasks of this allocation.")] = "",
+    state: Annotated[
+        str, typer.Option(help="Only this state, such as queued, waiting, running or failed.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most this many.")] = 30,
+) -> None:
     """List the newest tasks."""
     filters = {"node_id": node, "allocation_id": allocation, "state": state}
-    tasks = client().get("/admin/tasks", limit=limit, **filters)["items"]
+    page = client().get("/admin/tasks", limit=limit, **filters)
+    tasks = page["items"]
     for row in tasks:
         row["why"] = (row["waits_for"] or row["error"]).get("code", "")
     output.rows(tasks, "id", "kind", "state", "node_id", "attempt", "created_at", "why")
+    output.more(page, limit)
 
 
 @app.command("show")
@@ -55,7 +65,7 @@ def show_task(task: Task) -> None:
 
 
 @app.command()
-def cancel(task: Task, reason: str = "") -> None:
+def cancel(task: Task, reason: Reason = "") -> None:
     """End a waiting task, or ask a running task to stop."""
     document = client().post(f"/admin/tasks/{task}/cancel", {"reason": reason})
     output.record(document)
@@ -160,7 +170,8 @@ def _wait(task_id: str) -> Record:
             last_line = line
             output.line(f"  {after_s:6.1f} s  {line}")
 
-    task = client().wait(task_id, unbegun_s=UNBEGUN_S, on_progress=report)
+    with output.waiting(f"task {task_id}", f"gpuaas tasks watch {task_id}"):
+        task = client().wait(task_id, unbegun_s=UNBEGUN_S, on_progress=report)
     if task["state"] != "succeeded":
         raise failed(task)
     return task

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.projects import project_id
 from reconciler.cli.session import client, current, default_token_file
 from reconciler.model.errors import Problem
 
@@ -37,19 +38,19 @@ _LEAST_S = 1.0
 @app.command("create")
 def create(
     *,
-    role: Annotated[RoleName, typer.Option()],
+    role: Annotated[RoleName, typer.Option(help="What it may do (docs/access.md).")],
     name: Annotated[str, typer.Option(help="Name of the holder, for audit.")],
     project: Annotated[str, typer.Option(help="For project-member, by id or name.")] = "",
-    node: Annotated[str, typer.Option(help="For node.")] = "",
+    node: Annotated[str, typer.Option(help="For node: the node's id.")] = "",
     days: Annotated[int, typer.Option(min=0, max=3650, help="Days until it ends; 0: no end.")] = 90,
     save: Annotated[bool, typer.Option(help="Save it for this machine's `gpuaas`.")] = False,
 ) -> None:
     """Print a new token; it is not shown again. Needs access to the database itself."""
-    secret = _issue(role, name, project, node, days)
+    issued = _issue(role, name, project, node, days)
     if save:
-        _save(secret, default_token_file())
+        _save(issued["token"], default_token_file())
     else:
-        typer.echo(secret)
+        _print(issued)
 
 
 @app.command("list")
@@ -68,14 +69,17 @@ def revoke(token: Annotated[str, typer.Argument(help="The token's id.")]) -> Non
 def create_own(
     *,
     name: Annotated[str, typer.Option(help="What it is for.")],
-    project: Annotated[str, typer.Option(help="By id; left out: your only one.")] = "",
+    project: Annotated[
+        str,
+        typer.Option(callback=project_id, help="By id or name; left out: your only project."),
+    ] = "",
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it ends.")] = 90,
 ) -> None:
     """Print a new token; it is not shown again. It has at most the rights of the token that you
     use, and ends with it.
     """
     body = {"name": name, "ttl_s": days * 86_400} | ({"project_id": project} if project else {})
-    typer.echo(client().post("/tokens", body)["token"])
+    _print(client().post("/tokens", body))
 
 
 @own.command("list")
@@ -127,6 +131,11 @@ def login(
     _save_login(issuer, {"client_id": client_id, "scope": scope}, f"{kind}_token", file)
 
 
+def _print(issued: dict[str, Any]) -> None:
+    if not output.in_json(issued):
+        typer.echo(issued["token"])
+
+
 def _save(secret: str, file: Path) -> None:
     """Save a token in a file that only its owner can read."""
     from reconciler.runs.paths import write_text
@@ -136,10 +145,12 @@ def _save(secret: str, file: Path) -> None:
     output.line(f"token saved in {file}")
 
 
-def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str:
+def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> dict[str, Any]:
+    """The new token with its secret, as the API answers it."""
     from pydantic import TypeAdapter, ValidationError
 
     from reconciler.api.models import Name
+    from reconciler.api.tokens import IssuedToken
     from reconciler.cli.service import open_unmigrated
     from reconciler.db.engine import transaction
     from reconciler.model.act import Act
@@ -172,7 +183,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
             projects.get(conn, project)
         if node:
             nodes.get(conn, node)
-        _, secret = tokens.issue(
+        record, secret = tokens.issue(
             conn,
             Act("local-operator", "gpuaas token create"),
             role=Role(role),
@@ -182,7 +193,7 @@ def _issue(role: RoleName, name: str, project: str, node: str, days: int) -> str
             ttl_s=days * 86_400 or None,
         )
     engine.dispose()
-    return secret
+    return IssuedToken.of(record, token=secret).model_dump(mode="json")
 
 
 def _save_login(issuer: str, client: dict[str, str], token_name: str, file: Path) -> None:

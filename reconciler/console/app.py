@@ -44,6 +44,7 @@ SHARED: dict[str, Page] = {
     "/projects/{project}/apps": tenants.apps,
     "/projects/{project}/apps/{app}": tenants.app,
     "/projects/{project}/jobs": tenants.jobs,
+    "/projects/{project}/jobs/{job}": tenants.job,
     "/projects/{project}/launch": tenants.launch,
     "/projects/{project}/ssh": tenants.ssh,
     "/projects/{project}/usage": operators.project_usage,
@@ -159,7 +160,7 @@ def _stream(api: FastAPI, path: str, read: stream.Read) -> Route:
 
 
 async def _visit(api: FastAPI, request: Request) -> Visit | None:
-    """The visit of a session that has not ended; None without one."""
+    """The visit of a session that has not ended; None without a session."""
     identity = partial(session.identity, api.state, session.secret_of(request))
     caller = await run_in_threadpool(identity)
     return None if caller is None else Visit(request, api, caller, identity)

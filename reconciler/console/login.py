@@ -54,8 +54,8 @@ class _Places:
         self._waiting: dict[Future[str], str] = {}
 
     async def wait(self, network: str, begin: Callable[[], Future[str]]) -> str:
-        """The answer of an exchange; Problem `login_failed` for one that must go, or of a network
-        without a place.
+        """The answer of an exchange; Problem `login_failed` for an exchange that must go, or of a
+        network without a place.
         """
         ends = time.monotonic() + _WAIT_S
         while (exchange := self._enter(network, begin)) is None:
@@ -208,8 +208,8 @@ def _require_answer(request: Request, api: FastAPI, settings: Settings) -> None:
         raise _failed(f"an answer of {settings.oidc_issuer}", "an answer of another provider")
     if error := answer.get("error"):
         session.end_persons(request, api.state)
-        found = error if _ERROR.fullmatch(error) else "another error"
-        raise _failed("the provider to log you in", found)
+        shown = error if _ERROR.fullmatch(error) else "another error"
+        raise _failed("the provider to log you in", shown)
 
 
 def _form(request: Request, settings: Settings, login: str) -> dict[str, str]:
@@ -230,7 +230,7 @@ def _start(request: Request, api: FastAPI, login: str, token: str, form: dict[st
     try:
         return session.start_by_provider(request, api.state, login, claims)
     except ValueError:
-        # Nobody here any more, so neither in the session that has asked again.
+        # The person has no role here any more, so neither in the session that has asked again.
         session.end_persons(request, api.state)
         raise
 

@@ -26,7 +26,7 @@ _TONES = {
     " confirming opened removing converting_to_slice converting_to_baremetal waiting enrolling"
     " starting stopping deploying reconciling accepted",
     "warn": "draining maintenance degraded WARN warn canceled stopped warning drain drained",
-    "bad": "cleanup_blocked unreachable failed evicted lost FAIL fail blocked error",
+    "bad": "cleanup_blocked unreachable failed evicted lost FAIL fail blocked error dead_letter",
 }
 _TONE = {word: tone for tone, words in _TONES.items() for word in words.split()}
 

@@ -10,6 +10,7 @@ from reconciler.console import charts
 from reconciler.console.visit import Document, Visit
 from reconciler.model.jobs import Mode
 from reconciler.model.pools import APART, PoolState, passed_percent
+from reconciler.model.states import NodeState
 
 _MIB = 1 << 20
 
@@ -51,9 +52,14 @@ async def show(visit: Visit) -> Response:
 
 
 async def maintenance(visit: Visit) -> Response:
-    """The mode of the site with what still runs, its switch, and the leader."""
+    """The mode of the site with what still runs, its switch, the leader, and nodes out of use."""
     state = await visit.get("/control/maintenance")
     queue = await visit.get("/admin/jobs/queue")
+    nodes = [
+        node
+        for each in (NodeState.DRAINING, NodeState.MAINTENANCE)
+        for node in (await visit.get("/admin/nodes", state=each, limit=200))["items"]
+    ]
     return visit.page(
         "maintenance.html",
         maintenance=state,
@@ -61,6 +67,8 @@ async def maintenance(visit: Visit) -> Response:
         queue=queue,
         pools=await _living(visit),
         leader=await visit.get("/status/leader"),
+        nodes=nodes,
+        scheduling=(await visit.get("/admin/settings/slice-scheduling"))["enabled"],
     )
 
 

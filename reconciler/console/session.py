@@ -26,7 +26,7 @@ Identity = Callable[[], Caller | None]
 
 
 def secret_of(request: HTTPConnection) -> str:
-    """The secret in the request's cookie; "" without one."""
+    """The secret in the request's cookie; "" without a cookie."""
     return request.cookies.get(cookie_name(request, COOKIE), "")
 
 

@@ -1,7 +1,7 @@
 """Server-sent events of a page: its live part as HTML, whenever it has changed.
 
 An event holds the whole part, and its id is the digest of what the part shows. A browser that comes
-back with the id of the last event gets the next one when something differs from it.
+back with the id of the last event gets the next event when something differs from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reconciler.model.errors import Problem
 # Pages that may follow a stream at the same time: of one person in all sessions, and of a process.
 # A page without a stream reloads at intervals.
 PER_PERSON, PER_PROCESS = 16, 256
-# The session is looked up with every reading, so it is also the time until a revoked one ends.
+# The session is looked up with every reading, so it is also the time until a revoked session ends.
 _EVERY_S = 2.0
 # Proxies close idle connections, most of them after a minute.
 _KEEP_ALIVE_S = 15.0

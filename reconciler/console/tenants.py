@@ -12,6 +12,7 @@ from reconciler.api.app import PREFIX
 from reconciler.console import charts, forms, guard
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
+from reconciler.model.jobs import JobStatus
 from reconciler.model.states import AppSlug, AppStatus
 
 # Steps of the wizard with the fields that each of them asks for.
@@ -49,12 +50,16 @@ async def project(visit: Visit) -> Response:
     query = visit.query("cursor", "state")
     allocations = await visit.get(f"/projects/{name}/allocations", limit=50, **query)
     quota = await visit.get(f"/projects/{name}/quota")
+    # An id that the service has made says nothing to people.
+    own = (await visit.get("/projects", limit=1000))["items"]
+    names = {row["id"]: row["name"] for row in own}
     tokens: Document = {"items": [], "next": None}
     if visit.admin:
         tokens = await visit.get("/admin/tokens", limit=50, project_id=name)
     return visit.page(
         "project.html",
         project=quota["project_id"],
+        title=names.get(quota["project_id"], quota["project_id"]),
         allocations=allocations,
         quota=quota,
         tokens=tokens,
@@ -63,7 +68,7 @@ async def project(visit: Visit) -> Response:
 
 
 async def jobs(visit: Visit) -> Response:
-    """Queue, models, pools and dead letters of a project's inference jobs."""
+    """Queue, models, pools, newest jobs and dead letters of a project's inference jobs."""
     own = f"/projects/{visit.named('project')}"
     path = f"{own}/jobs"
     return visit.page(
@@ -72,8 +77,16 @@ async def jobs(visit: Visit) -> Response:
         charts=[charts.of_queue(await visit.get(f"{path}/depth"))],
         models=(await visit.get(f"{path}/models"))["models"],
         pools=(await visit.get(f"{own}/pools", live=True, limit=100))["items"],
+        newest=(await visit.get(path, limit=20))["items"],
         dead=await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor")),
     )
+
+
+async def job(visit: Visit) -> Response:
+    """One inference job: its status, attempts, last error, input and result."""
+    path = f"/projects/{visit.named('project')}/jobs/{visit.named('job')}"
+    document = await visit.get(path)
+    return visit.page("job.html", job=document, meaning_=JobStatus(document["status"]).meaning)
 
 
 async def apps(visit: Visit) -> Response:
@@ -198,10 +211,12 @@ async def launch(visit: Visit) -> Response:
     project = visit.named("project")
     values = _chosen(visit)
     catalog = await visit.get("/catalog")
-    images = (await visit.get("/images", limit=1000))["items"]
     of_shape = [sku for sku in catalog["skus"] if sku["capacity_shape"] == values["capacity_shape"]]
     sku = next((sku for sku in of_shape if sku["name"] == values["sku"]), None)
     step = _step(visit, values)
+    sold = sku and values["gpu_count"] in map(str, sku["gpu_counts"])
+    size = {"sku": values["sku"], "gpus": values["gpu_count"]} if sold else {}
+    images = (await visit.get("/images", limit=1000, **size))["items"]
     free: dict[str, Document | None] = {}
     machines: Document | None = None
     if step == "shape":
@@ -275,7 +290,7 @@ def _by_key(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _step(visit: Visit, values: dict[str, str]) -> str:
-    """The requested step, or an earlier one that is not complete."""
+    """The requested step, or an earlier step that is not complete."""
     if visit.form:
         return "review"
     wish = visit.request.query_params.get("step", "shape")

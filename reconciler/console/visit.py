@@ -70,7 +70,7 @@ class Visit:
         return quote(str(self.request.path_params[name]), safe="")
 
     def query(self, *names: str) -> dict[str, str]:
-        """Parameters of the page's address, "" for one that is not there."""
+        """Parameters of the page's address, "" for a parameter that is not there."""
         return {name: self.request.query_params.get(name, "") for name in names}
 
     async def get(self, path: str, **parameters: Any) -> Document:

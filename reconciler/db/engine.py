@@ -23,6 +23,8 @@ BUSY_MS = 30_000
 # Before that, it naps so often and so long.
 _NAPS = 200
 _NAP_S = 0.0005
+# Level of `PRAGMA synchronous` that writes to the disk at checkpoints only. FULL is 2.
+_NORMAL = 1
 _READING = "gpuaas_reading"
 _GUARD = "gpuaas_guard"
 # A connection that was idle for longer is pinged before use, because the network may have dropped
@@ -83,10 +85,14 @@ def open_engine(url: str) -> sa.Engine:
 
 
 @contextmanager
-def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A writing transaction, committed as a whole or rolled back."""
+def transaction(engine: sa.Engine, *, durable: bool = True) -> Iterator[sa.Connection]:
+    """A writing transaction, committed as a whole or rolled back.
+
+    durable: no loss of power undoes it. Otherwise its commit does not wait for the disk, and may be
+    undone together with all later ones that are not durable either.
+    """
     turn = engine.get_execution_options().get(_TURNS) or nullcontext()
-    with turn, engine.connect() as conn, conn.begin():
+    with turn, engine.connect() as conn, conn.begin() if durable else _unsynced(conn):
         guard = conn.get_execution_options().get(_GUARD)
         if guard is not None:
             guard(conn)
@@ -131,11 +137,17 @@ def alone(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield conn
 
 
-def retrying(engine: sa.Engine, work: Callable[[sa.Connection], T], attempts: int = 5) -> T:
-    """Do the work in a transaction, and repeat it after a conflict with another transaction."""
+def retrying(
+    engine: sa.Engine,
+    work: Callable[[sa.Connection], T],
+    attempts: int = 5,
+    *,
+    durable: bool = True,
+) -> T:
+    """Do the work in a `transaction`, and repeat it after a conflict with another transaction."""
     for attempt in range(1, attempts + 1):
         try:
-            with transaction(engine) as conn:
+            with transaction(engine, durable=durable) as conn:
                 return work(conn)
         except (Problem, exc.DBAPIError) as failure:
             if attempt == attempts or not _may_repeat(failure):
@@ -217,6 +229,28 @@ def _sqlite_connect(connection: Any, _record: object) -> None:
         f"busy_timeout = {BUSY_MS}",
     ):
         connection.execute(f"PRAGMA {pragma}")
+
+
+@contextmanager
+def _unsynced(conn: sa.Connection) -> Iterator[None]:
+    """A transaction whose commit does not wait for the disk."""
+    if conn.dialect.name == "postgresql":
+        with conn.begin():
+            conn.exec_driver_sql("SET LOCAL synchronous_commit = off")
+            yield
+        return
+    connection: Any = conn.connection.driver_connection
+    (level,) = connection.execute("PRAGMA synchronous").fetchone()
+    # SQLite takes no other level within a transaction.
+    connection.execute(f"PRAGMA synchronous = {min(level, _NORMAL)}")
+    try:
+        with conn.begin():
+            yield
+    finally:
+        try:
+            connection.execute(f"PRAGMA synchronous = {level}")
+        except sqlite3.Error:  # No other transaction gets this connection.
+            conn.invalidate()
 
 
 def _sqlite_begin(conn: sa.Connection) -> None:

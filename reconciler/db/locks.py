@@ -4,7 +4,7 @@
 
 Two transactions that need the same rows then never wait for each other in a circle. A scope shows
 which rows are locked while its body runs; the database releases them when the transaction ends. A
-scope inside another one may lock what is locked already, or what comes later in the order.
+scope inside another scope may lock what is locked already, or what comes later in the order.
 Anything else raises `LockOrderError`, on both engines.
 
 A launch blocks nobody: it locks free slots and, after them, only the key of their node (KEY

@@ -17,12 +17,14 @@ AUTHORITIES = "ssh_authorities"
 ISSUER = "oidc_issuer"
 # Time at which the database was restored from a backup. Records from before may be incomplete.
 RESTORED = "restored_at"
+# Built once: hot paths read settings.
+_VALUE = sa.select(settings.c.value).where(settings.c.name == sa.bindparam("of_name"))
 
 
 def read(conn: sa.Connection, name: str, default: Any = None, *, lock: bool = False) -> Any:
     """Value of a setting; the default when it was never set. lock: for a value that follows it."""
-    query = sa.select(settings.c.value).where(settings.c.name == name)
-    value = conn.execute(query.with_for_update() if lock else query).scalar_one_or_none()
+    query = _VALUE.with_for_update() if lock else _VALUE
+    value = conn.execute(query, {"of_name": name}).scalar_one_or_none()
     return default if value is None else value
 
 

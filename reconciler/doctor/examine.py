@@ -32,6 +32,7 @@ _CHECKS: dict[str, Callable[[Settings], Iterable[Finding]]] = {
     "awx": services.awx,
     "netbox": inventory.netbox,
     "maas": inventory.maas,
+    "redis": services.redis,
     "database": services.database,
 }
 _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] = {

@@ -52,6 +52,13 @@ def netbox(settings: Settings) -> Iterator[Finding]:
 def _fields(client: Client) -> Iterator[Finding]:
     devices = [row for tag in PURPOSES.values() for row in client.every(Device, tag=tag)]
     machines = list(client.every(Machine, tag=MANAGED))
+    if not devices:
+        yield warn(
+            "no tagged device, so that the custom fields were not looked at",
+            expected="a device with a tag of docs/netbox.md, which shows its custom fields",
+            remedy="tag a device, and run the doctor again",
+        )
+        return
     missing = sorted(
         {
             name

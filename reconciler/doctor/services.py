@@ -31,6 +31,7 @@ from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem, Refusal
 from reconciler.model.pools import APART
 from reconciler.model.states import AllocationState, CapacityShape, Role, SlotState, TaskState
+from reconciler.pools import hints
 from reconciler.pools.control import SILENT_S
 from reconciler.records import certificates, images, tokens
 from reconciler.runs import contract, lock
@@ -47,7 +48,7 @@ from reconciler.trust.ca import GATEWAY, Trust, authorities, open_gateway
 _SKEW_S = 5.0
 # A host and its guest answer within this time.
 _ANSWER_S = 30.0
-# Whoever asks for no slice in particular does not wait longer for one that hangs.
+# A check without a particular slice does not wait longer for a slice that hangs.
 _SAMPLE_S = 10.0
 # Another worker takes over a task sooner than this.
 _FORGOTTEN_S = 60.0
@@ -117,6 +118,21 @@ def awx(settings: Settings) -> Iterator[Finding]:
             remedy="look at it in AWX's job settings; until the user is a system auditor, text with"
             " marks of a template is not launched",
         )
+
+
+def redis(settings: Settings) -> Iterator[Finding]:
+    """The Redis that wakes workers has its streams, or makes them."""
+    streams = hints.of(settings.redis_url)
+    if streams is None:
+        return
+    failure = streams.check()
+    yield warn(
+        failure or f"{hints.STREAM} and its group",
+        unless=not failure,
+        expected=f"a Redis in which {hints.STREAM} and {hints.DEAD} are streams",
+        remedy="correct GPUAAS_REDIS_URL, or delete a key that is no stream; until then workers ask"
+        " the database, and no job is lost",
+    )
 
 
 def database(settings: Settings) -> Iterator[Finding]:
@@ -326,7 +342,7 @@ def way(allocation_id: str, settings: Settings, conn: Connection) -> Iterator[Fi
 
 
 def any_way(settings: Settings, conn: Connection) -> Iterator[Finding]:
-    """The gateway's way to one of the active slices: another one each time, because the tenant of
+    """The gateway's way to one of the active slices: another slice each time, because the tenant of
     a slice can close it.
     """
     if not settings.member_address:

@@ -31,7 +31,7 @@ Certify = Callable[[Trust, str, str], str]
 ACCOUNT = "gpuaas-relay"
 SSH_PORT = 22
 # In the order of their cost: one call for a packet, and with ChaCha20 five. A client's order counts
-# before this one. None chains its blocks (CBC), on which `lean` relies.
+# before this order. None chains its blocks (CBC), on which `lean` relies.
 CIPHERS = (
     "aes128-gcm@openssh.com",
     "aes256-gcm@openssh.com",
@@ -148,9 +148,9 @@ class Machine:
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
-        """Count a connection that is being opened. One that was given up may still be opened and
-        then fills a window, so it counts until nothing else uses the host's connection, which then
-        ends.
+        """Count a connection that is being opened. A connection that was given up may still be
+        opened and then fills a window, so it counts until nothing else uses the host's connection,
+        which then ends.
         """
         self._openings += 1
         try:

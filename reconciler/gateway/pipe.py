@@ -20,7 +20,7 @@ class Held(Protocol):
 
 
 class End(asyncssh.SSHTCPSession[bytes], asyncio.Protocol):
-    """One end. What it receives goes to its peer, at the pace at which the peer takes it."""
+    """End of a pipe. Received data go to its peer, at the pace at which the peer takes them."""
 
     peer: End
 

@@ -124,9 +124,10 @@ _TABLES = {
         },
     ),
 }
-# Numbers of rows; the role can take the next one, and set none.
+# Numbers of rows; the role can take the next number, and set none.
 _SEQUENCES = ("audit_log_id_seq", "terminal_recordings_id_seq")
-# For a gateway that hangs. One that is taken over can set them for itself, its connections not.
+# For a gateway that hangs. A gateway that is taken over can set them for itself, its connections
+# not.
 _SETTINGS = {
     "lock_timeout": "3s",
     "statement_timeout": "60s",

@@ -243,7 +243,7 @@ class Client(Session, asyncssh.SSHServer):
         self._machine = Machine(self.gateway.trust, grant, limits.machine_s)
 
     def session_requested(self) -> asyncssh.SSHServerSession[bytes]:
-        """A shell or command of the machine, in a terminal or without one."""
+        """A shell or command of the machine, in a terminal or without a terminal."""
         self._require_room()
         shell = Shell(self._run)
         self._terminals = [*(other for other in self._terminals if not other.gone), shell]
@@ -274,8 +274,8 @@ class Client(Session, asyncssh.SSHServer):
         )
 
     def _require_room(self) -> None:
-        # A channel that its client never closes stays in memory, as does one whose machine does not
-        # read.
+        # A channel that its client never closes stays in memory, as does a channel whose machine
+        # reads nothing.
         live = sum(not (near.lost and far.lost) for near, far in self._ends) + self._opening
         live += sum(not shell.gone for shell in self._terminals)
         live += self._machine.forsaken if self._machine else 0
@@ -386,9 +386,13 @@ class Client(Session, asyncssh.SSHServer):
         if self._machine is not None:
             self._machine.close()
         if self._connection is not None:
-            # A disconnect is sent politely, and then nothing more is waited for.
-            self._connection.disconnect(asyncssh.DISC_BY_APPLICATION, f"gpuaas: {reason}")
-            self._connection.abort()
+            # Nothing is waited for after the reason. disconnect() would close the channels before
+            # it, and a client that has read that far ends without a word.
+            why = f"gpuaas: {reason}"
+            try:
+                self._connection._send_disconnect(asyncssh.DISC_BY_APPLICATION, why, "")
+            finally:
+                self._connection.abort()
 
     def traffic(self) -> ssh_sessions.Traffic:
         shells = [shell.traffic() for shell in self._terminals if not shell.over]

@@ -202,7 +202,7 @@ class Sessions:
                 log.error("cannot end session %s: %s", client.session, failure)
 
     def _judge(self, waiting: deque[tuple[Hashable, Session]], late: threading.Event) -> None:
-        """Answer claims until it is late. One that fails, or never ends, is one session's."""
+        """Answer claims until it is late. A claim that fails or hangs concerns its session only."""
         failures: list[Exception] = []
         while waiting and not late.is_set():
             left = len(waiting)

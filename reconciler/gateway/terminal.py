@@ -32,7 +32,7 @@ LARGEST = 1000
 
 @dataclass(frozen=True)
 class Wish:
-    """What a client asks for. kind: the type of its terminal; "" without one."""
+    """What a client asks for. kind: the type of its terminal; "" without a terminal."""
 
     columns: int
     rows: int
@@ -106,7 +106,7 @@ class Terminal:
             self.process.stdin.write_eof()
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size; the newest one later, while the machine takes nothing."""
+        """Change the size; the newest size later, while the machine takes nothing."""
         size = self._newest = Wish(columns, rows).size
         if size == self._size or not self._free.is_set() or self.process.is_closing():
             return

@@ -6,6 +6,9 @@ used, or how many bytes are written. A raw file gets its name in the folder when
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, cast
 
 from reconciler.images import bounds, oci
 from reconciler.model.errors import Problem
@@ -48,9 +51,10 @@ class Converted:
     identity: tuple[int, int]
 
     def discard(self) -> None:
-        """Remove the file, unless it was there before or another import has replaced it since."""
-        if self.new and self.file.exists() and _identity(self.file) == self.identity:
-            self.file.unlink()
+        """Remove the file, unless it was there before or another import has taken it since."""
+        with _one_import(self.file.parent):
+            if self.new and self.file.exists() and _identity(self.file) == self.identity:
+                self.file.unlink()
 
 
 def _identity(file: Path) -> tuple[int, int]:
@@ -197,7 +201,11 @@ def _require_bootable(head: bytes) -> None:
 
 
 def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Converted:
-    """Move the file into the folder, durably, under the name of its digest."""
+    """Move the file into the folder, durably, under the name of its digest.
+
+    A file with this content stays, because it may be registered: another version of zstd packs the
+    same bytes otherwise, and hosts would refuse the file for its digest.
+    """
     file, size = folder / f"{digest.removeprefix('sha256:')}.raw", raw.stat().st_size
     if compression == "zstd":
         packed = raw.with_suffix(".zst")
@@ -211,9 +219,45 @@ def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Co
     raw.chmod(0o644)
     with raw.open("rb") as stream:
         os.fsync(stream.fileno())
-    new, identity = not file.exists(), _identity(raw)
-    raw.replace(file)
-    return Converted(file, digest, size, new, identity)
+    with _one_import(folder):
+        new = not file.exists()
+        if not new and _content(file, size) == digest:
+            # From now on the import that placed it does not remove it. It may be another user's.
+            with contextlib.suppress(PermissionError):
+                os.utime(file)
+        else:
+            raw.replace(file)
+        return Converted(file, digest, size, new, _identity(file))
+
+
+def _content(file: Path, size: int) -> str:
+    """Digest of the raw bytes of a file in the folder. A packed file is read to one byte beyond."""
+    if file.suffix != ".zst":
+        with file.open("rb") as stream:
+            return bounds.digest_of(stream)
+    words = ["zstd", "-dcq", "--", str(file)]
+    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+    digest, left = hashlib.sha256(), size + 1
+    with subprocess.Popen(words, stdout=pipe, stderr=quiet) as unpacking:
+        out = cast(IO[bytes], unpacking.stdout)
+        while left and (block := out.read(min(left, bounds.BLOCK))):
+            digest.update(block)
+            left -= len(block)
+        unpacking.kill()
+    return f"sha256:{digest.hexdigest()}"
+
+
+@contextmanager
+def _one_import(folder: Path) -> Iterator[None]:
+    """Keep other imports from placing and removing files in the meantime."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A network file system may have no such locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -37,7 +37,14 @@ from reconciler.inventory.patches import (
     purpose_of,
     shown_machine,
 )
-from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
+from reconciler.model.hardware import (
+    TWICE,
+    by_serial,
+    is_owner,
+    own_serial,
+    serial_number,
+    serial_of,
+)
 from reconciler.model.states import AllocationState
 
 Networks = Mapping[int, Sequence[IPv4Network | IPv6Network]]
@@ -141,7 +148,8 @@ def compare(
     writable = _has_fields(result, netbox.devices, DEVICE_FIELDS)
     pairs = _pair(result, nodes, netbox.devices)
     contradictory = set(_contradictory(result, netbox.devices))
-    contradictory |= set(_other_serials(result, nodes, pairs))
+    recorded = {id: _serial(device) for id, device in pairs.items()}
+    contradictory |= set(_other_serials(result, nodes, pairs, recorded))
     for expected in nodes:
         device = pairs.get(expected.node.id)
         if device is not None and device.id not in contradictory:
@@ -150,7 +158,8 @@ def compare(
                 _device(result, expected, device)
     paired = {device.id for device in pairs.values()}
     addresses = {expected.node.address for expected in nodes}
-    serials = {serial_of(row.node.hardware) for row in nodes if not is_retired(row.node)}
+    living = (row.node for row in nodes if not is_retired(row.node))
+    serials = {own_serial(serial_of(node.hardware), recorded.get(node.id, "")) for node in living}
     candidates = [
         _new_node(result, device, netbox.networks, profiles, addresses, serials)
         for device in netbox.devices
@@ -271,10 +280,15 @@ def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[in
 
 
 def _other_serials(
-    result: Comparison, nodes: Sequence[ExpectedNode], pairs: Mapping[str, Device]
+    result: Comparison,
+    nodes: Sequence[ExpectedNode],
+    pairs: Mapping[str, Device],
+    recorded: Mapping[str, str],
 ) -> Iterator[int]:
     """Devices whose serial number differs from that of their node's host, or whose host shares its
-    serial number with another host.
+    serial number with another host and may not be its owner.
+
+    recorded: serial numbers of the nodes' devices.
     """
     living = [
         row.node for row in nodes if serial_of(row.node.hardware) and not is_retired(row.node)
@@ -282,11 +296,14 @@ def _other_serials(
     serials = by_serial((node.id, node.hardware) for node in living)
     for node in living:
         reported, device = serial_of(node.hardware), pairs.get(node.id)
-        if len(serials[reported]) > 1:
+        same = serials[reported]
+        if len(same) > 1:
             result.note(
                 *("serial_twice", f"node {node.id}", f"serial number {reported} at one host"),
-                *(", ".join(serials[reported]), TWICE),
+                *(", ".join(same), TWICE),
             )
+            if is_owner(node.id, same, reported, recorded):
+                continue
         elif device is not None and _serial(device) not in ("", reported):
             result.note(
                 *("serial_differs", f"node {node.id}", f"serial number {reported}, as its host"),

@@ -84,7 +84,7 @@ class Status(IntEnum):
 
 
 class _Hardware(BaseModel):
-    system_serial: Text = ""
+    system_serial: Shown = ""
 
 
 class _Interface(BaseModel):

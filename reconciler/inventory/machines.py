@@ -13,7 +13,14 @@ from reconciler.db.schema import Node
 from reconciler.inventory.compare import Finding, shown
 from reconciler.inventory.maas import Machine, Status
 from reconciler.inventory.patches import BLOCKED, PURPOSES
-from reconciler.model.hardware import TWICE, by_serial, serial_number, serial_of
+from reconciler.model.hardware import (
+    TWICE,
+    bound_serial,
+    by_serial,
+    is_owner,
+    own_serial,
+    serial_of,
+)
 from reconciler.model.states import NodeMode, NodeState
 
 # Prefix of the tag that names the hardware profile of a machine without a node.
@@ -115,7 +122,7 @@ def differing(node: Node, machine: Machine) -> str:
     """
     bound = dict((node.maas or {}).get("identity") or {})
     # A binding of an earlier version has the serial number as MAAS writes it.
-    bound["serial"] = serial_number(bound.get("serial"))
+    bound["serial"] = bound_serial(node.maas)
     actual = machine.identity
     wrong = [name for name in _IDENTITY if bound.get(name, "") != actual[name]]
     before, now = set(bound.get("macs", ())), set(actual["macs"])
@@ -165,14 +172,18 @@ def compare(
 
 def _drop_same_serial(result: Comparison, nodes: Sequence[ExpectedNode]) -> None:
     """Leave out nodes whose hosts report the same serial number, because a hostile host can claim
-    any. Only the machine that has this number in MAAS keeps its lock.
+    any, but for the node whose it is by MAAS. Only the machine that has this number in MAAS keeps
+    its lock.
     """
+    bound = {row.node.id: bound_serial(row.node.maas) for row in nodes}
     of_serial = by_serial((row.node.id, row.node.hardware) for row in nodes)
     same = {serial: ids for serial, ids in of_serial.items() if len(ids) > 1}
     for serial, ids in same.items():
         subject = f"serial number {serial}"
         result.note("serial_twice", subject, "the host of one node", ", ".join(sorted(ids)), TWICE)
-    doubtful = {id for ids in same.values() for id in ids}
+    doubtful = {
+        id for serial, ids in same.items() for id in ids if not is_owner(id, ids, serial, bound)
+    }
     result.pairs = [
         (row, machine)
         for row, machine in result.pairs
@@ -316,7 +327,11 @@ def _free(
         for row in nodes
         if name == row.node.id
         or row.node.address in addresses
-        or (machine.serial and machine.serial == serial_of(row.node.hardware))
+        or (
+            machine.serial
+            and machine.serial
+            == own_serial(serial_of(row.node.hardware), bound_serial(row.node.maas))
+        )
     ]
     taken = [row.node for row in named or at or others]
     if taken:

@@ -493,5 +493,6 @@ def is_fatal(refusal: Refusal) -> bool:
         "netbox_token_unreadable",
         "netbox_too_old",
         "netbox_untrusted",
+        "netbox_redirected",
         "netbox_ca_unreadable",
     )

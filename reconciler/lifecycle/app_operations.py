@@ -346,7 +346,7 @@ def _close(conn: sa.Connection, operation_id: str, act: Act) -> None:
         "code": f"task_{state}",
         "expected": "a task that ends with a result",
         "found": f"a task that is {state}",
-        "remedy": "reconcile again",
+        "remedy": "ask for the keys again (`gpuaas apps reconcile-ssh INSTANCE`)",
     }
     failed(conn, operation_id, act, error)
 

@@ -21,7 +21,7 @@ from reconciler.db.schema import (
     app_members,
     nodes,
 )
-from reconciler.lifecycle import app_operations
+from reconciler.lifecycle import app_operations, quota
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import (
@@ -55,6 +55,7 @@ def create(conn: sa.Connection, wish: NewApp, act: Act) -> AppInstance:
     """Create an instance on existing allocations, and queue the preparation of each member."""
     projects.get(conn, wish.project_id)
     _require_new_name(conn, wish)
+    quota.require_operations(conn, wish.project_id)
     ids = [wish.controller_id, *wish.worker_ids]
     if len(set(ids)) < len(ids):
         raise Problem(
@@ -167,6 +168,7 @@ def refusal(id: str, state: str, app: str | None) -> Problem | None:
 def reconcile(conn: sa.Connection, project_id: str, id: str, act: Act) -> list[AppOperation]:
     """Put the managed key on every member again. Returns the operations."""
     instance = _living(conn, project_id, id)
+    quota.require_operations(conn, project_id)
     journal.audit_of(conn, act, "app_instance.bootstrap_ssh_reconcile", instance)
     made = []
     for member in _present(conn, id):

@@ -26,6 +26,7 @@ from reconciler.model import host_faults
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import (
+    KEPT,
     LEAST_DIGITS,
     STEP,
     Difference,
@@ -67,6 +68,8 @@ _NAMES = 500
 # Digits of an allocation id.
 _DIGITS = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
+# Intervals between comparisons of a host whose last one failed.
+_AFTER_FAILURE = 4
 # A host's clock may differ by this much from the database's.
 _CLOCK_S = 60.0
 
@@ -278,7 +281,8 @@ def latest_results(conn: sa.Connection) -> Iterator[Mapping[str, Any]]:
 def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     """The slice hosts due for drift detection, least recently measured first.
 
-    Together with the comparisons already open, at most at_once run at the same time.
+    Together with the comparisons already open, at most at_once run at the same time. A host whose
+    last comparison failed is due later: one that hangs has a place of all until its deadline.
     """
     queued = (
         sa.select(nodes.c.id, nodes.c.state)
@@ -289,8 +293,9 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     # Comparisons that wait for an unreachable host do not count against the limit.
     under_way = sum(state in ANSWERING_NODES for state in open_ones.values())
     since = _asked_at()
+    pause = sa.case((_last_failed(), every_s * _AFTER_FAILURE), else_=every_s)
     query = sa.select(nodes.c.id).where(
-        _COMPARED, nodes.c.id.not_in(list(open_ones)), since < clock.now() - every_s
+        _COMPARED, nodes.c.id.not_in(list(open_ones)), since < clock.now() - pause
     )
     free = max(at_once - under_way, 0)
     return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
@@ -298,7 +303,9 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
 
 def overdue_nodes(conn: sa.Connection) -> float:
     """Age in seconds of the oldest last comparison of a slice host. 0 without slice hosts."""
-    longest = sa.select(clock.now() - sa.func.min(_asked_at())).where(_COMPARED)
+    # A host whose last comparison failed was asked, and waits longer for the next one.
+    asked = sa.and_(_COMPARED, sa.not_(_last_failed()))
+    longest = sa.select(clock.now() - sa.func.min(_asked_at())).where(asked)
     return float(conn.execute(longest).scalar() or 0)
 
 
@@ -310,6 +317,22 @@ def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
     return queue.enqueue(conn, item, act)
 
 
+def queue_unasked(conn: sa.Connection, node_id: str, act: Act, *, pause_s: float = 0) -> bool:
+    """Queue a comparison for the word of the host itself, which may be a lie. False while one is
+    open, after one that did not succeed, and within pause_s of the last: a host that hangs would
+    have a place of all comparisons for ever.
+    """
+    columns = (tasks.c.state, tasks.c.created_at)
+    mine = (tasks.c.node_id == node_id, tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE)
+    newest = sa.select(*columns).where(*mine).order_by(tasks.c.created_at.desc()).limit(1)
+    last = conn.execute(newest).first()
+    recent = last is not None and last.created_at > clock.read(conn) - pause_s
+    if last is not None and (recent or last.state != TaskState.SUCCEEDED):
+        return False
+    queue_comparison(conn, node_id, act)
+    return True
+
+
 def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
     """Clear the drift of a node that is no longer a slice host, and its starts in vain."""
     node = rows.get(conn, Node, node_id, lock=True)
@@ -319,10 +342,19 @@ def forget(conn: sa.Connection, node_id: str, act: Act) -> None:
         )
 
 
+_OF_NODE = sa.and_(tasks.c.node_id == nodes.c.id, tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE)
+
+
+def _last_failed() -> sa.ColumnElement[bool]:
+    """Whether the last comparison of a node has failed or was lost."""
+    state = sa.select(tasks.c.state).where(_OF_NODE).order_by(tasks.c.created_at.desc()).limit(1)
+    last = sa.func.coalesce(state.correlate(nodes).scalar_subquery(), "")
+    return last.in_((TaskState.FAILED, TaskState.LOST))
+
+
 def _asked_at() -> sa.ColumnElement[Any]:
     """When drift detection was last queued for a node, or else when its mode was set."""
-    mine = sa.and_(tasks.c.node_id == nodes.c.id, tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE)
-    last = sa.select(sa.func.max(tasks.c.created_at)).where(mine).correlate(nodes)
+    last = sa.select(sa.func.max(tasks.c.created_at)).where(_OF_NODE).correlate(nodes)
     return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)
 
 
@@ -379,13 +411,13 @@ def _of_slot(
             return []
         return _heal(conn, record, act, since)
     reason = "; ".join(f"{row.code}: {row.found}" for row in differences)[:2000]
-    act = act.because(
-        f"the host differs from the records: {reason}",
-        {
-            "differences": [row.document() for row in differences],
-            "observed_since": clock.iso(since),
-        },
-    )
+    evidence: dict[str, Any] = {
+        "differences": [row.document() for row in differences[:KEPT]],
+        "observed_since": clock.iso(since),
+    }
+    if len(differences) > KEPT:
+        evidence["left_out"] = len(differences) - KEPT
+    act = act.because(f"the host differs from the records: {reason}", evidence)
     if not slot.idle:
         failed = any(row.severity == HealthState.FAILED for row in differences)
         worst = HealthState.FAILED if failed else HealthState.DEGRADED

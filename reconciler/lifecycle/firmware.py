@@ -22,6 +22,8 @@ from reconciler.model.states import NodeState
 from reconciler.records import nodes as node_records
 from reconciler.records import reports
 
+_TAKEN_OVER = "node.firmware.taken_over"
+
 
 def remember(conn: sa.Connection, node_id: str) -> None:
     """Keep the machine's latest report as its state before the tenant.
@@ -48,20 +50,28 @@ def forget(conn: sa.Connection, node_id: str) -> None:
     node_records.update(conn, node_id, firmware_before=None, firmware_differences=[])
 
 
-def take_over(conn: sa.Connection, node_id: str) -> None:
-    """Take over the record of a retired node whose machine is this node's now, by its serial
-    number.
+def take_over(conn: sa.Connection, node_id: str, act: Act) -> None:
+    """Compare with the record of a retired node, too, whose machine may be this node's now, by the
+    serial number. Each is compared once.
+
+    The retired node keeps it: a hostile host can report any serial number, before the machine with
+    this number is registered again.
     """
     node = rows.get(conn, Node, node_id, lock=True)
     serial = serial_of(node.hardware)
     if not serial or node.firmware_before is not None:
         return
-    columns = (nodes.c.id, nodes.c.hardware, nodes.c.firmware_before)
-    retired = sa.select(*columns).where(nodes.c.state == NodeState.RETIRED)
-    for former in conn.execute(retired).all():
-        if former.firmware_before is not None and serial_of(former.hardware) == serial:
+    query = sa.select(nodes.c.id, nodes.c.hardware).where(nodes.c.state == NodeState.RETIRED)
+    retired = [id for id, hardware in conn.execute(query) if serial_of(hardware) == serial]
+    if not retired:
+        return
+    before = journal.audit_rows(conn, action=_TAKEN_OVER, subject_id=node_id)
+    taken = {row.detail["from"] for row in before}
+    for former in (node_records.get(conn, id) for id in sorted({*retired} - taken)):
+        if former.firmware_before is not None:
             node_records.update(conn, node_id, firmware_before=former.firmware_before)
-            forget(conn, former.id)
+            detail = {"from": former.id}
+            journal.audit(conn, act, _TAKEN_OVER, "node", node_id, detail=detail)
             return
 
 

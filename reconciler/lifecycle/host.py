@@ -330,7 +330,7 @@ def record_discovery(
     values = reports.report_values(node_id, document, task_id, observed_at)
     row = rows.add(conn, Discovery, {**values, "reboot_required": reboot})
     _learn_hardware(conn, node_id, document, install_id=row.install_id)
-    firmware.take_over(conn, node_id)
+    firmware.take_over(conn, node_id, act)
     firmware.compare(conn, node_id, document, act, install_id=row.install_id)
     gate.review(conn, node_id, act.because(act.reason, {"discovery_id": row.id}))
     faults = discovery.degraded(document)

@@ -12,17 +12,16 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.rows import Record, batch_insert
+from reconciler.db.rows import batch_insert
 from reconciler.db.schema import Allocation, Image, Pool, Slot, Task, nodes
 from reconciler.db.schema import images as image_table
-from reconciler.db.schema import projects as project_table
 from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, placement, quota
 from reconciler.lifecycle.slices import advance_together, move_claims, run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
+from reconciler.model.forced_end import finishing_command
 from reconciler.model.hardware import (
     NVLINK_PARTITIONS,
-    WITHOUT_NVLINK,
     Offer,
     gpu_count,
     tenant_disks,
@@ -32,10 +31,12 @@ from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import AllocationState, CapacityShape, ProofKind, TaskKind, TaskState
 from reconciler.records import allocations as allocation_records
-from reconciler.records import projects, proofs, queue
+from reconciler.records import proofs, queue
 from reconciler.records.claims import claim_node, claim_slot, held_slots, of_allocation
 
 _OF_NODE = ("id", "address", "boot_id", "profile", "region", "pool")
+# Built once: each launch executes it.
+_NODE = sa.select(*(nodes.c[name] for name in _OF_NODE)).where(nodes.c.id == sa.bindparam("node"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,12 @@ class Launch:
             )
         return profiles
 
-    @property
-    def want(self) -> Want:
-        """The request for the scheduler."""
+    def want(self, image: Image | None = None) -> Want:
+        """The request for the scheduler. image: that of a slice."""
         return want(
             self.offers,
             self.gpu_count,
+            image=(f"{image.name} {image.version}", image.runtime) if image else None,
             region=self.region,
             pool=self.pool,
             node_id=self.node_id,
@@ -108,20 +109,20 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     _check(launch)
     pool = _worker_pool(conn, launch)
     quota.admit(conn, launch.project_id, launch.gpu_count)
-    try:
-        node_id, chosen = placement.reserve(conn, launch.want)
-    except Problem:
-        # A missing project or image is a more useful answer than missing capacity.
-        _require_image(conn, launch)
-        raise
+    # Hardware profiles of the same SKU may need different images.
+    image = _image(conn, launch)
+    node_id, chosen = placement.reserve(conn, launch.want(image))
     # The slots are locked and available, so the node's boot id is the boot that opened their gate
     # (I16).
-    image, node = _named(conn, launch, node_id)
+    node = dict(conn.execute(_NODE, {"node": node_id}).mappings().one())
     _require_room(image, chosen[0])
     offer = launch.offers.get(node["profile"], Offer())
-    _require_runtime(image, (*offer.runtime, *((guest_pool.KIT,) if pool else ())))
+    kit = (guest_pool.KIT,) if pool else ()
+    named = f"{image.name} {image.version}"
+    if unfit := offer.image_problem(named, image.runtime, launch.gpu_count, further=kit):
+        raise unfit
     if launch.gpu_count > 1 and offer.nvlink == NVLINK_PARTITIONS:
-        _require_nvlink(image, chosen, offer)
+        _require_joined(chosen, offer)
     if pool:
         guest_pool.require_memory(pool, offer.memory_mib * launch.gpu_count)
         guest_pool.require_reach(offer, launch.api, node["address"])
@@ -159,7 +160,7 @@ def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     """Allocate a whole machine, with every unused disk that was taken over."""
     pool = _worker_pool(conn, launch)
     quota.admit(conn, launch.project_id, 0)
-    node, discovery = baremetal.reserve(conn, launch.want)
+    node, discovery = baremetal.reserve(conn, launch.want())
     document = discovery.document
     gpus = gpu_count(document)
     quota.admit(conn, launch.project_id, gpus)
@@ -260,17 +261,22 @@ def release(conn: sa.Connection, id: str, act: Act) -> Allocation:
 
 def _instead_of_release(allocation: Allocation) -> str:
     """Remedy for an allocation that cannot be released in its present state."""
-    state = allocation.state
-    recover = f"an operator, `gpuaas recover {allocation.id} --reason WHY`"
+    state, whole = allocation.state, allocation.capacity_shape == CapacityShape.BAREMETAL
+    command = finishing_command(allocation.id, allocation.capacity_shape)
+    recover = f"an operator, `{command}`"
     if state == AllocationState.RELEASED:
         return "nothing: it is given back already"
     if state == AllocationState.FAILED:
-        return f"nothing: it has ended; launch again. Slots that it left blocked take {recover}"
+        left = (
+            "A machine that it left unclean takes" if whole else "Slots that it left blocked take"
+        )
+        return f"nothing: it has ended; launch again. {left} {recover}"
     if state == AllocationState.RELEASING and allocation.error:
         return f"its clean-up has failed and takes {recover}"
     if state == AllocationState.RELEASING:
         return "wait: it is being given back, until its disks are proven clean"
-    return f"wait until it is active, and ask again; a launch that is stuck takes {recover}"
+    wait = "wait until it is active, and ask again; a launch that is stuck"
+    return f"{wait} ends at its deadline" if whole else f"{wait} takes {recover}"
 
 
 def _check(launch: Launch) -> None:
@@ -306,33 +312,10 @@ def _require_room(image: Image, boot_slot: Slot) -> None:
         )
 
 
-def _require_runtime(image: Image, required: Sequence[str]) -> None:
-    """Problem `image_runtime_missing` for an image whose guests could not compute on this node, or
-    not run the workers of a pool.
+def _require_joined(chosen: Sequence[Slot], offer: Offer) -> None:
+    """Problem `nvlink_unsupported` for slots that no partition joins: the host would refuse them
+    after the clone. Slots keep the partitions by which they are placed from their approval.
     """
-    if missing := [name for name in required if name not in image.runtime]:
-        raise Problem(
-            "image_runtime_missing",
-            expected=f"an image that contains {', '.join(required)}",
-            found=f"{image.name} {image.version}, whose record lacks {', '.join(missing)}",
-            remedy="choose another image; an operator registers what an image contains",
-        )
-
-
-def _require_nvlink(image: Image, chosen: Sequence[Slot], offer: Offer) -> None:
-    """Problem `image_runtime_missing` for an image whose driver leaves NVLink alone. CUDA starts in
-    its guests, so no probe would find it.
-
-    Problem `nvlink_unsupported` for slots that no partition joins: the host would refuse them after
-    the clone. Slots keep the partitions by which they are placed from their approval.
-    """
-    if WITHOUT_NVLINK in image.runtime:
-        raise Problem(
-            "image_runtime_missing",
-            expected="an image whose driver uses NVLink",
-            found=f"{image.name} {image.version}, whose record has {WITHOUT_NVLINK}",
-            remedy="choose another image, or one GPU",
-        )
     if frozenset(slot.gpu_pci_address for slot in chosen) not in offer.joined:
         raise Problem(
             "nvlink_unsupported",
@@ -342,47 +325,25 @@ def _require_nvlink(image: Image, chosen: Sequence[Slot], offer: Offer) -> None:
         )
 
 
-def _require_image(conn: sa.Connection, launch: Launch) -> None:
-    """Raise a Problem when the project or the image does not exist."""
-    projects.get(conn, launch.project_id)
+def _image(conn: sa.Connection, launch: Launch) -> Image:
+    """The requested image, the newest of several with its name; Problem `image_not_found`."""
     named = {"id": launch.image_id} if launch.image_id else {"name": launch.image}
     if launch.image_version and not launch.image_id:
         named["version"] = launch.image_version
-    if rows.first(conn, rows.where(sa.select(image_table), image_table, **named), Image) is None:
+    row = conn.execute(_newest_image(tuple(named)), named).mappings().first()
+    if row is None:
         raise not_found(
             "image", launch.image_id or f"{launch.image} {launch.image_version}".strip()
         )
-
-
-def _named(conn: sa.Connection, launch: Launch, node_id: str) -> tuple[Image, Record]:
-    """Return the requested image and the columns `_OF_NODE` of the node.
-
-    Raises a Problem when the project or the image does not exist.
-    """
-    how = "id" if launch.image_id else "version" if launch.image_version else "name"
-    image = {"image": launch.image_id or launch.image, "version": launch.image_version}
-    given = {"node": node_id, "project": launch.project_id, **image}
-    record = conn.execute(_naming(how), given).mappings().first()
-    if record is None:
-        _require_image(conn, launch)
-        raise not_found("node", node_id)
-    row = dict(record)
-    node = {name: row.pop(f"node_{name}") for name in _OF_NODE}
-    return Image(**row), node
+    return Image(**row)
 
 
 @cache
-def _naming(how: str) -> sa.Select[Any]:
-    """Query for the node and the image, by id, by name and version, or the newest by name."""
-    image, version = sa.bindparam("image", type_=sa.Text), sa.bindparam("version", type_=sa.Text)
-    project = sa.exists().where(project_table.c.id == sa.bindparam("project"))
-    node = [nodes.c[name].label(f"node_{name}") for name in _OF_NODE]
-    query = sa.select(image_table, *node).join_from(image_table, nodes, sa.true())
-    query = query.where(project, nodes.c.id == sa.bindparam("node"))
-    if how == "id":
-        return query.where(image_table.c.id == image)
-    query = query.where(image_table.c.name == image).order_by(image_table.c.created_at.desc())
-    return query.where(image_table.c.version == version) if how == "version" else query
+def _newest_image(names: tuple[str, ...]) -> sa.Select[Any]:
+    """Query for the newest image with values of these columns."""
+    columns = image_table.c
+    query = sa.select(image_table).where(*(columns[name] == sa.bindparam(name) for name in names))
+    return query.order_by(columns.created_at.desc()).limit(1)
 
 
 def _withdraw(conn: sa.Connection, id: str, queued: Sequence[Task], act: Act) -> None:

@@ -49,7 +49,7 @@ class NoRoom(Problem):
     def __init__(self, want: Want) -> None:
         super().__init__(
             "no_capacity",
-            expected=f"{want.gpus} free GPUs on one node",
+            expected=f"{want.gpus} free GPU{'' if want.gpus == 1 else 's'} on one node",
             found="none",
             remedy="try again later",
         )
@@ -213,13 +213,18 @@ def _choosing() -> sa.Select[Any]:
 
 def _barred(explanation: Explanation, want: Want) -> Problem | None:
     """Problem when every node of this request has a profile that sells no such slice."""
-    refusals = {barred.code: barred for _, barred in want.barred}
+    named = want.profiles or [name for name, _ in want.barred]
+    refusals = {barred.code: barred for name, barred in want.barred if name in named}
     codes = {code for code in explanation["reasons"] if not code.startswith("other_")}
     if explanation["free"] or not codes or not codes <= set(refusals):
         return None
     barred = refusals[min(codes)]
     return Problem(
-        barred.code, 422, expected=barred.expected, found=f"{want.gpus} GPUs", remedy=barred.remedy
+        barred.code,
+        barred.status,
+        expected=barred.expected,
+        found=barred.found or f"{want.gpus} GPUs",
+        remedy=barred.remedy,
     )
 
 
@@ -247,12 +252,13 @@ def _no_capacity(explanation: Explanation, want: Want) -> Problem:
             "scheduling_off",
             expected="slice scheduling switched on for the site and a node",
             found=", ".join(sorted(refusals)),
-            remedy="an admin switches it on once the node is proven",
+            remedy="an operator switches it on once the node is proven, with `gpuaas scheduling on`"
+            " and `gpuaas nodes scheduling NODE on`, each with `--reason WHY`",
             detail={"explanation": explanation},
         )
     return Problem(
         "no_capacity",
-        expected=f"{want.gpus} free GPUs on one node",
+        expected=f"{want.gpus} free GPU{'' if want.gpus == 1 else 's'} on one node",
         found=explanation["summary"],
         remedy=_remedy(explanation),
         detail={"explanation": explanation},

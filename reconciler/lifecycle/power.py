@@ -116,6 +116,28 @@ def replaced(conn: sa.Connection, task: Task) -> bool:
     return any(other.kind == task.kind and other.id != task.id for other in open_tasks)
 
 
+def fence_of_ended_runs(conn: sa.Connection, id: str) -> int | None:
+    """Power fence by which a host refuses runs whose tasks have ended, and none that waits; None
+    for an allocation that is not active, which has no run of power.
+    """
+    query = sa.select(allocations).where(
+        allocations.c.id == id, allocations.c.state == AllocationState.ACTIVE
+    )
+    allocation = rows.first(conn, query, Allocation)
+    if allocation is None:
+        return None
+    waiting = [
+        task.parameters.get("power_fence")
+        for task in queue.open_of_allocation(conn, id)
+        if task.kind == TaskKind.SLICE_VM_POWER
+    ]
+    if None in waiting:  # Of a version without power fences.
+        return None
+    # The end of each run has raised the generation above its number.
+    numbers = (int(number) for number in waiting if number is not None)
+    return min(numbers, default=allocation.generation)
+
+
 def interrupted(conn: sa.Connection, ids: Collection[str]) -> None:
     """Note that a restart of the host stops these slices, which the next proof starts again."""
     for id in sorted(ids):
@@ -232,7 +254,14 @@ def _queue(
     stopped = action == PowerAction.STOP
     _set(conn, allocation, power_action=action.value, stopped=stopped, error={})
     held = claims.of_allocation(conn, allocation.id)
-    wanted: dict[str, Any] = {"action": action.value, "boot_id": node.boot_id}
+    # All runs of power have the fence of the claim. The allocation's generation only grows, and by
+    # it the host tells a late run from its successor.
+    fence = rows.get(conn, Allocation, allocation.id).generation
+    wanted: dict[str, Any] = {
+        "action": action.value,
+        "boot_id": node.boot_id,
+        "power_fence": fence,
+    }
     if stopped:
         wanted["was_stopped"] = allocation.stopped
     queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **wanted), act)

@@ -8,7 +8,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows, settings
-from reconciler.db.schema import Allocation, Project, allocations, projects, tasks
+from reconciler.db.schema import (
+    Allocation,
+    Project,
+    allocations,
+    app_instances,
+    app_operations,
+    projects,
+    tasks,
+)
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import AllocationState, TaskKind
@@ -18,8 +26,11 @@ HOUR_S = 3_600
 # Limits of what a project holds at a time, and limits of what it does in an hour.
 HELD = ("gpus", "machines", "open_requests")
 HOURLY = ("launches_per_hour", "failures_per_hour")
+Changes = Mapping[str, int | None]
 # Rows that all members of a project together can add in an hour. People need a few.
 KEYS_PER_HOUR, RULES_PER_HOUR = 60, 120
+# The same of operations of its applications. Each request has one for every machine.
+OPERATIONS_PER_HOUR = 1_000
 _DEFAULTS = "default_quota"
 # Limits of a site that has set none. They bound the slots that one project can keep off sale with
 # launches that fail. How much a project may hold is for the site to say.
@@ -44,6 +55,12 @@ def change(conn: sa.Connection, id: str, limits: Mapping[str, int], act: Act) ->
     return rows.get(conn, Project, id)
 
 
+def amend(conn: sa.Connection, id: str, changes: Changes, act: Act) -> Project:
+    """Change some limits of a project; None removes a limit, so that the site's holds."""
+    before = rows.get(conn, Project, id, lock=True)
+    return change(conn, id, _amended(before.quota, changes), act)
+
+
 def defaults(conn: sa.Connection) -> dict[str, int]:
     """The site's limits, for what a project has no limit of its own for."""
     return dict(settings.read(conn, _DEFAULTS, SHIPPED))
@@ -52,6 +69,17 @@ def defaults(conn: sa.Connection) -> dict[str, int]:
 def change_defaults(conn: sa.Connection, limits: Mapping[str, int], act: Act) -> None:
     """Replace the site's limits. A limit that is left out is none."""
     settings.write(conn, _DEFAULTS, dict(limits), act)
+
+
+def amend_defaults(conn: sa.Connection, changes: Changes, act: Act) -> None:
+    """Change some of the site's limits; None removes a limit."""
+    before = settings.read(conn, _DEFAULTS, SHIPPED, lock=True)
+    if (after := _amended(before, changes)) != before:
+        change_defaults(conn, after, act)
+
+
+def _amended(limits: Mapping[str, int], changes: Changes) -> dict[str, int]:
+    return {name: limit for name, limit in {**limits, **changes}.items() if limit is not None}
 
 
 def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
@@ -100,12 +128,24 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
 
 def require_rate(conn: sa.Connection, project_id: str, table: sa.Table, allowed: int) -> None:
     """Problem `rate_exceeded` when a project has added as many rows within the hour."""
-    now = clock.read(conn)
-    query = sa.select(table.c.created_at).where(
-        table.c.project_id == project_id, table.c.created_at > now - HOUR_S
-    )
-    newest = query.order_by(table.c.created_at.desc()).offset(allowed - 1).limit(1)
-    first = conn.execute(newest).scalar()
+    _require_rate(conn, table, table.c.project_id == project_id, allowed)
+
+
+def require_operations(conn: sa.Connection, project_id: str) -> None:
+    """Problem `rate_exceeded` when the project's applications have had as many operations within
+    the hour as they may.
+    """
+    mine = sa.select(app_instances.c.id).where(app_instances.c.project_id == project_id)
+    theirs = app_operations.c.instance_id.in_(mine)
+    _require_rate(conn, app_operations, theirs, OPERATIONS_PER_HOUR)
+
+
+def _require_rate(
+    conn: sa.Connection, table: sa.Table, which: sa.ColumnElement[bool], allowed: int
+) -> None:
+    now, at = clock.read(conn), table.c.created_at
+    query = sa.select(at).where(which, at > now - HOUR_S)
+    first = conn.execute(query.order_by(at.desc()).offset(allowed - 1).limit(1)).scalar()
     if first is not None:
         wait_s = max(1, int(first + HOUR_S - now) + 1)
         raise exceeded(f"{table.name} an hour", allowed, 1, allowed, wait_s)

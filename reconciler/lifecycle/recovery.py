@@ -197,7 +197,8 @@ def deadline_error(overdue: Overdue) -> dict[str, str]:
         "code": task_queue.DEADLINE_PASSED,
         "expected": f"{overdue.entity} {overdue.state} for a limited time",
         "found": f"still {overdue.state} after {clock.iso(overdue.deadline_at)}",
-        "remedy": "look at its last task; recover the slot by evidence",
+        "remedy": "read its last task (`gpuaas tasks list`); a slot that is left blocked comes back"
+        " by `gpuaas recover ALLOCATION --reason WHY`",
     }
 
 

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, rows, settings
 from reconciler.db.schema import (
     Task,
+    allocations,
     claims,
     leaders,
     nodes,
@@ -20,9 +21,9 @@ from reconciler.db.schema import (
 )
 from reconciler.lifecycle import host, recovery_cases
 from reconciler.model.act import Act
-from reconciler.model.states import LIVE_CLAIMS, SlotState
+from reconciler.model.states import LIVE_CLAIMS, AllocationState, SlotState
 from reconciler.records import console_sessions, tokens
-from reconciler.records.claims import LEAP
+from reconciler.records.claims import fence_at
 from reconciler.records.leasing import DUE
 
 _DONE = "admin.service.restored"
@@ -31,7 +32,7 @@ _DONE = "admin.service.restored"
 def doubt(
     conn: sa.Connection, act: Act, *, backup: str = "", ended: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Close every gate until its host is discovered and proven, and leap over unknown fences.
+    """Close every gate until its host is discovered and proven, and pass by unknown fences.
 
     The records lack all use of disks since the backup, so earlier proofs do not count.
     backup: its name, by which `result` finds the result. ended: results of earlier restore steps.
@@ -42,13 +43,17 @@ def doubt(
         host.restarted(conn, node_id, act, since=boot)
         closed += before
     live = claims.c.state.in_(LIVE_CLAIMS)
+    fence = fence_at(clock.read(conn))
+    # Its generation is the fence of an allocation's next power action (`lifecycle.power`).
+    powered = sa.update(allocations).where(allocations.c.state == AllocationState.ACTIVE)
+    conn.execute(powered.values(generation=_above(allocations.c.generation, fence)))
     held = sa.exists().where(live, claims.c.slot_id == slots.c.id)
-    conn.execute(sa.update(slots).where(~held).values(fence=slots.c.fence + LEAP))
+    conn.execute(sa.update(slots).where(~held).values(fence=_above(slots.c.fence, fence)))
     _distrust(conn, held)
     # Also voids proofs of disks that were taken over and are in no slot by these records.
     settings.write(conn, settings.RESTORED, clock.read(conn), act)
     whole = sa.exists().where(live, claims.c.node_id == nodes.c.id, claims.c.slot_id.is_(None))
-    conn.execute(sa.update(nodes).where(~whole).values(fence=nodes.c.fence + LEAP))
+    conn.execute(sa.update(nodes).where(~whole).values(fence=_above(nodes.c.fence, fence)))
     settings.set_site_scheduling(conn, False, act)
     recovery_cases.end_restored(conn, act)
     tokens.end_enrolments(conn)
@@ -78,6 +83,10 @@ def unfinished(conn: sa.Connection) -> list[Task]:
     return rows.every(
         conn, sa.select(tasks).where(due).order_by(tasks.c.created_at, tasks.c.id), Task
     )
+
+
+def _above(column: sa.Column[int], fence: int) -> sa.ColumnElement[int]:
+    return sa.case((column < fence, fence), else_=column + 1)
 
 
 def _distrust(conn: sa.Connection, held: sa.Exists) -> None:

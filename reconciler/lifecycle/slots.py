@@ -159,7 +159,7 @@ def _fresh_discovery(conn: sa.Connection, node: Node) -> Discovery:
             "discovery_missing",
             expected="a discovery of the node",
             found="none",
-            remedy=f"POST /api/v1/admin/nodes/{node.id}/slice-topology/discovery",
+            remedy=f"run `gpuaas nodes discover {node.id}`, then approve again",
         )
     identity = (discovery.boot_id, discovery.install_id)
     if identity != (node.boot_id, node.install_id):

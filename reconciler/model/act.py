@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from reconciler.model.errors import Problem
+
+_KEY = re.compile(r"[!-~]{1,255}")
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,29 @@ class Act:
 
 def roles_of(actor: str) -> list[str]:
     """The names of a person of the OpenID provider in both roles: groups change, and what was made
-    before stays. Any other actor has one.
+    before stays. Any other actor has a single name.
     """
     _, _, name = actor.partition(":")
     return [f"admin:{name}", f"member:{name}"] if name.startswith("oidc:") else [actor]
+
+
+def require_idempotency_key(key: str) -> str:
+    """The idempotency key of an act; Problem `idempotency_key_invalid`."""
+    if not _KEY.fullmatch(key):
+        raise invalid_idempotency_key(
+            "1 to 255 visible ASCII characters", f"{len(key)} characters of others"
+        )
+    return key
+
+
+def invalid_idempotency_key(expected: str, found: str) -> Problem:
+    return Problem(
+        "idempotency_key_invalid",
+        400,
+        expected=expected,
+        found=found,
+        remedy="make a new key (a UUID) for each act, and repeat it only to repeat that act",
+    )
 
 
 def require_reason(act: Act, remedy: str) -> None:

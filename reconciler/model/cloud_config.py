@@ -20,6 +20,11 @@ LIMIT_BYTES = 16 * 1024
 DEEPEST = 32
 # Ansible takes a mapping with such a key for a value of its own, and fails on it.
 _ANSIBLES_OWN = "__ansible"
+# Errors of a reading of YAML, also those of PyYAML about a value with a tag of another form.
+YAML_ERRORS = (
+    *(yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError),
+    *(LookupError, AttributeError),
+)
 # Joined with our own lists on the host.
 LISTS = ("packages", "runcmd", "write_files")
 KEYS = (
@@ -59,7 +64,7 @@ def parse(text: str) -> dict[str, Any]:
         # Dates, binary data, NaN and lone surrogates are YAML, and no JSON.
         json.dumps(document, allow_nan=False).encode()
         _require_carried(document, DEEPEST)
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as problem:
+    except YAML_ERRORS as problem:
         mark = getattr(problem, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else type(problem).__name__
         raise _invalid("YAML of texts, numbers, lists and mappings", f"an error: {place}") from None

@@ -21,9 +21,13 @@ STEP = "drift"
 # In every other state a run is under way, or the slot waits for evidence already.
 JUDGED = (*IDLE_SLOTS, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
-# Differences of a slot, or of the node, and the length of a text of the host in one. A comparison
-# is kept for ever, and an honest host has no more.
+# States of a machine whose CPUs run; libvirt calls some of those that wait for a device blocked.
+_RUNNING = ("running", "blocked")
+# Differences of a slot, or of the node, and the length of a text of the host in one. An honest host
+# has no more.
 MOST, LONGEST = 256, 300
+# Those of a slot in its history, which is kept for ever.
+KEPT = 8
 # The length of an allocation id.
 _WHOLE = 36
 # Fewest digits that the host reports of an id when it does not have the whole id.
@@ -179,9 +183,12 @@ def powered_off(holdings: Mapping[str, Any], records: Records) -> list[str]:
 
 
 def running_unasked(holdings: Mapping[str, Any], records: Records) -> list[str]:
-    """Allocations whose machines run, although their projects have stopped them."""
+    """Allocations whose machines run, although their projects have stopped them.
+
+    A start that its stop has overtaken may leave a paused machine, which does not run.
+    """
     rows = _rows(holdings, "domains") if holdings["domains"]["known"] else []
-    on = {row["allocation_id"] for row in rows if row["active"]}
+    on = {row["allocation_id"] for row in rows if row["state"] in _RUNNING}
     return [
         allocation.id
         for allocation in records.allocations

@@ -50,12 +50,26 @@ class Problem(Refusal):
         return {**self.to_dict(), **self.detail}
 
 
+# Commands that list what a request may name. Nodes, slots and tasks are named by admins only.
+_LISTS = {
+    "allocation": "allocations",
+    "image": "images list",
+    "job": "jobs list --project PROJECT",
+    "node": "nodes list",
+    "pool": "pools list",
+    "project": "projects list",
+    "slot": "slots list",
+    "task": "tasks list",
+}
+
+
 def not_found(entity: str, key: object) -> Problem:
     """Problem `<entity>_not_found` for an unknown id or name."""
+    shown = f"; `gpuaas {_LISTS[entity]}` shows them" if entity in _LISTS else ""
     return Problem(
         f"{entity}_not_found",
         404,
         expected=f"a known {entity}",
         found=f"{key!r}, which no {entity} has",
-        remedy=f"use the id of an existing {entity}",
+        remedy=f"name an existing {entity}{shown}",
     )

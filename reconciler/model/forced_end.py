@@ -22,6 +22,15 @@ _FIRST: dict[str, str] = {
 _STUCK = "a failed, unfinished or stuck slice allocation"
 
 
+def finishing_command(allocation_id: str, shape: str) -> str:
+    """Command by which an operator finishes a clean-up that has failed. No recovery is opened for a
+    whole machine, and a member must not learn the id of its node.
+    """
+    if shape == CapacityShape.BAREMETAL:
+        return "gpuaas nodes clean-machine NODE"
+    return f"gpuaas recover {allocation_id} --reason WHY"
+
+
 def require_slices(shape: str) -> None:
     """Problem `allocation_baremetal` for a whole machine."""
     if shape == CapacityShape.BAREMETAL:
@@ -89,8 +98,8 @@ def require_healthy_node(state: str, node_state: str, node_health: str) -> None:
 def require_silence(state: str, node_state: str, *, unclean: bool) -> None:
     """Refuse a forced release while the host answers, because a normal release is possible then.
 
-    unclean: the allocation is that of a whole machine which is not clean yet. One whose release has
-    failed is an exception: it stays blocked until it is clean.
+    unclean: the allocation is that of a whole machine which is not clean yet. An allocation whose
+    release has failed is an exception: it stays blocked until it is clean.
     """
     release_failed = state == AllocationState.RELEASING and unclean
     if node_state != NodeState.UNREACHABLE and not release_failed:
@@ -98,5 +107,5 @@ def require_silence(state: str, node_state: str, *, unclean: bool) -> None:
             "node_reachable",
             expected="an allocation whose host does not answer",
             found=f"node {node_state}",
-            remedy="release it; force-cleanup ends the release of a slice that failed",
+            remedy="release it; `gpuaas recover` ends the release of a slice that failed",
         )

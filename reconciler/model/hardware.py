@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from ipaddress import IPv4Address, IPv4Network
@@ -58,6 +58,18 @@ def serial_of(hardware: Mapping[str, Any] | None) -> str:
     return serial_number((hardware or {}).get("serial"))
 
 
+def bound_serial(maas: Mapping[str, Any] | None) -> str:
+    """Serial number of the machine that is bound to a node in MAAS; "" if it is unknown."""
+    return serial_number(((maas or {}).get("identity") or {}).get("serial"))
+
+
+def own_serial(reported: str, recorded: str) -> str:
+    """Serial number that a host reports, unless MAAS or NetBox has recorded another one for its
+    machine: it could report that of any other. "": unknown.
+    """
+    return reported if recorded in ("", reported) else ""
+
+
 def by_serial(nodes: Iterable[tuple[str, Mapping[str, Any] | None]]) -> dict[str, list[str]]:
     """Ids of nodes by the serial number that their hosts report. nodes: id and hardware of each."""
     result: dict[str, list[str]] = {}
@@ -65,6 +77,17 @@ def by_serial(nodes: Iterable[tuple[str, Mapping[str, Any] | None]]) -> dict[str
         if serial := serial_of(hardware):
             result.setdefault(serial, []).append(id)
     return result
+
+
+def is_owner(id: str, same: Collection[str], serial: str, recorded: Mapping[str, str]) -> bool:
+    """Whether the site's own records show that a serial number is this node's alone, although the
+    hosts of all nodes in `same` report it: a hostile host can report any.
+
+    recorded: serial numbers in MAAS or NetBox, by node. Another node whose number is unknown there
+    may be the owner.
+    """
+    others = [recorded.get(other, "") for other in same if other != id]
+    return recorded.get(id) == serial and all(other not in ("", serial) for other in others)
 
 
 def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,10 +187,52 @@ class Offer:
             )
         return None
 
+    def image_problem(
+        self, image: str, runtime: Collection[str], gpus: int, *, further: Sequence[str] = ()
+    ) -> Problem | None:
+        """Why no slice with this number of GPUs is launched from an image; None when it is.
 
-def want(offers: Mapping[str, Offer], gpus: int, **fields: Any) -> Want:
-    """The scheduler's request for a slice. offers: what each hardware profile sells."""
-    refusals = {name: offer.refusal(gpus) for name, offer in sorted(offers.items())}
+        image: its name and version. runtime: what it contains. further: what else it must contain.
+        An image whose driver leaves NVLink alone would start CUDA on joined GPUs, so no probe of
+        its guests would find it.
+        """
+        required = (*self.runtime, *further)
+        if missing := [name for name in required if name not in runtime]:
+            return Problem(
+                "image_runtime_missing",
+                expected=f"an image that contains {', '.join(required)}",
+                found=f"{image}, whose record lacks {', '.join(missing)}",
+                remedy="choose another image; an operator registers what an image contains",
+            )
+        if gpus > 1 and self.nvlink == NVLINK_PARTITIONS and WITHOUT_NVLINK in runtime:
+            return Problem(
+                "image_runtime_missing",
+                expected="an image whose driver uses NVLink",
+                found=f"{image}, whose record has {WITHOUT_NVLINK}",
+                remedy="choose another image, or one GPU",
+            )
+        return None
+
+
+def want(
+    offers: Mapping[str, Offer],
+    gpus: int,
+    *,
+    image: tuple[str, Collection[str]] | None = None,
+    **fields: Any,
+) -> Want:
+    """The scheduler's request for a slice. offers: what each hardware profile sells. image: name
+    and content of an image, for nodes whose profile takes it.
+    """
+
+    def refusal(offer: Offer) -> Refusal | None:
+        problem = offer.image_problem(*image, gpus) if image else None
+        if problem is None:
+            return offer.refusal(gpus)
+        texts = (problem.code, problem.expected, problem.remedy, problem.found)
+        return offer.refusal(gpus) or Refusal(*texts, problem.status)
+
+    refusals = {name: refusal(offer) for name, offer in sorted(offers.items())}
     return Want(
         gpus,
         **fields,
@@ -292,7 +357,7 @@ def baked_runtime(profile: Mapping[str, Any]) -> tuple[str, ...]:
 
 def check_link(profile: Mapping[str, Any], name: str) -> None:
     """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type, and
-    `fabric_numbers_missing` for one that does not say how tenants are kept apart.
+    `fabric_numbers_missing` for a profile that does not say how tenants are kept apart.
 
     Only for nodes that adopt this profile: giving back a node with an older profile needs no link.
     """

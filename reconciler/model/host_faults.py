@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 # Shows the time of a host in epoch seconds.
 CLOCK_COMMAND = "date +%s"
 
-# Words of the kernel and of Python, as Ansible passes them on. Python names no cause when not one
+# Words of the kernel and of Python, as Ansible passes them on. Python names no cause when none
 # of its folders for temporary files can be written.
 _FULL = re.compile(
     r"No space left on device|Disk quota exceeded|No usable temporary directory found",

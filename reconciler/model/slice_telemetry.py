@@ -16,6 +16,7 @@ GPUS = 16
 _SLICES = 256
 
 Count = Annotated[int, Field(ge=0, le=HIGHEST)]
+Names = Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=16)]
 Load = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -105,10 +106,13 @@ class SliceValues(Values):
 
 
 class Snapshot(Values):
-    """What a host printed. problems: its sources that did not answer."""
+    """What a host printed. problems: its sources that did not answer. differs: parts of its
+    baseline that are not as bootstrap left them.
+    """
 
     version: Literal[1]
-    problems: Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=16)] = []
+    problems: Names = []
+    differs: Names = []
     slices: Annotated[list[SliceValues], Field(max_length=_SLICES)]
 
     @classmethod

@@ -50,6 +50,7 @@ class ApiQueue:
     """
 
     most = HELD
+    apart = 0
     lease_s = leases.LEASE_S
     beat_s = leases.BEAT_S
 

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +112,8 @@ class Runner:
             stdin=subprocess.DEVNULL,
             stdout=2,  # What functions print belongs in the log.
             pass_fds=[far],
+            # With the processes that functions start, which end with it.
+            process_group=0,
         )
         self._end = os.pidfd_open(self._process.pid)
         self._poll = select.poll()
@@ -142,14 +146,27 @@ class Runner:
         }
 
     def stop(self) -> None:
-        """End the process, whatever it does. Its jobs stay here."""
+        """End the process, whatever it does, and those that its functions have started. Its jobs
+        stay here.
+        """
         if self._process is not None:
-            self._process.kill()
+            self._kill()
             self._process.wait()
             os.close(self._end)
             self._near.close()
             self._far.close()
             self._process, self._sent = None, 0
+
+    def _kill(self) -> None:
+        """Kill the process with those that its functions have started. Until it has been waited
+        for, no other group of processes gets its id.
+        """
+        assert self._process is not None  # noqa: S101
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # A function may have moved it to another group of the session.
+            self._process.kill()
 
     def send(self, jobs: Sequence[Call]) -> None:
         """Have jobs run behind those that are there."""
@@ -186,7 +203,7 @@ class Runner:
         until = time.monotonic() + seconds
         while len(ended) < enough and self._jobs:
             # They are recorded before the models load again, which may take long or fail.
-            if (ended or not seconds) and not self._lives():
+            if (ended or not seconds) and not self.lives():
                 break
             self._push()
             limit = min(until, self._began + self._jobs[0].job.timeout_s)
@@ -204,7 +221,7 @@ class Runner:
 
     def _push(self) -> None:
         """Hand over jobs while there is room for them."""
-        if not self._lives():
+        if not self.lives():
             self.start()
         for number, job, _ in islice(self._jobs, self._sent, None):
             request = {"number": number, "model": job.model, "input": job.input}
@@ -216,10 +233,13 @@ class Runner:
                 self._began = time.monotonic()
             self._sent += 1
 
-    def _lives(self) -> bool:
+    def lives(self) -> bool:
         """Whether the process is there. If it ends between jobs, none of them is to blame."""
-        if not self._sent and self._process is not None and self._process.poll() is not None:
-            self.stop()
+        if not self._sent and self._process is not None:
+            # Not poll(), which would wait for it.
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self._process.pid, how) is not None:
+                self.stop()
         return self._process is not None
 
     def _read(self, ended: list[tuple[Call, Outcome]]) -> bool:
@@ -255,6 +275,8 @@ class Runner:
     def _broken(self, *, late: bool) -> tuple[Call, Outcome]:
         """The outcome of a job that has hung or ended the process, which is ended in any case."""
         assert self._process is not None  # noqa: S101
+        # If it has ended, this concerns what is left of its group, and not its status.
+        self._kill()
         code = None if late else self._process.wait()
         self._blame(self._jobs[0].job)
         error = _ended(self._jobs[0].job, code, late=late)

@@ -27,6 +27,8 @@ RUNNING = jobs.c.status == sa.literal_column(f"'{JobStatus.RUNNING.value}'")
 # The order in which transactions lock jobs. For that of the column itself, SQLite would read the
 # index of all jobs.
 BY_ID = jobs.c.id.concat("")
+# Built once: each admission and each claim executes it.
+_MODE = sa.select(control.c.mode).where(control.c.id == _ROW).with_for_update(read=True)
 _CANCELED = {
     "code": "maintenance",
     "expected": "an end before the site's maintenance",
@@ -42,8 +44,7 @@ def read(conn: sa.Connection) -> Control:
 
 def is_normal(conn: sa.Connection) -> bool:
     """Whether jobs may be admitted and claimed in this transaction."""
-    mode = sa.select(control.c.mode).where(control.c.id == _ROW).with_for_update(read=True)
-    return bool(conn.execute(mode).scalar_one() == Mode.NORMAL)
+    return bool(conn.execute(_MODE).scalar_one() == Mode.NORMAL)
 
 
 def require_normal(conn: sa.Connection) -> None:
@@ -93,6 +94,12 @@ def follow(conn: sa.Connection) -> str:
     if state.mode != Mode.DRAIN:
         return ""
     mine = sa.update(control).where(control.c.id == _ROW)
+    back_s = state.since - clock.read(conn)
+    if back_s > 0 and state.deadline_at is not None:
+        # The clock has been set back. The drain has its time again from now on, and not also that
+        # by which the clock went back.
+        conn.execute(mine.values(since=clock.now(), deadline_at=state.deadline_at - back_s))
+        state = read(conn)
     if running(conn):
         if clock.read(conn) < (state.deadline_at or 0):
             return ""

@@ -22,6 +22,13 @@ HOUR_S = 3_600.0
 _OPEN = "open_jobs"
 _KINDS = (_OPEN, *(status.value for status in JobStatus if status not in OPEN))
 _ADDED = (*_KINDS, "size")
+# Statements of each request are built once.
+_FOLDED = (
+    sa.delete(job_counts)
+    .where(job_counts.c.project_id == sa.bindparam("of_project"))
+    .returning(*job_counts.c)
+)
+_INSERT = sa.insert(job_counts)
 # A job that came (before None), changed or was deleted (after None): its project, and its bytes.
 Move = tuple[str, str | None, str | None, int]
 
@@ -48,7 +55,7 @@ def add(conn: sa.Connection, moves: Iterable[Move]) -> None:
         change["size"] += size
     values = [_row(id, change) for id, change in changes.items() if any(change.values())]
     if values:
-        conn.execute(sa.insert(job_counts), values)
+        conn.execute(_INSERT, values)
 
 
 def read(conn: sa.Connection, project_id: str | None = None) -> dict[str, dict[str, int]]:
@@ -90,7 +97,7 @@ def mend(conn: sa.Connection, project_id: str) -> dict[str, int]:
     """Add what the counts of a project lack; returns it."""
     lack = missing(conn, project_id).get(project_id, {})
     if lack:
-        conn.execute(sa.insert(job_counts), [_row(project_id, Counter(lack))])
+        conn.execute(_INSERT, [_row(project_id, Counter(lack))])
     return lack
 
 
@@ -99,8 +106,7 @@ def fold(conn: sa.Connection, project_id: str, rate: int | None, spend: int) -> 
 
     rate: what the project may spend in an hour, if that is limited. It comes back evenly.
     """
-    gone = sa.delete(job_counts).where(job_counts.c.project_id == project_id)
-    parts = conn.execute(gone.returning(job_counts)).mappings().all()
+    parts = conn.execute(_FOLDED, {"of_project": project_id}).mappings().all()
     remaining = 0.0
     total = Counter({name: sum(part[name] for part in parts) for name in _ADDED})
     row = _row(project_id, total)
@@ -109,7 +115,7 @@ def fold(conn: sa.Connection, project_id: str, rate: int | None, spend: int) -> 
         row["spent_at"] = clock.read(conn)
         remaining = _left(left, row["spent_at"], rate)
         row["spent"] = remaining + spend
-    conn.execute(sa.insert(job_counts), [row])
+    conn.execute(_INSERT, [row])
     return Count(total[_OPEN], sum(total[kind] for kind in _KINDS), total["size"], remaining)
 
 

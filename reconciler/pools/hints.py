@@ -47,6 +47,8 @@ class Hints:
             retry=Retry(NoBackoff(), 0),
         )
         self._away_until = 0.0
+        # Why it was of no use the last time.
+        self._failure = ""
         self._reclaims = True
 
     def announce(self, ids: Iterable[str]) -> None:
@@ -67,6 +69,17 @@ class Hints:
         woken: list[bool] = []
         self._try(lambda: woken.append(self._read(seconds, most)))
         return any(woken)
+
+    def check(self) -> str:
+        """Why Redis is of no use at present; "" if workers can use both streams."""
+        self._away_until = 0.0
+
+        def use() -> None:
+            self._make_group()
+            for name in (STREAM, DEAD):
+                self._redis.xlen(name)
+
+        return "" if self._try(use) else self._failure
 
     def lengths(self) -> dict[str, int]:
         """Lengths of the streams; {} while Redis is away."""
@@ -131,7 +144,10 @@ class Hints:
                 act()
         # Its answers may be of any form, and jobs must go on without it.
         except Exception as error:
-            log.warning("Redis does not answer, jobs go on without it: %s", type(error).__name__)
+            # Errors of the connection name its address, and none has the password.
+            text = " ".join(str(error).split())[:200] if isinstance(error, redis.RedisError) else ""
+            self._failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            log.warning("Redis is of no use, jobs go on without it: %s", self._failure)
             self._away_until = time.monotonic() + _PAUSE_S
             return False
         finally:

@@ -28,6 +28,8 @@ ORDER = Order(jobs, ("enqueued_at", "id"), descending=True)
 # fill the database.
 LIMITS = {"jobs_open": 10_000, "jobs_kept": 50_000, "jobs_mib": 256}
 _RATE = "jobs_per_hour"
+# The longest time that a call may have, as a job asks for it.
+_TIME = "jobs_timeout_s"
 _MIB = 1 << 20
 INPUT_BYTES = 64 << 10
 # When a project is at its limits, its oldest results make room. A result can be read for so long.
@@ -48,6 +50,34 @@ _DEAD = jobs.c.status == _STATUS[JobStatus.DEAD_LETTER]
 _ENDS = {"token": "", "not_before": None, "lease_expires_at": None}
 _FRESH = {**_ENDS, "status": JobStatus.PENDING, "attempts": 0, "lost": 0}
 
+
+# A worker that takes jobs now, in a query that joins the pool of each. A heartbeat from before the
+# clock was set back says nothing.
+_PRESENT = sa.and_(
+    pool_workers.c.ended_at.is_(None),
+    pool_workers.c.beat_at.between(clock.now() - control.SILENT_S, clock.now() + control.SILENT_S),
+    sa.or_(pools.c.id.is_(None), pools.c.state.in_(SERVING_POOLS)),
+)
+# Workers, past ones included, that may run jobs of the project `of_project`. Built once, as what
+# each request executes.
+_WORKERS = pool_workers.outerjoin(pools, pools.c.id == pool_workers.c.pool_id)
+_OF_PROJECT = sa.or_(pools.c.project_id.is_(None), pools.c.project_id == sa.bindparam("of_project"))
+_SERVES = sa.select(pool_workers.c.models).select_from(_WORKERS).where(_OF_PROJECT).distinct()
+_SERVING = _SERVES.where(pool_workers.c.ended_at.is_(None))
+_SERVED = _SERVES.where(pool_workers.c.ended_at.is_not(None))
+_DUE = sa.and_(jobs.c.status == _STATUS[JobStatus.PENDING], jobs.c.not_before.is_(None))
+_DUE_OF = (
+    sa.select(jobs.c.project_id, sa.func.count())
+    .where(_DUE, jobs.c.model == sa.bindparam("of_model"))
+    .group_by(jobs.c.project_id)
+)
+# Each model from the one before, because DISTINCT would read all jobs that are due.
+_FIRST = sa.select(sa.func.min(jobs.c.model).label("model")).where(_DUE).cte("m", recursive=True)
+_NEXT = sa.select(sa.func.min(jobs.c.model)).where(_DUE, jobs.c.model > _FIRST.c.model)
+_MODELS = _FIRST.union_all(
+    sa.select(_NEXT.correlate(_FIRST).scalar_subquery()).where(_FIRST.c.model.is_not(None))
+)
+_DUE_MODELS = sa.select(_MODELS.c.model).where(_MODELS.c.model.is_not(None))
 
 _INSERT = sa.insert(jobs).values(
     not_before=clock.now() + sa.bindparam("delay_s", type_=sa.Double())
@@ -71,7 +101,7 @@ def enqueue(conn: sa.Connection, project_id: str, new: Sequence[NewJob], act: Ac
     control.require_normal(conn)
     sizes = [_size(number, item) for number, item in enumerate(new)]
     _require_models(conn, project_id, {item.model for item in new})
-    _require_room(conn, project_id, len(new), sum(sizes))
+    _require_room(conn, project_id, new, sum(sizes))
     values = [
         {
             **vars(item),
@@ -227,14 +257,9 @@ class ServedModel(NamedTuple):
 
 def models(conn: sa.Connection, project_id: str) -> list[ServedModel]:
     """Models that a project may call, by name."""
-    present = sa.and_(
-        pool_workers.c.ended_at.is_(None),
-        pool_workers.c.beat_at > clock.now() - control.SILENT_S,
-        sa.or_(pools.c.id.is_(None), pools.c.state.in_(SERVING_POOLS)),
-    )
     serving: dict[str, bool] = {}
-    query = _workers_of(project_id, pool_workers.c.models, present.label("present")).distinct()
-    for names, takes in conn.execute(query):
+    query = _SERVES.add_columns(_PRESENT.label("present"))
+    for names, takes in conn.execute(query, {"of_project": project_id}):
         serving |= {name: bool(takes) or serving.get(name, False) for name in names}
     # By the models, so that an index has the answer, and not by all jobs of the project.
     due = sa.select(jobs.c.model, sa.func.count()).where(
@@ -250,7 +275,7 @@ def models(conn: sa.Connection, project_id: str) -> list[ServedModel]:
 def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
     """The limits that hold for jobs of a project: its own, the site's, or `LIMITS`."""
     given = quota.limits(conn, project)
-    return LIMITS | {name: most for name, most in given.items() if name in (*LIMITS, _RATE)}
+    return LIMITS | {name: most for name, most in given.items() if name in (*LIMITS, _RATE, _TIME)}
 
 
 def used(conn: sa.Connection, project: Project) -> dict[str, int]:
@@ -274,6 +299,24 @@ def delayed(conn: sa.Connection) -> int:
     query = sa.select(sa.func.count()).select_from(jobs)
     query = query.where(jobs.c.status == _STATUS[JobStatus.PENDING], jobs.c.not_before.is_not(None))
     return int(conn.execute(query).scalar_one())
+
+
+def unserved(conn: sa.Connection) -> int:
+    """Number of jobs that are due and that no living worker takes."""
+    served: dict[str, set[str | None]] = {}
+    living = sa.select(pool_workers.c.models, pools.c.project_id).outerjoin(
+        pools, pools.c.id == pool_workers.c.pool_id
+    )
+    for names, project_id in conn.execute(living.where(_PRESENT)):
+        for name in names:
+            served.setdefault(name, set()).add(project_id)
+    number = 0
+    for model in conn.execute(_DUE_MODELS).scalars().all():
+        of = served.get(model, set())
+        if None not in of:
+            waiting = conn.execute(_DUE_OF, {"of_model": model})
+            number += sum(count for id, count in waiting if id not in of)
+    return number
 
 
 def by_project(conn: sa.Connection) -> dict[str, dict[str, int]]:
@@ -377,10 +420,9 @@ def _size(number: int, item: NewJob) -> int:
 def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> None:
     """Problem `model_unknown` for a model that no worker serves for the project, or has lately."""
     served: set[str] = set()
-    query = _workers_of(project_id, pool_workers.c.models).distinct()
     # Workers that have ended are read only for a model that none serves at present.
-    for state in (pool_workers.c.ended_at.is_(None), pool_workers.c.ended_at.is_not(None)):
-        for names_of in conn.execute(query.where(state)).scalars():
+    for query in (_SERVING, _SERVED):
+        for names_of in conn.execute(query, {"of_project": project_id}).scalars():
             served |= set(names_of)
         if names <= served:
             return
@@ -393,40 +435,53 @@ def _require_models(conn: sa.Connection, project_id: str, names: set[str]) -> No
     )
 
 
-def _workers_of(project_id: str, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
-    """Workers, past ones included, that may run jobs of a project."""
-    joined = pool_workers.outerjoin(pools, pools.c.id == pool_workers.c.pool_id)
-    mine = sa.or_(pools.c.project_id.is_(None), pools.c.project_id == project_id)
-    return sa.select(*columns).select_from(joined).where(mine)
+def _require_time(most: int | None, new: Sequence[NewJob]) -> None:
+    """Problem `timeout_too_long` for a call that may occupy its worker for longer than that."""
+    number, longest = max(enumerate(new), key=lambda each: each[1].timeout_s)
+    if most is not None and longest.timeout_s > most:
+        raise Problem(
+            "timeout_too_long",
+            422,
+            expected=f"a timeout_s of at most {most} ({_TIME} of this project)",
+            found=f"{longest.timeout_s} s in job {number}",
+            remedy="lower it, or ask the operators for a higher limit",
+        )
 
 
-def _require_room(conn: sa.Connection, project_id: str, count: int, size: int) -> None:
+def _require_room(conn: sa.Connection, project_id: str, new: Sequence[NewJob], size: int) -> None:
     """Make room for new jobs among the project's oldest results, or refuse them."""
+    count = len(new)
     # Requests of a project count its jobs one after the other.
     project = rows.get(conn, Project, project_id, lock=True)
     most, kept = _fold(conn, project, count)
+    _require_time(most.get(_TIME), new)
 
     def over() -> str | None:
         if kept.kept + count > most["jobs_kept"]:
             return "jobs_kept"
         return "jobs_mib" if kept.size + size > most["jobs_mib"] * _MIB else None
 
-    oldest = (
-        sa.select(jobs.c.id)
-        .where(jobs.c.project_id == project_id, jobs.c.status.in_(ENDED))
-        .where(jobs.c.updated_at < clock.now() - READABLE_S)
-        .order_by(jobs.c.enqueued_at)
-        .limit(_ROOM)
-    )
     # More than once only after operators have lowered a limit.
     while (name := over()) is not None:
-        gone = _delete(conn, oldest)
+        gone = _delete(conn, _oldest(project_id))
         if not gone and name == "jobs_kept":
             raise _limited(name, kept.kept, count, most[name])
         if not gone:
             raise _limited(name, kept.size / _MIB, size / _MIB, most[name])
         freed = sum(move[3] for move in gone)
         kept = replace(kept, kept=kept.kept - len(gone), size=kept.size + freed)
+
+
+def _oldest(project_id: str) -> sa.Select[tuple[str]]:
+    """Jobs of a project that have ended and may be deleted, those that came first."""
+    # Those with a later time ended before the clock was set back.
+    lately = jobs.c.updated_at.between(clock.now() - READABLE_S, clock.now() + READABLE_S)
+    return (
+        sa.select(jobs.c.id)
+        .where(jobs.c.project_id == project_id, jobs.c.status.in_(ENDED), sa.not_(lately))
+        .order_by(jobs.c.enqueued_at)
+        .limit(_ROOM)
+    )
 
 
 def _fold(conn: sa.Connection, project: Project, count: int) -> tuple[dict[str, int], counts.Count]:

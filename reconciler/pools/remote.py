@@ -163,12 +163,13 @@ def renew(conn: sa.Connection, pool: Pool, worker_id: str, tokens: Sequence[str]
     return leases.renew(conn, worker, tokens, extra_s=_EXTRA_S)
 
 
-def is_due(conn: sa.Connection, pool: Pool, worker_id: str) -> bool:
-    """Whether a claim of the worker would get jobs: a read."""
+def look(conn: sa.Connection, pool: Pool, worker_id: str) -> tuple[bool, list[str]]:
+    """Whether a claim of the worker would get jobs, and its models: a read."""
     worker = rows.first(conn, _of(pool, worker_id), PoolWorker)
     if worker is None:
         raise not_found("worker", worker_id)
-    return control.read(conn).mode == Mode.NORMAL and not leases.is_idle(conn, worker)
+    due = control.read(conn).mode == Mode.NORMAL and not leases.is_idle(conn, worker)
+    return due, worker.models
 
 
 def leave(conn: sa.Connection, pool: Pool, worker_id: str) -> None:

@@ -52,6 +52,9 @@ GPUS_S = 30.0
 _WARN_S = 60.0
 # A worker beats every 10 s. One that is silent for longer hangs, and is killed.
 SILENT_S = 60.0
+# A worker that loads its models has no heartbeat, and gives up after `child.START_S`. One that
+# still loads then hangs.
+LOADING_S = 600.0
 # A supervisor that does not come further for so long hangs. It keeps the lock of this machine, so
 # that no other process supervises its pools.
 _STUCK_S = 300.0
@@ -199,7 +202,8 @@ class Supervisor:
     def _serve(self, pool: Pool, living: list[_Worker]) -> None:
         """Replace workers that have ended or hang, unless that happens too often."""
         for worker in living:
-            silent = worker.row.models and self._silence(worker.row) > SILENT_S
+            limit = SILENT_S if worker.row.models else LOADING_S
+            silent = self._silence(worker.row) > limit
             # Without its own process, what is left of it are children that must not go on. A child
             # of this process that has just been started may not be seen yet.
             orphaned = not worker.leader and worker.row.id not in self._children

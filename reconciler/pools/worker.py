@@ -27,6 +27,9 @@ _QUICK_S = 0.1
 # The longest wait for outcomes, and so for a signal.
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
+# A call that goes on for so long has an early heartbeat. That brings its claim, which did not wait
+# for the disk, there: should the call take the machine down, it has to count as lost.
+_SOON_S = 0.5
 # A worker hangs when its main thread makes no progress for this time, for example while it waits
 # for a child that a driver keeps alive. Its heartbeats would keep its jobs from other workers. A
 # heartbeat without an answer for this time counts as a hang, too.
@@ -34,7 +37,7 @@ _STUCK_S = START_S + 60.0
 
 
 class Worker:
-    """stopping: once set, the worker finishes its job within drain_s and ends."""
+    """stopping: once set, the worker finishes and records its job within drain_s and ends."""
 
     def __init__(
         self,
@@ -55,8 +58,13 @@ class Worker:
         # The lease of each job lasts for at least so long, on the monotonic clock.
         self._leased_until = 0.0
         self._moved = time.monotonic()
+        # When the worker ends at the latest.
+        self._ends_at = math.inf
         # When the heartbeat began that has had no answer yet.
         self._beats_since = math.inf
+        # When the next heartbeat begins early, and whether it does now.
+        self._early = math.inf
+        self._hurry = threading.Event()
         self._ended = threading.Event()
         self._left = threading.Event()
 
@@ -88,6 +96,7 @@ class Worker:
             raise
         finally:
             self._ended.set()
+            self._hurry.set()
             self._runner.stop()
             heart.join(timeout=5)
             self._persist(self._queue.leave)
@@ -115,6 +124,9 @@ class Worker:
         if not self._held:
             return []
         ended = self._runner.outcomes(_LOOK_S, (len(self._held) + 1) // 2)
+        if time.monotonic() > self._early:
+            self._early = math.inf
+            self._hurry.set()
         if ended:
             growth = min(_QUICK_S / max(self._runner.lag_s, 0.001), 2)
             self._limit = max(1, min(int(self._limit * growth), self._queue.most))
@@ -127,16 +139,39 @@ class Worker:
         return ended
 
     def _turn(self, ended: list[tuple[Call, Outcome]]) -> None:
-        """Record outcomes and claim jobs, together."""
+        """Claim jobs and record outcomes, together or in two turns."""
         first = self._runner.first()
         # A job that was lost before runs alone.
-        room = 0 if first is not None and first.lost else self._limit - len(self._runner)
-        if not ended and (room <= 0 or self._queue.is_idle()):
-            return
+        alone = first is not None and first.lost
+        room = 0 if alone else max(self._limit - len(self._runner), 0)
+        # Without its process, the runner would load the models before outcomes are recorded.
+        apart = not ended or (len(ended) <= self._queue.apart and self._runner.lives())
+        if apart and room:
+            due = not self._stopping.is_set() and self._is_due(ended)
+            if due:
+                self._exchange((), room)
+            # If that brings nothing, what waits runs alone: it comes with the record of the ended.
+            if not due or len(self._runner):
+                room = 0
+        if ended:
+            self._exchange(ended, room)
+
+    def _is_due(self, ended: Sequence[tuple[Call, Outcome]]) -> bool:
+        """Whether jobs wait. Outcomes must be recorded, even if the queue cannot answer this."""
+        try:
+            return not self._queue.is_idle()
+        except Away:
+            if not ended:
+                raise
+            return False
+
+    def _exchange(self, ended: Sequence[tuple[Call, Outcome]], room: int) -> None:
+        """Record these outcomes and claim so many jobs."""
 
         def turn() -> Turn:
-            began, others = time.monotonic(), len(self._runner)
-            limit = 0 if self._stopping.is_set() else max(room, 0)
+            # A job whose outcome is not recorded would be lost with the worker, too.
+            began, others = time.monotonic(), len(self._held) > len(ended)
+            limit = 0 if self._stopping.is_set() else room
             done = self._queue.turn(ended, (), limit, not others, self._runner.behind())
             if done.calls and not others:
                 self._leased_until = began + self._queue.lease_s
@@ -145,6 +180,10 @@ class Worker:
         done = self._persist(turn)
         self._recorded(ended, done)
         if done is not None:
+            if ended:
+                self._early = math.inf
+            elif done.calls and self._queue.apart:
+                self._early = time.monotonic() + _SOON_S
             self._held.update((_key(call), call) for call in done.calls)
             self._runner.send(done.calls)
 
@@ -156,14 +195,16 @@ class Worker:
 
     def _drain(self) -> None:
         """Finish the job that runs, within a bound, and give back the others."""
+        self._has_to_end()  # From now on, if it was not told before.
         self._give_back(self._runner.recall())
-        end = time.monotonic() + self._drain_s
         ended: list[tuple[Call, Outcome]] = []
-        while len(self._runner) and time.monotonic() < end:
+        while len(self._runner) and not self._has_to_end():
             self._moved = time.monotonic()
             ended += self._runner.outcomes(_LOOK_S, len(self._runner))
             if self._lost:
                 self._revoke()
+        # A call may have ended while jobs were given back.
+        ended += self._runner.outcomes(0, len(self._runner))
         rest = self._runner.drop()
         if ended or rest:
             self._recorded(ended, self._persist(partial(self._queue.turn, ended, rest, 0)))
@@ -192,31 +233,41 @@ class Worker:
 
     def _beat(self) -> None:
         pause = self._queue.beat_s
-        while not self._ended.wait(pause):
+        while self._rests(pause):
             pause = self._queue.beat_s
             began, held = time.monotonic(), set(self._held)
             self._beats_since = began
             try:
                 kept = self._queue.renew(sorted({token for _, token in held}))
-            except Away as away:
-                log.error("could not renew leases: %s", away)
+            except Dismissed as reason:
+                self._dismiss(reason)
+                return
+            except Exception as failure:
+                # Whatever it is: without heartbeats, each longer call would be lost.
+                expected = isinstance(failure, Away)
+                log.error("could not renew leases: %s", failure, exc_info=not expected)
                 if time.monotonic() > self._leased_until:
                     self._lost = set(self._held)
                 pause = min(pause, _AGAIN_S)
                 continue
-            except Dismissed as reason:
-                self._dismiss(reason)
-                return
             finally:
                 self._beats_since = math.inf
             self._leased_until = began + self._queue.lease_s
             # Jobs that have just been finished are not held any more either, and need no call.
             self._lost = {key for key in held if key[0] not in kept} & set(self._held)
 
+    def _rests(self, seconds: float) -> bool:
+        """Wait for the next heartbeat; False once the worker ends."""
+        self._hurry.wait(seconds)
+        self._hurry.clear()
+        return not self._ended.is_set()
+
     def _persist(self, work: Callable[[], T]) -> T | None:
         """Do the work, again and again until the queue takes it.
 
-        Given up when the worker has to end, or its leases have: what it holds then goes to others.
+        Given up once the leases have ended, so that what it holds goes to others, and when the
+        worker has to end. One that holds outcomes has its time to drain for them: the database may
+        restart together with it.
         """
         while True:
             self._moved = time.monotonic()
@@ -224,12 +275,27 @@ class Worker:
                 return work()
             except Away as away:
                 log.error("%s", away)
-                over = self._held and time.monotonic() > self._leased_until
-                if over or self._stopping.wait(_AGAIN_S):
+                if not self._waits():
                     return None
             except Dismissed as reason:
                 self._dismiss(reason)
                 return None
+
+    def _waits(self) -> bool:
+        """Wait a moment for the queue; False if it is too late for that."""
+        if self._held and time.monotonic() > self._leased_until:
+            return False
+        if self._stopping.wait(_AGAIN_S):
+            if not self._held or self._has_to_end():
+                return False
+            time.sleep(_AGAIN_S)
+        return True
+
+    def _has_to_end(self) -> bool:
+        """Whether the time is over in which a worker that was told to end may finish its job."""
+        if self._stopping.is_set():
+            self._ends_at = min(self._ends_at, time.monotonic() + self._drain_s)
+        return time.monotonic() >= self._ends_at
 
     def _dismiss(self, reason: Dismissed) -> None:
         log.error("this worker ends: %s", reason)

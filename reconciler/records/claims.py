@@ -17,9 +17,8 @@ from reconciler.model.bundle import BUNDLE_FIELDS, run_bundle
 from reconciler.model.states import ClaimKind, ClaimState, SlotState, TaskKind
 
 ENDS = ("finish", "fail")
-# Added to a fence after a restore: more claims than a slot can have had since the backup. Hosts
-# refuse a fence that is lower than their highest.
-LEAP = 1_000_000
+# 1 January 2020. The seconds since then fit into the integers of the database until 2088.
+_NUMBERED_FROM = 1_577_836_800
 _COPIED = (*BUNDLE_FIELDS, "nvme_identity", "fence", "disk_generation")
 
 
@@ -91,6 +90,13 @@ def next_node_fence(conn: sa.Connection, node_id: str) -> int:
     return int(conn.execute(update.returning(nodes.c.fence)).scalar_one())
 
 
+def fence_at(at: float) -> int:
+    """A fence above all that hosts can have seen by then, also of records that were restored: no
+    slot has a claim each second. Hosts refuse a fence that is lower than their highest.
+    """
+    return int(at) - _NUMBERED_FROM
+
+
 def next_fence(conn: sa.Connection, slot: Slot) -> int:
     """The fence for a clean-up of a slot. Since a claim from before the records were restored, its
     host may have seen any number of later claims.
@@ -98,7 +104,9 @@ def next_fence(conn: sa.Connection, slot: Slot) -> int:
     claimed = sa.select(claims.c.created_at).where(claims.c.slot_id == slot.id)
     last = conn.execute(claimed.order_by(claims.c.disk_generation.desc()).limit(1)).scalar()
     restored_at = float(settings.read(conn, settings.RESTORED, 0.0))
-    return slot.fence + (LEAP if last is not None and last < restored_at else 1)
+    if last is not None and last < restored_at:
+        return max(slot.fence + 1, fence_at(restored_at))
+    return slot.fence + 1
 
 
 def exclusive_ended_at(conn: sa.Connection, node_id: str) -> float:

@@ -14,7 +14,7 @@ from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Node, claims, ingress_rules, nodes, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.hardware import TWICE, serial_of
+from reconciler.model.hardware import TWICE, bound_serial, is_owner, serial_of
 from reconciler.model.states import (
     LIVE_CLAIMS,
     LIVE_INGRESS,
@@ -184,8 +184,17 @@ def note_fault(
 
 
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
-    """The node; Problem `node_not_enrolled` if its host never enrolled, as no run can reach it."""
+    """The node; Problem `node_not_enrolled` if its host never enrolled, as no run can reach it, and
+    for a retired node.
+    """
     node = rows.get(conn, Node, id)
+    if node.state == NodeState.RETIRED:
+        raise Problem(
+            "node_not_enrolled",
+            expected="a node whose host has enrolled",
+            found=f"state {node.state}: it never comes back",
+            remedy="add the machine under another id (`gpuaas nodes add`), and enrol that",
+        )
     if node.state == NodeState.ENROLLING:
         raise Problem(
             "node_not_enrolled",
@@ -238,12 +247,17 @@ def by_admin(
 
 
 def require_own_serial(conn: sa.Connection, node: Node) -> None:
-    """Problem `serial_twice` if the host of another node reports the same serial number."""
+    """Problem `serial_twice` if the host of another node reports the same serial number, unless
+    MAAS shows that it is this node's.
+    """
     if not (serial := serial_of(node.hardware)):
         return
-    living = sa.select(nodes.c.id, nodes.c.hardware).where(nodes.c.state != NodeState.RETIRED)
-    same = {id for id, hardware in conn.execute(living) if serial_of(hardware) == serial}
-    if others := sorted(same - {node.id}):
+    columns = (nodes.c.id, nodes.c.hardware, nodes.c.maas)
+    living = conn.execute(sa.select(*columns).where(nodes.c.state != NodeState.RETIRED)).all()
+    same = {row.id for row in living if serial_of(row.hardware) == serial}
+    bound = {row.id: bound_serial(row.maas) for row in living if row.id in same}
+    others = sorted(same - {node.id})
+    if others and not is_owner(node.id, same, serial, bound):
         raise Problem(
             "serial_twice",
             expected=f"serial number {serial} at the host of node {node.id} only",

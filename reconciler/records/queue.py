@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +49,8 @@ _NO_RUN = {"run_id": "", "run_directory": "", "progress_offset": 0}
 # stays unreachable is tried rarely.
 _FIRST_PAUSE_S = 5
 _LONGEST_PAUSE_S = 300
+# Characters of an old result that stays as it is. That of an honest host has fewer.
+_LONGEST_RESULT = 4096
 
 
 @dataclass(frozen=True)
@@ -352,6 +355,22 @@ def forget_tenant_data(conn: sa.Connection, task: Task) -> None:
     rest = {name: value for name, value in task.parameters.items() if name != "tenant_data"}
     if rest != task.parameters:
         conn.execute(sa.update(tasks).where(tasks.c.id == task.id).values(parameters=rest))
+
+
+def shorten_result(conn: sa.Connection, kind: TaskKind, node_id: str, *, newest: int) -> None:
+    """Replace the result of the node's succeeded task before so many newer ones by counts. A
+    hostile host fills results, and records of tasks are kept for ever.
+    """
+    query = sa.select(tasks).where(
+        tasks.c.kind == kind, tasks.c.node_id == node_id, tasks.c.state == TaskState.SUCCEEDED
+    )
+    old = db_rows.first(conn, query.order_by(tasks.c.created_at.desc()).offset(newest), Task)
+    if old is not None and len(json.dumps(old.result)) > _LONGEST_RESULT:
+        counts = {
+            name: len(part) for name, part in old.result.items() if isinstance(part, list | dict)
+        }
+        change = sa.update(tasks).where(tasks.c.id == old.id)
+        conn.execute(change.values(result={"counts": counts}))
 
 
 def get(conn: sa.Connection, id: str) -> Task:

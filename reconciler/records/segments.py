@@ -1,7 +1,7 @@
 """Network segments of projects on the fabric: a VLAN or a partition key for each project.
 
 A project keeps its number until the site has no other left. A number never passes to another
-project while anything of the former one is live.
+project while anything of the former project is live.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def assign(conn: sa.Connection, project_id: str, kind: Isolation, numbers: range
 
 
 def find(conn: sa.Connection, project_id: str, kind: Isolation, numbers: range) -> int | None:
-    """Number of a project within `numbers`, if it has one."""
+    """Number of a project within `numbers`, if it has a number."""
     query = _in_range(kind, numbers).where(segments.c.project_id == project_id)
     return conn.execute(query.order_by(segments.c.number)).scalars().first()
 

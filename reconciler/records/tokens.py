@@ -354,7 +354,7 @@ def _invalid_enrolment(node_id: str) -> Problem:
         401,
         expected="an unused enrolment token of this node, at most 15 minutes old",
         found="a token that is unknown, used, expired or of another node",
-        remedy=f"enrol with a new token: POST /api/v1/admin/nodes/{node_id}/enrollment-token",
+        remedy=f"run the script that `gpuaas nodes userdata {node_id}` prints now",
     )
 
 

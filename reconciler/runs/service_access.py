@@ -242,12 +242,22 @@ class Conversation:
                     for count, most in ((size, self.LARGEST), (self._received, self.TOTAL)):
                         if count > most:
                             raise self.silent(request, f"more than {most} bytes")
-        except httpx.HTTPError as lost:
+        # httpx reads the address of a redirect, although none is followed.
+        except (httpx.HTTPError, httpx.InvalidURL) as lost:
             self._access.require_trust(lost)
             sent = not isinstance(lost, httpx.ConnectError | httpx.ConnectTimeout)
             raise self.silent(request, f"{type(lost).__name__}: {lost}", sent=sent) from lost
         if answer.status_code >= 500 or answer.status_code in LATER:
             raise self.silent(request, f"HTTP {answer.status_code}")
+        if answer.has_redirect_location:
+            place = self._access.hide(scrub(answer.headers["Location"]))
+            raise self._access.refuse(
+                "redirected",
+                f"{self.TITLE} to answer {request} at {self._access.url} itself",
+                f"HTTP {answer.status_code}, a redirect to {place}",
+                f"correct GPUAAS_{self._access.NAME}_URL: no redirect is followed, because the"
+                " token would go along",
+            )
         return answer, b"".join(parts)
 
     def _shown(self, answer: httpx.Response, body: bytes) -> str:

@@ -268,7 +268,7 @@ def adopt_issuer(settings: Settings, engine: Engine) -> None:
 
 def replace_gateway(settings: Settings, engine: Engine, act: Act) -> int:
     """Replace the gateway's authority, for this machine's gateway too, and have every slice host
-    compared, which then accepts the new one alone. Returns the number of these hosts.
+    compared, which then accepts the new authority alone. Returns the number of these hosts.
     """
     trust = open_trust(settings.state_dir)
     local = authorities(trust)

@@ -47,7 +47,7 @@ STALE_S = 86_400.0
 # flood it.
 QUIET_S = 10.0
 _TIMEOUT_S = 5.0
-# How long a request waits for the first keys, which another one fetches.
+# How long a request waits for the first keys, which another request fetches.
 _PATIENCE_S = 2.0
 # Of a whole answer. The limit above starts again with every byte.
 _DEADLINE_S = 10.0

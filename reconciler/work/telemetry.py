@@ -32,13 +32,19 @@ LONGEST = 1 << 20
 # Pause after an answer or a first failure; it doubles up to the longest.
 FIRST_S = slice_telemetry.PERIOD_S - 5
 LONGEST_S = 600.0
-_ACT = Act("reconciler", "a slice is off unasked")
+_OFF = Act("reconciler", "a slice is off unasked")
+_DIFFERS = Act("reconciler", "the host's baseline differs, as its telemetry says")
+_ENDED = Act("reconciler", "the host gives no telemetry")
+_SILENT = frozenset({"telemetry"})
+# A host is compared no more often for what its telemetry says of its baseline, which may be a lie.
+_COMPARED_S = 300.0
 _AT_ONCE, _SILENT_AT_ONCE = 8, 2
 
 
 class Telemetry:
     """access: makes the SSH identity for telemetry, for each pass with hosts that are due. drift:
-    whether a host with a slice that is off unasked is compared with the records at once.
+    whether a host is compared with the records at once that has a slice off unasked, a part of its
+    baseline that differs, or no telemetry any more.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class Telemetry:
         self._busy: set[str] = set()
         # Per node: time of the next question, the pause after it, and the last failure.
         self._plan: dict[str, tuple[float, float, str]] = {}
+        # Per node: what of its baseline differed when it was compared for that.
+        self._differing: dict[str, frozenset[str]] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="telemetry")
         self._silent = ThreadPoolExecutor(_SILENT_AT_ONCE, thread_name_prefix="telemetry-silent")
 
@@ -115,11 +123,17 @@ class Telemetry:
         try:
             text = ssh.telemetry(access, target, self._stopping.is_set)
         except RunError as silent:
+            # A host that is unreachable is compared as soon as it answers again. The end of this
+            # process ends the question, too.
+            if not (ssh.is_unreachable(silent.found) or self._stopping.is_set()):
+                self._compare(node.id, _SILENT, _ENDED)
             return silent.found
         snapshot = Snapshot.read(text) if len(text) <= LONGEST else f"{len(text)} bytes"
         if isinstance(snapshot, str):
+            self._compare(node.id, _SILENT, _ENDED)
             return f"not a snapshot: {snapshot}"
         retrying(self._engine, partial(self._record, node_id=node.id, snapshot=snapshot))
+        self._compare(node.id, frozenset(snapshot.differs), _DIFFERS)
         if snapshot.problems:
             log.info("node %s measures without %s", node.id, ", ".join(snapshot.problems))
         return ""
@@ -129,4 +143,12 @@ class Telemetry:
         slice_telemetry.record(conn, node_id, snapshot)
         if off and self._drift:
             # The host may lose power before its next turn, and would start the slice again then.
-            drift.queue_comparison(conn, node_id, _ACT)
+            drift.queue_unasked(conn, node_id, _OFF)
+
+    def _compare(self, node_id: str, differs: frozenset[str], act: Act) -> None:
+        """Have the host compared and repaired when something differs that did not before."""
+        if differs - self._differing.get(node_id, frozenset()) and self._drift:
+            queue = partial(drift.queue_unasked, node_id=node_id, act=act, pause_s=_COMPARED_S)
+            if not retrying(self._engine, queue):
+                return
+        self._differing[node_id] = differs

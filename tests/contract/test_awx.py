@@ -28,6 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 WEBHOOK = "https://chat.example/hook"
 SECRET = "canary-77aa01-do-not-print"
+KEY = f"consumer:token:{SECRET}"
+# A site with all that is left out by default.
+SITE = {
+    "gpuaas_awx_webhook": WEBHOOK,
+    "gpuaas_awx_maas_url": "https://maas.example",
+    "gpuaas_awx_maas_tags": ["gpuaas-profile-slice-vm", "rack-1"],
+    "gpuaas_awx_maas_networks": ["10.20.0.0/16"],
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Import:
                 "CONTROLLER_OAUTH_TOKEN": TOKEN,
                 "SSL_CERT_FILE": str(self.controller.ca_file),
                 "GPUAAS_TOKEN_FILE": str(self.folder / "reconciler-token"),
+                "GPUAAS_MAAS_TOKEN_FILE": str(self.folder / "maas-key"),
             },
             capture_output=True,
             text=True,
@@ -65,6 +74,7 @@ def importing(folder: Path) -> Iterator[Import]:
     """An AWX without our objects."""
     subprocess.run([str(ROOT / "scripts" / "ansible-collections")], check=True)
     (folder / "reconciler-token").write_text(f"{SECRET}\n")
+    (folder / "maas-key").write_text(f"{KEY}\n")
     with standing(folder) as controller:
         controller.begin(empty=True)
         yield Import(controller, folder)
@@ -73,7 +83,7 @@ def importing(folder: Path) -> Iterator[Import]:
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Import]:
     with importing(tmp_path_factory.mktemp("awx")) as first:
-        first("-e", f"gpuaas_awx_webhook={WEBHOOK}")
+        first("-e", json.dumps(SITE))
         yield first
 
 
@@ -111,6 +121,16 @@ def test_every_field_arrives(imported: Import) -> None:
     assert (ROOT / source["source_path"]).is_file()
     assert source["update_on_launch"] is False
     assert source["summary_fields"]["credential"]["name"] == "gpuaas reconciler"
+    maas = named(objects["inventory_sources"], "gpuaas machines")
+    assert (maas["source"], maas["overwrite"], maas["overwrite_vars"]) == ("scm", True, True)
+    assert (ROOT / maas["source_path"]).is_file()
+    assert json.loads(maas["source_vars"]) == {
+        "GPUAAS_MAAS_TAGS": "gpuaas-profile-slice-vm,rack-1",
+        "GPUAAS_MAAS_NETWORKS": "10.20.0.0/16",
+    }
+    assert maas["summary_fields"]["credential"]["name"] == "gpuaas MAAS"
+    # No machine of MAAS is a host for the reconciler's jobs.
+    assert maas["inventory"] != source["inventory"]
     project = named(objects["projects"], "gpuaas.slice")
     # A branch that exists. A tag would have to be made before AWX can fetch it.
     assert project["scm_branch"] == "main"
@@ -126,6 +146,8 @@ def test_every_field_arrives(imported: Import) -> None:
     assert webhook["notification_configuration"]["url"] == WEBHOOK
     secret = named(objects["credentials"], "gpuaas reconciler")["inputs"]["token"]
     assert secret == SECRET
+    inputs = named(objects["credentials"], "gpuaas MAAS")["inputs"]
+    assert inputs == {"url": "https://maas.example", "key": KEY}
 
 
 def scheduled(objects: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
@@ -148,18 +170,23 @@ def test_schedules_start_what_they_name(imported: Import) -> None:
         "gpuaas hosts every ten minutes": ("gpuaas nodes", "FREQ=MINUTELY;INTERVAL=10", True),
         "gpuaas parity each night": ("gpuaas parity of all nodes", "FREQ=DAILY;INTERVAL=1", True),
         "gpuaas NetBox each hour": ("gpuaas compare NetBox", "FREQ=HOURLY;INTERVAL=1", False),
+        "gpuaas machines each hour": ("gpuaas machines", "FREQ=HOURLY;INTERVAL=1", True),
     }
     netbox = named(objects["schedules"], "gpuaas NetBox each hour")
     assert netbox["extra_data"]["gpuaas_action"] == "netbox_diff"
 
 
 @pytest.mark.long
-def test_a_site_with_netbox_and_without_a_webhook(tmp_path: Path) -> None:
+def test_a_site_with_netbox_and_without_maas_and_webhook(tmp_path: Path) -> None:
     with importing(tmp_path) as site:
+        # Nobody needs a key of a MAAS that the site does not have.
+        (tmp_path / "maas-key").unlink()
         site("-e", "gpuaas_awx_netbox=true")
         objects = site.controller.objects()
     assert scheduled(objects)["gpuaas NetBox each hour"][2] is True
     assert objects["notification_templates"] == []
+    for kind in ("inventories", "inventory_sources", "credentials", "schedules"):
+        assert not [item for item in objects[kind] if re.search("MAAS|machines", item["name"])]
 
 
 def test_no_question_takes_an_id_from_a_list(imported: Import) -> None:
@@ -210,7 +237,7 @@ def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import
         imported.controller.delete(name)
     # With it goes its schedule; a workflow's step stays, with nothing to run.
     assert "gpuaas NetBox each hour" not in scheduled(imported.controller.objects())
-    output = imported("-e", f"gpuaas_awx_webhook={WEBHOOK}")
+    output = imported("-e", json.dumps(SITE))
     assert re.findall(r"^changed: \[localhost\] => \(item=(.*)\)$", output, re.MULTILINE) == [
         "gpuaas.slice.parity",
         *deleted,
@@ -242,8 +269,9 @@ def test_the_same_data_has_the_shape_of_infra_aap_configuration(tmp_path: Path) 
     record = json.loads((ROOT / "tests/data/awx/aap-configuration-3.0.0.json").read_text())
     text = (ROOT / "awx" / "controller.yml").read_text()
     ours = re.findall(r"^((?:controller|aap)_\w+):", text, re.MULTILINE)
-    (tmp_path / "reconciler-token").write_text(SECRET)
-    site = {"gpuaas_awx_contracts": str(ROOT / "contracts/runs"), "gpuaas_awx_webhook": WEBHOOK}
+    for secret in ("reconciler-token", "maas-key"):
+        (tmp_path / secret).write_text(SECRET)
+    site = {"gpuaas_awx_contracts": str(ROOT / "contracts/runs"), **SITE}
     content = "{{ {" + ", ".join(f"'{name}': {name}" for name in ours) + "} | to_json }}"
     files = [str(ROOT / "awx" / name) for name in ("job_templates.yml", "controller.yml")]
     task = {
@@ -254,7 +282,11 @@ def test_the_same_data_has_the_shape_of_infra_aap_configuration(tmp_path: Path) 
         yaml.safe_dump([{**play, "vars_files": files, "tasks": [task]}])
     )
     words = [str(BIN / "ansible-playbook"), "-i", "localhost,", str(tmp_path / "play.yml"), "-e"]
-    env = {**os.environ, "GPUAAS_TOKEN_FILE": str(tmp_path / "reconciler-token")}
+    env = {
+        **os.environ,
+        "GPUAAS_TOKEN_FILE": str(tmp_path / "reconciler-token"),
+        "GPUAAS_MAAS_TOKEN_FILE": str(tmp_path / "maas-key"),
+    }
     # A site's own playbook lies elsewhere: without the contracts there would be no template.
     lost = subprocess.run([*words, "a=b"], env=env, check=False, capture_output=True, text=True)
     assert lost.returncode and "set gpuaas_awx_contracts" in lost.stdout + lost.stderr

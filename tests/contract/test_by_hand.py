@@ -87,11 +87,11 @@ def test_b_makes_root_of_a_user_whom_only_ssh_knows(
     program.chmod(0o755)
     profile = ROOT / "profiles" / "lab.yml"
     settings = [f"ansible_become_exe={program}", f"ansible_python_interpreter={sys.executable}"]
-    said = play(
+    output = play(
         FOLDER / "discover.yml", "-c", "local", "--become-user", "daemon", *word,
         *(x for text in (*settings, f"slice_profile_file={profile}") for x in ("-e", text)),
     )  # fmt: skip
-    assert "failed=0" in said, said
+    assert "failed=0" in output, output
     assert (tmp_path / "log").exists() is becomes
 
 
@@ -122,17 +122,17 @@ def test_a_part_that_fails_fails_the_playbook() -> None:
     own = json.dumps({"slice_profile_overrides": {"network": {"tmfifo": "neither"}}})
     shared = f"slice_profile_file={ROOT}/profiles/lab.yml"
     words = ("-e", shared, "-e", own, "--tags", "network")
-    said = play(FOLDER / "bootstrap.yml", *HERE, *words)
-    assert "rescued=1" in said and "failed=1" in said, said
-    assert '"ok": false' in said and "'neither'" in said
+    output = play(FOLDER / "bootstrap.yml", *HERE, *words)
+    assert "rescued=1" in output and "failed=1" in output, output
+    assert '"ok": false' in output and "'neither'" in output
 
 
 def test_a_part_puts_no_host_into_slice_mode_and_reports_nothing() -> None:
     parts = "boot,fabric,libvirt,names,network,packages,telemetry,tuning"
     for words in (("--tags", "names"), ("--skip-tags", parts)):
-        said = played({"name": "lab"}, *words)
-        assert "failed=0" in said and "slice_result" not in said, said
-        shown = re.findall(r"^TASK \[(.+?)\] \*+\n(\w+)", said, re.MULTILINE)
+        output = played({"name": "lab"}, *words)
+        assert "failed=0" in output and "slice_result" not in output, output
+        shown = re.findall(r"^TASK \[(.+?)\] \*+\n(\w+)", output, re.MULTILINE)
         done = [name for name, state in shown if state != "skipping"]
         assert done == ["Refuse a machine that a tenant has as a whole"]
 
@@ -147,9 +147,9 @@ def test_a_part_puts_no_host_into_slice_mode_and_reports_nothing() -> None:
 )
 def test_hosts_that_may_reboot_go_one_after_the_other(words: tuple[str, ...], tried: int) -> None:
     """The first failure spares the rest. Nothing listens on port 1."""
-    said = play(
+    output = play(
         FOLDER / "bootstrap.yml", "-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1",
         "-e", "{slice_profile: {}}", *(part for word in words for part in ("-e", word)),
         hosts="slicehost1,slicehost2,",
     )  # fmt: skip
-    assert said.count("unreachable=1") == tried, said
+    assert output.count("unreachable=1") == tried, output

@@ -50,8 +50,10 @@ def running() -> Document:
 
 @pytest.mark.covers("CTRL-1")
 def test_contract_and_service_say_the_same(written: Document, running: Document) -> None:
-    found = list(contract.differences(written, running))
-    assert not found, "see `python -m reconciler.api.contract`: " + "; ".join(found[:10])
+    differences = list(contract.differences(written, running))
+    assert not differences, "see `python -m reconciler.api.contract`: " + "; ".join(
+        differences[:10]
+    )
 
 
 NODE = ("paths", "/api/v1/admin/nodes/{node_id}", "patch")

@@ -60,15 +60,15 @@ def test_the_password_of_a_bmc_is_in_no_log(bmc: standin.Bmc, tmp_path: Path) ->
         "host": bmc.address, "ca_file": bmc.ca_file, "state": "present",
         "password": "{{ lookup('ansible.builtin.env', 'IDRAC_PASSWORD') }}",
     }  # fmt: skip
-    said = play(
+    output = play(
         tmp_path,
         {"gpuaas.slice.redfish_bios": {**asked, "user": "root"}},
         {"gpuaas.slice.redfish_bios": {**asked, "user": "stranger"}, "ignore_errors": True},
     )
-    assert len(bmc.record()["patches"]) == 1 and "bmc_login_refused" in said
+    assert len(bmc.record()["patches"]) == 1 and "bmc_login_refused" in output
     # Terminal and host log show both invocations, without the password.
-    assert said.count('"password": "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"') == 2
+    assert output.count('"password": "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"') == 2
     logged = (tmp_path / "journal").read_text()
     assert logged.count("PASSWORD=NOT_LOGGING_PARAMETER") == 2 and "USER=stranger" in logged
     left = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
-    assert [text for text in (said.encode(), *left) if standin.PASSWORD.encode() in text] == []
+    assert [text for text in (output.encode(), *left) if standin.PASSWORD.encode() in text] == []

@@ -122,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
         "slice_vm": VM,
         "slice_fabric": {"isolation": "vlan", "link": "ethernet", "vlan": 3001},
         "slice_power": "restart",
+        "slice_power_fence": 3,
         "slice_shutdown_deadline": 90,
         "slice_ready_deadline": 900,
         "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",

@@ -1,4 +1,4 @@
-"""New parity proof of a host: the gate of its slots opens, or the failed checks are shown."""
+"""What a host is asked: a new parity proof, and its differences from the records."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def prove_again(stage: Stage) -> None:
     sold = ("available", "active")
     closed = {slot["id"]: slot["status_reason"] for slot in slots if slot["status"] not in sold}
     assert not closed, closed
+
+
+def differences(stage: Stage) -> set[str]:
+    """Differences between the host and the records, by code."""
+    result = stage.task(stage.path("/drift"))
+    assert (result["unknown"], result["skipped"]) == ({}, [])
+    return {each["code"] for each in result["differences"]}

@@ -314,9 +314,7 @@ def test_one_command_goes_on_here_and_erases_nothing_without_its_plan(
     """Two candidates are left. The command looks at the host, and stops before their disks."""
     story.needs("bind")
     rows = host_steps._document(stage)["candidates"]
-    left = {
-        row["bundle"]["nvme_device"] for row in rows if row["slot_index"] not in host_steps.SLOTS
-    }
+    left = {row["bundle"]["nvme_device"] for row in rows if row["slot_index"] not in stage.slots}
     with pytest.raises(LabError, match="plan_unapproved"):
         stage.service.cli(*ONBOARD, "--yes-to", "sha256:0")
     kind = {"node_id": NODE, "kind": "node.storage_transition"}

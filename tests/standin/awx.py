@@ -39,6 +39,8 @@ FIRST_TEMPLATE = 7
 FIRST_OBJECT = 1
 API = "/api/v2"
 INVENTORY = 3
+# Of the execution environment.
+IMAGE = "registry.example/gpuaas-slice-ee:0.1.0"
 Query = dict[str, str]
 ACTIVE = ("pending", "waiting", "running")
 # Explanations of AWX's reaper, which gives up jobs without knowing their end.
@@ -60,7 +62,8 @@ class Faults:
     """token: the accepted token. templates: overrides of each template's fields. without: omitted
     names.
 
-    hosts, groups: of the inventory. page_size: the most that a list gives at a time. status:
+    hosts, groups: of the inventory. variables: text by `host`, `group` (of the host) and
+    `inventory`. page_size: the most that a list gives at a time. status:
     `METHOD path` to [status, times], answered instead of the normal status. cut: `METHOD path` to
     how often the connection is cut instead of an answer, after the act. drop: the same, before the
     act. strange: `METHOD path` to documents, each answered once instead; None: an empty answer.
@@ -85,6 +88,7 @@ class Faults:
     without: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=lambda: ["node-1"])
     groups: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
     page_size: int = 200
     status: dict[str, list[int]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
@@ -217,6 +221,10 @@ def _templates(faults: Faults) -> list[dict[str, Any]]:
         faulty = {**faults.templates, **faults.changed.get(fields["name"], {})}
         summary = {
             **{kind: {"id": id, "name": fields[kind]} for kind, id in names.items()},
+            "execution_environment": {
+                **{"id": 4, "name": fields["execution_environment"]},
+                "image": IMAGE,
+            },
             "credentials": [machine],
             "user_capabilities": {"start": True},
             **faulty.get("summary_fields", {}),
@@ -399,7 +407,8 @@ class Handler(BaseHTTPRequestHandler):
         query = dict(parse_qsl(urlsplit(self.path).query))
         if not self.server.awx.objects and words == ["projects", "5"]:
             project = {"id": 5, "scm_url": "https://git.example/gpuaas", "scm_branch": "v1"}
-            return 200, {**project, "name": "gpuaas.slice", **self.server.awx.faults.project}
+            project |= {"name": "gpuaas.slice", "scm_refspec": ""}
+            return 200, {**project, **self.server.awx.faults.project}
         objects, launches = self.server.awx.objects, words[-1] in ("launch", "hosts", "groups")
         named = words[0] in KINDS or words[0] in ("unified_job_templates", "roles")
         if objects and named and not launches:
@@ -408,6 +417,7 @@ class Handler(BaseHTTPRequestHandler):
             "job_templates": self._templates,
             "jobs": self._jobs,
             "inventories": self._inventory,
+            "hosts": self._groups_of_host,
             "settings": self._settings,
         }
         if part := parts.get(words[0]):
@@ -437,8 +447,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def _inventory(self, rest: list[str], query: Query, _body: object) -> tuple[int, Any]:
         faults = self.server.awx.faults
+        if not rest[1:]:
+            text = faults.variables.get("inventory", "")
+            return 200, {"id": INVENTORY, "name": "gpuaas.slice", "variables": text}
         names = faults.hosts if rest[1] == "hosts" else faults.groups
-        return self._list([{"id": 1, "name": name, "enabled": True} for name in names], query)
+        more = {"enabled": True, "variables": faults.variables.get("host", "")}
+        return self._list([{"id": 1, "name": name, **more} for name in names], query)
+
+    def _groups_of_host(self, rest: list[str], query: Query, _body: object) -> tuple[int, Any]:
+        if rest[1:] != ["all_groups"]:
+            return 404, {"detail": "The requested resource could not be found."}
+        text = self.server.awx.faults.variables.get("group", "---")
+        return self._list([{"id": 1, "name": "slices", "variables": text}], query)
 
     def _settings(self, _rest: object, _query: object, _body: object) -> tuple[int, Any]:
         faults = self.server.awx.faults
@@ -484,9 +504,9 @@ class Handler(BaseHTTPRequestHandler):
         following = items[page * size :]
         # AWX gives only the path.
         more = f"{API}/…?page={page + 1}" if following else None
-        found = items[(page - 1) * size : page * size]
-        found = [{k: v for k, v in item.items() if k not in _DETAIL} for item in found]
-        return 200, {"count": len(items), "next": more, "results": found}
+        rows = items[(page - 1) * size : page * size]
+        rows = [{k: v for k, v in item.items() if k not in _DETAIL} for item in rows]
+        return 200, {"count": len(items), "next": more, "results": rows}
 
 
 _UNAUTHORIZED = {
@@ -496,9 +516,9 @@ _UNAUTHORIZED = {
 _FORBIDDEN = {"detail": "You do not have permission to perform this action."}
 _NOT_ALLOWED = {"detail": 'Method "POST" not allowed.'}
 _LOOKUPS: dict[str, Callable[[Any, str], bool]] = {
-    "": lambda found, value: str(found) == value,
-    "gt": lambda found, value: bool(found > int(value)),
-    "startswith": lambda found, value: str(found).startswith(value),
+    "": lambda field, value: str(field) == value,
+    "gt": lambda field, value: bool(field > int(value)),
+    "startswith": lambda field, value: str(field).startswith(value),
 }
 
 

@@ -231,7 +231,8 @@ class Handler(BaseHTTPRequestHandler):
         if not key:
             time.sleep(maas.faults.list_s)
             rows = maas.machines.values()
-            return 200, [maas.read(row) for row in rows if fields["tags"] in row["tag_names"]]
+            named = [row for row in rows if fields.get("tags", "") in ("", *row["tag_names"])]
+            return 200, [maas.read(row) for row in named]
         if maas.faults.vanish == key and maas.machines[key]["status"] in _MOVING:
             del maas.machines[key]
         machine = maas.machines.get(key)

@@ -243,11 +243,11 @@ class Handler(BaseHTTPRequestHandler):
         for job in bmc.jobs:
             if path == f"{JOBS}/{job['Id']}":
                 return 200, job, {}
-        found = documents(bmc, expand=bmc.faults.expand and "expand" in self.path)
-        found = (found | bmc.faults.documents).get(path)
-        if found and path == JOBS and bmc.faults.page:
-            found = _page(found["Members"], bmc.faults, self.path)
-        return (200, found, {}) if found else (404, _error("Base.1.12.ResourceMissing"), {})
+        document = documents(bmc, expand=bmc.faults.expand and "expand" in self.path)
+        document = (document | bmc.faults.documents).get(path)
+        if document and path == JOBS and bmc.faults.page:
+            document = _page(document["Members"], bmc.faults, self.path)
+        return (200, document, {}) if document else (404, _error("Base.1.12.ResourceMissing"), {})
 
     def _patch(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
         bmc = self.server.bmc

@@ -1,5 +1,5 @@
 #!/usr/bin/python3 -IS
-"""Open vSwitch, nft and the filter table of a host, as the network baseline sees them: all is kept.
+"""Open vSwitch, nft and iptables of a host, as the network baseline sees them: all is kept.
 
 Tests call `answer`. On the copied machine of tests/data/deployed_machine this file is the program
 itself, by the name that it is called, and keeps its state in a file. Standard library only.
@@ -37,7 +37,8 @@ class Unknown(Exception):
 class Switch:
     """bridges: ports of each bridge with their numbers. modes: fail mode by bridge. flows: text by
     bridge, as added. tables: text of nft's tables by name. features: of the datapath. meters:
-    rate by number, of all bridges. zones: limit of connections by zone. filter: rules of iptables.
+    rate by number, of all bridges. zones: limit of connections by zone. filter, nat: rules of
+    iptables.
     """
 
     bridges: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class Switch:
     meter_features: str = METER_FEATURES
     zones: dict[str, str] = field(default_factory=dict)
     filter: list[str] = field(default_factory=list)
+    nat: list[str] = field(default_factory=list)
 
     def answer(self, argv: Sequence[str], stdin: str | None = None) -> Answer:
         """Exit code, output and error of one of PROGRAMS."""
@@ -200,19 +202,25 @@ class Switch:
         raise Unknown(f"nft {' '.join(words)}")
 
     def _iptables(self, words: list[str], stdin: str) -> Answer:
-        """`-S CHAIN`, or a transaction of iptables-restore."""
+        """`-S CHAIN`, `-F CHAIN`, or a transaction of iptables-restore."""
+        rules = self.nat if "nat" in words or stdin.startswith("*nat") else self.filter
+        chain = words[-1]
         if "-S" in words:
-            chain = [rule for rule in self.filter if rule.split()[1] == words[-1]]
-            return 0, "".join(f"{line}\n" for line in [f"-P {words[-1]} DROP", *chain]), ""
+            policy = "ACCEPT" if rules is self.nat else "DROP"
+            shown = [f"-P {chain} {policy}", *(r for r in rules if r.split()[1] == chain)]
+            return 0, "".join(f"{line}\n" for line in shown), ""
+        if "-F" in words:
+            rules[:] = [rule for rule in rules if rule.split()[1] != chain]
+            return 0, "", ""
         for line in stdin.splitlines()[1:-1]:
             verb, chain, *rest = line.split()
             if verb == "-D":
-                self.filter.remove(" ".join(["-A", chain, *rest]))
+                rules.remove(" ".join(["-A", chain, *rest]))
             else:
                 assert verb == "-I", line
-                before = [n for n, rule in enumerate(self.filter) if rule.split()[1] == chain]
-                place = [*before, len(self.filter)][int(rest[0]) - 1]
-                self.filter.insert(place, " ".join(["-A", chain, *rest[1:]]))
+                before = [n for n, rule in enumerate(rules) if rule.split()[1] == chain]
+                place = [*before, len(rules)][int(rest[0]) - 1]
+                rules.insert(place, " ".join(["-A", chain, *rest[1:]]))
         return 0, "", ""
 
 

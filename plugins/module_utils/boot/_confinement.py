@@ -13,6 +13,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 
 QEMU = "/etc/libvirt/qemu.conf"
 LOGGING = "/etc/libvirt/virtlogd.conf"
+# What AppArmor's profile of each guest allows beyond libvirt's own rules.
+APPARMOR = "/etc/apparmor.d/local/abstractions/libvirt-qemu"
+_LIBVIRTS = "/etc/apparmor.d/abstractions/libvirt-qemu"
+# QEMU takes pages of 1 GiB by threads on the CPUs of their NUMA node, which libnuma reads here.
+# Without it, QEMU ends with "The nodes select no CPUs" (seen with Debian 12).
+_NUMA = "  /sys/devices/system/node/node[0-9]*/cpumap r,"
 _SECURITY = "/sys/kernel/security"
 _ROOT = ("root", "+0", "0")
 
@@ -36,6 +42,20 @@ def with_settings(text: str) -> str:
     # Without a security module libvirt would refuse to start any guest.
     rows += ["security_require_confined = 1"] if security_module() else []
     return _managed_block.with_block(text, _managed_block.render(rows))
+
+
+def with_access(text: str) -> str:
+    """The site's rules of AppArmor for guests with the managed block, if libvirt reads them."""
+    if not _host.path(_LIBVIRTS).is_file():
+        return text
+    return _managed_block.with_block(text, _managed_block.render([_NUMA]))
+
+
+def numa_problems() -> list[str]:
+    """Why AppArmor would keep a guest from pages of its NUMA node."""
+    if security_module() != "apparmor" or _NUMA.strip() in (_host.read(APPARMOR) or ""):
+        return []
+    return [f"{APPARMOR} lacks {_NUMA.strip()}"]
 
 
 def problems(guests: Iterable[int]) -> list[str]:

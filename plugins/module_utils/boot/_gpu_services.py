@@ -24,7 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
-RECORD = "gpu-services"
+RECORD = _host_snapshot.GPU_SERVICES
 
 _AT_BOOT = ("enabled", "enabled-runtime")
 _MASKED = "masked"

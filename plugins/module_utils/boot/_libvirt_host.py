@@ -1,6 +1,7 @@
 """libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
 
 A return to bare metal restores libvirt's recorded state; without a record libvirt is left alone.
+QEMU's logs of slices are removed in any case: the next tenant of the machine may be root.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_snapshot,
     _managed_block,
+    _object_names,
 )
 
 RECORD = "libvirt"
@@ -37,7 +39,8 @@ Params = Mapping[str, Any]
 @dataclass(frozen=True)
 class State:
     """mode: of the directory, None when it is missing. before: None without a record. qemu: the
-    settings of QEMU, "" without the file.
+    settings of QEMU, "" without the file. access: the site's rules of AppArmor for guests. logs:
+    QEMU's of slices.
     """
 
     mode: int | None
@@ -45,6 +48,8 @@ class State:
     socket: _boot_service.Service
     before: Mapping[str, Any] | None
     qemu: str
+    access: str
+    logs: tuple[str, ...] = ()
 
 
 def observe(params: Params) -> State:
@@ -55,12 +60,14 @@ def observe(params: Params) -> State:
         daemon=services[_DAEMON],
         socket=services[_SOCKET],
         before=_host_snapshot.recall(RECORD),
-        qemu=_text(),
+        qemu=_text(_confinement.QEMU),
+        access=_text(_confinement.APPARMOR),
+        logs=tuple(_object_names.qemu_logs()),
     )
 
 
-def _text() -> str:
-    file = _host.path(_confinement.QEMU)
+def _text(path: str) -> str:
+    file = _host.path(path)
     return file.read_text(errors="surrogateescape") if file.is_file() else ""
 
 
@@ -83,19 +90,26 @@ def _steps(params: Params, state: State) -> list[_change.Step]:
     if not state.daemon.enabled:
         steps.append(_change.Step("enable_libvirt", _DAEMON, "disabled", "enabled"))
     if state.qemu and state.qemu != (confined := _confinement.with_settings(state.qemu)):
-        steps.append(_configure("confine_guests", state.qemu, confined))
+        steps.append(_configure("confine_guests", _confinement.QEMU, state.qemu, confined))
+    if state.access != (admitted := _confinement.with_access(state.access)):
+        steps.append(_configure("show_numa", _confinement.APPARMOR, state.access, admitted))
     if not (state.socket.active and state.socket.enabled):
         steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
     return steps
 
 
 def _back(params: Params, state: State) -> list[_change.Step]:
-    was, steps = state.before, []
+    was = state.before
+    logs = list(state.logs)
+    steps = [_change.Step("remove_logs", "QEMU's logs of slices", logs, [])] if logs else []
     if was is None:
-        return []
-    if _managed_block.block_of(state.qemu):
-        site = _managed_block.without_block(state.qemu)
-        steps.append(_configure("restore_qemu_settings", state.qemu, site))
+        return steps
+    for name, path, text in (
+        ("restore_qemu_settings", _confinement.QEMU, state.qemu),
+        ("restore_apparmor", _confinement.APPARMOR, state.access),
+    ):
+        if _managed_block.block_of(text):
+            steps.append(_configure(name, path, text, _managed_block.without_block(text)))
     running = state.socket.active or state.socket.enabled or state.daemon.enabled
     if not (was["socket"] or was["daemon"]) and running:
         steps.append(_change.Step("stop_libvirt", _DAEMON, "active at every boot", "stopped"))
@@ -105,9 +119,9 @@ def _back(params: Params, state: State) -> list[_change.Step]:
     return [*steps, *_host_snapshot.forget_steps(RECORD, was)]
 
 
-def _configure(name: str, before: str, after: str) -> _change.Step:
+def _configure(name: str, path: str, before: str, after: str) -> _change.Step:
     blocks = (_managed_block.block_of(before), _managed_block.block_of(after))
-    return _change.Step(name, _confinement.QEMU, *blocks)
+    return _change.Step(name, path, *blocks)
 
 
 def _was(state: State) -> dict[str, Any]:
@@ -123,13 +137,18 @@ def _was(state: State) -> dict[str, Any]:
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name in _host_snapshot.STEPS:
         _host_snapshot.apply(step)
-    elif step.subject == _confinement.QEMU:
-        mode = stat.S_IMODE(_host.path(step.subject).stat().st_mode)
-        site = _managed_block.without_block(_text())
+    elif step.name == "remove_logs":
+        for path in step.before:
+            _host.remove(path)
+    elif step.subject in (_confinement.QEMU, _confinement.APPARMOR):
+        file = _host.path(step.subject)
+        mode = stat.S_IMODE(file.stat().st_mode) if file.is_file() else 0o644
+        site = _managed_block.without_block(_text(step.subject))
         text = _managed_block.with_block(site, step.after) if step.after else site
         _host.write(step.subject, text, mode)
-        # libvirt reads the file at its start. Running guests are not touched.
-        _command.run(["systemctl", "try-restart", _DAEMON], timeout=120)
+        if step.subject == _confinement.QEMU:
+            # libvirt reads the file at its start. Running guests are not touched.
+            _command.run(["systemctl", "try-restart", _DAEMON], timeout=120)
     elif step.name == "stop_libvirt":
         _command.run(["systemctl", "disable", "--now", *_SOCKETS, _DAEMON], timeout=120)
     elif step.name == "close_directory":

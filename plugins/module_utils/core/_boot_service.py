@@ -148,6 +148,15 @@ def install(unit: Unit) -> None:
     _boot_files.remember(unit, _digests(unit))
 
 
+def present(*units: Unit) -> list[Unit]:
+    """Those that are installed on this host."""
+    return [
+        unit
+        for unit in units
+        if _host.path(unit.path).exists() and _host.path(unit.settings_path).exists()
+    ]
+
+
 def services(names: Iterable[str]) -> dict[str, Service]:
     """Several units in one call; a unit that does not exist is inactive and not enabled."""
     units = list(names)

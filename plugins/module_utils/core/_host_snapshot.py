@@ -17,8 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, 
 FOLDER = f"{_host.STATE_DIRECTORY}/before"
 REMEMBER, FORGET = "remember_before", "forget_before"
 STEPS = (REMEMBER, FORGET)
-# The subject whose record lists the packages installed for slices.
-PACKAGES = "packages"
+# The subjects whose records list the packages installed for slices, and the GPU services stopped.
+PACKAGES, GPU_SERVICES = "packages", "gpu-services"
 
 
 def file_of(subject: str) -> str:

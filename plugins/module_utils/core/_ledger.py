@@ -22,7 +22,12 @@ PROOFS = f"{_host.STATE_DIRECTORY}/proofs"
 
 # The entry of the whole machine. The slots and the disks of a whole-machine tenant have their own.
 MACHINE = "machine"
-_REPAIR = "keep the file as evidence, disable the slot and repair it from the last proof"
+# Power fence of a slot that is being released: no run of power follows, whatever its number.
+NO_POWER = -1
+_REPAIR = (
+    "keep the file as evidence and write the entry anew, dirty and with the slot's fence and"
+    " holder (docs/operations.md, A damaged entry of a host's ledger)"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Entry:
     on it. dirty_at, clean_at: ISO times. proof: the last wipe proof, as nvme_wipe returned it.
     clean_fence: the fence of that proof, -1 before the first. written_off: time, reason and holder
     of the last hold that was given up. gpu: the last evidence of a reset, as gpu_reset returned it.
-    gpu_used: a guest or the host may have used the GPU since then.
+    gpu_used: a guest or the host may have used the GPU since then. power_fence: highest number of
+    a run of power under this fence, or NO_POWER.
     """
 
     slot_id: str
@@ -49,6 +55,7 @@ class Entry:
     written_off: dict[str, object] | None = None
     gpu: dict[str, object] | None = None
     gpu_used: bool = False
+    power_fence: int = 0
 
     def document(self) -> dict[str, Any]:
         """The entry in the form of its file and the run contract."""
@@ -63,6 +70,7 @@ _KINDS: dict[str, type] = {
     "disk": str,
     "dirty": bool,
     "gpu_used": bool,
+    "power_fence": int,
 }
 
 
@@ -114,9 +122,27 @@ def check(slot_id: str, fence: int) -> Entry:
 
 
 def check_each(slots: Iterable[Mapping[str, Any]]) -> None:
-    """The same check for every bundle of a run."""
+    """The same check for every bundle of a run, with its `power_fence` in a run of power."""
     for slot in slots:
-        check(str(slot["slot_id"]), int(slot["fence"]))
+        entry = check(str(slot["slot_id"]), int(slot["fence"]))
+        if slot.get("power_fence") is not None:
+            _check_power(entry, int(slot["power_fence"]))
+
+
+def _check_power(entry: Entry, fence: int) -> None:
+    """Refuse a run of power after its successor began, or after the release of the slot began.
+
+    All runs of power of an allocation have the fence of its claim, so this number tells them apart.
+    """
+    if entry.power_fence == NO_POWER or fence < entry.power_fence:
+        last = f"a power fence of at least {entry.power_fence} for slot {entry.slot_id}"
+        over = f"no power action of slot {entry.slot_id}, which is being released"
+        raise Refusal(
+            "stale_fence",
+            expected=over if entry.power_fence == NO_POWER else last,
+            found=f"power fence {fence}",
+            remedy="this run has a successor: read the allocation, do not retry",
+        )
 
 
 def require_leased(slots: Collection[Mapping[str, Any]], allocation_id: str) -> None:
@@ -196,15 +222,30 @@ def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) ->
                 found=f"marked dirty at {entry.dirty_at} and not wiped since",
                 remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
             )
-        return _save(
-            replace(entry, fence=fence, allocation_id=allocation_id, disk_identity=disk_identity)
-        )
+        same = (entry.allocation_id, entry.fence) == (allocation_id, fence)
+        power_fence = entry.power_fence if same else 0
+        entry = replace(entry, fence=fence, allocation_id=allocation_id, power_fence=power_fence)
+        return _save(replace(entry, disk_identity=disk_identity))
 
 
 def raise_fence(slot_id: str, *, fence: int) -> Entry:
     """Refuse every later run with a lower fence."""
     with locked():
         return _save(replace(check(slot_id, fence), fence=fence))
+
+
+def end_power(slot_id: str, *, fence: int) -> Entry:
+    """As `raise_fence`, and refuse every later run of power of the present holder."""
+    with locked():
+        return _save(replace(check(slot_id, fence), fence=fence, power_fence=NO_POWER))
+
+
+def raise_power_fence(slot_id: str, *, fence: int, power_fence: int) -> Entry:
+    """Refuse every later step of a run of power with a lower number."""
+    with locked():
+        entry = check(slot_id, fence)
+        _check_power(entry, power_fence)
+        return _save(replace(entry, power_fence=power_fence))
 
 
 def release(slot_id: str, *, fence: int) -> Entry:

@@ -139,6 +139,13 @@ def files(kind: str) -> list[str]:
     return sorted(f"{folder}/{file.name}" for file in there)
 
 
+def qemu_logs() -> list[str]:
+    """QEMU's own logs of every slice, with their rotated parts. They outlive the slice."""
+    folder, _end = _FILES["console"]
+    there = _host.path(folder).glob(f"{PREFIX}{'?' * 32}.log*")
+    return sorted(f"{folder}/{file.name}" for file in there)
+
+
 def _path(kind: str, allocation_id: str) -> str:
     folder, end = _FILES[kind]
     return f"{folder}/{domain_name(allocation_id)}{end}"

@@ -106,7 +106,8 @@ class Service:
                 # A line of ~/.netrc for this host would be sent in place of the credential.
                 use_netrc=False,
             )
-            content = self._read(answer, ends)
+            with answer:
+                content = self._read(answer, ends)
         except HTTPError as error:
             raise self._refused(request, error) from None
         except (URLError, OSError, ValueError) as lost:

@@ -79,9 +79,11 @@ def _vlan(vf: Mapping[str, Any]) -> int | None:
     return 0
 
 
-def exclusive() -> AbstractContextManager[object]:
-    """Lock against the boot service, which would undo a guard whose file it has not read yet."""
-    return _host.locked(_LOCK, mode=0o700)
+def exclusive(wait_s: float = 0) -> AbstractContextManager[object]:
+    """Lock against the boot service, which would undo a guard whose file it has not read yet, and
+    against comparisons, which would see a file without its guard.
+    """
+    return _host.locked(_LOCK, mode=0o700, wait_s=wait_s)
 
 
 def save(allocation_id: str, vlans: Mapping[str, int]) -> None:

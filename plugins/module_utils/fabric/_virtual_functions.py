@@ -38,6 +38,8 @@ RECORD = "fabric"
 # Interval between two checks of the guards: each starts `ip` per card, and only the host's root can
 # change the guards.
 _PERIOD_S = 5.0
+# So long a comparison waits for a run that changes guards.
+LOOK_S = 30.0
 # Rounds of the guardian between two searches for new cards: a minute.
 _SELDOM = 12
 _UP = 0x1  # IFF_UP
@@ -304,6 +306,13 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     return _boot_service.watch(
         settings_path, restore, trouble=trouble, period_s=_PERIOD_S, sleep=sleep
     )
+
+
+def restore_guards(settings: Params) -> list[str]:
+    """Restore the guards of all functions once; returns what was restored."""
+    cards = [card.address for card in observe(settings).cards]
+    with _function_guards.exclusive(wait_s=LOOK_S):
+        return _restore_guards(settings, cards)
 
 
 def _restore_guards(settings: Params, cards: Iterable[str]) -> list[str]:

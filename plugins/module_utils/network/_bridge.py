@@ -27,6 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
     _guards,
     _host_filter,
+    _nat,
 )
 
 TMFIFO = "tmfifo_net0"
@@ -54,7 +55,8 @@ class Interface:
 
 @dataclass(frozen=True)
 class State:
-    """interfaces: existing interfaces of the bridge and the card's link. uplink: "" without one.
+    """interfaces: existing interfaces of the bridge and the card's link. nat: whether all rules are
+    in place. uplink: "" without one.
 
     isolation: None without the bridge. lacking: features that its datapath does not have. local:
     the host's own addresses. entries: size of the kernel's connection table, None where it cannot
@@ -90,29 +92,6 @@ def bridges() -> list[str]:
     return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
 
 
-def nat_rule(subnet: str) -> str:
-    """The rule as `iptables -S` writes it; parity looks for the same line."""
-    return f"-A POSTROUTING -s {subnet} -j MASQUERADE"
-
-
-def nat_present(subnet: str) -> bool:
-    try:
-        rules = _lines(["iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING"])
-    except Refusal as refusal:
-        if refusal.code != "command_missing":
-            raise
-        # iptables creates the rule, so a host without iptables cannot have it.
-        return False
-    return nat_rule(subnet) in [rule.strip() for rule in rules]
-
-
-def without_nat(subnet: str) -> None:
-    """Delete the rule, even if it was added twice."""
-    rule = nat_rule(subnet).split()[1:]
-    while nat_present(subnet):
-        _command.run(["iptables", "--wait", "10", "-t", "nat", "-D", *rule])
-
-
 def forwarding() -> bool:
     return _host.read(_FORWARDING) == "1"
 
@@ -139,7 +118,7 @@ def observe(params: Params) -> State:
         bridges=tuple(known),
         interfaces=_interfaces(),
         forwarding=forwarding(),
-        nat=nat_present(params["subnet"]),
+        nat=_nat.is_established(params),
         uplink=uplink(),
         isolation=_guards.observe(params) if there else None,
         lacking=tuple(_guards.lacking(params["bridge"])) if there else (),
@@ -165,7 +144,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     if _is_small(state.entries):
         steps.append(_change.Step("enlarge_table", _TABLE, state.entries, LEAST_ENTRIES))
     if not state.nat:
-        steps.append(_change.Step("add_nat", "nat rule", None, nat_rule(params["subnet"])))
+        steps.append(_change.Step("add_nat", "nat rule", None, _nat.rules(params)))
     if state.filtering:
         steps.append(_change.Step("admit_guests", "host's filter", None, list(state.filtering)))
     doubts = []
@@ -204,8 +183,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "enlarge_table":
         _enlarge_table()
     elif step.name == "add_nat":
-        rule = nat_rule(params["subnet"]).split()
-        _command.run(["iptables", "--wait", "10", "-t", "nat", *rule])
+        _nat.establish(params)
     elif step.name == "admit_guests":
         _host_filter.establish(params["bridge"])
     return None

@@ -11,9 +11,9 @@ the connection.
 The table has its own chains. It drops, and never accepts for others: a site's own firewall decides
 after it. It is replaced as a whole in one transaction.
 
-NAT keeps the source port of a guest, or changes a port below 512 to another one below 512. The
-kernel then takes what the guest's peer sends to that port of the host for an answer, also a new
-connection to sshd. So a guest connects from no such port, nor from that of a DHCP client.
+NAT tells guests and host apart by the ports of TCP and UDP and the identifiers of ICMP. Of any
+other protocol the host would take all packets of a guest's peer for answers to the guest, also
+those of its own tunnel to that peer. So guests send no others.
 
 All guests share the host's dnsmasq, which limits open DNS queries and connections and is the DHCP
 server too. Each guest has its own limits for DNS queries, DNS connections and DHCP messages.
@@ -95,13 +95,12 @@ table inet {table} {{
   }}
   chain guest_to_world {{
     meta nfproto != ipv4 drop
+    meta l4proto != {{ icmp, tcp, udp }} goto refuse_host_service
     fib daddr type {{ local, broadcast, anycast, multicast }} goto refuse_host_address
     oifname "{bridge}" goto refuse_host_address
 {denied}    ct status dnat ct direction reply goto ingress
     ct state established,related return
     ct state invalid goto refuse_private_network
-    tcp sport 0-511 goto refuse_host_service
-    udp sport 68 goto refuse_host_service
 {allowed}    ip daddr {{ {private} }} goto refuse_private_network
   }}
   chain world_to_guest {{

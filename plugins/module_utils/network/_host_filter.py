@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _iptables
 
 CHAINS = ("INPUT", "FORWARD")
-_END = "-m comment --comment gpuaas-slice -j ACCEPT"
+_END = f"{_iptables.MARK} -j ACCEPT"
 # ufw's last chains are its policy: they drop DHCP, log and reject. The other rules here drop or
 # reject every packet.
 _POLICY = re.compile(r"-A \S+ -j (ufw-after-\S+|DROP|REJECT( .*)?)")
@@ -33,7 +33,7 @@ def rules(bridge: str) -> list[str]:
 def installed() -> list[str]:
     """Our rules on this host."""
     try:
-        return [rule for chain in CHAINS for rule in _listed(chain) if rule.endswith(_END)]
+        return [rule for chain in CHAINS for rule in _iptables.listed(chain) if rule.endswith(_END)]
     except Refusal as refusal:
         if refusal.code != "command_missing":
             raise
@@ -48,14 +48,12 @@ def changes(bridge: str) -> list[str]:
 
 def establish(bridge: str) -> None:
     """Put our rules in place, in one transaction. bridge: "" removes them."""
-    if lines := changes(bridge):
-        text = "\n".join(["*filter", *lines, "COMMIT", ""])
-        _command.run(["iptables-restore", "--noflush", "--wait", "10"], stdin=text)
+    _iptables.commit(changes(bridge))
 
 
 def _changes(chain: str, every: list[str]) -> list[str]:
     try:
-        listed = _listed(chain)
+        listed = _iptables.listed(chain)
     except Refusal as refusal:
         if refusal.code not in ("command_missing", "command_failed"):
             raise
@@ -64,17 +62,4 @@ def _changes(chain: str, every: list[str]) -> list[str]:
     ours = [rule for rule in every if rule.split()[1] == chain]
     theirs = [rule for rule in listed if not rule.endswith(_END)]
     place = next((n for n, rule in enumerate(theirs) if _POLICY.fullmatch(rule)), len(theirs))
-    if listed == [*theirs[:place], *ours, *theirs[place:]]:
-        return []
-    return [
-        *(rule.replace("-A", "-D", 1) for rule in listed if rule.endswith(_END)),
-        *(
-            rule.replace(f"-A {chain}", f"-I {chain} {n}", 1)
-            for n, rule in enumerate(ours, place + 1)
-        ),
-    ]
-
-
-def _listed(chain: str) -> list[str]:
-    out = _command.run(["iptables", "--wait", "10", "-S", chain]).out
-    return [line.strip() for line in out.splitlines() if line.startswith("-A ")]
+    return _iptables.changes(chain, listed, theirs, ours, place)

@@ -158,26 +158,28 @@ def find(wanted: Partition) -> Row | None:
 def refusals(options: Mapping[str, Any]) -> list[Refusal]:
     """Reasons against a start with the partition in these options, as far as they show before."""
     try:
-        wanted = partition(options)
-        return [_missing(wanted)] if find(wanted) is None else []
+        require(partition(options))
+        return []
     except Refusal as refusal:
         return [refusal]
 
 
-def _missing(wanted: Partition) -> Refusal:
-    return Refusal(
-        "nvlink_partition_missing",
-        expected=f"a partition of {wanted.text} in `fmpm -l`",
-        found="none; `fmpm --list-unsupported-partitions` names those with a failed link",
-        remedy="compare gpu.module_ids and gpu.nvlink_sets of the profile with the board",
-    )
+def require(wanted: Partition) -> Row:
+    """The slice's partition, as `find`; refused when the board has no such partition."""
+    row = find(wanted)
+    if row is None:
+        raise Refusal(
+            "nvlink_partition_missing",
+            expected=f"a partition of {wanted.text} in `fmpm -l`",
+            found="none; `fmpm --list-unsupported-partitions` names those with a failed link",
+            remedy="compare gpu.module_ids and gpu.nvlink_sets of the profile with the board",
+        )
+    return row
 
 
 def change(wanted: Partition, *, active: bool) -> dict[str, Any]:
     """Activate or deactivate the slice's partition and read it back; returns evidence."""
-    row = find(wanted)
-    if row is None and active:
-        raise _missing(wanted)
+    row = require(wanted) if active else find(wanted)
     if row is not None and row.active != active:
         _ask(wanted, "-a" if active else "-d", str(row.id), timeout=_CHANGE_S)
         left = find(wanted)

@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _firewall,
     _host_filter,
+    _nat,
     _ovs_nat,
     _port_filter,
 )
@@ -40,13 +41,14 @@ Params = Mapping[str, Any]
 class State:
     """ports: of the bridge, without its own port. reserved: files of slices in the reservations.
 
-    admitted: our rules in the host's filter.
+    translating: our rules of NAT. admitted: our rules in the host's filter.
     """
 
     baseline: _ovs_nat.State
     ports: tuple[str, ...]
     reserved: tuple[str, ...]
     firewall: bool = False
+    translating: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
 
     @property
@@ -62,8 +64,14 @@ def observe(params: Params) -> State:
     folder = _host.path(_ovs_nat.RESERVATIONS)
     files = folder.iterdir() if folder.is_dir() else ()
     reserved = tuple(sorted(file.name for file in files))
-    firewall, admitted = _firewall.installed() is not None, tuple(_host_filter.installed())
-    return State(baseline, tuple(there), reserved, firewall, admitted)
+    return State(
+        baseline,
+        tuple(there),
+        reserved,
+        firewall=_firewall.installed() is not None,
+        translating=tuple(_nat.installed(params)),
+        admitted=tuple(_host_filter.installed()),
+    )
 
 
 def plan(params: Params, state: State) -> _change.Plan:
@@ -78,9 +86,8 @@ def plan(params: Params, state: State) -> _change.Plan:
     ]
     if baseline.reservations:
         steps.append(_change.Step("remove_folder", _ovs_nat.RESERVATIONS, "folder", None))
-    if baseline.live.nat:
-        rule = _bridge.nat_rule(params["subnet"])
-        steps.append(_change.Step("remove_nat", "nat rule", rule, None))
+    if state.translating:
+        steps.append(_change.Step("remove_nat", "nat rule", list(state.translating), []))
     card = baseline.live.interfaces.get(_bridge.TMFIFO)
     if state.concerned and card and _bridge.TMFIFO_ADDRESS in card.addresses:
         before = list(card.addresses)
@@ -108,7 +115,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         # Not a recursive delete: a reservation added after the scan must stop this step.
         _host.path(step.subject).rmdir()
     elif step.name == "remove_nat":
-        _bridge.without_nat(params["subnet"])
+        _nat.remove(params)
     elif step.name == "remove_address":
         _command.run(["ip", "address", "del", _bridge.TMFIFO_ADDRESS, "dev", step.subject])
     elif step.name == "remove_bridge":

@@ -18,12 +18,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
     _function_guards,
     _ipoib_address,
+    _virtual_functions,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _flows,
     _guards,
     _host_filter,
+    _nat,
     _netplan,
     _slice_network,
     _start_hook,
@@ -99,14 +101,17 @@ def fabric_isolation(facts: Facts) -> Verdict:
     isolation, idle_vlan, problems = _isolation_of(facts)
     fabric = facts.profile["fabric"]
     names = {device.address for device in facts.devices.values() if device.id in fabric["pf_ids"]}
-    cards = [facts.card(a) for a in sorted(names) if not _pci.unlike_link(a, fabric["link"])]
+    names = {address for address in names if not _pci.unlike_link(address, fabric["link"])}
     guarded = 0
-    for card in cards:
-        guarded += len(card.guards)
-        problems += [f"{r.expected}: found {r.found}" for r in card.unguarded(idle_vlan)]
+    # A run for a tenant keeps a guard in its file first. `facts.card` may be older than the file.
+    with _function_guards.exclusive(wait_s=_virtual_functions.LOOK_S):
+        for card in map(_virtual_functions.card_at, sorted(names)):
+            guarded += len(card.guards)
+            problems += [f"{r.expected}: found {r.found}" for r in card.unguarded(idle_vlan)]
+        holders = _function_guards.holders()
     if isolation == "vlan" and not guarded:
         problems.append("no function of a fabric card shows a VLAN")
-    for address, vlans in _function_guards.holders().items():
+    for address, vlans in holders.items():
         problems += [
             f"{address} is in VLAN {vlan}, which is none of the profile's fabric.vlans"
             for vlan in vlans.values()
@@ -280,11 +285,17 @@ def dnsmasq_config(facts: Facts) -> Verdict:
 
 
 def nat(facts: Facts) -> Verdict:
+    """Guests are translated, and their connections take no port of a service of the host."""
     subnet = facts.network["subnet"]
-    for rule in facts.nat_rules:
-        if _slice_network.translates(rule, subnet):
-            return passed(rule)
-    return failed(f"no rule of POSTROUTING translates {subnet}")
+    if not any(_slice_network.translates(rule, subnet) for rule in facts.nat_rules):
+        return failed(f"no rule of POSTROUTING translates {subnet}")
+    doubts = [
+        f"guests can cut clients off from the service at {address}: give it a port below"
+        f" {_nat.PORTS[0]}"
+        for address in _nat.services()
+    ]
+    fine = _nat.rules(facts.network)[-1]
+    return verdict(_nat.problems(facts.network, facts.nat_rules), fine, doubts)
 
 
 def ip_forwarding(facts: Facts) -> Verdict:

@@ -55,11 +55,14 @@ def libvirt_directory(_facts: Facts) -> Verdict:
     return verdict([] if mode & 0o001 else [f"/var/lib/libvirt is {mode:04o}"], f"{mode:04o}")
 
 
-def vm_confined(_facts: Facts) -> Verdict:
+def vm_confined(facts: Facts) -> Verdict:
     """Every QEMU of a slice is confined by the kernel's security module, filtered by seccomp and
-    not root, and libvirt starts no other.
+    not root, and libvirt starts no other. With pages of 1 GiB it may read what it needs for them.
     """
-    return verdict(_confinement.problems(_guests()), _confinement.security_module())
+    problems = _confinement.problems(_guests())
+    if facts.profile["vm"].get("hugepages"):
+        problems += _confinement.numa_problems()
+    return verdict(problems, _confinement.security_module())
 
 
 def _guests() -> list[int]:

@@ -184,7 +184,7 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(
         "nat",
         network.nat,
-        _role("slice_network"),
+        _role("slice_network", after="; rules and services that it names are the site's"),
         baremetal=_nothing_of("nat"),
         restore=_RESTORED,
     ),

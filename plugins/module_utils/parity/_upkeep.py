@@ -1,15 +1,15 @@
 """Upkeep of a slice host: its baseline is compared, repaired where it differs, compared again.
 
 It compares by parity's checks, which send traffic where they can, and repairs by bootstrap's
-modules. It starts dead guardians, restores the network and quiesces the GPU services. It frees,
-starts and ends nothing of a tenant. If the profile's network is not the one that bootstrap
-recorded, it is not repaired, because that change is an operator's.
+modules. It starts dead guardians, restores the network, the guards of fabric functions and lost
+rate limits, and quiesces the GPU services. It frees, starts and ends nothing of a tenant. If the
+profile's network is not the one that bootstrap recorded, it is not repaired, because that change is
+an operator's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +18,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
     _boot_units,
     _change,
-    _host,
+    _free_space,
+    _object_names,
     _repairs,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _guards,
@@ -33,16 +35,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
     _slice_parity,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _qos, _relay
 
 # Checks of parity that hold at any time, also beside running tenants and tasks.
 CHECKS = (
     *("gpu_services_quiesced", "ovs_bridge", "dnsmasq", "dnsmasq_config", "nat", "ip_forwarding"),
-    *("guest_egress", "network_service", "libvirt_directory", "image_cache"),
+    *("guest_egress", "network_service", "fabric_isolation", "libvirt_directory", "image_cache"),
 )
-# With less, a launch, a log or a module of Ansible fails.
-LEAST_FREE_BYTES = 256 << 20
-_FOLDERS = ("/", "/tmp", "/var/lib/gpuaas", "/var/lib/libvirt")  # noqa: S108
 
 Params = Mapping[str, Any]
 Rows = list[dict[str, str]]
@@ -57,7 +56,10 @@ def keep(params: Params, *, check_mode: bool) -> tuple[list[str], Rows]:
     done, refusals = ([], []) if check_mode else _mend(params, failed)
     # Traffic of tenants may have delayed an answer, so a failure counts when it is seen twice.
     rows = look(params) if rows and not check_mode else rows
-    return done, [*(_problem(row) for row in rows), *map(_refusal, [*refusals, *_full()])]
+    return done, [
+        *(_problem(row) for row in rows),
+        *map(_refusal, [*refusals, *_free_space.full()]),
+    ]
 
 
 def look(params: Params) -> list[dict[str, str]]:
@@ -94,12 +96,17 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     repairs: list[Callable[[list[str]], None]] = []
     if "slice_network" in roles:
         repairs.append(lambda done: _restore_network(profile["network"], recorded, done))
+    if "fabric_functions" in roles:
+        # Only guards: new functions and identities would take a tenant's functions away.
+        repairs.append(_restore_guards)
     if "boot_configuration" in roles:
         services = {"services": profile.get("gpu_services", []), "state": "quiesced"}
         repairs.append(lambda done: _drive(_gpu_services.SUBJECT, services, done))
     if params.get("gateway_authority"):
         relay = {"state": "kept", "authority": params["gateway_authority"]}
         repairs.append(lambda done: _drive(_relay.SUBJECT, relay, done))
+    if limit := profile["vm"].get("mgmt_qos"):
+        repairs.append(lambda done: _restore_limits(limit, done))
     # Last, because a guardian would restore the network before its differences are recorded.
     repairs.append(_start_guardians)
     done: list[str] = []
@@ -115,15 +122,36 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     return done, refusals
 
 
+def _restore_guards(done: list[str]) -> None:
+    done += _virtual_functions.restore_guards(_virtual_functions.recorded())
+
+
+def _restore_limits(options: Params, done: list[str]) -> None:
+    """Limit the ports of running slices that have no limit, or none in a direction.
+
+    Another limit is left, because a change of the rate holds from the next start.
+    """
+    limit = _qos.limit(options)
+    for name, life in _libvirt.states().items():
+        allocation = _object_names.owner(name)
+        if not (allocation and life.runs and _qos.observe(allocation).lost):
+            continue
+        try:
+            _qos.install(allocation, limit)
+        except Refusal:
+            # A machine that ended meanwhile has no port.
+            ended = _libvirt.state(name)
+            if ended and ended.runs:
+                raise
+        else:
+            done.append(f"limit_port {_object_names.port_name(allocation)}")
+
+
 def _start_guardians(done: list[str]) -> None:
     """Start the guardians and the telemetry that were stopped; systemd itself restarts those that
     fail or hang.
     """
-    units = [
-        unit
-        for unit in (_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
-        if _host.path(unit.path).exists() and _host.path(unit.settings_path).exists()
-    ]
+    units = _boot_service.present(_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
     states = _boot_service.services([unit.service for unit in units]) if units else {}
     for unit in units:
         if not states[unit.service].active:
@@ -151,27 +179,6 @@ def _drive(subject: _change.Subject, params: Params, done: list[str]) -> None:
     done += [f"{step.name} {step.subject}" for step in outcome.steps_done]
     if outcome.failure is not None:
         raise outcome.failure
-
-
-def _full() -> list[Refusal]:
-    """File systems of the host that are full, or almost."""
-    full: dict[int, Refusal] = {}
-    for folder in _FOLDERS:
-        with contextlib.suppress(OSError):
-            path = _host.path(folder)
-            free = os.statvfs(path)
-            room = free.f_bavail * free.f_frsize
-            no_inodes = free.f_files and not free.f_favail
-            if room < LEAST_FREE_BYTES or no_inodes:
-                left = "no free inode" if no_inodes else f"{room >> 20} MiB free"
-                full[path.stat().st_dev] = Refusal(
-                    "host_disk_full",
-                    expected=f"at least {LEAST_FREE_BYTES >> 20} MiB and free inodes",
-                    found=f"{left} in the file system of {folder}",
-                    remedy="free space on the host: old logs, packages, and images that no slice "
-                    "needs in /var/lib/gpuaas/images",
-                )
-    return list(full.values())
 
 
 def _problem(row: Mapping[str, str]) -> dict[str, str]:

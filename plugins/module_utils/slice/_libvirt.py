@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -20,6 +21,8 @@ STATES = (
     "crashed",
     "suspended",
 )
+# Its CPUs run; libvirt calls some domains that wait for a device blocked.
+RUNNING = frozenset({"running", "blocked"})
 ACTIVE = frozenset({"running", "blocked", "paused", "in shutdown", "suspended"})
 
 # virDomainPausedReason: paused by a user (also `start --paused`), and while starting up. Only these
@@ -43,6 +46,16 @@ class State:
     def active(self) -> bool:
         """Whether QEMU runs for it."""
         return self.name in ACTIVE
+
+    @property
+    def runs(self) -> bool:
+        """Whether its CPUs run."""
+        return self.name in RUNNING
+
+    @property
+    def paused_on_purpose(self) -> bool:
+        """Whether it was started or set paused, and may be resumed."""
+        return self.name == "paused" and self.reason in PAUSED_ON_PURPOSE
 
     @property
     def off_by_guest(self) -> bool:
@@ -134,13 +147,17 @@ def resume(name: str) -> None:
     _virsh("resume", name)
 
 
-def shut_down(name: str, *, deadline: float) -> bool:
-    """Ask the guest to power off and wait; False when it has not within `deadline` seconds."""
+def shut_down(name: str, *, deadline: float, check: Callable[[], object]) -> bool:
+    """Ask the guest to power off and wait; False when it has not within `deadline` seconds.
+
+    check: refuses a run that a later one has overtaken, whose guest may be another's by now.
+    """
     end = time.monotonic() + deadline
     requested_at = 0.0
     while time.monotonic() < end:
         if not _active(name):
             return True
+        check()
         # A guest that is still booting ignores the first request.
         if requested_at == 0.0 or time.monotonic() - requested_at > _RESEND_SECONDS:
             # The guest may end between query and request; virsh then exits with 1.
@@ -150,12 +167,13 @@ def shut_down(name: str, *, deadline: float) -> bool:
     return not _active(name)
 
 
-def destroy(name: str, *, deadline: float = 60) -> None:
+def destroy(name: str, *, check: Callable[[], object], deadline: float = 60) -> None:
     """Power the domain off. The request is repeated, because unpinning a large guest's memory takes
-    time.
+    time. check: as for `shut_down`.
     """
     end = time.monotonic() + deadline
     while True:
+        check()
         _virsh("destroy", name, ok=(0, 1))
         if not _active(name):
             return
@@ -214,8 +232,8 @@ def disk_io() -> str:
 
 
 def _active(name: str) -> bool:
-    found = state(name)
-    return found is not None and found.active
+    domain = state(name)
+    return domain is not None and domain.active
 
 
 def _alive(pid: int) -> bool:

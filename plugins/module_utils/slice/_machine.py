@@ -1,15 +1,19 @@
-"""Domain of one allocation with its guarded port: running, stopped, or gone.
+"""Domain of one allocation with its guarded port: running, prepared, stopped, or gone.
 
 A domain is started paused, its port is guarded with flows, and only then does it run. A guest asked
-to stop gets a deadline, then its power is taken away.
+to stop gets a deadline, then its power is taken away. A restart first prepares the domain: the plan
+of its start, as after the stop, refuses while the guest still runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
     _change,
     _host,
     _ledger,
@@ -31,6 +35,11 @@ _STUCK = {
     "no state": ("domain_busy", "look at libvirtd"),
     "paused": ("domain_paused", "read the QEMU log: QEMU stops a guest on disk errors"),
 }
+# Slices whose QEMU logs stay for an operator. A guest can fill that of its slice, up to virtlogd's
+# limit of 8 MiB.
+_LOGS = 32
+# Plans of a start: that of a guest which still runs, and of one that is to run.
+_STARTS = ("prepared", "running")
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,8 @@ class State:
     wanted_flows: expected guard of that port. qos: limit of the port. left: files that outlived the
     VM. kept: the guard that the host restores after a restart of the switch. nvlink: whether the
     partition of the GPUs is active, or why that is unknown; None without a partition, and for a
-    guest that is to run and does.
+    guest that is to run and does. admitted: whether libvirt's start hook has the network's settings
+    that it needs.
     """
 
     life: _libvirt.State | None
@@ -54,6 +64,7 @@ class State:
     qos: _qos.State = _qos.UNLIMITED
     kept: _flows.Guard | None = None
     nvlink: bool | Refusal | None = None
+    admitted: bool = True
 
     @property
     def active(self) -> bool:
@@ -69,7 +80,7 @@ def observe(params: _change.Params) -> State:
     port = _flows.port_number(_object_names.port_name(allocation))
     flows: frozenset[_flows.Flow] = frozenset()
     held: frozenset[str] = frozenset()
-    if params["state"] == "running":
+    if params["state"] in _STARTS:
         guard = _guard(params)
         held = frozenset(
             e.disk_identity for e in _ledger.entries() if e.allocation_id == allocation
@@ -95,6 +106,7 @@ def observe(params: _change.Params) -> State:
         qos=_qos.observe(allocation),
         kept=_guards.saved(allocation),
         nvlink=_nvlink_state(params, active=active),
+        admitted=bool(_guards.recorded()) or not _host.path(_boot_files.HOOK).exists(),
     )
 
 
@@ -109,11 +121,23 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         for slot in params["slots"]
         if int(slot["fence"]) < (seen := state.fences.get(name := str(slot["slot_id"]), 0))
     ]
-    if params["state"] == "running":
+    if params["state"] == "prepared":
+        started = _plan_running(params, _after_stop(state))
+        define = (step for step in started.steps if step.name == "define_domain")
+        planned = _change.Plan(tuple(define), started.blockers)
+    elif params["state"] == "running":
         planned = _plan_running(params, state)
     else:
         planned = _plan_off(params, state)
     return _change.Plan(planned.steps, (*stale, *planned.blockers))
+
+
+def _after_stop(state: State) -> State:
+    """The state of a guest that runs as its stop will leave it."""
+    if not state.active:
+        return state
+    life = _libvirt.State("shut off")
+    return replace(state, life=life, pids=(), port=None, flows=frozenset(), qos=_qos.UNLIMITED)
 
 
 def _plan_running(params: _change.Params, state: State) -> _change.Plan:
@@ -178,12 +202,21 @@ def _obstacles(
         blockers.append(
             _refuse("lease_missing", expected, text, "take the slots with slice_lease first")
         )
+    if not (state.active or state.admitted):
+        blockers.append(
+            _refuse(
+                "not_bootstrapped",
+                "the network that bootstrap recorded, for libvirt's start hook",
+                "no record",
+                "run the bootstrap playbook",
+            )
+        )
     life = state.life
     if life is None and state.pids:
         blockers.append(_orphan(domain.name, state.pids))
-    if life is None or life.name in ("running", "blocked", "shut off"):
+    if life is None or life.runs or life.name == "shut off":
         pass
-    elif life.name != "paused" or life.reason not in _libvirt.PAUSED_ON_PURPOSE:
+    elif not life.paused_on_purpose:
         code, remedy = _STUCK.get(life.name, _STUCK["no state"])
         text = f"{life.name}, reason {life.reason}"
         blockers.append(_refuse(code, f"{domain.name} running or off", text, remedy))
@@ -234,8 +267,7 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     allocation = params["allocation_id"]
     name, port = _object_names.domain_name(allocation), _object_names.port_name(allocation)
-    for slot in params["slots"]:
-        _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
+    _ledger.check_each(params["slots"])
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
     elif step.name == "activate_partition" and (partition := _partition(params)):
@@ -255,6 +287,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _guards.save(_guard(params))
         _guards.reload_firewall()
         _libvirt.start_paused(name, timeout=limit)
+        _end_late_start(name, params["slots"])
     elif step.name == "guard_port":
         number = _flows.await_port(port)
         guard = _guard(params)
@@ -267,7 +300,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "resume_domain":
         _libvirt.resume(name)
     elif step.name == "stop_domain":
-        return _stop(name, step.before, params["shutdown_deadline"])
+        return _stop(name, step.before, params)
     else:
         _remove(params, step.name)
     return None
@@ -297,6 +330,29 @@ def _remove(params: _change.Params, name: str) -> None:
             *_object_names.channel_files(allocation),
         ):
             _host.remove(path)
+        _forget_logs()
+
+
+def _forget_logs() -> None:
+    """Delete QEMU's logs of all but the newest slices that are gone. Those that are not have a
+    guard.
+    """
+    present = {_object_names.owner(path) for path in _object_names.files("guard")}
+    logs: dict[str, list[str]] = {}
+    for path in _object_names.qemu_logs():
+        if (owner := _object_names.owner(path)) not in present:
+            logs.setdefault(owner, []).append(path)
+    newest = sorted(logs.values(), key=lambda paths: max(map(_changed_at, paths)), reverse=True)
+    for paths in newest[_LOGS:]:
+        for path in paths:
+            _host.remove(path)
+
+
+def _changed_at(path: str) -> float:
+    # logrotate may rename a file meanwhile.
+    with contextlib.suppress(OSError):
+        return float(_host.path(path).stat().st_mtime)
+    return 0.0
 
 
 def _mark_dirty(slots: list[dict[str, Any]]) -> None:
@@ -309,11 +365,33 @@ def _mark_dirty(slots: list[dict[str, Any]]) -> None:
             )
 
 
-def _stop(name: str, state: str, deadline: float) -> dict[str, Any]:
+def _end_late_start(name: str, slots: list[dict[str, Any]]) -> None:
+    """End the guest of a start whose successor began meanwhile: a stop may have seen it off. It has
+    run nothing yet, unless that successor has resumed it.
+    """
+    try:
+        _ledger.check_each(slots)
+    except Refusal as late:
+        refusal = late
+
+        def require_paused() -> None:
+            life = _libvirt.state(name)
+            if life is None or not life.paused_on_purpose:
+                raise refusal
+
+        _libvirt.destroy(name, check=require_paused)
+        raise
+
+
+def _stop(name: str, state: str, params: _change.Params) -> dict[str, Any]:
+    # While this waits, a later run may stop the guest and start it again.
+    check = partial(_ledger.check_each, params["slots"])
     # A paused or crashed guest cannot answer a request.
-    graceful = state in ("running", "blocked") and _libvirt.shut_down(name, deadline=deadline)
+    graceful = state in _libvirt.RUNNING and _libvirt.shut_down(
+        name, deadline=params["shutdown_deadline"], check=check
+    )
     if not graceful:
-        _libvirt.destroy(name)
+        _libvirt.destroy(name, check=check)
     return {"shutdown": "graceful" if graceful else "hard"}
 
 
@@ -354,15 +432,17 @@ def _partition(params: _change.Params) -> _nvlink.Partition | None:
 
 
 def _nvlink_state(params: _change.Params, *, active: bool) -> bool | Refusal | None:
-    running = params["state"] == "running"
-    if running and active:
+    starts = params["state"] in _STARTS
+    if params["state"] == "running" and active:
         return None
     try:
-        partition = _partition(params) if running else _nvlink.saved(params["allocation_id"])
-        row = _nvlink.find(partition) if partition else None
+        partition = _partition(params) if starts else _nvlink.saved(params["allocation_id"])
+        if partition is None:
+            return None
+        row = _nvlink.require(partition) if starts else _nvlink.find(partition)
     except Refusal as refusal:
         return refusal
-    return None if partition is None else row is not None and row.active
+    return row is not None and row.active
 
 
 def _guard(params: _change.Params) -> _flows.Guard:

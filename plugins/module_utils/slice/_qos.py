@@ -60,6 +60,11 @@ class State:
             and self.rows == (row,)
         )
 
+    @property
+    def lost(self) -> bool:
+        """Whether traffic passes without a limit, in a direction or in both."""
+        return not all(self.policed) or not self.shaped[2]
+
     def document(self) -> dict[str, Any]:
         """The limit as Open vSwitch has it; {} without a limit."""
         if self == UNLIMITED:

@@ -35,6 +35,18 @@ def checked(slots: Collection[Slot], *, needed: Collection[str] = _NEEDED) -> li
     return list(slots)
 
 
+def require_boot(proven: str) -> None:
+    """Refuse another boot than that of the parity proof (I16)."""
+    boot_id = _host.identity()["boot_id"]
+    if not boot_id or boot_id != proven:
+        raise Refusal(
+            "boot_changed",
+            expected=f"the boot under which parity passed, {proven or 'not named'}",
+            found=f"boot {boot_id or 'unknown'}",
+            remedy="discover the node and run its parity again; the host has been restarted since",
+        )
+
+
 def addresses(slot: Slot) -> list[str]:
     """PCI addresses that a guest gets with the slot."""
     values = (slot.get("gpu_pci_address"), slot.get("fabric_vf_pci_address"))

@@ -1,7 +1,8 @@
 """Telemetry of the slices of a host: this host's own measurements, and what guests report.
 
 The body of a boot service. It writes a snapshot, which an account without rights prints over SSH
-(`_telemetry_service`), so that a sample needs no Ansible and no open port.
+(`_telemetry_service`), so that a sample needs no Ansible and no open port. The snapshot also names
+what drift detection would repair and no guardian does, so that it need not wait for its next turn.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
+    _boot_units,
     _command,
+    _file_edits,
+    _free_space,
     _host,
+    _host_snapshot,
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _refusals
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _refusals,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _guest_values,
@@ -65,6 +73,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._channels: dict[str, _guest_values.Channel] = {}
+        self._limited: set[str] = set()
 
     def round(self, settings: Mapping[str, Any], turn: int) -> Iterable[list[str]]:
         """One round of the service. It restores nothing, so it has no steps."""
@@ -73,9 +82,21 @@ class Collector:
         if turn % EVERY == 0:
             problems: list[str] = []
             slices = measure(settings, problems)
-            self._follow({key for key, values in slices.items() if values["state"] == "running"})
-            self._write(slices, problems)
+            running = {key for key, values in slices.items() if values["state"] == "running"}
+            self._follow(running)
+            differs = _differing(settings, problems)
+            if self._lost_limits(slices, running):
+                differs.append("limit_missing")
+            self._write(slices, problems, differs)
         return ()
+
+    def _lost_limits(self, slices: Mapping[str, Values], running: set[str]) -> set[str]:
+        """Running slices whose port had a rate limit, and has none now."""
+        # A switch that did not answer says nothing of any.
+        limited = {key: slices[key].pop("limited", None) for key in slices}
+        lost = {key for key in self._limited & running if limited[key] is False}
+        self._limited = (self._limited & running) | {key for key in limited if limited[key]}
+        return lost
 
     def _follow(self, running: set[str]) -> None:
         """Read the channels of these slices and no others."""
@@ -85,7 +106,7 @@ class Collector:
             path = _object_names.channel_path(key, CHANNEL)
             self._channels[key] = _guest_values.Channel(path)
 
-    def _write(self, slices: Mapping[str, Values], problems: list[str]) -> None:
+    def _write(self, slices: Mapping[str, Values], problems: list[str], differs: list[str]) -> None:
         now = time.time()
         rows = []
         for key, values in sorted(slices.items()):
@@ -95,7 +116,7 @@ class Collector:
                 if 0 <= age_s <= SILENT_S:
                     guest = {**channel.values, "age_s": age_s}
             rows.append({"allocation_id": key, "host": values, "guest": guest})
-        document = {"version": 1, "problems": problems, "slices": rows}
+        document = {"version": 1, "problems": problems, "differs": differs, "slices": rows}
         _host.write(SNAPSHOT, json.dumps(document, sort_keys=True) + "\n")
 
 
@@ -124,6 +145,34 @@ def measure(settings: Mapping[str, Any], problems: list[str]) -> dict[str, Value
     return slices
 
 
+def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
+    """Names of parts of the host's baseline that differ, by what costs no probe of the network."""
+    differs: list[str] = []
+    if not settings:
+        return differs
+    try:
+        guardians = _boot_service.present(_boot_units.NETWORK, _boot_units.FABRIC)
+        services = [unit.service for unit in guardians]
+        quiesced = [*(_host_snapshot.recall(_host_snapshot.GPU_SERVICES) or {})]
+        names = [*services, *quiesced]
+        states = _boot_service.services(names) if names else {}
+        if not all(states[name].active for name in services):
+            differs.append("guardian_stopped")
+        if any(states[name].active for name in quiesced):
+            differs.append("gpu_service_active")
+        files = {
+            _baseline_files.DNSMASQ: _baseline_files.dnsmasq(settings),
+            _baseline_files.SYSCTL: _baseline_files.FORWARDING,
+        }
+        if any(_file_edits.unlike(path, text) for path, text in files.items()):
+            differs.append("network_file")
+        if _free_space.full():
+            differs.append("host_disk_full")
+    except (Refusal, OSError, ValueError, KeyError, TypeError):
+        problems.append("baseline")
+    return differs
+
+
 def _domains() -> dict[str, Values]:
     return {
         owner: _domain(values)
@@ -150,18 +199,22 @@ def _domain(numbers: Mapping[str, int]) -> Values:
 
 
 def _ports(slices: Iterable[str]) -> dict[str, Values]:
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,statistics"]
-    rows = json.loads(_command.run([*argv, "list", "Interface"]).out)["data"]
-    by_port = {name: dict(statistics[1]) for name, statistics in rows}
-    return {
-        key: {
-            name: counters[counter]
-            for counter, name in _PORT.items()
-            if counters.get(counter, -1) >= 0
-        }
-        for key in slices
-        if (counters := by_port.get(_object_names.port_name(key)))
-    }
+    """Counters of each port, and whether it has a rate limit (`_qos`)."""
+    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
+    argv += ["--columns=name,statistics,ingress_policing_rate", "list", "Interface"]
+    argv += ["--", "--columns=name,qos", "list", "Port"]
+    interfaces, ports = (json.loads(line)["data"] for line in _command.run(argv).out.splitlines())
+    # OVSDB writes an absent value as ["set", []].
+    shaped = {name for name, qos in ports if qos[0] == "uuid"}
+    by_port = {name: (dict(statistics[1]), rate) for name, statistics, rate in interfaces}
+    values: dict[str, Values] = {}
+    for key in slices:
+        port = _object_names.port_name(key)
+        counters, rate = by_port.get(port, ({}, 0))
+        if counters:
+            shown = {name: counters[c] for c, name in _PORT.items() if counters.get(c, -1) >= 0}
+            values[key] = {**shown, "limited": rate > 0 and port in shaped}
+    return values
 
 
 def _refused(settings: Mapping[str, Any]) -> dict[str, Values]:

@@ -181,8 +181,8 @@ def _owns(absolute: str, uid: int) -> bool:
 
 def _owned(folders: Sequence[str], uid: int) -> tuple[str, ...]:
     """The first paths below the folders that the uid owns, as text for people."""
-    found = (path for folder in folders for path in _below(folder, uid))
-    return tuple(_host.shown(path) for path in itertools.islice(found, _LISTED))
+    paths = (path for folder in folders for path in _below(folder, uid))
+    return tuple(_host.shown(path) for path in itertools.islice(paths, _LISTED))
 
 
 def _below(folder: str, uid: int) -> Iterator[str]:

@@ -137,7 +137,7 @@ class SshSession(Row):
     reason: Text
     bytes_in: Number
     bytes_out: Number
-    # SHA-256 of the whole recording; empty without one.
+    # SHA-256 of the whole recording; empty without a recording.
     recording_digest: Text
 
 

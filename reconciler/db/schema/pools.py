@@ -80,8 +80,8 @@ class Pool(StateRow):
     correlation_id: Text
     created_at: float
     ended_at: float | None
-    # Of the token by which workers without the database take its jobs; "" without one. The token
-    # of a guest has no time of its own: it ends with the allocation.
+    # Of the token by which workers without the database take its jobs; "" without a token. That of
+    # a guest has no time of its own: it ends with the allocation.
     token_hash: Text
     token_expires_at: float | None
     # The slice in which its workers run; null for pools of other hosts, and before a launch.

@@ -74,11 +74,15 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a hardware profile does not serve a request: the code and the texts of a Problem."""
+    """Why a hardware profile does not serve a request: the parts of a Problem. found: "" for the
+    number of GPUs.
+    """
 
     code: str
     expected: str
     remedy: str
+    found: str = ""
+    status: int = 422
 
 
 @dataclass(frozen=True)

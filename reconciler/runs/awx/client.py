@@ -38,7 +38,8 @@ class AwxAccess(ServiceAccess):
     templates: prefix of a job template's name, before the name of its playbook. project,
     execution_environment, credential: names of those that the templates must have; "": the same in
     all.
-    project_url, project_branch: those of the project in AWX; "": any.
+    project_url, project_branch: those of the project in AWX; "": any. image: that of the execution
+    environment; "": any.
     """
 
     NAME = "AWX"
@@ -50,6 +51,7 @@ class AwxAccess(ServiceAccess):
     credential: str = ""
     project_url: str = ""
     project_branch: str = ""
+    image: str = ""
 
     def document(self) -> dict[str, Any]:
         """The entry in a run's manifest: paths, never the token."""
@@ -78,6 +80,7 @@ def awx_access(settings: Settings) -> AwxAccess:
         credential=settings.awx_credential,
         project_url=settings.awx_project_url,
         project_branch=settings.awx_project_branch,
+        image=settings.awx_execution_environment_image,
     )
 
 

@@ -1,11 +1,13 @@
 """The launch request of a run: check of its job template, request body, record of its job.
 
 The host's address comes from our records and not from AWX's inventory, which may be older: an
-extra variable overrides every other. The same holds for the SSH options.
+extra variable overrides every other. The same holds for each variable that a playbook, a role or
+the connection reads: whoever may change the inventory decides nothing of a run.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import time
@@ -16,11 +18,13 @@ from typing import Any
 
 import yaml
 
+from reconciler.model.cloud_config import YAML_ERRORS
 from reconciler.runs import contract, ssh
 from reconciler.runs.awx.client import AwxAccess, Client, results
 from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.scrub import scrub
 from reconciler.runs.spec import PYTHON, NodeAccess, RunError, RunSpec
+from reconciler.shipped import COLLECTION, COLLECTIONS
 
 # Required fields of a template. Without allow_simultaneous, nodes would wait for each other. Tags,
 # slices and another first task would carry out a part of the playbook, or several copies.
@@ -40,32 +44,95 @@ REQUIRED: dict[str, Any] = {
 _NO_VARIABLES = ("", "---", "{}")
 # What Ansible takes for a template; the header may declare marks of its own.
 _TEMPLATE_MARKS = ("{{", "{%", "{#", "#jinja2:")
-# Variables of the connection that Ansible would take from the facts that a host answers, where
-# facts become variables. A variable of the launch wins over every fact.
+# Variables of the connection, with Ansible's own values. A job would get them from AWX's inventory,
+# which could so name programs of the execution environment and of the host, or another machine.
+# Ansible also expands each of them as a template, and a template can run any program beside the
+# job's SSH key. Of an option with several names the last that is set wins, so each has its value
+# here. Passwords of sudo are left to the credential, and refused in the inventory (_SECRETS).
 _PINNED: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("ansible_ssh_common_args", "ansible_ssh_extra_args", "ansible_scp_extra_args"),
+            *("ansible_sftp_extra_args", "ansible_ssh_pkcs11_provider", "ansible_sshpass_prompt"),
+            *("ansible_password", "ansible_ssh_pass", "ansible_ssh_password"),
+            *("ansible_private_key", "ansible_ssh_private_key", "ansible_private_key_file"),
+            *("ansible_ssh_private_key_file", "ansible_private_key_passphrase"),
+            *("ansible_ssh_private_key_passphrase", "ansible_control_path", "ansible_sudo_chdir"),
+            "ansible_common_remote_group",
+        ),
+        "",
+    ),
+    "ansible_connection": "ssh",
+    "ansible_ssh_executable": "ssh",
     "ansible_sftp_executable": "sftp",
     "ansible_scp_executable": "scp",
-    "ansible_private_key": "",
-    "ansible_private_key_passphrase": "",
-    "ansible_sshpass_prompt": "",
+    "ansible_ssh_transfer_method": "smart",
     "ansible_sftp_batch_mode": True,
+    "ansible_ssh_password_mechanism": "ssh_askpass",
+    "ansible_ssh_use_tty": True,
+    "ansible_ssh_verbosity": 0,
+    "ansible_control_path_dir": "~/.ansible/cp",
+    "ansible_host_key_checking": True,
     "ansible_ssh_host_key_checking": True,
+    "ansible_pipelining": True,
+    "ansible_ssh_pipelining": True,
+    # See runs/ssh.py: a retry would send the module again while the first copy still works.
+    "ansible_ssh_retries": 0,
+    "ansible_timeout": 90,
+    "ansible_ssh_timeout": 90,
+    "ansible_python_interpreter": PYTHON,
+    "ansible_module_compression": "ZIP_DEFLATED",
+    "ansible_shell_type": "sh",
+    "ansible_shell_executable": "/bin/sh",
+    "ansible_remote_tmp": "~/.ansible/tmp",
+    "ansible_async_dir": "~/.ansible_async",
+    "ansible_system_tmpdirs": ["/var/tmp", "/tmp"],  # noqa: S108
+    "ansible_admin_users": ["root", "toor"],
+    "ansible_shell_allow_world_readable_temp": False,
+    "ansible_become_method": "sudo",
+    **dict.fromkeys(("ansible_become_user", "ansible_sudo_user"), "root"),
+    **dict.fromkeys(("ansible_become_exe", "ansible_sudo_exe"), "sudo"),
+    **dict.fromkeys(("ansible_become_flags", "ansible_sudo_flags"), "-H -S -n"),
+    # The log of a host names each run.
+    "ansible_no_target_syslog": False,
+    "ansible_python_module_rlimit_nofile": 0,
+    # Null counts as unset. Debuggers of Ansible's own run in each module; the others are of other
+    # kinds of connections, but are expanded for each task.
+    **dict.fromkeys(
+        (
+            *("_ansible_ansiballz_debugpy_config", "_ansible_ansiballz_pydevd_config"),
+            *("_ansible_ansiballz_coverage_config", "ansible_network_os"),
+            *("ansible_connection_user", "ansible_docker_extra_args"),
+        ),
+    ),
 }
-# What playbooks take for variables of the contract that a run leaves out. A job would get them
-# from AWX's inventory, if that has any, for example that a disk is not to be wiped.
+# A launch cannot set these: that of the Machine credential would be lost.
+_SECRETS = frozenset({"ansible_become_pass", "ansible_become_password", "ansible_sudo_pass"})
+# What playbooks take for variables that a run leaves out. A job would get them from AWX's
+# inventory, if that has any, for example that a disk is not to be wiped, or another program.
 _ABSENT: dict[str, Any] = {
     "slice_allow_reboot": False,
     "slice_api_names": {},
+    "slice_api_topology": {},
     "slice_approved_plan": "",
     "slice_bios_acknowledged_jobs": [],
     "slice_expected": {},
     "slice_expected_plan": "",
     "slice_maas_tags": None,
+    "slice_parity_strict": False,
     "slice_plan_only": False,
+    "slice_racadm": {},
+    "slice_racadm_program": "",
     "slice_remediate": False,
     "slice_restore_fstab": False,
     "slice_workers": {},
     "slice_written_off": [],
+}
+# Parameters of roles that no playbook sets. By hand, an inventory may.
+_OF_ROLES = {
+    "bios_settings": ("bios_settings_attributes", "bios_settings_down_after"),
+    "libvirt_host": ("libvirt_host_directory",),
+    "slice_packages": ("slice_packages_required",),
 }
 # As a limit these do not name a single host.
 _GROUPS = frozenset({"all", "ungrouped"})
@@ -169,6 +236,8 @@ def check_project(client: Client, access: AwxAccess, template: dict[str, Any]) -
     expected = {name: value for name, value in expected.items() if value}
     if not expected:
         return
+    # It can fetch any other reference, such as a proposal, under the name of the branch.
+    expected["scm_refspec"] = ""
     project = client.get(f"/projects/{template['project']}/")
     actual = {name: project.get(name) for name in expected}
     if actual != expected:
@@ -204,6 +273,7 @@ def body(spec: RunSpec) -> dict[str, Any]:
         # The playbooks' own host pattern, so that a dropped limit does not mean every host.
         "extra_vars": {
             **_ABSENT,
+            **_role_defaults(),
             **spec.variables,
             "slice_hosts": spec.node.node_id,
             # Runs on this machine set it in their environment, which a job does not inherit.
@@ -215,20 +285,24 @@ def body(spec: RunSpec) -> dict[str, Any]:
 
 def run_id(job: dict[str, Any]) -> str:
     """The run that a job of AWX belongs to; "" for a job that is not ours."""
-    text = job.get("extra_vars")
+    run = _variables(job.get("extra_vars")).get("slice_run")
+    identity = run.get("id") if isinstance(run, dict) else None
+    return identity if isinstance(identity, str) else ""
+
+
+def _variables(text: object) -> dict[str, Any]:
+    """Variables of an object of AWX, which stores no text but mappings as JSON or YAML."""
     try:
         variables = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         variables = _yaml(str(text))
-    run = variables.get("slice_run") if isinstance(variables, dict) else None
-    identity = run.get("id") if isinstance(run, dict) else None
-    return identity if isinstance(identity, str) else ""
+    return variables if isinstance(variables, dict) else {}
 
 
 def _yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
+    except YAML_ERRORS:
         return None
 
 
@@ -240,18 +314,22 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
     )
     return {
         **_PINNED,
-        "ansible_host": node.address,
-        "ansible_port": node.port,
-        "ansible_user": node.user,
+        **dict.fromkeys(("ansible_user", "ansible_ssh_user"), node.user),
+        **dict.fromkeys(("ansible_host", "ansible_ssh_host"), node.address),
+        **dict.fromkeys(("ansible_port", "ansible_ssh_port"), node.port),
         "ansible_become": node.user != "root",
-        "ansible_python_interpreter": PYTHON,
-        "ansible_host_key_checking": True,
         "ansible_ssh_args": shlex.join([*words, *ssh.sharing("/tmp/gpuaas-ssh-%C")]),  # noqa: S108
-        # See runs/ssh.py: a retry would send the module again while the first copy still works.
-        "ansible_ssh_retries": 0,
-        "ansible_ssh_timeout": 90,
-        "ansible_pipelining": True,
     }
+
+
+@functools.cache
+def _role_defaults() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for role, names in _OF_ROLES.items():
+        path = COLLECTIONS / COLLECTION / "roles" / role / "defaults" / "main.yml"
+        defaults = yaml.safe_load(path.read_text())
+        values |= {name: defaults[name] for name in names}
+    return values
 
 
 def _wrong_fields(template: dict[str, Any], playbook: str) -> Iterator[str]:
@@ -286,6 +364,9 @@ def _wrong_objects(
         elif len(sides := {_object(row, what): row["name"] for row in reversed(rivals)}) > 1:
             texts = (f"{side or 'none'} in {where}" for side, where in sorted(sides.items()))
             yield f"{what} is {', and '.join(texts)}"
+    image = template.get("summary_fields", {}).get("execution_environment", {}).get("image")
+    if access.image and image != access.image:
+        yield f"image is {image} and not {access.image}, as in our settings"
     kinds = [item.get("kind") for item in _credentials(template)]
     if kinds != ["ssh"]:
         yield f"its credentials are of the kinds {kinds}, and not one Machine credential"
@@ -333,6 +414,22 @@ def _check_host(client: Client, inventory: int, node_id: str) -> None:
     groups = list(client.every(f"/inventories/{inventory}/groups/", name=node_id))
     if groups or node_id in _GROUPS:
         raise _refuse("awx_host_ambiguous", f"{node_id} to mean one host", "a group of that name")
+    (host,) = hosts
+    _check_secrets(client, inventory, host)
+
+
+def _check_secrets(client: Client, inventory: int, host: dict[str, Any]) -> None:
+    """RunError when the inventory has a password of sudo for the host. A template in its place
+    would be expanded beside the job's SSH key.
+    """
+    places = [host, *client.every(f"/hosts/{host['id']}/all_groups/")]
+    for place in (*places, client.get(f"/inventories/{inventory}/")):
+        if names := _SECRETS & _variables(place.get("variables")).keys():
+            raise _refuse(
+                "awx_inventory_password",
+                "the password of sudo in the Machine credential alone",
+                f"{', '.join(sorted(names))} in the variables of {place.get('name')}",
+            )
 
 
 def _refuse(code: str, expected: str, found: str) -> RunError:

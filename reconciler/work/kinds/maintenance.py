@@ -11,8 +11,13 @@ from reconciler.work.handler import Handler, Work
 
 
 def reboot_variables(work: Work) -> dict[str, Any]:
+    guests = []
+    for guest in work.parameters["guests"]:
+        # A late run of power starts no guest between its stop and the restart.
+        fence = power.fence_of_ended_runs(work.conn, guest["allocation_id"])
+        guests.append(guest if fence is None else {**guest, "power_fence": fence})
     return {
-        "slice_guests": work.parameters["guests"],
+        "slice_guests": guests,
         "slice_shutdown_deadline": work.profile["deadlines"]["shutdown"],
         "boot_id": work.parameters["boot_id"],
     }

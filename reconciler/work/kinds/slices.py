@@ -16,6 +16,7 @@ from reconciler.lifecycle import (
     guest_terminal,
     ingress,
     power,
+    retention,
     slice_telemetry,
     slices,
 )
@@ -351,9 +352,10 @@ def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     since = work.task.started_at or 0.0
     refused = evidence.get("refused", {})
     slice_telemetry.record_refused(work.conn, work.task.node_id, refused, since=since)
-    return drift.reconcile(
-        work.conn, work.task.node_id, evidence, work.act.because("compared"), since=since
-    )
+    kind, node_id = TaskKind.SLICE_DRIFT_RECONCILE, work.task.node_id
+    # This task is one more.
+    queue.shorten_result(work.conn, kind, node_id, newest=retention.REPORTS - 1)
+    return drift.reconcile(work.conn, node_id, evidence, work.act.because("compared"), since=since)
 
 
 def managed_key_variables(work: Work) -> dict[str, Any]:
@@ -399,6 +401,8 @@ def power_variables(work: Work) -> dict[str, Any]:
         "slice_vm": _kept_shape(work) | partition,
         "slice_fabric": fabric_network(work),
         "slice_power": action.value,
+        # Tasks that an earlier version queued have no number, which is older than all.
+        "slice_power_fence": parameters.get("power_fence", 0),
         # A reset is for a guest that does not answer.
         "slice_shutdown_deadline": 0 if action == PowerAction.RESET else deadlines["shutdown"],
         "slice_ready_deadline": deadlines.get("start", deadlines["ready"]),

@@ -25,6 +25,8 @@ PLAN = {
     "gpus": ["0000:23:00.0"],
     "fabric_vfs": ["0000:25:10.0"],
 }
+PROBES = [{"name": "ssh", "seconds": 100.0}, {"name": "gpu_compute", "seconds": 140.0}]
+READINESS = {"seconds": 100.0, "probes": PROBES}
 IMAGE = SimpleNamespace(sha256="5" * 64, size=1152 * MIB)
 
 
@@ -83,7 +85,13 @@ class Host:
         self.ran: list[tuple[str, ...]] = []
         (folder / "tenant_key.pub").write_text("ssh-ed25519 AAAA tenant\n")
 
-    def on_host(self, *words: str, stdin: str, limit_s: float) -> str:
+    def profile(self) -> dict[str, Any]:
+        return {"network": {"bridge": "ovsbr0"}}
+
+    def on_host(self, *words: str, stdin: str = "", limit_s: float = 0) -> str:
+        if not stdin:
+            self.ran.append(words)
+            return ""
         is_peer = stdin == (bench.HERE / "script.sh").read_text()
         self.ran.append(("script" if is_peer else "undo", *words[3:]))
         if is_peer and self.fails:
@@ -98,8 +106,11 @@ def test_the_peer_is_undone_also_when_it_fails(tmp_path: Path) -> None:
     with pytest.raises(LabError):
         bench.by_hand(failing, PLAN)
     assert host.ran == failing.ran
-    assert [name for name, *_words in host.ran] == ["script", "undo"]
-    assert host.ran[1] == ("undo", PLAN["disks"][0], PLAN["mac"], PLAN["ip"])
+    opens = host.ran.index(("ovs-ofctl", "add-flow", "ovsbr0", "priority=1000,actions=NORMAL"))
+    closes = host.ran.index(("systemctl", "restart", "gpuaas-slice-network-baseline.service"))
+    scripts = host.ran[opens + 2 : closes - 2]
+    assert [name for name, *_words in scripts] == ["script", "undo"]
+    assert scripts[1] == ("undo", PLAN["disks"][0], PLAN["mac"], PLAN["ip"])
 
 
 def test_figures_are_kept_when_their_part_is_done(
@@ -129,10 +140,12 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
 ) -> None:
     """The stand-in of a launch takes no time; what the host waited for is taken off."""
     host: Any = Host(tmp_path)
-    line = "[run=t-1-1 correlation_id=c] Invoked with slot={...}"
+    line = "1700000010.5 host slice_vm[1]: [run=t-1-1 correlation_id=c] Invoked with slot={...}"
     other = line.replace("t-1-1", "t-2-1")
-    journal = f"{line}\nsshd: Accepted publickey for run=t-1-1\n{other}\n{line}\n"
-    answers = {"date": "1700000000\n", "journalctl": journal}
+    waits = line.replace("10.5", "40.0").replace("slice_vm", "gpuaas.slice.slice_ready")
+    journal = f"{line}\n1700000011 host sshd: Accepted publickey for run=t-1-1\n{other}\n{waits}\n"
+    log = "2023-11-14 22:13:35.000+0000: starting up libvirt version: 9.0.0\n"
+    answers = {"date": "1700000000\n", "journalctl": journal, "head": log}
     asked: list[tuple[str, ...]] = []
 
     def on_host(*words: str, **_more: Any) -> str:
@@ -141,7 +154,8 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
 
     host.on_host = on_host
     host.facts = {**host.facts, "allocation": {"task_ids": ["t-1"]}}
-    evidence = {"image": {"seconds": 3.0}, "readiness": {"seconds": 100.0}, "plan": PLAN}
+    evidence = {"image": {"seconds": 3.0}, "readiness": READINESS, "plan": PLAN}
+    evidence["domain"] = {"name": "slice"}
     monkeypatch.setattr(slice_steps, "provision", lambda _stage: evidence)
     monkeypatch.setattr(slice_steps, "release", lambda _stage: None)
     monkeypatch.setattr(bench, "RUNS", 1)
@@ -149,8 +163,10 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
     monkeypatch.setattr(IMAGE, "zst", "image.zst", raising=False)
     figures = bench.provision(host)
     assert figures["provision"]["ssh_round_trips"] == 2
-    assert figures["provision"]["overhead_s"] == pytest.approx(-103.0, abs=1)
-    assert ("journalctl", "-q", "-o", "cat", "--since=@1700000000") in asked
+    # The image took 3 s. QEMU began 25 s before the wait, whose last probe took 140 s.
+    assert figures["provision"]["overhead_s"] == pytest.approx(-168.0, abs=1)
+    assert ("journalctl", "-q", "-o", "short-unix", "--since=@1700000000") in asked
+    assert ("head", "-n", "1", "/var/log/libvirt/qemu/slice.log") in asked
 
 
 def _named(name: str) -> Any:

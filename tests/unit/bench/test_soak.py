@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.bench.soak import begin, percentile, schedule, unexplained
 
@@ -70,6 +72,24 @@ def test_a_short_soak_loses_no_job_and_leaves_a_line_per_second_and_a_picture(
     assert max(float(row["p99_ms"] or 0) for row in rows) > 0
     assert float(rows[0]["memory_mib"]) > 20
     assert (tmp_path / "soak.svg").read_bytes().rstrip().endswith(b"</svg>")
+
+
+def test_the_workflow_of_ones_own_runners_plays_it_and_keeps_its_results() -> None:
+    file = ROOT / ".github" / "workflows" / "perf-orchestrator-soak.yml"
+    workflow = yaml.safe_load(file.read_text())
+    inputs = workflow["on"]["workflow_dispatch"]["inputs"]
+    (job,) = workflow["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    for command in commands:
+        program = ROOT / command.split()[0]
+        assert program.name == "python" or program.is_file(), command
+    (soak,) = (command for command in commands if "soak" in command.split()[0])
+    known = re.findall(r'"--(\w+)"', (ROOT / "tests" / "bench" / "soak.py").read_text())
+    given = dict(re.findall(r'--(\w+) "?([$\w/]+)', soak))
+    assert given.keys() <= set(known) and given.keys() == {*inputs, "output"}
+    assert {given[name].removeprefix("$") for name in inputs} <= job["env"].keys()
+    (kept,) = (step["with"] for step in job["steps"] if "upload" in step.get("uses", ""))
+    assert kept["path"] == given["output"]
 
 
 def test_percentiles_and_the_schedule() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +21,11 @@ from tests.unit.reconciler.api.conftest import databases, selling
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_canaries import fail
 from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.console.conftest import application, console
 from tests.unit.reconciler.console.samples import hour_of_samples
 from tests.unit.reconciler.console.test_browser import site
 
-__all__ = ["databases", "selling", "site"]
+__all__ = ["application", "console", "databases", "selling", "site"]
 
 
 # Texts that each picture must show, so that a page that is empty is noticed.
@@ -34,6 +37,22 @@ SHOWN = {
 }
 
 
+@pytest.fixture
+def shared_browser(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All steps use the browser that the first has started, because a start takes seconds."""
+    launch, started = sync_api.BrowserType.launch, []
+
+    def launch_once(kind: sync_api.BrowserType, **options: Any) -> Any:
+        started.extend([] if started else [launch(kind, **options)])
+        return nullcontext(started[0])
+
+    with sync_api.sync_playwright() as playwright:
+        monkeypatch.setattr(pictures, "sync_playwright", lambda: nullcontext(playwright))
+        monkeypatch.setattr(sync_api.BrowserType, "launch", launch_once)
+        yield
+
+
+@pytest.mark.usefixtures("shared_browser")
 def test_pictures_are_taken_and_a_page_that_fails_is_named(
     selling: Stack, site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

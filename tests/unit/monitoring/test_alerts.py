@@ -60,6 +60,21 @@ CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
             )
         ),
     ),
+    "JobsUnserved": (
+        "11m",
+        *(
+            {
+                f"{ORCHESTRATOR}_unserved_jobs": unserved,
+                f'{ORCHESTRATOR}_mode{{mode="normal"}}': normal,
+                f'{ORCHESTRATOR}_mode{{mode="drain"}}': drain,
+            }
+            for unserved, normal, drain in (
+                ("1x11", "1x11", "0x11"),
+                ("1x11", "0x11", "1x11"),
+                ("0x11", "1x11", "0x11"),
+            )
+        ),
+    ),
     "ReclaimerErrors": (
         "10m",
         {f"{ORCHESTRATOR}_reclaimer_errors_total": "5x8 6x3"},

@@ -17,6 +17,7 @@ from typer.main import get_command
 from reconciler.cli.main import app
 from reconciler.settings import Settings
 from tests.unit.packaging.machine import ROOT
+from tests.unit.repository.test_docs import parse, words
 
 FOLDER = ROOT / "packaging" / "compose"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
@@ -75,6 +76,18 @@ def test_what_a_container_mounts_is_in_the_folder() -> None:
     assert f"../../monitoring/grafana:{DASHBOARDS}:ro" in mounted
     provider = yaml.safe_load((FOLDER / "grafana" / "dashboards.yml").read_text())["providers"][0]
     assert provider["options"] == {"path": DASHBOARDS}
+
+
+def test_the_page_has_the_commands_of_the_program_and_a_token_for_a_person() -> None:
+    """`run` goes through the entry point of the image, and `exec` does not."""
+    start = r"^docker compose (?:run --rm|exec(?: -T)?) (?:{}) (?:(/\S+) )?(.+)$"
+    lines = re.findall(start.format("|".join(OURS)), PAGE.partition("\n## ")[0], re.M)
+    assert {program for program, _ in lines} == {"", "/opt/gpuaas/bin/gpuaas"}
+    assert 'ENTRYPOINT ["/opt/gpuaas/bin/gpuaas"]' in OURS["api"]["build"]["dockerfile_inline"]
+    for _, line in lines:
+        parse(words(f"gpuaas {line}"), whole=True)
+    shown = [line for _, line in lines if line.startswith("token create") and ">" not in line]
+    assert shown == ["token create --role platform-admin --name YOU"]
 
 
 @pytest.mark.long

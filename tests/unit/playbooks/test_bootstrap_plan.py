@@ -41,6 +41,7 @@ def test_a_confirmed_plan_is_carried_out_on_the_host_that_it_was_made_for(tmp_pa
     environment = {
         "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
         "ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/build/collections",
+        "ANSIBLE_PIPELINING": "1",
         "ANSIBLE_SHOW_CUSTOM_STATS": "1",
         "LC_ALL": "C.UTF-8",
     }

@@ -30,7 +30,7 @@ everything() {
   find /etc /usr/local /boot \\( -type f -o -type l \\) ! -path '/etc/*-' \\
     -exec md5sum {} + 2>/dev/null | sort
   # Services, rules, interfaces, forwarding; not the logs of calls.
-  (cd /run/machine; ls; cat nat 2>/dev/null) | grep -vx -e calls -e watch
+  ls /run/machine | grep -vx -e calls -e watch; iptables -t nat -S POSTROUTING
   for bridge in $(ovs-vsctl list-br); do
     echo $bridge; ovs-vsctl --columns=fail_mode find Bridge name=$bridge
     ovs-ofctl dump-flows $bridge

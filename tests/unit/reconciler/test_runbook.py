@@ -1,4 +1,4 @@
-"""Seed 000's curl commands, character by character, against a service on a real socket.
+"""Curl commands of seed 000 and of the members' page, as written, on a service's real socket.
 
 What an operator has set is BASE_URL, TOKEN, NODE_ID and ALLOCATION_ID, and nothing else. Only the
 host's part is played: the clean-up that the last command asks for.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from reconciler.model.states import TaskState
 from reconciler.records import queue
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.conftest import databases, new, prepared, selling
-from tests.unit.reconciler.api.stack import ACT, NODE, Stack, listening
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, listening
 from tests.unit.reconciler.api.test_allocations import failed
 
 __all__ = ["databases", "new", "prepared", "selling"]
@@ -129,6 +130,31 @@ def test_the_commands_work_as_written(selling: Stack, base_url: str, tmp_path: P
         ("ops cleanup after verifying no slice runtime remains", True),
         ("ops cleanup after failed slice provisioning", False),
     ]
+
+
+@pytest.mark.covers("CTRL-11")
+def test_a_member_launches_and_releases_by_the_requests_of_its_page(
+    selling: Stack, base_url: str, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text()
+    (block,) = re.findall(r"^```\n(curl .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    catalog, launch, show, release = block.split("\n\n")
+    file = tmp_path / ".ssh" / "id_ed25519.pub"
+    file.parent.mkdir()
+    file.write_text(f"{KEY}\n")
+    given = {
+        "GPUAAS_API": base_url,
+        "GPUAAS_TOKEN": selling.secrets["member"],
+        "PROJECT": "demo",
+        "HOME": str(tmp_path),
+    }
+    tenant = Operator(tmp_path, **given)
+    assert tenant.types(catalog)["skus"]
+    made = tenant.types(launch)
+    assert (made["state"], made["ssh_keys"]) == ("requested", [KEY])
+    tenant = Operator(tmp_path, **given, ALLOCATION=made["id"])
+    assert tenant.types(show)["id"] == made["id"]
+    assert tenant.types(release)["state"] == "released"
 
 
 def _clean(stack: Stack, allocation_id: str) -> None:

@@ -123,6 +123,35 @@ def _strings(tree: ast.AST) -> Iterator[str]:
         yield from _strings(child)
 
 
+def leaves(command: Any, path: str = "gpuaas") -> Iterator[tuple[str, Any]]:
+    """Commands that act, with their words."""
+    for name, each in getattr(command, "commands", {}).items():
+        yield from leaves(each, f"{path} {name}")
+    if not hasattr(command, "commands"):
+        yield path, command
+
+
+def test_each_option_says_what_it_is() -> None:
+    silent = [
+        f"{path}: {parameter.opts[0]}"
+        for path, command in leaves(PROGRAM)
+        for parameter in command.params
+        if not (getattr(parameter, "help", None) or "").strip()
+    ]
+    assert silent == []
+
+
+def test_each_command_is_on_a_page() -> None:
+    """With an example, or in a sentence that says when it is wanted."""
+    shown = {line for text in TEXTS.values() for line, _ in commands(text)}
+    alone = [
+        path
+        for path, _ in leaves(PROGRAM)
+        if not any(re.match(rf"{path}(?![\w-])", line) for line in shown)
+    ]
+    assert alone == []
+
+
 @pytest.mark.parametrize(
     "line",
     [

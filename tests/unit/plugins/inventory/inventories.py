@@ -131,6 +131,7 @@ def answering() -> Iterator[Anything]:
 
         def do_GET(self) -> None:
             service.asked.append((self.path, dict(self.headers)))
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
             case = self.path.split("/")[1]
             if case == "drip":
                 with suppress(OSError):
@@ -145,6 +146,8 @@ def answering() -> Iterator[Anything]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        do_POST = do_GET
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.standin.maas import TOKEN
 from tests.standin.service import standing
 from tests.unit.plugins.inventory.inventories import (
+    ROOT,
     answering,
     deployed,
     hosts,
@@ -52,6 +56,46 @@ def test_deployed_machines_with_the_tag_and_an_address_of_the_site(tmp_path: Pat
     assert "gpu4 is left out" in done.stderr
     assert record["violations"] == []
     assert [request["fields"] for request in record["requests"]] == [{}]
+
+
+def test_awx_reads_machines_by_its_credential_and_the_variables_of_its_source(
+    tmp_path: Path,
+) -> None:
+    """AWX renders the injectors of a type, and adds the variables to the environment."""
+    document = yaml.safe_load((ROOT / "awx/controller.yml").read_text().replace("!unsafe ", ""))
+    types = {item["name"]: item for item in document["controller_credential_types"]}
+    injectors = types["gpuaas MAAS"]["injectors"]
+    templates = ImmutableSandboxedEnvironment()
+    machines = [
+        machine("gpu1"),
+        machine("gpu2", tag_names=["gpuaas-slice"]),
+        machine("gpu3", ip_addresses=["172.16.0.5"]),
+    ]
+    with standing(tmp_path, "maas", TOKEN) as maas:
+        maas.begin(machines=machines)
+        values = {
+            "url": f"https://127.0.0.1:{maas.port}",
+            "key": TOKEN,
+            "ca": maas.ca_file.read_text(),
+        }
+        files = {}
+        for name, text in injectors["file"].items():
+            path = tmp_path / name
+            path.write_text(templates.from_string(text).render(values))
+            files[name.removeprefix("template.")] = str(path)
+        site = {
+            name: templates.from_string(text).render(values, tower={"filename": files})
+            for name, text in injectors["env"].items()
+        }
+        chosen = {
+            "GPUAAS_MAAS_TAGS": "gpuaas-slice, virtual",
+            "GPUAAS_MAAS_NETWORKS": "10.20.0.0/16",
+        }
+        done = inventory(ROOT / "inventory/maas.yml", **site, **chosen)
+        every = inventory(ROOT / "inventory/maas.yml", **site)
+    assert {name: row["ansible_host"] for name, row in hosts(done).items()} == {"gpu1": "10.20.0.4"}
+    assert {"tag_gpuaas_slice", "zone_rack_1", "pool_default"} <= set(json.loads(done.stdout))
+    assert set(hosts(every)) == {"gpu1", "gpu2", "gpu3"}
 
 
 def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ PARAMS: dict[str, Any] = {
 RELEASED = {**PARAMS, "state": "released", "boot_id": None, "requirements": None}
 SECOND = {**PARAMS, "allocation_id": TWO, "slots": [{**SLOT, "slot_id": "slot-4"}]}
 
+# Its memory is in pages of the usual size.
+RUNNING = "<domain><memory>1</memory><devices/></domain>"
+
 
 def proof_of(disk: _block.Disk) -> dict[str, Any]:
     return {"disk": disk.disk_identity, "verified": True, "finished_at": "2026-01-01"}
@@ -486,6 +489,7 @@ def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_own_running_vm_is_no_obstacle(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive(PARAMS)
     monkeypatch.setattr(_libvirt, "state", lambda _name: _libvirt.State("running"))
+    monkeypatch.setattr(_libvirt, "definition", lambda _name, **_: RUNNING)
     monkeypatch.setattr(_libvirt, "processes", lambda _marker: {9: "qemu-system-x86_64"})
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[9]))
     monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 0)
@@ -530,6 +534,39 @@ def test_fencing_shuts_out_the_older_run_and_keeps_the_lease(host: Path) -> None
     assert not drive(fenced).changed
     assert _ledger.load("slot-3").allocation_id == ONE
     assert code(drive(RELEASED)) == "stale_fence"
+
+
+@pytest.mark.covers("I10")
+def test_the_release_of_a_slot_ends_its_runs_of_power(host: Path) -> None:
+    drive(PARAMS)
+    _ledger.raise_power_fence("slot-3", fence=7, power_fence=5)
+    assert not drive({**PARAMS, "state": "kept"}).changed, "a run of power keeps its number"
+    fenced = {**RELEASED, "state": "fenced"}
+    assert drive(fenced).done == ["raise_fence"] and not drive(fenced).changed
+    late = [{"slot_id": "slot-3", "fence": 7, "power_fence": 6}]
+    with pytest.raises(_change.Refusal, match="stale_fence"):
+        _ledger.check_each(late)
+    assert not drive({**PARAMS, "state": "kept"}).changed
+    assert _ledger.load("slot-3").power_fence == _ledger.NO_POWER
+    # The next tenant's runs begin anew.
+    drive(RELEASED)
+    drive({**PARAMS, "allocation_id": TWO, "slots": [{**SLOT, "fence": 8}]})
+    _ledger.check_each([{**late[0], "fence": 8, "power_fence": 1}])
+
+
+@pytest.mark.parametrize(("pages", "lacking"), [(False, ""), (True, "hugepages_unavailable")])
+def test_the_memory_of_a_guest_that_runs_is_its_own_but_not_of_another_kind(
+    host: Path, monkeypatch: pytest.MonkeyPatch, pages: bool, lacking: str
+) -> None:
+    """Its profile may have changed. Its restart is refused before it stops."""
+    drive(PARAMS)
+    monkeypatch.setattr(_libvirt, "state", lambda _name: _libvirt.State("running"))
+    monkeypatch.setattr(_libvirt, "definition", lambda _name, **_: RUNNING)
+    monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 0)
+    kept = {**params_with(hugepages=pages, memory_mib=1024 if pages else 768), "state": "kept"}
+    outcome = drive(kept)
+    assert code(outcome) == lacking
+    assert outcome.facts["domain"] == {"state": "running"}
 
 
 @pytest.mark.covers("I7", "I13")

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
     _change,
     _command,
+    _host,
     _ledger,
     _object_names,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _slice_network,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _cloud_seed,
     _dnsmasq,
     _domain,
+    _libvirt,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice._libvirt import State as Life
 from ansible_collections.gpuaas.slice.plugins.modules import slice_handover, slice_vm
 
 from tests.unit.plugins.module_utils.slice.test_machine import ONE, SPEC, Host
@@ -112,6 +120,156 @@ def test_a_later_start_writes_no_seed(host: Host, tree: Path) -> None:
     again = drive({**PARAMS, "user_data": None})
     assert again.failure is None and "write_seed" not in again.done
     assert (traces(tree), _domain.parse(host.xml)["seed"]) == ([False, True], "")
+
+
+RESTART = {**PARAMS, "user_data": None, "state": "restarted"}
+
+
+def test_a_restart_takes_the_new_definition_before_it_stops_the_guest(host: Host) -> None:
+    drive(PARAMS)
+    host.acts.clear()
+    assert drive(RESTART).failure is None
+    assert host.acts == ["define", "shut_down", "start", "guard", "resume"], "without its seed"
+    host.acts.clear()
+    larger = {**RESTART, "spec": {**RESTART["spec"], "memory_mib": 1024}}
+    done = drive(larger)
+    assert (done.failure, host.acts[:2]) == (None, ["define", "shut_down"])
+    assert done.evidence["stop_domain"] == {"shutdown": "graceful"}
+    assert (done.facts["domain"]["state"], _domain.parse(host.xml)["memory_mib"]) == (
+        "running",
+        1024,
+    )
+    # One that is off is started.
+    drive({**PARAMS, "state": "stopped"})
+    assert "stop_domain" not in drive(larger).done and host.life == Life("running")
+
+
+def a_function_missing(host: Host, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {
+        "slots": [{**slot, "fabric_vf_pci_address": "0000:25:10.6"} for slot in PARAMS["slots"]]
+    }
+
+
+def an_attachment_of_a_later_profile(host: Host, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"spec": {**RESTART["spec"], "mgmt_attachment": "vf_representor"}}
+
+
+def a_definition_that_libvirt_refuses(host: Host, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    def refuse(_xml: str) -> None:
+        raise Refusal("command_failed", expected="a", found="b", remedy="c")
+
+    patch.setattr(_libvirt, "define", refuse)
+    return {"spec": {**RESTART["spec"], "qemu_arguments": ["-device", "edu"]}}
+
+
+def a_network_without_its_record(host: Host, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    _host.write(_boot_files.HOOK, "")
+    _host.remove(_baseline_files.SETTINGS)
+    return {}
+
+
+def a_lease_that_is_gone(host: Host, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    _ledger.release("slot-3", fence=7)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("plant", "code"),
+    [
+        (a_function_missing, "function_missing"),
+        (an_attachment_of_a_later_profile, "mgmt_attachment_unsupported"),
+        (a_definition_that_libvirt_refuses, "command_failed"),
+        (a_network_without_its_record, "not_bootstrapped"),
+        (a_lease_that_is_gone, "lease_missing"),
+    ],
+)
+def test_a_restart_is_refused_as_its_start_would_be_while_the_guest_runs(
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[Host, pytest.MonkeyPatch], dict[str, Any]],
+    code: str,
+) -> None:
+    drive(PARAMS)
+    changed = plant(host, monkeypatch)
+    refused = drive({**RESTART, **changed})
+    assert refused.failure is not None and refused.failure.code == code
+    assert host.life == Life("running") and "shut_down" not in host.acts
+    assert refused.facts.get("domain", {"state": "running"})["state"] == "running"
+    # A start says the same.
+    host.life = Life("shut off")
+    same = drive({**RESTART, **changed, "state": "running"}).failure
+    assert same is not None and same.code == code
+
+
+@pytest.mark.covers("I9", "I10")
+def test_a_run_of_power_that_has_a_successor_does_nothing(host: Host) -> None:
+    drive(PARAMS)
+    host.acts.clear()
+    first, second = ({**RESTART, "power_fence": number, "boot_id": None} for number in (4, 5))
+    assert drive({**second, "state": "stopped"}).done[:2] == ["fence_power", "stop_domain"]
+    for state in ("running", "restarted", "stopped"):
+        late = drive({**first, "state": state})
+        assert late.failure is not None and late.failure.code == "stale_fence"
+        assert (late.failed_part, late.changed, host.acts) == ("fence_power", False, ["shut_down"])
+    # The same run may be played twice.
+    assert not drive({**second, "state": "stopped"}).changed
+    assert drive({**second, "state": "running"}).failure is None
+
+
+@pytest.mark.covers("I9", "I10")
+@pytest.mark.parametrize("step", ["define", "shut_down", "start_paused"])
+def test_a_run_of_power_does_no_further_step_once_its_successor_has_begun(
+    host: Host, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """It hangs in libvirt, as while it waits for a guest to power off."""
+    drive(PARAMS)
+    host.acts.clear()
+    host.stubborn = True
+    done = getattr(_libvirt, step)
+
+    def and_begin(*words: Any, **options: Any) -> Any:
+        result = done(*words, **options)
+        _ledger.raise_power_fence("slot-3", fence=7, power_fence=5)
+        return result
+
+    monkeypatch.setattr(_libvirt, step, and_begin)
+    late = drive({**RESTART, "power_fence": 4, "boot_id": None})
+    assert late.failure is not None and late.failure.code == "stale_fence"
+    # A guest that it has just started is ended, because a stop may have seen it off.
+    last = {"start_paused": "destroy"}.get(step, step)
+    assert host.acts[-1] == last, "no power is taken from a guest that ran, and none resumed"
+
+
+@pytest.mark.covers("I9", "I10")
+def test_a_late_start_leaves_the_guest_that_its_successor_runs(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = _libvirt.start_paused
+
+    def and_resume(name: str, *, timeout: float) -> None:
+        start(name, timeout=timeout)
+        _ledger.raise_power_fence("slot-3", fence=7, power_fence=5)
+        host.life = Life("running")
+
+    monkeypatch.setattr(_libvirt, "start_paused", and_resume)
+    late = drive({**PARAMS, "power_fence": 4, "boot_id": None})
+    assert late.failure is not None and late.failure.code == "stale_fence"
+    assert (host.life, "destroy" in host.acts) == (Life("running"), False)
+
+
+@pytest.mark.covers("I16")
+def test_a_run_of_power_that_a_restart_of_the_host_has_overtaken_starts_nothing(
+    host: Host, tree: Path
+) -> None:
+    drive(PARAMS)
+    host.life, host.acts = Life("shut off"), []
+    boot = tree / "proc/sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True, exist_ok=True)
+    boot.write_text("0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51\n")
+    overtaken = {**RESTART, "state": "running", "power_fence": 4, "boot_id": OTHER}
+    refused = drive(overtaken)
+    assert refused.failure is not None and refused.failure.code == "boot_changed"
+    assert host.acts == []
 
 
 def test_a_part_that_fails_is_named_and_ends_the_rest(host: Host, tree: Path) -> None:

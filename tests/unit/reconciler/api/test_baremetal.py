@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack, discovery
 from tests.unit.reconciler.api.test_usage import priced
+from tests.unit.reconciler.cli.conftest import Gpuaas, gpuaas
+
+__all__ = ["gpuaas"]
 
 PATH = "projects/demo/allocations"
 ADMIN = "admin/nodes/metal"
@@ -259,6 +263,28 @@ def test_a_release_that_failed_is_news_to_who_would_force_it(metal: Stack) -> No
         f"{at}/force-release", json={"reason": "it hangs"}, headers={"If-Match": before}
     )
     assert (stale.status_code, stale.json()["code"]) == (412, "precondition_failed")
+
+
+@pytest.mark.covers("CTRL-15", "CTRL-7")
+def test_a_failed_release_of_a_machine_names_the_command_that_cleans_it(
+    metal: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = launch(metal).json()["id"]
+    let_in(metal, mine)
+    error = {"code": "disk_in_use"}
+
+    def fail(_seconds: float) -> None:
+        task = metal.lease()
+        with transaction(metal.engine) as conn:
+            fence = nodes.get(conn, "metal").fence
+            assert baremetal.release_failed(conn, mine, ACT, fence=fence, step="wipe", error=error)
+            queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, ACT)
+
+    monkeypatch.setattr("time.sleep", fail)
+    gpuaas.at(metal, "member")("release", mine, "--project", "demo", "--yes", "-o", "json")
+    document = json.loads(gpuaas.err.partition("\n")[2])
+    assert (gpuaas.status, document["code"]) == (1, "disk_in_use")
+    assert "`gpuaas nodes clean-machine NODE`" in document["remedy"]
 
 
 @pytest.mark.covers("CTRL-15")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import httpx
@@ -215,6 +216,7 @@ def permitted() -> set[str]:
     return {name for name, _, _ in member_operations()}
 
 
+@cache
 def member_operations() -> list[tuple[str, str, re.Pattern[str]]]:
     return [
         (operation["operationId"], verb, re.compile(re.sub("{[^}]*}", "[^/]+", path)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
@@ -23,6 +24,7 @@ from reconciler.settings import Settings
 from reconciler.trust import downloads
 from tests.unit.reconciler.api.stack import ACT, IMAGE, Stack
 
+PROFILES = Path(__file__).resolve().parents[4] / "profiles"
 CONTENT = b"raw image" * 1000
 ZSTD = b"\x28\xb5\x2f\xfd" + CONTENT
 
@@ -322,4 +324,39 @@ def test_a_member_sees_what_a_launch_can_name_and_not_where_it_comes_from(
     assert listed == new.client("admin").get("images").json()
     names = ("id", "name", "version", "digest", "size_bytes", "minimum_disk_bytes")
     names += ("runtime", "created_at")
-    assert listed == {"items": [{name: made[name] for name in names}], "next": None}
+    item = {name: made[name] for name in names} | {"refusal": None}
+    assert listed == {"items": [item], "next": None}
+
+
+def sizes_refused(stack: Stack, folder: Path, **profiles: tuple[list[int], bool]) -> list[str]:
+    """Codes by which the image is refused for one GPU and for two, "" where it is not. profiles:
+    numbers of GPUs that each sells, and whether it needs a driver in the image.
+    """
+    profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
+    vm, gpu = profile["vm"], profile["gpu"]
+    baked = vm | {"guest_runtime": vm["guest_runtime"] | {"driver": "570-server"}}
+    for name, (counts, driver) in profiles.items():
+        sections = {"gpu": gpu | {"counts": counts}, "vm": baked if driver else vm}
+        document = profile | sections | {"name": name}
+        (folder / f"{name}.yml").write_text(yaml.safe_dump(document))
+    stack.settings = stack.settings.model_copy(update={"profiles_dir": folder})
+    codes = []
+    for gpus in (1, 2):
+        query = {"sku": "lab-edu-slice", "gpus": gpus}
+        (image,) = stack.client("member").get("images", params=query).json()["items"]
+        codes.append((image["refusal"] or {}).get("code", ""))
+    return codes
+
+
+def test_an_image_is_offered_for_the_sizes_of_hardware_that_takes_it(
+    new: Stack, tmp_path: Path
+) -> None:
+    """Of two profiles of an SKU, the one that sells two GPUs needs a driver in the image."""
+    new.client("admin").post("admin/images", json=IMAGE)
+    codes = sizes_refused(new, tmp_path, lab=([1], False), two=([2], True))
+    assert codes == ["", "image_runtime_missing"]
+
+
+def test_hardware_that_no_host_has_takes_no_image(selling: Stack, tmp_path: Path) -> None:
+    codes = sizes_refused(selling, tmp_path, lab=([1], True), two=([1, 2], False))
+    assert codes == ["image_runtime_missing", ""]

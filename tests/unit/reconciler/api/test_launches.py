@@ -461,9 +461,9 @@ def test_a_member_sees_how_long_it_takes(selling: Stack, monkeypatch: pytest.Mon
             queue.progress(conn, task.id, task.lease_token, {"step": step})
         at = sa.case({1: 10.0, 2: 20.0}, value=schema.task_events.c.id, else_=30.0)
         conn.execute(sa.update(schema.task_events).values(at=at))
-    told = member.get(f"projects/demo/allocations/{first}/timeline").json()
-    assert (told["step"], told["step_since"]) == ("boot", "1970-01-01T00:00:20+00:00")
-    assert told["earlier"] is None
+    timeline = member.get(f"projects/demo/allocations/{first}/timeline").json()
+    assert (timeline["step"], timeline["step_since"]) == ("boot", "1970-01-01T00:00:20+00:00")
+    assert timeline["earlier"] is None
     with transaction(selling.engine) as conn:
         slices.provision_succeeded(conn, first, ACT, connection={})
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)

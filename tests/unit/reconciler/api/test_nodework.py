@@ -91,6 +91,10 @@ def test_nothing_is_queued_for_a_host_that_never_enrolled(new: Stack, noun: str)
     answer = admin.post(f"admin/nodes/{NODE}/{noun}")
     assert (answer.status_code, answer.json()["code"]) == (409, "node_not_enrolled")
     assert f"`gpuaas nodes userdata {NODE}`" in answer.json()["remedy"]
+    admin.post(f"admin/nodes/{NODE}/retire", json={"reason": "gone"})
+    answer = admin.post(f"admin/nodes/{NODE}/{noun}")
+    assert (answer.status_code, answer.json()["code"]) == (409, "node_not_enrolled")
+    assert "`gpuaas nodes add`" in answer.json()["remedy"]
     assert admin.get("admin/tasks").json()["items"] == []
 
 

@@ -206,8 +206,13 @@ def test_a_project_sees_its_own_pools_and_nothing_of_their_machine(new: Stack) -
 
 
 def test_operators_on_the_machine_need_no_token(new: Stack, local: httpx.Client) -> None:
+    """Nor a body: `curl -X POST` alone ends a pool."""
     id = started(new)
     assert local.get("/pools").json()["items"][0]["id"] == id
-    answer = local.post(f"/pools/{id}/stop", json={})
-    assert (answer.status_code, answer.json()["state"]) == (200, "draining")
+    answer = local.post(f"/pools/{id}/stop")
+    assert (answer.status_code, answer.json()["state"]) == (200, "draining"), answer.text
     assert local.get("/leases").json()["items"][0]["pool_id"] == id
+    answer = local.post("/pools/stop-all")
+    assert (answer.status_code, len(answer.json()["items"])) == (200, 1), answer.text
+    answer = local.post(f"/pools/{id}/evict")
+    assert (answer.status_code, answer.json()["state"]) == (200, "stopping"), answer.text

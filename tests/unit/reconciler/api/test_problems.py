@@ -40,6 +40,7 @@ def test_form_of_a_problem(new: Stack) -> None:
     assert set(document) == FIELDS
     assert (document["code"], document["status"]) == ("node_not_found", 404)
     assert document["correlation_id"] == "abc-1"
+    assert document["detail"].endswith(". Name an existing node; `gpuaas nodes list` shows them.")
 
 
 def test_a_bad_request_names_fields_but_not_values(new: Stack) -> None:

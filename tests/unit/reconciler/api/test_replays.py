@@ -333,6 +333,8 @@ ROWS = {
     "nodes_schedule": on(enabled=False),
     "nodes_schedule_site": on(enabled=False),
     "console_sessions_end_sessions": Row("new", _session),
+    "projects_amend_default_quota": on(gpus=8),
+    "projects_amend_quota": on(names={"project_id": "demo"}, gpus=8),
     "projects_change_default_quota": on(gpus=8),
     "pools_evict": Row("new", _pool),
     "pools_issue_token": Row("new", _remote_pool),

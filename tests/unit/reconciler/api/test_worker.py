@@ -15,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 
 from reconciler.api import contract
+from reconciler.api import worker as worker_routes
 from reconciler.api.security import BURST, Rates
 from reconciler.db import clock
 from reconciler.db.engine import transaction
@@ -34,6 +35,7 @@ from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_pools import started
 from tests.unit.reconciler.pools.test_leases import check_counts, clock_ahead
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-2")
 
@@ -42,7 +44,8 @@ FAILURE = {"code": "function_failed", "expected": "a", "found": "b", "remedy": "
 
 def remote_pool(stack: Stack, project: str = "demo", **options: Any) -> str:
     """The token of a new remote pool, which is also that of the caller with its name."""
-    wish = pools.NewPool(f"remote-{project}", ["m"], project_id=project, target="remote", **options)
+    options = {"models": ["m"], **options}
+    wish = pools.NewPool(f"remote-{project}", project_id=project, target="remote", **options)
     with transaction(stack.engine) as conn:
         pool = pools.start(conn, wish, ACT, most=9)
         _, secret = remote.issue(conn, pool.id, ACT, 3600)
@@ -53,10 +56,10 @@ def remote_pool(stack: Stack, project: str = "demo", **options: Any) -> str:
 class Worker:
     """A worker of a project's pool, hostile as its test needs it."""
 
-    def __init__(self, stack: Stack, project: str = "demo") -> None:
+    def __init__(self, stack: Stack, project: str = "demo", model: str = "m") -> None:
         self.stack = stack
         self.client: Client = stack.client(f"remote-{project}")
-        body = {"host": "gpu-1", "pid": 7, "models": ["m"]}
+        body = {"host": "gpu-1", "pid": 7, "models": [model]}
         answer = self.client.post("worker/register", json=body)
         assert answer.status_code == 200, answer.text
         self.id = answer.json()["worker_id"]
@@ -377,6 +380,44 @@ def test_a_wait_ends_when_a_job_is_due(new: Stack) -> None:
     assert time.monotonic() - began > 0.9
 
 
+def test_a_job_that_comes_to_the_same_process_ends_a_wait_at_once(
+    new: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job lets one request look, and no request of another project or model, even if the pool
+    has both and the request came first.
+    """
+    new.settings = new.settings.model_copy(update={"poll_s": 60.0})
+    monkeypatch.setattr(worker_routes, "_FIRST_S", 60.0)
+    remote_pool(new, replicas=3, models=["m", "n"])
+    remote_pool(new, "other")
+    waiting = [Worker(new), Worker(new), Worker(new, "other"), Worker(new, model="n")]
+    answers: dict[int, bool] = {}
+
+    def wait(number: int) -> None:
+        wait_s = 4 if number > 1 else 20
+        answers[number] = waiting[number].ask("due", wait_s=wait_s).json()["due"]
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(4)]
+    app: Any = new.client().app
+    waits, began = app.state.waits, time.monotonic()
+    for number, thread in enumerate(reversed(threads), 1):
+        thread.start()
+        until(lambda number=number: len(waits._waits) == number)
+    time.sleep(0.5)  # They have looked.
+    member, job = new.client("member"), {"model": "m", "input": {}}
+    assert member.post("projects/demo/jobs", json=job).status_code == 201
+    until(lambda: {0, 1} & set(answers))
+    (first,) = {0, 1} & set(answers)
+    assert len(waiting[first].claim()) == 1
+    body = {"jobs": [job, job]}
+    assert member.post("projects/demo/jobs/batch", json=body).status_code == 201
+    until(lambda: {0, 1} <= set(answers))
+    assert time.monotonic() - began < 15
+    for thread in threads:
+        thread.join()
+    assert answers == {0: True, 1: True, 2: False, 3: False}, "nothing came for the others"
+
+
 def test_nothing_is_due_during_maintenance(new: Stack, worker: Worker) -> None:
     enqueue(new)
     admin = new.client("admin", base="/")
@@ -480,6 +521,12 @@ def test_a_remote_pool_is_refused_with_what_it_does_not_have(
     pool = admin.post("pools", json=body).json()
     assert (pool["state"], pool["host_id"]) == ("running", "remote")
     assert admin.get("pools/hosts").json()["hosts"] == [], "it takes no other pool"
+
+
+def test_no_memory_is_shown_where_none_is_known(new: Stack, worker: Worker) -> None:
+    text = new.client("admin", base="/").get("metrics").text
+    assert 'gpu_orchestrator_worker_pools{state="running"} 1.0\n' in text
+    assert 'pool="remote-demo"' not in text
 
 
 def test_a_pool_on_a_host_has_no_token(new: Stack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def launched(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
         for row in json.loads(gpuaas.at(selling, "member")("images", "list", "--output", "json"))
         if row["name"] == "base"
     ]
+    assert offered.pop("refusal") is None
     assert offered.items() < made.items() and "url" not in offered
     words = ("launch", "--project", "demo", "--image", "base", "--key", str(key), "--no-wait")
     document: dict[str, Any] = json.loads(gpuaas.at(selling, "member")(*words, "--output", "json"))
@@ -92,6 +94,8 @@ def test_a_launch_names_an_offer_of_the_catalogue(
     gpuaas.at(selling, "member")
     offers = json.loads(gpuaas("catalog", "--output", "json"))["skus"]
     assert offers[0]["name"] in gpuaas("catalog") and "REGION" in gpuaas.out.upper()
+    (line,) = [line for line in gpuaas.out.splitlines() if line.startswith("lab-edu-slice ")]
+    assert line.split()[-1] == "2", "free now"
     words = ("launch", "--project", "demo", "--image", "ubuntu", "--key", str(key), "--no-wait")
     gpuaas(*words, "--sku", "unknown")
     assert "sku_unknown" in gpuaas.err
@@ -121,17 +125,140 @@ def test_launch_and_release(selling: Stack, gpuaas: Gpuaas, launched: dict[str, 
     assert json.loads(gpuaas.out)["state"] == "released", "it had not begun"
 
 
-def test_a_failed_launch_is_an_error(
+class Terminal(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_confirms_a_release(
     selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda _seconds: None)
-    error = {"code": "readiness_failed"}
-    with transaction(selling.engine) as conn:
-        slices.provision_started(conn, launched["id"], ACT)
-        slices.provision_failed(
-            conn, launched["id"], ACT, step="ready", error=error, untouched=None
-        )
-    gpuaas("release", launched["id"], "--project", "demo")
+    """What was on the disks is gone for good. Programs are not asked."""
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    gpuaas.at(selling, "member")("release", "slice")
+    assert (gpuaas.status, f"slice ({launched['id']}) is lost. Go on?" in gpuaas.err) == (1, True)
+    assert launched["id"] in gpuaas("allocations", "--state", "requested")
+    gpuaas("release", launched["id"], "--yes")
+    assert (gpuaas.status, "released" in gpuaas.out) == (0, True), gpuaas.err
+
+
+def test_a_machine_is_named_by_its_host_name(
+    selling: Stack,
+    gpuaas: Gpuaas,
+    launched: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def name(name: str) -> str:
+        gpuaas.at(selling, "member")("allocation", "show", name, "--project", "demo", "-o", "json")
+        return str(json.loads(gpuaas.err)["code"] if gpuaas.err else json.loads(gpuaas.out)["id"])
+
+    assert name("slice") == launched["id"]
+    assert name("slice-2") == "allocation_not_found"
+    gpuaas("launch", "--image", "base", "--key", str(tmp_path / "key.pub"), "--no-wait")
+    assert (gpuaas.status, name("slice")) == (0, "allocation_ambiguous")
+    assert launched["id"] in gpuaas.err
+    monkeypatch.setattr("sys.stdin", None)  # as after <&-
+    gpuaas("release", launched["id"], "--no-wait")
+    assert gpuaas.status == 0, gpuaas.err
+    second = name("slice")
+    assert second not in (launched["id"], "allocation_ambiguous"), "what has ended is gone"
+    items, lists = client.Client.items, 0
+
+    def go_on(self: client.Client, path: str, **query: Any) -> Iterator[Any]:
+        nonlocal lists
+        yield from items(self, path, **query)
+        lists += "state" in query
+        if lists == 1:
+            lists += 1
+            activate(selling, second)
+
+    monkeypatch.setattr(client.Client, "items", go_on)
+    assert name("slice") == second, "it became active between two requests"
+
+
+def test_a_wait_ends_when_nothing_comes_any_more(
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another member gives the machine back; a person interrupts the command."""
+    key = tmp_path / "key.pub"
+    key.write_text(KEY + "\n")
+    member = selling.client("member")
+
+    def give_back(_seconds: float) -> None:
+        (mine,) = member.get("projects/demo/allocations?state=requested").json()["items"]
+        member.post(f"projects/demo/allocations/{mine['id']}/release")
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", give_back)
+    words = ("launch", "--image", "ubuntu", "--key", str(key))
+    gpuaas.at(selling, "member")(*words)
+    assert (gpuaas.status, "error: allocation_released" in gpuaas.err) == (1, True)
+    monkeypatch.setattr("time.sleep", interrupt)
+    gpuaas(*words)
+    (mine,) = member.get("projects/demo/allocations?state=requested").json()["items"]
+    assert gpuaas.status == 130
+    assert f"allocation {mine['id']} goes on without this command; `gpuaas alloc" in gpuaas.err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_steps_of_a_launch_are_shown_at_a_terminal(
+    selling: Stack,
+    gpuaas: Gpuaas,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    key = tmp_path / "key.pub"
+    key.write_text(KEY + "\n")
+    steps = ["image_clone", "boot", "boot"]
+    tasks: list[Any] = []
+
+    def work(_seconds: float) -> None:
+        begins = not tasks
+        if begins:
+            tasks.append(selling.lease())
+        (task,) = tasks
+        with transaction(selling.engine) as conn:
+            if begins:
+                slices.provision_started(conn, task.allocation_id, ACT)
+                queue.started(conn, task.id, task.lease_token, run_id="r", run_directory="/none")
+            if steps:
+                queue.progress(conn, task.id, task.lease_token, {"step": steps.pop(0)})
+            else:
+                slices.provision_succeeded(conn, task.allocation_id, ACT, connection={})
+
+    monkeypatch.setattr("time.sleep", work)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    gpuaas.at(selling, "member")("launch", "--image", "ubuntu", "--key", str(key))
+    assert gpuaas.status == 0, gpuaas.err
+    shown = [line.strip() for line in gpuaas.err.splitlines() if line.startswith("  ")]
+    assert shown == (["image clone", "boot"] if terminal else [])
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_failed_launch_is_an_error(
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = str(tmp_path / "key.pub")
+    words = ("launch", "--image", "base", "--key", key, "--idempotency-key", "k-1")
+    mine = json.loads(gpuaas(*words, "--no-wait", "-o", "json"))["id"]
+
+    def fail(_seconds: float) -> None:
+        error = {"code": "readiness_failed"}
+        with transaction(selling.engine) as conn:
+            slices.provision_started(conn, mine, ACT)
+            slices.provision_failed(conn, mine, ACT, step="ready", error=error, untouched=None)
+
+    monkeypatch.setattr("time.sleep", fail)
+    gpuaas(*words)
+    assert (gpuaas.status, "error: readiness_failed" in gpuaas.err) == (1, True)
+    assert "did not answer SSH" in gpuaas.err
+    gpuaas("release", mine, "--project", "demo")
     assert (gpuaas.status, "allocation_not_releasable" in gpuaas.err) == (1, True)
     assert "it has ended; launch again" in gpuaas.err and "wait until" not in gpuaas.err
 
@@ -188,9 +315,12 @@ def test_one_allocation(
         assert len(json.loads(gpuaas(*words, "--project", "demo"))) == count
     gpuaas("allocation", "force-release", key, "--reason", "gone", "--yes")
     assert (gpuaas.status, "error: " in gpuaas.err) == (1, True), "its host answers"
-    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    gpuaas("allocation", "force-release", key, "--reason", "gone")
-    assert (gpuaas.status, "Go on?" in gpuaas.err) == (1, True)
+    nobody = "confirmation_missing"
+    for given, code in ((io.StringIO("n\n"), "Aborted"), (io.StringIO(""), nobody), (None, nobody)):
+        monkeypatch.setattr("sys.stdin", given)
+        gpuaas("allocation", "force-release", key, "--reason", "gone")
+        assert (gpuaas.status, code in gpuaas.err) == (1, True)
+        assert ("Go on?" in gpuaas.err) is (given is not None)
 
 
 def test_a_launch_says_where_and_from_what(
@@ -209,6 +339,22 @@ def test_a_launch_says_where_and_from_what(
     assert json.loads(gpuaas.err)["code"] == "image_not_found"
     gpuaas(*words, "--image-version", "2", "--pool", "default", "--no-wait")
     assert gpuaas.status == 0, gpuaas.err
+
+
+def test_a_launch_is_repeated_by_its_key_and_names_a_version(
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
+) -> None:
+    rest = ("--key", str(tmp_path / "key.pub"), "--no-wait", "-o", "json")
+    gpuaas.at(selling, "member")("launch", "--image", "base:9", *rest)
+    assert json.loads(gpuaas.err)["code"] == "image_not_found"
+    gpuaas("launch", "--image", "base:2", "--image-version", "2", *rest)
+    assert gpuaas.status == 2
+    for key in ("", "a b", "a\n", "ä", "a" * 256):
+        gpuaas("launch", "--image", "base:2", "--idempotency-key", key, *rest)
+        assert json.loads(gpuaas.err)["code"] == "idempotency_key_invalid", "no launch without it"
+    words = ("launch", "--image", "base:2", "--idempotency-key", "pipeline-7", *rest)
+    ids = {json.loads(gpuaas(*words))["id"] for _ in range(2)}
+    assert len(ids) == 1 and launched["id"] not in ids
 
 
 def test_a_project_by_its_name(
@@ -246,13 +392,19 @@ def test_projects(new: Stack, gpuaas: Gpuaas) -> None:
 
 
 @pytest.mark.covers("CTRL-10")
-def test_a_member_is_told_to_name_a_project(selling: Stack, gpuaas: Gpuaas) -> None:
-    for words in (("allocations",), ("allocation", "show", "a-1"), ("usage",)):
-        gpuaas.at(selling, "member")(*words)
-        assert (gpuaas.status, "role_required" in gpuaas.err) == (1, True)
-        assert "--project P" in " ".join(gpuaas.err.split())
+def test_a_member_need_not_name_its_only_project(selling: Stack, gpuaas: Gpuaas) -> None:
+    mine = launch(selling).json()["id"]
+    activate(selling, mine)
+    for words in (("allocations",), ("allocation", "show", mine), ("usage",), ("usage", "--csv")):
+        assert mine in gpuaas.at(selling, "member")(*words), gpuaas.err
+        assert NODE not in gpuaas.out
+    assert "launches_per_hour" in gpuaas("projects", "quota") and gpuaas("ssh-keys", "list")
+    assert gpuaas.status == 0, gpuaas.err
     gpuaas("nodes", "list")
-    assert "--project" not in gpuaas.err
+    assert "role_required" in gpuaas.err
+    gpuaas.at(selling)("ssh-keys", "list")
+    assert (gpuaas.status, "project_required" in gpuaas.err) == (1, True)
+    assert "of demo, other" in gpuaas.err and "GPUAAS_PROJECT" in gpuaas.err
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(
         conn.execute(sa.update(tables.enrolment_tokens).values(expires_at=clock.now() - 1))
     late = enrol(enrolled, tmp_path, token)
     assert (late.status_code, late.json()["code"]) == (401, "token_invalid")
-    assert "enrollment-token" in late.json()["remedy"]
+    assert f"gpuaas nodes userdata {NODE}" in late.json()["remedy"]
     answer = enrol(enrolled, tmp_path, given(run("nodes", "userdata", NODE)))
     assert answer.status_code == 200, answer.text
     certificate = read_certificate(answer.json()["certificate"])

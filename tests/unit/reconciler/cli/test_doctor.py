@@ -22,12 +22,13 @@ from reconciler.db import settings as site
 from reconciler.db.engine import transaction
 from reconciler.db.migrations import program_version
 from reconciler.doctor import examine, installation, services
-from reconciler.pools import leases
+from reconciler.pools import hints, leases
 from reconciler.records import images
 from reconciler.service.process import adopt
 from reconciler.settings import PROJECT, Settings
 from reconciler.shipped import COLLECTION
 from reconciler.trust.ca import Trust, authorities, open_trust
+from tests.redis_server import RedisServer
 from tests.unit.reconciler.api.stack import ACT, IMAGE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -309,6 +310,25 @@ def test_the_file_of_settings_is_looked_at(
     assert Settings().workers == 1, "the environment goes before the file"
     file.chmod(0o640)
     assert f"GPUAAS_WRKERS in {file}" in doctor()["settings"]["found"]
+
+
+def test_a_redis_that_cannot_wake_workers_is_named(
+    sound: Stack, doctor: Doctor, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = RedisServer(tmp_path)
+    monkeypatch.setenv("GPUAAS_REDIS_URL", server.url)
+    try:
+        assert "ConnectionError" in doctor()["redis"]["found"]
+        server.start()
+        assert doctor() == {}
+        for name in (hints.STREAM, hints.DEAD):
+            server.client.delete(hints.STREAM)
+            server.client.set(name, "x")
+            finding = doctor()["redis"]
+            assert finding["status"] == "warn" and "WRONGTYPE" in finding["found"]
+    finally:
+        server.close()
+        hints.of.cache_clear()
 
 
 def test_a_restore_that_was_cut_off_is_named(sound: Stack, doctor: Doctor, gpuaas: Gpuaas) -> None:

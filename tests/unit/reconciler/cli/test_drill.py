@@ -20,6 +20,7 @@ from reconciler.db import leader
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.schema import PoolWorker
 from reconciler.db.schema import jobs as table
+from reconciler.model.errors import Problem
 from reconciler.pools import pools
 from tests.unit.reconciler.service.service import Service, alive, serving, until
 
@@ -93,9 +94,9 @@ def test_leader(gpuaas: Gpuaas, engine: sa.Engine) -> None:
     assert verdict(document) == "passed", document
     evidence = steps(document)["the workers of pools are known and serve as before"]
     assert evidence == "1 workers before; gone: [], without a heartbeat: []"
-    found = steps(document)["another process leads, if there is one"]
-    after, _, before, *_ = found.split()
-    assert after != before and "of 2 candidates" in found
+    leaders = steps(document)["another process leads, if there is one"]
+    after, _, before, *_ = leaders.split()
+    assert after != before and "of 2 candidates" in leaders
     shown = gpuaas("leader")
     assert (shown["live"], shown["holder"]) == (True, after)
 
@@ -129,9 +130,9 @@ def test_leader_fails_if_a_pool_loses_a_worker(
 def test_drain(gpuaas: Gpuaas) -> None:
     document = gpuaas("drill", "drain", "--project", "drills")
     assert verdict(document) == "passed", document
-    found = steps(document)
-    assert found["a new job is refused"] == "maintenance, again after 30 s"
-    assert found["all jobs are done"] == str(["done"] * 4)
+    shown = steps(document)
+    assert shown["a new job is refused"] == "maintenance, again after 30 s"
+    assert shown["all jobs are done"] == str(["done"] * 4)
 
 
 def test_drain_is_refused_during_maintenance_and_does_not_end_it(gpuaas: Gpuaas) -> None:
@@ -177,29 +178,45 @@ def test_evict(gpuaas: Gpuaas, engine: sa.Engine) -> None:
     gpuaas("pools", "stop", "other")
     document = gpuaas("drill", "evict", "--project", "drills")
     assert verdict(document) == "passed", document
-    found = steps(document)
-    assert found["its processes are gone"].startswith("[] left of [")
-    assert found["it is counted"] == "0 before, 1 now"
-    assert found["its job ended once"].startswith("done, 1 attempts")
+    shown = steps(document)
+    assert shown["its processes are gone"].startswith("[] left of [")
+    assert shown["it is counted"] == "0 before, 1 now"
+    assert shown["its job ended once"].startswith("done, 1 attempts")
 
 
 def test_oom(gpuaas: Gpuaas, engine: sa.Engine) -> None:
     """Without the memory controller, the drill says so, and has no verdict of its own count."""
     until(lambda: hosts(engine))
     document = gpuaas("drill", "oom", "--project", "drills")
-    found = steps(document)
+    shown = steps(document)
     if hosts(engine) == ["process"]:
-        assert verdict(document) == "failed" and len(found) == 1
+        assert verdict(document) == "failed" and len(shown) == 1
     else:
         assert verdict(document) == "passed", document
-        assert found["the kernel has counted it"] >= "oom_kill 1"
-        evidence = found["a pool with kill_on_oom is evicted for its memory"]
+        assert shown["the kernel has counted it"] >= "oom_kill 1"
+        evidence = shown["a pool with kill_on_oom is evicted for its memory"]
         assert evidence.startswith("evicted") and evidence.endswith("memory_exceeded")
 
 
 def hosts(engine: sa.Engine) -> list[str]:
     with reading(engine) as conn:
         return [host.isolation for host in pools.hosts(conn)]
+
+
+def test_a_drill_that_fails_leaves_no_jobs(
+    gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dead letters would be in the way of the next drill, and others wait for ever."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Problem("canary", expected="a", found="b", remedy="c")
+
+    monkeypatch.setattr(drill._Jobs, "reprocess", refuse)
+    document = gpuaas("drill", "dlq", "--project", "drills", "--count", "2")
+    assert verdict(document) == "failed" and "canary" in str(document)
+    with reading(engine) as conn:
+        left = conn.execute(sa.select(table.c.status)).scalars().all()
+    assert set(left) <= {"done", "canceled"}
 
 
 def test_dlq(gpuaas: Gpuaas) -> None:

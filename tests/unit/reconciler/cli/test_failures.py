@@ -227,11 +227,24 @@ def _of_a_server(server: str) -> None:
 
 
 def test_of_files_only_those_that_let_nobody_in() -> None:
-    for number in (errno.ENOENT, errno.EEXIST, errno.ENOSPC):
+    for number in (errno.ENOENT, errno.EEXIST):
         assert failures.as_problem(OSError(number, os.strerror(number), "/etc/x")) is None
     for number in (errno.EACCES, errno.EPERM, errno.EROFS):
         answer = failures.as_problem(OSError(number, os.strerror(number), "/etc/x"))
         assert answer is not None and answer.code == "file_unusable"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """Of the database, and of a file that a backup or an image is written to."""
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    table = "CREATE TABLE t (a BLOB)"
+    large = "INSERT INTO t VALUES (zeroblob(100000))"
+    full = refusal_of(url, table, "PRAGMA max_page_count = 4", large)
+    assert full is not None and (full.code, full.status) == ("disk_full", 507)
+    with pytest.raises(OSError, match="No space left") as caught:
+        Path("/dev/full").write_bytes(b"x")
+    answer = failures.as_problem(caught.value)
+    assert answer is not None and answer.code == "disk_full" and "df -h" in answer.remedy
 
 
 def test_a_program_that_is_not_installed(tmp_path: Path) -> None:

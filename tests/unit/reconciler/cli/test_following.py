@@ -98,6 +98,11 @@ def test_output_and_why_a_task_waits(prepared: Stack, gpuaas: Gpuaas, tmp_path: 
     assert (gpuaas.status, gpuaas.out, "no run has begun" in gpuaas.err) == (0, "", True)
     gpuaas("tasks", "cancel", ended(prepared).id)
     assert (gpuaas.status, "it had succeeded" in gpuaas.err) == (0, True)
+    for command in (("tasks", "list"), ("audit",)):
+        gpuaas(*command, "--limit", "1")
+        assert (gpuaas.status, "the newest 1; --limit shows more" in gpuaas.err) == (0, True)
+        gpuaas(*command, "--limit", "1000")
+        assert (gpuaas.status, gpuaas.err) == (0, "")
     prepared.client("admin").post(f"admin/nodes/{NODE}/bootstrap")
     assert "worker" in gpuaas("tasks", "list", "--state", "queued")
 

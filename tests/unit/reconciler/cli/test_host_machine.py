@@ -19,9 +19,10 @@ STORY = """
 gpuaas host parity --profile lab --remediate 2>&1
 echo ---; gpuaas host prepare --profile lab 2>&1
 echo '{"mode": "slice"}' > /etc/gpuaas/slice-mode.json
-touch /etc/dnsmasq.d/gpuaas-gpuaas-slice-old.conf; rm /run/machine/nat; chmod 700 /var/lib/libvirt
+touch /etc/dnsmasq.d/gpuaas-gpuaas-slice-old.conf
+iptables -t nat -F POSTROUTING; chmod 700 /var/lib/libvirt
 echo ---; gpuaas host prepare --profile lab >/dev/null 2>&1; echo "code $?"
-ls /etc/dnsmasq.d; cat /run/machine/nat; stat -c %a /var/lib/libvirt
+ls /etc/dnsmasq.d; iptables -t nat -S POSTROUTING | tail -n 1; stat -c %a /var/lib/libvirt
 """
 
 

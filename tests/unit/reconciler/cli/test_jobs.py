@@ -37,6 +37,8 @@ def test_the_life_of_jobs(
     assert [(job["input"]["x"], job["result"]) for job in results] == [
         (number, {"y": 2}) for number in (1, 2, 3)
     ]
+    # In time for whoever interrupts the wait.
+    assert gpuaas.err.split() == ["queued", *(job["id"] for job in results)]
     assert gpuaas.status == 0
     failure = Outcome(error=ERROR, permanent=True)
     monkeypatch.setattr(time, "sleep", lambda _seconds: play(new, failure))

@@ -89,7 +89,7 @@ def test_what_is_kept_opens_the_service(
     site = {"ISSUER": provider.url, "AUDIENCE": AUDIENCE, "ADMIN_GROUP": ADMINS}
     environment = {f"GPUAAS_OIDC_{name}": value for name, value in site.items()}
     with serving(new.settings.state_dir, **environment) as service:
-        service.start("api")
+        service.start("serve", "--api-only")
         until(service.alive)
         results = []
         # The same, but for who has signed it.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from reconciler.cli.output import clean
 from reconciler.cli.session import DEFAULT_API, Session
 from reconciler.client import Client
 from reconciler.model.errors import Problem
+from tests.standin.bmc import authority
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -32,6 +36,9 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
         ("--output json lab up", "--output json lab up"),
         ("nodes show -- --output", "nodes show -- --output"),
         ("nodes list --output", "--output nodes list"),
+        ("nodes list -o json", "--output json nodes list"),
+        ("ssh a -o ProxyCommand=none", "ssh a -o ProxyCommand=none"),
+        ("ssh a kubectl get pods -o json", "ssh a kubectl get pods -o json"),
     ],
 )
 def test_shared_options_stand_anywhere(line: str, expected: str) -> None:
@@ -58,7 +65,7 @@ def test_an_error_says_what_to_do(new: Stack, gpuaas: Gpuaas) -> None:
     assert (gpuaas.status, gpuaas.out) == (1, "")
     for word in ("node_not_found", "expected", "found", "what to do"):
         assert word in gpuaas.err
-    gpuaas("nodes", "show", "none", "--output", "json")
+    gpuaas("nodes", "show", "none", "-o", "json")
     assert json.loads(gpuaas.err)["code"] == "node_not_found"
 
 
@@ -95,6 +102,27 @@ def test_a_token_goes_over_the_network_with_tls_only(
     assert "secret" not in gpuaas.err
 
 
+def test_a_ca_of_the_sites_own_is_named_by_a_variable(
+    tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    certificate, key = authority(tmp_path, "proxy", "IP:127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as proxy:
+        proxy.socket = context.wrap_socket(proxy.socket, server_side=True)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{proxy.server_port}"
+        gpuaas("nodes", "list", "--token-file", str(token), "--api", url)
+        assert "reconciler_unreachable" in gpuaas.err and "SSL_CERT_FILE" in gpuaas.err
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        gpuaas("nodes", "list", "--token-file", str(token), "--api", url)
+        assert "status 501" in gpuaas.err, "the other side answers now"
+        proxy.shutdown()
+
+
 @pytest.mark.parametrize("url", ["http://[::1", "https://[x]", "http://127.0.0.1:port"])
 def test_an_address_with_a_slip_is_named(tmp_path: Path, gpuaas: Gpuaas, url: str) -> None:
     token = tmp_path / "token"
@@ -126,6 +154,44 @@ def test_an_answer_that_leads_elsewhere_is_no_success() -> None:
     for act in (lambda: api.delete("/tokens/x"), lambda: list(api.events("/admin/tasks/x/events"))):
         with pytest.raises(Problem, match="http_error"):
             act()
+    api.close()
+
+
+def test_a_wait_survives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that never answered is missed at once, and nothing but a GET is repeated."""
+    answers: list[httpx.Response | Exception] = []
+
+    def answer(_request: httpx.Request) -> httpx.Response:
+        match answers.pop(0):
+            case Exception() as failure:
+                raise failure
+            case response:
+                return response
+
+    refused, cut_off = httpx.ConnectError("refused"), httpx.ReadError("cut off")
+    pauses: list[float] = []
+    monkeypatch.setattr("reconciler.client.time.sleep", pauses.append)
+    api = Client("https://gpuaas.example", "token")
+    api.close()
+    transport = httpx.MockTransport(answer)
+    api._http = httpx.Client(transport=transport, base_url="https://gpuaas.example")
+    answers += [refused]
+    with pytest.raises(Problem, match="reconciler_unreachable"):
+        api.get("/projects")
+    proxied = httpx.Response(502, text="Bad Gateway")
+    answers += [httpx.Response(200, json=1), cut_off, refused, proxied, httpx.Response(200, json=2)]
+    assert [api.get("/projects"), api.get("/projects")] == [1, 2] and len(pauses) == 3
+    # What the service itself says of its database, and a service that hangs, end the request.
+    away = {"code": "database_away", "expected": "a", "found": "b", "remedy": "c"}
+    for last in (httpx.Response(503, json=away), httpx.ReadTimeout("silent")):
+        answers += [last]
+        with pytest.raises(Problem, match=r"database_away|reconciler_unreachable"):
+            api.get("/projects")
+    for act in (lambda: api.delete("/tokens/x"), lambda: api.post("/projects")):
+        answers += [refused]
+        with pytest.raises(Problem, match="reconciler_unreachable"):
+            act()
+    assert answers == []
     api.close()
 
 

@@ -94,6 +94,9 @@ def test_the_doctor_checks_version_fields_and_least_rights(
         monkeypatch.setenv(f"GPUAAS_{name.upper()}", str(value))
     (fields, rights) = findings(forbidden=least)
     assert fields == ("ok", "1 tagged devices")
+    # NetBox shows custom fields with an object only.
+    ((status, text), _) = findings(forbidden=least, devices=[])
+    assert status == "warn" and "no tagged device" in text
     assert rights[0] == "ok" and "and no others" in rights[1]
     (_, excess) = findings()
     assert excess[0] == "warn" and "may also: add /dcim/devices/" in excess[1]

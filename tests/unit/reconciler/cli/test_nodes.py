@@ -67,6 +67,8 @@ def test_userdata_is_a_script(new: Stack, gpuaas: Gpuaas) -> None:
     script = gpuaas.at(new)("nodes", "userdata", NODE)
     assert script.startswith("#!/bin/sh")
     assert "good until" in gpuaas.err
+    answer = json.loads(gpuaas("nodes", "userdata", NODE, "-o", "json"))
+    assert answer["userdata"].startswith("#!/bin/sh") and answer["expires_at"]
 
 
 def test_discover_shows_candidates(prepared: Stack, gpuaas: Gpuaas) -> None:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from reconciler.db import rows
 from reconciler.db.engine import transaction
-from reconciler.db.schema import PoolWorker
+from reconciler.db.schema import Job, PoolWorker
 from reconciler.db.schema import pools as table
 from reconciler.pools import memory, processes, workers
 from reconciler.records import projects
@@ -54,6 +54,27 @@ def test_the_life_of_a_pool(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.Monk
         gpuaas("pools", "stop", *words)
         assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True)
     assert run(gpuaas, "stop", "--all") == []
+
+    def ends(_seconds: float) -> None:
+        with transaction(new.engine) as conn:
+            conn.execute(sa.update(table).where(table.c.name == "c").values(state="failed"))
+
+    monkeypatch.setattr(time, "sleep", ends)
+    assert run(gpuaas, "start", "c", "--model", "digits", "--wait")["state"] == "failed"
+    assert gpuaas.status == 1, "a script must not go on as if it ran"
+
+
+def test_the_largest_pool_is_the_first(new: Stack, gpuaas: Gpuaas) -> None:
+    gpuaas.at(new)
+    with_host(new)
+    sizes = {"small": 1, "large": 3, "middle": 2}
+    for name, size in sizes.items():
+        pool = run(gpuaas, "start", name, "--model", "digits", "--memory", "256")
+        values = {"id": name, "pool_id": pool["id"], "pid": 1, "models": ["digits"]}
+        values |= {"host": "control", "boot_id": "b", "memory_bytes": size << 20}
+        with transaction(new.engine) as conn:
+            rows.add(conn, PoolWorker, values)
+    assert [pool["name"] for pool in run(gpuaas, "list")] == ["large", "middle", "small"]
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -101,3 +122,14 @@ def test_without_a_service_it_works_on_the_database(
     assert run(gpuaas, "stop", "a", "--direct")["state"] == "stopped"
     assert run(gpuaas, "evict", "b", "--direct")["state"] == "stopping"
     assert "ended by the service on its host far" in gpuaas.err
+    apart = ("start", "r", "--model", "m", "--target", "remote", "--project", "demo", "--direct")
+    id = run(gpuaas, *apart)["id"]
+    with transaction(new.engine) as conn:
+        values = {"id": "w2", "pool_id": id, "pid": 1, "models": ["m"], "host": "far"}
+        rows.add(conn, PoolWorker, values)
+        held = {"model": "m", "input": {}, "status": "running", "worker": "w2", "token": "t"}
+        held |= {"project_id": "demo", "error": {}, "requested_by": "x", "lease_expires_at": 1e10}
+        rows.add(conn, Job, {**held, "id": "j1"})
+    assert run(gpuaas, "stop", "r", "--direct")["state"] == "draining"
+    assert "its workers may end their jobs" in gpuaas.err
+    assert run(gpuaas, "evict", "r", "--direct")["state"] == "evicted"

@@ -1,5 +1,5 @@
-"""Runbooks: each command of their blocks is played, in the order of the page, on a service that is
-in the trouble that the page is for.
+"""Runbooks: each command is played on a service that is in the trouble that the page is for: those
+of its blocks in the order of the page, then those of its running text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from reconciler.db.schema import PoolWorker
 from reconciler.model.jobs import Outcome
 from reconciler.model.pools import PoolState
 from reconciler.pools import control, pools, workers
+from reconciler.records import queue
 from reconciler.trust import keygen
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_jobs import ERROR, bury, enqueue, play, with_model
@@ -30,13 +31,14 @@ from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.cli.test_certificates import enrol
 from tests.unit.reconciler.cli.test_doctor import sound
 from tests.unit.reconciler.cli.test_recovery import Host, host, stuck
+from tests.unit.reconciler.cli.test_ssh import mine
 from tests.unit.reconciler.pools.conftest import FUNCTIONS
 from tests.unit.reconciler.pools.test_pools import begun, start
 from tests.unit.reconciler.pools.test_pools import host as host_of_pools
 from tests.unit.reconciler.service.service import until
 from tests.unit.repository.test_docs import ROOT, TEXTS, commands, words
 
-__all__ = ["host", "sound"]
+__all__ = ["host", "mine", "sound"]
 pytestmark = pytest.mark.covers("CTRL-7", "APP-4", "ORCH-2", "CTRL-12")
 
 WHY = {"WHY": "a runbook"}
@@ -60,17 +62,21 @@ class Runbook:
         """The output by command. names: values of the page's placeholders. after: what happens
         once a command that begins so was played. aside: plays commands that begin so.
         """
-        for line in (line for line, whole in commands(TEXTS[f"runbooks/{page}.md"]) if whole):
+        lines = list(commands(TEXTS[f"{page}.md"]))
+        blocks = [line.partition("#")[0].strip() for line, whole in lines if whole]
+        text = [line for line, whole in lines if not whole and line not in blocks]
+        # The text of the members' page describes other ways than the one that is played.
+        for line in (*blocks, *(text if page.startswith("runbooks/") else ())):
             given = [re.sub(r"[A-Z]+|/srv/backup", lambda m: names.get(m[0], m[0]), word)
                      for word in words(line)]  # fmt: skip
             assert not [word for word in given if re.fullmatch("[A-Z]+", word)], line
-            others = [play for start, play in (aside or {}).items() if line.startswith(start)]
-            if others:
-                others[0](given)
+            players = [play for start, play in (aside or {}).items() if line.startswith(start)]
+            if players:
+                players[0](given)
                 continue
             output = self._gpuaas(*given)
             assert self._gpuaas.status == 0, f"{line}: {self._gpuaas.err}"
-            self.played.append((line.partition("#")[0].strip(), output))
+            self.played.append((line, output))
             for beginning, act in (after or {}).items():
                 if line.startswith(beginning):
                     act()
@@ -83,7 +89,23 @@ def runbook(gpuaas: Gpuaas) -> Runbook:
     return Runbook(gpuaas)
 
 
-def test_a_blocked_slot_is_recovered(host: Host, runbook: Runbook) -> None:
+def refused(gpuaas: Gpuaas, code: str) -> Callable[[list[str]], None]:
+    """Plays a command that ends with this code here."""
+
+    def play(given: list[str]) -> None:
+        gpuaas(*given)
+        assert gpuaas.status == 1 and code in gpuaas.err, gpuaas.err
+
+    return play
+
+
+def environment(stack: Stack) -> dict[str, str]:
+    """Of a command that uses the service's database."""
+    url = stack.engine.url.render_as_string(hide_password=False)
+    return {"GPUAAS_STATE_DIR": str(stack.settings.state_dir), "GPUAAS_DATABASE_URL": url}
+
+
+def test_a_blocked_slot_is_recovered(host: Host, gpuaas: Gpuaas, runbook: Runbook) -> None:
     stack = host.stack
     allocation = stuck(stack)
     host.absent = [True]
@@ -93,11 +115,33 @@ def test_a_blocked_slot_is_recovered(host: Host, runbook: Runbook) -> None:
         for row in stack.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
         if row["status"] == "cleanup_blocked"
     ]
-    names = {"NODE": NODE, "SLOT": slot, "ALLOCATION": allocation, "TASK": task["id"]}
-    outputs = runbook("blocked-slot", names)
-    assert "cleanup_blocked" in outputs["gpuaas slots list NODE"]
+    names = {"NODE": NODE, "SLOT": slot, "ALLOCATION": allocation, "TASK": task["id"], **WHY}
+    # The host is no whole machine.
+    aside = {"gpuaas nodes clean-machine": refused(gpuaas, "machine_")}
+    outputs = runbook("runbooks/blocked-slot", names, aside=aside)
+    assert {slot, allocation} <= {*outputs["gpuaas slots list --blocked"].split()}
     last = next(text for line, text in reversed(runbook.played) if "slots show" in line)
     assert "available" in last and "healthy" in last
+
+
+def test_a_task_of_a_silent_host_is_found_and_canceled(
+    sound: Stack, host: Host, gpuaas: Gpuaas, runbook: Runbook
+) -> None:
+    selling, host.absent = sound, [True]
+    allocation = launch(selling).json()["id"]
+    task = selling.lease()
+    with transaction(selling.engine) as conn:
+        queue.wait_for_host(conn, task.id, task.lease_token, "no route to host", act=ACT)
+    gpuaas.at(selling)
+    names = {"NODE": NODE, "TASK": task.id, "ALLOCATION": allocation, **WHY}
+    # It has been canceled by then.
+    aside = {"gpuaas tasks follow": refused(gpuaas, "canceled")}
+    outputs = runbook("runbooks/stuck-task", names, aside=aside)
+    assert "host_unreachable" in outputs["gpuaas tasks list --state waiting"]
+    assert "no route to host" in outputs["gpuaas tasks show TASK"]
+    assert "canceled" in outputs["gpuaas tasks list --node NODE"]
+    ended = selling.client("admin").get(f"admin/allocations/{allocation}").json()
+    assert ended["state"] == "failed"
 
 
 def test_a_service_and_a_host_are_drained_and_upgraded(
@@ -112,13 +156,26 @@ def test_a_service_and_a_host_are_drained_and_upgraded(
     gpuaas.at(sound).ending(sound, lambda _conn, _task: {})
     host_of_pools(sound.engine)
     pool, _worker = begun(sound.engine, start(sound.engine, "vision"))
-    names = {"NODE": NODE, "POOL": pool.id, "/srv/backup": str(tmp_path)}
-    outputs = runbook("drain-and-upgrade", names)
+
+    def reboot(given: list[str]) -> None:
+        assert sound.client("admin").get(f"admin/nodes/{NODE}").json()["state"] == "ready"
+        tenant = launch(sound).json()["id"]
+        activate(sound, tenant)
+        gpuaas(*[tenant if word == "tenant" else word for word in given])
+        assert gpuaas.status == 0, gpuaas.err
+
+    outputs = runbook(
+        "runbooks/drain-and-upgrade",
+        {"NODE": NODE, "POOL": pool.id, "/srv/backup": str(tmp_path), "ID": "tenant", **WHY},
+        aside={
+            "gpuaas nodes reboot": reboot,
+            # On SQLite a gateway has no role.
+            "gpuaas gateway-role": refused(gpuaas, "gateway_role_needless"),
+        },
+    )
     assert "version" in outputs["gpuaas pools show POOL"]
     assert "version unknown" in outputs["gpuaas doctor"]
     assert (tmp_path / "gpuaas-before-upgrade.tar.gz").stat().st_size > 1000
-    node = sound.client("admin").get(f"admin/nodes/{NODE}").json()
-    assert node["state"] == "ready"
     assert sound.client("admin", base="/").get("control/maintenance").json()["mode"] == "normal"
 
 
@@ -126,7 +183,7 @@ def test_a_site_without_a_leader_is_looked_at(
     sound: Stack, gpuaas: Gpuaas, runbook: Runbook
 ) -> None:
     gpuaas.at(sound)
-    outputs = runbook("leader", {"NODE": NODE, **WHY})
+    outputs = runbook("runbooks/leader", {"NODE": NODE, **WHY})
     assert "leader" in outputs["gpuaas doctor"]
 
 
@@ -148,13 +205,9 @@ def test_dead_letters_are_looked_at_and_queued_again(
 
     def work(given: list[str]) -> None:
         """A worker serves its model until it is told to end."""
-        environment = {
-            **os.environ,
-            "GPUAAS_STATE_DIR": str(new.settings.state_dir),
-            "GPUAAS_DATABASE_URL": new.engine.url.render_as_string(hide_password=False),
-        }
         program = Path(sys.executable).with_name("gpuaas")
-        with subprocess.Popen([program, *given], cwd=ROOT, env=environment) as worker:
+        env = {**os.environ, **environment(new)}
+        with subprocess.Popen([program, *given], cwd=ROOT, env=env) as worker:
             try:
                 until(lambda: worker.poll() is not None or ["twice"] in served(new))
                 worker.send_signal(signal.SIGTERM)
@@ -164,8 +217,8 @@ def test_dead_letters_are_looked_at_and_queued_again(
 
     names = {"NAME": "twice", "MODULE": FUNCTIONS, "FUNCTION": "double"}
     outputs = runbook(
-        "dead-letters",
-        {"P": "demo", "JOB": jobs[0], **names},
+        "runbooks/dead-letters",
+        {"P": "demo", "JOB": jobs[0], **names, **WHY},
         after={"gpuaas jobs reprocess": succeed},
         aside={"gpuaas jobs worker": work},
     )
@@ -189,8 +242,9 @@ def test_an_application_that_waits_for_a_member_gets_its_keys(
     accepted = selling.client("admin").post(f"admin/nodes/{NODE}/enrollment-token").json()
     assert enrol(selling, tmp_path, accepted["token"]).status_code == 200
     gpuaas.ending(selling, lambda _conn, _task: {})
-    names = {"INSTANCE": json.loads(made)["id"], "P": "demo", "NODE": NODE}
-    outputs = runbook("application-deploying", names)
+    (first, *_others) = selling.client("admin").get("admin/tasks").json()["items"]
+    names = {"INSTANCE": json.loads(made)["id"], "P": "demo", "NODE": NODE, "TASK": first["id"]}
+    outputs = runbook("runbooks/application-deploying", names)
     assert "member_failed" in next(text for line, text in outputs.items() if "apps show" in line)
 
 
@@ -209,10 +263,16 @@ def test_a_pool_that_hangs_is_evicted_and_started_again(
             workers.conclude(conn, pool, ACT, PoolState(pool.ends_as))
 
     monkeypatch.setattr(time, "sleep", end)
-    outputs = runbook("worker-pools", {"POOL": "vision", "MODEL": "m", **WHY})
+    for name, value in environment(new).items():
+        monkeypatch.setenv(name, value)
+    outputs = runbook(
+        "runbooks/worker-pools",
+        {"POOL": "vision", "MODEL": "m", **WHY},
+        after={"gpuaas pools stop --all": lambda: start(new.engine, "vision")},
+    )
     assert "vision" not in next(text for line, text in outputs.items() if "leases" in line)
     assert "evicted" in next(text for line, text in outputs.items() if "list --all" in line)
-    assert "requested" in runbook.played[-1][1]
+    assert "requested" in outputs["gpuaas pools show POOL"]
     with reading(new.engine) as conn:
         assert pools.get(conn, first.id).state == "evicted"
 
@@ -221,6 +281,7 @@ def test_jobs_that_wait_are_found_paused_and_go_on(
     new: Stack, gpuaas: Gpuaas, runbook: Runbook
 ) -> None:
     with_model(new)
+    host_of_pools(new.engine)
     waiting = enqueue(new)
     gpuaas.at(new)
 
@@ -232,15 +293,51 @@ def test_jobs_that_wait_are_found_paused_and_go_on(
         play(new, Outcome({"y": 2}))
 
     outputs = runbook(
-        "consumer-groups",
-        {"P": "demo", **WHY},
+        "runbooks/consumer-groups",
+        {"P": "demo", "NAME": "vision", "MODEL": "m", **WHY},
         after={"gpuaas maintenance drain": follow, "gpuaas maintenance normal": succeed},
     )
     pending, running, done = (text for line, text in outputs.items() if "jobs list" in line)
     assert waiting in pending and waiting not in running and waiting in done
 
 
+def test_a_member_gets_a_machine_and_gives_it_back(
+    mine: str, selling: Stack, gpuaas: Gpuaas, runbook: Runbook, tmp_path: Path
+) -> None:
+    """The page of members, by a member of a single project that is not named anywhere."""
+    key = tmp_path / "key.pub"
+    key.write_text(f"{KEY}\n")
+    fingerprint = json.loads(gpuaas("ssh-keys", "add", str(key), "-o", "json"))["fingerprint"]
+    token = json.loads(gpuaas("token", "own", "create", "--name", "ci", "-o", "json"))["id"]
+    names = {"ALLOCATION": mine, "SHA": "SHA", "FINGERPRINT": fingerprint[7:], "TOKEN": token}
+
+    def launch(given: list[str]) -> None:
+        made = gpuaas(*given[:4], str(key), *given[5:], "--no-wait", "-o", "json")
+        assert json.loads(made)["hostname"] == "train-1", gpuaas.err
+
+    def not_waiting(given: list[str]) -> None:
+        gpuaas(*given, "--no-wait")
+        assert gpuaas.status == 0, gpuaas.err
+
+    outputs = runbook(
+        "tenants",
+        names,
+        aside={
+            "gpuaas launch": launch,
+            "gpuaas stop": not_waiting,
+            "gpuaas release": not_waiting,
+            # Of a machine that runs.
+            **dict.fromkeys(("gpuaas ssh A", "gpuaas ssh-terminal"), len),
+        },
+    )
+    assert mine in outputs["gpuaas allocations --state active"]
+    assert mine in outputs["gpuaas allocation show ALLOCATION"]
+    state = selling.client("member").get(f"projects/demo/allocations/{mine}").json()["state"]
+    assert state == "releasing"
+
+
 def test_every_page_has_its_story() -> None:
-    pages = {Path(name).stem for name in TEXTS if name.startswith("runbooks/")}
-    mine = re.findall(r"""runbook\(\s*"([\w-]+)\"""", Path(__file__).read_text(encoding="utf-8"))
+    pages = {name.removesuffix(".md") for name in TEXTS if name.startswith("runbooks/")}
+    pages.add("tenants")
+    mine = re.findall(r"""runbook\(\s*"([\w/-]+)\"""", Path(__file__).read_text(encoding="utf-8"))
     assert sorted(mine) == sorted(pages)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.reconciler.api.stack import NODE, Stack, bundle
+from tests.unit.reconciler.api.test_allocations import failed
 from tests.unit.reconciler.api.test_slots import grow
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -86,6 +87,20 @@ def test_switch_by_index(selling: Stack, gpuaas: Gpuaas) -> None:
     assert "slot_not_blocked" in gpuaas.err
     gpuaas("slots", "withdraw", NODE, "1", "--reason", "why")
     assert "slot_in_use" in gpuaas.err
+
+
+@pytest.mark.covers("CTRL-7")
+def test_blocked_slots_of_the_site_name_the_allocations_that_left_them(
+    selling: Stack, gpuaas: Gpuaas
+) -> None:
+    allocation = failed(selling)
+    (one,) = json.loads(gpuaas.at(selling)("slots", "list", "--blocked", "-o", "json"))
+    assert (one["node_id"], one["status"]) == (NODE, "cleanup_blocked")
+    assert one["allocation_id"] == allocation
+    assert len(json.loads(gpuaas("slots", "list", "-o", "json"))) == 2
+    (same,) = json.loads(gpuaas("slots", "list", NODE, "--blocked", "-o", "json"))
+    assert same["id"] == one["id"]
+    assert allocation in gpuaas("slots", "list")
 
 
 @pytest.mark.covers("CTRL-6")

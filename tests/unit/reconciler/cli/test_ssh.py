@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import sqlalchemy as sa
 
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations
+from reconciler.trust import keygen
 from reconciler.trust.ca import open_trust
 from tests.unit.reconciler.api.stack import KEY, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
@@ -123,4 +125,21 @@ def test_keys_are_added_listed_and_revoked_for_ever(
     assert "ssh_key_revoked" in gpuaas.err
     (listed,) = json.loads(gpuaas("ssh-keys", "list", *AT))
     assert listed == revoked
-    assert json.loads(gpuaas("ssh-sessions", *AT)) == []
+
+
+def test_a_lost_key_is_revoked_by_its_fingerprint(
+    mine: str, gpuaas: Gpuaas, tmp_path: Path
+) -> None:
+    """Its file may be lost, too. The first came with a launch, the second was registered."""
+    launched = json.loads(gpuaas("allocation", "show", mine, *AT))["ssh_keys"]
+    file = tmp_path / "key.pub"
+    file.write_text(launched[0] + "\n")
+    prints = [subprocess.check_output(["ssh-keygen", "-lf", file], text=True).split()[1]]
+    other = tmp_path / "other"
+    keygen.new_key(other, "me@laptop")
+    added = json.loads(gpuaas("ssh-keys", "add", f"{other}.pub", *AT))
+    for fingerprint in (*prints, added["fingerprint"]):
+        revoked = json.loads(gpuaas("ssh-keys", "revoke", fingerprint, *AT, "--reason", "lost"))
+        assert revoked["fingerprint"] == fingerprint and revoked["revoked_at"]
+    gpuaas("ssh-keys", "revoke", "SHA256:unknown", *AT)
+    assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "ssh_key_not_found")

@@ -9,7 +9,7 @@ import pytest
 
 from reconciler.db.engine import reading
 from reconciler.records import tokens
-from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 
@@ -18,6 +18,10 @@ def test_the_first_token(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
     gpuaas("token", "create", "--role", "platform-admin", "--name", "me", "--days", "1")
     with reading(new.engine) as conn:
         record = tokens.authenticate(conn, gpuaas.out.strip())
+    gpuaas("token", "create", "--role", "node", "--node", NODE, "--name", "n", "-o", "json")
+    assert (json.loads(gpuaas.out)["node_id"], gpuaas.status) == (NODE, 0), gpuaas.err
+    with reading(new.engine) as conn:
+        assert tokens.authenticate(conn, json.loads(gpuaas.out)["token"]) is not None
     assert record is not None
     assert (record.role, record.name, record.project_id) == ("platform-admin", "me", None)
     assert record.expires_at - record.created_at == pytest.approx(86_400, abs=60)
@@ -67,6 +71,7 @@ def test_a_leaked_token_is_found_and_revoked(
     assert gpuaas.status == 0, gpuaas.err
     gpuaas.at(new, "member")("projects", "list")
     assert (gpuaas.status, "unauthenticated" in gpuaas.err) == (1, True)
+    assert "ask the operators" in gpuaas.err
     gpuaas.at(new)("token", "revoke", "none")
     assert (gpuaas.status, "token_not_found" in gpuaas.err) == (1, True)
 
@@ -74,7 +79,12 @@ def test_a_leaked_token_is_found_and_revoked(
 @pytest.mark.covers("CTRL-10")
 def test_a_member_makes_its_own(new: Stack, gpuaas: Gpuaas) -> None:
     new.secrets["ci"] = gpuaas.at(new, "member")("token", "own", "create", "--name", "ci").strip()
+    words = ("token", "own", "create", "--name", "short", "--days", "1", "-o", "json")
+    short = json.loads(gpuaas.at(new, "member")(*words))
+    assert short["token"] and short["expires_at"]
+    gpuaas("token", "own", "revoke", short["id"])
     rows = json.loads(gpuaas.at(new, "member")("token", "own", "list", "--output", "json"))
+    rows = [row for row in rows if row["id"] != short["id"]]
     ids = {row["name"]: row["id"] for row in rows}
     assert [row["parent_id"] for row in rows] == [ids["member"], None]
     gpuaas.at(new, "ci")("token", "own", "revoke", ids["member"])

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from reconciler.api.app import create_app
 from reconciler.api.catalog import AnswerCache
+from reconciler.api.security import Rates
 from reconciler.console.app import mount
 from tests.unit.reconciler.api.conftest import databases, selling
 from tests.unit.reconciler.api.stack import Stack
@@ -19,7 +20,7 @@ __all__ = ["databases", "selling"]
 
 @pytest.fixture(scope="session")
 def application() -> Iterator[list[FastAPI]]:
-    """The application of all tests; building one takes seconds."""
+    """The application of all tests; building one takes time."""
     yield []
 
 
@@ -29,7 +30,7 @@ def console(selling: Stack, application: list[FastAPI]) -> FastAPI:
     if not application:
         application.append(mount(create_app(selling.settings, selling.engine)))
     (app,) = application
-    app.state.availability = AnswerCache()
+    app.state.availability, app.state.rates = AnswerCache(), Rates()
     app.state.settings, app.state.engine = selling.settings, selling.engine
     return app
 

@@ -28,7 +28,7 @@ from tests.unit.reconciler.api.test_ingress import with_addresses
 from tests.unit.reconciler.api.test_launches import PATH, launch
 from tests.unit.reconciler.api.test_usage import priced
 from tests.unit.reconciler.conftest import Site
-from tests.unit.reconciler.console.samples import busy_pools, hour_of_samples
+from tests.unit.reconciler.console.samples import busy_pools, dead_letter, hour_of_samples
 
 LONG = "a-name-that-is-as-long-as-the-service-allows-it-to-be-of-a-vm"
 REASON = "the guest did not answer its readiness probe, and the tenant waits for an answer since"
@@ -47,6 +47,7 @@ def full_site(stack: Stack, folder: Path) -> dict[str, str]:
     adopt(stack.settings, stack.engine)
     known = {"project": "demo", "node": NODE, **_allocations(stack)}
     known["pool"] = busy_pools(stack)
+    known["job"] = dead_letter(stack)
     known["app"] = _application(stack, known["allocation"])
     known["session"] = _slice(stack, known["allocation"])
     _nodes(stack)
@@ -173,8 +174,8 @@ def _nodes(stack: Stack) -> None:
     site = Site(stack.engine)
     site.node("rack-2", number=2)
     checks = [
-        {**wipes.ISOLATED, "status": status, "check": check, "detail": found, "remediation": todo}
-        for status, check, found, todo in (
+        {**wipes.ISOLATED, "status": status, "check": check, "detail": detail, "remediation": todo}
+        for status, check, detail, todo in (
             ("FAIL", "iommu_groups", "GPU 0000:24:00.0 shares its group with 0000:24:00.1", REASON),
             ("WARN", "clock", "offset 1.7 s to the service", "start chrony on the host"),
             ("PASS", "bridge", "br-slice has 10.100.0.1/24", ""),
@@ -234,8 +235,8 @@ def _work(stack: Stack) -> str:
     admin = stack.client("admin")
     assert admin.post(f"admin/nodes/{NODE}/drift").status_code == 202
     compared = lease(stack, TaskKind.SLICE_DRIFT_RECONCILE)
-    found = "a machine gpuaas-slice-43bd713b60734ef78a512897e902365d that no record explains"
-    difference = {"severity": "failed", "code": "domain_unknown", "found": found}
+    text = "a machine gpuaas-slice-43bd713b60734ef78a512897e902365d that no record explains"
+    difference = {"severity": "failed", "code": "domain_unknown", "found": text}
     with transaction(stack.engine) as conn:
         result = {"differences": [difference, {**difference, "severity": "warning"}]}
         queue.finish(

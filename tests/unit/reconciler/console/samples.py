@@ -51,3 +51,10 @@ def busy_pools(stack: Stack) -> str:
         of_hot = sa.update(pool_workers).where(pool_workers.c.id == "w-hot")
         conn.execute(of_hot.values(version="0.0.9+0050"))
     return ids["hot"].id
+
+
+def dead_letter(stack: Stack) -> str:
+    """The id of the dead letter of `busy_pools`."""
+    query = {"status": "dead_letter"}
+    (row,) = stack.client("admin").get("projects/demo/jobs", params=query).json()["items"]
+    return str(row["id"])

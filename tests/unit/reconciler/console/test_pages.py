@@ -43,6 +43,7 @@ from reconciler.db.schema import (
 from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
 from reconciler.lifecycle import host, slices
+from reconciler.model.jobs import Outcome
 from reconciler.model.states import NodeMode, TaskState
 from reconciler.pools import control
 from reconciler.records import images as image_records
@@ -53,7 +54,7 @@ from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
 from reconciler.trust import ca
 from tests.unit.reconciler import wipes
-from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, discovery
+from tests.unit.reconciler.api.stack import ACT, FREE, IMAGE, KEY, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.api.test_baremetal import BODY as METAL
 from tests.unit.reconciler.api.test_baremetal import let_in
 from tests.unit.reconciler.api.test_canaries import (
@@ -65,13 +66,13 @@ from tests.unit.reconciler.api.test_canaries import (
     member_operations,
 )
 from tests.unit.reconciler.api.test_ingress import ADDRESS, with_addresses
-from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
-from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+from tests.unit.reconciler.api.test_jobs import bury, enqueue, play, with_model
+from tests.unit.reconciler.api.test_launches import PATH, activate, launch, with_profile
 from tests.unit.reconciler.api.test_usage import priced
 from tests.unit.reconciler.benchmark.sshd import new_key
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.console.browser import Browser, Page, SentForm
-from tests.unit.reconciler.console.samples import busy_pools
+from tests.unit.reconciler.console.samples import busy_pools, dead_letter
 from tests.unit.reconciler.lifecycle.test_recovery_cases import Story
 from tests.unit.reconciler.pools.test_pools import start
 
@@ -86,7 +87,8 @@ NOT_OFFERED = {
     "POST /jobs": "as above",
     "POST /jobs/{}/cancel": "as above",
     "POST /projects/{}/jobs/batch": "as above",
-    "POST /projects/{}/jobs/{}/cancel": "as above",
+    "PATCH /admin/projects/{}/quota": "the form replaces all limits",
+    "PATCH /admin/settings/default-quota": "as above",
     "POST /nodes/{}/userdata": "machines that MAAS installs call it",
     "POST /pools/{}/token": "`gpuaas pools token`, whose output is a file of the worker's machine",
     **dict.fromkeys(
@@ -111,6 +113,7 @@ def names(selling: Stack) -> dict[str, str]:
         "correlation": "some-request",
         "session": "some-session",
         "pool": busy_pools(selling),
+        "job": dead_letter(selling),
         "app": empty_app(selling),
     }
 
@@ -240,7 +243,8 @@ def test_no_page_of_a_member_tells_of_a_host(
     assert len(forms) > 10
     for path, form in forms.values():
         # Something that no record has, or a field that no body has.
-        call = f"{form.call}0" if form.call.startswith("DELETE") else form.call
+        call = form.call.replace(known["job"], "none")
+        call = f"{call}0" if call.startswith("DELETE") else call
         refused(path, form, _call=call, _generation="1", unknown__text="x")
     for text in texts:
         leaked = {canary for canary in planted if canary in text.lower()}
@@ -623,6 +627,8 @@ def test_lists_of_projects_and_images_go_on(selling: Stack, browse: Browse) -> N
         assert last not in shown.text
         (more,) = [link for link in Page(shown.text).links if link.startswith("?cursor=")]
         assert last in admin.get(page + more).text
+    shown = admin.get("/console/projects/id-007")
+    assert "<h1>project-007</h1>" in shown.text and "id-007" in shown.text
 
 
 def test_an_image_that_an_offer_cannot_take_is_disabled_with_its_reason(
@@ -640,10 +646,38 @@ def test_an_image_that_an_offer_cannot_take_is_disabled_with_its_reason(
         known = {image.version: image.id for image in image_records.every(conn)}
     member, page = browse("member"), "/console/projects/demo/launch"
     step = member.get(page, params={"offer": "lab-edu-slice*1", "step": "image"}).text
-    assert "It lacks driver-570-server, rdma" in step and "It is larger than the disks" in step
+    lacks = "whose record lacks driver-570-server, rdma"
+    assert lacks in step and "It is larger than the disks" in step
     closed = {name: "disabled" in option(step, id) for name, id in known.items()}
     assert closed == {"1": True, "fits": False, "vast": True}
     assert "must contain driver-570-server, rdma" in member.get("/console/catalog").text
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_images_on_offer_are_those_that_the_launch_takes(
+    selling: Stack, browse: Browse, console: FastAPI, tmp_path: Path, gpus: int
+) -> None:
+    """An image without NVLink serves one GPU of a board with partitions, and not several."""
+    one, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
+    board = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}}
+    board |= {"module_ids": {one: 1, other: 3}, "nvlink_sets": [[1, 3]], "expected": 2}
+    selling.settings = with_profile(selling, tmp_path, gpu=board).settings
+    console.state.settings = selling.settings
+    (tmp_path / "zz-other.yml").unlink()
+    with transaction(selling.engine) as conn:
+        alone = IMAGE | {"version": "alone", "runtime": ["nvlink-disabled"]}
+        image_records.register(conn, ACT, **alone)
+        known = {image.version: image.id for image in image_records.every(conn)}
+    page = "/console/projects/demo/launch"
+    offer = {"offer": f"lab-edu-slice*{gpus}", "step": "image"}
+    step = browse("member").get(page, params=offer).text
+    open_ = {name for name, id in known.items() if "required disabled" not in option(step, id)}
+    assert open_ == ({"1", "alone"} if gpus == 1 else {"1"})
+    answers = {
+        name: launch(selling, name, gpu_count=gpus, image_version=name)
+        for name in sorted(known, reverse=True)
+    }
+    assert {name for name, answer in answers.items() if answer.status_code == 201} == open_
 
 
 def test_a_machine_shows_its_own_sessions(selling: Stack, browse: Browse) -> None:
@@ -1465,13 +1499,14 @@ def test_dead_letters_have_their_reasons_and_a_sample_is_queued_again(
     selling: Stack, browse: Browse
 ) -> None:
     with_model(selling)
-    bury(selling, found="<b>hostile</b>", detail="secret of the operators")
+    dead = bury(selling, found="<b>hostile</b>", detail="secret of the operators")
     enqueue(selling)
     member = browse("member")
     path = "/console/projects/demo/jobs"
     text = member.get(path).text
     assert "&lt;b&gt;hostile" in text and "function_failed" in text
     assert "secret of the operators" not in text
+    assert f"{path}/{dead}" in Page(text).links
     # Of the two jobs a single one has not ended.
     assert "Jobs that have not ended. 1, 0 to 1" in text
     form = Page(text).form("POST /projects/demo/jobs/dlq/reprocess")
@@ -1492,6 +1527,31 @@ def test_dead_letters_have_their_reasons_and_a_sample_is_queued_again(
     text = member.get(path).text
     assert "No job has failed for good." in text
     assert "Jobs that have not ended. 0, " in text
+
+
+def test_a_job_is_shown_with_its_input_and_how_it_ended(selling: Stack, browse: Browse) -> None:
+    with_model(selling)
+    dead = bury(selling, found="<b>hostile</b>", detail="secret of the operators")
+    done = enqueue(selling, input={"of": "<i>mine</i>"})
+    play(selling, Outcome(result={"answer": 42}))
+    page = "/console/projects/demo/jobs"
+    member = browse("member")
+    assert f"{page}/{done}" in Page(member.get(page).text).links
+    text = member.get(f"{page}/{done}").text
+    assert "&lt;i&gt;mine" in text and "&#34;answer&#34;: 42" in text and "Last error" not in text
+    for who, detail in (("member", False), ("admin", True)):
+        text = browse(who).get(f"{page}/{dead}").text
+        assert "dead letter</span>" in text and "1 of 3" in text and "0 times" in text
+        assert "function_failed" in text and "&lt;b&gt;hostile" in text
+        assert ("secret of the operators" in text) is detail
+    assert browse("stranger").get(f"{page}/{done}").status_code == 404
+    for id in (dead, enqueue(selling)):
+        call = f"POST /projects/demo/jobs/{id}/cancel"
+        form = member.open(f"{page}/{id}").form(call)
+        assert member.send(f"{page}/{id}", form).status_code == 303
+        text = member.get(f"{page}/{id}").text
+        assert "canceled</span>" in text and call not in text
+    assert f"POST /projects/demo/jobs/{done}/cancel" not in member.get(f"{page}/{done}").text
 
 
 @pytest.mark.covers("ORCH-1", "ORCH-6")
@@ -1597,6 +1657,12 @@ def test_the_site_is_drained_and_admits_jobs_again(selling: Stack, browse: Brows
         control.follow(conn)
     shown = admin.get(page).text
     assert "drained" in shown and "The service and its workers are alive." in shown
+    assert "No node drains" in shown and "The sale of slices is on" in shown
+    with transaction(selling.engine) as conn:
+        out = sa.update(nodes).where(nodes.c.id == NODE)
+        conn.execute(out.values(state="maintenance", state_reason="<i>memory"))
+    out_of_use = admin.get(page).text
+    assert f"/console/nodes/{NODE}" in Page(out_of_use).links and "&lt;i&gt;memory" in out_of_use
     assert admin.send(page, Page(shown).form(call)).headers["Location"] == page
     assert "no inference job is admitted" not in admin.get("/console/fleet").text
     assert jobs.send(letters, sample, _key="another").status_code == 303

@@ -67,7 +67,7 @@ def test_a_change_whose_telling_failed_is_not_committed(on_either: Site) -> None
 @pytest.mark.postgres
 @pytest.mark.covers("CTRL-4")
 @pytest.mark.parametrize("on_either", [postgresql], indirect=True)
-def test_a_launch_takes_six_statements(on_either: Site) -> None:
+def test_a_launch_takes_seven_statements(on_either: Site) -> None:
     statements: list[str] = []
 
     def count(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -77,7 +77,7 @@ def test_a_launch_takes_six_statements(on_either: Site) -> None:
         on_either.allocate(conn)
         event.listen(conn, "before_cursor_execute", count)
         on_either.allocate(conn)
-    assert len(statements) == 6, "\n".join(statements)
+    assert len(statements) == 7, "\n".join(statements)
 
 
 @pytest.mark.postgres

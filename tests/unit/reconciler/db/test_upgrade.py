@@ -79,6 +79,31 @@ def test_nothing_is_lost_on_the_way_to_this_version(empty: sa.Engine, revision: 
         assert compare_metadata(MigrationContext.configure(conn), tables.metadata) == []
 
 
+@pytest.mark.covers("CTRL-2")
+def test_launches_that_have_ended_lose_the_cloud_configs_of_their_tenants(
+    empty: sa.Engine,
+) -> None:
+    migrate(empty, "0051")
+    secret, ended = {"tenant_data": {"password": "s"}, "slots": [1]}, {"finished_at": 1.0}
+    with transaction(empty) as conn:
+        (tasks,) = [table for table in _tables(conn) if table.name == "tasks"]
+        one = _fill(conn, tasks) | {"parameters": secret}
+        conn.execute(sa.delete(tasks))
+        rows = {
+            "ended": {"kind": "slice.vm_provision", **ended},
+            "runs": {"kind": "slice.vm_provision", "finished_at": None, "state": "running"},
+            "other": {"kind": "slice.wipe", **ended},
+            "without": {"kind": "slice.vm_provision", **ended, "parameters": {"slots": [1]}},
+        }
+        for id, changes in rows.items():
+            conn.execute(sa.insert(tasks).values(one | {"id": id} | changes))
+    migrate(empty)
+    with transaction(empty) as conn:
+        query = sa.select(tables.tasks.c.id, tables.tasks.c.parameters)
+        kept = {id: "tenant_data" in parameters for id, parameters in conn.execute(query)}
+    assert kept == {"ended": False, "runs": True, "other": True, "without": False}
+
+
 def _tables(conn: sa.Connection) -> list[sa.Table]:
     stored = sa.MetaData()
     stored.reflect(conn)

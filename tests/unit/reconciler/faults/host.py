@@ -100,7 +100,10 @@ class Host:
     def seen(self) -> Document:
         """Everything but times: two hosts that are alike give the same."""
         entries = {
-            entry.slot_id: (entry.fence, entry.allocation_id, entry.dirty, entry.gpu_used)
+            entry.slot_id: (
+                *(entry.fence, entry.power_fence, entry.allocation_id),
+                *(entry.dirty, entry.gpu_used),
+            )
             for entry in self.ledger()
         }
         named = {name: copy.copy(value) for name, value in vars(self).items()}
@@ -155,14 +158,17 @@ def disk_of(slot: Document) -> str:
 
 def slice_lease(host: Host, params: Document) -> Document:
     key, slots, state = params["allocation_id"], params["slots"], params["state"]
+    _ledger.check_each({**slot, "power_fence": params.get("power_fence")} for slot in slots)
     if state in ("held", "kept"):
         if params["boot_id"] != host.boot_id:
             raise refuse("boot_changed", f"boot {host.boot_id}")
+        guest = {"domain": {"state": "running" if key in host.running else "shut off"}}
         for slot in slots:
             entry = _ledger.check(slot["slot_id"], slot["fence"])
             others = {disk for k, disks in host.running.items() if k != key for disk in disks}
             if disk_of(slot) in others:
-                raise refuse("device_in_use")
+                # As the driver does: a blocked plan is told together with what was seen.
+                return guest | {"failed": True, "error": refuse("device_in_use").document()}
             others_lease = entry.allocation_id != key
             ended = state == "kept" and (others_lease or entry.fence != slot["fence"])
             if ended or (others_lease and entry.dirty):
@@ -174,14 +180,14 @@ def slice_lease(host: Host, params: Document) -> Document:
         boot = slots[0]
         bundle = {"ip": boot["private_ip"], "mac": boot["management_mac"], "cpus": [], "gpus": []}
         more = {"numa_node": 0, "fabric_vfs": [], "disks": [slot["nvme_device"] for slot in slots]}
-        return {"bundle": bundle | more | {"cells": [], "layout": {}}}
+        return guest | {"bundle": bundle | more | {"cells": [], "layout": {}}}
     for slot in slots:
         _ledger.check(slot["slot_id"], slot["fence"])
     if state == "fenced":
         if {_ledger.load(slot["slot_id"]).allocation_id for slot in slots} - {"", key}:
             raise refuse("slot_leased")
         for slot in slots:
-            _ledger.raise_fence(slot["slot_id"], fence=slot["fence"])
+            _ledger.end_power(slot["slot_id"], fence=slot["fence"])
         return {}
     mine = [s for s in slots if _ledger.load(s["slot_id"]).allocation_id == key]
     if (mine or key in host.plans) and key in host.running:
@@ -254,10 +260,19 @@ def seed(host: Host, params: Document) -> Document:
     return {"seed": {"path": f"/seeds/{key}", "present": True}}
 
 
+def fence_power(host: Host, params: Document) -> Document:
+    if params.get("boot_id") not in (None, "", host.boot_id):
+        raise refuse("boot_changed", f"boot {host.boot_id}")
+    _ledger.check_each(params["slots"])
+    for slot in params["slots"]:
+        numbers = {"fence": slot["fence"], "power_fence": slot["power_fence"]}
+        _ledger.raise_power_fence(slot["slot_id"], **numbers)
+    return {}
+
+
 def domain(host: Host, params: Document) -> Document:
     key, slots = params["allocation_id"], params["slots"]
-    for slot in slots:
-        _ledger.check(slot["slot_id"], slot["fence"])
+    _ledger.check_each(slots)
     if params["state"] in ("absent", "stopped"):
         open_ = key in host.running and key in (*host.forwards.values(), *host.ways)
         if params["state"] == "absent" and open_:
@@ -275,6 +290,8 @@ def domain(host: Host, params: Document) -> Document:
     held = {e.disk_identity for e in _ledger.entries() if e.allocation_id == key}
     if not held.issuperset(disks):
         raise refuse("lease_missing")
+    if params["state"] == "prepared":
+        return {"domain": {"state": "running" if key in host.running else "shut off"}}
     if key not in host.running:
         for slot in slots:
             if not _ledger.mark_gpu_used(slot["slot_id"], fence=slot["fence"]).dirty:
@@ -598,6 +615,8 @@ MODULES: dict[str, Callable[[Host, Document], Document]] = {
     "release_address": reservation,
     "give_functions": fabric_functions,
     "take_functions": fabric_functions,
+    "fence_power": fence_power,
+    "prepare_domain": domain,
     "start_domain": domain,
     "stop_domain": domain,
     "host_idle": host_idle,

@@ -71,6 +71,7 @@ def play(playbook: str, given: Mapping[str, Any], act: Act) -> Playing:
     """Yields each step before it is done; returns `{"ok", "result"}`, the result from set_stats."""
     (the_play,) = read(ROOT / "playbooks" / f"{playbook}.yml")
     scope = Scope(given)
+    scope.layers.append(the_play.get("vars", {}))
     run = _Run(act, scope)
     try:
         yield from run.tasks(the_play["tasks"], ROOT / "playbooks")

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import invariants
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
@@ -295,3 +296,12 @@ def refused(call: Callable[[], Any]) -> str:
     except Problem as problem:
         return problem.code
     return ""
+
+
+def ended(scripted: ScriptedSite, kind: str) -> Task:
+    """The task that the fault was in."""
+    with reading(scripted.engine) as conn:
+        return min(
+            (task for task in queue.every(conn) if task.kind == kind),
+            key=lambda task: (task.finished_at or 0, task.created_at),
+        )

@@ -21,12 +21,11 @@ from reconciler.runs.collect import Outcome
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.faults.conftest import Healthy, Open
 from tests.unit.reconciler.faults.kinds import MOMENTS, Slice
 from tests.unit.reconciler.faults.playing import How, Step, play
 from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite
-from tests.unit.reconciler.faults.test_steps import Healthy, Open, at, beginnings, healthy, moments
 
-__all__ = ["at", "beginnings", "healthy", "moments"]
 pytestmark = pytest.mark.covers("CTRL-9", "I14")
 
 KINDS = (TaskKind.SLICE_VM_PROVISION, TaskKind.SLICE_VM_RELEASE, TaskKind.SLICE_WIPE)

@@ -24,22 +24,23 @@ from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.faults import test_steps
+from tests.unit.reconciler.faults.conftest import Healthy, Open
 from tests.unit.reconciler.faults.playing import How, Step
-from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite, Unanswered, refused
+from tests.unit.reconciler.faults.scripted_site import (
+    Run,
+    ScriptedSite,
+    Unanswered,
+    ended,
+    refused,
+)
 from tests.unit.reconciler.faults.test_steps import (
     KINDS,
     UNDOING,
     Decide,
-    Healthy,
-    Open,
     come_back,
-    ended,
 )
 
 pytestmark = pytest.mark.covers("CTRL-8", "CTRL-9", "I13")
-beginnings, moments = test_steps.beginnings, test_steps.moments
-at, healthy = test_steps.at, test_steps.healthy
 
 # Of a connection that was never made, whichever of the first packets was lost.
 NO_WAY = "ssh: connect to host 10.0.2.15 port 22: Connection timed out"

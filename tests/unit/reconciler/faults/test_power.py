@@ -8,32 +8,34 @@ say that it is to be, or off although it is owed a start.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Allocation
 from reconciler.lifecycle import maintenance, power
 from reconciler.model.states import PowerAction, TaskKind
 from reconciler.records import allocations, nodes
+from reconciler.runs.collect import Phase
 from tests.unit.reconciler.conftest import ADMIN, Database
+from tests.unit.reconciler.faults.conftest import Moment
 from tests.unit.reconciler.faults.kinds import Slice
-from tests.unit.reconciler.faults.playing import steps_of
-from tests.unit.reconciler.faults.scripted_site import scripted_site
+from tests.unit.reconciler.faults.playing import Step, steps_of
+from tests.unit.reconciler.faults.scripted_site import Run, scripted_site
 from tests.unit.reconciler.faults.test_drift import Look
 from tests.unit.reconciler.faults.test_steps import (
     Decide,
-    Moment,
     at_step,
-    beginnings,
     come_back,
     fail_after,
     kill_after,
     kill_before,
+    stop,
 )
 
-__all__ = ["beginnings"]
 pytestmark = pytest.mark.covers("CTRL-9", "I11", "I12", "I13", "I15")
 
 POWER, REBOOT = TaskKind.SLICE_VM_POWER, "reboot_node"
@@ -103,6 +105,8 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
     steps = played(scripted, key, action)
     # A later start has no seed.
     every = {module for _name, module in steps_of("power_slice")} - {"write_seed"}
+    # Only a restart prepares a domain that runs.
+    every |= {"prepare_domain"}
     assert action != PowerAction.RESTART or set(steps) == every
     runs = action != PowerAction.STOP
     faults = [(0, kill_before), *((index, kill_after) for index in range(len(steps)))]
@@ -111,7 +115,7 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
     for index, how in faults:
         where = f"{action}, {how.__name__} at {steps[index]}"
         scripted, key = slices(stopped)
-        before = set(scripted.host.ledger())
+        before = held(scripted)
         ask(scripted, key, action)
         scripted.runner.faults[POWER] = at_step(index, lambda how=how: how)
         if how is fail_after:
@@ -121,7 +125,7 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
         row = record(scripted, key)
         assert (row.state, row.power_action, bool(row.error)) == ("active", "", True), where
         scripted.sound(where)
-        assert set(scripted.host.ledger()) == before, where
+        assert held(scripted) == before, where
         seen = differences(scripted)
         assert seen <= {"guest_stopped"}, where
         row, on = record(scripted, key), key in scripted.host.running
@@ -134,6 +138,86 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
         assert (row.error, row.stopped, key in scripted.host.running) == ({}, not runs, runs), where
         assert differences(scripted) == set(), where
     come_back(scripted, str(action))
+
+
+def other_tenant(scripted: Slice, key: str) -> None:
+    scripted.host.reservations["other"] = scripted.host.reservations[key]
+
+
+def other_guest(scripted: Slice, key: str) -> None:
+    scripted.host.running["other"] = scripted.host.running[key]
+
+
+@pytest.mark.parametrize(
+    ("plant", "code"), [(other_tenant, "ip_in_use"), (other_guest, "device_in_use")]
+)
+@pytest.mark.parametrize("action", [PowerAction.RESTART, PowerAction.RESET])
+def test_a_restart_whose_start_would_be_refused_leaves_the_guest_running(
+    slices: Open, plant: Callable[[Slice, str], None], code: str, action: PowerAction
+) -> None:
+    scripted, key = slices(False)
+    boot_id, disks = record(scripted, key).started_boot_id, scripted.host.running[key]
+    plant(scripted, key)
+    ask(scripted, key, action)
+    scripted.work()
+    row = record(scripted, key)
+    assert (row.state, row.error["code"], row.stopped) == ("active", code, False)
+    assert scripted.host.running[key] == disks
+    assert row.started_boot_id == boot_id, "it is owed no start"
+
+
+@pytest.mark.covers("I9", "I10")
+@pytest.mark.parametrize("successor", [PowerAction.START, PowerAction.STOP, None])
+@pytest.mark.parametrize("action", [PowerAction.START, PowerAction.RESTART, PowerAction.STOP])
+def test_a_run_that_was_given_up_does_nothing_beside_its_successor(
+    slices: Open, action: PowerAction, successor: PowerAction | None
+) -> None:
+    """It hangs somewhere, in AWX or on its host, and goes on when its successor has ended: another
+    action, or the release.
+    """
+    stopped = action == PowerAction.START
+    scripted, key = slices(stopped)
+    for index, step in enumerate(played(scripted, key, action)):
+        where = f"{action} at {step}, then {successor}"
+        scripted, key = slices(stopped)
+        ask(scripted, key, action)
+        scripted.runner.faults[POWER] = at_step(index, stop)
+        scripted.work()
+        late = list(scripted.runner.runs.values())[-1]
+        scripted.deadlines_pass()
+        row = record(scripted, key)
+        assert (row.state, row.power_action, bool(row.error)) == ("active", "", True), where
+        if successor is None:
+            scripted.release(key)
+        else:
+            ask(scripted, key, successor)
+        scripted.work()
+        before = scripted.host.seen()
+        scripted.runner.go_on(late)
+        assert late.phase is Phase.FINISHED, where
+        assert scripted.host.seen() == before, where
+        scripted.sound(where)
+
+
+@pytest.mark.covers("I9", "I10")
+def test_a_run_that_was_given_up_starts_no_guest_that_a_restart_of_the_host_has_stopped(
+    slices: Open,
+) -> None:
+    """It goes on between the stop of the guest and the restart."""
+    scripted, key = slices(True)
+    for index, step in enumerate(played(scripted, key, PowerAction.START)):
+        scripted, key = slices(True)
+        ask(scripted, key, PowerAction.START)
+        scripted.runner.faults[POWER] = at_step(index, stop)
+        scripted.work()
+        late = list(scripted.runner.runs.values())[-1]
+        scripted.deadlines_pass()
+        started: list[bool] = []
+
+        restart(scripted, key, going_on(scripted, key, late, started))
+        assert started == [False], step
+        row = record(scripted, key)
+        assert (row.error, key in scripted.host.running) == ({}, True), step
 
 
 @pytest.mark.covers("I16")
@@ -164,6 +248,17 @@ def test_a_restart_of_the_host_that_goes_wrong_leaves_its_slice_running(slices: 
     come_back(scripted, "restart of the host")
 
 
+def going_on(scripted: Slice, key: str, late: Run, started: list[bool]) -> Decide:
+    """Have the late run go on before the host restarts, and note whether the guest runs then."""
+
+    def decide(_run: Run, _now: int, step: Step) -> None:
+        if step.module == "reboot":
+            scripted.runner.go_on(late)
+            started.append(key in scripted.host.running)
+
+    return decide
+
+
 def restart(
     scripted: Slice, key: str, decide: Decide | None = None, *, killed: bool = False
 ) -> str:
@@ -178,6 +273,11 @@ def restart(
     else:
         scripted.work()
     return before
+
+
+def held(scripted: Slice) -> set[_ledger.Entry]:
+    """The ledger of the host, but for the numbers of its runs of power."""
+    return {replace(entry, power_fence=0) for entry in scripted.host.ledger()}
 
 
 def played(scripted: Slice, key: str, action: PowerAction) -> list[str]:

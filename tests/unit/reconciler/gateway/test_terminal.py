@@ -23,6 +23,7 @@ import httpx
 import hypothesis
 import pytest
 import sqlalchemy as sa
+from asyncssh.constants import MSG_CHANNEL_CLOSE
 from hypothesis import strategies as st
 from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -721,7 +722,16 @@ def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
     assert taken < 16 << 20 and waiting < 2 << 20
 
 
-def test_an_idle_terminal_ends(world: World, site: Site) -> None:
+def test_an_idle_terminal_ends(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a client that has read the end of its channel, after which OpenSSH reads nothing."""
+    whole = asyncssh.SSHServerConnection.send_packet
+
+    def send_packet(self: Any, kind: int, *parts: bytes, **options: Any) -> None:
+        whole(self, kind, *parts, **options)
+        if kind == MSG_CHANNEL_CLOSE:
+            time.sleep(0.2)
+
+    monkeypatch.setattr(asyncssh.connection.SSHConnection, "send_packet", send_packet)
     with site.open() as terminal:
         terminal.ready()
         (hall,) = site.app.state.terminals

@@ -6,6 +6,8 @@ import hashlib
 import os
 import struct
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +83,57 @@ def test_a_compressed_file_keeps_the_digest_of_the_raw_bytes(raw: Path, folder: 
     assert (image.file.suffix, image.digest[7:]) == (".zst", hashlib.sha256(DISK).hexdigest())
     words = ["zstd", "-dcq", "--", str(image.file)]
     assert subprocess.run(words, check=True, capture_output=True).stdout == DISK
+
+
+def test_a_second_import_leaves_the_file_that_is_registered(raw: Path, folder: Path) -> None:
+    """It may pack the same bytes otherwise, which hosts would refuse."""
+    first = convert.convert(raw, folder, limit_bytes=len(DISK), compression="zstd")
+    # As another version of zstd would.
+    words = ["zstd", "-q", "-f", "-19", "-o", str(first.file), "--", str(raw)]
+    subprocess.run(words, check=True)
+    registered = first.file.read_bytes()
+    second = convert.convert(raw, folder, limit_bytes=len(DISK), compression="zstd")
+    assert (second.new, first.file.read_bytes()) == (False, registered)
+    # One with other content, such as a copy that was cut off, is none.
+    first.file.write_bytes(registered[:-9])
+    convert.convert(raw, folder, limit_bytes=len(DISK), compression="zstd")
+    assert convert._content(first.file, len(DISK)) == first.digest
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_an_import_that_is_refused_leaves_the_file_of_another_with_its_content(
+    raw: Path, folder: Path, compression: convert.Compression
+) -> None:
+    """Both run at once. The first has made the file, and its name is taken."""
+    options = {"limit_bytes": len(DISK), "compression": compression}
+    first = convert.convert(raw, folder, **options)  # type: ignore[arg-type]
+    second = convert.convert(raw, folder, **options)  # type: ignore[arg-type]
+    first.discard()
+    assert second.file.exists()
+    second.discard()
+    assert second.file.exists(), "the first may be registered after all"
+
+
+def test_a_file_is_not_removed_while_another_import_takes_it(
+    raw: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = convert.convert(raw, folder, limit_bytes=len(DISK))
+    looked, identity = threading.Event(), convert._identity
+
+    def slowly(file: Path) -> tuple[int, int]:
+        seen = identity(file)
+        if threading.current_thread() is discarding:
+            looked.set()
+            time.sleep(0.5)
+        return seen
+
+    monkeypatch.setattr(convert, "_identity", slowly)
+    discarding = threading.Thread(target=first.discard)
+    discarding.start()
+    assert looked.wait(10)
+    second = convert.convert(raw, folder, limit_bytes=len(DISK))
+    discarding.join(10)
+    assert second.file.read_bytes() == DISK
 
 
 def _backing(source: Path, secret: Path) -> None:

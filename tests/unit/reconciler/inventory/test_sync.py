@@ -58,6 +58,14 @@ def test_a_comparison_only_reads_and_names_each_difference(netbox: Pass) -> None
     ]
     row = next(row for row in result.findings if row.code == "netbox_address_differs")
     assert (row.subject, row.expected[:8], row.found) == ("node n1", "10.0.0.9", "10.0.2.15")
+    # A device that was renamed is still that of its node.
+    netbox.begin(device("rack-7", custom_fields={"gpuaas_node_id": "n1"}))
+    renamed = netbox()
+    assert codes(renamed) == [
+        *("netbox_intent_differs", "netbox_machine_missing", "netbox_missing", "netbox_outdated")
+    ]
+    row = next(row for row in renamed.findings if row.code == "netbox_intent_differs")
+    assert (row.expected, row.found) == ("name rack-7, as in NetBox", "n1")
 
 
 def test_after_a_sync_a_second_comparison_is_empty(netbox: Pass) -> None:
@@ -598,6 +606,23 @@ def test_a_device_with_another_serial_number_than_the_host_is_not_written_to(
     result = netbox(apply=True)
     assert codes(result) == [f"netbox_{name}" for name in expected]
     assert set(methods(netbox)) == ({"GET"} if expected else {"GET", "PATCH"})
+
+
+def test_a_host_with_the_serial_number_of_another_stops_only_itself(netbox: Pass) -> None:
+    """NetBox itself knows both machines, and a third one that is no node yet."""
+    third = device("n3", "10.0.2.18", serial="S3")
+    known = [device("n1", serial="S1"), device("n2", "10.0.2.17", serial="S2")]
+    with transaction(netbox.site.engine) as conn:
+        node_records.create(conn, ADMIN, id="n2", address="10.0.2.17")
+        for node_id in ("n1", "n2"):
+            node_records.update(conn, node_id, hardware={"serial": "S1"})
+    netbox.begin(*known)
+    result = netbox(apply=True)
+    assert (codes(result), result.done) == (["netbox_serial_twice"] * 2, {"devices written": 1})
+    with transaction(netbox.site.engine) as conn:
+        node_records.update(conn, "n2", hardware={"serial": "S3"})
+    netbox.begin(*known, third)
+    assert "netbox_serial_taken" not in codes(netbox())
 
 
 @pytest.mark.parametrize(

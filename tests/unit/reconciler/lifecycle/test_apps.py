@@ -13,7 +13,7 @@ from reconciler.db import clock, journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import app_operations, apps, invariants, launch
+from reconciler.lifecycle import app_operations, apps, invariants, launch, quota
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
@@ -332,7 +332,7 @@ def test_two_instances_that_want_the_same_allocation(made: Apps) -> None:
     assert set(answers) <= {"done", "allocation_in_app", "conflict"}
 
 
-def test_in_a_slice_nobody_can_put_a_key(sold: Site) -> None:
+def test_in_a_slice_nobody_can_put_a_key(sold: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with transaction(sold.engine) as conn:
         key = sold.active(conn)
         wish = apps.NewApp(
@@ -349,6 +349,10 @@ def test_in_a_slice_nobody_can_put_a_key(sold: Site) -> None:
         )
         (again,) = apps.reconcile(conn, "p1", id, ADMIN)
         assert again.status == "failed"
+        # It ends at once, so only time bounds how many are recorded.
+        monkeypatch.setattr(quota, "OPERATIONS_PER_HOUR", 2)
+        assert code(apps.reconcile, conn, "p1", id, ADMIN) == "rate_exceeded"
         apps.stop(conn, "p1", id, ADMIN)
+        assert code(apps.create, conn, wish, ADMIN) == "rate_exceeded"
         assert queue.every(conn, kind=KIND) == []
         assert invariants.check(conn) == []

@@ -218,6 +218,10 @@ def test_what_a_failed_release_left_keeps_everybody_out_until_it_is_clean(
             "reason": "held",
             "step": "Wipe the disks",
         }
+        # No recovery case is opened for a machine, so none is a remedy.
+        with pytest.raises(Problem, match="allocation_not_releasable") as caught:
+            launch.release(conn, allocation_id, machines.act)
+        assert "`gpuaas nodes clean-machine NODE`" in caught.value.remedy
         # Its use can be ended by force; the node stays out of everybody's reach.
         recovery.force_release(conn, allocation_id, machines.act)
         assert machines.reasons(conn) == {"m1": "not_clean"}

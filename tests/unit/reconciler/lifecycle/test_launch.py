@@ -16,6 +16,7 @@ from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.placement import NoRoom, refusal
 from reconciler.model.errors import Problem
+from reconciler.model.hardware import Offer
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
 from tests.unit.reconciler import relay
@@ -79,6 +80,37 @@ def test_refusals(sold: Site) -> None:
         problem = refusal(conn, caught.value.want)
         assert problem is not None and problem.code == "scheduling_off"
         assert code(allocations.get, conn, "nothing") == "allocation_not_found"
+
+
+@pytest.mark.covers("CTRL-5", "SLICE-3")
+def test_a_node_whose_profile_takes_the_image_is_chosen(sold: Site) -> None:
+    """Two profiles sell the same SKU, and the host of the first in order needs a driver."""
+    sold.node("n2", number=1)
+    offers = {
+        "baked": Offer(sku="x", runtime=("driver-570",)),
+        "plain": Offer(sku="x"),
+        "zz": Offer(sku="y", runtime=("driver-580",)),
+    }
+    catalogue = {name: offer.sku for name, offer in offers.items()}
+    wish = sold.launch(2, sku="x", offers=offers, catalogue=catalogue)
+    with transaction(sold.engine) as conn:
+        for node_id, profile in (("n1", "baked"), ("n2", "plain")):
+            of_node = sa.update(tables.nodes).where(tables.nodes.c.id == node_id)
+            conn.execute(of_node.values(profile=profile))
+        assert launching.allocate(conn, wish, sold.act).node_id == "n2"
+        with pytest.raises(NoRoom) as caught:
+            launching.allocate(conn, wish, sold.act)
+        problem = refusal(conn, caught.value.want)
+        assert problem is not None and problem.code == "no_capacity"
+        reasons = {"image_runtime_missing": 2, "reserved": 2}
+        assert problem.detail["explanation"]["reasons"] == reasons
+        only = replace(wish, catalogue=catalogue | {"plain": "y"})
+        with pytest.raises(NoRoom) as caught:
+            launching.allocate(conn, only, sold.act)
+        problem = refusal(conn, caught.value.want)
+        assert problem is not None and problem.code == "image_runtime_missing"
+        assert problem.expected == "an image that contains driver-570"
+        assert problem.found == "base 1, whose record lacks driver-570"
 
 
 @pytest.mark.covers("CTRL-4", "CTRL-6")

@@ -14,7 +14,7 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import host, maintenance, power, slices, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeState, TaskKind, TaskState
+from reconciler.model.states import NodeState, PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, leasing, nodes, queue, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import Work, open_work
@@ -112,12 +112,20 @@ def test_the_operator_names_all_that_are_on_the_node(sold: Site, settings: Setti
         assert nodes.get(conn, "n1").state == NodeState.DRAINING
         (row,) = journal.audit_rows(conn, action="admin.node.reboot")
         assert (row.subject_id, row.detail) == ("n1", {"allocations": keys})
-        guests = begin(conn, settings, REBOOT).parameters["guests"]
+        power.request(conn, keys[0], PowerAction.STOP, ADMIN)
+        work = begin(conn, settings, REBOOT)
+        guests = work.parameters["guests"]
         assert sorted(guest["allocation_id"] for guest in guests) == keys
         assert [guest["slots"][0]["slot_id"] for guest in guests] == [
             slot.id for slot in slots.of_node(conn, "n1")
         ], "in the order of the slots"
         assert guests[0]["slots"][0]["fence"] == 1
+        # Late runs of power are refused from here on, but not the action that waits.
+        (waiting,) = queue.open_of_allocation(conn, keys[0])
+        last = allocations.get(conn, keys[1]).generation
+        given = HANDLERS[REBOOT].variables(work)["slice_guests"]
+        fences = {guest["allocation_id"]: guest["power_fence"] for guest in given}
+        assert fences == {keys[0]: waiting.parameters["power_fence"], keys[1]: last}
 
 
 def test_a_node_at_work_or_of_an_unknown_boot_is_not_restarted(
@@ -155,6 +163,7 @@ def test_a_host_whose_release_failed_can_be_restarted(sold: Site) -> None:
         (guest,) = task.parameters["guests"]
         (slot_id,) = [slot["slot_id"] for slot in guest["slots"]]
         assert slots.get(conn, slot_id).status == "cleanup_blocked"
+        assert power.fence_of_ended_runs(conn, key) is None
         maintenance.began(conn, task)
 
 

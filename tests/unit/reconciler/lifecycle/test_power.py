@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import journal
+from reconciler.db import clock, journal
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, power, quota, task_failures
+from reconciler.db.schema import allocations as allocation_table
+from reconciler.db.schema import slots as slot_table
+from reconciler.lifecycle import host, power, quota, restore, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
-from reconciler.model.states import PowerAction, TaskKind, TaskState
+from reconciler.model.states import PowerAction, SlotState, TaskKind, TaskState
 from reconciler.records import allocations, leasing, nodes, queue
 from reconciler.runs import contract
 from reconciler.settings import Settings
@@ -74,6 +76,36 @@ def test_an_action_is_one_audited_task(sold: Site, key: str, action: PowerAction
         power.succeeded(conn, key, boot_id="")
         ended = allocations.get(conn, key)
         assert (ended.power_action, ended.error) == ("", {})
+
+
+@pytest.mark.covers("I9", "I10")
+def test_each_action_has_a_higher_fence_than_the_one_before(
+    sold: Site, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences, of_slots, now = [], [], clock.read
+    free = sa.update(slot_table).where(slot_table.c.status != SlotState.ACTIVE)
+    with transaction(sold.engine) as conn:
+        for action in (PowerAction.STOP, PowerAction.START, PowerAction.START):
+            power.request(conn, key, action, ADMIN)
+            task = sold.finish(conn, POWER, TaskState.LOST)
+            power.failed(conn, task, {"code": "run_lost"})
+            fences.append(task.parameters["power_fence"])
+        # The host may have seen any number since the backup, also after an earlier restore of it.
+        backup = {"generation": allocations.get(conn, key).generation}
+        for later in (0.0, 3600.0):
+            monkeypatch.setattr(clock, "read", lambda conn, later=later: now(conn) + later)
+            conn.execute(sa.update(allocation_table).values(**backup))
+            conn.execute(free.values(fence=1))
+            restore.doubt(conn, ADMIN)
+            of_slots.append(conn.execute(sa.select(sa.func.max(slot_table.c.fence))).scalar_one())
+            prove(conn, sold, reboot(conn, sold))
+            for _ in range(2):
+                power.request(conn, key, PowerAction.STOP, ADMIN)
+                task = sold.finish(conn, POWER, TaskState.LOST)
+                power.failed(conn, task, {"code": "run_lost"})
+                fences.append(task.parameters["power_fence"])
+    assert fences == sorted(set(fences)) and fences[3] > 1_000_000
+    assert of_slots == sorted(set(of_slots)) and of_slots[0] > 1_000_000
 
 
 def test_what_is_refused(sold: Site, key: str) -> None:

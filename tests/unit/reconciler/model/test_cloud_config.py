@@ -59,6 +59,10 @@ BAD = {
     "no list": "#cloud-config\nruncmd: {a: canary}\n",
     "command with a colon": "#cloud-config\nruncmd:\n- curl -H Accept: canary\n",
     "file": "#cloud-config\nwrite_files: [canary]\n",
+    **{
+        f"{tag} of another form": f"#cloud-config\nlocale: !!{tag} {value}\n"
+        for tag, value in (("bool", "canary"), ("timestamp", "canary"), ("int", "''"))
+    },
 }
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +15,7 @@ import sqlalchemy as sa
 from reconciler.db.engine import reading
 from reconciler.db.schema import PoolWorker
 from tests.unit.reconciler.pools.test_leases import Queue, check_counts
-from tests.unit.reconciler.service.service import alive, until
+from tests.unit.reconciler.service.service import alive, forge, until
 
 
 def pieces(jobs: int, kills: int, *, number: int) -> list[Any]:
@@ -37,24 +34,13 @@ def pieces(jobs: int, kills: int, *, number: int) -> list[Any]:
     ]
 
 
-HERE = Path(__file__).resolve().parents[4]
 FUNCTIONS = "tests.unit.reconciler.pools.functions"
-
-
-@pytest.fixture(scope="session")
-def forge() -> Iterator[subprocess.Popen[str]]:
-    """Starts workers."""
-    command = [sys.executable, "-m", "tests.unit.reconciler.pools.forge"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=HERE, text=True, **pipes) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield process
 
 
 class Workers:
     """Processes of `gpuaas jobs worker`, and the queue that they serve."""
 
-    def __init__(self, queue: Queue, folder: Path, forge: subprocess.Popen[str]) -> None:
+    def __init__(self, queue: Queue, folder: Path) -> None:
         self.queue = queue
         self.log = folder / "workers.log"
         self.note = folder / "ran"
@@ -66,16 +52,12 @@ class Workers:
             "GPUAAS_DATABASE_URL": queue.engine.url.render_as_string(hide_password=False),
             "GPUAAS_POLL_S": "0.02",
         }
-        self._forge = forge
 
     def start(self, *words: str, function: str = "double") -> int:
         """The id of a new worker of the model "m"."""
         models = ["--model", f"m={FUNCTIONS}:{function}"] if function else []
         command = ["jobs", "worker", *models, *words]
-        assert self._forge.stdin is not None and self._forge.stdout is not None
-        self._forge.stdin.write(json.dumps([command, self.environment, str(self.log)]) + "\n")
-        self._forge.stdin.flush()
-        self.pids.append(int(self._forge.stdout.readline()))
+        self.pids.append(forge().start(command, self.environment, self.log))
         return self.pids[-1]
 
     def kill(self, pid: int) -> None:
@@ -124,7 +106,7 @@ def queue(engine: sa.Engine) -> Iterator[Queue]:
 
 
 @pytest.fixture
-def workers(queue: Queue, tmp_path: Path, forge: subprocess.Popen[str]) -> Iterator[Workers]:
-    workers = Workers(queue, tmp_path, forge)
+def workers(queue: Queue, tmp_path: Path) -> Iterator[Workers]:
+    workers = Workers(queue, tmp_path)
     yield workers
     workers.close()

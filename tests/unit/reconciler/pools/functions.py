@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,14 @@ def misbehave(call: Input) -> Any:
     """Fail in the way that the input names."""
     _note(call)
     how = call["how"]
+    if how == "start":
+        program = subprocess.Popen(["sleep", "600"])
+        _note({**call, "number": program.pid})
+        how = call["then"]
+    if how == "move":
+        os.setpgid(0, os.getpgid(os.getppid()))
+        time.sleep(20)
+        os._exit(0)
     if how == "refuse":
         raise InputError("a word", call["number"])
     if how == "raise":

@@ -21,12 +21,13 @@ from reconciler.pools import child, leases, remote, worker
 from reconciler.pools import runner as child_process
 from reconciler.pools.api_queue import ApiQueue
 from reconciler.pools.child import Runner
-from reconciler.pools.queue import DatabaseQueue, Ended, Turn
+from reconciler.pools.queue import Away, DatabaseQueue, Ended, Turn
 from reconciler.pools.worker import Worker
+from reconciler.runs import lock
 from tests.silent_proxy import SilentProxy
 from tests.unit.reconciler.conftest import PostgresDatabase
 from tests.unit.reconciler.pools.conftest import FUNCTIONS
-from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.pools.test_leases import Queue, commits
 from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-2")
@@ -104,6 +105,41 @@ def test_jobs_behind_one_that_ends_the_process_run_in_the_next(
     assert (tmp_path / "ran").read_text().split() == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("then", ["hang", "exit"])
+def test_a_program_that_a_function_has_started_ends_with_its_call(
+    queue: Queue, tmp_path: Path, then: str
+) -> None:
+    """It would go on for ever, with its memory and that of its GPU, after each such call."""
+    runner = Runner({"m": f"{FUNCTIONS}:misbehave"}, 512)
+    call = {"file": str(tmp_path / "ran"), "number": 0, "how": "start", "then": then}
+    queue.submit([call], timeout_s=5)
+    runner.send(queue.claim(1))
+    ((_, outcome),) = runner.outcomes(60, 1)
+    pid = int((tmp_path / "ran").read_text().split()[-1])
+    assert (outcome.error or {})["code"] == {"hang": "timed_out", "exit": "runner_ended"}[then]
+    until(lambda: has_ended(pid))
+    runner.stop()
+
+
+def test_a_call_that_has_left_its_group_ends_in_time(queue: Queue, tmp_path: Path) -> None:
+    """The worker would wait for its end, and its heartbeat keep the jobs from others."""
+    runner = Runner({"m": f"{FUNCTIONS}:misbehave"}, 512)
+    queue.submit([{"file": str(tmp_path / "ran"), "number": 0, "how": "move"}], timeout_s=1)
+    runner.send(queue.claim(1))
+    began = time.monotonic()
+    ((_, outcome),) = runner.outcomes(60, 1)
+    assert (outcome.error or {})["code"] == "timed_out"
+    assert time.monotonic() - began < 15
+    runner.stop()
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return lock.stat(pid)[0] in "ZX"
+    except OSError:
+        return True
+
+
 def test_a_call_that_costs_the_gpu_costs_no_other_call(queue: Queue, tmp_path: Path) -> None:
     """After some errors CUDA refuses all further work of a process."""
     runner = Runner({"m": f"{FUNCTIONS}:misbehave"}, 512)
@@ -174,7 +210,7 @@ def test_a_process_that_ended_between_jobs_costs_none(
     runner.start()
     assert runner._process is not None
     runner._process.kill()
-    runner._process.wait()
+    os.waitid(os.P_PID, runner._process.pid, os.WEXITED | os.WNOWAIT)
     runner.send(queue.claim(1))
     assert [outcome.result for _, outcome in runner.outcomes(30, 1)] == [{"twice": 0}]
 
@@ -202,16 +238,19 @@ def test_outcomes_and_claims_share_transactions(
     assert len(claims) < len(ids) / 4
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize(("last", "lost"), [(0, False), (30, False), (30, True)])
 def test_jobs_go_back_when_the_models_do_not_load_again(
-    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lost: bool
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, *, lost: bool
 ) -> None:
-    """lost: as the last job ends, the leases of those behind it are lost."""
+    """last: number of the job that ends the process. Its outcome is recorded first.
+
+    lost: as it ends, the leases of those behind it are lost.
+    """
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "replaced.py"
     file.write_text(
         "import os\nfrom pathlib import Path\ndef run(call):\n"
-        "    if call['number'] == 30:\n        Path(__file__).write_text('')\n"
+        f"    if call['number'] == {last}:\n        Path(__file__).write_text('')\n"
         "        os._exit(3)\n    return {}\n"
     )
     ids = queue.submit(calls(60, tmp_path / "ran"))
@@ -229,10 +268,71 @@ def test_jobs_go_back_when_the_models_do_not_load_again(
     with pytest.raises(Problem, match="model_changed"):
         worker.run()
     after = [queue.read(id) for id in ids]
-    assert [job.status for job in after[:31]] == ["done"] * 30 + ["pending"]
-    assert lost or {job.status for job in after} == {"done", "pending"}
-    assert [job.attempts for job in after[30:]] == [1] + [0] * 29
+    assert [job.status for job in after[: last + 1]] == ["done"] * last + ["pending"]
+    assert lost or {job.status for job in after} <= {"done", "pending"}
+    assert [job.attempts for job in after[last:]] == [1] + [0] * (59 - last)
     assert {job.lost for job in after} == {0}
+
+
+def test_an_outcome_is_recorded_although_the_queue_did_not_answer_before(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    """As at a restart of the database. The job would stay with its worker, and without an end."""
+    stopping = threading.Event()
+
+    class Restarting(DatabaseQueue):
+        looks = 0
+
+        def is_idle(self) -> bool:
+            self.looks += 1
+            if self.looks % 2 == 0:
+                raise Away("restarts")
+            return super().is_idle()
+
+    ids = queue.submit(calls(2, tmp_path / "ran"))
+
+    def watch() -> None:
+        try:
+            until(lambda: not queue.open(), 20)
+        finally:
+            stopping.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(Restarting(queue.engine, ["m"]), runner, stopping).run()
+    watcher.join()
+    assert [queue.read(id).status for id in ids] == ["done", "done"]
+
+
+def test_a_worker_that_is_to_end_records_its_outcome_although_the_queue_restarts(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    """As an upgrade of the machine ends both. A call of an hour would begin again."""
+    note, go, stopping = tmp_path / "ran", tmp_path / "go", threading.Event()
+
+    class Restarting(DatabaseQueue):
+        refusals = 2
+
+        def turn(self, ended: Ended, *given: Any) -> Turn:
+            if ended and self.refusals:
+                self.refusals -= 1
+                raise Away("restarts")
+            return super().turn(ended, *given)
+
+    (id,) = queue.submit([{"file": str(note), "number": 1, "until": str(go)}])
+
+    def watch() -> None:
+        try:
+            until(note.exists)
+        finally:
+            stopping.set()
+            go.touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(Restarting(queue.engine, ["m"]), runner, stopping, drain_s=600).run()
+    watcher.join()
+    assert queue.read(id).status == "done"
 
 
 def test_calls_that_cost_the_process_leave_others_as_much_time(
@@ -345,6 +445,45 @@ def test_a_worker_ends_whose_database_never_answers(
     assert set(ended) == {1}
 
 
+def test_a_call_that_goes_on_soon_has_its_claim_on_the_disk(
+    queue: Queue, runner: Runner, tmp_path: Path
+) -> None:
+    """Should it take the machine down, it must not come back as if it had never begun. A heartbeat
+    that fails for any reason is repeated.
+    """
+    note, go, stopping = tmp_path / "ran", tmp_path / "go", threading.Event()
+    durable: list[bool] = []
+
+    class Beating(DatabaseQueue):
+        beats = 0
+
+        def renew(self, tokens: Sequence[str]) -> set[str]:
+            self.beats += 1
+            if self.beats == 1:
+                raise RuntimeError("of no known kind")
+            with commits(queue.engine) as levels:
+                held = super().renew(tokens)
+            durable.append(all(levels) and bool(held))
+            return held
+
+    beating = Beating(queue.engine, ["m"], beat_s=600)
+    (id,) = queue.submit([{"file": str(note), "number": 1, "until": str(go)}])
+
+    def watch() -> None:
+        try:
+            until(lambda: durable)
+            assert queue.read(id).status == "running"
+        finally:
+            go.touch()
+            stopping.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    Worker(beating, runner, stopping).run()
+    watcher.join()
+    assert durable == [True] and queue.read(id).status == "done"
+
+
 def test_a_worker_ends_whose_heartbeat_hangs(
     monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
 ) -> None:
@@ -375,17 +514,23 @@ def test_a_worker_holds_what_ends_in_a_tenth_of_a_second(
 
     class Endless(DatabaseQueue):
         def turn(self, ended: Ended, _returned: object, limit: int, *_: object) -> Turn:
+            assert not (limit and 0 < len(ended) <= self.apart), "the claim has to go first"
+            if not limit:
+                return Turn(len(ended), [])
             limits.append(limit)
             if len(limits) > 20:
                 stopping.set()
             calls = [Call(f"{len(limits)}-{number}", "t", "m", {}, 9) for number in range(limit)]
-            return Turn(len(ended), calls)
+            return Turn(0, calls)
 
     class Steady(Runner):
         """Ends all that it has. lag_s: as long after it came."""
 
         def start(self) -> None:
             self.lag_s = lag_s
+
+        def lives(self) -> bool:
+            return True
 
         def _push(self) -> None:
             pass
@@ -396,6 +541,6 @@ def test_a_worker_holds_what_ends_in_a_tenth_of_a_second(
     monkeypatch.setattr(Endless, "most", most)
     monkeypatch.setattr(Endless, "is_idle", lambda _: False)
     Worker(Endless(queue.engine, ["m"]), Steady({}, 256), stopping).run()
-    assert max(limits) == held == limits[20], "and nothing after the end"
-    assert not any(limits[21:])
+    assert max(limits) == held == limits[20]
+    assert len(limits) == 21, "and nothing after the end"
     assert (DatabaseQueue.most, ApiQueue.most) == (256, remote.HELD)

@@ -114,6 +114,18 @@ def test_a_clock_set_back_delays_no_drain(queue: Queue) -> None:
         assert follow(queue) == "drained"
 
 
+def test_a_clock_set_back_does_not_move_the_deadline_of_a_drain(queue: Queue) -> None:
+    (id,) = queue.add()
+    queue.claim()
+    drain(queue, 5)
+    with clock_ahead(queue.engine, -3600):
+        assert follow(queue) == "drain"
+        assert queue.read(id).status == "running"
+    with clock_ahead(queue.engine, -3590):
+        follow(queue)
+        assert queue.read(id).status == "canceled"
+
+
 def test_retries_and_reclaimed_jobs_are_counted(queue: Queue) -> None:
     ids = queue.add(3)
     queue.finish(queue.claim(2), FAILED)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import tend_remote_workers
 from tests.unit.reconciler.conftest import ADMIN, Site, code
 from tests.unit.reconciler.pools.conftest import Workers
-from tests.unit.reconciler.service.service import serving, until
+from tests.unit.reconciler.service.service import forge, serving, until
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
 
@@ -269,7 +267,6 @@ def test_a_guest_serves_its_pool_from_the_written_unit(workers: Workers, tmp_pat
         service.start()
         until(service.alive)
         words = {
-            guest_pool.PROGRAM: str(Path(sys.executable).with_name("gpuaas")),
             PUBLIC: service.url,
             guest_pool.MODELS: str(models),
             "${CREDENTIALS_DIRECTORY}": str(credentials),
@@ -279,19 +276,19 @@ def test_a_guest_serves_its_pool_from_the_written_unit(workers: Workers, tmp_pat
             command = command.replace(name, value)
         mine = workers.submit(1)
         others = workers.submit(1, "p2")
-        environment = {**os.environ, "GPUAAS_DATABASE_URL": "sqlite:////nowhere/at-all.db"}
-        with (tmp_path / "guest.log").open("w") as log:
-            guest = subprocess.Popen(shlex.split(command), env=environment, stderr=log, cwd="/")
-        try:
-            until(lambda: workers.queue.read(*mine).status == "done", 120)
-            assert workers.queue.read(*mine).result == {"twice": 0}
-            assert workers.queue.read(others[0], "p2").status == "pending"
-            with transaction(site.engine) as conn:
-                activated(conn, allocation_id)
-                queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
-                launching.release(conn, allocation_id, ADMIN)
-            assert guest.wait(120) == 0, "dismissed: systemd does not start it again"
-        finally:
-            guest.kill()
-            guest.wait()
-    assert "unauthenticated" in (tmp_path / "guest.log").read_text()
+        program, *line = shlex.split(command)
+        assert program == guest_pool.PROGRAM
+        nowhere = {"GPUAAS_DATABASE_URL": "sqlite:////nowhere/at-all.db", "PATIENCE_S": "1"}
+        log, status = tmp_path / "guest.log", tmp_path / "status"
+        guest = forge().start(line, nowhere, log, status=status)
+        workers.pids.append(guest)
+        until(lambda: workers.queue.read(*mine).status == "done")
+        assert workers.queue.read(*mine).result == {"twice": 0}
+        assert workers.queue.read(others[0], "p2").status == "pending"
+        with transaction(site.engine) as conn:
+            activated(conn, allocation_id)
+            queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ADMIN)
+            launching.release(conn, allocation_id, ADMIN)
+        workers.ended(guest)
+        assert status.read_text() == "0", "dismissed: systemd does not start it again"
+    assert "unauthenticated" in log.read_text()

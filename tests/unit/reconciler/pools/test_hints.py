@@ -201,6 +201,7 @@ def test_hints_that_bring_no_job_let_no_worker_spin(
     def wait() -> None:
         streams.announce(["of another model"])
         database.wait(stopping)
+        assert not database.turn((), (), 1).calls
         assert database.is_idle()
 
     began = time.monotonic()

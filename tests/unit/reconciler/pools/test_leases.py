@@ -15,12 +15,12 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, leader, rows
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.schema import Job, PoolWorker, audit_log
+from reconciler.db.schema import Job, PoolWorker, audit_log, pool_workers
 from reconciler.db.schema import jobs as table
 from reconciler.lifecycle import quota
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import LOST_LIMIT, JobStatus, Outcome
-from reconciler.pools import control, counts, jobs, leases, workers
+from reconciler.pools import control, counts, jobs, leases, pools, remote, workers
 from reconciler.pools.queue import Away, DatabaseQueue
 from reconciler.records import projects
 from reconciler.settings import Settings
@@ -198,6 +198,35 @@ def test_an_answer_lost_at_the_commit_loses_no_job(queue: Queue) -> None:
     states = [queue.read(id).status for id in (first, second, third, fourth, fifth)]
     assert states == ["done", "pending", "running", "pending", "pending"]
     assert {queue.read(id).lost for id in (second, fourth, fifth)} == {0}
+
+
+@contextmanager
+def commits(engine: sa.Engine) -> Iterator[list[bool]]:
+    """Whether each commit waits for the disk."""
+    how = {"sqlite": "PRAGMA synchronous", "postgresql": "SHOW synchronous_commit"}
+    waits = {"sqlite": "2", "postgresql": "on"}
+    durable: list[bool] = []
+
+    def look(conn: sa.Connection) -> None:
+        name = conn.dialect.name
+        durable.append(str(conn.exec_driver_sql(how[name]).scalar()) == waits[name])
+
+    sa.event.listen(engine, "commit", look)
+    try:
+        yield durable
+    finally:
+        sa.event.remove(engine, "commit", look)
+
+
+def test_only_outcomes_wait_for_the_disk(queue: Queue) -> None:
+    queue.add(2)
+    database = DatabaseQueue(queue.engine, ["m"])
+    database.serve({})
+    with commits(queue.engine) as durable:
+        (call,) = database.turn((), (), 1).calls
+        (other,) = database.turn([(call, Outcome({}))], (), 1).calls
+        database.turn((), [other], 0)
+    assert durable == [False, True, False]
 
 
 @contextmanager
@@ -549,6 +578,34 @@ def test_an_unknown_model_is_refused_by_name(queue: Queue) -> None:
         assert jobs.models(conn, "p2") == [("m", True, 0)]
 
 
+def test_jobs_that_no_living_worker_takes_are_counted(queue: Queue) -> None:
+    """By project: a worker of one project's pool serves no job of another."""
+
+    def unserved() -> int:
+        with reading(queue.engine) as conn:
+            return jobs.unserved(conn)
+
+    assert unserved() == 0, "no job waits"
+    queue.add(2)
+    queue.change(*queue.add(3), model="a")
+    queue.change(*queue.add(5, "p2"), model="z")
+    queue.change(*queue.add(7, delay_s=60), model="a")
+    assert unserved() == 8
+    with transaction(queue.engine) as conn:
+        wish = pools.NewPool("p", ["a", "z"], project_id="p1", target="remote")
+        pool = pools.start(conn, wish, ADMIN, most=9)
+        worker = remote.register(conn, pool, host="h", pid=1, models=["a", "z"])
+    assert unserved() == 5, "those of the other project"
+    with transaction(queue.engine) as conn:
+        leases.sign_off(conn, queue.worker.id)
+    assert unserved() == 7
+    for later_s in (-31, 3600):  # The clock was set back after the last heartbeat.
+        with transaction(queue.engine) as conn:
+            silent = sa.update(pool_workers).where(pool_workers.c.id == worker.id)
+            conn.execute(silent.values(beat_at=clock.now() + later_s))
+        assert unserved() == 10
+
+
 def test_a_project_has_a_limit_of_open_jobs(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(jobs.LIMITS, "jobs_open", 3)
     queue.bury(2)
@@ -573,6 +630,12 @@ def test_old_results_make_room_and_new_ones_do_not(
     (new,) = queue.add(1)
     with transaction(queue.engine) as conn:
         assert {job["id"] for job in jobs.every(conn, "p1")} == {new, *old[2:]}
+    queue.add(1)
+    # Those that ended before the clock was set back are old, too.
+    queue.change(*old[2:], updated_at=clock.now() + 3600)
+    queue.add(2)
+    with transaction(queue.engine) as conn:
+        assert not {job["id"] for job in jobs.every(conn, "p1")} & {*old}
 
 
 def limit(queue: Queue, **limits: int) -> None:
@@ -601,6 +664,13 @@ def test_operators_limit_the_jobs_of_a_project(queue: Queue) -> None:
     with transaction(queue.engine) as conn:
         use = jobs.used(conn, projects.get(conn, "p1"))
     assert use == {"jobs_open": 1, "jobs_kept": 3, "jobs_mib": 1, "jobs_per_hour": 0}
+    # How long a call of a project may occupy a worker that others share.
+    limit(queue, jobs_timeout_s=30)
+    with pytest.raises(Problem, match="timeout_too_long") as problem_of_time:
+        queue.add(1, timeout_s=31)
+    assert problem_of_time.value.found == "31 s in job 0"
+    queue.add(1, timeout_s=30)
+    queue.add(1, "p2", timeout_s=31)
 
 
 def test_a_lowered_limit_does_not_lock_a_project_out(
@@ -686,6 +756,7 @@ def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
         with reading(queue.engine) as conn:
             assert leases.any_to_tend(conn)
             assert jobs.models(conn, "p1")
+            assert jobs.unserved(conn) == 0
         assert queue.tend().due == 2
         queue.bury(2)
         assert len(queue.reprocess(1)) == 1

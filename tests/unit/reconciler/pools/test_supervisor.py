@@ -245,9 +245,10 @@ def test_workers_of_another_version_are_replaced_one_by_one(control: Control) ->
     with reading(control.engine) as conn:
         ends = workers.recent_ends(conn, pool)
         assert (ends, workers.pause(conn, pool, ends)) == (0, 0)
-    kept = control.workers(pool)
+    # Heartbeats go on meanwhile.
+    kept = {(worker.id, worker.ending, worker.ended_at) for worker in control.workers(pool)}
     control.supervisor.tend()
-    assert control.workers(pool) == kept
+    assert {(each.id, each.ending, each.ended_at) for each in control.workers(pool)} == kept
     for child in first._children.values():
         child.wait(timeout=60)
 
@@ -426,6 +427,32 @@ def test_a_worker_is_replaced_after_the_pause(
     assert control.workers(pool) == []
     control.supervisor.tend()
     assert len(control.workers(pool)) == 1
+
+
+def test_a_worker_that_hangs_as_it_loads_is_replaced(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pool would stay `running` without it."""
+    models = processes.models_folder(control.settings)
+    hang = 'while Path("hang").exists():\n    time.sleep(0.01)\n'
+    (models / "m.py").write_text(MODEL + hang)
+    pool = control.running()
+    (models / "hang").touch()
+    (first,) = control.workers(pool)
+    os.kill(first.pid, signal.SIGKILL)
+
+    def loading() -> list[PoolWorker]:
+        control.supervisor.tend()
+        known = {first.id, *(worker.id for worker in control.workers(pool, ended=True))}
+        return [each for each in control.workers(pool) if each.pid and each.id not in known]
+
+    (second,) = until(loading)
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "LOADING_S", 0.5)
+        until(lambda: second.id not in {worker.id for worker in loading()})
+        (models / "hang").unlink()
+    until(lambda: [worker for worker in loading() if worker.models])
+    assert control.read(pool).state == "running"
 
 
 def test_a_pool_runs_the_files_that_it_began_with(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 from importlib.metadata import requires
 from pathlib import Path
@@ -166,9 +167,11 @@ def test_the_function_of_the_documentation_runs_in_a_worker(
     page = (Path(__file__).resolve().parents[4] / "docs" / "pools.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     assert len(code.split("\n")) <= 10
-    (tmp_path / "kit.py").write_text(code)
+    command = re.search(r"^gpuaas jobs worker --model double=((\w+):\w+)$", page, re.MULTILINE)
+    assert command is not None
+    (tmp_path / f"{command[2]}.py").write_text(code)
     workers.environment["PYTHONPATH"] = str(tmp_path)
-    workers.start("--model", "m=kit:double", function="")
+    workers.start("--model", f"m={command[1]}", function="")
     good, bad = workers.queue.submit([{"number": 21}, {"number": "21"}])
     assert workers.wait(good, "done").result == {"twice": 42}
     assert workers.wait(bad, "dead_letter").error["expected"] == "an integer `number`"

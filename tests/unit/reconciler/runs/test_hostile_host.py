@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import time
 import tracemalloc
@@ -23,7 +24,7 @@ from ansible.vars.clean import clean_facts
 from reconciler.runs import collect, lock, ssh
 from reconciler.runs.awx import request
 from reconciler.runs.collect import Outcome, Phase
-from reconciler.runs.launch import Site, launch
+from reconciler.runs.launch import SEARCH_PATH, Site, launch
 from reconciler.runs.paths import socket_directory
 from reconciler.runs.spec import NodeAccess, RunSpec
 from reconciler.runs.ssh import Reach, SshAccess
@@ -115,20 +116,31 @@ def pair(boot: Boot, site: Site, tmp_path: Path) -> Iterator[Pair]:
 
         operator = (trust.directory / "operator.pub").read_text().strip()
         settings = f"ForceCommand /usr/bin/python3 {server}"
-        made = boot(node, login=f"{key}\n{operator}", settings=settings, certify=certify)
+        machine = boot(node, login=f"{key}\n{operator}", settings=settings, certify=certify)
         (folder / "answer.py").write_text(HONEST)
-        machines.append(made)
+        machines.append(machine)
     access = SshAccess(identity.key, identity.certificate, identity.known_hosts)
-    yield Pair(tmp_path, dataclasses.replace(site, ssh=access), machines[0], machines[1], login)
-    for socket in _sockets(tmp_path):
+    made = Pair(tmp_path, dataclasses.replace(site, ssh=access), machines[0], machines[1], login)
+    yield made
+    for socket in _sockets(made):
         _close(socket)
 
 
-def _sockets(state: Path) -> list[Path]:
+def _sockets(pair: Pair) -> list[Path]:
     """The open shared connections of a site, whose paths a hostile host can work out as well."""
-    folders = (socket_directory(state, name) for name in ("node-a", "node-b", "127.0.0.1"))
-    awx = Path("/tmp").glob("gpuaas-ssh-*")
-    return [path for folder in folders for path in folder.iterdir()] + list(awx)
+    folders = (socket_directory(pair.folder, name) for name in ("node-a", "node-b", "127.0.0.1"))
+    awx = [_of_awx(machine) for machine in (pair.a, pair.b)]
+    found = [path for folder in folders for path in folder.iterdir()]
+    return found + [path for path in awx if path.exists()]
+
+
+def _of_awx(machine: Machine) -> Path:
+    """Where a job of AWX has its connection to this machine, as SSH works it out."""
+    path = "ControlPath=/tmp/gpuaas-ssh-%C"
+    words = ["ssh", "-G", "-F", "/dev/null", "-p", str(machine.port), "-l", USER, "-o", path]
+    shown = subprocess.run([*words, "127.0.0.1"], check=True, capture_output=True, text=True)
+    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("controlpath "))
+    return Path(line.removeprefix("controlpath "))
 
 
 def _close(socket: Path) -> None:
@@ -155,14 +167,22 @@ def _by_hand(pair: Pair, machine: Machine, run_id: str) -> Outcome:
 
 
 def _awx(pair: Pair, machine: Machine, run_id: str) -> Outcome:
-    """A job has none of our environment, and AWX may have switched facts on as variables."""
+    """A job has none of our environment, and AWX may have switched facts on as variables.
+
+    The execution environment holds the authority of host keys, and an agent the credential: here
+    an ssh that knows both.
+    """
     spec = pair.spec(machine, run_id)
     known = pair.folder / "trust" / "known_hosts"
-    words = ["-o", f"GlobalKnownHostsFile={known}", "-i", str(pair.login)]
+    programs = pair.folder / "programs"
+    programs.mkdir(exist_ok=True)
+    program = programs / "ssh"
+    words = f'-o GlobalKnownHostsFile={known} -i {pair.login} "$@"'
+    program.write_text(f"#!/bin/sh\nexec {shutil.which('ssh')} {words}\n")
+    program.chmod(0o755)
     environment = {
         "ANSIBLE_INJECT_FACT_VARS": "True",
-        "ANSIBLE_SSH_COMMON_ARGS": " ".join(words),
-        "ANSIBLE_SSH_CONTROL_PATH_DIR": str(socket_directory(pair.folder, "node-b")),
+        "PATH": f"{programs}:{SEARCH_PATH}",
     }
     site = dataclasses.replace(pair.site, ssh=None, environment=environment)
     variables = request.body(spec)["extra_vars"]
@@ -177,7 +197,7 @@ def test_no_answer_changes_how_the_next_task_reaches_its_node(pair: Pair, way: W
     """Every variable of the connection plugin at once; B's connection is open all the time."""
     honest = _evidence(way(pair, pair.b, "run-b"))
     assert honest["answers"] == ["pong"] * 3 and pair.commands(pair.b) == 3
-    (theirs,) = _sockets(pair.folder)
+    (theirs,) = _sockets(pair)
     made = pair.folder / "made-by-a-host"
     hostile = dict.fromkeys(VARIABLES, "hostile") | {
         "ansible_control_path": str(theirs),
@@ -206,7 +226,7 @@ def test_no_answer_changes_how_the_next_task_reaches_its_node(pair: Pair, way: W
 @WAYS
 def test_no_answer_puts_another_node_behind_the_path_of_a_connection(pair: Pair, way: Way) -> None:
     way(pair, pair.b, "run-b")
-    (theirs,) = _sockets(pair.folder)
+    (theirs,) = _sockets(pair)
     _close(theirs)
     pair.answer({"ansible_facts": {"ansible_control_path": str(theirs)}})
     way(pair, pair.a, "run-a")
@@ -418,10 +438,8 @@ def test_a_job_of_awx_leaves_no_variable_of_the_connection_to_a_host() -> None:
     left = set(clean_facts(facts))
     spec = RunSpec("run-1", "discover", NodeAccess("node-1", "192.0.2.7"), {}, 60, "c-1")
     given = request.body(spec)["extra_vars"]
-    # With ControlPath among the arguments, Ansible reads neither of these.
-    moot = {"ansible_control_path", "ansible_control_path_dir"}
     assert "ControlPath=" in given["ansible_ssh_args"]
-    assert left - set(given) == moot
+    assert not left - set(given)
     # A job reads this file of AWX's project. Other facts would replace variables of the run.
     project = ConfigManager(conf_file=str(ROOT / "ansible.cfg"))
     assert project.get_config_value("INJECT_FACTS_AS_VARS") is False

@@ -201,4 +201,17 @@ def test_a_redirect_takes_the_token_nowhere(ask: Callable[[str], None], status: 
         with listening(once(answer)) as (port, _), pytest.raises(RunError) as refusal:
             ask(f"http://127.0.0.1:{port}")
     assert not stolen
-    assert refusal.value.code.endswith("_refused")
+    assert refusal.value.code.endswith("_redirected")
+    assert f"HTTP {status}, a redirect to http://127.0.0.1:{elsewhere}/" in refusal.value.found
+    assert "_URL" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("place", ["mailto:a@b", "http://a:b/", f"/{TOKEN}"])
+def test_a_redirect_to_no_address_is_refused_by_name(
+    ask: Callable[[str], None], place: str
+) -> None:
+    answer = f"HTTP/1.1 302 Elsewhere\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode()
+    with listening(once(answer)) as (port, _), pytest.raises(RunError) as refusal:
+        ask(f"http://127.0.0.1:{port}")
+    assert refusal.value.code.endswith(("_silent", "_redirected"))
+    assert "canary" not in str(refusal.value.to_dict())

@@ -1,6 +1,6 @@
-"""The real service with scripted hosts: `python -m ….scripted`, told what to start on its input.
+"""`gpuaas` in new processes with scripted hosts: `python -m ….scripted`, told what to start on its
+input. The id of the process comes back.
 
-`serve`, `api` (`serve --api-only`) and `worker` on a line start one; its process id comes back.
 Each is a copy of this process, in which everything is loaded already: a start is a matter of
 milliseconds, so that a test can afford many. Runs are processes of their own that outlive the
 service, as real ones do; what they do stands in the file `hosts` of the folder SCRIPTED_FOLDER, one
@@ -15,22 +15,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from sqlalchemy import create_engine
 
 from reconciler.api import app as application
-from reconciler.cli.service import run_server, run_worker
+from reconciler.cli.main import main as gpuaas
 from reconciler.db import idempotency, migrations
-from reconciler.pools import leases
+from reconciler.pools import api_queue, child, hints, leases
+from reconciler.pools import worker as pool_worker
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
 
+# What a worker of a pool loads when it starts.
+LOADED = (child, pool_worker)
 # Without anything but what every interpreter has loaded: it starts in no time.
 HOST = """
 import json, os, sys, time
@@ -99,9 +103,32 @@ def _evidence(spec: RunSpec) -> dict[str, Any]:
     return {"proofs": proofs, "absence": {"absent": True}}
 
 
+def _run(
+    words: list[str], environment: dict[str, str], log: str, output: str, status: str
+) -> NoReturn:
+    """Be the program. Its exit status goes to the file `status`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, file in enumerate((os.devnull, output, log)):
+        os.dup2(os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), number)
+    skew, clock = float(environment.get("SKEW_S", 0)), time.time
+    time.time = lambda: clock() + skew
+    # How long a worker elsewhere waits for another token.
+    if patience := environment.get("PATIENCE_S"):
+        vars(api_queue)["_PATIENCE_S"] = float(patience)
+    code: object = 1
+    try:
+        gpuaas(words)
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        Path(status).write_text(f"{code}")
+    sys.exit()
+
+
 def main() -> None:
-    settings = Settings()
-    app = application.create_app(settings, create_engine("sqlite://"))
+    app = application.create_app(Settings(), create_engine("sqlite://"))
 
     def prepared(own: Settings, engine: Any) -> Any:
         app.state.settings, app.state.engine = own, engine
@@ -112,6 +139,10 @@ def main() -> None:
     idempotency.IN_FLIGHT_S = 1
     # How often workers elsewhere renew what they hold, and hear of the end of their pool.
     leases.BEAT_S = 1.0
+    # A worker that is told to end looks for a job to the end of that time.
+    vars(api_queue)["_WAIT_S"] = 1
+    # A busy machine keeps Redis from answering for longer.
+    vars(hints).update(_TIMEOUT_S=20.0, _LIMIT_S=30.0)
     vars(worker)["launch"] = _launch
     launch._spawn = _spawn
     # What a service loads when it is first asked.
@@ -120,22 +151,12 @@ def main() -> None:
     gc.freeze()
     # Whoever has ended is gone; nobody waits for it here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    print("ready", flush=True)
     for line in sys.stdin:
-        what, _, state_dir = line.strip().partition(" ")
         child = os.fork()
         if not child:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if state_dir:
-                os.environ["GPUAAS_STATE_DIR"] = state_dir
-            if what in {"serve", "api"}:
-                run_server(api_only=what == "api")
-            else:
-                run_worker()
-            os._exit(0)
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
+            _run(**json.loads(line))
+        print(child, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import httpx
@@ -22,6 +25,48 @@ LIMIT_S = 120.0
 T = TypeVar("T")
 
 
+class Forge:
+    """Starts processes of `gpuaas`, as copies of one in which everything is loaded."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.reconciler.service.scripted"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == "ready"
+
+    def start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        output: Path | None = None,
+        status: Path = Path(os.devnull),
+    ) -> int:
+        """The id of a new process. environment: beside that of the test. output: of what it prints,
+        or the log. status: a file for its exit status.
+        """
+        request = {"words": words, "environment": {**os.environ, **environment}}
+        files = {"log": log, "output": output or log, "status": status}
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(request | files, default=str)}\n")
+        self._process.stdin.flush()
+        return int(self._line())
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@cache
+def forge() -> Forge:
+    """That of this session of tests, with which it ends: loading takes seconds."""
+    return Forge()
+
+
 class Service:
     """folder: where scripted hosts write and, unless told otherwise, where the state is."""
 
@@ -31,29 +76,19 @@ class Service:
         self.url = f"http://127.0.0.1:{self.port}"
         self.pids: list[int] = []
         self._environment = {"GPUAAS_STATE_DIR": str(folder), **environment}
-        self._log = (folder / "service.log").open("ab")
-        self._forge = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.reconciler.service.scripted"],
-            env={
-                **os.environ,
-                "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
-                "GPUAAS_POLL_S": "0.03",
-                "SCRIPTED_FOLDER": str(folder),
-                **self._environment,
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        assert self._line() == "ready"
+        self._log = folder / "service.log"
 
-    def start(self, what: str = "serve", state_dir: Path | None = None) -> int:
+    def start(self, *words: str, state_dir: Path | None = None) -> int:
         """The id of a new process of the service."""
-        assert self._forge.stdin is not None
-        self._forge.stdin.write(f"{what} {state_dir or ''}\n")
-        self._forge.stdin.flush()
-        self.pids.append(int(self._line()))
+        given = {
+            "GPUAAS_LISTEN": f"127.0.0.1:{self.port}",
+            "GPUAAS_POLL_S": "0.03",
+            "SCRIPTED_FOLDER": str(self.folder),
+            **self._environment,
+        }
+        if state_dir:
+            given["GPUAAS_STATE_DIR"] = str(state_dir)
+        self.pids.append(forge().start(words or ("serve",), given, self._log))
         return self.pids[-1]
 
     def kill(self) -> None:
@@ -89,34 +124,22 @@ class Service:
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert " 0 violations" in answer.stderr, answer.stderr
 
-    def gpuaas(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def gpuaas(self, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
         """The program itself, where this site is."""
-        return subprocess.run(
-            [str(Path(sys.executable).with_name("gpuaas")), *words],
-            env={**self.environment(), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        with TemporaryDirectory() as folder:
+            log, output, status = (Path(folder) / name for name in ("log", "output", "status"))
+            own = {**self.environment(), **given}
+            pid = forge().start(words, own, log, output=output, status=status)
+            until(lambda: not alive(pid))
+            code = int(status.read_text())
+            return subprocess.CompletedProcess(words, code, output.read_text(), log.read_text())
 
     def environment(self) -> dict[str, str]:
         """Variables for a program of this site."""
         return {**os.environ, "GPUAAS_API": self.url, **self._environment}
 
     def log(self) -> str:
-        return (self.folder / "service.log").read_text()
-
-    def close(self) -> None:
-        self.kill()
-        self._forge.kill()
-        self._forge.wait()
-        for stream in (self._forge.stdin, self._forge.stdout, self._log):
-            if stream is not None:
-                stream.close()
-
-    def _line(self) -> str:
-        assert self._forge.stdout is not None
-        return self._forge.stdout.readline().strip()
+        return self._log.read_text()
 
 
 @contextmanager
@@ -126,7 +149,7 @@ def serving(folder: Path, **environment: str) -> Iterator[Service]:
     try:
         yield service
     finally:
-        service.close()
+        service.kill()
 
 
 def pauses(many: int, shortest: float, longest: float, *, first: int = 0) -> Iterator[float]:

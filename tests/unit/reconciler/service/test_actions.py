@@ -86,7 +86,7 @@ def site(
     token.write_text(selling.secrets["admin"] + "\n")
     environment = {f"GPUAAS_{name}".upper(): str(text) for name, text in maas.settings.items()}
     with serving(selling.settings.state_dir, **environment) as service:
-        service.start("api")
+        service.start("serve", "--api-only")
         until(service.alive)
         yield Site(selling, service, token)
 

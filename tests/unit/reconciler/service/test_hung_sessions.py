@@ -269,7 +269,7 @@ def test_a_process_that_is_suspended_in_the_middle_of_a_transaction(
     engine = selling_site.engine
     given = _admin(engine)
     with _site_service(selling_site, tmp_path) as service, ThreadPoolExecutor() as pool:
-        pid = service.start(victim)
+        pid = service.start(*{"api": ("serve", "--api-only")}.get(victim, (victim,)))
         until(lambda: _live(engine, victim))
         mine = _discovery(engine, "n1", not_before_s=3600.0)
         path = f"{service.url}/api/v1/admin/nodes/n1"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.covers("ECO-1", "ECO-4")
 
 def test_nodes_of_the_service_are_hosts(selling: Stack, tmp_path: Path) -> None:
     with serving(selling.settings.state_dir) as service:
-        service.start("api")
+        service.start("serve", "--api-only")
         until(service.alive)
         for who in ("admin", "member"):
             (tmp_path / who).write_text(selling.secrets[who] + "\n")

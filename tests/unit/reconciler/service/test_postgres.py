@@ -135,8 +135,8 @@ def test_two_workers_and_a_database_that_ends_again_and_again(
         for life in LIVES:
             # As operations.md has it: the authorities are the site's, the runs the machine's.
             shutil.copytree(tmp_path / "trust", tmp_path / life / "trust")
-            service.start("worker", tmp_path / life)
-        service.start("api")
+            service.start("worker", state_dir=tmp_path / life)
+        service.start("serve", "--api-only")
         until(service.ready)
         until(lambda: _roles(selling_site.engine) == {"api": 1, "worker": 2, "loops": 2})
         token = _token(selling_site)

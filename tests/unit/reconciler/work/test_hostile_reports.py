@@ -17,9 +17,10 @@ from sqlalchemy import Connection
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
-from reconciler.lifecycle import host, invariants, launch, power
+from reconciler.lifecycle import host, invariants, launch, power, retention
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
+from reconciler.model.drift import KEPT, MOST
 from reconciler.model.states import NodeMode, PowerAction, TaskKind
 from reconciler.records import leasing, nodes, queue, reports, slots
 from reconciler.runs.collect import Outcome
@@ -304,3 +305,32 @@ def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path)
         kept = queue.get(conn, task.id).error
     assert kept["found"] == "the cause" and "bytes" in kept["evidence"]["left_out"]
     assert len(json.dumps(kept)) < 1000
+
+
+def test_comparisons_leave_no_megabytes_for_ever(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host finds another thousand faults of a slot's devices in each."""
+    monkeypatch.setattr(retention, "REPORTS", 2)
+    for number in range(3):
+        report = {"holdings": holdings.nothing(), "identity": sold.document(0)["identity"]}
+        with transaction(sold.engine) as conn:
+            nodes.change(conn, "n1", ADMIN, profile="lab")
+            slot = slots.of_node(conn, "n1")[0].id
+            kind = TaskKind.SLICE_DRIFT_RECONCILE
+            queue.enqueue(conn, queue.Enqueue(kind, "n1"), ADMIN)
+            (task,) = leasing.lease(conn, "worker", kinds=[kind])
+        for fault in range(1000):
+            texts = {"code": f"fault_{fault}", "expected": "x" * 50, "found": f"{number}" * 250}
+            holdings.put(report["holdings"], "devices", slot_id=slot, **texts)
+        handler = HANDLERS[task.kind]
+        settings = Settings(state_dir=tmp_path)
+        settle(sold.engine, settings, handler, task, answered(handler.playbook, report))
+    with reading(sold.engine) as conn:
+        done = queue.every(conn, node_id="n1", kind=kind)
+        lists = [len(task.result.get("differences", [])) for task in done]
+        changes = conn.execute(sa.select(tables.history.c.evidence)).scalars().all()
+        counted = done[-1].result["counts"]["differences"]
+    assert (lists, counted) == ([MOST, MOST, 0], MOST)
+    assert all(len(json.dumps(evidence)) < 16_384 for evidence in changes)
+    assert any(evidence.get("left_out") == MOST - KEPT for evidence in changes)

@@ -298,6 +298,12 @@ def test_hosts_with_the_serial_number_of_the_machine_stop_it(maas: Maas) -> None
     maas.report("S1")
     assert maas.play().error["code"] == "serial_twice"
     assert maas.asked() == []
+    # MAAS itself knows the machine of m2 by another number, so its host speaks for itself only.
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", maas={"system_id": "def456", "identity": {"serial": "S2"}})
+    maas.queue()
+    maas.step()
+    assert maas.asked() == ["release"]
 
 
 def test_the_serial_number_that_a_tenants_installation_reports_is_not_believed(maas: Maas) -> None:
@@ -631,6 +637,11 @@ def test_a_machine_that_gets_a_tenant_during_a_pass_keeps_its_lock(
 def test_a_long_text_of_one_machine_stops_no_pass(maas: Maas, length: int) -> None:
     maas.begin(machine(status_message="x" * length))
     assert maas.compare().complete
+    # Firmware can have a serial number of any length: it concerns its machine only.
+    maas.begin(machine(serial="S1" * length))
+    assert [row.code for row in maas.compare().findings if row.action != "upload"] == [
+        "maas_identity_changed"
+    ]
 
 
 def test_a_first_binding_leaves_the_tag_that_a_person_has_set(maas: Maas) -> None:

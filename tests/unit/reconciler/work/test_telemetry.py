@@ -16,10 +16,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemet
 
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import nodes
-from reconciler.lifecycle import slice_telemetry
+from reconciler.lifecycle import drift, slice_telemetry
+from reconciler.model.act import Act
 from reconciler.model.slice_telemetry import Snapshot
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, queue
+from reconciler.records import nodes as nodes_of
 from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess, RunError
 from reconciler.runs.ssh import SshAccess
@@ -127,14 +129,61 @@ def test_a_guest_that_powers_itself_off_is_looked_at_before_its_host_may_restart
         mine = sold.active(conn)
     parts = [{"allocation_id": mine, "host": {"state": s}} for s in ("running", "shut off")]
     told = [Snapshot.read(json.dumps({"version": 1, "slices": [p]}).encode()) for p in parts]
-    for wanted, drift in ((0, False), (1, True)):
-        collector = Telemetry(sold.engine, SshAccess, drift=drift)  # type: ignore[arg-type]
+    for wanted, compared in ((0, False), (1, True)):
+        collector = Telemetry(sold.engine, SshAccess, drift=compared)  # type: ignore[arg-type]
         for snapshot in (*told, told[1]):
             with transaction(sold.engine) as conn:
                 collector._record(conn, "n1", snapshot)  # type: ignore[arg-type]
         with reading(sold.engine) as conn:
             kinds = [task.kind for task in queue.every(conn)]
         assert kinds.count(TaskKind.SLICE_DRIFT_RECONCILE) == wanted
+
+
+@pytest.mark.covers("SLICE-8")
+def test_a_host_whose_baseline_differs_is_compared_once_for_it(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = active(hosts)
+    hosts.add("n1")
+    path = hosts.says("n1", mine)
+    with reading(hosts.site.engine) as conn:
+        node = nodes_of.get(conn, "n1")
+    compared: list[str] = []
+    queued = [True]
+
+    def note(_conn: sa.Connection, node_id: str, act: Act, *, pause_s: float) -> bool:
+        assert act.reason and pause_s >= 300
+        compared.append(node_id)
+        return queued[0]
+
+    monkeypatch.setattr(drift, "queue_unasked", note)
+
+    def asked(collector: Telemetry, *differs: str) -> int:
+        document = {**json.loads(path.read_text()), "differs": differs}
+        path.write_text(json.dumps(document) if differs != ("ended",) else "")
+        compared.clear()
+        collector._collect(hosts.access(), node)
+        return len(compared)
+
+    off = Telemetry(hosts.site.engine, hosts.access, drift=False)
+    assert asked(off, "network_file") == 0
+    collector = Telemetry(hosts.site.engine, hosts.access)
+    assert asked(collector) == 0
+    assert [asked(collector, "network_file") for _ in range(3)] == [1, 0, 0]
+    # It is asked for again until it may be queued.
+    queued[0] = False
+    assert [asked(collector, "host_disk_full") for _ in range(2)] == [1, 1]
+    queued[0] = True
+    assert [asked(collector, "host_disk_full") for _ in range(2)] == [1, 0]
+    # One whose telemetry a person has stopped prints nothing; a comparison starts it again.
+    before = path.read_text()
+    assert asked(collector, "ended") == 1
+    path.write_text(before)
+    assert asked(collector) == 0
+    # The end of this process ends its questions, whatever hosts say.
+    ending = Telemetry(hosts.site.engine, hosts.access)
+    ending._stopping.set()
+    assert asked(ending, "network_file") == 0
 
 
 def test_the_login_prints_the_snapshot_and_can_do_nothing_else(hosts: Hosts) -> None:

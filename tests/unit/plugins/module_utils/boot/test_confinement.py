@@ -11,6 +11,8 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _confinement, _libvirt_host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _object_names
 
+from tests.unit.plugins.module_utils.boot.test_libvirt_host import SHOW, drive, systemctl_show
+
 pytestmark = pytest.mark.covers("HOST-4", "P12")
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -55,6 +57,25 @@ def test_a_guest_that_is_not_confined_is_named(
     _host.write(_confinement.QEMU, _confinement.with_settings(SITE))
     (problem,) = _confinement.problems(guest(**weak))
     assert named in problem
+
+
+def test_apparmor_lets_a_guest_take_pages_of_its_numa_node(tree: Path, script: Any) -> None:
+    """QEMU ended with "The nodes select no CPUs", because libnuma reads the CPUs of the node."""
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
+    (tree / "var/lib/libvirt").mkdir(parents=True)
+    site = "  /srv/images/** r,\n"
+    _host.write(_confinement.APPARMOR, site)
+    assert "show_numa" not in drive().done, "libvirt has no rules of AppArmor here"
+    _host.write("/etc/apparmor.d/abstractions/libvirt-qemu", "#include <local/…>\n")
+    apparmor()
+    assert _confinement.numa_problems() != []
+    assert drive().done == ["show_numa"]
+    assert _confinement.numa_problems() == []
+    text = _host.path(_confinement.APPARMOR).read_text()
+    assert text.startswith(site) and "node[0-9]*/cpumap r,\n" in text
+    assert not drive().changed
+    assert drive(state="absent").done == ["restore_apparmor", "forget_before"]
+    assert _host.path(_confinement.APPARMOR).read_text() == site
 
 
 def test_a_real_process_is_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ cp "$(command -v sleep)" /run/machine/qemu-system-x86_64
 echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
 { kill $guest; wait $guest; } 2>/dev/null
 echo ---; GPUAAS_SLICE_REBOOT_IF_REQUIRED=1 sh "$1"; echo "code $?"
-echo ---; cat /etc/gpuaas/slice-mode.json /run/machine/nat
+echo ---; cat /etc/gpuaas/slice-mode.json; iptables -t nat -S POSTROUTING | tail -n 1
 cat /run/machine-gpuaas-slice-network-baseline.service.log
 ovs-vsctl --columns=fail_mode find Bridge name=ovsbr0
 ovs-ofctl dump-flows ovsbr0 | grep -c cookie=0x2

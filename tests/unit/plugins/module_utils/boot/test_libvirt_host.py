@@ -12,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _host,
     _host_snapshot,
+    _object_names,
 )
 
 pytestmark = pytest.mark.covers("HOST-4")
@@ -87,7 +88,12 @@ def test_libvirt_becomes_what_it_was(
         stopped = systemctl_show("inactive/disabled", "inactive/disabled")
         script.answers[SHOW] = []
         script.on(*SHOW, out=running).on(*SHOW, out=stopped)
-    assert drive(state="absent").done == [*done, "forget_before"]
+    # The next tenant of the whole machine is root, and QEMU's words were those of guests.
+    log = f"/var/log/libvirt/qemu/{_object_names.PREFIX}{'0' * 32}.log"
+    for path in (log, f"{log}.0", "/var/log/libvirt/qemu/of-the-site.log"):
+        _host.write(path, "x")
+    assert drive(state="absent").done == ["remove_logs", *done, "forget_before"]
+    assert [path.name for path in _host.path(log).parent.iterdir()] == ["of-the-site.log"]
     mode = (tree / "var/lib/libvirt").stat().st_mode & 0o777
     assert mode == (0o700 if "close_directory" in done else 0o755)
     assert not drive(state="absent").changed

@@ -12,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 pytestmark = pytest.mark.covers("I10")
 
+REPOSITORY = Path(__file__).resolve().parents[5]
 SLOT, TENANT, OTHER = "slot-0", "23bd713b", "9c0e1b52"
 
 
@@ -73,6 +74,20 @@ def test_a_broken_entry_is_no_fresh_one(entry: Path, damage: Callable[[Path], No
             ask()
         assert caught.value.code == "ledger_unreadable"
         assert entry.name in caught.value.expected
+
+
+def test_a_damaged_entry_is_written_anew_as_the_page_says(entry: Path) -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text().partition("<!-- ledger entry -->")[2]
+    anew = page.split("```")[1].removeprefix("json")
+    words = {"SLOT": SLOT, "FENCE": "7", "IDENTITY": "1", "HOLDER": TENANT, "POWER": "5"}
+    for word, value in words.items():
+        anew = anew.replace(word, value)
+    entry.write_text(anew)
+    assert (_ledger.load(SLOT).disk_identity, _ledger.load(SLOT).dirty) == ("1", True)
+    assert _ledger.load(SLOT).power_fence == 5
+    for fence, holder in ((6, TENANT), (8, OTHER)):
+        with pytest.raises(Refusal, match=r"stale_fence|disk_dirty"):
+            _ledger.hold(SLOT, fence=fence, allocation_id=holder, disk_identity="1")
 
 
 def test_a_ledger_that_is_no_folder_is_not_an_empty_one(tree: Path) -> None:

@@ -8,13 +8,19 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _change,
+    _host,
+    _ledger,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
     _function_guards,
     _slice_fabric,
     _virtual_functions,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _upkeep
 
 from tests.unit.plugins.module_utils.fabric.test_virtual_functions import (
     ALLOCATION,
@@ -158,6 +164,27 @@ def test_drift_and_absence_name_a_function_outside_its_vlan(card: Card) -> None:
     _function_guards.forget(ALLOCATION)
     (problem,) = _slice_fabric.unguarded(VF[0])
     assert (problem.expected, problem.found) == (f"{VF[0]} with {guarded(3000)}", guarded(3001))
+
+
+@pytest.mark.covers("SLICE-8")
+def test_drift_restores_a_guard_and_makes_no_function(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = tuple(name for name in _upkeep.CHECKS if name == "fabric_isolation")
+    monkeypatch.setattr(_upkeep, "CHECKS", checks)
+    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
+    fabric = {"pf_ids": ["8086:10c9"], "link": "ethernet", "vlans": [3000, 3099]}
+    params = {"profile": {"network": {}, "vm": {}, "fabric": fabric}, "slots": []}
+    run()
+    assert _upkeep.keep(params, check_mode=False) == ([], [])
+    card.identities[0].update({"vlan_list": [{}], "trust": True})
+    (row,) = _upkeep.keep(params, check_mode=True)[1]
+    assert row["code"] == "fabric_isolation" and guarded(3001) in row["found"]
+    card.calls.clear()
+    done, left = _upkeep.keep(params, check_mode=False)
+    was = "was VLAN 0, spoof check on, trust on"
+    assert (done, left) == ([f"{VF[0]} with {guarded(3001)}, {was}"], [])
+    assert [argv[6:8] for argv in card.calls if "vf" in argv] == [["0", "trust"], ["0", "vlan"]]
 
 
 def test_infiniband_verifies_names_and_ports_and_sets_nothing(card: Card, pci: Any) -> None:

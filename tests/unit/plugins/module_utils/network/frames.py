@@ -419,14 +419,9 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
         Attack(
             "send VXLAN to the gateway", send.datagram(rig.GATEWAY, dport=4789), kind="host_service"
         ),
+        # The host would take all of its own tunnel to the server for answers to the guest.
+        Attack("open a tunnel to the Internet", send.packet(rig.WORLD, 47), _HOST),
         # The host would lower the largest packet of its own connection, or of its neighbour's.
-        # NAT would keep the port, and the host take what comes to it for an answer to the guest.
-        Attack("connect from the port of sshd", send.segment(rig.WORLD, 22, 20000, _SYN), _HOST),
-        Attack(
-            "send from the port of the host's DHCP client",
-            send.datagram(rig.WORLD, sport=68, dport=67),
-            _HOST,
-        ),
         Attack(
             "send an error about a connection of the host",
             send.error(rig.GATEWAY, rig.UPLINK),

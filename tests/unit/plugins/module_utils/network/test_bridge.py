@@ -19,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
     _guards,
+    _nat,
 )
 
 from tests.standin.switch import FEATURES, METER_FEATURES
@@ -26,8 +27,8 @@ from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
 
 pytestmark = pytest.mark.covers("HOST-6")
 
-RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 PARAMS = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
+RULES = _nat.rules(PARAMS)
 SETTINGS = "/etc/gpuaas/network-baseline.json"
 ISOLATION = ["guard_bridge", "load_firewall"]
 TABLE = "proc/sys/net/netfilter/nf_conntrack_max"
@@ -49,11 +50,15 @@ class Network:
         self.tree = tree
         self.switch = FakeSwitch()
         self.addresses: dict[str, list[str]] = {}
-        self.rules = ["-P POSTROUTING ACCEPT"]
         self.dnsmasq = True
         self.write("proc/sys/net/ipv4/ip_forward", "0")
         self.write("run/openvswitch/db.sock", "")
         monkeypatch.setattr(_command, "run", self.run)
+
+    @property
+    def rules(self) -> list[str]:
+        """Of NAT."""
+        return self.switch.nat
 
     def write(self, path: str, text: str) -> None:
         file = self.tree / path
@@ -64,7 +69,7 @@ class Network:
         self.write(f"sys/class/net/{name}/flags", flags)
 
     def run(self, argv: list[str], **more: Any) -> _command.Result:
-        if argv[0] in PROGRAMS or argv[3:4] == ["-S"]:
+        if argv[0] in (*PROGRAMS, "iptables"):
             before = set(self.switch.bridges)
             result = self.switch.run(argv, **more)
             for name in set(self.switch.bridges) - before:
@@ -79,10 +84,6 @@ class Network:
                 self.addresses.setdefault(name, []).append(address)
             case ["ip", "link", "set", "dev", name, "up"]:
                 self.interface(name, "0x1003")
-            case ["iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING"]:
-                return _command.Result(0, "\n".join(self.rules), "")
-            case ["iptables", "--wait", "10", "-t", "nat", *rule]:
-                self.rules.append(" ".join(rule))
             case ["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"]:
                 self.write("proc/sys/net/ipv4/ip_forward", "1")
             case ["sysctl", "-q", "-w", setting] if setting.startswith("net.netfilter."):
@@ -116,7 +117,7 @@ def test_builds_the_network_once(network: Network) -> None:
     assert outcome.failure is None
     assert outcome.done == BUILT
     assert int(_host.read(f"/{TABLE}") or 0) == _bridge.LEAST_ENTRIES == 524288
-    assert network.rules[-1] == RULE
+    assert network.rules == RULES
     assert network.switch.modes == {"ovsbr0": "secure"}
     assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE}
     assert "52:54" not in (_firewall.installed() or "52:54"), "a firewall that knows no guest"
@@ -126,7 +127,9 @@ def test_builds_the_network_once(network: Network) -> None:
 @pytest.mark.parametrize(
     ("damage", "repair"),
     [
-        (lambda n: n.rules.remove(RULE), ["add_nat"]),
+        (lambda n: n.rules.clear(), ["add_nat"]),
+        (lambda n: n.rules.pop(0), ["add_nat"]),
+        (lambda n: n.rules.reverse(), ["add_nat"]),
         (lambda n: n.write("proc/sys/net/ipv4/ip_forward", "0"), ["forward_ipv4"]),
         (lambda n: n.switch.filter.pop(), ["admit_guests"]),
         (lambda n: n.write(TABLE, "262144"), ["enlarge_table"]),
@@ -187,12 +190,42 @@ def test_a_new_bridge_whose_datapath_cannot_hold_a_guard_goes_again(
     failure = drive().failure
     assert failure is not None and failure.code == code
     assert failure.expected and failure.found and failure.remedy
-    assert network.switch.bridges == {} and network.rules == ["-P POSTROUTING ACCEPT"]
+    assert network.switch.bridges == {} and network.rules == []
 
 
-def test_a_rule_for_another_subnet_is_not_ours(network: Network) -> None:
-    network.rules.append("-A POSTROUTING -s 10.100.0.0/16 -j MASQUERADE")
-    assert "add_nat" in drive().done
+OTHERS = "-A POSTROUTING -s 10.100.0.0/16 -j SNAT --to-source 192.0.2.1"
+SITES = "-A POSTROUTING -o eth0 -j MASQUERADE"
+DOCKERS = "-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # As an earlier release left it, and a script of the site that has added it once more.
+        ([RULES[-1]], RULES),
+        ([DOCKERS, RULES[-1], OTHERS, RULES[-1]], [DOCKERS, *RULES, OTHERS]),
+        # The site's own translation, and the same as ours without a range of ports.
+        ([OTHERS], [OTHERS, *RULES]),
+        ([DOCKERS, SITES, OTHERS, RULES[-1]], [DOCKERS, *RULES, SITES, OTHERS]),
+        # Networks and ports of another profile and release.
+        ([RULES[0].replace("tcp", "tcp -d 10.1.0.0/16"), *RULES], RULES),
+    ],
+)
+def test_the_rules_of_an_earlier_release_are_replaced_and_the_sites_stay(
+    network: Network, before: list[str], after: list[str]
+) -> None:
+    drive()
+    network.rules[:] = before
+    assert (drive().done, network.rules) == (["add_nat"], after)
+    assert drive().plan.steps == ()
+
+
+def test_reserved_ports_stay_reserved_toward_allowed_networks(network: Network) -> None:
+    drive(allowed_networks=["10.40.0.0/24"])
+    assert [rule for rule in network.rules if "-d 10.40.0.0/24" in rule] == network.rules[:2]
+    assert all("--sport 512:1023" in rule for rule in network.rules[:2])
+    assert network.rules[2:] == RULES
+    assert drive().done[-1] == "add_nat" and network.rules == RULES
 
 
 def test_an_interface_that_is_no_ovs_bridge_is_left_alone(network: Network) -> None:
@@ -247,7 +280,7 @@ def test_a_link_that_takes_no_address_takes_nothing_else_down(
 
     monkeypatch.setattr(_command, "run", run)
     outcome = drive(tmfifo=True)
-    assert (outcome.failure, network.rules[-1]) == (None, RULE)
+    assert (outcome.failure, network.rules) == (None, RULES)
     assert [doubt.found for doubt in outcome.doubts] == ["RTNETLINK answers"]
 
 
@@ -348,7 +381,7 @@ def test_the_watch_brings_back_the_way_out_within_five_rounds(
         network.dnsmasq = False
 
     boot(monkeypatch, lose_all, *[lambda: None] * 4)
-    assert (network.rules, network.dnsmasq) == ([RULE], True)
+    assert (network.rules, network.dnsmasq) == (RULES, True)
     assert network.addresses == {"ovsbr0": ["10.100.0.1/24"]}
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
@@ -363,7 +396,7 @@ def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": True}))
     there: list[tuple[str, bool]] = []
     monkeypatch.setattr(
-        _boot_service, "notify", lambda state: there.append((state, RULE in network.rules))
+        _boot_service, "notify", lambda state: there.append((state, network.rules == RULES))
     )
     real = _boot_service.boot
 

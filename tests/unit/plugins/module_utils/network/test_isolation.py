@@ -25,6 +25,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
     _guards,
+    _nat,
     _packet_limit,
     _port_filter,
     _refusals,
@@ -277,14 +278,16 @@ def test_the_host_reaches_the_guest_and_only_answers_come_back(rig: Rig) -> None
 
 
 def connection(
-    rig: Rig, place: str, address: str, port: int
+    rig: Rig, place: str, address: str, port: int, *, sport: int = 0
 ) -> tuple[socket.socket, socket.socket]:
     """A TCP connection from a guest to a server in another place: both ends."""
     with rigs.inside(rig.place(place)):
         listener = socket.create_server((address, port))
     with listener:
         with rigs.inside(rig.place(A.place)):
-            client = socket.create_connection((address, port), timeout=30)
+            client = socket.create_connection(
+                (address, port), timeout=30, source_address=(A.guard.ip, sport)
+            )
         server, _peer = listener.accept()
     return client, server
 
@@ -775,26 +778,94 @@ def test_every_mutant_of_the_guard_is_seen(rig: Rig, monkeypatch: pytest.MonkeyP
     assert unnoticed == []
 
 
+# Services of the host by protocol and port, 0 for the protocols without ports: GRE and ESP.
+SERVICES = (
+    *((socket.IPPROTO_TCP, port) for port in (22, 600, 9100, 32767)),
+    *((socket.IPPROTO_UDP, port) for port in (68, 4789)),
+    *((protocol, 0) for protocol in (socket.IPPROTO_GRE, socket.IPPROTO_ESP)),
+)
+_KINDS = {socket.IPPROTO_TCP: socket.SOCK_STREAM, socket.IPPROTO_UDP: socket.SOCK_DGRAM}
+
+
 @pytest.mark.covers("P9")
 def test_a_guest_cannot_take_the_hosts_clients_away(rig: Rig) -> None:
     """As of a controller behind a firewall, which answers nothing that it did not ask for."""
+    world, send = rig.place("world"), frames.Sender(A)
     silent = "table ip silent {\nchain input {\ntype filter hook input priority 0; policy accept;\n"
-    silent += "tcp flags & (syn | ack) == syn drop\n}\n}\n"
-    world = rig.place("world")
+    silent += "tcp flags & (syn | ack) == syn drop\nudp dport 20000-20099 drop\n}\n}\n"
     rig.run(["nft", "-f", "-"], place=world, input=silent)
+    clients = dict(zip(SERVICES, range(20000, 20099), strict=False))
+    tokens = {service: b"<%06d>" % next(NUMBERS) for service in SERVICES}
     try:
-        with rigs.inside(rig.host):
-            sshd = socket.create_server((rigs.UPLINK, 22))
-        with sshd, rigs.inside(world), socket.socket() as client, Places(rig) as places:
-            frame = frames.Sender(A).segment(rigs.WORLD, 22, 20000, 0x02)
-            places.sockets[A.place].send(frame(places.macs[A.place], b"<000000>"))
-            assert "host" in places.seen({b"<000000>": frozenset({"host"})})[b"<000000>"]
-            client.settimeout(30)
-            client.bind((rigs.WORLD, 20000))
-            client.connect((rigs.UPLINK, 22))
-            sshd.accept()[0].close()
+        with Places(rig) as places:
+            for (protocol, port), client in clients.items():
+                build = send.packet(rigs.WORLD, protocol, bytes(8))
+                if protocol == socket.IPPROTO_TCP:
+                    build = send.segment(rigs.WORLD, port, client, 0x02)
+                elif protocol == socket.IPPROTO_UDP:
+                    build = send.datagram(rigs.WORLD, sport=port, dport=client)
+                frame = build(places.macs[A.place], tokens[protocol, port])
+                places.sockets[A.place].send(frame)
+            expected = {
+                token: frozenset({"host", "world"} if port else {"host"})
+                for (_protocol, port), token in tokens.items()
+            }
+            seen = places.seen(expected)
+        lost = [each for each, client in clients.items() if not serves(rig, *each, client)]
+        assert lost == []
+        assert {token: seen.get(token, set()) for token in expected} == expected, "it did leave"
     finally:
         rig.run(["nft", "delete", "table", "ip", "silent"], place=world)
+
+
+def serves(rig: Rig, protocol: int, port: int, client_port: int, limit_s: float = 10) -> bool:
+    """Whether a service of the host hears a client of the public network."""
+    kind = _KINDS.get(protocol, socket.SOCK_RAW)
+    with rigs.inside(rig.host):
+        service = socket.socket(socket.AF_INET, kind, protocol)
+    with rigs.inside(rig.place("world")):
+        client = socket.socket(socket.AF_INET, kind, protocol)
+    with service, client:
+        service.bind((rigs.UPLINK, port))
+        client.bind((rigs.WORLD, client_port if port else 0))
+        for end in (service, client):
+            end.settimeout(limit_s)
+        if kind == socket.SOCK_STREAM:
+            service.listen()
+            return client.connect_ex((rigs.UPLINK, port)) == 0
+        client.sendto(b"heard?".rjust(14, b"\0"), (rigs.UPLINK, port))
+        with contextlib.suppress(TimeoutError):
+            return service.recv(100).endswith(b"heard?")
+    return False
+
+
+@pytest.mark.covers("P9")
+def test_the_host_connects_from_a_port_that_a_guest_has(rig: Rig) -> None:
+    client, server = connection(rig, "world", rigs.WORLD, 7100, sport=40000)
+    with rigs.inside(rig.place("world")):
+        listener = socket.create_server((rigs.WORLD, 7100))
+    with rigs.inside(rig.host):
+        own = socket.create_connection(
+            (rigs.WORLD, 7100), timeout=30, source_address=(rigs.UPLINK, 40000)
+        )
+    with client, server, listener, own:
+        accepted, (_address, port) = listener.accept()
+        with accepted:
+            assert server.getpeername()[1] == 40000 != port
+            for sender, receiver in ((client, server), (own, accepted)):
+                sender.sendall(b"mine")
+                assert receiver.recv(100) == b"mine"
+
+
+def test_a_reserved_port_stays_reserved_toward_an_allowed_network(rig: Rig) -> None:
+    """A server of NFS refuses clients with other ports."""
+    for place, address, sport, ports in (
+        ("mgmt", rigs.STORAGE, 600, _nat.RESERVED),
+        ("world", rigs.WORLD, 601, _nat.PORTS),
+    ):
+        client, server = connection(rig, place, address, 2049, sport=sport)
+        with client, server:
+            assert ports[0] <= server.getpeername()[1] <= ports[1]
 
 
 # Kinds that the firewall refuses too, if the guard lets them pass.

@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _host_filter,
     _ingress,
+    _nat,
     _ovs_nat_removal,
 )
 
@@ -120,7 +121,7 @@ def rules(rig: Rig) -> list[str]:
 
 
 def theirs(rig: Rig) -> list[str]:
-    ours = {*OURS, _bridge.nat_rule(NETWORK["subnet"])}
+    ours = {*OURS, *_nat.rules(NETWORK)}
     return [row for row in rules(rig) if row not in ours]
 
 
@@ -204,7 +205,7 @@ def test_guests_and_containers_pass_side_by_side(rig: Rig, version: str) -> None
         before = theirs(rig)
         assert ":FORWARD DROP" in before
         assert guardian(rig) == ["admit_guests"]
-        for damage in (None, _firewall.remove, lambda: _bridge.without_nat(NETWORK["subnet"])):
+        for damage in (None, _firewall.remove, lambda: _nat.remove(NETWORK)):
             if damage:
                 damage()
                 rig.establish()
@@ -272,6 +273,25 @@ def test_rules_are_moved_in_front_of_a_policy_and_no_other_rule(rig: Rig) -> Non
         listed = rig.run(["iptables", "-S", "FORWARD"]).stdout.splitlines()
         assert listed[1:4] == [foreign, *OURS[1:]] and listed[4].startswith("-A FORWARD -j REJECT")
         assert guest_reaches_the_world(rig)
+    finally:
+        forget_docker(rig)
+        guardian(rig)
+
+
+def test_the_rule_of_an_earlier_release_is_replaced_in_place(rig: Rig) -> None:
+    ours = _nat.rules(NETWORK)
+    foreign = "-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE"
+    sites = "-A POSTROUTING -o up0 -j MASQUERADE"
+    try:
+        rig.run(["iptables", "-t", "nat", "-F"])
+        for rule in (foreign, ours[-1], sites, ours[-1]):
+            rig.run(["iptables", "-t", "nat", *rule.split()])
+        assert guardian(rig) == ["add_nat"] and guardian(rig) == []
+        listed = rig.run(["iptables", "-t", "nat", "-S", "POSTROUTING"]).stdout.splitlines()
+        assert listed[1:] == [foreign, *ours, sites]
+        _nat.remove(NETWORK)
+        listed = rig.run(["iptables", "-t", "nat", "-S", "POSTROUTING"]).stdout.splitlines()
+        assert listed[1:] == [foreign, sites]
     finally:
         forget_docker(rig)
         guardian(rig)

@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _host_filter,
+    _nat,
     _ovs_nat,
     _ovs_nat_removal,
 )
@@ -30,7 +31,7 @@ PARAMS = {
     "bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24", "tmfifo": False,
 }  # fmt: skip
 SWITCH, DHCP = _ovs_nat.SWITCH, _ovs_nat.DHCP
-RULE = _bridge.nat_rule("10.100.0.0/24")
+RULES = _nat.rules(PARAMS)
 
 
 class Host:
@@ -41,7 +42,6 @@ class Host:
         self.active: set[str] = set()
         self.enabled: set[str] = set()
         self.switch = FakeSwitch()
-        self.rules: list[str] = ["-P POSTROUTING ACCEPT"]
         self.calls: list[list[str]] = []
         # Time of a start of a service; the default is after all files.
         self.starts = "9999999999"
@@ -68,9 +68,7 @@ class Host:
         if argv[:2] == ["systemctl", "show"]:
             shown = [self._shown(name) for name in argv[argv.index("--") + 1 :]]
             return _command.Result(0, "\n".join(shown), "")
-        if argv[0] == "iptables" and argv[5:6] == ["-S"]:
-            return _command.Result(0, "\n".join(self.rules), "")
-        if argv[0] in PROGRAMS or argv[3:4] == ["-S"]:
+        if argv[0] in (*PROGRAMS, "iptables"):
             return self._switched(argv, **more)
         self.calls.append(argv)
         self._act(argv)
@@ -100,9 +98,6 @@ class Host:
                 self.write("run/openvswitch/db.sock", "")
         elif argv[:2] == ["systemctl", "stop"]:
             self.active.discard(argv[-1])
-        elif argv[0] == "iptables":
-            rule = "-A " + " ".join(argv[6:])
-            self.rules.remove(rule) if argv[5] == "-D" else self.rules.append(rule)
         elif argv[0] == "sysctl":
             self.write("proc/sys/net/ipv4/ip_forward", argv[-1][-1] + "\n")
         else:
@@ -145,11 +140,11 @@ def remaining_files(tree: Path) -> list[str]:
 
 def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert establish().failure is None
-    assert (host.active >= {SWITCH, DHCP}, RULE in host.rules) == (True, True)
+    assert (host.active >= {SWITCH, DHCP}, host.switch.nat) == (True, RULES)
     assert list(host.switch.tables) == ["inet gpuaas_slice"]
     assert host.switch.filter == _host_filter.rules("ovsbr0")
     forecast = remove(check=True)
-    host.rules.append(RULE)  # a script of the site has added it once more
+    host.switch.nat.append(RULES[-1])  # a script of the site has added it once more
     outcome = remove()
     assert outcome.failure is None
     assert [step.name for step in forecast.plan.steps] == outcome.done == [
@@ -157,7 +152,6 @@ def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
         "remove_bridge", "remove_admission", "remove_firewall", "stop_forwarding", "stop_service",
         "stop_service", "forget_before",
     ]  # fmt: skip
-    assert (host.bridges, host.rules) == ({}, ["-P POSTROUTING ACCEPT"])
     assert host.switch == FakeSwitch()
     assert host.active == host.enabled == set()
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _guards,
     _host_filter,
+    _nat,
     _ovs_nat,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
@@ -41,7 +43,6 @@ pytestmark = pytest.mark.covers("HOST-10")
 
 NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
 FILTER = ("iptables", "--wait", "10", "-S")
-RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 NETWORK: dict[str, Any] = {
     "bridge": "ovsbr0",
     "address": "10.100.0.1/24",
@@ -52,6 +53,7 @@ NETWORK: dict[str, Any] = {
     "packets_per_second": 200_000,
     "egress_probe": "10.0.2.2",
 }
+RULES = _nat.rules(NETWORK)
 UP = "loaded/active/enabled/success"
 FABRIC_SETTINGS: dict[str, Any] = {
     "count": 1,
@@ -220,6 +222,26 @@ def test_a_kept_guard_is_of_the_profiles_vlans(parity: Any, machine: Any) -> Non
         _function_guards.save(ALLOCATION, {"0000:25:10.0": vlan})
         parity.identified({"address": parity.mac, **IDLE, "vlan_list": [{"vlan": vlan}]})
         assert _checks_network.fabric_isolation(parity.facts()).status == status
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_guard_that_a_run_is_about_to_set_is_waited_for(
+    parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.pci("0000:25:00.0", "8086:10c9", **CARD)
+    machine.pci("0000:25:10.0", "8086:10ca")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    parity.identified({"address": parity.mac, **IDLE})
+    facts = parity.facts()
+    _function_guards.save(ALLOCATION, {"0000:25:10.0": 3001})
+    facts.card("0000:25:00.0")
+
+    def end_run(**_wait: float) -> contextlib.AbstractContextManager[None]:
+        parity.identified({"address": parity.mac, **IDLE, "vlan_list": [{"vlan": 3001}]})
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(_function_guards, "exclusive", end_run)
+    assert _checks_network.fabric_isolation(facts).status == "PASS"
 
 
 @pytest.mark.covers("SLICE-9")
@@ -492,12 +514,79 @@ def test_what_bootstrap_writes_is_what_is_looked_for() -> None:
     )
 
 
+_OWN = "-A POSTROUTING -s 10.0.0.0/8 ! -d 10.40.0.0/16 -j SNAT --to-source 192.0.2.1"
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [
+        # As an earlier release left it.
+        (RULES[-1:], f"POSTROUTING lacks {RULES[0]}"),
+        (RULES[::-1], "are out of their place"),
+        ([*RULES, RULES[-1]], "are out of their place"),
+        (["-A POSTROUTING -o eth0 -j MASQUERADE", *RULES], "are out of their place"),
+        ([_OWN, *RULES], f"{_OWN} comes first"),
+        ([f"{_OWN}:1024-65535", *RULES], "restrict it to ports 32768-65535 for tcp and udp"),
+        ([f"{_OWN}:32768-60999", *RULES], ""),
+        (["-A POSTROUTING ! -s 172.17.0.0/16 -j SNAT --to-source 192.0.2.1", *RULES], "! -s 172"),
+        (["-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE", *RULES, _OWN], ""),
+        (['-A POSTROUTING -m comment --comment "it\'s" -j RETURN', *RULES], ""),
+    ],
+)
+def test_guests_take_no_port_of_a_service(
+    parity: Any, script: Any, listed: list[str], problem: str
+) -> None:
+    script.on(*NAT, out="\n".join(listed))
+    result = _checks_network.nat(parity.facts())
+    assert (result.status == "FAIL", problem in result.detail) == (bool(problem), True), result
+
+
+# Sockets as the kernel lists them: listening at 0.0.0.0, 127.0.0.1 and 192.0.2.1, and connected.
+_TCP = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 00000000:AFC8 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 1 1 0 100 0 0 10 0
+   1: 0100007F:AFC9 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 2 1 0 100 0 0 10 0
+   2: 010200C0:AFCA 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 3 1 0 100 0 0 10 0
+   3: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 4 1 0 100 0 0 10 0
+   4: 010200C0:AFCB 02020000:01BB 01 00000000:00000000 00:00000000 00000000 0 0 5 1 0 100 0 0 10 0
+"""
+# The same in IPv6: at every address, ::1, 192.0.2.1 and an address of IPv6.
+_TCP6 = "\n".join(
+    [
+        "  sl  local_address remote_address st",
+        *(
+            f"   0: {local}:{port} {'0' * 32}:0000 0A 0"
+            for local, port in (
+                ("0" * 32, "AFD0"),
+                ("0" * 24 + "01000000", "AFD1"),
+                ("0" * 16 + "FFFF0000010200C0", "AFD2"),
+                ("B80D0120" + "0" * 16 + "01000000", "AFD3"),
+            )
+        ),
+    ]
+)
+
+
+@pytest.mark.covers("SLICE-9")
+def test_a_service_on_the_ports_of_guests_is_named(parity: Any, machine: Any, script: Any) -> None:
+    script.on(*NAT, out="\n".join(RULES))
+    machine.file("/proc/net/tcp", _TCP)
+    assert _nat.services() == ["0.0.0.0:45000", "192.0.2.1:45002"]
+    machine.file("/proc/net/tcp", _TCP.splitlines()[0])
+    machine.file("/proc/net/tcp6", _TCP6)
+    assert _nat.services() == ["0.0.0.0:45008", "192.0.2.1:45010"]
+    result = _checks_network.nat(parity.facts())
+    assert result.status == "WARN"
+    assert "the service at 192.0.2.1:45010: give it a port below 32768" in result.detail
+
+
 def test_nat_and_forwarding(parity: Any, machine: Any, script: Any) -> None:
-    script.on(*NAT, out=f"{RULE}\n").on(*NAT, out="-P POSTROUTING ACCEPT\n")
+    script.on(*NAT, out="\n".join(RULES)).on(*NAT, out="-P POSTROUTING ACCEPT\n")
     admitted, *forwarded = _host_filter.rules("ovsbr0")
     script.on(*FILTER, "INPUT", out=admitted)
     script.on(*FILTER, "FORWARD", out="\n".join(forwarded))
-    assert _checks_network.nat(parity.facts()) == _check.passed(RULE)
+    assert _checks_network.nat(parity.facts()) == _check.passed(RULES[-1])
     assert _checks_network.nat(parity.facts()).status == "FAIL"
     assert _checks_network.ip_forwarding(parity.facts()).status == "FAIL"
     machine.file("/proc/sys/net/ipv4/ip_forward", "1\n")

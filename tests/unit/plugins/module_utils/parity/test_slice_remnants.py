@@ -27,8 +27,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
-    _bridge,
     _host_filter,
+    _nat,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _host_facts,
@@ -159,7 +159,8 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
     machine.file("/proc/cmdline", "root=/dev/vda1 iommu=pt intel_iommu=on hugepagesz=1G")
     script.answers.clear()
     host.shown(("ovsbr0", "10.100.0.1/24"), ("tmfifo_net0", "192.168.100.1/30"))
-    script.on(*NAT, out=f"{_bridge.nat_rule('10.100.0.0/24')}")
+    translating = _nat.rules(host.profile["network"])
+    script.on(*NAT, out="\n".join(translating))
     admitted, *forwarded = _host_filter.rules("ovsbr0")
     for chain, rules in zip(FILTER, ([admitted], forwarded), strict=True):
         script.on(*chain, out="\n".join(rules))
@@ -178,7 +179,7 @@ def test_what_only_the_running_kernel_knows(host: Any, machine: Any, script: Any
         ("fabric_vfs", "0000:25:00.0", "2 virtual functions, not given back"),
         ("fabric_vfs", "gpuaas-slice-fabric.service", "is active"),
         ("ovs_bridge", "bridge ovsbr0", "is there"),
-        ("nat", "rules for 10.100.0.0/24", _bridge.nat_rule("10.100.0.0/24")),
+        ("nat", "rules for 10.100.0.0/24", ", ".join(translating)),
         ("nat", "rules of the host's filter", ", ".join([admitted, *forwarded])),
         ("network_service", "gpuaas-slice-network-baseline.service", "is active"),
         ("historical_network_service", "gpuaas-slice-host-net-baseline.service", "is failed"),

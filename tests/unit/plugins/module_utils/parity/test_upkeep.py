@@ -15,7 +15,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
     _boot_units,
     _command,
+    _free_space,
     _host,
+    _object_names,
     _repairs,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -29,7 +31,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _guest_probe,
     _upkeep,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _relay
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _libvirt,
+    _qos,
+    _relay,
+    _telemetry,
+)
 
 from tests.unit.plugins.module_utils.network import frames
 from tests.unit.plugins.module_utils.network import rig as rigs
@@ -146,6 +153,50 @@ def test_everything_that_was_lost_comes_back_and_is_recorded(rig: Rig) -> None:
     assert "start_service gpuaas-slice-telemetry.service" in done
     assert {row["step"] for row in _repairs.read()} >= set(done)
     assert _upkeep.keep(PARAMS, check_mode=False) == ([], [])
+
+
+@pytest.mark.covers("HOST-7")
+def test_a_rate_limit_that_a_running_slice_has_lost_comes_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, port = rigs.A.guard.allocation_id, rigs.A.guard.port
+    # A paused machine is being started, and gets its limit before it runs.
+    lives = {
+        _object_names.domain_name(mine): _libvirt.State("running"),
+        _object_names.domain_name(rigs.B.guard.allocation_id): _libvirt.State("paused", 1),
+        "of-the-site": _libvirt.State("running"),
+    }
+    monkeypatch.setattr(_libvirt, "states", lambda: lives)
+    monkeypatch.setattr(_libvirt, "state", lives.get)
+
+    def keep(rate_kbps: int) -> tuple[list[str], list[dict[str, str]]]:
+        vm = {"mgmt_qos": {"rate_kbps": rate_kbps, "burst_kb": 100}}
+        return _upkeep.keep({**PARAMS, "profile": {**PROFILE, "vm": vm}}, check_mode=False)
+
+    limit = _qos.Limit(1000, 100)
+    for loss in (
+        [],
+        ["clear", "Port", port, "qos"],
+        ["set", "Interface", port, "ingress_policing_rate=0"],
+    ):
+        if loss:
+            rig.run(["ovs-vsctl", *loss])
+        assert _telemetry._ports([mine])[mine]["limited"] is False
+        assert keep(1000) == ([f"limit_port {port}"], [])
+        assert _qos.observe(mine).holds(limit)
+        assert _telemetry._ports([mine])[mine]["limited"] is True
+        # A new rate of the profile holds from the next start.
+        assert keep(2000) == ([], [])
+    # It ends between the list of machines and its repair, and its port with it.
+    _qos.install(mine, None)
+    gone = "33bd713b-6073-4ef7-8a51-2897e902365d"
+    lives.clear()
+    ending = {_object_names.domain_name(gone): _libvirt.State("running")}
+    monkeypatch.setattr(_libvirt, "states", lambda: ending)
+    assert keep(1000) == ([], [])
+    lives.update(ending)
+    _, left = keep(1000)
+    assert [row["code"] for row in left] == ["command_failed"]
 
 
 def test_a_network_that_bootstrap_does_not_know_is_named_and_left(rig: Rig) -> None:
@@ -286,7 +337,7 @@ def test_a_full_file_system_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch
     assert real.f_frsize == 4096
     full = os.statvfs_result((*real[:4], 1000, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    (row,) = _upkeep._full()
+    (row,) = _free_space.full()
     assert (row.code, row.found) == ("host_disk_full", "3 MiB free in the file system of /")
 
 

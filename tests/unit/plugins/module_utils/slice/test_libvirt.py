@@ -67,27 +67,44 @@ def test_a_domain_that_is_not_found_is_looked_for_in_all(script: Script) -> None
 def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 1)))
     script.on(*VIRSH, "shutdown", "a")
-    assert _libvirt.shut_down("a", deadline=30)
+    assert _libvirt.shut_down("a", deadline=30, check=list)
     assert script.calls.count((*VIRSH, "shutdown", "a")) == 1
 
 
 def test_a_guest_that_ignores_the_request_is_not(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     script.on(*VIRSH, "shutdown", "a")
-    assert not _libvirt.shut_down("a", deadline=0.01)
+    assert not _libvirt.shut_down("a", deadline=0.01, check=list)
+
+
+@pytest.mark.covers("I10")
+def test_a_guest_that_a_later_run_has_started_is_left_alone(script: Script) -> None:
+    """The run before still waits for the guest that it asked to power off."""
+
+    def overtaken() -> None:
+        if (*VIRSH, "shutdown", "a") in script.calls:
+            raise Refusal("stale_fence", expected="a", found="b", remedy="c")
+
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
+    script.on(*VIRSH, "shutdown", "a")
+    with pytest.raises(Refusal, match="stale_fence"):
+        _libvirt.shut_down("a", deadline=30, check=overtaken)
+    with pytest.raises(Refusal, match="stale_fence"):
+        _libvirt.destroy("a", check=overtaken)
+    assert script.calls.count((*VIRSH, "shutdown", "a")) == 1
 
 
 def test_power_is_taken_until_it_is_off(script: Script) -> None:
     script.on(*VIRSH, "destroy", "a", rc=1).on(*VIRSH, "destroy", "a")
     script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 2)))
-    _libvirt.destroy("a")
+    _libvirt.destroy("a", check=list)
 
 
 def test_power_that_cannot_be_taken_is_refused(script: Script) -> None:
     script.on(*VIRSH, "destroy", "a", rc=1)
     script.on(*LOOK, "a", out=stats(a=(4, 0)))
     with pytest.raises(Refusal, match="domain_not_stopped"):
-        _libvirt.destroy("a", deadline=-1)
+        _libvirt.destroy("a", check=list, deadline=-1)
 
 
 @pytest.mark.parametrize(("xml", "options"), [("<nvram/>", ("--nvram",)), ("<os/>", ())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,6 +98,7 @@ RUNNING = replace(
     wanted_flows=FLOWS,
     kept=GUARD,
 )
+LOGS = "/var/log/libvirt/qemu"
 LIMIT = {"rate_kbps": 1000, "burst_kb": 100}
 LIMITED = _qos.State((1000, 100), ("linux-htb", "1000000", "row"), ("row",))
 START = ["start_domain", "guard_port", "resume_domain"]
@@ -256,7 +258,8 @@ class Host:
 
     def define(self, xml: str) -> None:
         self.acts.append("define")
-        self.xml, self.life = xml, Life("shut off")
+        # For a guest that runs it holds from the next start.
+        self.xml, self.life = xml, self.life or Life("shut off")
 
     def start_paused(self, _name: str, *, timeout: float) -> None:
         self.acts.append("start")
@@ -281,13 +284,15 @@ class Host:
         assert GUARD.mac in firewall, "a guest that the firewall lets have no address"
         self.life = Life("running")
 
-    def shut_down(self, _name: str, *, deadline: float) -> bool:
+    def shut_down(self, _name: str, *, deadline: float, check: Callable[[], object]) -> bool:
+        check()
         self.acts.append("shut_down")
         if not self.stubborn:
             self.life = Life("shut off")
         return not self.stubborn
 
-    def destroy(self, _name: str) -> None:
+    def destroy(self, _name: str, *, check: Callable[[], object]) -> None:
+        check()
         self.acts.append("destroy")
         self.life = Life("shut off")
 
@@ -351,6 +356,26 @@ def test_a_switch_that_keeps_no_limit_fails_the_run(
     params = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
     failure = _change.drive(_machine.SUBJECT, params, check_mode=False).failure
     assert failure is not None and "limit_port" in failure.found
+
+
+@pytest.mark.usefixtures("host")
+def test_qemus_logs_of_the_newest_slices_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest can fill each, and its project can launch without end."""
+    monkeypatch.setattr(_machine, "_LOGS", 2)
+    ids = [f"{number}{ONE[1:]}" for number in range(4)]
+    for at, id in enumerate(ids):
+        for end in (".log", ".log.0", ".log.1.gz"):
+            path = f"{LOGS}/{_object_names.domain_name(id)}{end}"
+            _host.write(path, "x")
+            os.utime(_host.path(path), (at, at))
+    # The oldest still runs.
+    _host.write(_object_names.guard_path(ids[0]), "{}")
+    _host.write(f"{LOGS}/of-the-site.log", "x")
+    drive(PARAMS)
+    drive({**PARAMS, "state": "absent"})
+    left = {path.name for path in _host.path(LOGS).iterdir()}
+    assert {_object_names.owner(name) for name in left} == {"", ids[0], ids[2], ids[3]}
+    assert len(left) == 10
 
 
 JOINED = {

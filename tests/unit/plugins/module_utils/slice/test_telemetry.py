@@ -13,7 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_units,
+    _command,
+    _free_space,
+    _host,
+    _host_snapshot,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _refusals,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _guest_telemetry,
@@ -35,8 +47,9 @@ STATS = (
     *("--vcpu", "--block", "--nowait"),
 )
 PORTS = (
-    *("ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,statistics"),
-    *("list", "Interface"),
+    *("ovs-vsctl", "--timeout=10", "--format=json"),
+    *("--columns=name,statistics,ingress_policing_rate", "list", "Interface"),
+    *("--", "--columns=name,qos", "list", "Port"),
 )
 HONEST = {"uptime_s": 12.5, "cpus": 4, "load_1": 0.5, "memory_total_bytes": 1 << 30}
 
@@ -53,10 +66,13 @@ def domain(key: str, state: int = 1) -> str:
     )
 
 
-def ports(*keys: str) -> str:
+def ports(*keys: str, rate: int = 0, shaped: bool = False) -> str:
     counters = [["rx_bytes", 7], ["rx_packets", 1], ["tx_bytes", 9], ["tx_dropped", 0]]
-    rows = [[_object_names.port_name(key), ["map", counters]] for key in keys]
-    return json.dumps({"data": [*rows, ["ovsbr0", ["map", []]]], "headings": []})
+    names = [_object_names.port_name(key) for key in keys]
+    rows = [[name, ["map", counters], rate] for name in names]
+    qos = ["uuid", "c1b6ca3b-c32d-480d-b6d9-c8ddb6e15cab"] if shaped else ["set", []]
+    tables = ([*rows, ["ovsbr0", ["map", []], 0]], [[name, qos] for name in names])
+    return "\n".join(json.dumps({"data": table, "headings": []}) for table in tables)
 
 
 class Qemu:
@@ -150,6 +166,53 @@ def test_a_source_that_fails_is_named_and_costs_the_others_nothing(
     _telemetry.Collector().round({}, 0)
     assert json.loads(_host.read(_telemetry.SNAPSHOT) or "")["problems"] == ["switch"]
     assert snapshot()[A]["host"]["cpu_s"] == 2.5
+
+
+@pytest.mark.covers("SLICE-8")
+def test_what_only_drift_detection_repairs_is_named(host: Path, script: Script) -> None:
+    script.on(*STATS, out=domain(A) + domain(B))
+    for limit in ({"rate": 1000, "shaped": True}, {"rate": 1000}, {"rate": 1000, "shaped": True}):
+        script.on(*PORTS, out=ports(A, B, **limit))  # type: ignore[arg-type]
+    network = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
+    for path in (_boot_units.NETWORK.path, _boot_units.NETWORK.settings_path):
+        _host.write(path, "{}")
+    _host.write(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(network))
+    _host.write(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
+    record = _host_snapshot.file_of(_host_snapshot.GPU_SERVICES)
+    _host.write(record, '{"dcgm.service": {"active": true, "file": "enabled"}}')
+    active, full = ["gpuaas-slice-network-baseline.service"], list[Refusal]()
+
+    def run(argv: list[str], **options: Any) -> _command.Result:
+        if argv[:2] != ["systemctl", "show"]:
+            return script.run(argv, **options)
+        names = argv[argv.index("--") + 1 :]
+        states = ["active" if name in active else "inactive" for name in names]
+        return _command.Result(0, "\n\n".join(f"ActiveState={state}" for state in states), "")
+
+    collector = _telemetry.Collector()
+
+    def differs() -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_command, "run", run)
+            patch.setattr(_refusals, "rows", lambda _settings: [])
+            patch.setattr(_free_space, "full", lambda: full)
+            collector.round(network, 0)
+        assert snapshot()
+        return list(json.loads(_host.read(_telemetry.SNAPSHOT) or "")["differs"])
+
+    assert differs() == []
+    assert differs() == ["limit_missing"]
+    active[:] = ["dcgm.service"]
+    assert differs() == ["guardian_stopped", "gpu_service_active"]
+    _host.write(_baseline_files.DNSMASQ, "# edited\n")
+    full.append(Refusal("host_disk_full", expected="a", found="b", remedy="c"))
+    assert differs()[2:] == ["network_file", "host_disk_full"]
+    _host.write(record, "{")
+    assert differs() == []
+    assert json.loads(_host.read(_telemetry.SNAPSHOT) or "")["problems"] == ["baseline"]
+    # A host whose network was never set up has no baseline.
+    network.clear()
+    assert differs() == []
 
 
 @pytest.fixture

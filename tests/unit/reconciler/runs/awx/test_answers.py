@@ -129,6 +129,9 @@ def test_answers_and_requests_have_the_fields_of_awx_and_no_others(awx: Controll
     assert {"result_traceback", "event_processing_finished"} <= page - listed
     assert fields("GET /jobs/1/job_events/") <= known["job_event"]
     assert fields("GET /inventories/3/hosts/") <= known["host"]
+    inventory = SOURCE["kinds"]["inventories"]
+    named = {*inventory["writable"].split(), *inventory["read_only"].split()}
+    assert fields("GET /inventories/3/") <= named
     template = SOURCE["kinds"]["job_templates"]
     written = {*template["writable"].split(), *template["read_only"].split()}
     assert fields("GET /job_templates/") <= written

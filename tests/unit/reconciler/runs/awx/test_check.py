@@ -15,6 +15,7 @@ from reconciler.runs.collect import Phase
 from reconciler.runs.contract import PLAYBOOKS, ContractError
 from reconciler.runs.launch import Site
 from reconciler.runs.spec import LauncherAway, RunError, SpecError
+from tests.standin.awx import IMAGE
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, spec
 
@@ -73,6 +74,10 @@ def refused(site: Site) -> RunError:
         ({"privileged": True, "jinja": "a later one"}, "awx_jinja_allowed"),
         ({"hosts": []}, "awx_host_missing"),
         ({"groups": ["node-1"]}, "awx_host_ambiguous"),
+        # As JSON and as YAML; it could be a template, which AWX would expand.
+        ({"variables": {"host": '{"ansible_become_pass": "a"}'}}, "awx_inventory_password"),
+        ({"variables": {"group": "---\nansible_sudo_pass: a\n"}}, "awx_inventory_password"),
+        ({"variables": {"inventory": "ansible_become_password: a"}}, "awx_inventory_password"),
     ],
 )
 def test_what_awx_could_not_do_as_asked_has_a_name(
@@ -118,14 +123,23 @@ def test_a_majority_of_templates_proves_nothing(
     assert "a branch of its own, 'mine'" in refused(named).found
 
 
-def test_another_repository_behind_the_same_project_is_seen(
+def test_other_content_behind_the_same_names_is_seen(
     awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_spawn", lambda *_: None)
-    known = expecting(site, project_url="https://git.example/gpuaas", project_branch="v1")
-    for change in ({"scm_url": "https://git.example/mallory"}, {"scm_branch": "mine"}):
+    repository = {"project_url": "https://git.example/gpuaas", "project_branch": "v1"}
+    known = expecting(site, **repository, image=IMAGE)
+    for change in (
+        {"scm_url": "https://git.example/mallory"},
+        {"scm_branch": "mine"},
+        # Somebody's proposal under the name of the release.
+        {"scm_refspec": "+refs/pull/7/head:refs/heads/v1"},
+    ):
         awx.begin(project=change)
         assert refused(known).code == "awx_project_differs"
+    environment = {"id": 4, "name": "gpuaas.slice", "image": "registry.example/mallory"}
+    awx.begin(templates={"summary_fields": {"execution_environment": environment}})
+    assert f"image is registry.example/mallory and not {IMAGE}" in refused(known).found
     awx.begin(status={"GET /projects/5/": [403, 1]})
     assert refused(known).code == "awx_forbidden"
     awx.begin()

@@ -1,0 +1,135 @@
+"""Slices with two and with four GPUs, whose memory is pages of 1 GiB.
+
+They play on a lab host of their own. It has two processors on each NUMA node, so that all four of
+its GPUs are slots, and more memory than the host of the other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lab import canary
+from lab.demo import host_steps, slice_steps
+from lab.demo.stage import Stage
+from lab.paths import REPOSITORY
+from tests.lab import prepared
+from tests.lab.proof import differences
+
+PAGES = {0: 2, 1: 2}
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Stage]:
+    """A host with four available slots, two on each NUMA node."""
+    stage = Stage(
+        REPOSITORY / "build" / "large",
+        console=Console(stderr=True),
+        slots=(0, 1, 2, 3),
+        settings={"GPUAAS_DRIFT_INTERVAL_S": "0"},
+    )
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUAAS_LAB_DIR", str(stage.folder / "lab"))
+        patch.setenv("GPUAAS_LAB_CPUS_PER_NODE", "2")
+        patch.setenv("GPUAAS_LAB_MEMORY_MIB", "10240")
+        try:
+            host_steps.host(stage)
+            enrol, *rest = prepared.STEPS
+            enrol(stage)
+            stage.use_vm(hugepages=True, memory_mib_per_gpu=1024)
+            pages = {"pages": sum(PAGES.values()), "reserve_mib": 2048}
+            stage.use(tuning=["hugepages-1g"], hugepages_1g=pages)
+            for step in rest:
+                step(stage)
+            yield stage
+        finally:
+            stage.close()
+
+
+@pytest.mark.covers("SLICE-3", "SLICE-4", "SLICE-6", "P11")
+@pytest.mark.parametrize(
+    ("count", "cpus", "gpu_nodes"),
+    # Linux reports no node for a device in a guest that has one node only.
+    [(2, {"0": "0-1"}, [-1, -1]), (4, {"0": "0-1", "1": "2-3"}, [0, 0, 1, 1])],
+    ids=["two in one NUMA node", "four in two NUMA nodes"],
+)
+def test_a_slice_has_its_gpus_where_they_are_and_leaves_all_slots_clean(
+    large: Stage, count: int, cpus: dict[str, str], gpu_nodes: list[int]
+) -> None:
+    assert _free_pages(large) == PAGES
+    allocation = slice_steps.launch(large, gpu_count=count)
+    allocation = slice_steps.wait_for(large, allocation["id"], {"active", "failed"})
+    assert allocation["state"] == "active", slice_steps.why(large, allocation)
+    large.facts["allocation"] = allocation
+    assert [claim["position"] for claim in allocation["claims"]] == [*range(count)]
+    slots = {slot["id"]: slot for slot in _slots(large)}
+    held = [slots[claim["slot_id"]] for claim in allocation["claims"]]
+    nodes = sorted(slot["numa_node"] for slot in held)
+    assert nodes == [0, 0, 1, 1] if count == 4 else len(set(nodes)) == 1
+    assert _free_pages(large) == {node: PAGES[node] - nodes.count(node) for node in PAGES}
+
+    proof = json.loads(slice_steps.in_guest(large, "sudo python3 -", slice_steps.PROOF.read_text()))
+    assert (len(proof["gpus"]), proof["ok"]) == (count, True), proof
+    guest = json.loads(slice_steps.in_guest(large, "sudo python3 -", SEEN))
+    assert (guest["nodes"], guest["gpu_nodes"]) == (cpus, gpu_nodes)
+    assert len(set(guest["disks"].values())) == count
+    assert min(guest["memory_mib"].values()) > 0.8 * 2048
+
+    marks = {position: secrets.token_hex(32) for position in range(1, count)}
+    for position, mark in marks.items():
+        disk = f"/dev/disk/by-id/virtio-data{position}"
+        slice_steps.in_guest(large, f"echo {mark} | sudo dd of={disk} seek=9 conv=fsync 2>&1")
+        assert canary.count(slice_steps.disk_file(large, position), mark) == 1
+    assert differences(large) == set()
+
+    evidence = slice_steps.release(large)
+    assert (evidence["allocation"], evidence["shutdown"]) == ("released", "graceful")
+    for position, mark in marks.items():
+        assert canary.count(slice_steps.disk_file(large, position), mark) == 0
+    ids = {slot["id"] for slot in held}
+    for slot in [slot for slot in _slots(large) if slot["id"] in ids]:
+        assert slot["status"] == "available"
+        assert slot["last_proof"]["kind"] == "wipe"
+        assert slot["last_proof"]["allocation_id"] == allocation["id"]
+        assert slot["last_proof"]["document"]["gpu"]["verified"]
+        words = ("python3", "-", "--remains", slot["gpu_pci_address"])
+        left = json.loads(large.on_host(*words, stdin=slice_steps.PROOF.read_text()))
+        assert left["ok"], left
+    assert differences(large) == set()
+    assert _free_pages(large) == PAGES
+
+
+# Run in the guest: NUMA nodes of its GPUs, CPUs and memory of its nodes, and its disks by role.
+SEEN = """
+import glob, json, os, re
+def text(path):
+    with open(path) as file:
+        return file.read().strip()
+gpus = [p for p in glob.glob("/sys/bus/pci/devices/*") if text(p + "/device") == "0x11e8"]
+nodes = {p[-1]: p for p in glob.glob("/sys/devices/system/node/node[0-9]")}
+total = {n: re.search(r"MemTotal:\\s+(\\d+) kB", text(p + "/meminfo")) for n, p in nodes.items()}
+disks = glob.glob("/dev/disk/by-id/virtio-data?") + ["/dev/disk/by-id/virtio-root"]
+print(json.dumps({
+    "gpu_nodes": sorted(int(text(p + "/numa_node")) for p in gpus),
+    "nodes": {n: text(p + "/cpulist") for n, p in sorted(nodes.items())},
+    "memory_mib": {n: int(found.group(1)) // 1024 for n, found in total.items()},
+    "disks": {p: os.path.realpath(p) for p in disks},
+}))
+"""
+
+
+def _slots(stage: Stage) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = stage.api().get(stage.path("/resource-slots"))["items"]
+    return items
+
+
+def _free_pages(stage: Stage) -> dict[int, int]:
+    """Free pages of 1 GiB on each NUMA node of the host."""
+    pages = "/sys/devices/system/node/node{}/hugepages/hugepages-1048576kB/free_hugepages"
+    return {node: int(stage.on_host("cat", pages.format(node))) for node in PAGES}
