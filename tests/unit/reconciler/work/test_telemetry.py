@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -180,10 +181,14 @@ def test_a_host_whose_baseline_differs_is_compared_once_for_it(
     assert asked(collector, "ended") == 1
     path.write_text(before)
     assert asked(collector) == 0
-    # The end of this process ends its questions, whatever hosts say.
+    # The end of this process ends its questions; a host that it did not hear out is not compared.
     ending = Telemetry(hosts.site.engine, hosts.access)
     ending._stopping.set()
-    assert asked(ending, "network_file") == 0
+    path.unlink()
+    os.mkfifo(path)
+    compared.clear()
+    assert ending._collect(hosts.access(), node)
+    assert compared == []
 
 
 def test_the_login_prints_the_snapshot_and_can_do_nothing_else(hosts: Hosts) -> None:
