@@ -4,7 +4,7 @@
 
 A run that succeeds adds its row to a file in build. With `--write` the rows go into the README;
 without, the tables are only printed. `make test` plays the scenario of the day among those that
-took less than a minute; `make test-long` plays all.
+took less than DAILY_S; `make test-long` plays all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 README = ROOT / "README.md"
-# A longer one would make CI noticeably slower.
-DAILY_S = 60
+# Longer scenarios are for `make test-long`. The README's times were measured beside other work.
+DAILY_S = 200
+# The whole bootstrap, which test_upkeep.py plays in each session.
+EVERY_DAY = "slice_host"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ RELEASES = Table(
 
 def of_the_day(text: str, day: datetime.date) -> str:
     """The scenario that `make test` plays on that day; "" while none is known to be short."""
-    short = sorted(name for name, row in SCENARIOS.played(text).items() if int(row[2]) < DAILY_S)
+    played = SCENARIOS.played(text).items()
+    short = sorted(n for n, row in played if n != EVERY_DAY and int(row[2]) < DAILY_S)
     return short[day.toordinal() % len(short)] if short else ""
 
 

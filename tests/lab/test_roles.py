@@ -1,6 +1,6 @@
 """Molecule scenarios on the slice host: idempotence, drift, repair, and no leftovers.
 
-Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches a
+Plays on the host that test_upkeep.py left: two slots, bound and available. No scenario touches a
 slot's devices. A scenario that needs a device or a disk takes an unapproved candidate.
 """
 
@@ -16,8 +16,6 @@ from tests.lab import scenario
 from tests.lab.conftest import Chapter
 from tests.lab.proof import prove_again
 
-# test_upkeep.py plays this scenario, which is the whole bootstrap.
-ELSEWHERE = {"slice_host"}
 # Requirements that each scenario shows. A scenario without an entry cannot be played.
 ROWS = {
     "api_names": ("HOST-14",),
@@ -39,7 +37,7 @@ ROWS = {
 SCENARIOS = [
     pytest.param(name, marks=pytest.mark.covers("ECO-5", *ROWS[name]))
     for name in scenarios.SCENARIOS.rows
-    if name not in ELSEWHERE
+    if name != scenarios.EVERY_DAY
 ]
 
 # Possible leftovers of a scenario. Wipe proofs are true statements and stay, and so does the mark

@@ -31,9 +31,21 @@ def test_a_run_is_shown_with_its_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_each_day_has_another_short_scenario() -> None:
-    rows = {name: ["2026-01-02", "abc", "59"] for name in ("api_names", "slice_network")}
-    text = scenarios.SCENARIOS.render(TEXT, {**rows, "vfio_binding": ["2026-01-02", "abc", "60"]})
+    """slice_host, which is played every day, has no day of its own."""
+    rows = {name: ["2026-01-02", "abc", "199"] for name in ("api_names", "slice_network")}
+    others = {
+        "slice_host": ["2026-01-02", "abc", "59"],
+        "vfio_binding": ["2026-01-02", "abc", "200"],
+    }
+    text = scenarios.SCENARIOS.render(TEXT, rows | others)
     days = [DAY + datetime.timedelta(days=number) for number in range(4)]
     chosen = [scenarios.of_the_day(text, day) for day in days]
     assert set(chosen) == set(rows) and chosen[0] != chosen[1]
     assert scenarios.of_the_day(scenarios.SCENARIOS.render(TEXT, {}), DAY) == ""
+
+
+def test_several_scenarios_of_the_readme_take_turns() -> None:
+    days = [
+        DAY + datetime.timedelta(days=number) for number in range(len(scenarios.SCENARIOS.rows))
+    ]
+    assert len({scenarios.of_the_day(TEXT, day) for day in days}) > 1
