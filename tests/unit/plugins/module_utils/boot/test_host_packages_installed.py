@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.command import LabError
-from lab.distro import HOST_VARIABLE, host_distro
+from tests import small_debian
 from tests.deployed_machine import ALONE, NEEDS_ROOT
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -48,17 +47,8 @@ PROGRAMS = (
 @pytest.fixture
 def system(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A small Debian in a folder. Its services are not started."""
-    try:
-        distro = host_distro({HOST_VARIABLE: request.param})
-    except LabError as other:
-        pytest.skip(str(other))
-    if not shutil.which("mmdebstrap"):
-        pytest.skip("needs mmdebstrap")
     root = tmp_path / "root"
-    words = ["--variant=minbase", "--include=python3,ca-certificates", "--dpkgopt=force-unsafe-io"]
-    line = ["mmdebstrap", *words, distro.suite, str(root), *distro.sources]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    small_debian.make(request.param, root, "python3", "ca-certificates")
     policy = root / "usr/sbin/policy-rc.d"
     policy.write_text("#!/bin/sh\nexit 101\n")
     policy.chmod(0o755)
