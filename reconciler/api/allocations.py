@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from sqlalchemy import Connection as DatabaseConnection
 
 from reconciler.api import problems
+from reconciler.api.catalog import AnswerCache
 from reconciler.api.http import IfMatch, PageOf, Paging, tagged
 from reconciler.api.models import (
     Answer,
@@ -411,7 +412,12 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
                 work, body=body, reason=reason, status=201, key_required=True, counted=False
             )
         except placement.NoRoom as no_room:
-            refusal = context.read(partial(placement.refusal, want=no_room.want))
+            # The reasons are those of every slot of the site, so a caller gets them one at a time.
+            cache: AnswerCache = context.request.app.state.availability
+            with cache.turn(context.caller.owner) as free:
+                if not free:
+                    raise
+                refusal = context.read(partial(placement.refusal, want=no_room.want))
         except Problem as problem:
             raise _redact(problem, context.caller.role) from None
         if refusal is not None:

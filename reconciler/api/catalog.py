@@ -139,7 +139,9 @@ class AnswerCache:
         """The answer to a question; Problem `rate_exceeded` while the caller's last is judged."""
         answers = self._current(conn)
         if question not in answers:
-            with self._place(caller):
+            with self.turn(caller) as free:
+                if not free:
+                    raise _busy()
                 answers[question] = judge(conn)
         answer: T = answers[question]
         return answer
@@ -170,23 +172,28 @@ class AnswerCache:
         return self._answers
 
     @contextmanager
-    def _place(self, caller: str) -> Iterator[None]:
+    def turn(self, caller: str) -> Iterator[bool]:
+        """Whether none of the caller's questions is judged now, so that another one may be."""
         with self._lock:
-            if caller in self._busy:
-                raise Problem(
-                    "rate_exceeded",
-                    429,
-                    expected="one question about availability at a time",
-                    found="a second one before the first was answered",
-                    remedy="ask again in a second",
-                    detail={"retry_after_s": 1},
-                )
+            free = caller not in self._busy
             self._busy.add(caller)
         try:
-            yield
+            yield free
         finally:
-            with self._lock:
-                self._busy.discard(caller)
+            if free:
+                with self._lock:
+                    self._busy.discard(caller)
+
+
+def _busy() -> Problem:
+    return Problem(
+        "rate_exceeded",
+        429,
+        expected="one question about availability at a time",
+        found="a second one before the first was answered",
+        remedy="ask again in a second",
+        detail={"retry_after_s": 1},
+    )
 
 
 @router.get("")

@@ -17,6 +17,7 @@ from pydantic import (
     PlainSerializer,
     StringConstraints,
     WithJsonSchema,
+    model_validator,
 )
 from typing_extensions import TypeAliasType
 
@@ -145,10 +146,21 @@ class Devices(Answer):
     disk_generation: int
 
 
+# Unknown fields of a body that are named one by one. Each costs time and a part of the answer.
+_NAMED_FIELDS = 16
+
+
 class Body(BaseModel):
     """Base of every request body. An unknown field is an error instead of a silently lost wish."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, values: Any) -> Any:
+        if isinstance(values, dict) and len(values) > len(cls.model_fields) + _NAMED_FIELDS:
+            raise ValueError(f"{len(values)} fields, of which most are unknown")
+        return values
 
 
 class Reasoned(Body):

@@ -21,6 +21,8 @@ _METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _PATH = re.compile(r"(?=.{1,1000}$)(/[A-Za-z0-9][A-Za-z0-9._:%-]*)+")
 # Fields that control the call, and are not part of its body.
 _CONTROL = "_"
+# More than any page has. The login reads a form before it knows who sends it.
+_MOST = 2_000
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ async def fields(request: Request) -> dict[str, list[str]]:
     """The fields of the request's body by name, each with all its values."""
     try:
         text = (await request.body()).decode()
-        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
+        pairs = parse_qsl(
+            text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=_MOST
+        )
     except ValueError as error:
         raise _invalid("fields as a browser sends them", "another body") from error
     values: dict[str, list[str]] = {}

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,6 +31,8 @@ from reconciler.model.states import Role
 Document = dict[str, Any]
 # First parts of the operators' routes, which have no prefix.
 _BARE = ("health", "pools", "control", "status")
+# As the API has it.
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 # Browsers leave these characters of a form's fields as they are.
 _PAGE = re.compile(r"/console/(?!.*\.\.)[A-Za-z0-9._:/?=&%+*~-]*")
 
@@ -66,8 +69,13 @@ class Visit:
         return self.caller.role == Role.PLATFORM_ADMIN
 
     def named(self, name: str) -> str:
-        """A part of the path, in the form of a part of an API path."""
-        return quote(str(self.request.path_params[name]), safe="")
+        """An id in the path; 404 for any other text. A single dot, for example, would lead the call
+        to another route of the API.
+        """
+        part = str(self.request.path_params[name])
+        if not _ID.fullmatch(part):
+            raise HTTPException(404)
+        return part
 
     def query(self, *names: str) -> dict[str, str]:
         """Parameters of the page's address, "" for a parameter that is not there."""

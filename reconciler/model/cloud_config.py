@@ -18,6 +18,7 @@ HEADER = "#cloud-config"
 LIMIT_BYTES = 16 * 1024
 # Ansible's recursion over variables ends at about 70 lists in each other.
 DEEPEST = 32
+_TOO_DEEP = f"more than {DEEPEST} lists in each other"
 # Ansible takes a mapping with such a key for a value of its own, and fails on it.
 _ANSIBLES_OWN = "__ansible"
 # Errors of a reading of YAML, also those of PyYAML about a value with a tag of another form.
@@ -34,12 +35,21 @@ KEYS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """cloud-init's own reading of YAML, without aliases."""
+    """cloud-init's own reading of YAML, without aliases. The deeper a text, the longer the reading
+    of each character takes, so it ends at the first node that is too deep.
+    """
+
+    _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("an alias (*name), which can hide any size")
-        return super().compose_node(parent, index)
+        if self._depth > DEEPEST:
+            raise yaml.YAMLError(_TOO_DEEP)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -89,7 +99,7 @@ def parse(text: str) -> dict[str, Any]:
 def _require_carried(value: Any, deeper: int) -> None:
     """ValueError or TypeError for a value that does not reach the guest as it is."""
     if isinstance(value, dict | list | tuple) and not deeper:
-        raise ValueError(f"more than {DEEPEST} lists in each other")
+        raise ValueError(_TOO_DEEP)
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str) or key.startswith(_ANSIBLES_OWN):

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from reconciler.api import security
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import settings
-from reconciler.lifecycle import ingress, quota, recovery_policy, slices, ssh_access
+from reconciler.lifecycle import ingress, placement, quota, recovery_policy, slices, ssh_access
 from reconciler.model import buckets
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
@@ -302,6 +302,30 @@ def test_a_release_while_a_launch_begins_changes_nothing(selling: Stack) -> None
     release()
     for number in range(2):
         assert launch(selling, f"k{number}").status_code == 201
+
+
+def test_launches_that_do_not_fit_are_explained_one_at_a_time(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An explanation judges every slot of the site, and a refused launch counts nowhere."""
+    explain = placement.refusal
+    calls: list[Any] = []
+    meanwhile: list[Any] = []
+
+    def refusal(*given: Any, **options: Any) -> Problem | None:
+        calls.append(given)
+        if len(calls) == 1:
+            meanwhile.append(grab(selling, gpu_count=9))
+            meanwhile.append(launch(selling, gpu_count=9))
+        return explain(*given, **options)
+
+    monkeypatch.setattr(placement, "refusal", refusal)
+    first = refused(selling, lambda: grab(selling, gpu_count=9))
+    own, others = (answer.json() for answer in meanwhile)
+    assert {answer["code"] for answer in (first, own, others)} == {"no_capacity"}
+    assert ["explanation" in answer for answer in (first, own, others)] == [True, False, True]
+    assert len(calls) == 2
+    assert "explanation" in grab(selling, gpu_count=9).json()
 
 
 def test_whole_machines_take_no_slot(selling: Stack) -> None:

@@ -152,6 +152,13 @@ def test_every_link_of_every_page_leads_somewhere(selling: Stack, browse: Browse
         assert len(seen) >= len(patterns)
 
 
+@pytest.mark.parametrize("part", ["%2e", "%2e%2e"])
+def test_a_text_that_is_no_id_leads_to_no_page(browse: Browse, part: str) -> None:
+    for page in ("projects/demo/jobs", "projects/demo/allocations", "projects"):
+        answer = browse("member").client.get(f"/console/{page}/{part}")
+        assert (answer.status_code, "page_not_found" in answer.text) == (404, True), page
+
+
 def test_pages_of_operators_do_not_exist_for_others(selling: Stack, browse: Browse) -> None:
     known = names(selling)
     member = browse("member")

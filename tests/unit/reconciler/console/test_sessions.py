@@ -75,6 +75,12 @@ def test_an_unusable_token_starts_no_session(browse: Browse, secret: str, sellin
         assert not conn.execute(sa.select(console_sessions)).all()
 
 
+def test_a_login_of_countless_fields_is_not_read(browse: Browse) -> None:
+    """Anybody can send a login, and all others wait while its fields are read."""
+    answer = browse("").client.post("/console/login", content="a=&" * 5000 + "token=x")
+    assert (answer.status_code, "request_invalid" in answer.text) == (422, True)
+
+
 def test_a_token_logs_in_at_the_pace_of_people(browse: Browse, selling: Stack) -> None:
     """Each login is a row of the database, and of the audit log."""
     browser = browse("")

@@ -77,6 +77,14 @@ def test_what_is_no_cloud_config_is_refused_without_being_quoted(text: str) -> N
     assert "canary" not in str(refusal)
 
 
+def test_what_follows_a_text_that_is_too_deep_is_not_read() -> None:
+    """Its scanner would look at every open list for each character."""
+    deep = "[" * 40 + "]" * 40
+    with pytest.raises(Problem) as problem:
+        cloud_config.parse(f"#cloud-config\nruncmd: {deep}\nswap: ]\n")
+    assert problem.value.found == "an error: YAMLError"
+
+
 @pytest.mark.parametrize(
     "key",
     ["users", "ssh_authorized_keys", "network", "bootcmd", "power_state", "apt", "hostname",
