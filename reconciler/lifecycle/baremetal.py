@@ -134,10 +134,15 @@ def _refusal(conn: sa.Connection, node: Node) -> str:
     ):
         if wrong:
             return reason
-    reinstall = node_records.REINSTALL if node.tenant_machine_ids else ""
-    changed = node_records.firmware_blocker(node)
-    unfit = reinstall or changed or _unknown(conn, node)
-    return _in_use(conn, node.id) or unfit or _restarting(conn, node.id)
+    # A launch asks about every machine, and most are claimed. So reports, which are large, are read
+    # of the others only.
+    return (
+        _in_use(conn, node.id)
+        or (node_records.REINSTALL if node.tenant_machine_ids else "")
+        or node_records.firmware_blocker(node)
+        or _unknown(conn, node)
+        or _restarting(conn, node.id)
+    )
 
 
 def _in_use(conn: sa.Connection, node_id: str) -> str:

@@ -205,6 +205,21 @@ def test_wishes_that_a_whole_machine_does_not_grant(
     assert "metal" not in str(answer.json().get("explanation"))
 
 
+def test_a_launch_reads_no_report_of_a_machine_in_use(
+    metal: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused launch asks about every machine of the site, and counts nowhere."""
+    assert launch(metal).status_code == 201
+
+    def read(*_: Any) -> None:
+        raise AssertionError("a report of a machine that is claimed")
+
+    monkeypatch.setattr(baremetal.reports, "latest_discovery", read)
+    headers = {"Idempotency-Key": "another"}
+    answer = metal.client("member").post(PATH, json=BODY, headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (409, "no_capacity"), answer.text
+
+
 @pytest.mark.covers("CTRL-15", "CTRL-7")
 def test_force_release_and_cleaning(metal: Stack) -> None:
     admin, mine = metal.client("admin"), launch(metal).json()
