@@ -358,7 +358,7 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
         )
     if isinstance(error, LauncherAway):
         act = act_of(task).because(contract.storable_text(str(error)))
-        parts = {part: contract.storable_text(text) for part, text in error.to_dict().items()}
+        parts = contract.storable_parts(error)
         with transaction(engine) as conn:
             queue.wait_for_host(conn, task.id, task.lease_token, act.reason, act=act, error=parts)
     elif isinstance(error, Problem | RunError):
@@ -367,7 +367,7 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
 
 def _refuse(engine: Engine, task: Task, refusal: Problem | RunError) -> None:
     """Finish a task whose run could not start, with the reason as its error."""
-    error = refusal.to_dict()
+    error = contract.storable_parts(refusal)
     # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
     failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
     state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
