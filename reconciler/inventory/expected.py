@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import sqlalchemy as sa
 
@@ -191,7 +191,7 @@ def seal(values: Mapping[str, Any], site: str = "") -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def is_seal(value: object) -> bool:
+def is_seal(value: object) -> TypeGuard[str]:
     """Whether the value has the form of a fingerprint; people and NetBox can write any other."""
     return isinstance(value, str) and _SEAL.fullmatch(value) is not None
 

@@ -244,11 +244,10 @@ class Worker:
                 return
             except Exception as failure:
                 # Whatever it is: without heartbeats, each longer call would be lost.
-                reason = f"{type(failure).__name__}: {failure}"
-                if reason != refused:
+                before, refused = refused, f"{type(failure).__name__}: {failure}"
+                if refused != before:
                     unknown = not isinstance(failure, Away)
                     log.error("could not renew leases: %s", failure, exc_info=unknown)
-                refused = reason
                 if time.monotonic() > self._leased_until:
                     self._lost = set(self._held)
                 pause = min(pause, _AGAIN_S)

@@ -25,6 +25,7 @@ from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunError, RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_stream import sent
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -101,8 +102,8 @@ def test_a_run_begins_with_a_lease_only(
 
     launched(sold)
     kind = TaskKind.SLICE_VM_PROVISION
-    slow = replace(worker.HANDLERS[kind], arrange=arrange)
-    monkeypatch.setitem(worker.HANDLERS, kind, slow)
+    slow = replace(HANDLERS[kind], arrange=arrange)
+    monkeypatch.setitem(HANDLERS, kind, slow)
     with pytest.raises(Problem, match="stale_lease"):
         attend()
     assert runs.launched == []
