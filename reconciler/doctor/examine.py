@@ -41,6 +41,7 @@ _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] =
     "tokens": services.admin_tokens,
     "host_certificates": services.host_certificates,
     "images": services.image_files,
+    "fabric": services.fabric,
     "processes": services.processes,
     "job_workers": services.job_workers,
     "leader": services.loops_leader,

@@ -29,11 +29,20 @@ from reconciler.doctor import Finding, fail, ok, refused, warn
 from reconciler.gateway.machine import Machine, probe
 from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem, Refusal
+from reconciler.model.fabric import Isolation, isolation
 from reconciler.model.pools import APART
-from reconciler.model.states import AllocationState, CapacityShape, Role, SlotState, TaskState
+from reconciler.model.states import (
+    AllocationState,
+    CapacityShape,
+    NodeState,
+    Role,
+    SlotState,
+    TaskState,
+)
 from reconciler.pools import hints
 from reconciler.pools.control import SILENT_S
-from reconciler.records import certificates, images, tokens
+from reconciler.profiles import hardware_profile
+from reconciler.records import certificates, images, nodes, tokens
 from reconciler.runs import contract, lock
 from reconciler.runs.awx import request
 from reconciler.runs.awx.client import Client, awx_access
@@ -43,6 +52,8 @@ from reconciler.service.process import NEEDED
 from reconciler.settings import Settings
 from reconciler.trust import downloads, oidc
 from reconciler.trust.ca import GATEWAY, Trust, authorities, open_gateway
+from reconciler.work.ufm import Client as Ufm
+from reconciler.work.ufm import ufm_access
 
 # Certificates and tokens are checked by several clocks; a smaller difference has no effect.
 _SKEW_S = 5.0
@@ -133,6 +144,34 @@ def redis(settings: Settings) -> Iterator[Finding]:
         remedy="correct GPUAAS_REDIS_URL, or delete a key that is no stream; until then workers ask"
         " the database, and no job is lost",
     )
+
+
+def fabric(settings: Settings, conn: Connection) -> Iterator[Finding]:
+    """The fabric of each profile that a node has: its subnet, and UFM if it has partitions."""
+    of_profile: dict[str, list[str]] = {}
+    for node in nodes.every(conn):
+        if node.profile and node.state != NodeState.RETIRED:
+            of_profile.setdefault(node.profile, []).append(node.id)
+    partitioned = False
+    for name, node_ids in sorted(of_profile.items()):
+        try:
+            profile = hardware_profile(settings.profiles_dir, name)
+        except Problem:
+            continue  # A finding of the check of the profiles.
+        needed = "fabric_route" not in profile.get("not_applicable", ())
+        if needed and not profile["fabric"].get("route"):
+            yield warn(
+                f"no fabric.route in {name}.yml, the profile of {len(node_ids)} nodes",
+                expected="the subnet of the fabric, without which parity fails (fabric_route)",
+                remedy=f"set it in {settings.profiles_dir / name}.yml",
+            )
+        partitioned |= isolation(profile) is Isolation.PARTITION
+    if partitioned:
+        try:
+            with Ufm(ufm_access(settings)) as ufm:
+                yield ok(f"{settings.ufm_url}: {len(ufm.partitions())} partitions")
+        except RunError as refusal:
+            yield refused(refusal, f"{refusal.code}: {refusal.found}")
 
 
 def database(settings: Settings) -> Iterator[Finding]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import sqlalchemy as sa
 
@@ -54,6 +55,7 @@ _STATUS = {
 }
 LIVE = tuple(state for state in _STATUS if state != AllocationState.FAILED)
 _AT_ONCE = 500
+_SEAL = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,11 @@ def seal(values: Mapping[str, Any], site: str = "") -> str:
     """Fingerprint of values as NetBox gives them back. site: whose service wrote them."""
     text = site + json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def is_seal(value: object) -> TypeGuard[str]:
+    """Whether the value has the form of a fingerprint; people and NetBox can write any other."""
+    return isinstance(value, str) and _SEAL.fullmatch(value) is not None
 
 
 def is_sealed(values: Mapping[str, Any], sealed: object, site: str) -> bool:

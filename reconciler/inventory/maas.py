@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,6 +32,7 @@ from pydantic import (
 
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import serial_number
+from reconciler.runs.contract import storable_text
 from reconciler.runs.service_access import Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
@@ -60,7 +62,10 @@ _NAMES = {
 }
 
 Text = Annotated[
-    str, BeforeValidator(lambda value: "" if value is None else value), Field(max_length=300)
+    str,
+    BeforeValidator(lambda value: "" if value is None else value),
+    Field(max_length=300),
+    AfterValidator(storable_text),
 ]
 # Text for display, cut to 300 characters: the status message of a failed machine is long.
 Shown = Annotated[

@@ -21,7 +21,6 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import journal, leader, locks
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node, slots
-from reconciler.inventory.compare import shown
 from reconciler.inventory.maas import (
     FORBIDDEN,
     Client,
@@ -48,7 +47,7 @@ from reconciler.inventory.patches import BLOCKED, PURPOSES
 from reconciler.inventory.readings import Reading, Readings
 from reconciler.lifecycle import installation
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem, Refusal
+from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, SlotState
 from reconciler.profiles import profile_skus
 from reconciler.records import nodes as node_records
@@ -107,7 +106,7 @@ def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
     """One pass: read both sides, compare, write, store the reading."""
     result = Comparison()
     done: Counter[str] = Counter()
-    try:
+    with READINGS.failing(document, log):
         with Pass(maas_access(settings), engine) as maas:
             result = _compare(engine, settings, maas, document)
             _scripts(maas, result, done, apply=document.applied)
@@ -127,9 +126,6 @@ def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
                 retrying(engine, partial(_keep_tags, node_id=node_id, tags=tags))
             _write_all(engine, maas, result, done)
         document.complete = True
-    except Refusal as refusal:
-        document.error = {name: shown(text) for name, text in refusal.to_dict().items()}
-        log.warning("MAAS: %s", refusal)
     document.done = dict(+done)
     READINGS.keep(engine, document, result.findings, log)
     return document

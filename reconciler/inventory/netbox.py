@@ -14,9 +14,17 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    StringConstraints,
+)
 
 from reconciler.model.errors import Problem, Refusal
+from reconciler.runs.contract import storable_text
 from reconciler.runs.service_access import LONGEST_FOUND, Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
@@ -52,7 +60,7 @@ _DISTINGUISHING = frozenset(
     }
 )
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})")
-Text = Annotated[str, StringConstraints(max_length=300)]
+Text = Annotated[str, StringConstraints(max_length=300), AfterValidator(storable_text)]
 
 
 class Conflict(RunError):
@@ -106,7 +114,10 @@ class Tracked(_Object):
         """ETag. NetBox derives it from `last_updated` (documented), which lists contain too."""
         if self.etag or self.last_updated is None:
             return self.etag
-        return f'W/"{self.last_updated.astimezone(UTC).isoformat()}"'
+        try:
+            return f'W/"{self.last_updated.astimezone(UTC).isoformat()}"'
+        except OverflowError:  # A time at either end of the calendar.
+            return ""
 
     def tagged(self, slug: str) -> bool:
         return any(tag.slug == slug for tag in self.tags)
@@ -295,7 +306,9 @@ class Client(Conversation):
         if current.id != item.id:
             # It would be written, or deleted, in place of this object.
             raise self.silent(f"GET {path}", f"the object with the number {current.id}")
-        return current.model_copy(update={"etag": headers.get("ETag", "")})
+        etag = headers.get("ETag", "")
+        # A header that is received may contain characters that one that is sent may not.
+        return current.model_copy(update={"etag": etag if etag.isascii() else ""})
 
     def patch(self, item: O, changes: Mapping[str, Any]) -> O:
         """Change an object that is still as it was read; `Conflict` if it is not."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ from reconciler.db import clock, journal
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import outbox
-from reconciler.inventory.compare import Finding
+from reconciler.inventory.compare import Finding, shown
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem
+from reconciler.model.errors import Problem, Refusal
 
 # Seconds between two comparisons without an event, and after a failed one.
 EVERY_S, RETRY_S = 900.0, 60.0
@@ -130,6 +131,28 @@ class Readings:
         number, served = int(request.get("number", 0)), int(last.get("request_number", 0))
         apply = int(request.get("apply_number", 0)) > served
         return Due(now, event_id, number, last, number > served, apply)
+
+    @contextmanager
+    def failing(self, document: Reading, log: logging.Logger) -> Iterator[None]:
+        """Record what ends the comparison as its error, after which the next one waits.
+
+        An answer may lead to any exception of ours. Without a record the loop would begin anew at
+        once, for ever, and people would see the comparison before it.
+        """
+        try:
+            yield
+        except Refusal as refusal:
+            log.warning("%s: %s", self.title, refusal)
+            document.error = {part: shown(text) for part, text in refusal.to_dict().items()}
+        except Exception as failure:
+            log.exception("the comparison with %s failed", self.title)
+            document.error = {
+                "code": f"{self.name}_failed",
+                "expected": f"a comparison with {self.title} without an error of this service",
+                "found": shown(f"{type(failure).__name__}: {failure}"),
+                "remedy": f"look in {self.title} at what changed last, and in the log of the"
+                f" service at {log.name}",
+            }
 
     def keep(
         self, engine: Engine, document: Reading, findings: Sequence[Finding], log: logging.Logger

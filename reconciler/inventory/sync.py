@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine
 
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
-from reconciler.inventory.compare import TWINS, Comparison, Inventory, compare, shown
+from reconciler.inventory.compare import TWINS, Comparison, Inventory, compare
 from reconciler.inventory.expected import ALLOCATION, is_retired, read_machines, read_nodes
 from reconciler.inventory.netbox import (
     Client,
@@ -32,10 +32,9 @@ from reconciler.inventory.patches import PURPOSES
 from reconciler.inventory.readings import Reading, Readings
 from reconciler.inventory.writer import WRITTEN, Writer
 from reconciler.model.act import Act
-from reconciler.model.errors import Refusal
 from reconciler.profiles import profile_skus
 from reconciler.records import nodes as node_records
-from reconciler.runs.spec import LauncherAway, RunError
+from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas.netbox")
@@ -44,12 +43,6 @@ READINGS = Readings("netbox", "NetBox", "netbox_reading")
 _LONGEST_NAME = 64
 _ALLOCATION_ID = re.compile("[0-9a-f-]{36}")
 _NODE_ID = re.compile("[a-z0-9-]{1,63}")
-_TOO_DEEP = LauncherAway(
-    "netbox_silent",
-    expected="values of custom fields that can be read",
-    found="values that are nested too deeply",
-    remedy="empty the gpuaas fields with such a value in NetBox",
-)
 
 
 @dataclass
@@ -83,28 +76,24 @@ def tend(engine: Engine, settings: Settings) -> None:
 def run(engine: Engine, settings: Settings, document: NetboxReading) -> NetboxReading:
     """One pass: read both sides, compare, write if the reading says so, store the reading."""
     comparison = Comparison()
-    try:
-        with Client(netbox_access(settings)) as netbox:
-            try:
-                comparison = _compare(engine, settings, netbox, document)
-                if document.applied:
-                    _require_alone(comparison)
-                    # Writes have their own deadline, however long reading took.
-                    netbox.begin()
-                    Writer(engine, netbox, comparison, document.done, document.at).write()
-            finally:
-                document.requests = netbox.requests
-        document.complete = True
-        if document.applied:
-            # Findings with an action were resolved by the writes.
-            comparison.findings = [row for row in comparison.findings if not row.action]
-    except Unfinished as rest:
-        comparison.note("unfinished", "this pass", rest.expected, rest.found, rest.remedy)
-    except RecursionError:
-        document.error = _TOO_DEEP.to_dict()
-    except Refusal as refusal:
-        document.error = {name: shown(text) for name, text in refusal.to_dict().items()}
-        log.warning("NetBox: %s", refusal)
+    with READINGS.failing(document, log):
+        try:
+            with Client(netbox_access(settings)) as netbox:
+                try:
+                    comparison = _compare(engine, settings, netbox, document)
+                    if document.applied:
+                        _require_alone(comparison)
+                        # Writes have their own deadline, however long reading took.
+                        netbox.begin()
+                        Writer(engine, netbox, comparison, document.done, document.at).write()
+                finally:
+                    document.requests = netbox.requests
+            document.complete = True
+            if document.applied:
+                # Findings with an action were resolved by the writes.
+                comparison.findings = [row for row in comparison.findings if not row.action]
+        except Unfinished as rest:
+            comparison.note("unfinished", "this pass", rest.expected, rest.found, rest.remedy)
     READINGS.keep(engine, document, comparison.findings, log)
     return document
 

@@ -21,7 +21,14 @@ from reconciler.db import clock, leader
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
 from reconciler.inventory.compare import Comparison, NewNode, device_name, kept, shown
-from reconciler.inventory.expected import SEAL, ExpectedMachine, ExpectedNode, read_nodes, seal
+from reconciler.inventory.expected import (
+    SEAL,
+    ExpectedMachine,
+    ExpectedNode,
+    is_seal,
+    read_nodes,
+    seal,
+)
 from reconciler.inventory.netbox import (
     Client,
     Conflict,
@@ -387,8 +394,8 @@ class Writer:
             before = list(self._comparison.written.get(str(number), ()))
             # Those after the one that NetBox has may be of requests without an answer.
             before = before[before.index(sealed) :] if sealed in before else [sealed]
-            texts = [text for text in (*before, targets.get(number)) if isinstance(text, str)]
-            self._written[str(number)] = list(dict.fromkeys(filter(None, texts)))[-_MOST_WRITTEN:]
+            texts = [text for text in (*before, targets.get(number)) if is_seal(text)]
+            self._written[str(number)] = list(dict.fromkeys(texts))[-_MOST_WRITTEN:]
         if self._written != self._comparison.written:
             retrying(self._engine, partial(site.store, name=WRITTEN, value=self._written))
 

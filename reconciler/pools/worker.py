@@ -232,7 +232,7 @@ class Worker:
             self._held.pop(_key(call), None)
 
     def _beat(self) -> None:
-        pause = self._queue.beat_s
+        pause, refused = self._queue.beat_s, ""
         while self._rests(pause):
             pause = self._queue.beat_s
             began, held = time.monotonic(), set(self._held)
@@ -244,15 +244,17 @@ class Worker:
                 return
             except Exception as failure:
                 # Whatever it is: without heartbeats, each longer call would be lost.
-                expected = isinstance(failure, Away)
-                log.error("could not renew leases: %s", failure, exc_info=not expected)
+                before, refused = refused, f"{type(failure).__name__}: {failure}"
+                if refused != before:
+                    unknown = not isinstance(failure, Away)
+                    log.error("could not renew leases: %s", failure, exc_info=unknown)
                 if time.monotonic() > self._leased_until:
                     self._lost = set(self._held)
                 pause = min(pause, _AGAIN_S)
                 continue
             finally:
                 self._beats_since = math.inf
-            self._leased_until = began + self._queue.lease_s
+            refused, self._leased_until = "", began + self._queue.lease_s
             # Jobs that have just been finished are not held any more either, and need no call.
             self._lost = {key for key in held if key[0] not in kept} & set(self._held)
 

@@ -19,6 +19,7 @@ from jsonschema.validators import extend
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
+from reconciler.model.errors import Refusal
 from reconciler.runs.spec import RunError
 from reconciler.shipped import PROJECT
 
@@ -103,6 +104,11 @@ def unstorable(document: object) -> str | None:
 def storable_text(text: str) -> str:
     """The text with a replacement mark for each character that cannot be stored."""
     return _NO_TEXT.sub("\ufffd", text)
+
+
+def storable_parts(refusal: Refusal) -> dict[str, str]:
+    """The parts of a refusal, which may repeat what a host or another service answered."""
+    return {part: storable_text(text) for part, text in refusal.to_dict().items()}
 
 
 def _unstorable(value: object, path: tuple[str, ...], deeper: int) -> Iterator[tuple[str, ...]]:

@@ -82,7 +82,7 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
     try:
         _step(engine, settings, task)
     except LauncherAway as silent:
-        parts = {part: contract.storable_text(text) for part, text in silent.to_dict().items()}
+        parts = contract.storable_parts(silent)
         with transaction(engine) as conn:
             reason = contract.storable_text(str(silent))
             progress = Progress.of(queue.get(conn, task.id).progress)
@@ -94,7 +94,7 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
     except (Problem, RunError) as refusal:
         if refusal.code == "stale_lease":
             raise
-        error = {part: contract.storable_text(text) for part, text in refusal.to_dict().items()}
+        error = contract.storable_parts(refusal)
         state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
         with transaction(engine) as conn:
             tokens.end_tickets(conn, task.node_id)

@@ -95,9 +95,11 @@ class Telemetry:
                 for node in nodes
                 if node.id not in self._busy and self._plan[node.id][0] <= now
             ]
-            self._busy.update(node.id for node in turn)
         if turn:
+            # Before any of them counts as busy: this machine may have no room for an identity.
             access = self._access()
+            with self._lock:
+                self._busy.update(node.id for node in turn)
             for node in turn:
                 failed = bool(self._plan[node.id][2])
                 pool: Executor = self._silent if failed else self._pool

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from sqlalchemy import Connection, Engine
 
@@ -34,8 +34,9 @@ LONGEST_S = 120.0
 # Time after its last answer in which a host that is lost again is asked later each time. Each
 # answer starts the runs of its tasks, so a hostile host would keep this machine busy with them.
 FORGET_S = 600.0
-# Parallel probes, because a probe of a silent host takes long to time out.
-_AT_ONCE = 8
+# Parallel probes, because a probe of a silent host takes long to time out. A pass waits so long for
+# them, and a host that hangs delays none of the others.
+_AT_ONCE, _WAIT_S = 8, 1.0
 
 
 class Watch:
@@ -58,6 +59,9 @@ class Watch:
         self._clock = clock
         # Per node: time of the next probe, and the pause after it.
         self._plan: dict[str, tuple[float, float]] = {}
+        # Probes that have not ended, by node.
+        self._probes: dict[str, Future[bool]] = {}
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe")
         # Per node that answered lately: how often, and the last time.
         self._answered: dict[str, tuple[int, float]] = {}
 
@@ -68,9 +72,10 @@ class Watch:
                 self.look()
             except Exception:
                 log.exception("asking silent hosts failed; trying again")
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def look(self) -> list[str]:
-        """Probe every silent host that is due; returns the ids of the nodes that answered."""
+        """Probe every silent host that is due; returns the ids of nodes that answered by now."""
         with reading(self._engine) as conn:
             silent = {node.id: node for node in nodes.every(conn, state=NodeState.UNREACHABLE)}
         now = self._clock()
@@ -80,13 +85,14 @@ class Watch:
         self._plan = {
             node_id: self._plan.get(node_id) or self._first(node_id, now) for node_id in silent
         }
-        turn = [silent[node_id] for node_id, (at, _) in self._plan.items() if at <= now]
-        if not turn:
-            return []
-        access = self._access()
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
-            answers = list(pool.map(lambda node: self._probe(access, node), turn))
-        return [node.id for node, answer in zip(turn, answers, strict=True) if answer]
+        due = {node_id for node_id, (at, _) in self._plan.items() if at <= now}
+        if turn := [silent[node_id] for node_id in sorted(due - self._probes.keys())]:
+            access = self._access()
+            for node in turn:
+                self._probes[node.id] = self._pool.submit(self._probe, access, node)
+        ended = wait(self._probes.values(), _WAIT_S).done
+        node_ids = [node_id for node_id, probe in self._probes.items() if probe in ended]
+        return [node_id for node_id in node_ids if self._probes.pop(node_id).result()]
 
     def _first(self, node_id: str, now: float) -> tuple[float, float]:
         times, _ = self._answered.get(node_id, (0, 0.0))
@@ -96,7 +102,8 @@ class Watch:
     def _probe(self, access: SshAccess, node: Node) -> bool:
         reason = ssh.probe(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
         if reason:
-            pause = min(self._plan[node.id][1] * 2, LONGEST_S)
+            _, pause = self._plan.get(node.id, (0.0, FIRST_S))
+            pause = min(pause * 2, LONGEST_S)
             self._plan[node.id] = (self._clock() + pause, pause)
             log.info("node %s is still silent: %s", node.id, reason)
             return False

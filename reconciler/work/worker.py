@@ -234,6 +234,8 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
         try:
             spec = prepare(engine, settings, handler, task, run_id)
             handler.arrange(engine, settings, task)
+            # That may have taken most of a lease, and the launch needs one of its own.
+            retrying(engine, partial(_beat, settings=settings, task=task))
             launch(_site(engine, settings, spec.deadline_s), spec)
         except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
             # A launcher can fail after its child began. The run then reports its own outcome.
@@ -321,15 +323,19 @@ def prepare(
     )
 
 
+def _beat(conn: Connection, settings: Settings, task: Task) -> Task:
+    return queue.heartbeat(conn, task.id, task.lease_token, seconds=settings.task_lease_s)
+
+
 def _report(engine: Engine, settings: Settings, task: Task, directory: Path, since: int) -> int:
     lines, since = collect.progress(directory, since)
 
-    def beat(conn: Connection) -> Task:
+    def report(conn: Connection) -> Task:
         if lines:
             queue.progress(conn, task.id, task.lease_token, *lines, offset=since)
-        return queue.heartbeat(conn, task.id, task.lease_token, seconds=settings.task_lease_s)
+        return _beat(conn, settings, task)
 
-    if retrying(engine, beat).cancel_requested:
+    if retrying(engine, report).cancel_requested:
         collect.cancel(directory)
     return since
 
@@ -358,7 +364,7 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
         )
     if isinstance(error, LauncherAway):
         act = act_of(task).because(contract.storable_text(str(error)))
-        parts = {part: contract.storable_text(text) for part, text in error.to_dict().items()}
+        parts = contract.storable_parts(error)
         with transaction(engine) as conn:
             queue.wait_for_host(conn, task.id, task.lease_token, act.reason, act=act, error=parts)
     elif isinstance(error, Problem | RunError):
@@ -367,7 +373,7 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
 
 def _refuse(engine: Engine, task: Task, refusal: Problem | RunError) -> None:
     """Finish a task whose run could not start, with the reason as its error."""
-    error = refusal.to_dict()
+    error = contract.storable_parts(refusal)
     # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
     failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
     state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED

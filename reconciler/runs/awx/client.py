@@ -85,12 +85,12 @@ def awx_access(settings: Settings) -> AwxAccess:
 
 
 class Client(Conversation):
-    """Each request has its own deadline. Not thread-safe; a single connection at a time."""
+    """Requests about a launch or a check. Not thread-safe; a single connection at a time."""
 
     TITLE = "AWX"
-    # Silence of a request. Too low, and a busy AWX counts as silent; too high, and a launch holds
-    # its worker for longer than the lease of the task.
-    DEADLINE_S, REQUEST_S = 30.0, 8.0
+    # All requests before a launch take less than a worker's lease of its task. With a lower limit
+    # for the silence of one, a busy AWX would count as silent.
+    DEADLINE_S, REQUEST_S = 20.0, 8.0
     LARGEST = 32 << 20
     SILENT, NOT_SENT = Silent, NotSent
 
@@ -115,7 +115,6 @@ class Client(Conversation):
     def _request(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._access.token()}"}
         request = f"{method} {API}{path}"
-        self.begin()
         answer, body = self._ask(method, f"{API}{path}", request, headers=headers, **arguments)
         if not answer.is_success:
             default = ("refused", "AWX to accept the request", "read AWX's answer")

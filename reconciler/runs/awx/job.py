@@ -67,6 +67,16 @@ class Pace:
     forsaken: float = 86_400.0
 
 
+class _Client(Client):
+    """Requests with a deadline each, because a job may last for hours."""
+
+    DEADLINE_S = 30.0
+
+    def _request(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        self.begin()
+        return super()._request(method, path, **arguments)
+
+
 class StopRequested(Exception):
     """This process was asked to stop. The job goes on, and the next process follows it."""
 
@@ -85,7 +95,7 @@ def play(
     record = JobRecord.load(paths)
     if record is None:
         raise FileNotFoundError(paths.root / "awx.json")
-    with Client(AwxAccess.of(manifest["awx"])) as client:
+    with _Client(AwxAccess.of(manifest["awx"])) as client:
         job = Job(paths, client, record, manifest, stop_requested, pace or Pace())
         try:
             job.start()
@@ -151,7 +161,8 @@ class Job:
         feed = Feed(self._paths, self._pace.gap)
         while True:
             try:
-                verdict = self._poll(feed)
+                with request.readable(self._client):
+                    verdict = self._poll(feed)
                 self._answered()
             except RunError as error:
                 # Includes refusals: the token may have been withdrawn while the job goes on.

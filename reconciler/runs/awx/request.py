@@ -188,7 +188,7 @@ def readable(client: Client) -> Iterator[None]:
     """No reliable answer, if the objects of an answer have another form than those of AWX."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as broken:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as broken:
         text = f"objects in another form: {type(broken).__name__} {broken}"
         raise client.silent("requests about templates and jobs", scrub(text)) from broken
 

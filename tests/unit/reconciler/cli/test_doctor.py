@@ -19,7 +19,7 @@ from reconciler.backup import MARK
 from reconciler.db import leader
 from reconciler.db import schema as tables
 from reconciler.db import settings as site
-from reconciler.db.engine import transaction
+from reconciler.db.engine import reading, transaction
 from reconciler.db.migrations import program_version
 from reconciler.doctor import examine, installation, services
 from reconciler.pools import hints, leases
@@ -351,6 +351,23 @@ def test_a_broken_profile_is_named(sound: Stack, tmp_path: Path) -> None:
     rows = list(installation.profiles(Settings(profiles_dir=tmp_path)))
     assert [finding.status for finding in rows] == ["fail", "ok", "fail", "fail"]
     assert rows[2].found == "old.yml: fabric: 'link' is a required property"
+
+
+def test_a_fabric_that_lacks_its_subnet_or_its_manager_is_named(
+    sound: Stack, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use(profile: str) -> list[tuple[str, str]]:
+        with transaction(sound.engine) as conn:
+            conn.execute(sa.update(tables.nodes).values(profile=profile))
+        with reading(sound.engine) as conn:
+            rows = services.fabric(Settings(), conn)
+            return [(row.status, row.found) for row in rows if row.status != "ok"]
+
+    route, manager = use("xe9680l-h200")
+    assert route == ("warn", "no fabric.route in xe9680l-h200.yml, the profile of 1 nodes")
+    assert manager == ("fail", "ufm_missing: no UFM in the settings")
+    assert doctor()["fabric"]["remedy"].startswith("set both; where one tenant owns the fabric")
+    assert use("lab") == []
 
 
 def test_little_room_is_said(sound: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

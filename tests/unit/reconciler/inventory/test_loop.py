@@ -98,6 +98,23 @@ def test_a_netbox_that_fails_is_left_alone_for_a_while(turn: Loop, netbox: Pass)
     assert turn(automatic=True) == (4, 1)
 
 
+def test_an_error_of_ours_has_a_name_and_is_not_repeated_at_once(
+    turn: Loop, netbox: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Any:
+        raise ZeroDivisionError("an answer that no code foresaw\0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sync, "compare", fail)
+        assert turn(automatic=True)[0] > 0
+        assert turn(automatic=True) == (0, 0)
+    error = turn.latest()["error"]
+    assert error["code"] == "netbox_failed"
+    assert error["found"] == "ZeroDivisionError: an answer that no code foresaw\ufffd"
+    turn.age(readings.RETRY_S + 1)
+    assert turn(automatic=True) == (4, 1)
+
+
 def test_a_clock_that_was_set_back_does_not_end_the_comparisons(turn: Loop) -> None:
     turn()
     turn.age(-1_000_000.0)

@@ -446,3 +446,18 @@ def test_strange_tags_reach_no_run(maas: Maas) -> None:
     assert BAREMETAL in tags
     assert len(tags) == 64
     assert all(tag.isalnum() or tag == BAREMETAL for tag in tags)
+
+
+def test_text_that_a_database_cannot_store_keeps_no_machine_from_its_lock(maas: Maas) -> None:
+    """PostgreSQL refuses this character, for which the pass would end at the first machine."""
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas.begin(machine(distro_series="nob\0le"))
+    reading = maas.compare()
+    assert codes(reading) == []
+    assert (maas.node().maas or {})["series"] == "nob\ufffdle"
+    assert "lock" in maas.asked()
+    maas.begin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maas_sync, "compare", lambda *_: 1 / 0)
+        assert (maas.compare().error or {})["code"] == "maas_failed"

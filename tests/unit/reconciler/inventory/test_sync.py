@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
@@ -17,9 +19,19 @@ from reconciler.db.schema import Slot, allocations, claims, nodes, slots
 from reconciler.inventory import netbox as client
 from reconciler.inventory import sync, writer
 from reconciler.records import nodes as node_records
+from reconciler.settings import Settings
 from tests.standin.netbox import ADDRESSES, DEVICES, INTERFACES, JOURNAL, MACHINES, MACS, VRFS
-from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.inventory.conftest import BAREMETAL, PREFIX, SLICE, Pass, device, tags
+from tests.standin.service import Manager
+from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.inventory.conftest import (
+    BAREMETAL,
+    PREFIX,
+    PROFILES,
+    SLICE,
+    Pass,
+    device,
+    tags,
+)
 
 pytestmark = pytest.mark.covers("ECO-2")
 MACHINE_TYPE = "virtualization.virtualmachine"
@@ -655,6 +667,48 @@ def test_an_answer_that_is_none_ends_the_pass_by_name(
     assert "PATCH" not in methods(netbox) or not code
     with reading(netbox.site.engine) as conn:
         assert (sync.READINGS.latest(conn) or {})["error"] == result.error
+
+
+def test_text_that_a_database_cannot_store_ends_no_pass(
+    on_either: Site, process: Manager, tmp_path: Path
+) -> None:
+    settings = Settings(state_dir=tmp_path, profiles_dir=PROFILES, **process.settings)
+    netbox = Pass(on_either, process, settings)
+    other = device("n2", "10.0.0.2", custom_fields={"gpuaas_written": "\0"})
+    netbox.begin(device("n1", asset_tag="A\0"), other)
+    result = netbox(apply=True)
+    assert (result.error, result.complete, result.done["devices written"]) == (None, True, 1)
+    with reading(on_either.engine) as conn:
+        known = node_records.get(conn, "n1").netbox or {}
+        assert known["asset_tag"] == "A\ufffd"
+        assert "\0" not in site.read(conn, writer.WRITTEN)["2"]
+
+
+def test_an_object_without_a_usable_version_is_not_written(
+    netbox: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is outside of the calendar, or its ETag cannot be sent back."""
+    answers: list[Any] = []
+
+    class Recorded(client.Client):
+        def _request(self, method: str, path: str, **arguments: Any) -> tuple[Any, httpx.Headers]:
+            answer, headers = super()._request(method, path, **arguments)
+            if method == "GET" and path == "/dcim/devices/1/":
+                headers = httpx.Headers([(b"ETag", b'W/"\xe9"')])
+            if method == "GET" and isinstance(answer, dict):
+                for row in answer.get("results", [answer]):
+                    if row.get("name") == "n1":
+                        row["last_updated"] = "9999-12-31T23:59:59-12:00"
+                        answers.append(row)
+            return answer, headers
+
+    monkeypatch.setattr(sync, "Client", Recorded)
+    netbox.begin(device("n1"), device("gpu9", "10.0.0.99"))
+    result = netbox(apply=True)
+    assert (result.error, result.complete) == (None, True)
+    assert codes(result) == ["netbox_busy"]
+    assert result.done == {"nodes added": 1, "devices written": 1}
+    assert len(answers) > 1, "it was read again"
 
 
 def test_refused_and_unanswered_writes(netbox: Pass) -> None:

@@ -484,6 +484,34 @@ def test_a_call_that_goes_on_soon_has_its_claim_on_the_disk(
     assert durable == [True] and queue.read(id).status == "done"
 
 
+def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    queue: Queue,
+    runner: Runner,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stopping = threading.Event()
+    monkeypatch.setattr(worker, "_AGAIN_S", 0.01)
+
+    class Failing(DatabaseQueue):
+        beats = 0
+
+        def renew(self, tokens: Sequence[str]) -> set[str]:
+            self.beats += 1
+            if self.beats == 9:
+                stopping.set()
+            if self.beats == 5:
+                return super().renew(tokens)
+            raise RuntimeError("of another kind" if self.beats > 6 else "of no known kind")
+
+    Worker(Failing(queue.engine, ["m"], poll_s=0.01, beat_s=0.01), runner, stopping).run()
+    lines = [record for record in caplog.records if record.message.startswith("could not renew")]
+    assert [str(record.args[0]) for record in lines[:3] if record.args] == [  # type: ignore[index]
+        *("of no known kind", "of no known kind", "of another kind"),
+    ]
+    assert len(lines) == 3 and all(record.exc_info for record in lines)
+
+
 def test_a_worker_ends_whose_heartbeat_hangs(
     monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
-from reconciler.model.states import Role
+from reconciler.model.states import Role, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, queue, tokens
 from reconciler.runs import contract
 from reconciler.runs.events import Recorder
@@ -24,6 +25,7 @@ from reconciler.runs.paths import RunPaths, run_directory
 from reconciler.runs.spec import RunError, RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_stream import sent
 from tests.unit.reconciler.conftest import ADMIN, Site
@@ -85,6 +87,29 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
     steps = [row["task"] for name, _, row in sent(stack, task.id) if name == "progress"]
     assert heard == [["Clone the image"]]
     assert steps == ["Clone the image", "Wait until it is reachable"]
+
+
+@pytest.mark.covers("CTRL-8")
+def test_a_run_begins_with_a_lease_only(
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is arranged elsewhere before the run may take as long as a lease."""
+
+    def arrange(*_: object) -> None:
+        with transaction(sold.engine) as conn:
+            conn.execute(sa.update(tables.tasks).values(lease_expires_at=1.0))
+            leasing.lease(conn, "another worker")
+
+    launched(sold)
+    kind = TaskKind.SLICE_VM_PROVISION
+    slow = replace(HANDLERS[kind], arrange=arrange)
+    monkeypatch.setitem(HANDLERS, kind, slow)
+    with pytest.raises(Problem, match="stale_lease"):
+        attend()
+    assert runs.launched == []
+    with transaction(sold.engine) as conn:
+        (task,) = queue.every(conn)
+        assert (task.state, task.lease_owner) == ("running", "another worker")
 
 
 NEW_BOOT = "11111111-2222-4333-8444-555555555555"

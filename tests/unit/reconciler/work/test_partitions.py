@@ -186,6 +186,7 @@ def test_what_an_earlier_tenant_left_is_removed_first(
     [
         ({"default": "full"}, "partition_default_full", {}),
         ({"default": ""}, "partition_default_full", {}),
+        ({"default": "\0"}, "partition_default_full", {}),
         ({"partitions": {"0x7fff": {BARE[0]: "full"}}}, "partition_default_full", {}),
         ({"partitions": {"0x10": {STRANGER: "full"}}}, "partition_strangers", {STRANGER: "full"}),
         ({"partitions": {"0x10": {"x" * 16: "full"}}}, "partition_strangers", {"x" * 16: "full"}),
@@ -213,6 +214,7 @@ def test_without_proof_of_isolation_no_machine_starts(
     task = attend()
     assert (task.state, task.error["code"]) == ("failed", code)
     assert all(task.error[part] for part in ("expected", "found", "remedy"))
+    assert contract.unstorable(task.error) is None
     assert not runs.launched and TOKEN not in str(task)
     assert manager.record()["partitions"].get("0x10", {}) == left
     with transaction(sold.engine) as conn:
@@ -349,6 +351,7 @@ def test_drift_takes_idle_functions_out_and_closes_what_it_cannot_prove(
     for faults, state, text in (
         ({"partitions": {"0x900": {BARE[0]: "full"}}}, ["available", "disabled"], "0x900"),
         ({"default": "full"}, ["disabled", "disabled"], "default partition"),
+        ({"default": "\0"}, ["disabled", "disabled"], "default partition"),
         ({"status": {"GET": 500}}, ["disabled", "disabled"], "ufm_silent"),
         *(({"body": body}, ["disabled", "disabled"], "ufm_silent") for body in UNREADABLE),
         ({}, ["available", "available"], ""),
@@ -362,3 +365,4 @@ def test_drift_takes_idle_functions_out_and_closes_what_it_cannot_prove(
             first = slot_records.of_node(conn, "n1")[0].id
             shut = [row for row in gate.gate(conn, first) if row.code == "fabric_not_isolated"]
             assert bool(shut) == bool(text) and text in "".join(row.detail for row in shut)
+            assert contract.unstorable(nodes.get(conn, "n1").fabric_reading) is None

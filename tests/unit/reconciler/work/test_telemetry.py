@@ -243,6 +243,21 @@ def test_a_host_that_hangs_costs_the_others_nothing(hosts: Hosts, collector: Tel
     assert collector._plan["n1"][2]
 
 
+def test_a_machine_without_room_for_an_identity_asks_as_soon_as_it_has_some(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(sold.engine) as conn:
+        sold.active(conn, 1)
+    monkeypatch.setattr(ssh, "telemetry", lambda *_: b"")
+    room: list[SshAccess] = []
+    collector = Telemetry(sold.engine, room.pop)
+    with pytest.raises(IndexError):
+        collector.look()
+    room.append(SshAccess(Path("unused"), Path("unused"), Path("unused")))
+    assert collector.look() == ["n1"]
+    until(lambda: not collector._busy)
+
+
 def test_a_host_without_an_answer_is_asked_less_often_and_beside_the_others(
     sold: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,11 +21,13 @@ from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue
 from reconciler.runs import ssh
 from reconciler.runs.collect import Outcome
+from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.watch import FIRST_S, FORGET_S, Watch
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.service.service import until
 from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next, launched
 
 pytestmark = pytest.mark.covers("CTRL-8", "I13")
@@ -233,6 +235,33 @@ def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
     assert waits == [FIRST_S, *(FIRST_S * 2**number for number in range(1, 5)), 120, 120]
     now[0] += FORGET_S
     assert until_answered() == FIRST_S, "a host that was well since is one that restarts"
+
+
+def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sold.node("n2", (0,), 1)
+    go, ended, now = threading.Event(), list[str](), [0.0]
+
+    def probe(_access: SshAccess, node: NodeAccess) -> str:
+        if node.node_id == "n1":
+            go.wait(10)
+            ended.append("n1")
+        return ""
+
+    monkeypatch.setattr(ssh, "probe", probe)
+    nothing = Path("unused")
+    watch = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    for node_id in ("n1", "n2"):
+        with transaction(sold.engine) as conn:
+            host.record_silence(conn, node_id, ADMIN.because("no route"))
+    assert watch.look() == []
+    now[0] = FIRST_S
+    assert watch.look() == ["n2"] and not ended
+    assert watch.look() == [] and not ended, "it is asked once"
+    go.set()
+    until(lambda: ended)
+    assert watch.look() == ["n1"]
 
 
 def test_each_task_says_what_it_waits_for(sold: Site) -> None:

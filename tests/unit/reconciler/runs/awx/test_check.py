@@ -11,10 +11,12 @@ import pytest
 
 from reconciler.runs import collect, launch
 from reconciler.runs.awx import request
+from reconciler.runs.awx.client import Client
 from reconciler.runs.collect import Phase
 from reconciler.runs.contract import PLAYBOOKS, ContractError
 from reconciler.runs.launch import Site
 from reconciler.runs.spec import LauncherAway, RunError, SpecError
+from reconciler.settings import Settings
 from tests.standin.awx import IMAGE
 from tests.standin.controller import TOKEN, Controller
 from tests.unit.reconciler.runs.awx.conftest import LAUNCH, spec
@@ -174,6 +176,7 @@ def test_text_like_a_template_is_launched_only_where_awx_is_known_to_leave_it_al
 STRANGE = [
     {TEMPLATES: [{"results": [{"name": NAME, "summary_fields": None}]}]},
     {"GET /jobs/": [{"results": [{"status": "ok"}]}]},
+    {"GET /jobs/": [{"results": [{"id": float("inf")}]}]},
 ]
 
 
@@ -188,6 +191,19 @@ def test_an_awx_that_does_not_answer_is_asked_later(
     awx: Controller, site: Site, faults: dict[str, Any]
 ) -> None:
     awx.begin(**faults)
+    assert isinstance(refused(site), LauncherAway)
+
+
+def test_a_template_is_checked_within_the_lease_of_its_task(
+    awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slowly AWX answers: a worker whose lease ends meanwhile holds a place in vain, and
+    the next one would take the folder of the run for that of a run that is lost.
+    """
+    assert Settings().task_lease_s > Client.DEADLINE_S
+    monkeypatch.setattr(Client, "DEADLINE_S", 1.0)
+    # Each answer is in time, and all together are not.
+    awx.begin(drip_s=0.4)
     assert isinstance(refused(site), LauncherAway)
 
 

@@ -328,10 +328,22 @@ STRANGE = [
     # AWX was restored from a backup, and has given our job's number to another.
     {"id": 1, "status": "running", "limit": "node-2", "extra_vars": "slice_run: {id: run-2}"},
     {"id": 1, "status": "failed", "limit": "all", "name": "a job of the site's", "extra_vars": ""},
+    {"id": 1, "status": ["running"], "limit": "node-1"},
 ]
 
 
-@pytest.mark.parametrize("strange", STRANGE, ids=str)
+OURS = {"id": 1, "limit": "node-1", "event_processing_finished": True}
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        *STRANGE,
+        {**OURS, "status": "successful", "elapsed": "soon"},
+        {**OURS, "status": "successful", "elapsed": 10**400},
+    ],
+    ids=lambda document: str(document)[:80],
+)
 def test_an_answer_without_our_job_neither_ends_nor_cancels_it(
     awx: Controller, prepared: RunPaths, play: Play, strange: object
 ) -> None:
