@@ -54,8 +54,8 @@ options:
   boot_id:
     description: >-
       The boot under which this host passed parity, as C(/proc/sys/kernel/random/boot_id) showed
-      then. The reconciler passes it; by hand it is C(identity.boot_id) of the discovery that came
-      with the parity report. Under another boot nothing is leased. Required with O(state=held)
+      then. The reconciler passes it; by hand it is C(identity.boot_id) of the parity
+      report. Under another boot nothing is leased. Required with O(state=held)
       and O(state=kept).
     type: str
   power_fence:

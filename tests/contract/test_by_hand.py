@@ -107,6 +107,22 @@ def test_a_part_of_bootstrap_is_played_by_its_tag() -> None:
     assert f"TASK TAGS: [{parts}]" in tags
 
 
+@pytest.mark.parametrize("run", [{}, {"slice_run": {"node_id": "node-1"}}], ids=["hand", "run"])
+def test_a_slice_that_is_left_fails_the_playbook_by_hand_only(run: dict[str, object]) -> None:
+    """This machine has no libvirt, and what cannot be read counts as left."""
+    slot = {"slot_id": "slot-0", "nvme_device": "/dev/none", "gpu_pci_address": "0000:ff:1f.7"}
+    slot |= {"management_mac": "52:54:00:00:00:01", "private_ip": "10.100.0.10"}
+    variables = {
+        "slice_profile": {"network": {"bridge": "ovsbr0"}},
+        "slice_allocation": {"id": "0f8fad5b-d9cb-469f-a165-70867728950e"},
+        "slice_slots": [slot],
+        **run,
+    }
+    output = play(FOLDER / "verify_absent.yml", *HERE, "-e", json.dumps(variables))
+    assert ("failed=0" in output) is bool(run), output
+    assert ('"code": "not_absent"' in output) is not bool(run), output
+
+
 # Check mode, because bootstrap would change this machine.
 HERE = ("-c", "local", "-C", "-e", f"ansible_python_interpreter={sys.executable}")
 

@@ -32,14 +32,14 @@ STORY = (
     "test_whole_machine",
     "test_way_forth",
 )
-# It has a host of its own, and is played before the story.
-ALONE = "test_several_gpus"
+# Each has a host of its own, and is played before the story.
+ALONE = ("test_worked_slice", "test_several_gpus")
 
 # Tests of make test-long, which also plays the rest of the story. `make test` plays one short
 # scenario of test_roles.py, another on each day, before test_way_back.py ends the slice host.
 LONG = frozenset(
     {
-        ALONE,
+        *ALONE,
         "test_roles",
         "test_two_slices",
         "test_power_cut",
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.lab)
         if item.path.stem in LONG and not (today and item.name.endswith(f"[{today}]")):
             item.add_marker(pytest.mark.long)
-    ours.sort(key=lambda item: (ALONE, *STORY).index(item.path.stem))
+    ours.sort(key=lambda item: (*ALONE, *STORY).index(item.path.stem))
     # Lab tests run last, because a failing unit test makes the boot of a host pointless.
     items[:] = [item for item in items if item not in ours] + ours
 
