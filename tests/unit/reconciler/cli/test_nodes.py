@@ -14,7 +14,7 @@ from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.records import nodes, queue
-from reconciler.work.kinds.maintenance import firmware_succeeded
+from reconciler.work.kinds.node import firmware_succeeded
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
