@@ -14,8 +14,13 @@ from starlette.responses import Response
 from reconciler.console import guard
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
-from reconciler.model import forced_end
 from reconciler.model.errors import Problem
+from reconciler.model.recovery import (
+    require_healthy_node,
+    require_silence,
+    require_slices,
+    require_stuck,
+)
 from reconciler.model.states import RecoveryState, SlotState, TaskState
 from reconciler.model.transitions import target
 
@@ -124,20 +129,18 @@ async def _why_not(visit: Visit, row: Document) -> dict[str, str]:
     )
 
     def release() -> None:
-        forced_end.require_silence(
-            state, node["state"], unclean=node["unclean_allocation_id"] == row["id"]
-        )
+        require_silence(state, node["state"], unclean=node["unclean_allocation_id"] == row["id"])
 
     def recover() -> None:
-        forced_end.require_stuck(shape, state, releasing=releasing)
+        require_stuck(shape, state, releasing=releasing)
 
     def clean() -> None:
         recover()
-        forced_end.require_healthy_node(state, node["state"], node["health_state"])
+        require_healthy_node(state, node["state"], node["health_state"])
 
     possible = target("allocation", state, "force_release") is not None
     return {
-        "verify": _refusal(lambda: forced_end.require_slices(shape)),
+        "verify": _refusal(lambda: require_slices(shape)),
         "release": _refusal(release) if possible else f"It is {state}: there is no use to end.",
         "clean": _refusal(clean),
         "recover": _refusal(recover),
