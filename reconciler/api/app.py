@@ -21,7 +21,6 @@ from reconciler.api import (
     apps,
     catalog,
     console_sessions,
-    control,
     fleet,
     health,
     images,
@@ -220,7 +219,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.include_router(health.router)
     app.include_router(health.operator_router)
     app.include_router(pools.router)
-    app.include_router(control.router)
+    app.include_router(jobs.control_router)
     return app
 
 

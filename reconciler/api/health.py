@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
 from sqlalchemy import Connection, Engine
 
-from reconciler.api import control, metrics, pools, problems
+from reconciler.api import jobs, metrics, pools, problems
 from reconciler.api.models import Answer, Moment, Reasoned
 from reconciler.api.security import Admin, Caller, caller
 from reconciler.db import leader, migrations
@@ -161,7 +161,7 @@ def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
     app.include_router(router)
     app.include_router(operator_router)
     app.include_router(pools.router)
-    app.include_router(control.router)
+    app.include_router(jobs.control_router)
     return app
 
 

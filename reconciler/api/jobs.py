@@ -1,10 +1,10 @@
-"""Inference jobs of a project: enqueued, followed, canceled, taken back from the dead letters."""
+"""Inference jobs of a project, and the maintenance of the site's jobs for operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
@@ -28,13 +28,14 @@ from reconciler.db import schema
 from reconciler.db.rows import Record
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.jobs import JobStatus
+from reconciler.model.jobs import JobStatus, Mode
 from reconciler.model.states import Role
-from reconciler.pools import hints, jobs
+from reconciler.pools import control, hints, jobs
 
 router = APIRouter(prefix="/projects/{project_id}/jobs", tags=["jobs"])
 own_router = APIRouter(prefix="/jobs", tags=["jobs"])
 admin_router = APIRouter(prefix="/admin/jobs", tags=["jobs"])
+control_router = APIRouter(prefix="/control", tags=["operator"])
 
 _DAY_S = 86_400
 # Jobs of one request; the body's limit is 1 MiB anyway.
@@ -306,6 +307,56 @@ def show_own(job_id: Id, context: Holder) -> Job:
 def cancel_own(job_id: Id, context: Holder) -> JSONResponse:
     """Cancel a job of the token's project that has not ended, or give up a dead letter."""
     return cancel(_own_project(context), job_id, context)
+
+
+class SetMaintenance(Reasoned):
+    """Whether jobs are admitted and run."""
+
+    mode: Literal["drain", "normal"]
+    drain_deadline_s: Annotated[
+        Integer,
+        Field(ge=0, le=_DAY_S, description="Jobs that still run after this time are canceled."),
+    ] = 300
+
+
+class Maintenance(Answer):
+    """The mode of the site. running: jobs that workers hold."""
+
+    mode: Mode
+    since: Moment
+    reason: str
+    changed_by: str
+    deadline_at: Moment | None
+    canceled_at: Moment | None
+    running: int
+
+    @classmethod
+    def of_site(cls, conn: Connection) -> Self:
+        return cls.of(control.read(conn), running=control.running(conn))
+
+
+@control_router.get("/maintenance")
+def maintenance(context: Admin) -> Maintenance:
+    """Whether jobs are admitted and run, since when, and why not."""
+    return context.read(Maintenance.of_site)
+
+
+@control_router.post("/maintenance", response_model=Maintenance)
+def set_maintenance(body: SetMaintenance, context: Admin) -> JSONResponse:
+    """Drain the site of jobs, or admit them again.
+
+    During a drain, new jobs are refused with `maintenance`, and workers take none. Jobs that run
+    may end until the deadline, and are canceled then. `drained`: no job runs.
+    """
+
+    def work(conn: Connection, act: Act) -> Maintenance:
+        if body.mode == "drain":
+            control.drain(conn, act, body.drain_deadline_s)
+        else:
+            control.resume(conn, act)
+        return Maintenance.of_site(conn)
+
+    return context.write(work, body=body)
 
 
 def _own_project(context: Context) -> str:

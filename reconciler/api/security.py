@@ -31,7 +31,7 @@ from reconciler.db.engine import asking, reading, retrying
 from reconciler.db.rows import Order
 from reconciler.db.schema import ApiToken
 from reconciler.model.act import Act
-from reconciler.model.buckets import Buckets
+from reconciler.model.client_limits import Buckets
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
 from reconciler.records import projects, tokens

@@ -18,7 +18,7 @@ from reconciler.cli.projects import own_project, project_option
 from reconciler.cli.session import client
 from reconciler.model.act import require_idempotency_key
 from reconciler.model.errors import Problem
-from reconciler.model.forced_end import finishing_command
+from reconciler.model.recovery import finishing_command
 from reconciler.model.states import PowerAction
 from reconciler.wait_timeout import WaitTimeout
 

@@ -26,9 +26,6 @@ def project_id(name: str) -> str:
     return next((str(row["id"]) for row in projects if row["name"] == name), name)
 
 
-Project = Annotated[str, typer.Argument(callback=project_id, help="The project's id or name.")]
-
-
 def required_project(name: str) -> str:
     """The same; without a name the only project of the caller, or Problem `project_required`."""
     if name:

@@ -25,7 +25,7 @@ from starlette.responses import RedirectResponse, Response
 from reconciler.api.security import cookie_name, provider
 from reconciler.console import forms, guard, pages, session
 from reconciler.console.visit import is_page
-from reconciler.model.client_network import client_network, oldest_of_most
+from reconciler.model.client_limits import client_network, oldest_of_most
 from reconciler.model.errors import Problem
 from reconciler.records.console_sessions import LOGIN_S
 from reconciler.settings import Settings

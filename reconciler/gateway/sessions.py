@@ -22,8 +22,7 @@ from reconciler.db import journal
 from reconciler.db.engine import reading, retrying
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
-from reconciler.model.buckets import Buckets
-from reconciler.model.client_network import client_network, oldest_of_most
+from reconciler.model.client_limits import Buckets, client_network, oldest_of_most
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_sessions
 from reconciler.trust.ca import Trust

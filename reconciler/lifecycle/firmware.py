@@ -88,7 +88,12 @@ def compare(
         return
     host = firmware.bounded(document.get("firmware"), firmware.HOST)
     after = firmware.merged(host, node.firmware_bmc or {})
-    _record(conn, node, firmware.differences(node.firmware_before, after), act)
+    differences = firmware.differences(node.firmware_before, after)
+    if not differences:
+        forget(conn, node_id)
+        journal.audit(conn, act, "node.firmware.unchanged", "node", node_id)
+    elif differences != node.firmware_differences:
+        _name(conn, node_id, differences, act)
 
 
 def record_bmc(conn: sa.Connection, node_id: str, report: Mapping[str, Any], act: Act) -> Node:
@@ -110,18 +115,9 @@ def record_bmc(conn: sa.Connection, node_id: str, report: Mapping[str, Any], act
     return rows.get(conn, Node, node_id)
 
 
-def _record(conn: sa.Connection, node: Node, found: list[dict[str, str]], act: Act) -> None:
-    node_id = node.id
-    if not found:
-        forget(conn, node_id)
-        journal.audit(conn, act, "node.firmware.unchanged", "node", node_id)
-    elif found != node.firmware_differences:
-        _name(conn, node_id, found, act)
-
-
-def _name(conn: sa.Connection, node_id: str, found: list[dict[str, str]], act: Act) -> None:
-    node_records.update(conn, node_id, firmware_differences=found)
-    detail = {"differences": found}
+def _name(conn: sa.Connection, node_id: str, differences: list[dict[str, str]], act: Act) -> None:
+    node_records.update(conn, node_id, firmware_differences=differences)
+    detail = {"differences": differences}
     journal.audit(conn, act, "node.firmware.changed", "node", node_id, detail=detail)
 
 

@@ -19,7 +19,6 @@ from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, placement
 from reconciler.lifecycle.slices import advance_together, move_claims, run_on_slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.forced_end import finishing_command
 from reconciler.model.hardware import (
     NVLINK_PARTITIONS,
     Offer,
@@ -28,6 +27,7 @@ from reconciler.model.hardware import (
     want,
 )
 from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.recovery import finishing_command
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import AllocationState, CapacityShape, ProofKind, TaskKind, TaskState
 from reconciler.records import allocations as allocation_records

@@ -145,12 +145,8 @@ def drain(conn: sa.Connection, id: str, act: Act) -> Node:
 
 def awaits_proof(conn: sa.Connection, node: Node) -> bool:
     """Whether maintenance that is over has drained the node, and no operator has since."""
-    return _drained(conn, node) and not _open(conn, node.id)
-
-
-def _drained(conn: sa.Connection, node: Node) -> bool:
-    """Whether the node is drained, and its last drain was that of maintenance."""
-    return node.state == NodeState.DRAINING and _DRAINED in _last_drain(conn, node)
+    drained = node.state == NodeState.DRAINING and _DRAINED in _last_drain(conn, node)
+    return drained and not _open(conn, node.id)
 
 
 def _last_drain(conn: sa.Connection, node: Node) -> set[str]:

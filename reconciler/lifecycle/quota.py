@@ -23,8 +23,7 @@ from reconciler.model.states import AllocationState, TaskKind
 from reconciler.records.queue import OPEN
 
 HOUR_S = 3_600
-# Limits of what a project holds at a time, and limits of what it does in an hour.
-HELD = ("gpus", "machines", "open_requests")
+# Limits of what a project does in an hour.
 HOURLY = ("launches_per_hour", "failures_per_hour")
 Changes = Mapping[str, int | None]
 # Rows that all members of a project together can add in an hour. People need a few.

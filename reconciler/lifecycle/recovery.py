@@ -18,11 +18,16 @@ from reconciler.db.schema import slots as slot_table
 from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.slices import move_claims
-from reconciler.model import forced_end
 from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import run_bundle
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.recovery import (
+    require_healthy_node,
+    require_silence,
+    require_slices,
+    require_stuck,
+)
 from reconciler.model.states import (
     ENDED_ALLOCATIONS,
     UNUSED_SLOTS,
@@ -55,7 +60,7 @@ def force_cleanup(
         held = held_slots(conn, allocation_id)
         refuse(allocation, held)
         node = rows.get(conn, Node, allocation.node_id)
-        forced_end.require_healthy_node(allocation.state, node.state, node.health_state)
+        require_healthy_node(allocation.state, node.state, node.health_state)
         canceled = _cancel(conn, allocation_id, act)
         slot_act = slices.about(act, allocation_id)
         if allocation.state != AllocationState.FAILED:
@@ -100,7 +105,7 @@ def force_cleanup(
 def refuse(allocation: Allocation, held: list[Slot]) -> None:
     """Raise a Problem where a person must decide, before any task on the host."""
     releasing = any(slot.status == SlotState.RELEASING for slot in held)
-    forced_end.require_stuck(allocation.capacity_shape, allocation.state, releasing=releasing)
+    require_stuck(allocation.capacity_shape, allocation.state, releasing=releasing)
 
 
 def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocation:
@@ -109,7 +114,7 @@ def force_release(conn: sa.Connection, allocation_id: str, act: Act) -> Allocati
     allocation = rows.get(conn, Allocation, allocation_id, lock=True)
     node = rows.get(conn, Node, allocation.node_id, lock=True)
     unclean = node.unclean_allocation_id == allocation.id
-    forced_end.require_silence(allocation.state, node.state, unclean=unclean)
+    require_silence(allocation.state, node.state, unclean=unclean)
     act = slices.about(act, allocation_id)
     columns = {"ended_at": clock.now(), "power_action": ""}
     allocation = advance(conn, Allocation, allocation_id, "force_release", act, columns=columns)
@@ -147,7 +152,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
 def verify_absence(conn: sa.Connection, allocation_id: str, act: Act) -> Task:
     """Queue the absence check for an allocation on its host."""
     held = held_slots(conn, allocation_id)
-    forced_end.require_slices(rows.get(conn, Allocation, allocation_id).capacity_shape)
+    require_slices(rows.get(conn, Allocation, allocation_id).capacity_shape)
     kind, audited = TaskKind.SLICE_ABSENCE_VERIFY, bool(act.role)
     return queue_host_task(conn, kind, allocation_id, held, act, audited=audited)
 

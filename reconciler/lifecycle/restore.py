@@ -39,9 +39,9 @@ def doubt(
     """
     closed: list[str] = []
     for node_id, boot in conn.execute(sa.select(nodes.c.id, nodes.c.boot_id)).all():
-        before = _on_sale(conn, node_id)
+        of_node = (slots.c.node_id == node_id, slots.c.status == SlotState.AVAILABLE)
+        closed += conn.execute(sa.select(slots.c.id).where(*of_node)).scalars()
         host.restarted(conn, node_id, act, since=boot)
-        closed += before
     live = claims.c.state.in_(LIVE_CLAIMS)
     fence = fence_at(clock.read(conn))
     # Its generation is the fence of an allocation's next power action (`lifecycle.power`).
@@ -105,8 +105,3 @@ def _distrust(conn: sa.Connection, held: sa.Exists) -> None:
     # Earlier evidence of absence or of a wipe must not count, because later use is unknown.
     blocked = sa.update(slots).where(slots.c.status == SlotState.CLEANUP_BLOCKED)
     conn.execute(blocked.values(status_since=clock.now()))
-
-
-def _on_sale(conn: sa.Connection, node_id: str) -> list[str]:
-    query = sa.select(slots.c.id).where(slots.c.node_id == node_id, slots.c.status == "available")
-    return [str(slot) for slot in conn.execute(query).scalars()]

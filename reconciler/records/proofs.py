@@ -30,7 +30,6 @@ def record(
     document: Mapping[str, Any],
     *,
     allocation_id: str | None = None,
-    task_id: str | None = None,
 ) -> Proof:
     """Record a proof for a slot's disk at its current generation.
 
@@ -62,7 +61,6 @@ def record(
         identity=slot.nvme_identity,
         slot_id=slot.id,
         allocation_id=allocation_id,
-        task_id=task_id,
         disk_generation=slot.disk_generation,
         **columns,
     )

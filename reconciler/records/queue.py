@@ -440,9 +440,9 @@ def canceled_runs(conn: sa.Connection, runner: str) -> list[Task]:
     return db_rows.every(conn, query, Task)
 
 
-def events(conn: sa.Connection, task_id: str, since: int = 0) -> list[TaskEvent]:
-    """Progress events of a task after the event `since`, in order."""
-    query = sa.select(task_events).where(task_events.c.task_id == task_id, task_events.c.id > since)
+def events(conn: sa.Connection, task_id: str) -> list[TaskEvent]:
+    """Progress events of a task, in order."""
+    query = sa.select(task_events).where(task_events.c.task_id == task_id)
     return db_rows.every(conn, query.order_by(task_events.c.id), TaskEvent)
 
 

@@ -35,11 +35,10 @@ def of_node(conn: sa.Connection, node_id: str, page: Page | None = None) -> list
     ]
 
 
-def bundles(conn: sa.Connection, node_id: str, *, fences: bool = False) -> list[dict[str, Any]]:
-    """Bundles of all approved slots in the form of the run contract."""
-    return [
-        run_bundle(vars(slot), fence=fences) for slot in rows.every(conn, _approved(node_id), Slot)
-    ]
+def bundles(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]:
+    """Bundles of all approved slots in the form of the run contract, without fences."""
+    approved = rows.every(conn, _approved(node_id), Slot)
+    return [run_bundle(vars(slot), fence=False) for slot in approved]
 
 
 def fabric_identities(conn: sa.Connection, bundles: Sequence[Mapping[str, Any]]) -> dict[str, str]:

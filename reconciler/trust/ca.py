@@ -74,35 +74,26 @@ def open_trust(state_dir: Path) -> Trust:
     return trust
 
 
-def certify_host(
-    trust: Trust,
-    host_key: str,
-    node_id: str,
-    *,
-    principals: Sequence[str] = (),
-    days: int = HOST_DAYS,
-) -> str:
+def certify_host(trust: Trust, host_key: str, node_id: str, *, days: int = HOST_DAYS) -> str:
     """A host certificate for `node_id`, the name under which every connection checks the host.
 
     The text is the line for ssh_host_ed25519_key-cert.pub.
     """
-    names = tuple(dict.fromkeys((node_id, *principals)))
-    for name in names:
-        if not _PRINCIPAL.fullmatch(name):
-            raise TrustError(
-                "node_id_invalid",
-                expected="letters, digits, dot, dash and underscore",
-                found=repr(name)[:100],
-                remedy="register the node under an id of these characters",
-            )
-    return _certify_host(trust.host_authority, host_key, names, days)
+    if not _PRINCIPAL.fullmatch(node_id):
+        raise TrustError(
+            "node_id_invalid",
+            expected="letters, digits, dot, dash and underscore",
+            found=repr(node_id)[:100],
+            remedy="register the node under an id of these characters",
+        )
+    return _certify_host(trust.host_authority, host_key, node_id, days)
 
 
-def _certify_host(authority: Path, host_key: str, names: tuple[str, ...], days: int) -> str:
+def _certify_host(authority: Path, host_key: str, name: str, days: int) -> str:
     now = datetime.now(UTC)
     signature = Signature(
-        key_id=f"node {names[0]}",
-        principals=names,
+        key_id=f"node {name}",
+        principals=(name,),
         valid_after=now - _BACKDATE,
         valid_before=now + timedelta(days=days),
         serial=secrets.randbits(63),
@@ -198,7 +189,7 @@ def gateway_host_key(trust: Trust, name: str) -> tuple[Path, str]:
     key = trust.directory / "gateway"
     with _locked(trust):
         _ensure_key(key, "gpuaas gateway")
-    return key, _certify_host(trust.gateway_authority, _public(key), (name,), HOST_DAYS)
+    return key, _certify_host(trust.gateway_authority, _public(key), name, HOST_DAYS)
 
 
 def gateway_hosts(trust: Trust, name: str, port: int) -> str:

@@ -41,9 +41,6 @@ class Partition:
     default: str = ""
 
 
-Partitions = Mapping[int, Partition]
-
-
 @dataclass(frozen=True)
 class UfmAccess(ServiceAccess):
     """Access to UFM."""

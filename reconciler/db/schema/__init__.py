@@ -55,14 +55,20 @@ from reconciler.db.schema.capacity import (
 )
 from reconciler.db.schema.jobs import (
     Control,
+    DeviceLease,
     Job,
     JobCount,
+    Pool,
+    PoolHost,
     PoolWorker,
     Totals,
     control,
+    device_leases,
     job_counts,
     jobs,
+    pool_hosts,
     pool_workers,
+    pools,
     totals,
 )
 from reconciler.db.schema.nodes import (
@@ -76,14 +82,6 @@ from reconciler.db.schema.nodes import (
     discoveries,
     nodes,
     parities,
-)
-from reconciler.db.schema.pools import (
-    DeviceLease,
-    Pool,
-    PoolHost,
-    device_leases,
-    pool_hosts,
-    pools,
 )
 from reconciler.db.schema.work import (
     AuditEntry,

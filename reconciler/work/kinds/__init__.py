@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from reconciler.work.handler import Handler
-from reconciler.work.kinds import baremetal, maintenance, node, slices
+from reconciler.work.kinds import baremetal, node, slices
 
 HANDLERS: dict[str, Handler] = {
     **node.HANDLERS,
-    **maintenance.HANDLERS,
     **slices.HANDLERS,
     **baremetal.HANDLERS,
 }

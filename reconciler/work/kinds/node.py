@@ -1,4 +1,4 @@
-"""Task kinds for hosts: enrolment, bootstrap, discovery, takeover, parity, conversion, images."""
+"""Task kinds for hosts, from enrolment and bootstrap to conversion, reboot and firmware."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from reconciler.lifecycle import drift, host, maintenance, power
 from reconciler.lifecycle import gate as slot_gate
-from reconciler.model import hardware
+from reconciler.model import firmware, hardware
 from reconciler.model.states import NodeMode, NodeState, TaskKind
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
 from reconciler.work import partitions
@@ -187,6 +187,56 @@ def cache_image_variables(work: Work) -> dict[str, Any]:
     }
 
 
+def reboot_variables(work: Work) -> dict[str, Any]:
+    guests = []
+    for guest in work.parameters["guests"]:
+        # A late run of power starts no guest between its stop and the restart.
+        fence = power.fence_of_ended_runs(work.conn, guest["allocation_id"])
+        guests.append(guest if fence is None else {**guest, "power_fence": fence})
+    return {
+        "slice_guests": guests,
+        "slice_shutdown_deadline": work.profile["deadlines"]["shutdown"],
+        "boot_id": work.parameters["boot_id"],
+    }
+
+
+def reboot_start(work: Work) -> None:
+    """Refuse a restart of a node on which others are by now."""
+    maintenance.began(work.conn, work.task)
+
+
+def reboot_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    named = {guest["allocation_id"] for guest in work.parameters["guests"]}
+    act = work.act.because("its guest was off before the host's restart")
+    power.powered_off(work.conn, named & set(evidence["powered_off"]), act)
+    first = maintenance.restarted(work.conn, work.task, work.act.because("the host was restarted"))
+    return {**evidence, "next_task_id": first.id}
+
+
+def firmware_variables(work: Work) -> dict[str, Any]:
+    apply = bool(work.parameters.get("apply"))
+    variables = {"slice_apply": apply, "slice_allow_reboot": apply}
+    if apply:
+        variables["slice_approved_plan"] = work.parameters["digest"]
+        variables["slice_bios_acknowledged_jobs"] = work.parameters["acknowledged_jobs"]
+    return variables
+
+
+def firmware_start(work: Work) -> None:
+    if work.parameters.get("apply"):
+        maintenance.began(work.conn, work.task)
+
+
+def firmware_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
+    """Record the plan with its digest, or the change."""
+    if not work.parameters.get("apply"):
+        plan = firmware.approvable(evidence["bios"].get("differences") or [])
+        return {**evidence, "digest": plan.get("digest", "")}
+    act = work.act.because("its firmware settings were changed")
+    first = maintenance.restarted(work.conn, work.task, act)
+    return {**evidence, "next_task_id": first.id}
+
+
 HANDLERS: dict[str, Handler] = {
     TaskKind.NODE_ENROL: Handler("renew_certificate", enrol_variables, enrol_succeeded),
     TaskKind.NODE_BOOTSTRAP: Handler(
@@ -218,4 +268,15 @@ HANDLERS: dict[str, Handler] = {
         "parity", parity_variables, parity_succeeded, arrange=partitions.look
     ),
     TaskKind.NODE_IMAGE_CACHE: Handler("cache_image", cache_image_variables, start=for_slices),
+    TaskKind.NODE_REBOOT: Handler(
+        "reboot_node",
+        reboot_variables,
+        reboot_succeeded,
+        reboot_start,
+        deadlines=("reboot",),
+        stopped="slice_guests",
+    ),
+    TaskKind.NODE_FIRMWARE: Handler(
+        "firmware", firmware_variables, firmware_succeeded, firmware_start, deadlines=("firmware",)
+    ),
 }

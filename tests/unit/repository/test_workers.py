@@ -1,4 +1,4 @@
-"""Test sessions on several workers: who plays the lab tests, and what an interruption leaves."""
+"""Test sessions: who plays the lab tests, what an interruption leaves, and which files are slow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lab.state import process_start
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[3]
 # Started like QEMU: without a parent, in a separate session.
@@ -100,3 +101,9 @@ def test_an_interrupted_session_leaves_no_process(tmp_path: Path) -> None:
     finally:
         session.kill()
         session.wait()
+
+
+def test_every_slow_file_exists() -> None:
+    """A file that was moved keeps its mark."""
+    missing = [name for name in conftest.SLOW if not (ROOT / "tests" / name).exists()]
+    assert missing == []

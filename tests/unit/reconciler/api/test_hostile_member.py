@@ -15,7 +15,7 @@ from reconciler.api import security
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import settings
 from reconciler.lifecycle import ingress, placement, quota, recovery_policy, slices, ssh_access
-from reconciler.model import buckets
+from reconciler.model import client_limits
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, projects, queue
@@ -56,7 +56,7 @@ def grab(stack: Stack, **changes: Any) -> Any:
 def rate(monkeypatch: pytest.MonkeyPatch, **rates: float) -> SimpleNamespace:
     """Rates of requests under a clock that stands still, whose `now` a test moves."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(buckets, "time", clock)
+    monkeypatch.setattr(client_limits, "time", clock)
     for name, value in rates.items():
         monkeypatch.setattr(security, name, value)
     return clock

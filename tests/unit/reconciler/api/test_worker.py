@@ -21,7 +21,7 @@ from reconciler.db import clock
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Job, Pool, PoolWorker
 from reconciler.lifecycle import restore
-from reconciler.model import buckets
+from reconciler.model import client_limits
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import LOST_LIMIT
 from reconciler.pools import hints, jobs, pools, remote
@@ -344,7 +344,7 @@ def test_a_flood_of_requests_is_refused(
     answer = worker.ask("renew", tokens=[])
     assert (answer.status_code, answer.json()["code"]) == (429, "rate_exceeded")
     assert answer.headers["Retry-After"]
-    monkeypatch.setattr(buckets, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(client_limits, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     rates = Rates()
     # One less, because the sum of so many fractions may be a little more.
     for _ in range(2 * BURST - 1):

@@ -1,4 +1,4 @@
-"""From a deployed machine to a slice host, as typed."""
+"""From a deployed machine to a slice host and back, as typed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import pytest
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host
+from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
-from reconciler.work.kinds.maintenance import firmware_succeeded
+from reconciler.work.handler import open_work
+from reconciler.work.kinds import HANDLERS
+from reconciler.work.kinds.node import firmware_succeeded
+from reconciler.work.settle import queue_next_step
+from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack, bundle, discovery
 from tests.unit.reconciler.cli.conftest import Gpuaas
+
+IDENTITY = {"identity": discovery()["identity"]}
+PROVEN = wipes.proven(discovery())
 
 
 def test_add_and_look(new: Stack, gpuaas: Gpuaas) -> None:
@@ -295,3 +303,33 @@ def test_changed_firmware_is_shown_and_accepted(new: Stack, gpuaas: Gpuaas, tmp_
     assert gpuaas.status == 0, gpuaas.err
     gpuaas("nodes", "firmware", NODE)
     assert gpuaas.status == 0
+
+
+@pytest.mark.covers("HOST-15")
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (1, 1)])
+def test_one_conversion_is_followed_to_slots_on_sale_or_to_its_failure(
+    selling: Stack, gpuaas: Gpuaas, failures: int, status: int
+) -> None:
+    report = {"intent": "slice", "warnings": 0, "checks": [], **PROVEN, "failures": failures}
+    evidence: dict[str, dict[str, Any]] = {
+        TaskKind.NODE_CONVERT: IDENTITY,
+        TaskKind.NODE_BOOTSTRAP: IDENTITY,
+        TaskKind.NODE_BIND_TOPOLOGY: {"bound": []},
+        TaskKind.SLICE_TOPOLOGY_DISCOVER: {"discovery": discovery()},
+        TaskKind.NODE_PARITY: {"parity": report},
+    }
+
+    def act(conn: Any, task: Task) -> dict[str, Any]:
+        work = open_work(conn, selling.settings, task)
+        kind = task.kind
+        return queue_next_step(work, HANDLERS[kind].succeed(work, evidence[kind]))
+
+    run = gpuaas.at(selling).ending(selling, act)
+    run("nodes", "convert", NODE, "baremetal")
+    assert (run.status, " follows" in run.err) == (0, False), run.err
+    run("nodes", "convert", NODE, "slice", "--allow-reboot")
+    assert run.status == status, run.err
+    assert run.err.count(" follows") == 3
+    assert (f"gpuaas nodes parity {NODE}" in run.err) is bool(failures)
+    run("slots", "list", NODE)
+    assert ("available" in run.out) is not bool(failures)

@@ -24,7 +24,7 @@ from starlette.routing import Mount
 
 from reconciler.api import contract
 from reconciler.api.catalog import AnswerCache
-from reconciler.console import guard, operators, pages, runbook
+from reconciler.console import guard, operators, pages
 from reconciler.console.app import OPERATORS, SHARED
 from reconciler.console.pages import HERE, HTMX, SSE
 from reconciler.db import journal, leader
@@ -1043,7 +1043,7 @@ def test_a_recovery_failed_in_the_step_that_did_not_come_to_its_end(
 ) -> None:
     names = ("allocation", "inventory", *recorded)
     case = {"state": "failed", "failed_in": failed_in, "steps": [{"step": name} for name in names]}
-    assert [step.state for step in runbook.steps(case)] == states
+    assert [step.state for step in operators.recovery_steps(case)] == states
 
 
 def test_the_fleet_begins_with_what_is_blocked_and_says_what_waits(

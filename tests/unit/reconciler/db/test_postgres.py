@@ -22,6 +22,7 @@ from reconciler.lifecycle import launch, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, Role
 from reconciler.records import allocations, claims, leasing, nodes, tokens
+from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase, Site
 
 pytestmark = pytest.mark.postgres
@@ -148,3 +149,25 @@ def test_pages_hold_every_row_once(engine: sa.Engine, site: Site) -> None:
                 page = db_rows.Page(2, tuple(json.loads(json.dumps(order.keys(rows[-1])))))
         assert ids == whole
         assert len(set(ids)) == len(ids) >= 5
+
+
+@pytest.mark.covers("CTRL-8", "I3")
+def test_a_relay_misses_nothing_that_commits_late(engine: sa.Engine) -> None:
+    """What is written to the outbox first may be seen last, where transactions overlap."""
+    taken: list[str] = []
+
+    def deliver() -> None:
+        with transaction(engine) as conn:
+            pending = relay.pending_events(conn)
+            relay.mark_published(conn, [event.id for event in pending])
+        taken.extend(event.subject_id for event in pending)
+
+    with transaction(engine) as slow:
+        journal.emit(slow, "slot.available", "slot", "late", payload={})
+        with transaction(engine) as conn:
+            journal.emit(conn, "slot.reserved", "slot", "early", payload={})
+        deliver()
+    deliver()
+    assert taken == ["early", "late"]
+    deliver()
+    assert taken == ["early", "late"], "each once, where nothing fails"

@@ -449,6 +449,5 @@ def test_health_is_recorded(sold: Site) -> None:
 def test_views(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         assert [row["slot_index"] for row in slots.bundles(conn, "n1")] == [0, 1]
-        assert "fence" in slots.bundles(conn, "n1", fences=True)[0]
         assert len(wipes.proofs_of_disk(conn, candidate(sold, 0).identity)) == 1
         assert proofs.of_slot(conn, "nothing") == []

@@ -1,9 +1,10 @@
-"""The API's own sockets."""
+"""The sockets of the API and of the operators' listener, which is on loopback only."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 
 from reconciler.service import listeners
 from reconciler.settings import PROJECT, Settings
-from tests.unit.reconciler.service.service import until
+from tests.bench.fleet.service import free_port
+from tests.unit.reconciler.api.stack import Stack
+from tests.unit.reconciler.service.service import alive, serving, until
 
 
 @pytest.mark.covers("CTRL-1")
@@ -65,3 +68,25 @@ def test_make_run_ends_with_an_address_and_a_login_that_works(tmp_path: Path) ->
         process.kill()
         rest = process.communicate(timeout=60)[0]
     assert [line for line in rest.splitlines() if " gpuaas.api.request " not in line] == []
+
+
+@pytest.mark.covers("CTRL-10")
+def test_the_operators_listener_lives_and_ends_with_the_service(selling: Stack) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    with serving(selling.settings.state_dir, GPUAAS_OPERATOR_LISTEN=listen) as service:
+        pid = service.start()
+        until(service.ready)
+        with httpx.Client(base_url=f"http://{listen}", trust_env=False, timeout=60) as local:
+            whole = local.get("/health").json()
+            assert whole["processes"] == {"api": 1, "worker": 1, "loops": 1}
+            assert local.get("/status/leader").json()["pid"] == pid
+            assert local.get("/metrics").status_code == 200
+        # The same routes want a token where others can ask.
+        for route in ("/health", "/status/leader", "/metrics"):
+            answer = httpx.get(f"{service.url}{route}", trust_env=False, timeout=60)
+            assert answer.status_code == 401
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not alive(pid))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://{listen}/healthz", trust_env=False)
+        assert "Traceback" not in service.log()

@@ -15,7 +15,7 @@ from reconciler.trust import ca, keygen
 from reconciler.trust.certificates import Signature, certify, read_certificate
 from reconciler.trust.enrolment import EnrolmentRequest, answer, read_pin, userdata
 from reconciler.trust.keygen import TrustError
-from tests.unit.reconciler.trust.machine import TOKEN, Api, Host, Reply
+from tests.unit.reconciler.trust.conftest import TOKEN, Api, Host, Reply
 
 pytestmark = pytest.mark.covers("HOST-13")
 

@@ -16,7 +16,7 @@ from reconciler.settings import PROJECT
 from reconciler.trust import ca, preflight
 from reconciler.trust.enrolment import EnrolmentRequest, answer, userdata
 from scripts import standalone
-from tests.unit.reconciler.trust.machine import TOKEN, Api, Host
+from tests.unit.reconciler.trust.conftest import TOKEN, Api, Host
 
 pytestmark = pytest.mark.covers("HOST-1", "HOST-13")
 

@@ -1,13 +1,38 @@
-"""Network of a client, by which the connections and logins of one machine are counted."""
+"""Limits of clients: how often each may do something, and the network by which it is counted."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_LARGEST = 10_000
+
+
+class Buckets:
+    """Token buckets. The time until which what each has done is paid for, at so much a second."""
+
+    def __init__(self) -> None:
+        self._paid: dict[str, float] = {}
+
+    def wait_s(self, name: str, per_s: float, burst: int) -> float:
+        """How long one more would have to wait; zero or less if it need not."""
+        return self._next(name, per_s) - time.monotonic() - burst / per_s
+
+    def count(self, name: str, per_s: float) -> None:
+        """Count one more, whether it had to wait or not."""
+        paid = self._next(name, per_s)
+        if len(self._paid) >= _LARGEST:
+            now = time.monotonic()
+            self._paid = {key: until for key, until in self._paid.items() if until > now}
+        self._paid[name] = paid
+
+    def _next(self, name: str, per_s: float) -> float:
+        return max(time.monotonic(), self._paid.get(name, 0.0)) + 1 / per_s
 
 
 def client_network(address: str) -> str:

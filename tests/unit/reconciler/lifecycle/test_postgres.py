@@ -1,4 +1,4 @@
-"""What goes off sale, is given up, or is doubted, on PostgreSQL: the same as on SQLite."""
+"""Whole machines, drift and recovery on PostgreSQL: the same as on SQLite, and many at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
-from reconciler.db.engine import reading
-from reconciler.lifecycle import invariants
+from reconciler.db.engine import reading, transaction
+from reconciler.lifecycle import invariants, launch
+from reconciler.records import allocations
 from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.db import test_postgres
 from tests.unit.reconciler.lifecycle import test_host as test_nodes
@@ -18,9 +20,56 @@ from tests.unit.reconciler.lifecycle import test_recovery_cases as test_cases
 from tests.unit.reconciler.lifecycle import test_recovery_orphans as test_orphans
 from tests.unit.reconciler.lifecycle import test_slots
 from tests.unit.reconciler.lifecycle import test_slots_write_off as test_writeoff
+from tests.unit.reconciler.lifecycle.test_drift import (
+    TestDue,
+    active,
+    compare,
+    test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot,
+    test_a_guest_that_shuts_itself_down_keeps_its_claim,
+    test_a_task_that_ended_since_makes_a_look_too_old,
+    test_an_old_look_opens_nothing,
+    test_launches_and_comparisons_at_once,
+    test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk_is_proven,
+    test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up,
+)
+from tests.unit.reconciler.whole_machines import Machines, exclusion_holds
 
+__all__ = [
+    "TestDue",
+    "active",
+    "compare",
+    "test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot",
+    "test_a_guest_that_shuts_itself_down_keeps_its_claim",
+    "test_a_task_that_ended_since_makes_a_look_too_old",
+    "test_an_old_look_opens_nothing",
+    "test_launches_and_comparisons_at_once",
+    "test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk_is_proven",
+    "test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up",
+]
 pytestmark = pytest.mark.postgres
 engine, sold = test_postgres.engine, test_postgres.sold
+
+
+@pytest.mark.covers("CTRL-4", "I1", "I2")
+def test_whole_machines_slices_and_conversions_exclude_each_other(
+    engine: sa.Engine, site: Site
+) -> None:
+    exclusion_holds(Machines(site))
+
+
+def test_the_life_of_a_whole_machine(engine: sa.Engine, site: Site) -> None:
+    machines = Machines(site)
+    machines.machine()
+    with transaction(engine) as conn:
+        allocation_id = machines.active(conn)
+        launch.release(conn, allocation_id, machines.act)
+        assert machines.released(conn, allocation_id)
+        assert allocations.get(conn, allocation_id).state == "released"
+        machines.discover(conn, "m1", 1)
+        assert machines.reasons(conn) == {"m1": "reinstall_required"}
+        machines.reinstall(conn)
+        assert machines.reasons(conn) == {"m1": ""}
+
 
 STORIES: dict[str, Callable[[Any], None]] = {
     "discovery": partial(
@@ -40,7 +89,7 @@ STORIES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.covers("CTRL-2", "CTRL-7", "I4", "I12", "I16")
 @pytest.mark.parametrize("story", STORIES)
-def test_the_same(sold: Site, story: str) -> None:
+def test_the_same_of_blocked_slots(sold: Site, story: str) -> None:
     STORIES[story](sold)
 
 
