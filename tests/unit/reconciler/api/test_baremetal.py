@@ -14,7 +14,7 @@ from reconciler.db.schema import Task
 from reconciler.db.schema import nodes as node_table
 from reconciler.lifecycle import baremetal, host, slices
 from reconciler.model.states import NodeMode, TaskKind, TaskState
-from reconciler.records import nodes, queue, tokens
+from reconciler.records import nodes, queue, reports, tokens
 from reconciler.runs import contract
 from reconciler.trust import ca
 from reconciler.work import worker
@@ -214,7 +214,7 @@ def test_a_launch_reads_no_report_of_a_machine_in_use(
     def read(*_: Any) -> None:
         raise AssertionError("a report of a machine that is claimed")
 
-    monkeypatch.setattr(baremetal.reports, "latest_discovery", read)
+    monkeypatch.setattr(reports, "latest_discovery", read)
     headers = {"Idempotency-Key": "another"}
     answer = metal.client("member").post(PATH, json=BODY, headers=headers)
     assert (answer.status_code, answer.json()["code"]) == (409, "no_capacity"), answer.text
