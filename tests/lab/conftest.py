@@ -23,9 +23,9 @@ ENDING = pytest.StashKey[contextlib.ExitStack]()
 # file left.
 STORY = (
     "test_main_path",
+    "test_roles",
     "test_two_slices",
     "test_upkeep",
-    "test_roles",
     "test_power_cut",
     "test_entry_points",
     "test_way_back",
@@ -36,7 +36,7 @@ STORY = (
 ALONE = ("test_worked_slice", "test_several_gpus")
 
 # Tests of make test-long, which also plays the rest of the story. `make test` plays one short
-# scenario of test_roles.py, another on each day, before test_way_back.py ends the slice host.
+# scenario of test_roles.py, another on each day.
 LONG = frozenset(
     {
         *ALONE,
@@ -47,9 +47,6 @@ LONG = frozenset(
         "test_way_forth",
     }
 )
-# Estimated time of what `make test` plays after that scenario on an emulated host. Where less is
-# left, the scenario is skipped.
-AFTER_ROLES_S = 20 * 60
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -111,7 +108,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the chapters of the story for which a slow machine has no time."""
     end = float(os.environ.get("SLICE_TEST_LAB_ENDS", "inf"))
     if item.path.stem == "test_roles":
-        end -= AFTER_ROLES_S
+        # The tests after the scenario of the day tell more, and are to begin, too.
+        end -= scenarios.DAILY_S
     if _is_ours(item) and time.time() > end:
         pytest.skip("not begun: the time for it, by SLICE_TEST_LAB_ENDS, is over")
 

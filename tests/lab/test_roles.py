@@ -1,6 +1,6 @@
 """Molecule scenarios on the slice host: idempotence, drift, repair, and no leftovers.
 
-Plays on the host that test_upkeep.py left: two slots, bound and available. No scenario touches a
+Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches a
 slot's devices. A scenario that needs a device or a disk takes an unapproved candidate.
 """
 

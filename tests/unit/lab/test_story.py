@@ -27,16 +27,15 @@ def items(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             name=names.get(stem, "test"),
             add_marker=lambda mark, stem=stem: marks.setdefault(stem, []).append(mark.name),
         )
-        for stem in sorted((conftest.ALONE, *conftest.STORY))
+        for stem in sorted((*conftest.ALONE, *conftest.STORY))
     ]
     conftest.pytest_collection_modifyitems(collected)
     return [item for item in collected if "long" not in marks[item.path.stem]]
 
 
-def test_the_scenario_of_the_day_delays_only_the_end_of_slice_mode(items: list[Any]) -> None:
-    """It needs a slice host, so it cannot come after that."""
+def test_the_scenario_of_the_day_plays_on_the_host_of_the_main_path(items: list[Any]) -> None:
     stems = [item.path.stem.removeprefix("test_") for item in items]
-    assert stems == ["main_path", "upkeep", "roles", "way_back", "whole_machine"]
+    assert stems == ["main_path", "roles", "upkeep", "way_back", "whole_machine"]
 
 
 def test_a_slow_machine_leaves_the_scenario_of_the_day_out_first(
@@ -46,9 +45,9 @@ def test_a_slow_machine_leaves_the_scenario_of_the_day_out_first(
         monkeypatch.setenv("SLICE_TEST_LAB_ENDS", str(time.time() + seconds_left))
         return [item.path.stem for item in items if not _skipped(item)]
 
-    everything = begun(2 * conftest.AFTER_ROLES_S)
+    everything = begun(2 * scenarios.DAILY_S)
     assert "test_roles" in everything and len(everything) == len(items)
-    assert begun(conftest.AFTER_ROLES_S / 2) == [e for e in everything if e != "test_roles"]
+    assert begun(scenarios.DAILY_S / 2) == [e for e in everything if e != "test_roles"]
     assert begun(-1) == []
 
 
