@@ -93,7 +93,8 @@ class Settings(BaseSettings):
     """Tasks that a process runs at the same time. Of three or more, one project, or work on hosts,
     has all but one at most."""
     task_lease_s: int = Field(30, ge=5)
-    """Seconds after which the task of a silent worker is taken over."""
+    """Seconds after which the task of a silent worker is taken over. A site with AWX or UFM needs
+    25: either may take 20 s to answer before a run begins."""
     poll_s: float = Field(0.5, gt=0)
     """Seconds between two checks of the queue and of runs."""
     leader_lease_s: float = Field(10.0, ge=1)

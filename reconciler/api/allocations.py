@@ -405,7 +405,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         return MemberAllocation.of_allocation(allocation, context.settings)
 
     reason = "launched by its project"
-    for _ in range(placement.TRIES):
+    for tries_left in reversed(range(placement.TRIES)):
         try:
             # The project's limits bound what is left.
             return context.write(
@@ -415,9 +415,10 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             # The reasons are those of every slot of the site, so a caller gets them one at a time.
             cache: AnswerCache = context.request.app.state.availability
             with cache.turn(context.caller.owner) as free:
-                if not free:
+                if not (free or tries_left):
                     raise
-                refusal = context.read(partial(placement.refusal, want=no_room.want))
+                read = partial(placement.refusal, want=no_room.want)
+                refusal = context.read(read) if free else None
         except Problem as problem:
             raise _redact(problem, context.caller.role) from None
         if refusal is not None:

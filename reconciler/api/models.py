@@ -29,10 +29,12 @@ Record = dict[str, Any]
 # log or a list would show other words than were written.
 _NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]*$"
 
-# An identifier in a path. The pattern excludes anything that could be read as a file path.
-Id = Annotated[str, Path(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
+# Of an identifier. It excludes anything that could be read as a file path.
+ID_LENGTH, ID_PATTERN = 128, r"^[A-Za-z0-9][A-Za-z0-9._:-]*$"
+# An identifier in a path.
+Id = Annotated[str, Path(max_length=ID_LENGTH, pattern=ID_PATTERN)]
 # The same pattern in a query: an impossible identifier is an error, not an empty list.
-Filter = Annotated[str | None, Query(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
+Filter = Annotated[str | None, Query(max_length=ID_LENGTH, pattern=ID_PATTERN)]
 
 # Types with a name are components of the OpenAPI document, so each is written there once.
 Text = TypeAliasType(
@@ -159,7 +161,9 @@ class Body(BaseModel):
     @classmethod
     def _has_few_fields(cls, values: Any) -> Any:
         if isinstance(values, dict) and len(values) > len(cls.model_fields) + _NAMED_FIELDS:
-            raise ValueError(f"{len(values)} fields, of which most are unknown")
+            raise ValueError(
+                f"{len(values)} fields, of which at most {len(cls.model_fields)} are known"
+            )
         return values
 
 

@@ -69,11 +69,12 @@ async def project(visit: Visit) -> Response:
 
 async def jobs(visit: Visit) -> Response:
     """Queue, models, pools, newest jobs and dead letters of a project's inference jobs."""
-    own = f"/projects/{visit.named('project')}"
+    project = visit.named("project")
+    own = f"/projects/{project}"
     path = f"{own}/jobs"
     return visit.page(
         "jobs.html",
-        project=visit.named("project"),
+        project=project,
         charts=[charts.of_queue(await visit.get(f"{path}/depth"))],
         models=(await visit.get(f"{path}/models"))["models"],
         pools=(await visit.get(f"{own}/pools", live=True, limit=100))["items"],
@@ -186,11 +187,12 @@ def _path(visit: Visit) -> str:
 
 async def ssh(visit: Visit) -> Response:
     """Keys that open the project's machines through the gateway, and sessions through it."""
-    path = f"/projects/{visit.named('project')}"
+    project = visit.named("project")
+    path = f"/projects/{project}"
     older = visit.query("cursor", "sessions")
     return visit.page(
         "ssh.html",
-        project=visit.request.path_params["project"],
+        project=project,
         keys=await visit.get(f"{path}/ssh-keys", limit=50, cursor=older["cursor"]),
         sessions=await visit.get(f"{path}/ssh-sessions", limit=50, cursor=older["sessions"]),
         recording=await visit.get(f"{path}/terminal-recording"),

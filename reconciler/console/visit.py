@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reconciler.api.app import PREFIX
 from reconciler.api.http import CORRELATION_HEADER, correlation_id
+from reconciler.api.models import ID_LENGTH, ID_PATTERN
 from reconciler.api.security import SECRET, SESSION, Caller
 from reconciler.console.forms import Form
 from reconciler.console.pages import render
@@ -31,8 +32,6 @@ from reconciler.model.states import Role
 Document = dict[str, Any]
 # First parts of the operators' routes, which have no prefix.
 _BARE = ("health", "pools", "control", "status")
-# As the API has it.
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 # Browsers leave these characters of a form's fields as they are.
 _PAGE = re.compile(r"/console/(?!.*\.\.)[A-Za-z0-9._:/?=&%+*~-]*")
 
@@ -73,7 +72,7 @@ class Visit:
         to another route of the API.
         """
         part = str(self.request.path_params[name])
-        if not _ID.fullmatch(part):
+        if len(part) > ID_LENGTH or not re.fullmatch(ID_PATTERN, part):
             raise HTTPException(404)
         return part
 

@@ -32,6 +32,7 @@ _CHECKS: dict[str, Callable[[Settings], Iterable[Finding]]] = {
     "awx": services.awx,
     "netbox": inventory.netbox,
     "maas": inventory.maas,
+    "ufm": services.ufm,
     "redis": services.redis,
     "database": services.database,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import asyncssh
@@ -103,6 +104,7 @@ def awx(settings: Settings) -> Iterator[Finding]:
             templates = request.list_templates(client, access)
             setting = request.jinja_setting(client)
             for playbook in contract.PLAYBOOKS:
+                client.begin()
                 try:
                     template = request.find_template(templates, access, playbook)
                     request.check_project(client, access, template)
@@ -147,13 +149,11 @@ def redis(settings: Settings) -> Iterator[Finding]:
 
 
 def fabric(settings: Settings, conn: Connection) -> Iterator[Finding]:
-    """The fabric of each profile that a node has: its subnet, and UFM if it has partitions."""
-    of_profile: dict[str, list[str]] = {}
-    for node in nodes.every(conn):
-        if node.profile and node.state != NodeState.RETIRED:
-            of_profile.setdefault(node.profile, []).append(node.id)
+    """The fabric of each profile that a node has: its subnet, and the settings of partitions."""
+    live = (node for node in nodes.every(conn) if node.state != NodeState.RETIRED)
+    users = Counter(node.profile for node in live if node.profile)
     partitioned = False
-    for name, node_ids in sorted(of_profile.items()):
+    for name, count in sorted(users.items()):
         try:
             profile = hardware_profile(settings.profiles_dir, name)
         except Problem:
@@ -161,17 +161,27 @@ def fabric(settings: Settings, conn: Connection) -> Iterator[Finding]:
         needed = "fabric_route" not in profile.get("not_applicable", ())
         if needed and not profile["fabric"].get("route"):
             yield warn(
-                f"no fabric.route in {name}.yml, the profile of {len(node_ids)} nodes",
+                f"no fabric.route in {name}.yml, in use by nodes: {count}",
                 expected="the subnet of the fabric, without which parity fails (fabric_route)",
                 remedy=f"set it in {settings.profiles_dir / name}.yml",
             )
         partitioned |= isolation(profile) is Isolation.PARTITION
     if partitioned:
         try:
-            with Ufm(ufm_access(settings)) as ufm:
-                yield ok(f"{settings.ufm_url}: {len(ufm.partitions())} partitions")
-        except RunError as refusal:
-            yield refused(refusal, f"{refusal.code}: {refusal.found}")
+            ufm_access(settings)
+        except RunError as missing:
+            yield refused(missing, f"{missing.code}: {missing.found}")
+
+
+def ufm(settings: Settings) -> Iterator[Finding]:
+    """The site's UFM answers."""
+    if not settings.ufm_url:
+        return
+    try:
+        with Ufm(ufm_access(settings)) as manager:
+            yield ok(f"{settings.ufm_url}: {len(manager.partitions())} partitions")
+    except RunError as refusal:
+        yield refused(refusal, f"{refusal.code}: {refusal.found}")
 
 
 def database(settings: Settings) -> Iterator[Finding]:

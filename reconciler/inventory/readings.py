@@ -12,10 +12,12 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from reconciler.db import clock, journal
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
+from reconciler.db.leader import Deposed
 from reconciler.db.schema import outbox
 from reconciler.inventory.compare import Finding, shown
 from reconciler.model.act import Act
@@ -137,19 +139,24 @@ class Readings:
         """Record what ends the comparison as its error, after which the next one waits.
 
         An answer may lead to any exception of ours. Without a record the loop would begin anew at
-        once, for ever, and people would see the comparison before it.
+        once, for ever, and people would see the comparison before it. A term that is lost, and a
+        database that is away, end the pass instead.
         """
         try:
             yield
+        except (Deposed, InterfaceError, OperationalError):
+            raise
         except Refusal as refusal:
             log.warning("%s: %s", self.title, refusal)
             document.error = {part: shown(text) for part, text in refusal.to_dict().items()}
         except Exception as failure:
             log.exception("the comparison with %s failed", self.title)
+            # The text of SQLAlchemy quotes the statement with its values.
+            cause = failure.orig if isinstance(failure, DBAPIError) else failure
             document.error = {
-                "code": f"{self.name}_failed",
+                "code": f"{self.name}_comparison_failed",
                 "expected": f"a comparison with {self.title} without an error of this service",
-                "found": shown(f"{type(failure).__name__}: {failure}"),
+                "found": shown(f"{type(cause).__name__}: {cause}"),
                 "remedy": f"look in {self.title} at what changed last, and in the log of the"
                 f" service at {log.name}",
             }

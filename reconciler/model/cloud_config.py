@@ -18,7 +18,6 @@ HEADER = "#cloud-config"
 LIMIT_BYTES = 16 * 1024
 # Ansible's recursion over variables ends at about 70 lists in each other.
 DEEPEST = 32
-_TOO_DEEP = f"more than {DEEPEST} lists in each other"
 # Ansible takes a mapping with such a key for a value of its own, and fails on it.
 _ANSIBLES_OWN = "__ansible"
 # Errors of a reading of YAML, also those of PyYAML about a value with a tag of another form.
@@ -34,6 +33,14 @@ KEYS = (
 )  # fmt: skip
 
 
+class _NotCarried(ValueError):
+    """A form that does not reach the guest as it is. Its text quotes nothing of the document."""
+
+    @classmethod
+    def too_deep(cls) -> _NotCarried:
+        return cls(f"more than {DEEPEST} lists in each other")
+
+
 class _Loader(yaml.SafeLoader):
     """cloud-init's own reading of YAML, without aliases. The deeper a text, the longer the reading
     of each character takes, so it ends at the first node that is too deep.
@@ -43,9 +50,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias (*name), which can hide any size")
+            raise _NotCarried("an alias (*name), which can hide any size")
         if self._depth > DEEPEST:
-            raise yaml.YAMLError(_TOO_DEEP)
+            raise _NotCarried.too_deep()
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -74,6 +81,8 @@ def parse(text: str) -> dict[str, Any]:
         # Dates, binary data, NaN and lone surrogates are YAML, and no JSON.
         json.dumps(document, allow_nan=False).encode()
         _require_carried(document, DEEPEST)
+    except _NotCarried as form:
+        raise _invalid("YAML of texts, numbers, lists and mappings", str(form)) from None
     except YAML_ERRORS as problem:
         mark = getattr(problem, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else type(problem).__name__
@@ -97,13 +106,13 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def _require_carried(value: Any, deeper: int) -> None:
-    """ValueError or TypeError for a value that does not reach the guest as it is."""
+    """`_NotCarried`, or UnicodeEncodeError for a lone surrogate."""
     if isinstance(value, dict | list | tuple) and not deeper:
-        raise ValueError(_TOO_DEEP)
+        raise _NotCarried.too_deep()
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str) or key.startswith(_ANSIBLES_OWN):
-                raise TypeError("a key that is no text, or Ansible's own")
+                raise _NotCarried("a key that is no text, or Ansible's own")
             _require_carried(key, deeper)
             _require_carried(item, deeper - 1)
     # Of YAML's pairs a tuple is made, and of that a list again.
@@ -112,7 +121,7 @@ def _require_carried(value: Any, deeper: int) -> None:
             _require_carried(item, deeper - 1)
     # A lone surrogate does not encode, and PostgreSQL's documents hold no NUL.
     elif isinstance(value, str) and b"\0" in value.encode():
-        raise ValueError("NUL")
+        raise _NotCarried("a text with NUL")
 
 
 def _invalid(expected: str, found: str) -> Problem:

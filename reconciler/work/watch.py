@@ -35,7 +35,7 @@ LONGEST_S = 120.0
 # answer starts the runs of its tasks, so a hostile host would keep this machine busy with them.
 FORGET_S = 600.0
 # Parallel probes, because a probe of a silent host takes long to time out. A pass waits so long for
-# them, and a host that hangs delays none of the others.
+# them, and hosts that hang delay others only if they take all these places.
 _AT_ONCE, _WAIT_S = 8, 1.0
 
 
@@ -60,7 +60,7 @@ class Watch:
         # Per node: time of the next probe, and the pause after it.
         self._plan: dict[str, tuple[float, float]] = {}
         # Probes that have not ended, by node.
-        self._probes: dict[str, Future[bool]] = {}
+        self._probes: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe")
         # Per node that answered lately: how often, and the last time.
         self._answered: dict[str, tuple[int, float]] = {}
@@ -89,21 +89,27 @@ class Watch:
         if turn := [silent[node_id] for node_id in sorted(due - self._probes.keys())]:
             access = self._access()
             for node in turn:
-                self._probes[node.id] = self._pool.submit(self._probe, access, node)
-        ended = wait(self._probes.values(), _WAIT_S).done
-        node_ids = [node_id for node_id, probe in self._probes.items() if probe in ended]
-        return [node_id for node_id in node_ids if self._probes.pop(node_id).result()]
+                place = NodeAccess(node.id, node.address, node.port, node.ssh_user)
+                self._probes[node.id] = self._pool.submit(ssh.probe, access, place)
+        wait(self._probes.values(), _WAIT_S)
+        ended = [node_id for node_id, probe in self._probes.items() if probe.done()]
+        # Of a host that is no longer silent, nothing is to be recorded.
+        reasons = {node_id: _reason(self._probes.pop(node_id)) for node_id in ended}
+        return [
+            node_id
+            for node_id, reason in reasons.items()
+            if node_id in silent and self._answers(silent[node_id], reason)
+        ]
 
     def _first(self, node_id: str, now: float) -> tuple[float, float]:
         times, _ = self._answered.get(node_id, (0, 0.0))
         pause = min(FIRST_S * 2 ** min(times, 10), LONGEST_S)
         return now + pause, pause
 
-    def _probe(self, access: SshAccess, node: Node) -> bool:
-        reason = ssh.probe(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
+    def _answers(self, node: Node, reason: str) -> bool:
+        """Record the end of a probe. reason: why the host did not answer, "" if it did."""
         if reason:
-            _, pause = self._plan.get(node.id, (0.0, FIRST_S))
-            pause = min(pause * 2, LONGEST_S)
+            pause = min(self._plan[node.id][1] * 2, LONGEST_S)
             self._plan[node.id] = (self._clock() + pause, pause)
             log.info("node %s is still silent: %s", node.id, reason)
             return False
@@ -111,7 +117,7 @@ class Watch:
         times, _ = self._answered.get(node.id, (0, 0.0))
         self._answered[node.id] = (times + 1, self._clock())
         # It may be lost again before the next look.
-        self._plan.pop(node.id, None)
+        del self._plan[node.id]
         log.info("node %s answers again", node.id)
         return True
 
@@ -119,3 +125,9 @@ class Watch:
         if host.record_answer(conn, node.id, ACT) and self._drift and node.mode == NodeMode.SLICE:
             # It may have been restarted. Until that is seen, a launch there would fail.
             drift.queue_comparison(conn, node.id, ACT)
+
+
+def _reason(probe: Future[str]) -> str:
+    """Why a host did not answer; "" if it did."""
+    failure = probe.exception()
+    return f"{type(failure).__name__}: {failure}" if failure else probe.result()

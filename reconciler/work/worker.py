@@ -235,7 +235,7 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
             spec = prepare(engine, settings, handler, task, run_id)
             handler.arrange(engine, settings, task)
             # That may have taken most of a lease, and the launch needs one of its own.
-            retrying(engine, partial(_beat, settings=settings, task=task))
+            _require_wanted(retrying(engine, partial(_beat, settings=settings, task=task)))
             launch(_site(engine, settings, spec.deadline_s), spec)
         except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
             # A launcher can fail after its child began. The run then reports its own outcome.
@@ -272,10 +272,7 @@ def prepare(
     """Resolve all variables and record that the run is about to start."""
     with transaction(engine) as conn:
         work = open_work(conn, settings, task)
-        if queue.get(conn, task.id).cancel_requested:
-            raise canceled(
-                "a task that is still wanted", "its cancellation, asked for before its run began"
-            )
+        _require_wanted(queue.get(conn, task.id))
         # Start no run on a host without a valid certificate. Its result could not be trusted, so
         # the effect would be unknown.
         certificates.require_valid(conn, task.node_id)
@@ -321,6 +318,13 @@ def prepare(
         deadline_s=deadline_s,
         correlation_id=correlation,
     )
+
+
+def _require_wanted(task: Task) -> None:
+    if task.cancel_requested:
+        raise canceled(
+            "a task that is still wanted", "its cancellation, asked for before its run began"
+        )
 
 
 def _beat(conn: Connection, settings: Settings, task: Task) -> Task:

@@ -108,8 +108,11 @@ def test_a_part_of_bootstrap_is_played_by_its_tag() -> None:
 
 
 @pytest.mark.parametrize("run", [{}, {"slice_run": {"node_id": "node-1"}}], ids=["hand", "run"])
-def test_a_slice_that_is_left_fails_the_playbook_by_hand_only(run: dict[str, object]) -> None:
-    """This machine has no libvirt, and what cannot be read counts as left."""
+def test_a_slice_that_is_left_fails_the_playbook_by_hand_only(
+    run: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without libvirt's programs its machines cannot be read, which counts as left."""
+    monkeypatch.setenv("PATH", str(tmp_path))
     slot = {"slot_id": "slot-0", "nvme_device": "/dev/none", "gpu_pci_address": "0000:ff:1f.7"}
     slot |= {"management_mac": "52:54:00:00:00:01", "private_ip": "10.100.0.10"}
     variables = {

@@ -53,7 +53,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def render(folder: Path, *words: str) -> dict[str, Any]:
-    names = ["slice_profile", *yaml.safe_load(SLICE.read_text())]
+    names = ["slice_profile", "ansible_become", *yaml.safe_load(SLICE.read_text())]
     pairs = ", ".join(f"'{name}': {name}" for name in names)
     task = {
         "ansible.builtin.copy": {
@@ -86,6 +86,8 @@ def test_its_variables_are_those_of_the_run_contract(
 
 def test_it_makes_the_machine_that_the_reconciler_would_make(rendered: dict[str, Any]) -> None:
     assert rendered["slice_profile"]["fabric"]["interface"] == "ibp65s0"
+    # Its commands need root and have no `-b`.
+    assert rendered["ansible_become"] is True
     assert rendered["slice_vm"] == machine_shape(rendered["slice_profile"], 1)
     mac = rendered["slice_slots"][0]["management_mac"]
     seed = seed_documents(rendered["slice_allocation"], mac, without_nvlink=True)

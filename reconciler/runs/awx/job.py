@@ -67,7 +67,7 @@ class Pace:
     forsaken: float = 86_400.0
 
 
-class _Client(Client):
+class _Following(Client):
     """Requests with a deadline each, because a job may last for hours."""
 
     DEADLINE_S = 30.0
@@ -95,7 +95,7 @@ def play(
     record = JobRecord.load(paths)
     if record is None:
         raise FileNotFoundError(paths.root / "awx.json")
-    with _Client(AwxAccess.of(manifest["awx"])) as client:
+    with _Following(AwxAccess.of(manifest["awx"])) as client:
         job = Job(paths, client, record, manifest, stop_requested, pace or Pace())
         try:
             job.start()
@@ -459,8 +459,10 @@ class Feed:
     def _record(self, event: dict[str, Any]) -> None:
         self.recorder(event)
         if text := _plain(str(event.get("stdout") or "")):
-            line = scrub(text.strip().rpartition("\n")[2])[:_LONGEST_REASON]
-            self.last_line = line or self.last_line
+            line = scrub(text.strip().rpartition("\n")[2].strip())[:_LONGEST_REASON]
+            # The result document, which ansible.cfg has printed, is no reason of a failure.
+            if line and not line.startswith("RUN: "):
+                self.last_line = line
             with self._output.open("a", encoding="utf-8", errors="replace") as handle:
                 handle.write(f"{text}\n")
 

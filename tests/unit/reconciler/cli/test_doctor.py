@@ -364,7 +364,7 @@ def test_a_fabric_that_lacks_its_subnet_or_its_manager_is_named(
             return [(row.status, row.found) for row in rows if row.status != "ok"]
 
     route, manager = use("xe9680l-h200")
-    assert route == ("warn", "no fabric.route in xe9680l-h200.yml, the profile of 1 nodes")
+    assert route == ("warn", "no fabric.route in xe9680l-h200.yml, in use by nodes: 1")
     assert manager == ("fail", "ufm_missing: no UFM in the settings")
     assert doctor()["fabric"]["remedy"].startswith("set both; where one tenant owns the fabric")
     assert use("lab") == []

@@ -109,7 +109,7 @@ def test_an_error_of_ours_has_a_name_and_is_not_repeated_at_once(
         assert turn(automatic=True)[0] > 0
         assert turn(automatic=True) == (0, 0)
     error = turn.latest()["error"]
-    assert error["code"] == "netbox_failed"
+    assert error["code"] == "netbox_comparison_failed"
     assert error["found"] == "ZeroDivisionError: an answer that no code foresaw\ufffd"
     turn.age(readings.RETRY_S + 1)
     assert turn(automatic=True) == (4, 1)

@@ -460,4 +460,4 @@ def test_text_that_a_database_cannot_store_keeps_no_machine_from_its_lock(maas: 
     maas.begin()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maas_sync, "compare", lambda *_: 1 / 0)
-        assert (maas.compare().error or {})["code"] == "maas_failed"
+        assert (maas.compare().error or {})["code"] == "maas_comparison_failed"

@@ -24,7 +24,7 @@ from reconciler.runs.collect import Outcome
 from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
-from reconciler.work import worker
+from reconciler.work import watch, worker
 from reconciler.work.watch import FIRST_S, FORGET_S, Watch
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.service import until
@@ -187,21 +187,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The answers to come, and none after them; each question takes one."""
     script: list[str] = []
     monkeypatch.setattr(ssh, "probe", lambda _access, _node: script.pop(0))
+    monkeypatch.setattr(watch, "_WAIT_S", 60.0)
     return script
 
 
 def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) -> None:
     now = [0.0]
     nothing = Path("unused")
-    watch = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
-    assert watch.look() == []
+    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    assert hosts.look() == []
     with transaction(sold.engine) as conn:
         host.record_silence(conn, "n1", ADMIN.because("no route"))
     for at, answer in ((0, None), (FIRST_S, "refused"), (FIRST_S * 2, None), (FIRST_S * 3, "")):
         now[0] = at
         if answer is not None:
             asked.append(answer)
-        silent = watch.look()
+        silent = hosts.look()
         assert asked == [], f"at {at} s the host was not asked"
     assert silent == ["n1"]
     assert state(sold) == "ready"
@@ -211,7 +212,7 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) 
         # It may have been restarted, which a comparison sees.
         (looked,) = queue.open_of_node(conn, "n1")
         assert looked.kind == TaskKind.SLICE_DRIFT_RECONCILE
-    assert watch.look() == []
+    assert hosts.look() == []
 
 
 def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
@@ -220,14 +221,14 @@ def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
     """It answers each question and refuses each run, of which every one costs seconds."""
     now = [0.0]
     nothing = Path("unused")
-    watch = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
 
     def until_answered() -> float:
         with transaction(sold.engine) as conn:
             host.record_silence(conn, "n1", ADMIN.because("no route"))
         lost = now[0]
         asked.append("")
-        while not watch.look():
+        while not hosts.look():
             now[0] += 1
         return now[0] - lost
 
@@ -241,27 +242,45 @@ def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(
     sold: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sold.node("n2", (0,), 1)
-    go, ended, now = threading.Event(), list[str](), [0.0]
+    go, probed, now = threading.Event(), list[str](), [0.0]
 
     def probe(_access: SshAccess, node: NodeAccess) -> str:
+        probed.append(node.node_id)
         if node.node_id == "n1":
-            go.wait(10)
-            ended.append("n1")
+            assert go.wait(60)
         return ""
 
     monkeypatch.setattr(ssh, "probe", probe)
+    monkeypatch.setattr(watch, "_WAIT_S", 0.1)
     nothing = Path("unused")
-    watch = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
     for node_id in ("n1", "n2"):
         with transaction(sold.engine) as conn:
             host.record_silence(conn, node_id, ADMIN.because("no route"))
-    assert watch.look() == []
+    assert hosts.look() == []
     now[0] = FIRST_S
-    assert watch.look() == ["n2"] and not ended
-    assert watch.look() == [] and not ended, "it is asked once"
+    until(lambda: hosts.look() == ["n2"])
+    assert hosts.look() == []
     go.set()
-    until(lambda: ended)
-    assert watch.look() == ["n1"]
+    until(lambda: hosts.look() == ["n1"])
+    assert sorted(probed) == ["n1", "n2"], "each is asked once"
+
+
+def test_a_probe_that_fails_counts_as_silence(sold: Site, asked: list[str]) -> None:
+    """For example on a machine without room for a process; the host is asked later."""
+    now = [0.0]
+    nothing = Path("unused")
+    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    with transaction(sold.engine) as conn:
+        host.record_silence(conn, "n1", ADMIN.because("no route"))
+    assert hosts.look() == []
+    now[0] = FIRST_S
+    # The script is empty, so the question raises.
+    assert hosts.look() == []
+    asked.append("")
+    assert hosts.look() == [] and asked, "it has its pause"
+    now[0] = 3 * FIRST_S
+    assert hosts.look() == ["n1"]
 
 
 def test_each_task_says_what_it_waits_for(sold: Site) -> None:

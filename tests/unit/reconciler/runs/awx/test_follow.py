@@ -230,6 +230,7 @@ MESSAGES = [
     {"event": "verbose", "counter": 1, "stdout": "Identity added: /runner/artifacts/1/ssh_key"},
     {"event": "verbose", "counter": 2, "stdout": "Error: initializing source: no such image"},
 ]
+DOCUMENT = {"event": "verbose", "counter": 3, "stdout": "CUSTOM STATS: ***\n\tRUN: { 'ok': false }"}
 TRACEBACK = "Traceback (most recent call last):\n  File …\nConnectionRefusedError: [Errno 111]\n"
 
 
@@ -241,6 +242,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File …\nConnectionRefusedEr
             "awx_error: ConnectionRefusedError: [Errno 111]",
         ),
         ({"ends": "failed", "events": MESSAGES}, "awx_failed: Error: initializing source: no such"),
+        ({"ends": "failed", "events": [*MESSAGES, DOCUMENT]}, "awx_failed: Error: initializing"),
     ],
 )
 def test_what_awx_could_not_begin_was_not_begun(
