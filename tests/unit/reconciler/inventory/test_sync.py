@@ -889,7 +889,8 @@ def test_a_process_that_leads_no_more_stops_writing(
         raise Deposed("not_leader", expected="", found="", remedy="")
 
     monkeypatch.setattr(leader, "require_of", deposed)
-    assert (netbox(apply=True).error or {})["code"] == "not_leader"
+    with pytest.raises(Deposed):
+        netbox(apply=True)
     assert "PATCH" not in methods(netbox)
 
 
