@@ -170,7 +170,11 @@ def fabric(settings: Settings, conn: Connection) -> Iterator[Finding]:
         try:
             ufm_access(settings)
         except RunError as missing:
-            yield refused(missing, f"{missing.code}: {missing.found}")
+            yield warn(
+                f"{missing.code}: {missing.found}",
+                expected=missing.expected,
+                remedy=missing.remedy,
+            )
 
 
 def ufm(settings: Settings) -> Iterator[Finding]:
