@@ -342,8 +342,9 @@ class Handler(BaseHTTPRequestHandler):
             if path.startswith("/standin/"):
                 status, answer = self._standin(path, body)
             else:
-                time.sleep(self.server.awx.faults.drip_s)
-                status, answer = self._answer(path, body)
+                awx = self.server.awx
+                time.sleep(awx.faults.drip_s)
+                status, answer = self._answer(awx, path, body)
         except Cut:
             self.close_connection = True
             return
@@ -377,9 +378,11 @@ class Handler(BaseHTTPRequestHandler):
                 "jobs": awx.jobs,
             }
 
-    def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        awx, asked = self.server.awx, f"{self.command} {path.removeprefix(API)}"
+    def _answer(self, awx: Awx, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        asked = f"{self.command} {path.removeprefix(API)}"
         with self.server.lock:
+            if self.server.awx is not awx:
+                raise Cut  # The test that asked is over.
             awx.requests.append(asked)
             if self.headers.get("Authorization") != f"Bearer {awx.faults.token}":
                 return 401, _UNAUTHORIZED
