@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -103,11 +104,12 @@ def awx(settings: Settings) -> Iterator[Finding]:
         with Client(access) as client:
             templates = request.list_templates(client, access)
             setting = request.jinja_setting(client)
+            # All templates may have the same project.
+            read = functools.cache(client.get)
             for playbook in contract.PLAYBOOKS:
-                client.begin()
                 try:
                     template = request.find_template(templates, access, playbook)
-                    request.check_project(client, access, template)
+                    request.check_project(read, access, template)
                 except RunError as refusal:
                     if not refusal.code.startswith(("awx_template_", "awx_project_")):
                         raise

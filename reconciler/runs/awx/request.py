@@ -11,7 +11,7 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -172,7 +172,7 @@ def prepare(access: AwxAccess, spec: RunSpec, paths: RunPaths) -> dict[str, Any]
     request = body(spec)
     with Client(access) as client, readable(client):
         template = find_template(list_templates(client, access), access, spec.playbook)
-        check_project(client, access, template)
+        check_project(client.get, access, template)
         _check_jinja(client, request["extra_vars"])
         _check_host(client, template["inventory"], spec.node.node_id)
         newest = results(client.get("/jobs/", order_by="-id", page_size=1))
@@ -228,9 +228,11 @@ def find_template(
     return template
 
 
-def check_project(client: Client, access: AwxAccess, template: dict[str, Any]) -> None:
+def check_project(
+    read: Callable[[str], dict[str, Any]], access: AwxAccess, template: dict[str, Any]
+) -> None:
     """RunError when the template's project has another repository than in our settings. Behind the
-    same number and name, somebody may have changed it.
+    same number and name, somebody may have changed it. read: asks AWX for the object at a path.
     """
     expected = {"scm_url": access.project_url, "scm_branch": access.project_branch}
     expected = {name: value for name, value in expected.items() if value}
@@ -238,7 +240,7 @@ def check_project(client: Client, access: AwxAccess, template: dict[str, Any]) -
         return
     # It can fetch any other reference, such as a proposal, under the name of the branch.
     expected["scm_refspec"] = ""
-    project = client.get(f"/projects/{template['project']}/")
+    project = read(f"/projects/{template['project']}/")
     actual = {name: project.get(name) for name in expected}
     if actual != expected:
         text = f"project {project.get('name')} with {_listed(expected)}"

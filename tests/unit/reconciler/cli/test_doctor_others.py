@@ -116,6 +116,22 @@ def test_awx(
 
 
 @pytest.mark.usefixtures("site")
+def test_the_project_of_all_templates_is_read_once(
+    gpuaas: Gpuaas, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller.begin(privileged=True)
+    monkeypatch.setenv("GPUAAS_LAUNCHER", "awx")
+    monkeypatch.setenv("GPUAAS_AWX_URL", controller.url)
+    monkeypatch.setenv("GPUAAS_AWX_TOKEN_FILE", str(controller.token_file))
+    monkeypatch.setenv("GPUAAS_AWX_CA_FILE", str(controller.ca_file))
+    monkeypatch.setenv("GPUAAS_AWX_PROJECT_URL", "https://git.example/other")
+    ((status, text),) = findings(gpuaas, "awx")
+    assert status == "fail" and "19 others: scm_url" in text, text
+    reads = [each for each in controller.record()["requests"] if "/projects/" in each]
+    assert len(reads) == 1, reads
+
+
+@pytest.mark.usefixtures("site")
 def test_an_awx_that_nobody_vouches_for(
     gpuaas: Gpuaas, controller: Controller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
