@@ -218,14 +218,16 @@ def world(
     loop.call_soon_threadsafe(acceptor.close)
     world.on_loop(gateway.stop())
     world.on_loop(_ended())
+    # A query still under way would return its connection to an engine that is gone.
+    gateway._judges.shutdown()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
 
 
 async def _ended() -> None:
-    """End what is left on the loop, as `asyncio.run` does: a connection that is just being given up
-    closes its socket in a later turn of the loop.
+    """End what is left on the loop and its threads, as `asyncio.run` does: a connection that is
+    just being given up closes its socket in a later turn of the loop.
     """
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
@@ -233,6 +235,7 @@ async def _ended() -> None:
     await asyncio.gather(*left, return_exceptions=True)
     for _ in range(3):
         await asyncio.sleep(0)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 class Mute:
