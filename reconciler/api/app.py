@@ -113,7 +113,8 @@ _PARAMETERS: dict[str, Document] = {
         "in": "header",
         "required": False,
         "description": "A repetition with the same key and token does nothing twice. Keys are"
-        " remembered for a week, or GPUAAS_KEEP_ANSWERS_DAYS, and while their allocation lives.",
+        " remembered for a week, or GPUAAS_KEEP_ANSWERS_DAYS, and while their allocation lives;"
+        " those of inference jobs at most as long as the first of the jobs.",
         "schema": _KEY,
     },
     "XIdempotencyKey": {

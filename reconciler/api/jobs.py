@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
@@ -186,9 +186,10 @@ class Job(JobSummary):
 @router.post("", status_code=201, response_model=JobSummary)
 def create(project_id: Id, body: NewJob, context: Member) -> JSONResponse:
     """Queue a call of a model. Its `result` can be read once the job is `done`."""
+    wish = _wish(0, body)
 
     def work(conn: Connection, act: Act) -> JobSummary:
-        (id,) = jobs.enqueue(conn, project_id, [_wish(body)], act)
+        (id,) = jobs.enqueue(conn, project_id, [wish], act)
         return JobSummary.of_job(jobs.get(conn, project_id, id), context)
 
     return _announced(context, project_id, [body.model], work, body)
@@ -203,9 +204,9 @@ def create_own(body: NewJob, context: Holder) -> JSONResponse:
 @router.post("/batch", status_code=201, response_model=JobIds)
 def create_together(project_id: Id, body: NewJobs, context: Member) -> JSONResponse:
     """Queue jobs together, all or none; their ids are in the order of the request."""
+    wishes = [_wish(number, job) for number, job in enumerate(body.jobs)]
 
     def work(conn: Connection, act: Act) -> JobIds:
-        wishes = [_wish(job) for job in body.jobs]
         return JobIds(ids=jobs.enqueue(conn, project_id, wishes, act))
 
     return _announced(context, project_id, [job.model for job in body.jobs], work, body)
@@ -388,8 +389,14 @@ def _announced(
         return answer
 
     # The limits of jobs bound what is left.
-    reason = "requested by its project"
-    response = context.write(done, body=body, reason=reason, status=201, counted=False)
+    response = context.write(
+        done,
+        body=body,
+        reason="requested by its project",
+        status=201,
+        counted=False,
+        job_of=lambda _: ids[0],
+    )
     if ids:
         context.request.app.state.waits.wake(project_id, models)
     streams = hints.of(context.settings.redis_url)
@@ -398,6 +405,6 @@ def _announced(
     return response
 
 
-def _wish(body: NewJob) -> jobs.NewJob:
-    values: dict[str, Any] = body.model_dump()
-    return jobs.NewJob(**values)
+def _wish(number: int, body: NewJob) -> jobs.NewJob:
+    # Before anything is done with an input that may be of any size.
+    return jobs.NewJob(**vars(body), size=jobs.input_size(number, body.input))

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import sqlalchemy as sa
@@ -34,7 +34,7 @@ class Call:
     key: str
     body: Any
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of the body, independent of the order of its keys."""
         text = json.dumps(self.body, sort_keys=True, separators=(",", ":"), default=str)
@@ -52,11 +52,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to the caller. replayed: the work was done by an earlier request."""
+    """Answer to the caller. replayed: the work was done by an earlier request. job_id: a job that
+    the request has queued, as long as which the answer is kept at most.
+    """
 
     status: int
     body: Any
     replayed: bool = False
+    job_id: str | None = None
 
 
 def once(engine: sa.Engine, call: Call, work: Callable[[sa.Connection], Answer]) -> Answer:
@@ -154,7 +157,7 @@ def _take(conn: sa.Connection, call: Call, holder: str) -> Answer | None:
 
 
 def _complete(conn: sa.Connection, call: Call, holder: str, answer: Answer) -> None:
-    values = {"status": answer.status, "body": answer.body}
+    values = {"status": answer.status, "body": answer.body, "job_id": answer.job_id}
     if not conn.execute(_COMPLETE, values | _mine(call, holder)).rowcount:
         # Another request took the key over after it had expired, so this transaction rolls back.
         raise _in_flight()
@@ -170,7 +173,10 @@ _MINE = (
 _COMPLETE = (
     sa.update(table)
     .where(*_MINE)
-    .values(completed_at=clock.now(), status=sa.bindparam("status"), body=sa.bindparam("body"))
+    .values(
+        completed_at=clock.now(),
+        **{name: sa.bindparam(name) for name in ("status", "body", "job_id")},
+    )
 )
 
 

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.rows import Order, Page, Record, part
-from reconciler.db.schema import Job, Project, jobs, pool_workers, pools
+from reconciler.db.schema import Job, Project, idempotency_keys, jobs, pool_workers, pools
 from reconciler.lifecycle import quota
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
@@ -86,7 +86,7 @@ _INSERT = sa.insert(jobs).values(
 
 @dataclass(frozen=True)
 class NewJob:
-    """A request for a call of a model."""
+    """A request for a call of a model. size: of its input, if `input_size` has measured it."""
 
     model: str
     input: Mapping[str, Any]
@@ -94,12 +94,13 @@ class NewJob:
     delay_s: float = 0
     max_attempts: int = 3
     timeout_s: int = 60
+    size: int = 0
 
 
 def enqueue(conn: sa.Connection, project_id: str, new: Sequence[NewJob], act: Act) -> list[str]:
     """Queue jobs of a project, all of them or none; returns their ids."""
     control.require_normal(conn)
-    sizes = [_size(number, item) for number, item in enumerate(new)]
+    sizes = [item.size or input_size(number, item.input) for number, item in enumerate(new)]
     _require_models(conn, project_id, {item.model for item in new})
     _require_room(conn, project_id, new, sum(sizes))
     values = [
@@ -378,8 +379,12 @@ def _delete(conn: sa.Connection, ids: sa.Select[tuple[str]]) -> list[counts.Move
     # Ended still: PostgreSQL does not select again after it has waited for a request that takes one
     # back from the dead letters.
     gone = sa.delete(jobs).where(jobs.c.id.in_(ids), _ENDED)
-    deleted = conn.execute(gone.returning(jobs.c.project_id, jobs.c.status, jobs.c.size))
-    moves: list[counts.Move] = [(owner, status, None, -size) for owner, status, size in deleted]
+    columns = (jobs.c.id, jobs.c.project_id, jobs.c.status, jobs.c.size)
+    deleted = conn.execute(gone.returning(*columns)).all()
+    if deleted:
+        keys = idempotency_keys.c.job_id.in_([row.id for row in deleted])
+        conn.execute(sa.delete(idempotency_keys).where(keys))
+    moves: list[counts.Move] = [(owner, status, None, -size) for _, owner, status, size in deleted]
     counts.add(conn, moves)
     return moves
 
@@ -388,20 +393,11 @@ def _changed(values: Mapping[str, Any]) -> sa.Update:
     return sa.update(jobs).values({**values, "updated_at": clock.now()})
 
 
-def _size(number: int, item: NewJob) -> int:
-    """Bytes of the input; a Problem for an input that is too large or cannot be stored."""
-    place = unstorable(item.input)
-    if place is not None:
-        raise Problem(
-            "input_invalid",
-            422,
-            expected=f"an input of {STORABLE}",
-            found=f"another value at {place!r} of job {number}",
-            remedy="correct the value",
-        )
-    text = json.dumps(item.input)
+def input_size(number: int, given: Mapping[str, Any]) -> int:
+    """Bytes of a job's input; a Problem for an input that is too large or cannot be stored."""
+    text = json.dumps(given)
     size = len(text)
-    if "e+" in text or "e-" in text:
+    if size <= INPUT_BYTES and ("e+" in text or "e-" in text):
         # As workers get numbers from PostgreSQL, which gives 1e308 and 1e-308 with all digits.
         numbers: list[str] = []
         json.loads(text, parse_float=numbers.append)
@@ -413,6 +409,15 @@ def _size(number: int, item: NewJob) -> int:
             expected=f"an input of at most {INPUT_BYTES} bytes of JSON, with all digits of numbers",
             found=f"{size} bytes in job {number}",
             remedy="divide it among several jobs",
+        )
+    place = unstorable(given)
+    if place is not None:
+        raise Problem(
+            "input_invalid",
+            422,
+            expected=f"an input of {STORABLE}",
+            found=f"another value at {place!r} of job {number}",
+            remedy="correct the value",
         )
     return size
 

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -97,7 +97,7 @@ def unstorable(document: object) -> str | None:
     The rules are the same for both databases. PostgreSQL accepts no NUL and no half of a surrogate
     pair in text, and no infinite number. A document nested without end cannot be written or read.
     """
-    path = next(_unstorable(document, (), _DEEPEST), None)
+    path = _unstorable(document, _DEEPEST)
     return None if path is None else ".".join(map(storable_text, path))[:_LONGEST_PATH]
 
 
@@ -111,25 +111,31 @@ def storable_parts(refusal: Refusal) -> dict[str, str]:
     return {part: storable_text(text) for part, text in refusal.to_dict().items()}
 
 
-def _unstorable(value: object, path: tuple[str, ...], deeper: int) -> Iterator[tuple[str, ...]]:
-    # The path is put together at the end: a name may be as long as the document.
-    if isinstance(value, str):
-        if _NO_TEXT.search(value):
-            yield path
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            yield path
-    elif isinstance(value, Mapping | list | tuple) and not deeper:
-        yield path
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            inside = (*path, str(name))
-            if _NO_TEXT.search(str(name)):
-                yield inside
-            yield from _unstorable(inner, inside, deeper - 1)
+def _unstorable(value: object, deeper: int) -> list[str] | None:
+    """The path to the first value that cannot be stored."""
+    if isinstance(value, str | float):
+        bad = _NO_TEXT.search(value) if isinstance(value, str) else not math.isfinite(value)
+        return [] if bad else None
+    pairs: Iterable[tuple[object, object]]
+    # A dict by its own type first: the check by an abstract one takes longer.
+    if isinstance(value, dict | Mapping):
+        pairs = value.items()
     elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _unstorable(inner, (*path, str(number)), deeper - 1)
+        pairs = enumerate(value)
+    else:
+        return None
+    if not deeper:
+        return []
+    for name, inner in pairs:
+        if isinstance(name, str) and _NO_TEXT.search(name):
+            return [name]
+        # Half a million numbers fit into a request.
+        if inner is None or isinstance(inner, int):
+            continue
+        if (inside := _unstorable(inner, deeper - 1)) is not None:
+            # The path is put together at the end: a name may be as long as the document.
+            return [str(name), *inside]
+    return None
 
 
 def _check(code: str, name: str, document: object) -> None:

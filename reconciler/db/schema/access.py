@@ -206,9 +206,17 @@ class NodeCertificate(Row):
     created_at: float
 
 
-@table("idempotency_keys", "idempotency_key")
+@table(
+    "idempotency_keys",
+    "idempotency_key",
+    partial("ix_idempotency_keys_job", "job_id", where="job_id IS NOT NULL"),
+)
 class IdempotencyKey(Row):
-    """The key of a request with its answer, or with the request that works on it."""
+    """The key of a request with its answer, or with the request that works on it.
+
+    job_id: the first job that the request has queued. The key goes with it, so that the limit of a
+    project's jobs bounds its keys.
+    """
 
     scope: Annotated[str, KEY]
     key: Annotated[str, KEY]
@@ -218,6 +226,7 @@ class IdempotencyKey(Row):
     completed_at: float | None
     status: Number
     body: dict[str, Any]
+    job_id: str | None
     created_at: float
 
 

@@ -19,6 +19,7 @@ from reconciler.pools import hints, jobs, leases, pools, remote
 from tests.redis_server import RedisServer
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, Stack
+from tests.unit.reconciler.pools.test_leases import clock_ahead
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -109,6 +110,30 @@ def test_no_repetition_keeps_a_copy_of_an_input(site: Stack) -> None:
     assert member.get(f"{PATH}/{id}").json()["input"] == large["input"]
 
 
+def test_the_keys_of_jobs_are_as_many_as_the_jobs(
+    site: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member may queue and cancel jobs without an end, each with a key."""
+    monkeypatch.setitem(jobs.LIMITS, "jobs_kept", 3)
+    member = site.client("member")
+
+    def send(number: int) -> Any:
+        batch = (f"{PATH}/batch", {"jobs": [BODY]}) if number % 2 else (PATH, BODY)
+        return member.post(batch[0], json=batch[1], headers={"Idempotency-Key": f"{number}"})
+
+    for number in range(9):
+        with clock_ahead(site.engine, number * 2 * jobs.READABLE_S):
+            answer = send(number)
+            assert answer.status_code == 201, answer.text
+            assert send(number).json() == answer.json()
+            assert member.post(f"{PATH}/cancel", json={"all": True}).json() == {"canceled": 1}
+    with transaction(site.engine) as conn:
+        bodies = conn.execute(sa.select(idempotency_keys.c.body)).scalars().all()
+        named = {body["ids"][0] if "ids" in body else body["id"] for body in bodies}
+        assert named == set(conn.execute(sa.select(table.c.id)).scalars())
+    assert len(named) <= 3
+
+
 def test_several_are_queued_together_or_not_at_all(site: Stack) -> None:
     member = site.client("member")
     ids = member.post(f"{PATH}/batch", json={"jobs": [BODY] * 3}).json()["ids"]
@@ -130,6 +155,8 @@ def test_several_are_queued_together_or_not_at_all(site: Stack) -> None:
         ({"model": "../m"}, 422, "request_invalid"),
         ({"input": [1]}, 422, "request_invalid"),
         ({"input": {"x": "y" * jobs.INPUT_BYTES}}, 413, "input_too_large"),
+        # By its size, before all of its values are looked at.
+        ({"input": {"x": "\0", "y": "y" * jobs.INPUT_BYTES}}, 413, "input_too_large"),
         ({"input": {"x": "\0"}}, 422, "input_invalid"),
         ({"priority": 10}, 422, "request_invalid"),
         ({"priority": True}, 422, "request_invalid"),
