@@ -60,9 +60,10 @@ def start_by_provider(request: Request, state: State, login: str, claims: oidc.C
     for projects of which they are no member any more ends.
     """
     settings: Settings = state.settings
-    names = ("iss", "sub", settings.oidc_name_claim, settings.oidc_groups_claim)
-    kept = {name: claims[name] for name in names if name in claims}
-    caller = Caller.of_provider(oidc.identity_of(provider(settings), kept))
+    site = provider(settings)
+    kept = {name: claims[name] for name in ("iss", "sub", site.name_claim) if name in claims}
+    kept[site.groups_claim] = oidc.groups_of(site, claims)
+    caller = Caller.of_provider(oidc.identity_of(site, kept))
     if caller.role != Role.PLATFORM_ADMIN:
         why = "the provider names no group for it"
         act = Act(caller.actor, why, correlation_id(request), role=caller.role)

@@ -26,7 +26,7 @@ PROVIDER_S, ASK_S = 4 * 3600.0, 600.0
 # A login at the provider must end within this time.
 LOGIN_S = 600.0
 _LONGEST = 200
-# Logins of a token in this time. Each is a row here and in the audit log.
+# Logins of a person in this time. Each is a row here and in the audit log.
 PACE, PACE_S = 30, 60.0
 ORDER = Order(console_sessions, ("created_at", "id"), descending=True)
 
@@ -51,8 +51,7 @@ def start(
     conn.execute(sa.delete(console_sessions).where(console_sessions.c.expires_at <= over))
     if login:
         _require_unused(conn, login)
-    else:
-        _require_pace(conn, token_id)
+    _require_pace(conn, token_id, claims or {})
     secret = secrets.token_urlsafe(32)
     record = rows.add(
         conn,
@@ -138,25 +137,25 @@ def end_all(conn: sa.Connection) -> None:
     conn.execute(sa.delete(console_sessions))
 
 
-def _require_pace(conn: sa.Connection, token_id: str | None) -> None:
-    """Problem `rate_exceeded` for a token that begins sessions faster than people do, together with
-    the other tokens of its owner.
+def _require_pace(conn: sa.Connection, token_id: str | None, claims: dict[str, Any]) -> None:
+    """Problem `rate_exceeded` for a person of the provider, or an owner of tokens, who begins
+    sessions faster than people do.
     """
     other = api_tokens.alias()
     same = sa.func.coalesce(other.c.owner, other.c.id) == sa.func.coalesce(
         api_tokens.c.owner, api_tokens.c.id
     )
-    query = sa.select(sa.func.count()).where(
-        api_tokens.c.id == token_id,
-        same,
-        console_sessions.c.token_id == other.c.id,
-        console_sessions.c.created_at > clock.now() - PACE_S,
+    mine = console_sessions.c.token_id.in_(
+        sa.select(other.c.id).where(api_tokens.c.id == token_id, same)
     )
-    if conn.execute(query).scalar_one() >= PACE:
+    if claims:
+        mine = console_sessions.c.claims["sub"].as_string() == claims["sub"]
+    recent = console_sessions.c.created_at > clock.now() - PACE_S
+    if conn.execute(sa.select(sa.func.count()).where(mine, recent)).scalar_one() >= PACE:
         raise Problem(
             "rate_exceeded",
             429,
-            expected=f"at most {PACE} logins of a token in {PACE_S:.0f} s",
+            expected=f"at most {PACE} logins of a person in {PACE_S:.0f} s",
             found="another one",
             remedy="use the session that you have",
             detail={"retry_after_s": int(PACE_S)},

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 import httpx
@@ -54,6 +54,8 @@ _DEADLINE_S = 10.0
 _LONGEST_TOKEN = 16_384
 _LONGEST_ANSWER = 1 << 20
 _LONGEST_NAME = 128
+# As OpenID Connect has it.
+_LONGEST_SUBJECT = 255
 # Life of a token, from its issue to its end. Its groups cannot be asked for again in between.
 _LONGEST_LIFE_S = 86_400
 # Bits of an RSA key; shorter ones have been factored, or will be.
@@ -275,7 +277,7 @@ class Verifier:
                 continue
             try:
                 key = jwt.PyJWK(document)
-            except jwt.PyJWTError:
+            except INVALID:
                 continue
             if getattr(key.key, "key_size", _LEAST_RSA) >= _LEAST_RSA or key.key_type != "RSA":
                 keys[str(document.get("kid") or "")] = key
@@ -285,22 +287,34 @@ class Verifier:
 
 def identity_of(provider: Provider, claims: Claims) -> Identity:
     """The holder of verified claims; ValueError without a usable name."""
-    name = claims.get(provider.name_claim)
-    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
-        raise ValueError(f"no usable {provider.name_claim}")
-    listed = _listed(claims.get(provider.groups_claim))
-    groups = frozenset(group for group in listed if isinstance(group, str))
+    for claim, longest in (("sub", _LONGEST_SUBJECT), (provider.name_claim, _LONGEST_NAME)):
+        value = claims.get(claim)
+        if not _printable(value) or not 0 < len(value) <= longest:
+            raise ValueError(f"no usable {claim}")
+    groups = groups_of(provider, claims)
     prefix = provider.project_prefix
     subject = f"{provider.issuer}\n{claims['sub']}".encode()
     return Identity(
         id=f"oidc:{hashlib.sha256(subject).hexdigest()[:32]}",
-        name=name,
+        name=claims[provider.name_claim],
         admin=bool(provider.admin_group) and provider.admin_group in groups,
         projects=frozenset(
             group.removeprefix(prefix) for group in groups if prefix and group.startswith(prefix)
         ),
         until=claims.get("exp"),
     )
+
+
+def groups_of(provider: Provider, claims: Claims) -> list[str]:
+    """The groups in claims, without those that no database stores."""
+    value = claims.get(provider.groups_claim)
+    # A single group, or several separated by spaces, like scopes.
+    listed = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    return list(filter(_printable, listed))
+
+
+def _printable(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and value.isprintable()
 
 
 def trusted(url: str) -> bool:
@@ -320,13 +334,6 @@ def verifier(provider: Provider) -> Verifier:
 def looks_like_jwt(token: str) -> bool:
     """Whether this could be a token of a provider: three parts, while our tokens have no dots."""
     return token.count(".") == 2
-
-
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    # A single group, or several separated by spaces, like scopes.
-    return value.split() if isinstance(value, str) else []
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -71,6 +72,19 @@ def test_groups_give_role_and_projects(site: Stack, provider: Provider, key: str
     assert opens(site, nobody, "admin/nodes") == 403
 
 
+# Besides those of DEMO. No database stores them, or PostgreSQL alone does not.
+ODD = ["gpuaas-project-\0", "gpuaas-project-\ud800", math.inf, "\0", None, {"a": math.nan}]
+
+
+def test_groups_that_no_database_stores_are_none(site: Stack, provider: Provider) -> None:
+    header = {"Authorization": f"Bearer {provider.token(groups=[*DEMO, *ODD])}"}
+    listed = site.client().get("projects", headers=header)
+    assert [project["id"] for project in listed.json()["items"]] == ["demo"]
+    named = oidc.Provider(provider.url, AUDIENCE, name_claim="name")
+    with pytest.raises(ValueError, match="no usable sub"):
+        oidc.identity_of(named, {"sub": "a\0", "name": "ada"})
+
+
 def test_groups_in_one_text_and_an_access_token(site: Stack, provider: Provider) -> None:
     token = provider.token(groups=" ".join(DEMO), headers={"typ": "at+jwt"}, aud=["x", AUDIENCE])
     assert opens(site, token) == 200
@@ -121,6 +135,9 @@ LATER = int(time.time()) + 30 * 86_400
         {"headers": {"typ": "logout+jwt"}},
         {"headers": {"crit": ["exp"]}},
         {"exp": LATER},
+        {"exp": math.inf},
+        {"iat": -math.inf},
+        {"nbf": math.nan},
         {"cnf": {"jkt": "0ZcOCORZNYy-DWpqq30jZyJGHTN0d2HglBV3uiguA4I"}},
         {"key": "short"},
         {"filler": "x" * 20_000},

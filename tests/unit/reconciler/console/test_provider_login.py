@@ -27,6 +27,7 @@ from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
 from tests.unit.reconciler.api.stack import KEY, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
+from tests.unit.reconciler.api.test_oidc import ODD
 from tests.unit.reconciler.console.browser import SAME, Browser
 from tests.unit.reconciler.service.service import until
 
@@ -98,6 +99,28 @@ def refused(browser: Browser, answer: httpx.Response, *words: str) -> None:
     for word in words:
         assert word in answer.text
     assert browser.get(FLEET).status_code == 303
+
+
+def test_a_session_keeps_no_claims_that_no_database_stores(
+    site: Stack, browse: Browse, provider: Provider
+) -> None:
+    provider.set(login=provider.order(groups=[*MEMBER, *ODD]))
+    assert log_in(browse("")).headers["Location"] == "/console/"
+    with transaction(site.engine) as conn:
+        claims = conn.execute(sa.select(console_sessions.c.claims)).scalars().one()
+    assert claims["groups"] == MEMBER
+
+
+def test_a_person_logs_in_at_the_pace_of_people(
+    site: Stack, browse: Browse, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_records, "PACE", 1)
+    assert log_in(browse("")).status_code == 303
+    answer = log_in(browse(""))
+    assert (answer.status_code, "at most 1 logins" in answer.text) == (429, True)
+    assert "gpuaas=" not in answer.headers.get("Set-Cookie", "")
+    provider.set(login=provider.order(groups=ADMIN, sub="u-2"))
+    assert log_in(browse("")).status_code == 303
 
 
 def test_groups_decide_what_a_person_sees(site: Stack, browse: Browse, provider: Provider) -> None:
