@@ -148,8 +148,9 @@ class Devices(Answer):
     disk_generation: int
 
 
-# Unknown fields of a body that are named one by one. Each costs time and a part of the answer.
-_NAMED_FIELDS = 16
+# Unknown fields of a body that are named one by one. Each costs time and a part of the answer, as
+# each wrong item of a list does, which pydantic reads to its end: no list of a body is longer.
+_NAMED_FIELDS, _ITEMS = 16, 1024
 
 
 class Body(BaseModel):
@@ -159,11 +160,16 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, values: Any) -> Any:
-        if isinstance(values, dict) and len(values) > len(cls.model_fields) + _NAMED_FIELDS:
+    def _has_few_parts(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > len(cls.model_fields) + _NAMED_FIELDS:
             raise ValueError(
                 f"{len(values)} fields, of which at most {len(cls.model_fields)} are known"
             )
+        for name, value in values.items():
+            if isinstance(value, list) and len(value) > _ITEMS:
+                raise ValueError(f"{len(value)} items in {name[:100]}, at most {_ITEMS} are read")
         return values
 
 

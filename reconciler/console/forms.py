@@ -21,8 +21,9 @@ _METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _PATH = re.compile(r"(?=.{1,1000}$)(/[A-Za-z0-9][A-Za-z0-9._:%-]*)+")
 # Fields that control the call, and are not part of its body.
 _CONTROL = "_"
-# More than any page has. The login reads a form before it knows who sends it.
-_MOST = 2_000
+# More fields and bytes than any page sends. The login reads a form before it knows who sends it,
+# and a page shows a refused form again.
+_MOST, _LARGEST = 2_000, 256 << 10
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,11 @@ async def read(request: Request) -> Form:
 
 async def fields(request: Request) -> dict[str, list[str]]:
     """The fields of the request's body by name, each with all its values."""
+    content = await request.body()
+    if len(content) > _LARGEST:
+        raise _invalid(f"a form of at most {_LARGEST} bytes", f"{len(content)}")
     try:
-        text = (await request.body()).decode()
+        text = content.decode()
         pairs = parse_qsl(
             text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=_MOST
         )

@@ -27,6 +27,7 @@ from reconciler.api.security import SECRET, SESSION, Caller
 from reconciler.console.forms import Form
 from reconciler.console.pages import render
 from reconciler.console.session import Identity, secret_of
+from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 
 Document = dict[str, Any]
@@ -123,7 +124,16 @@ class Visit:
         transport = httpx.ASGITransport(app=self._as_visitor, raise_app_exceptions=False)
         base = "http://console" + ("" if path.split("/")[1] in _BARE else PREFIX)
         async with httpx.AsyncClient(transport=transport, trust_env=False) as client:
-            answer = await client.request(method, f"{base}{path}", headers=headers, **options)
+            try:
+                answer = await client.request(method, f"{base}{path}", headers=headers, **options)
+            except httpx.InvalidURL as error:
+                raise Problem(
+                    "request_invalid",
+                    422,
+                    expected="parameters that fit into an address of the API",
+                    found=str(error),
+                    remedy="open the page by a link of the console",
+                ) from error
         document: Document = answer.json()
         if answer.is_error:
             raise Refused(answer.status_code, document)

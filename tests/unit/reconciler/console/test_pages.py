@@ -159,6 +159,22 @@ def test_a_text_that_is_no_id_leads_to_no_page(browse: Browse, part: str) -> Non
         assert (answer.status_code, "page_not_found" in answer.text) == (404, True), page
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("projects?cursor", "projects/demo?state", "projects/demo/ssh?sessions"),
+        *(
+            "projects/demo/launch?capacity_shape=gpu_slice&step=region&gpu_count",
+            "projects/demo/usage?from",
+        ),
+    ],
+)
+def test_a_parameter_of_any_length_is_refused(browse: Browse, page: str) -> None:
+    """The call of the API may need three characters for one of the page's address."""
+    answer = browse("member").get(f"/console/{page}={'/' * 30_000}")
+    assert (answer.status_code, "request_invalid" in answer.text) == (422, True), answer.text
+
+
 def test_pages_of_operators_do_not_exist_for_others(selling: Stack, browse: Browse) -> None:
     known = names(selling)
     member = browse("member")
