@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     workers busy; too high, and leftovers or losses on a host stay unnoticed for that long."""
     drift_at_once: int = Field(1, ge=1)
     """Hosts of the whole site that are compared at the same time. Each occupies a worker for
-    some seconds."""
+    some seconds. Beside them, one host is compared that hangs or whose comparison failed lately."""
     keep_events_days: int = Field(7, ge=1)
     """Days after which events that a relay has read are deleted."""
     keep_unsent_events_days: int = Field(30, ge=1)

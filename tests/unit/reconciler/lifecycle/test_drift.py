@@ -641,14 +641,43 @@ class TestDue:
             assert self.due(conn) == []
             self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
-            # One that hangs keeps the only place until its deadline, so it is asked less often.
-            for node_id, state in (("n1", TaskState.FAILED), ("n2", TaskState.SUCCEEDED)):
-                drift.queue_comparison(conn, node_id, ADMIN)
+
+    def test_a_host_whose_comparisons_fail_is_asked_ever_later(self, sold: Site) -> None:
+        every_s, waits = 900.0, []
+        with transaction(sold.engine) as conn:
+            for state in (TaskState.FAILED,) * 6 + (TaskState.SUCCEEDED,):
+                drift.queue_comparison(conn, "n1", ADMIN)
                 sold.finish(conn, TaskKind.SLICE_DRIFT_RECONCILE, state)
+                waits.append(0)
+                while not self.due(conn, every_s=every_s):
+                    self.age(conn, every_s)
+                    waits[-1] += 1
+        assert waits == [4, 8, 16, 32, 64, 96, 1]
+
+    def test_a_host_that_hangs_has_a_place_beside_those_of_the_others(self, sold: Site) -> None:
+        kind = TaskKind.SLICE_DRIFT_RECONCILE
+        sold.node("n2", (0,), 1)
+        with transaction(sold.engine) as conn:
             self.age(conn, DAY_S + 1)
-            assert self.due(conn) == ["n2"]
-            self.age(conn, 3 * DAY_S)
-            assert self.due(conn) == ["n1", "n2"]
+            drift.queue_comparison(conn, "n1", ADMIN)
+            (task,) = leasing.lease(conn, "worker", kinds=[kind])
+            assert self.due(conn, at_once=1) == [], "one is under way"
+            began = tables.tasks.c.started_at - drift.SLOW_S - 1
+            conn.execute(sa.update(tables.tasks).values(started_at=began))
+            assert self.due(conn, at_once=1) == ["n2"]
+            drift.queue_comparison(conn, "n2", ADMIN)
+            assert self.due(conn, at_once=1) == []
+            queue.finish(conn, task.id, task.lease_token, TaskState.LOST, ADMIN)
+            sold.finish(conn, kind)
+            self.age(conn, 5 * DAY_S)
+            assert self.due(conn, at_once=1) == ["n2", "n1"]
+            # Also one that answers each second time, to count as well again.
+            drift.queue_comparison(conn, "n1", ADMIN)
+            assert self.due(conn, at_once=1) == ["n2"]
+            sold.finish(conn, kind)
+            self.age(conn, DAY_S)
+            drift.queue_comparison(conn, "n2", ADMIN)
+            assert self.due(conn, at_once=1) == ["n1"]
 
     def test_how_far_it_is_behind(self, sold: Site) -> None:
         with transaction(sold.engine) as conn:
