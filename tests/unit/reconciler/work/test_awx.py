@@ -20,7 +20,7 @@ from reconciler.model.errors import Problem
 from reconciler.records import allocations, leasing, nodes, queue, slots, tokens
 from reconciler.runs import collect, launch, lock
 from reconciler.runs import process as run
-from reconciler.runs.awx import job
+from reconciler.runs.awx import job, request
 from reconciler.runs.awx.job import Pace
 from reconciler.settings import Settings
 from reconciler.work import worker
@@ -176,7 +176,7 @@ def test_a_run_that_is_refused_to_its_first_worker_is_begun_by_the_second(
 ) -> None:
     """The second attached while the first held the folder, and knows that nothing has begun."""
     process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
-    engine, prepare = shop.site.engine, launch.prepare_awx
+    engine, prepare = shop.site.engine, request.prepare
     holds, attached = threading.Event(), threading.Event()
 
     def slowly(*arguments: Any) -> Any:
