@@ -28,6 +28,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.drift import (
     KEPT,
     LEAST_DIGITS,
+    LONGEST,
     STEP,
     Difference,
     ExpectedAllocation,
@@ -464,7 +465,9 @@ def _of_slot(
     slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, act)
     if record.status != SlotState.AVAILABLE:
         return []
-    gate.take_off_sale(conn, slot.id, act)
+    # The differences are in the history of its health. A slot may be shut after each comparison.
+    why = f"the host differs from the records: {reason[:LONGEST]}"
+    gate.take_off_sale(conn, slot.id, act.because(why, {"code": differences[0].code}))
     return ["shut"]
 
 

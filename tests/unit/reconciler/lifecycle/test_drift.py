@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -137,6 +138,34 @@ def test_a_host_that_invents_names_is_answered_by_one_search(compare: Compared) 
             for statement, given in searches
         ]
     assert not any("SCAN allocations" in step for step in plan), plan
+
+
+def test_a_host_whose_faults_change_each_time_fills_no_history(
+    compare: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """History is kept for ever, the current fault is always known."""
+
+    def changes(count: int) -> dict[str, int]:
+        for number in range(count):
+            holdings = nothing()
+            if number % 2:
+                tenant(holdings, f"{number:08x}{STRANGER[8:]}", compare.bundles(0))
+                put(holdings, "ports", port=f"gs{number:012x}", owner=f"{number:012x}")
+            compare(holdings)
+        with reading(compare.engine) as conn:
+            query = sa.select(tables.history).where(tables.history.c.entity.endswith("_health"))
+            rows = conn.execute(query.order_by(tables.history.c.id)).mappings().all()
+        return Counter(row["entity"] for row in rows)
+
+    (most, _), *_ = journal.HEALTH_ROWS
+    assert changes(4 * most) == {"slot_health": most, "node_health": most}
+    assert f"{4 * most - 1:08x}" in compare.slots()[0].health_detail["reason"]
+    with reading(compare.engine) as conn:
+        rows = journal.history_of(conn, "slot_health", compare.slots()[0].id)
+    assert [row.reason.endswith("left out for a time") for row in rows] == [False] * 11 + [True]
+    compare.sound()
+    monkeypatch.setattr(journal, "HEALTH_ROWS", ((most, 0.0),))
+    assert changes(2)["slot_health"] > most, "a day later"
 
 
 @pytest.mark.covers("I14")
