@@ -45,6 +45,8 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+# Of a task at a site with AWX or UFM. Each of the two has 20 s for its answers before a run begins.
+_LEAST_LEASE_S = 25
 # Name of a region to come, and its title.
 _REGION = r"[a-z0-9][a-z0-9-]{0,62}(=[^,=\x00-\x1f]{1,64})?"
 # URL of another server: with TLS, or on this machine.
@@ -93,8 +95,8 @@ class Settings(BaseSettings):
     """Tasks that a process runs at the same time. Of three or more, one project, or work on hosts,
     has all but one at most."""
     task_lease_s: int = Field(30, ge=5)
-    """Seconds after which the task of a silent worker is taken over. A site with AWX or UFM needs
-    25: either may take 20 s to answer before a run begins."""
+    """Seconds after which the task of a silent worker is taken over. With AWX or UFM at least 25:
+    either may take 20 s to answer before a run begins."""
     poll_s: float = Field(0.5, gt=0)
     """Seconds between two checks of the queue and of runs."""
     leader_lease_s: float = Field(10.0, ge=1)
@@ -106,7 +108,7 @@ class Settings(BaseSettings):
     workers busy; too high, and leftovers or losses on a host stay unnoticed for that long."""
     drift_at_once: int = Field(1, ge=1)
     """Hosts of the whole site that are compared at the same time. Each occupies a worker for
-    some seconds."""
+    some seconds. Beside them, one host is compared that hangs or whose comparison failed lately."""
     keep_events_days: int = Field(7, ge=1)
     """Days after which events that a relay has read are deleted."""
     keep_unsent_events_days: int = Field(30, ge=1)
@@ -117,7 +119,8 @@ class Settings(BaseSettings):
     request repeated later is carried out again."""
     keep_progress_days: int = Field(30, ge=1)
     """Days for which the progress of an ended task is kept. Its result, history, audit and
-    usage are kept for ever, but for long results of old comparisons of hosts."""
+    usage are kept for ever, but for long results of old comparisons of hosts, and changes of
+    health beyond 12 in a day."""
     keep_runs_days: int = Field(30, ge=1)
     """Days after which the run files of an ended task are deleted, with Ansible's output. Files
     and progress stay while the task's allocation lives or one of its slots is not clean."""
@@ -285,6 +288,13 @@ class Settings(BaseSettings):
             raise ValueError("GPUAAS_MAAS_TOKEN_FILE goes with GPUAAS_MAAS_URL")
         if self.launcher == "awx" and not (self.awx_url and self.awx_token_file):
             raise ValueError("GPUAAS_LAUNCHER=awx needs GPUAAS_AWX_URL and GPUAAS_AWX_TOKEN_FILE")
+        slow = self.ufm_url or self.launcher == "awx"
+        if slow and self.task_lease_s < _LEAST_LEASE_S:
+            # A worker whose lease ends while it waits is refused its run, at each attempt.
+            raise ValueError(
+                f"GPUAAS_TASK_LEASE_S: at least {_LEAST_LEASE_S}, not {self.task_lease_s}, with"
+                " GPUAAS_LAUNCHER=awx or GPUAAS_UFM_URL"
+            )
         return self
 
     def __init__(self, **values: Any) -> None:

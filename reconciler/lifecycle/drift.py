@@ -28,6 +28,7 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.drift import (
     KEPT,
     LEAST_DIGITS,
+    LONGEST,
     STEP,
     Difference,
     ExpectedAllocation,
@@ -68,8 +69,11 @@ _NAMES = 500
 # Digits of an allocation id.
 _DIGITS = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
-# Intervals between comparisons of a host whose last one failed.
-_AFTER_FAILURE = 4
+# Intervals between comparisons of a host whose last one failed. They double with each failure among
+# its newest comparisons, up to the longest pause.
+_AFTER_FAILURE, _NEWEST, _LONGEST_PAUSE_S = 4, 8, 86_400.0
+# A comparison takes some seconds. A host for which it takes longer than this may hang.
+SLOW_S = 120.0
 # A host's clock may differ by this much from the database's.
 _CLOCK_S = 60.0
 
@@ -281,24 +285,38 @@ def latest_results(conn: sa.Connection) -> Iterator[Mapping[str, Any]]:
 def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     """The slice hosts due for drift detection, least recently measured first.
 
-    Together with the comparisons already open, at most at_once run at the same time. A host whose
-    last comparison failed is due later: one that hangs has a place of all until its deadline.
+    Together with the comparisons already open, at most at_once run at the same time, and one of a
+    doubtful host. A host that hangs has its place until the deadline of its run. So one is doubtful
+    that is slow now or failed lately, and its next comparison comes later after each failure.
     """
+    failures = _failures()
+    slow = clock.now() - sa.func.coalesce(tasks.c.started_at, clock.now()) > SLOW_S
     queued = (
-        sa.select(nodes.c.id, nodes.c.state)
+        sa.select(nodes.c.id, nodes.c.state, sa.or_(failures > 0, slow).label("doubtful"))
         .join(tasks, tasks.c.node_id == nodes.c.id)
         .where(tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, tasks.c.state.in_(OPEN))
     )
-    open_ones = {row.id: row.state for row in conn.execute(queued)}
+    open_ones = {row.id: row for row in conn.execute(queued)}
     # Comparisons that wait for an unreachable host do not count against the limit.
-    under_way = sum(state in ANSWERING_NODES for state in open_ones.values())
+    under_way = [bool(row.doubtful) for row in open_ones.values() if row.state in ANSWERING_NODES]
+    room = at_once + 1 - len(under_way)
     since = _asked_at()
-    pause = sa.case((_last_failed(), every_s * _AFTER_FAILURE), else_=every_s)
-    query = sa.select(nodes.c.id).where(
-        _COMPARED, nodes.c.id.not_in(list(open_ones)), since < clock.now() - pause
+    longest_s = max(_LONGEST_PAUSE_S, every_s * _AFTER_FAILURE)
+    pauses = {n + 1: min(every_s * _AFTER_FAILURE * 2**n, longest_s) for n in range(_NEWEST)}
+    pause = sa.case((_last_failed(), sa.case(pauses, value=failures)), else_=every_s)
+    query = (
+        sa.select(nodes.c.id)
+        .where(_COMPARED, nodes.c.id.not_in(list(open_ones)), since < clock.now() - pause)
+        .order_by(since, nodes.c.id)
     )
-    free = max(at_once - under_way, 0)
-    return list(conn.execute(query.order_by(since, nodes.c.id).limit(free)).scalars())
+    ids: list[str] = []
+    for which, free in (
+        (failures == 0, at_once - under_way.count(False)),
+        (failures > 0, 1 - under_way.count(True)),
+    ):
+        limit = max(min(free, room - len(ids)), 0)
+        ids += conn.execute(query.where(which).limit(limit)).scalars()
+    return ids
 
 
 def overdue_nodes(conn: sa.Connection) -> float:
@@ -350,6 +368,14 @@ def _last_failed() -> sa.ColumnElement[bool]:
     state = sa.select(tasks.c.state).where(_OF_NODE).order_by(tasks.c.created_at.desc()).limit(1)
     last = sa.func.coalesce(state.correlate(nodes).scalar_subquery(), "")
     return last.in_((TaskState.FAILED, TaskState.LOST))
+
+
+def _failures() -> sa.ColumnElement[int]:
+    """How many of a node's newest comparisons have failed or were lost."""
+    newest = sa.select(tasks.c.state).where(_OF_NODE).order_by(tasks.c.created_at.desc())
+    states = newest.limit(_NEWEST).correlate(nodes).subquery()
+    failed = states.c.state.in_((TaskState.FAILED, TaskState.LOST))
+    return sa.select(sa.func.count()).select_from(states).where(failed).scalar_subquery()
 
 
 def _asked_at() -> sa.ColumnElement[Any]:
@@ -439,7 +465,9 @@ def _of_slot(
     slot_records.set_health(conn, slot.id, HealthState.FAILED, detail, act)
     if record.status != SlotState.AVAILABLE:
         return []
-    gate.take_off_sale(conn, slot.id, act)
+    # The differences are in the history of its health. A slot may be shut after each comparison.
+    why = f"the host differs from the records: {reason[:LONGEST]}"
+    gate.take_off_sale(conn, slot.id, act.because(why, {"code": differences[0].code}))
     return ["shut"]
 
 

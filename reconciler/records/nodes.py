@@ -156,15 +156,10 @@ def set_health(
 ) -> None:
     """Record the health that a report about the host shows, with history."""
     update(conn, node.id, health_state=health.value, health_detail=detail)
-    journal.write_history(
-        conn,
-        "node_health",
-        replace(node, generation=node.generation + 1),
-        act.because(act.reason, {**act.evidence, "detail": detail}),
-        source=node.health_state,
-        event="observe",
-        target=health.value,
-    )
+    later = replace(node, generation=node.generation + 1)
+    health_act = act.because(act.reason, {**act.evidence, "detail": detail})
+    source, target = node.health_state, health.value
+    journal.write_health(conn, "node_health", later, health_act, source=source, target=target)
 
 
 def note_fault(

@@ -58,15 +58,9 @@ def set_health(
     if slot.health_state == health and slot.health_detail == detail:
         return slot
     update(conn, slot_id, health_state=health.value, health_detail=dict(detail))
-    journal.write_history(
-        conn,
-        "slot_health",
-        slot,
-        act.because(act.reason, {**act.evidence, "detail": dict(detail)}),
-        source=slot.health_state,
-        event="observe",
-        target=health.value,
-    )
+    health_act = act.because(act.reason, {**act.evidence, "detail": dict(detail)})
+    source, target = slot.health_state, health.value
+    journal.write_health(conn, "slot_health", slot, health_act, source=source, target=target)
     return get(conn, slot_id)
 
 

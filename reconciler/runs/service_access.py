@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import ssl
 import time
 from collections.abc import Iterable
@@ -87,9 +88,21 @@ class _Backend(httpcore.SyncBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        within = self._deadline.within(timeout)
-        stream = super().connect_tcp(host, port, within, local_address, socket_options)
-        return _Stream(stream, self._deadline)
+        try:
+            rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as unknown:
+            raise httpcore.ConnectError(str(unknown)) from unknown
+        # Of a name, each address would have the whole time.
+        for address in [str(row[4][0]) for row in rows]:
+            try:
+                within = self._deadline.within(timeout)
+                stream = super().connect_tcp(address, port, within, local_address, socket_options)
+                return _Stream(stream, self._deadline)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as failed:
+                lost = failed
+                if self._deadline.left_s <= 0:
+                    break
+        raise lost
 
 
 class _Transport(httpx.HTTPTransport):
@@ -222,6 +235,10 @@ class Conversation:
             remedy=f"nothing if {title} comes back; otherwise check {title} and the way to it",
         )
 
+    def too_large(self, request: str, found: str) -> LauncherAway:
+        """An answer, or all of them, with more than any site has."""
+        return self.silent(request, found)
+
     def _ask(
         self, method: str, path: str, request: str, **arguments: Any
     ) -> tuple[httpx.Response, bytes]:
@@ -241,7 +258,7 @@ class Conversation:
                     self._received += len(part)
                     for count, most in ((size, self.LARGEST), (self._received, self.TOTAL)):
                         if count > most:
-                            raise self.silent(request, f"more than {most} bytes")
+                            raise self.too_large(request, f"more than {most} bytes")
         # httpx reads the address of a redirect, although none is followed.
         except (httpx.HTTPError, httpx.InvalidURL) as lost:
             self._access.require_trust(lost)

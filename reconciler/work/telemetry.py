@@ -1,7 +1,7 @@
 """Collection of telemetry: every host of active slices is asked once per minute, over SSH.
 
 Nothing is stored but the samples: a process asks a host whose slices have no sample of this minute.
-Hosts that did not answer last time are asked beside the others, so that they delay none of them.
+Hosts that were slow to answer are asked beside the others, so that they delay none of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
 from sqlalchemy import Connection, Engine
@@ -24,6 +23,7 @@ from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess, RunError
 from reconciler.runs.ssh import SshAccess
 from reconciler.trust.ca import TELEMETRY
+from reconciler.work.watch import Places
 
 log = logging.getLogger("gpuaas.telemetry")
 
@@ -38,7 +38,6 @@ _ENDED = Act("reconciler", "the host gives no telemetry")
 _SILENT = frozenset({"telemetry"})
 # A host is compared no more often for what its telemetry says of its baseline, which may be a lie.
 _COMPARED_S = 300.0
-_AT_ONCE, _SILENT_AT_ONCE = 8, 2
 
 
 class Telemetry:
@@ -66,8 +65,7 @@ class Telemetry:
         self._plan: dict[str, tuple[float, float, str]] = {}
         # Per node: what of its baseline differed when it was compared for that.
         self._differing: dict[str, frozenset[str]] = {}
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="telemetry")
-        self._silent = ThreadPoolExecutor(_SILENT_AT_ONCE, thread_name_prefix="telemetry-silent")
+        self._places = Places("telemetry", clock)
 
     def run(self, stopping: threading.Event, every_s: float = 5.0) -> None:
         """Ask the hosts that are due every `every_s` seconds until `stopping` is set."""
@@ -77,8 +75,7 @@ class Telemetry:
                 self.look()
             except Exception:
                 log.exception("collecting telemetry failed; trying again")
-        for pool in (self._pool, self._silent):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._places.close()
 
     def look(self) -> list[str]:
         """Begin to ask every host that is due, without waiting; returns the ids of their nodes."""
@@ -101,9 +98,7 @@ class Telemetry:
             with self._lock:
                 self._busy.update(node.id for node in turn)
             for node in turn:
-                failed = bool(self._plan[node.id][2])
-                pool: Executor = self._silent if failed else self._pool
-                pool.submit(self._ask, access, node)
+                self._places.submit(node.id, self._ask, access, node)
         return [node.id for node in turn]
 
     def _ask(self, access: SshAccess, node: Node) -> None:

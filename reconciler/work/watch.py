@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
 
@@ -25,6 +26,7 @@ from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 
 log = logging.getLogger("gpuaas.watch")
+T = TypeVar("T")
 
 ACT = Act("reconciler", "the host answers again")
 # Probe interval of an unreachable host: it doubles from FIRST_S to LONGEST_S and stays there. A
@@ -34,9 +36,44 @@ LONGEST_S = 120.0
 # Time after its last answer in which a host that is lost again is asked later each time. Each
 # answer starts the runs of its tasks, so a hostile host would keep this machine busy with them.
 FORGET_S = 600.0
-# Parallel probes, because a probe of a silent host takes long to time out. A pass waits so long for
-# them, and hosts that hang delay others only if they take all these places.
-_AT_ONCE, _WAIT_S = 8, 1.0
+# Parallel questions to hosts, and as many to slow ones. A question that takes longer than SLOW_S
+# makes its host a slow one for an hour.
+_AT_ONCE, SLOW_S, _REMEMBERED_S = 8, 5.0, 3600.0
+# A pass waits so long for its probes.
+_WAIT_S = 1.0
+
+
+class Places:
+    """Places in which hosts are asked at the same time. Those that were slow lately wait for places
+    of their own, so that hosts that hang delay no others.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # Per node: when it was slow last.
+        self._slow: dict[str, float] = {}
+        self._pools = [
+            ThreadPoolExecutor(_AT_ONCE, name),
+            ThreadPoolExecutor(_AT_ONCE, f"{name}-slow"),
+        ]
+
+    def submit(self, node_id: str, ask: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Ask a host as soon as it has a place."""
+        slow_at = self._slow.get(node_id)
+        slow = slow_at is not None and self._clock() - slow_at < _REMEMBERED_S
+        return self._pools[slow].submit(self._timed, node_id, ask, *arguments)
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, node_id: str, ask: Callable[..., T], *arguments: Any) -> T:
+        begun = self._clock()
+        try:
+            return ask(*arguments)
+        finally:
+            if self._clock() - begun > SLOW_S:
+                self._slow[node_id] = self._clock()
 
 
 class Watch:
@@ -61,7 +98,7 @@ class Watch:
         self._plan: dict[str, tuple[float, float]] = {}
         # Probes that have not ended, by node.
         self._probes: dict[str, Future[str]] = {}
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe")
+        self._places = Places("probe", clock)
         # Per node that answered lately: how often, and the last time.
         self._answered: dict[str, tuple[int, float]] = {}
 
@@ -72,7 +109,7 @@ class Watch:
                 self.look()
             except Exception:
                 log.exception("asking silent hosts failed; trying again")
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._places.close()
 
     def look(self) -> list[str]:
         """Probe every silent host that is due; returns the ids of nodes that answered by now."""
@@ -90,7 +127,7 @@ class Watch:
             access = self._access()
             for node in turn:
                 place = NodeAccess(node.id, node.address, node.port, node.ssh_user)
-                self._probes[node.id] = self._pool.submit(ssh.probe, access, place)
+                self._probes[node.id] = self._places.submit(node.id, ssh.probe, access, place)
         wait(self._probes.values(), _WAIT_S)
         ended = [node_id for node_id, probe in self._probes.items() if probe.done()]
         # Of a host that is no longer silent, nothing is to be recorded.

@@ -32,7 +32,7 @@ from reconciler.runs import collect, contract
 from reconciler.runs.awx.client import awx_access
 from reconciler.runs.collect import Phase
 from reconciler.runs.launch import Site, launch
-from reconciler.runs.paths import run_directory, runner_id
+from reconciler.runs.paths import RunPaths, run_directory, runner_id
 from reconciler.runs.spec import LauncherAway, NodeAccess, RunError, RunSpec
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
@@ -227,26 +227,20 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
         maas.attend(engine, settings, task)
         return
     handler = HANDLERS[task.kind]
-    run_id = queue.run_id(task)
-    directory = run_directory(settings.state_dir, run_id)
-    begun = bool(task.progress_offset)
-    if collect.observe(directory).phase in NOT_BEGUN and not begun:
-        try:
-            spec = prepare(engine, settings, handler, task, run_id)
-            handler.arrange(engine, settings, task)
-            # That may have taken most of a lease, and the launch needs one of its own.
-            _require_wanted(retrying(engine, partial(_beat, settings=settings, task=task)))
-            launch(_site(engine, settings, spec.deadline_s), spec)
-        except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
-            # A launcher can fail after its child began. The run then reports its own outcome.
-            if collect.observe(directory).phase in NOT_BEGUN:
-                _settle_without_run(engine, settings, task, error)
-                return
-    if task.allocation_id or task.fences:
-        retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
-    since = task.progress_offset
+    directory = run_directory(settings.state_dir, queue.run_id(task))
+    since, attached = task.progress_offset, False
     while True:
         state = collect.observe(directory)
+        # The worker that prepared the run may have been refused its launch. The lock's file shows
+        # that it was that, and not the deletion of a living run's folder.
+        deleted = attached and not RunPaths(directory).lock.exists()
+        if state.phase in NOT_BEGUN and not since and not deleted:
+            if not _begin(engine, settings, handler, task, directory):
+                return
+            state, attached = collect.observe(directory), False
+        if not attached and (task.allocation_id or task.fences):
+            retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
+        attached = True
         if state.phase is Phase.ABSENT:
             outcome = collect.end_without_folder(directory, by_awx=settings.launcher == "awx")
             if outcome is not None:
@@ -264,6 +258,24 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
         except Problem:
             _end_unwanted(engine, task, directory)
             raise
+
+
+def _begin(
+    engine: Engine, settings: Settings, handler: Handler, task: Task, directory: Path
+) -> bool:
+    """Launch the run; False after the task was settled because no run could be launched."""
+    try:
+        spec = prepare(engine, settings, handler, task, queue.run_id(task))
+        handler.arrange(engine, settings, task)
+        # That may have taken most of a lease, and the launch needs one of its own.
+        _require_wanted(retrying(engine, partial(_beat, settings=settings, task=task)))
+        launch(_site(engine, settings, spec.deadline_s), spec)
+    except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
+        # A launcher can fail after its child began. The run then reports its own outcome.
+        if collect.observe(directory).phase in NOT_BEGUN:
+            _settle_without_run(engine, settings, task, error)
+            return False
+    return True
 
 
 def prepare(

@@ -20,8 +20,10 @@ from reconciler.cli import failures
 from reconciler.db import migrations
 from reconciler.db.engine import open_engine, transaction
 from reconciler.model.errors import Problem
+from reconciler.runs.awx import client as awx
 from reconciler.settings import Settings
 from reconciler.trust.keygen import TrustError
+from reconciler.work import ufm
 from tests.postgresql import running
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
@@ -68,6 +70,30 @@ def test_a_refused_setting_is_named_without_its_value(
     assert name in answer["found"]
     assert SECRET not in gpuaas.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        {"LAUNCHER": "awx", "AWX_URL": "https://awx", "AWX_TOKEN_FILE": "t"},
+        {"UFM_URL": "https://ufm", "UFM_TOKEN_FILE": "t"},
+    ],
+)
+def test_a_lease_that_ends_before_a_slow_service_answers(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: dict[str, str]
+) -> None:
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("GPUAAS_TASK_LEASE_S", "24")
+    Settings()
+    for name, value in service.items():
+        monkeypatch.setenv(f"GPUAAS_{name}", value)
+    gpuaas("serve", "--output", "json")
+    answer = json.loads(gpuaas.err)
+    assert (gpuaas.status, answer["code"]) == (1, "settings_invalid")
+    assert "GPUAAS_TASK_LEASE_S: at least 25, not 24" in answer["found"]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("GPUAAS_TASK_LEASE_S", "25")
+    assert Settings().task_lease_s > max(awx.Client.DEADLINE_S, ufm.Client.DEADLINE_S)
 
 
 def test_a_backup_that_is_not_there(gpuaas: Gpuaas, tmp_path: Path) -> None:

@@ -875,11 +875,30 @@ def test_names_in_other_scripts_fit_in_a_query(netbox: Pass) -> None:
     assert (result.complete, result.counts["netbox_missing"]) == (True, 40)
 
 
-def test_endless_pages_take_bounded_memory(netbox: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client.Client, "TOTAL", 5000)
+@pytest.mark.parametrize(
+    ("where", "name", "most", "found"),
+    [
+        (client.Client, "TOTAL", 5000, "more than 5000 bytes"),
+        (client.Client, "LARGEST", 600, "more than 600 bytes"),
+        (client, "_MOST", 50, "more than 50 objects"),
+    ],
+)
+def test_a_pass_holds_no_more_than_a_site_of_the_largest_size_has(
+    netbox: Pass, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, most: int, found: str
+) -> None:
+    monkeypatch.setattr(where, name, most)
     netbox.begin(*(device(f"d{n}", f"10.2.0.{n}") for n in range(90)), page=3)
-    result = netbox()
-    assert "more than 5000 bytes" in (result.error or {})["found"]
+    result = netbox(apply=True)
+    error = result.error or {}
+    assert (error["code"], found in error["found"]) == ("netbox_too_large", True), error
+    assert not result.complete and "PATCH" not in methods(netbox)
+
+
+def test_a_site_of_1000_hosts_is_read_at_once() -> None:
+    """16 slices each, with 4.2 KB for machine, interface and two addresses, and 2 KB for a host."""
+    assert 1000 * (16 * 4200 + 2000) < client.Client.TOTAL < 100 << 20
+    assert client._MOST > 1000 * 16
+    assert 500 * 8 * 2000 < client.Client.LARGEST < 10 << 20
 
 
 def test_a_process_that_leads_no_more_stops_writing(

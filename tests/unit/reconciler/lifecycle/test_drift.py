@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -137,6 +138,34 @@ def test_a_host_that_invents_names_is_answered_by_one_search(compare: Compared) 
             for statement, given in searches
         ]
     assert not any("SCAN allocations" in step for step in plan), plan
+
+
+def test_a_host_whose_faults_change_each_time_fills_no_history(
+    compare: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """History is kept for ever, the current fault is always known."""
+
+    def changes(count: int) -> dict[str, int]:
+        for number in range(count):
+            holdings = nothing()
+            if number % 2:
+                tenant(holdings, f"{number:08x}{STRANGER[8:]}", compare.bundles(0))
+                put(holdings, "ports", port=f"gs{number:012x}", owner=f"{number:012x}")
+            compare(holdings)
+        with reading(compare.engine) as conn:
+            query = sa.select(tables.history).where(tables.history.c.entity.endswith("_health"))
+            rows = conn.execute(query.order_by(tables.history.c.id)).mappings().all()
+        return Counter(row["entity"] for row in rows)
+
+    (most, _), *_ = journal.HEALTH_ROWS
+    assert changes(4 * most) == {"slot_health": most, "node_health": most}
+    assert f"{4 * most - 1:08x}" in compare.slots()[0].health_detail["reason"]
+    with reading(compare.engine) as conn:
+        rows = journal.history_of(conn, "slot_health", compare.slots()[0].id)
+    assert [row.reason.endswith("left out for a time") for row in rows] == [False] * 11 + [True]
+    compare.sound()
+    monkeypatch.setattr(journal, "HEALTH_ROWS", ((most, 0.0),))
+    assert changes(2)["slot_health"] > most, "a day later"
 
 
 @pytest.mark.covers("I14")
@@ -641,14 +670,43 @@ class TestDue:
             assert self.due(conn) == []
             self.age(conn, DAY_S + 1)
             assert self.due(conn) == ["n1", "n2"]
-            # One that hangs keeps the only place until its deadline, so it is asked less often.
-            for node_id, state in (("n1", TaskState.FAILED), ("n2", TaskState.SUCCEEDED)):
-                drift.queue_comparison(conn, node_id, ADMIN)
+
+    def test_a_host_whose_comparisons_fail_is_asked_ever_later(self, sold: Site) -> None:
+        every_s, waits = 900.0, []
+        with transaction(sold.engine) as conn:
+            for state in (TaskState.FAILED,) * 6 + (TaskState.SUCCEEDED,):
+                drift.queue_comparison(conn, "n1", ADMIN)
                 sold.finish(conn, TaskKind.SLICE_DRIFT_RECONCILE, state)
+                waits.append(0)
+                while not self.due(conn, every_s=every_s):
+                    self.age(conn, every_s)
+                    waits[-1] += 1
+        assert waits == [4, 8, 16, 32, 64, 96, 1]
+
+    def test_a_host_that_hangs_has_a_place_beside_those_of_the_others(self, sold: Site) -> None:
+        kind = TaskKind.SLICE_DRIFT_RECONCILE
+        sold.node("n2", (0,), 1)
+        with transaction(sold.engine) as conn:
             self.age(conn, DAY_S + 1)
-            assert self.due(conn) == ["n2"]
-            self.age(conn, 3 * DAY_S)
-            assert self.due(conn) == ["n1", "n2"]
+            drift.queue_comparison(conn, "n1", ADMIN)
+            (task,) = leasing.lease(conn, "worker", kinds=[kind])
+            assert self.due(conn, at_once=1) == [], "one is under way"
+            began = tables.tasks.c.started_at - drift.SLOW_S - 1
+            conn.execute(sa.update(tables.tasks).values(started_at=began))
+            assert self.due(conn, at_once=1) == ["n2"]
+            drift.queue_comparison(conn, "n2", ADMIN)
+            assert self.due(conn, at_once=1) == []
+            queue.finish(conn, task.id, task.lease_token, TaskState.LOST, ADMIN)
+            sold.finish(conn, kind)
+            self.age(conn, 5 * DAY_S)
+            assert self.due(conn, at_once=1) == ["n2", "n1"]
+            # Also one that answers each second time, to count as well again.
+            drift.queue_comparison(conn, "n1", ADMIN)
+            assert self.due(conn, at_once=1) == ["n2"]
+            sold.finish(conn, kind)
+            self.age(conn, DAY_S)
+            drift.queue_comparison(conn, "n2", ADMIN)
+            assert self.due(conn, at_once=1) == ["n1"]
 
     def test_how_far_it_is_behind(self, sold: Site) -> None:
         with transaction(sold.engine) as conn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from reconciler.db import clock
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
+from reconciler.model.errors import Problem
 from reconciler.records import allocations, leasing, nodes, queue, slots, tokens
 from reconciler.runs import collect, launch, lock
 from reconciler.runs import process as run
-from reconciler.runs.awx import job
+from reconciler.runs.awx import job, request
 from reconciler.runs.awx.job import Pace
 from reconciler.settings import Settings
 from reconciler.work import worker
@@ -166,6 +168,46 @@ def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> Non
     process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
     assert shop.attend().error["code"] == "awx_template_missing"
     assert shop.states() == ("failed", ["available", "available"])
+
+
+@pytest.mark.covers("I13")
+def test_a_run_that_is_refused_to_its_first_worker_is_begun_by_the_second(
+    shop: Shop, process: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attached while the first held the folder, and knows that nothing has begun."""
+    process.begin(hosts=["n1"], without=["gpuaas.slice.provision_slice"])
+    engine, prepare = shop.site.engine, request.prepare
+    holds, attached = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        holds.set()
+        assert attached.wait(60)
+        return prepare(*arguments)
+
+    class Second(threading.Event):
+        """Waits, between its looks at the run, until the first worker has given up."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if not attached.is_set():
+                monkeypatch.setattr(launch, "prepare_awx", prepare)
+                attached.set()
+                with pytest.raises(Problem, match="stale_lease"):
+                    first.result(60)
+                process.begin(hosts=["n1"], steps=0, artifacts={"slice_result": RESULT})
+            return super().wait(timeout)
+
+    monkeypatch.setattr(launch, "prepare_awx", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(shop.attend)
+        assert holds.wait(60)
+        with transaction(engine) as conn:
+            queue.abandon(conn, "worker")
+            (task,) = leasing.lease(conn, "second")
+        worker.attend(engine, shop.settings, task, Second())
+    with transaction(engine) as conn:
+        task = queue.get(conn, task.id)
+    assert task.state == "succeeded", task.error
+    assert shop.states() == ("active", ["active", "available"])
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -93,7 +93,7 @@ def collector(hosts: Hosts) -> Iterator[Telemetry]:
     collector = Telemetry(hosts.site.engine, hosts.access)
     yield collector
     collector._stopping.set()
-    for pool in (collector._pool, collector._silent):
+    for pool in collector._places._pools:
         pool.shutdown()
 
 
@@ -258,7 +258,7 @@ def test_a_machine_without_room_for_an_identity_asks_as_soon_as_it_has_some(
     until(lambda: not collector._busy)
 
 
-def test_a_host_without_an_answer_is_asked_less_often_and_beside_the_others(
+def test_a_host_that_hangs_is_asked_less_often_and_beside_the_others(
     sold: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with transaction(sold.engine) as conn:
@@ -267,6 +267,7 @@ def test_a_host_without_an_answer_is_asked_less_often_and_beside_the_others(
 
     def refuse(_access: SshAccess, _node: NodeAccess, _given_up: object) -> bytes:
         threads.append(threading.current_thread().name)
+        now[0] += 60
         raise RunError("telemetry_unanswered", expected="", found="no route", remedy="")
 
     monkeypatch.setattr(ssh, "telemetry", refuse)
@@ -280,8 +281,8 @@ def test_a_host_without_an_answer_is_asked_less_often_and_beside_the_others(
             if collector.look():
                 moments.append(at)
                 until(lambda: not collector._busy)
-    assert moments == [0, 55, 165, 385, 825, 1425]
-    assert ["silent" in name for name in threads] == [False] + [True] * 5
+    assert moments == [0, 115, 285, 565, 1065, 1725]
+    assert ["slow" in name for name in threads] == [False] + [True] * 5
     assert caplog.text.count("no telemetry of node n1") == 1
 
 

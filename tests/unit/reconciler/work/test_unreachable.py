@@ -266,6 +266,56 @@ def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(
     assert sorted(probed) == ["n1", "n2"], "each is asked once"
 
 
+def test_hosts_that_hang_again_and_again_wait_for_each_other_only(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are places for all. One of them answers at times, to count as well again."""
+    hanging = [f"h{number}" for number in range(8)]
+    for number, node_id in enumerate((*hanging, "n2"), 1):
+        sold.node(node_id, (0,), number)
+    go, begun, now = threading.Event(), threading.Semaphore(0), [0.0]
+    answers: dict[str, str] = {}
+
+    def probe(_access: SshAccess, node: NodeAccess) -> str:
+        if node.node_id in hanging:
+            begun.release()
+            go.wait()
+        return answers.get(node.node_id, "hangs" if node.node_id in hanging else "")
+
+    def hang() -> None:
+        for _ in hanging:
+            assert begun.acquire(timeout=60)
+
+    def lose(*ids: str) -> None:
+        for node_id in ids:
+            with transaction(sold.engine) as conn:
+                host.record_silence(conn, node_id, ADMIN.because("no route"))
+
+    monkeypatch.setattr(ssh, "probe", probe)
+    monkeypatch.setattr(watch, "_WAIT_S", 0.1)
+    nothing = Path("unused")
+    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    lose(*hanging)
+    assert hosts.look() == []
+    now[0] += FIRST_S
+    assert hosts.look() == []
+    hang()
+    now[0] += 60
+    answers["h0"] = ""
+    go.set()
+    until(lambda: hosts.look() == ["h0"])
+    until(lambda: not hosts._probes or bool(hosts.look()))
+    go.clear()
+    lose("h0", "n2")
+    assert hosts.look() == []
+    now[0] += 2 * FIRST_S
+    try:
+        until(lambda: "n2" in hosts.look(), 30)
+        hang()
+    finally:
+        go.set()
+
+
 def test_a_probe_that_fails_counts_as_silence(sold: Site, asked: list[str]) -> None:
     """For example on a machine without room for a process; the host is asked later."""
     now = [0.0]

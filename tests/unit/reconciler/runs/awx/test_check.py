@@ -197,9 +197,7 @@ def test_an_awx_that_does_not_answer_is_asked_later(
 def test_a_template_is_checked_within_the_lease_of_its_task(
     awx: Controller, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slowly AWX answers: a worker whose lease ends meanwhile holds a place in vain, and
-    the next one would take the folder of the run for that of a run that is lost.
-    """
+    """However slowly AWX answers: a worker whose lease ends meanwhile holds a place in vain."""
     assert Settings().task_lease_s > Client.DEADLINE_S
     monkeypatch.setattr(Client, "DEADLINE_S", 1.0)
     # Each answer is in time, and all together are not.
