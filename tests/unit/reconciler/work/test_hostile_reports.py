@@ -292,6 +292,27 @@ def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind
     assert states == {"succeeded", "failed"}
 
 
+@pytest.mark.covers("CTRL-4")
+@pytest.mark.parametrize("count", [8, 10**40])
+def test_no_count_of_a_host_fails_a_launch_or_raises_its_price(
+    on_either: Site, tmp_path: Path, count: int
+) -> None:
+    """Its document shows four GPUs."""
+    machines = Machines(on_either)
+    machines.machine(profile="lab")
+    document = on_either.document(1)
+    document["candidate_summary"]["gpu_devices"] = count
+    handler = HANDLERS[TaskKind.SLICE_TOPOLOGY_DISCOVER]
+    with transaction(machines.engine) as conn:
+        queue.enqueue(conn, queue.Enqueue(TaskKind.SLICE_TOPOLOGY_DISCOVER, "m1"), ADMIN)
+        (task,) = leasing.lease(conn, "worker")
+    outcome = answered(handler.playbook, {"discovery": document})
+    settle(machines.engine, Settings(state_dir=tmp_path), handler, task, outcome)
+    with transaction(machines.engine) as conn:
+        assert queue.get(conn, task.id).state in ("succeeded", "failed")
+        assert machines.launch(conn).gpu_count == 4
+
+
 def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
