@@ -376,7 +376,9 @@ def managed_key_start(work: Work) -> None:
 
 def managed_key_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     key = evidence["managed_key"]
-    expires_at = float(key["expires_at"]) if key["present"] else None
+    # A host that says a later time would never get the key anew.
+    asked = work.parameters["managed_key"]["expires_at"]
+    expires_at = float(min(key["expires_at"], asked)) if key["present"] else None
     act = work.act.because("as the host says", {"present": key["present"]})
     app_operations.succeeded(work.conn, work.parameters["operation_id"], act, expires_at=expires_at)
     return evidence
