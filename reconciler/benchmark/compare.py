@@ -118,7 +118,9 @@ def _cell(first: tuple[Record, Record] | None, pair: tuple[Record, Record]) -> R
 
 def _missing(capture: Capture, name: str) -> Record:
     """A cell with the reason of the probe, whose name is the first part of the metric's name."""
-    probe = next(each for each in capture["probes"] if each["probe"] == name.partition(".")[0])
+    probes = {each["probe"]: each for each in capture["probes"]}
+    # A machine may name a metric after no probe.
+    probe = probes.get(name.partition(".")[0], {"reason": None})
     reason = probe["reason"]
     note = f"{probe['status']}: {reason['code']}" if reason else "not measured"
     return _as_cell(None, None, "missing", note)

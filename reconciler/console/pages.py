@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,12 @@ from starlette.responses import HTMLResponse
 from reconciler.model import states
 
 HERE = Path(__file__).parent
+# Shown instead of control characters and of marks that turn the direction of a text, in which a
+# host or a guest would have another word shown than it wrote. Members' texts have none.
+UNSHOWN = "\N{REPLACEMENT CHARACTER}"
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
 HTMX = "htmx-4.0.1.min.js"
 SSE = "hx-sse-4.0.1.min.js"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
@@ -117,11 +124,13 @@ _TEMPLATES = _environment()
 
 def render(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
     """The page of a template."""
-    return HTMLResponse(_TEMPLATES.get_template(template).render(values), status)
+    page = _TEMPLATES.get_template(template).render(values)
+    return HTMLResponse(_CONTROLS.sub(UNSHOWN, page), status)
 
 
 def render_block(template: str, name: str, **values: Any) -> str:
     """A block of a template by itself, as a stream sends it."""
     macros = _TEMPLATES.get_template("macros.html").make_module(values)
     page = _TEMPLATES.get_template(template)
-    return "".join(page.blocks[name](page.new_context({**values, "ui": macros})))
+    parts = page.blocks[name](page.new_context({**values, "ui": macros}))
+    return _CONTROLS.sub(UNSHOWN, "".join(parts))

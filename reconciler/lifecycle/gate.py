@@ -146,7 +146,7 @@ def review(conn: sa.Connection, node_id: str, act: Act) -> list[str]:
     for slot in on_sale:
         closed_by = judge(conn, slot, proofs.current(conn, slot), seen)
         if closed_by:
-            why = "; ".join(f"{row.code}: {row.detail}" for row in closed_by)
+            why = "; ".join(f"{row.code}: {row.detail}" for row in closed_by)[:2000]
             evidence = {**act.evidence, "blockers": [row.document() for row in closed_by]}
             take_off_sale(conn, slot.id, act.because(f"gate closed: {why}", evidence))
             shut.append(slot.id)

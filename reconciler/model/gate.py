@@ -15,6 +15,9 @@ from reconciler.model.states import ANSWERING_NODES, NodeMode
 # Parity check of the fabric's isolation, and the detail of a check that a profile leaves out.
 ISOLATION_CHECK, NOT_APPLICABLE = "fabric_isolation", "not_applicable"
 
+# Most blockers of a discovery, and the length of the host's text in one. Each change of a slot
+# keeps them for ever. An honest host has no more, and its discovery has the whole texts.
+MOST, LONGEST = 32, 300
 # Blockers that come from failed launches and not from a report about the host.
 FAILING = ("launch_failed", "launches_failed")
 
@@ -255,7 +258,7 @@ def _discovery(evidence: GateEvidence, sighting: Sighting) -> list[Blocker]:
     ]
     if document.get("reboot_required"):
         blockers.append(Blocker("reboot_required", "the host must be rebooted first"))
-    return [Blocker(f"discovery:{row.code}", row.detail) for row in blockers]
+    return [Blocker(f"discovery:{row.code}", row.detail[:LONGEST]) for row in blockers[:MOST]]
 
 
 # The first failed launch may have a temporary cause. After clean reports, a second failure has a

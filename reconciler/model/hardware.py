@@ -398,8 +398,3 @@ def tenant_disks(document: Mapping[str, Any], taken_over: Collection[str]) -> li
             }
         )
     return disks
-
-
-def gpu_count(document: Mapping[str, Any]) -> int:
-    """Number of GPUs in the machine."""
-    return int((document.get("candidate_summary") or {}).get("gpu_devices") or 0)

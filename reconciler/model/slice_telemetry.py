@@ -100,7 +100,7 @@ class GuestValues(Values):
 class SliceValues(Values):
     """The part of a snapshot about a slice."""
 
-    allocation_id: Annotated[str, Field(max_length=64)]
+    allocation_id: Annotated[str, Field(max_length=64, pattern="^[0-9a-f-]*$")]
     host: HostValues
     guest: GuestValues | None = None
 

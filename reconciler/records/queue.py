@@ -357,7 +357,7 @@ def forget_tenant_data(conn: sa.Connection, task: Task) -> None:
         conn.execute(sa.update(tasks).where(tasks.c.id == task.id).values(parameters=rest))
 
 
-def shorten_result(conn: sa.Connection, kind: TaskKind, node_id: str, *, newest: int) -> None:
+def shorten_result(conn: sa.Connection, kind: str, node_id: str, *, newest: int) -> None:
     """Replace the result of the node's succeeded task before so many newer ones by counts. A
     hostile host fills results, and records of tasks are kept for ever.
     """

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, exc
 from reconciler.db import clock
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import host, task_failures
+from reconciler.lifecycle import host, retention, task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model import host_faults
 from reconciler.model.errors import Problem
@@ -60,6 +60,10 @@ _PAUSE_FACTOR = 4
 _TRANSIENT = frozenset({"command_timeout", "image_unreachable"})
 # Codes of a run without a reported end: its process or the connection to its host was lost.
 _BROKEN = frozenset({"run_failed", "run_lost", FOLDER_GONE})
+# Reports of a node, which a host can have the service ask for every few minutes.
+_REPORTS = frozenset(
+    {TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY, TaskKind.SLICE_DRIFT_RECONCILE}
+)
 # Codes of failures that only Ansible or the system has put in words.
 _UNNAMED = frozenset({"task_failed", "system_error", "command_failed"})
 
@@ -157,6 +161,9 @@ def _succeed(
             host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
             evidence.update((outcome.result or {})["evidence"])
             result = queue_next_step(work, handler.succeed(work, evidence))
+            if task.kind in _REPORTS:
+                # This task is one more.
+                queue.shorten_result(conn, task.kind, task.node_id, newest=retention.REPORTS - 1)
             state = TaskState.SUCCEEDED
             queue.finish(conn, task.id, task.lease_token, state, work.act, result=result)
 

@@ -16,7 +16,6 @@ from reconciler.lifecycle import (
     guest_terminal,
     ingress,
     power,
-    retention,
     slice_telemetry,
     slices,
 )
@@ -352,10 +351,8 @@ def drift_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     since = work.task.started_at or 0.0
     refused = evidence.get("refused", {})
     slice_telemetry.record_refused(work.conn, work.task.node_id, refused, since=since)
-    kind, node_id = TaskKind.SLICE_DRIFT_RECONCILE, work.task.node_id
-    # This task is one more.
-    queue.shorten_result(work.conn, kind, node_id, newest=retention.REPORTS - 1)
-    return drift.reconcile(work.conn, node_id, evidence, work.act.because("compared"), since=since)
+    act = work.act.because("compared")
+    return drift.reconcile(work.conn, work.task.node_id, evidence, act, since=since)
 
 
 def managed_key_variables(work: Work) -> dict[str, Any]:
@@ -376,7 +373,9 @@ def managed_key_start(work: Work) -> None:
 
 def managed_key_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     key = evidence["managed_key"]
-    expires_at = float(key["expires_at"]) if key["present"] else None
+    # A host that says a later time would never get the key anew.
+    asked = work.parameters["managed_key"]["expires_at"]
+    expires_at = float(min(key["expires_at"], asked)) if key["present"] else None
     act = work.act.because("as the host says", {"present": key["present"]})
     app_operations.succeeded(work.conn, work.parameters["operation_id"], act, expires_at=expires_at)
     return evidence

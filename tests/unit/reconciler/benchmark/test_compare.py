@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from reconciler.benchmark import chart, document
 from reconciler.benchmark.compare import compare, gate
 from reconciler.model.errors import Problem
 from tests.unit.reconciler.benchmark.conftest import Samples, made
@@ -75,6 +76,19 @@ def test_a_missing_figure_has_no_difference() -> None:
     empty = made("b", {})
     assert rows(bare, empty)["gpu.fp64"] == (None, "missing", "unavailable: tool_missing")
     assert rows(empty, bare)["gpu.fp64"] == (None, "incomparable", "the baseline has no figure")
+
+
+def test_no_figure_of_a_machine_ends_a_comparison() -> None:
+    """A capture is refused, or compared, named and drawn with any other."""
+    odd = made("a", {"gpu.fp64": [1e-18]})
+    odd["probes"][0] |= made("a", {"cpu.integer": [1e18]})["probes"][0]
+    odd["probes"][0]["metrics"][0]["metric"] = "of.another"
+    whole = compare([document.check(odd, "a"), made("b", {"gpu.fp64": [1e18]})])
+    assert "of.another" in chart.html(whole)
+    assert {row["cells"][1]["note"] for row in whole["rows"]} >= {"not measured"}
+    for figure in (10**400, 1e308, 5e-324):
+        with pytest.raises(Problem, match="capture_invalid"):
+            document.check(made("c", {"gpu.fp64": [figure]}), "c")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from reconciler.api import contract
 from reconciler.api.catalog import AnswerCache
 from reconciler.console import guard, operators, pages
 from reconciler.console.app import OPERATORS, SHARED
-from reconciler.console.pages import HERE, HTMX, SSE
+from reconciler.console.pages import HERE, HTMX, SSE, UNSHOWN
 from reconciler.db import journal, leader
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import (
@@ -934,6 +934,15 @@ def test_approval_names_every_reason_against_a_candidate(selling: Stack, browse:
         for blocker in blockers:
             assert blocker["code"].replace("_", " ") in text
     assert text.count('class="state good">approved') == 2
+
+
+def test_no_text_of_a_host_is_shown_as_another(selling: Stack, browse: Browse) -> None:
+    document = discovery()
+    document["nvme"][0]["model"] = "1.6 TB \u202eBT 6.1\u2066\x1b\x9b\x00"
+    with transaction(selling.engine) as conn:
+        host.record_discovery(conn, NODE, document, ACT)
+    text = browse("admin").get(f"/console/nodes/{NODE}/discovery").text
+    assert f"1.6 TB {UNSHOWN}BT 6.1{UNSHOWN * 4}" in text
 
 
 def test_a_chosen_candidate_is_approved_by_the_form(selling: Stack, browse: Browse) -> None:

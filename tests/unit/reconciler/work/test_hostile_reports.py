@@ -292,6 +292,27 @@ def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind
     assert states == {"succeeded", "failed"}
 
 
+@pytest.mark.covers("CTRL-4")
+@pytest.mark.parametrize("count", [8, 10**40])
+def test_no_count_of_a_host_fails_a_launch_or_raises_its_price(
+    on_either: Site, tmp_path: Path, count: int
+) -> None:
+    """Its document shows four GPUs."""
+    machines = Machines(on_either)
+    machines.machine(profile="lab")
+    document = on_either.document(1)
+    document["candidate_summary"]["gpu_devices"] = count
+    handler = HANDLERS[TaskKind.SLICE_TOPOLOGY_DISCOVER]
+    with transaction(machines.engine) as conn:
+        queue.enqueue(conn, queue.Enqueue(TaskKind.SLICE_TOPOLOGY_DISCOVER, "m1"), ADMIN)
+        (task,) = leasing.lease(conn, "worker")
+    outcome = answered(handler.playbook, {"discovery": document})
+    settle(machines.engine, Settings(state_dir=tmp_path), handler, task, outcome)
+    with transaction(machines.engine) as conn:
+        assert queue.get(conn, task.id).state in ("succeeded", "failed")
+        assert machines.launch(conn).gpu_count == 4
+
+
 def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
@@ -334,3 +355,41 @@ def test_comparisons_leave_no_megabytes_for_ever(
     assert (lists, counted) == ([MOST, MOST, 0], MOST)
     assert all(len(json.dumps(evidence)) < 16_384 for evidence in changes)
     assert any(evidence.get("left_out") == MOST - KEPT for evidence in changes)
+
+
+def test_blockers_leave_no_megabytes_for_ever(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host has blockers of everything in a discovery, and none in the next, again and again."""
+    monkeypatch.setattr(retention, "REPORTS", 1)
+    every = [{"code": "x" * 60, "detail": "y" * 1900}] * 250
+    isolated = {"check": "fabric_isolation", "status": "PASS", "detail": "", "remediation": ""}
+    passed = parity(sold)
+    passed["parity"]["checks"] = [isolated]
+    for number in range(4):
+        document, many = sold.document(0), number % 2 == 0
+        parts = [document[name][0] for name in ("gpu", "nvme", "fabric")]
+        for part in [document["bootstrap"], document["slice_network"], *parts] if many else []:
+            part["blockers"] = every
+        document["candidate_summary"]["degraded"] = every[:60] if many else []
+        for kind, report in (
+            (TaskKind.SLICE_TOPOLOGY_DISCOVER, {"discovery": document}),
+            (TaskKind.NODE_PARITY, passed),
+        ):
+            with transaction(sold.engine) as conn:
+                nodes.change(conn, "n1", ADMIN, profile="lab")
+                queue.enqueue(conn, queue.Enqueue(kind, "n1"), ADMIN)
+                (task,) = leasing.lease(conn, "worker", kinds=[kind])
+            handler = HANDLERS[kind]
+            outcome = answered(handler.playbook, report)
+            settle(sold.engine, Settings(state_dir=tmp_path), handler, task, outcome)
+            with reading(sold.engine) as conn:
+                assert queue.get(conn, task.id).state == "succeeded"
+        with reading(sold.engine) as conn:
+            on_sale = [slot.status == "available" for slot in slots.of_node(conn, "n1")]
+        assert on_sale == [not many] * 2
+    with reading(sold.engine) as conn:
+        changes = conn.execute(sa.select(tables.history.c.reason, tables.history.c.evidence)).all()
+        done = queue.every(conn, node_id="n1")
+    assert max(len(json.dumps([*change])) for change in changes) < 32_768
+    assert sum(len(json.dumps(task.result)) for task in done[2:]) < 8_192

@@ -305,3 +305,14 @@ def test_what_a_hostile_host_answers_is_refused(
     until(lambda: not collector._busy)
     assert problem in collector._plan["n1"][2]
     assert hosts.count(mine) == 0
+
+
+def test_a_text_that_postgresql_does_not_take_is_refused(
+    hosts: Hosts, collector: Telemetry
+) -> None:
+    active(hosts)
+    hosts.add("n1")
+    hosts.says("n1", "\0")
+    assert collector.look() == ["n1"]
+    until(lambda: not collector._busy)
+    assert "slices.0.allocation_id" in collector._plan["n1"][2]
