@@ -40,11 +40,13 @@ class Server:
     def url(self) -> str:
         return self._url("postgres")
 
-    def database(self, name: str) -> str:
-        """The URL of a database of this name with nothing in it; what was there is gone."""
+    def database(self, name: str, *, of: str = "template1") -> str:
+        """The URL of a new database of this name, a copy of one that is not in use, or empty; what
+        was there is gone.
+        """
         gone = f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)'
         where = ("-h", str(self.folder), "-U", "gpuaas", "-d", "postgres", "-q")
-        self.run("psql", *where, "-c", gone, "-c", f'CREATE DATABASE "{name}"')
+        self.run("psql", *where, "-c", gone, "-c", f'CREATE DATABASE "{name}" TEMPLATE "{of}"')
         return self._url(name)
 
     def start(self) -> None:

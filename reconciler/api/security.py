@@ -34,8 +34,8 @@ from reconciler.model.act import Act
 from reconciler.model.client_limits import Buckets
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.states import Role
+from reconciler.model.storable import STORABLE
 from reconciler.records import projects, tokens
-from reconciler.runs.contract import STORABLE
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 

@@ -24,9 +24,9 @@ from reconciler.db.schema import Pool
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import Call, Outcome
 from reconciler.model.pools import SERVING_POOLS
+from reconciler.model.storable import storable_text
 from reconciler.pools import hints, leases, remote
 from reconciler.pools.runner import checked
-from reconciler.runs.contract import storable_text
 
 router = APIRouter(prefix="/worker", tags=["worker"])
 T = TypeVar("T")

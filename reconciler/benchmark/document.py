@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
 
 from reconciler.model.errors import Problem
 from reconciler.runs.paths import write_text
@@ -46,7 +42,12 @@ def parse(text: str, source: str) -> dict[str, Any]:
 
 def check(capture: dict[str, Any], source: str) -> dict[str, Any]:
     """Validate a capture by the schema and return it; Problem `capture_invalid`."""
-    error = best_match(_validator().iter_errors(capture))
+    # To load it with the rest would be a quarter of the start of every other command.
+    from jsonschema import Draft202012Validator  # noqa: PLC0415
+    from jsonschema.exceptions import best_match  # noqa: PLC0415
+
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    error = best_match(Draft202012Validator(schema).iter_errors(capture))
     if error is not None:
         raise _capture_invalid(source, f"{error.json_path}: {error.message[:500]}")
     return capture
@@ -64,11 +65,6 @@ def write(path: Path, text: str) -> None:
         write_text(path, text, mode=0o644)
     except OSError as error:
         raise _file_invalid(f"to be able to write {path}", error, "choose another file") from error
-
-
-@lru_cache(maxsize=1)
-def _validator() -> Draft202012Validator:
-    return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def _refuse_constant(name: str) -> float:

@@ -32,7 +32,7 @@ from pydantic import (
 
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import serial_number
-from reconciler.runs.contract import storable_text
+from reconciler.model.storable import storable_text
 from reconciler.runs.service_access import Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from reconciler.model.errors import Problem, Refusal
-from reconciler.runs.contract import storable_text
+from reconciler.model.storable import storable_text
 from reconciler.runs.service_access import LONGEST_FOUND, Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings

@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-
 log = logging.getLogger("gpuaas.jobs")
 
 STREAM = "stream:orchestrator:inference_jobs"
@@ -39,12 +35,16 @@ class Hints:
     """Connection to the Redis of a URL, which may be away at any time."""
 
     def __init__(self, url: str) -> None:
+        # Most sites have no Redis, and its client is an eighth of what a worker loads.
+        import redis  # noqa: PLC0415
+
+        self._errors = redis.exceptions
         # Not decoded: an entry of any bytes must not keep those behind it from being read.
         self._redis: Any = redis.Redis.from_url(
             url,
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=0.5,
-            retry=Retry(NoBackoff(), 0),
+            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
         self._away_until = 0.0
         # Why it was of no use the last time.
@@ -119,7 +119,7 @@ class Hints:
             _, claimed, *_ = self._redis.xautoclaim(
                 STREAM, GROUP, _CONSUMER, min_idle_time=_IDLE_MS, count=_COUNT
             )
-        except redis.ResponseError as error:
+        except self._errors.ResponseError as error:
             if "unknown command" not in str(error):
                 raise
             # Before Redis 6.2. Workers find these jobs in the database.
@@ -137,7 +137,7 @@ class Hints:
         try:
             try:
                 act()
-            except redis.ResponseError as error:
+            except self._errors.ResponseError as error:
                 if not str(error).startswith("NOGROUP"):
                     raise
                 self._make_group()
@@ -145,7 +145,8 @@ class Hints:
         # Its answers may be of any form, and jobs must go on without it.
         except Exception as error:
             # Errors of the connection name its address, and none has the password.
-            text = " ".join(str(error).split())[:200] if isinstance(error, redis.RedisError) else ""
+            words = str(error).split() if isinstance(error, self._errors.RedisError) else ()
+            text = " ".join(words)[:200]
             self._failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
             log.warning("Redis is of no use, jobs go on without it: %s", self._failure)
             self._away_until = time.monotonic() + _PAUSE_S
@@ -157,7 +158,7 @@ class Hints:
     def _make_group(self) -> None:
         try:
             self._redis.xgroup_create(STREAM, GROUP, id="0", mkstream=True)
-        except redis.ResponseError as error:
+        except self._errors.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):  # Another worker was quicker.
                 raise
 

@@ -20,8 +20,8 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.jobs import ENDED, OPEN, JobStatus
 from reconciler.model.pools import SERVING_POOLS
+from reconciler.model.storable import STORABLE, unstorable
 from reconciler.pools import control, counts
-from reconciler.runs.contract import STORABLE, unstorable
 
 ORDER = Order(jobs, ("enqueued_at", "id"), descending=True)
 # Limits of a project for which neither it nor the site has others, so that a single one cannot

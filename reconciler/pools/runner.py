@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from reconciler.runs.contract import STORABLE, storable_text, unstorable
+from reconciler.model.storable import STORABLE, storable_text, unstorable
 
 RESULT_BYTES = 64 << 10
 # More than any message has, whose texts may consist of escaped characters.

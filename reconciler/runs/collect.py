@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from reconciler.runs import contract, lock, ssh
+from reconciler.model.storable import unstorable
+from reconciler.runs import lock, ssh
 from reconciler.runs.launch import resume
 from reconciler.runs.paths import RunPaths, read_json, write_text
 from reconciler.runs.spec import RunError
@@ -186,5 +187,5 @@ def _line(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     # The line is stored with its task, so every database must accept it.
-    valid = isinstance(document, dict) and contract.unstorable(document) is None
+    valid = isinstance(document, dict) and unstorable(document) is None
     return document if valid else {}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from jsonschema.validators import extend
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
-from reconciler.model.errors import Refusal
+from reconciler.model.storable import STORABLE, unstorable
 from reconciler.runs.spec import RunError
 from reconciler.shipped import PROJECT
 
@@ -36,15 +35,6 @@ PLAYBOOKS = tuple(
 UNREADABLE = "outcome_unreadable"
 # Error code of a result in a form that the contract does not allow. Its effect is unknown too.
 INVALID = "result_invalid"
-# Our documents nest ten deep. Much deeper documents exhaust the stack of recursive readers.
-_DEEPEST = 100
-STORABLE = (
-    "text without NUL and half surrogate pairs, finite numbers, and at most"
-    f" {_DEEPEST} documents or lists in each other"
-)
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
-# Names in a document come from the host too.
-_LONGEST_PATH = 200
 # Errors of which the first one to name is chosen. Each takes kilobytes, and a host may make
 # millions.
 _MOST_ERRORS = 50
@@ -89,53 +79,6 @@ def schema(name: str) -> dict[str, Any]:
     """The schema of a playbook, or `result` or `common`, or `../discovery`, its part."""
     text = (DIRECTORY / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
     return cast("dict[str, Any]", json.loads(text))
-
-
-def unstorable(document: object) -> str | None:
-    """The dotted path of the first value that cannot be stored; None when all values can.
-
-    The rules are the same for both databases. PostgreSQL accepts no NUL and no half of a surrogate
-    pair in text, and no infinite number. A document nested without end cannot be written or read.
-    """
-    path = _unstorable(document, _DEEPEST)
-    return None if path is None else ".".join(map(storable_text, path))[:_LONGEST_PATH]
-
-
-def storable_text(text: str) -> str:
-    """The text with a replacement mark for each character that cannot be stored."""
-    return _NO_TEXT.sub("\ufffd", text)
-
-
-def storable_parts(refusal: Refusal) -> dict[str, str]:
-    """The parts of a refusal, which may repeat what a host or another service answered."""
-    return {part: storable_text(text) for part, text in refusal.to_dict().items()}
-
-
-def _unstorable(value: object, deeper: int) -> list[str] | None:
-    """The path to the first value that cannot be stored."""
-    if isinstance(value, str | float):
-        bad = _NO_TEXT.search(value) if isinstance(value, str) else not math.isfinite(value)
-        return [] if bad else None
-    pairs: Iterable[tuple[object, object]]
-    # A dict by its own type first: the check by an abstract one takes longer.
-    if isinstance(value, dict | Mapping):
-        pairs = value.items()
-    elif isinstance(value, list | tuple):
-        pairs = enumerate(value)
-    else:
-        return None
-    if not deeper:
-        return []
-    for name, inner in pairs:
-        if isinstance(name, str) and _NO_TEXT.search(name):
-            return [name]
-        # Half a million numbers fit into a request.
-        if inner is None or isinstance(inner, int):
-            continue
-        if (inside := _unstorable(inner, deeper - 1)) is not None:
-            # The path is put together at the end: a name may be as long as the document.
-            return [str(name), *inside]
-    return None
 
 
 def _check(code: str, name: str, document: object) -> None:

@@ -42,8 +42,8 @@ from reconciler.lifecycle import host, installation
 from reconciler.lifecycle.task_failures import act_of
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.model.storable import storable_parts, storable_text
 from reconciler.records import nodes, queue, tokens
-from reconciler.runs import contract
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 from reconciler.trust import enrolment
@@ -82,9 +82,9 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
     try:
         _step(engine, settings, task)
     except LauncherAway as silent:
-        parts = contract.storable_parts(silent)
+        parts = storable_parts(silent)
         with transaction(engine) as conn:
-            reason = contract.storable_text(str(silent))
+            reason = storable_text(str(silent))
             progress = Progress.of(queue.get(conn, task.id).progress)
             # The time of a task runs also where MAAS has never answered.
             began_at = progress.began_at or clock.read(conn)
@@ -94,7 +94,7 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
     except (Problem, RunError) as refusal:
         if refusal.code == "stale_lease":
             raise
-        error = contract.storable_parts(refusal)
+        error = storable_parts(refusal)
         state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED
         with transaction(engine) as conn:
             tokens.end_tickets(conn, task.node_id)

@@ -28,9 +28,9 @@ from reconciler.model import fabric
 from reconciler.model.errors import Problem, Refusal
 from reconciler.model.fabric import Isolation
 from reconciler.model.states import LIVE_CLAIMS, ClaimState
+from reconciler.model.storable import storable_text
 from reconciler.records import allocations as allocation_records
 from reconciler.records import segments
-from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work.handler import Work, canceled, open_work
 from reconciler.work.ufm import DEFAULT, FULL, LIMITED, Client, Partition, ufm_access
@@ -226,9 +226,9 @@ def _compare(
             wrong = _problems(partitions, [guid], key) if guid else ["no GUID was approved"]
             wrong += _full_default(partitions, [guid])
             if wrong:
-                problems[slot_id] = contract.storable_text("; ".join(wrong))[:500]
+                problems[slot_id] = storable_text("; ".join(wrong))[:500]
     except Refusal as refusal:
-        error = contract.storable_text(str(refusal))[:500]
+        error = storable_text(str(refusal))[:500]
     return {"error": error, "slots": sorted(expected), "problems": problems}, removed
 
 

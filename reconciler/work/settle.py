@@ -27,6 +27,7 @@ from reconciler.model import host_faults
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskKind, TaskState
+from reconciler.model.storable import STORABLE, storable_text, unstorable
 from reconciler.records import certificates, claims, nodes, queue, slots
 from reconciler.records.queue import DEADLINE_PASSED
 from reconciler.runs import contract, ssh
@@ -244,11 +245,11 @@ def _task_error(failure: Failure) -> dict[str, Any]:
 
 def _storable(outcome: Outcome) -> Outcome:
     """The outcome in storable form. With an unstorable result, the run counts as failed."""
-    outcome = replace(outcome, problem=contract.storable_text(outcome.problem))
-    path = contract.unstorable(outcome.result)
+    outcome = replace(outcome, problem=storable_text(outcome.problem))
+    path = unstorable(outcome.result)
     if path is None:
         return outcome
-    problem = f"{contract.UNREADABLE}: {path}: {contract.STORABLE}"
+    problem = f"{contract.UNREADABLE}: {path}: {STORABLE}"
     return replace(outcome, status="failed", result=None, problem=problem)
 
 
@@ -293,7 +294,7 @@ def _record_error(cause: Exception) -> dict[str, str]:
     # Of the database only its own message, without values of the host.
     source = cause.orig if isinstance(cause, exc.DBAPIError) else cause
     message = getattr(getattr(source, "diag", None), "message_primary", None)
-    text = contract.storable_text(str(message or source))[:300]
+    text = storable_text(str(message or source))[:300]
     if isinstance(cause, exc.IntegrityError):
         code, expected = REFUSED, "an end that the rules of the schema allow"
     else:

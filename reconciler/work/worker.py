@@ -27,8 +27,9 @@ from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import BY_MAAS, TaskState
+from reconciler.model.storable import storable_parts, storable_text
 from reconciler.records import certificates, leasing, queue, tokens
-from reconciler.runs import collect, contract
+from reconciler.runs import collect
 from reconciler.runs.awx.client import awx_access
 from reconciler.runs.collect import Phase
 from reconciler.runs.launch import Site, launch
@@ -379,8 +380,8 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
             remedy="free space there, or repair what is named; the task goes on by itself",
         )
     if isinstance(error, LauncherAway):
-        act = act_of(task).because(contract.storable_text(str(error)))
-        parts = contract.storable_parts(error)
+        act = act_of(task).because(storable_text(str(error)))
+        parts = storable_parts(error)
         with transaction(engine) as conn:
             queue.wait_for_host(conn, task.id, task.lease_token, act.reason, act=act, error=parts)
     elif isinstance(error, Problem | RunError):
@@ -389,7 +390,7 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
 
 def _refuse(engine: Engine, task: Task, refusal: Problem | RunError) -> None:
     """Finish a task whose run could not start, with the reason as its error."""
-    error = contract.storable_parts(refusal)
+    error = storable_parts(refusal)
     # An earlier attempt may have acted. Only a refused first attempt proves an untouched host.
     failure = Failure("start the run", error, dict(NOTHING_DONE), known=task.attempt <= 1)
     state = TaskState.CANCELED if refusal.code == "canceled" else TaskState.FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -81,11 +82,20 @@ def run(
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    home = tmp_path_factory.mktemp("galaxy")
-    subprocess.run([ROOT / "scripts" / "collection-archive", home], check=True)
+    """Made once for all workers of a session, whose folders are beside each other."""
+    base = tmp_path_factory.getbasetemp()
+    home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "galaxy"
+    home.mkdir(exist_ok=True)
+    target = home / "collections"
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            subprocess.run([ROOT / "scripts" / "collection-archive", home], check=True)
+            (archive,) = home.glob("gpuaas-slice-*.tar.gz")
+            words = ("collection", "install", str(archive), "-p", f"{target}.new", "--offline")
+            run(home, "ansible-galaxy", *words)
+            Path(f"{target}.new").rename(target)
     (archive,) = home.glob("gpuaas-slice-*.tar.gz")
     with tarfile.open(archive) as opened:
         members = tuple(member.name for member in opened if member.isfile())
-    target = str(home / "collections")
-    run(home, "ansible-galaxy", "collection", "install", str(archive), "-p", target, "--offline")
     return Installed(members, home)

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.covers("ECO-1")
 
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = INVENTORY / "slice.yml"
+PROFILE = "xe9680l-h200"
+OTHERS = [path for path in sorted((ROOT / "profiles").glob("*.yml")) if path.stem != PROFILE]
 RUN = {
     "id": "run-1",
     "task_id": "task-1",
@@ -46,13 +48,8 @@ def play(words: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The example's variables as Ansible renders them for its host."""
-    return render(tmp_path_factory.mktemp("example"))
-
-
 def render(folder: Path, *words: str) -> dict[str, Any]:
+    """The example's variables as Ansible renders them for its host."""
     names = ["slice_profile", "ansible_become", *yaml.safe_load(SLICE.read_text())]
     pairs = ", ".join(f"'{name}': {name}" for name in names)
     task = {
@@ -73,18 +70,15 @@ def render(folder: Path, *words: str) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("playbook", ["provision_slice", "verify_absent", "release_slice"])
-def test_its_variables_are_those_of_the_run_contract(
-    rendered: dict[str, Any], playbook: str
-) -> None:
-    known = contract.schema(playbook)["properties"]
-    variables = {name: value for name, value in rendered.items() if name in known}
-    if playbook != "provision_slice":
-        variables["slice_allocation"] = {"id": variables["slice_allocation"]["id"]}
-    contract.check_vars(playbook, {**variables, "slice_run": RUN})
-
-
-def test_it_makes_the_machine_that_the_reconciler_would_make(rendered: dict[str, Any]) -> None:
+def test_its_variables_are_those_of_the_run_contract_and_of_the_reconciler(tmp_path: Path) -> None:
+    rendered = render(tmp_path)
+    for playbook in ("provision_slice", "verify_absent", "release_slice"):
+        known = contract.schema(playbook)["properties"]
+        variables = {name: value for name, value in rendered.items() if name in known}
+        if playbook != "provision_slice":
+            variables["slice_allocation"] = {"id": variables["slice_allocation"]["id"]}
+        contract.check_vars(playbook, {**variables, "slice_run": RUN})
+    assert rendered["slice_profile"]["name"] == PROFILE
     assert rendered["slice_profile"]["fabric"]["interface"] == "ibp65s0"
     # Its commands need root and have no `-b`.
     assert rendered["ansible_become"] is True
@@ -92,19 +86,17 @@ def test_it_makes_the_machine_that_the_reconciler_would_make(rendered: dict[str,
     mac = rendered["slice_slots"][0]["management_mac"]
     seed = seed_documents(rendered["slice_allocation"], mac, without_nvlink=True)
     assert rendered["slice_seed"] == seed
-
-
-@pytest.mark.parametrize("profile", sorted((ROOT / "profiles").glob("*.yml")), ids=lambda p: p.stem)
-def test_each_shipped_profile_has_what_the_example_takes(profile: Path, tmp_path: Path) -> None:
-    made = render(tmp_path, "-e", f"slice_profile_file={profile}")
-    assert made["slice_vm"] == machine_shape(made["slice_profile"], 1)
-
-
-def test_parity_can_pass_on_a_host_without_the_service(rendered: dict[str, Any]) -> None:
-    """The host is not enrolled, and so has no certificate of a node and knows no API."""
+    # Parity can pass on a host without the service: the host is not enrolled, and so has no
+    # certificate of a node and knows no API.
     exempt = {"node_agent", "name_resolution"}
     assert exempt <= set(rendered["slice_profile"]["not_applicable"])
     assert exempt <= {check.name for check in CHECKS}
+
+
+@pytest.mark.parametrize("profile", OTHERS, ids=lambda p: p.stem)
+def test_each_other_profile_has_what_the_example_takes(profile: Path, tmp_path: Path) -> None:
+    made = render(tmp_path, "-e", f"slice_profile_file={profile}")
+    assert made["slice_vm"] == machine_shape(made["slice_profile"], 1)
 
 
 def test_a_release_has_a_higher_fence_than_its_launch(tmp_path: Path) -> None:

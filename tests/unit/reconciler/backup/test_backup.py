@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import shutil
@@ -74,11 +75,32 @@ class Life:
             slices.provision_started(conn, self.building, ADMIN)
             self.task = task.id
 
+    def copied(self, folder: Path, url: str) -> Life:
+        """The same site elsewhere."""
+        other = copy.copy(self)
+        shutil.copytree(self.settings.state_dir, folder)
+        other.settings = settled(folder, url)
+        other.engine = open_engine(other.settings.database)
+        other.trust = open_trust(folder)
+        return other
 
-def life(folder: Path, url: str) -> Iterator[Life]:
+
+def lived(folder: Path, url: str = "") -> Life:
     made = Life(settled(folder, url))
-    yield made
+    # The last connection to close empties the write-ahead log.
     made.engine.dispose()
+    return made
+
+
+@pytest.fixture(scope="module")
+def on_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """Made once, and copied for each test."""
+    return lived(tmp_path_factory.mktemp("sqlite") / "site")
+
+
+@pytest.fixture(scope="module")
+def on_postgresql(tmp_path_factory: pytest.TempPathFactory, postgres: Server) -> Life:
+    return lived(tmp_path_factory.mktemp("postgresql") / "site", postgres.database("lived"))
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
@@ -87,12 +109,17 @@ def urls(request: pytest.FixtureRequest) -> tuple[str, str]:
     if request.param == "sqlite":
         return "", ""
     server = request.getfixturevalue("postgres")
-    return tuple(server.database(f"b_{uuid.uuid4().hex[:8]}") for _ in range(2))  # type: ignore[return-value]
+    request.getfixturevalue("on_postgresql")
+    before, after = (f"b_{uuid.uuid4().hex[:8]}" for _ in range(2))
+    return server.database(before, of="lived"), server.database(after)
 
 
 @pytest.fixture
-def before(urls: tuple[str, str], tmp_path: Path) -> Iterator[Life]:
-    yield from life(tmp_path / "before", urls[0])
+def before(request: pytest.FixtureRequest, urls: tuple[str, str], tmp_path: Path) -> Iterator[Life]:
+    made: Life = request.getfixturevalue("on_postgresql" if urls[0] else "on_sqlite")
+    site = made.copied(tmp_path / "before", urls[0])
+    yield site
+    site.engine.dispose()
 
 
 @pytest.mark.covers("CTRL-2", "I13")
@@ -479,13 +506,10 @@ def test_a_strange_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_backup_of_a_newer_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_sqlite: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "old"
-    made = Life(settled(folder))
-    made.engine.dispose()
     file = tmp_path / "site.tar.gz"
-    archive.write(made.settings, file)
+    archive.write(on_sqlite.settings, file)
     monkeypatch.setattr("reconciler.db.migrations.revisions", lambda: ("0001",))
     with pytest.raises(Problem, match="backup_newer"):
         restore(settled(tmp_path / "new"), file)

@@ -21,7 +21,7 @@ from tests.unit.reconciler.service.service import until
 
 
 @pytest.mark.covers("ORCH-5")
-@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_a_rolling_upgrade_under_load_fails_no_job(workers: Workers, rounds: int) -> None:
     engine = workers.queue.engine
     running = [workers.start() for _ in range(2)]

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
+from alembic import command as _alembic
 from sqlalchemy import create_engine
 
 from reconciler.api import app as application
 from reconciler.cli.main import main as gpuaas
-from reconciler.db import idempotency, migrations
+from reconciler.db import idempotency
 from reconciler.pools import api_queue, child, hints, leases
 from reconciler.pools import worker as pool_worker
 from reconciler.runs import launch
@@ -147,7 +148,7 @@ def main() -> None:
     launch._spawn = _spawn
     # What a service loads when it is first asked.
     uvicorn.Config(app, log_config=None).load()
-    migrations.head()
+    assert _alembic
     gc.freeze()
     # Whoever has ended is gone; nobody waits for it here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

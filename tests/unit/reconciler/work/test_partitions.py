@@ -17,6 +17,7 @@ from reconciler.db.schema import Task, slots
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import launch as launching
 from reconciler.model.states import TaskKind
+from reconciler.model.storable import unstorable
 from reconciler.records import allocations, nodes, projects, queue
 from reconciler.records import slots as slot_records
 from reconciler.runs import contract
@@ -214,7 +215,7 @@ def test_without_proof_of_isolation_no_machine_starts(
     task = attend()
     assert (task.state, task.error["code"]) == ("failed", code)
     assert all(task.error[part] for part in ("expected", "found", "remedy"))
-    assert contract.unstorable(task.error) is None
+    assert unstorable(task.error) is None
     assert not runs.launched and TOKEN not in str(task)
     assert manager.record()["partitions"].get("0x10", {}) == left
     with transaction(sold.engine) as conn:
@@ -365,4 +366,4 @@ def test_drift_takes_idle_functions_out_and_closes_what_it_cannot_prove(
             first = slot_records.of_node(conn, "n1")[0].id
             shut = [row for row in gate.gate(conn, first) if row.code == "fabric_not_isolated"]
             assert bool(shut) == bool(text) and text in "".join(row.detail for row in shut)
-            assert contract.unstorable(nodes.get(conn, "n1").fabric_reading) is None
+            assert unstorable(nodes.get(conn, "n1").fabric_reading) is None
