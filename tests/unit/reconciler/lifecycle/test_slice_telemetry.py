@@ -57,7 +57,7 @@ def test_samples_older_than_a_day_are_deleted(on_either: Site) -> None:
 def test_a_host_speaks_of_its_own_active_slices_only(on_either: Site) -> None:
     with transaction(on_either.engine) as conn:
         mine, requested = on_either.active(conn), on_either.allocate(conn)
-        for node_id, key in (("n2", mine), ("n1", requested), ("n1", "no-such-id")):
+        for node_id, key in (("n2", mine), ("n1", requested), ("n1", "f" * 36)):
             assert slice_telemetry.record(conn, node_id, snapshot(key)) == 0
         assert slice_telemetry.record(conn, "n1", snapshot(mine)) == 1
         metal = sa.update(allocations).where(allocations.c.id == mine)
